@@ -16,6 +16,7 @@ from quire.compat.names import nearest
 from quire.compat.speculation import speculative_config_of
 from quire.compat.table import FOREIGN, settle
 from quire.errors import ConfigError
+from quire.formats.answer_formats import NO_PARSER, REASONING_PARSERS, TOOL_PARSERS
 from quire.formats.kv_format import KV_CACHE_DTYPES
 from quire.formats.weight_format import ON_LOAD
 from quire.hf_config.quantization import QUANTIZATION_NAMES
@@ -363,6 +364,22 @@ class ServerConfig:
         None, "JSON object of variables for the chat template; a request's own variables come first.", type="json"
     )
     response_role: str = option("assistant", "Role of the answers.")
+    enable_auto_tool_choice: bool = option(
+        True, "The model may call tools where tool_choice is auto; this needs a tool call parser."
+    )
+    tool_call_parser: str | None = option(
+        None,
+        "How the model writes tool calls; otherwise the chat template says it.",
+        choices=(*TOOL_PARSERS, NO_PARSER),
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "How the model writes its reasoning; otherwise the chat template says it.",
+        choices=(*REASONING_PARSERS, NO_PARSER),
+    )
+    exclude_tools_when_tool_choice_none: bool = option(
+        False, "The chat template does not see the tools of a request with tool_choice none."
+    )
     return_tokens_as_token_ids: bool = option(
         False, "Logprobs name tokens token_id:<id>, unless a request says otherwise."
     )

@@ -14,6 +14,7 @@ from quire.cost.arithmetic import StepArithmetic
 from quire.cost.devices import cpu_ceilings
 from quire.drafter_settings import drafter_settings
 from quire.errors import ConfigError
+from quire.formats.answer_formats import AnswerFormats
 from quire.formats.kv_format import KV_CACHE_DTYPES, kv_format
 from quire.formats.kv_groups import kv_groups, page_bytes, pages_for
 from quire.formats.weight_format import ON_LOAD, packs_floats
@@ -209,9 +210,20 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
     )
 
 
-def resolve_server(config: ServerConfig) -> dict[str, Setting]:
-    """Every setting of the HTTP side, by name."""
+def resolve_server(config: ServerConfig, chat_template: str = "") -> dict[str, Setting]:
+    """Every setting of the HTTP side, by name. Raises ConfigError for parsers that do not go together.
+
+    Args:
+        chat_template: the source, which decides how answers are parsed.
+    """
     record = Record()
+    formats = AnswerFormats.choose(config.tool_call_parser, config.reasoning_parser, chat_template)
+    for name, chosen, why in (
+        ("tool_call_parser", formats.tools, formats.why_tools),
+        ("reasoning_parser", formats.reasoning, formats.why_reasoning),
+    ):
+        if why:
+            record.put(name, chosen, "default" if chosen is None else "model", why)
     if not config.api_key and envs.API_KEY.get():
         record.put("api_key", "set", "environment", envs.API_KEY.name)
     for name, variable in (("log_level", envs.LOGGING_LEVEL), ("log_format", envs.LOG_FORMAT)):

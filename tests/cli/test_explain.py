@@ -309,7 +309,7 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().out
     for part in (
         "model    quire-demo: LlamaForCausalLM, 5.8 M parameters, bfloat16, KV 3,072 bytes per token",
-        "max_num_seqs                         8   [flag]",
+        "max_num_seqs                          8   [flag]",
         "limits  running requests; the others wait",
         "next    16: ",
         "live    POST /v1/config moves it, up to 8",

@@ -406,7 +406,7 @@ def test_text_response_format_and_empty_tools_are_accepted(server):
     }
     response = server.chat(max_tokens=1, **fields)
     assert response.status_code == 200
-    assert set(response.headers["x-quire-ignored-fields"].split(", ")) == {"parallel_tool_calls", "user", "tool_choice"}
+    assert set(response.headers["x-quire-ignored-fields"].split(", ")) == {"user", "tool_choice"}
 
 
 def test_models_by_name(server):

@@ -39,18 +39,19 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     if args.vllm is not None:
         return _explain_vllm(args)
     engine_config, server_config = read_settings(parser, args)
-    from quire.entry.launch import find_model
+    from quire.entry.launch import find_chat_template, find_model
     from quire.kernels import extension
     from quire.metrics.stopwatch import Stopwatch
     from quire.planning import devices
     from quire.screen.explain import explain
 
-    _, name, model = find_model(engine_config, None, weights=False)
+    folder, name, model = find_model(engine_config, None, weights=False)
+    template = find_chat_template(engine_config, server_config, folder)
     gpu = "none was looked for" if engine_config.device == "cpu" else devices.ask_gpu()
     device = devices.detect(extension.chosen_isa(), gpu)
     watch = Stopwatch()
     bandwidth = extension.read_bandwidth(device.num_cores)
-    explanation = explain(name, engine_config, server_config, model, device, bandwidth, watch.lap().waited)
+    explanation = explain(name, engine_config, server_config, model, device, bandwidth, watch.lap().waited, template)
     if args.json:
         print(json.dumps(explanation.as_dict(), indent=2, default=str))
     else:

@@ -9,7 +9,6 @@ ONE_DEVICE = "there is one device"
 PARALLEL = "one device serves the model in this version"
 POOLING = "models here generate text; embedding, scoring and classification are not in this version"
 TEXT_ONLY = "models here read text only"
-REASONING = "reasoning is not split from the answer in this version"
 TRANSFER = "KV caches are not moved between servers or tiers in this version"
 KERNELS = "kernels are chosen for the device at start; --attention-backend and QUIRE_ISA name others"
 NO_GRAPHS = (
@@ -246,7 +245,8 @@ WHOLE_CONFIGS: tuple[Foreign, ...] = (
     *refused(TRANSFER, values="kv_transfer_config ec_transfer_config ec_manager_config"),
     *refused("KV events are not published in this version", values="kv_events_config"),
     *refused("models with n-gram memories are not in this version", values="engram_config"),
-    *refused(REASONING, values="reasoning_config reasoning_parser reasoning_parser_plugin"),
+    *refused("the reasoning parser knows its tags", "Use --reasoning-parser", values="reasoning_config"),
+    *refused(NO_CODE, "Use --reasoning-parser", values="reasoning_parser_plugin"),
     *refused("no plug-in reads it", values="additional_config"),
     *accepted(
         "one grammar engine reads every constraint; requests say what whitespace they allow",

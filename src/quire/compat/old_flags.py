@@ -122,7 +122,7 @@ OLD_FLAGS: tuple[Foreign, ...] = (
         """,
     ),
     *refused("requests bring no logits processors", values="logits_processor_pattern"),
-    *refused("reasoning is not split from the answer in this version", switches="enable_reasoning"),
+    *accepted("a reasoning parser is enough", switches="enable_reasoning"),
     # Images.
     *accepted(
         TEXT_ONLY,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from quire.compat.engine_flags import NO_CODE, PARALLEL, TEXT_ONLY
 from quire.compat.foreign import Foreign, accepted, refused
 
-TOOLS = "tool calls are not parsed in this version"
-
 SERVER_FLAGS: tuple[Foreign, ...] = (
     *refused(
         "the format is read from the template", "Leave it out", off=("auto",), values="chat_template_content_format"
@@ -16,8 +14,7 @@ SERVER_FLAGS: tuple[Foreign, ...] = (
         "Use --chat-template",
         switches="trust_request_chat_template",
     ),
-    *refused(TOOLS, switches="enable_auto_tool_choice", values="tool_call_parser tool_server"),
-    *accepted(TOOLS, switches="exclude_tools_when_tool_choice_none"),
+    *refused("the server runs no tools", "Run them in the client", values="tool_server"),
     *refused(NO_CODE, values="tool_parser_plugin", lists="middleware"),
     *refused("logs have a level and a form", "Use --log-level and --log-format", values="log_config_file"),
     *accepted(

@@ -7,6 +7,7 @@ import secrets
 import signal
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,13 +24,19 @@ from quire.errors import ConfigError, InvalidRequestError
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.chat_template import check_template_kwargs
 from quire.frontend.client import ProcessClient
+from quire.frontend.gguf_tokenizer import read_gguf_tokenizer
 from quire.frontend.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from quire.frontend.output_processor import OutputProcessor, draft_metrics
 from quire.frontend.replica import Replica
 from quire.frontend.stats import EngineMetrics
 from quire.frontend.supervisor import RecoveryLimits
 from quire.frontend.tokenizer import Tokenizer, check_same_vocabulary
-from quire.frontend.tokenizer_files import load_generation_config
+from quire.frontend.tokenizer_files import (
+    chat_template_text,
+    load_chat_templates,
+    load_config,
+    load_generation_config,
+)
 from quire.gguf.file import is_gguf
 from quire.kernels import extension
 from quire.loader.drafter import load_drafter_config
@@ -158,6 +165,18 @@ def default_template_kwargs(config: ServerConfig) -> dict[str, Any]:
             fix="Correct --default-chat-template-kwargs",
             param=param,
         ) from None
+
+
+def find_chat_template(config: EngineConfig, server: ServerConfig, folder: Path) -> str:
+    """The source of the chat templates of a model in a folder or GGUF file; "": there is none. Raises ConfigErrors."""
+    source = folder if config.tokenizer is None else _tokenizer_files(config.tokenizer, config)
+    if config.skip_tokenizer_init:
+        templates: Mapping[str, str] = {}
+    elif is_gguf(source):
+        templates = read_gguf_tokenizer(source).chat_templates
+    else:
+        templates = load_chat_templates(source, load_config(source))
+    return chat_template_text(templates, read_chat_template(server.chat_template))
 
 
 def read_chat_template(given: str | None) -> str | None:

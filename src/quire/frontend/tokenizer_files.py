@@ -154,6 +154,16 @@ def load_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, st
         ) from error
 
 
+def chat_template_text(templates: Mapping[str, str], override: str | None) -> str:
+    """The source of the templates that chats may be rendered with.
+
+    Args:
+        templates: the model's.
+        override: Jinja source, or the name of one of the model's templates, in place of all; None: the model's.
+    """
+    return "\n".join(templates.values()) if override is None else templates.get(override, override)
+
+
 def load_generation_config(folder: Path) -> dict[str, Any]:
     """generation_config.json; {} if there is none."""
     return read_json(folder / "generation_config.json")

@@ -27,7 +27,7 @@ from quire.screen.layer_kernels import LayerKernel, layer_kernels
 from quire.screen.memory_lines import MemorySummary
 from quire.settings import Resolved, Setting
 
-NAME_COLUMN = 34  # the longest name of a setting fits
+NAME_COLUMN = 35  # the longest name of a setting fits
 
 
 @dataclass(frozen=True)
@@ -164,12 +164,14 @@ def explain(
     device: DeviceFacts,
     read_bandwidth: float | None = None,
     waited: float = 0.0,
+    chat_template: str = "",
 ) -> Explanation:
     """The settings of a server that would start now. No weights are loaded: their bytes come from config.json.
 
     Args:
         read_bandwidth: measured bytes per second that all cores together read from memory; None: not measured.
         waited: the share of that time in which the measurement had no core.
+        chat_template: the source.
 
     Raises ConfigError for settings that contradict each other. Too little memory is part of the answer.
     """
@@ -184,7 +186,7 @@ def explain(
     waited = 0.0 if known.is_measured else waited
     expected = expectation(resolved.scheduler.max_num_seqs, known.cost, known.origin, waited)
     resolved = resolved.noting({**expected, **peaks(resolved, known.cost.arithmetic, device)})
-    settings = {**resolved.settings, **resolve_server(server)}
+    settings = {**resolved.settings, **resolve_server(server, chat_template)}
     form, device_settings = resolved.model, resolved.device
     layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
     pages = KvPages.of(resolved, model)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.errors import InvalidRequestError, UnsupportedFieldError
+from quire.errors import InvalidRequestError
 from quire.frontend.render_process import Render
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.sampling_params import check_num_logprobs
 from quire.server import generation
-from quire.server.answer import Writer, respond
+from quire.server.answer import respond
 from quire.server.generation import Generation
 from quire.server.logprobs import LogprobWriter, prompt_logprobs
 from quire.server.protocol.chat import (
@@ -27,63 +28,62 @@ from quire.server.protocol.chat import (
     ChatRequest,
     ChatResponse,
     Delta,
+    FunctionCall,
+    ToolCall,
+    ToolCallDelta,
 )
 from quire.server.protocol.common import make_usage
 from quire.server.protocol.fields import REFUSED_IN_CHAT, BodyDecoder
 from quire.server.sse import DONE, event
 from quire.server.state import SYSTEM_FINGERPRINT, ServerState
+from quire.server.text.events import Content, Event, Reasoning, ToolArguments, ToolCallStart
+from quire.server.text.reasoning import REASONING_FORMATS
 from quire.server.timeline import timings
+from quire.server.tool_choice import ToolChoice
 
-_decoder = BodyDecoder(ChatRequest, REFUSED_IN_CHAT)
+decoder = BodyDecoder(ChatRequest, REFUSED_IN_CHAT)
 
 
 async def chat_completions(request: Request) -> Response:
     """One answer, or its events as they come."""
-    return await respond(request, _decoder.decode, _prepare)
+    return await respond(request, decoder.decode, prepare)
 
 
-async def _prepare(
+async def prepare(
     state: ServerState, body: ChatRequest, ignored: list[str], request_id: str
-) -> tuple[Generation, Writer]:
+) -> tuple[Generation, ChatWriter]:
+    """What a chat asks of the engine, and who writes the answer; as `answer.respond` says."""
     asked = await generation_of(state, body, ignored, request_id, "chatcmpl")
-    return asked, _ChatWriter(state, body, asked)
+    return asked, ChatWriter(state, body, asked)
 
 
 async def generation_of(
     state: ServerState, body: ChatRequest, ignored: list[str], request_id: str, prefix: str
 ) -> Generation:
     """What a chat asks of the engine. `prefix`: of the answer's id. Adds the names of fields without effect."""
-    ignored += _check_tools(body)
+    tools = ToolChoice.of(body, state.settings, ignored)
     if body.reasoning_effort is not None and not state.has_reasoning_effort:
         ignored.append("reasoning_effort")
-    return _generation(state, body, await render(state, body), request_id, prefix)
-
-
-def _check_tools(body: ChatRequest) -> list[str]:
-    """Refuse tools the model may call; those it may only look at are the template's business. Gives ignored fields."""
-    if body.tools and body.tool_choice != "none":
-        raise UnsupportedFieldError(
-            "Calling tools is not supported yet",
-            fix='Remove tools, or set tool_choice to "none" to only show them to the model',
-            param="tools",
-        )
-    if body.tool_choice is not None and not body.tools:
-        if body.tool_choice not in ("none", "auto"):
-            raise UnsupportedFieldError(
-                "tool_choice names a tool, but there are no tools", fix="Remove tool_choice", param="tool_choice"
-            )
-        return ["tool_choice"]
-    return []
+    prompt = await render(state, body)
+    if (constraint := tools.constraint or body.constraint()) is not None:
+        if (reasoning := REASONING_FORMATS.get(state.settings.formats.reasoning or "")) is not None:
+            constraint = reasoning.constrained(constraint, prompt)
+        body.structured_outputs, body.response_format = constraint, None
+    new_parser = tools.new_parser(body, state.settings, prompt)
+    if new_parser is not None and state.has_special_tags:
+        body.skip_special_tokens = False
+    return replace(_generation(state, body, prompt, request_id, prefix), new_parser=new_parser)
 
 
 async def render(state: ServerState, body: ChatRequest) -> str:
     """The prompt of a chat."""
     continues = bool(body.continue_final_message)
+    hides_tools = body.tool_choice == "none" and state.settings.hides_unused_tools
     adds_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     return await state.renderer.render(
         Render(
             body.messages,
-            tools=body.tools or None,
+            tools=None if hides_tools else body.tools or None,
             add_generation_prompt=adds_prompt,
             continue_final_message=continues,
             documents=body.documents,
@@ -126,7 +126,7 @@ def _num_logprobs(state: ServerState, body: ChatRequest) -> int | None:
     return None
 
 
-class _ChatWriter:
+class ChatWriter:
     """Turns the outputs of one request into OpenAI's answer or its chunks."""
 
     def __init__(self, state: ServerState, body: ChatRequest, asked: Generation) -> None:
@@ -137,6 +137,8 @@ class _ChatWriter:
         self._role = state.settings.response_role
         self._n = asked.params.n
         self._prefix = _echoed_text(body, self._role)
+        new_parser = asked.new_parser
+        self._parsers = None if new_parser is None else [new_parser() for _ in range(self._n)]
         self._logprobs: LogprobWriter | None = None
         if body.logprobs:
             max_top = -1 if body.logprob_token_ids else body.top_logprobs or 0
@@ -147,6 +149,10 @@ class _ChatWriter:
     def response(self, outputs: Sequence[RequestOutput], headers: dict[str, str]) -> Response:
         """The whole answer."""
         (output,) = outputs
+        return Response(msgspec.json.encode(self.answer(output)), headers=headers, media_type="application/json")
+
+    def answer(self, output: RequestOutput) -> ChatResponse:
+        """The whole answer, from the final output."""
         num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
         answer = ChatResponse(
             id=self._id,
@@ -159,18 +165,55 @@ class _ChatWriter:
         if self._body.return_metrics and output.metrics is not None:
             answer.metrics = timings([output.metrics], num_tokens, output.num_cached_tokens)
         self._add_prompt(answer, output)
-        return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
+        return answer
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         logprobs = completion.logprobs
+        message, reason = self._message(completion)
         return ChatChoice(
             index=completion.index,
-            message=AnswerMessage(role=self._role, content=self._prefix + completion.text),
+            message=message,
             logprobs=self._logprobs.chat(logprobs) if self._logprobs is not None and logprobs is not None else None,
-            finish_reason=completion.finish_reason,
+            finish_reason=reason,
             stop_reason=completion.stop_reason,
             token_ids=completion.token_ids if self._body.return_token_ids else None,
         )
+
+    def _message(self, completion: CompletionOutput) -> tuple[AnswerMessage, str | None]:
+        """The message, and why it ended."""
+        content, reasoning, calls = [self._prefix], [], []
+        events, reason = self._parsed(completion)
+        for part in events:
+            match part:
+                case Content(text):
+                    content.append(text)
+                case Reasoning(text):
+                    reasoning.append(text)
+                case ToolCallStart(_, call_id, name):
+                    calls.append(ToolCall(id=call_id, function=FunctionCall(name=name, arguments="")))
+                case ToolArguments(index, text):
+                    calls[index].function.arguments += text
+        text = "".join(content)
+        message = AnswerMessage(role=self._role, content=None if not text and (calls or reasoning) else text)
+        if calls:
+            message.tool_calls = calls
+        if reasoning:
+            message.reasoning = message.reasoning_content = "".join(reasoning)
+        return message, reason
+
+    def _parsed(self, completion: CompletionOutput) -> tuple[list[Event], str | None]:
+        """What is new in a continuation, and why it ended."""
+        reason: str | None = completion.finish_reason
+        if self._parsers is None:
+            return [Content(completion.text)] if completion.text else [], reason
+        parser = self._parsers[completion.index]
+        events = parser.feed(completion.text)
+        if reason is not None:
+            events += parser.finish()
+            reason = parser.finish_reason(reason)
+        if self._body.include_reasoning is False:
+            events = [part for part in events if not isinstance(part, Reasoning)]
+        return events, reason
 
     def _add_prompt(self, answer: ChatResponse | ChatChunk, output: RequestOutput) -> None:
         if self._body.return_token_ids:
@@ -189,7 +232,7 @@ class _ChatWriter:
             data = self._opening(output, num_prompt_tokens, num_cached_tokens) if is_first else b""
             for completion in output.outputs:
                 num_tokens += len(completion.token_ids)
-                if (choice := self._delta(completion)) is not None:
+                for choice in self._deltas(completion):
                     data += event(self._chunk([choice], num_prompt_tokens, num_tokens, num_cached_tokens))
             return data
 
@@ -226,20 +269,21 @@ class _ChatWriter:
             data += event(chunk)
         return data
 
-    def _delta(self, completion: CompletionOutput) -> ChatChunkChoice | None:
-        """What is new in a continuation; None if nothing of it shows (half a character, a possible stop string)."""
-        if not (completion.text or completion.finish_reason or self._logprobs or self._body.return_token_ids):
-            return None
-        choice = ChatChunkChoice(
-            index=completion.index, delta=Delta(content=completion.text) if completion.text else Delta()
-        )
-        if completion.finish_reason is not None:
-            choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason
+    def _deltas(self, completion: CompletionOutput) -> list[ChatChunkChoice]:
+        """What is new in a continuation; nothing if none of it shows (half a character, a possible stop string)."""
+        events, reason = self._parsed(completion)
+        choices = [ChatChunkChoice(index=completion.index, delta=_delta(part)) for part in events]
+        if not choices and (reason or self._logprobs or self._body.return_token_ids):
+            choices.append(ChatChunkChoice(index=completion.index, delta=Delta()))
+        if not choices:
+            return []
+        if reason is not None:
+            choices[-1].finish_reason, choices[-1].stop_reason = reason, completion.stop_reason
         if self._logprobs is not None and completion.logprobs:
-            choice.logprobs = self._logprobs.chat(completion.logprobs)
+            choices[0].logprobs = self._logprobs.chat(completion.logprobs)
         if self._body.return_token_ids:
-            choice.token_ids = completion.token_ids
-        return choice
+            choices[0].token_ids = completion.token_ids
+        return choices
 
     def _chunk(self, choices: list[ChatChunkChoice], num_prompt: int, num_tokens: int, num_cached: int) -> ChatChunk:
         chunk = ChatChunk(
@@ -254,6 +298,20 @@ class _ChatWriter:
         elif self._body.includes_usage:
             chunk.usage = None
         return chunk
+
+
+def _delta(part: Event) -> Delta:
+    """A part of the answer as OpenAI streams it."""
+    match part:
+        case Content(text):
+            return Delta(content=text)
+        case Reasoning(text):
+            return Delta(reasoning=text, reasoning_content=text)
+        case ToolCallStart(index, call_id, name):
+            function = FunctionCall(name=name, arguments="")
+            return Delta(tool_calls=[ToolCallDelta(index=index, id=call_id, type="function", function=function)])
+        case ToolArguments(index, text):
+            return Delta(tool_calls=[ToolCallDelta(index=index, function=FunctionCall(arguments=text))])
 
 
 def _echoed_text(body: ChatRequest, role: str) -> str:

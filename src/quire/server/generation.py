@@ -16,6 +16,7 @@ from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.protocol.common import GenerationRequest, StreamOptions
 from quire.server.state import ServerState, sane_request_id
+from quire.server.text.parser import AnswerParser
 
 T = TypeVar("T")
 
@@ -30,6 +31,7 @@ class Generation:
         max_tokens_is_default: the client did not choose max_tokens, so it is cut to what fits instead of refused.
         request_id: of the HTTP request, under which its timeline is found; None: it has none.
         adapter: its name; None: the base model.
+        new_parser: makes the parser of a continuation's text; None: all of it is content.
     """
 
     response_id: str
@@ -42,6 +44,7 @@ class Generation:
     truncation: Truncation | None = None
     request_id: str | None = None
     adapter: str | None = None
+    new_parser: Callable[[], AnswerParser] | None = None
 
 
 async def start(state: ServerState, generation: Generation) -> list[RequestStream]:

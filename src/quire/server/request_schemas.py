@@ -31,7 +31,15 @@ from quire.sampling_params import (
 )
 from quire.server.generation import NOT_WITH_BEAMS
 from quire.server.limits import Limits
-from quire.server.protocol.chat import MAX_DOCUMENTS, MAX_MESSAGES, MAX_TOOLS, ChatRequest
+from quire.server.protocol.chat import (
+    MAX_CHATS,
+    MAX_DOCUMENTS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    NOT_IN_BATCHES,
+    BatchChatRequest,
+    ChatRequest,
+)
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.fields import (
     IGNORED_FIELDS,
@@ -52,6 +60,7 @@ Schema = dict[str, Any]
 
 _REFUSED: dict[type[msgspec.Struct], Mapping[str, Refusal]] = {
     ChatRequest: REFUSED_IN_CHAT,
+    BatchChatRequest: REFUSED_IN_CHAT,
     CompletionRequest: REFUSED_IN_COMPLETIONS,
     CountTokensRequest: REFUSED_IN_MESSAGES,
     MessagesRequest: REFUSED_IN_MESSAGES,
@@ -71,17 +80,22 @@ class SchemaBounds:
 
     Args:
         has_start_token: the tokenizer begins every text with a token of its own, so that an empty prompt has one too.
+        has_infill: the model has tokens for filling in the middle.
+        calls_tools: tool_choice may be auto.
     """
 
     model: ModelLimits
     request: Limits = Limits()
     has_start_token: bool = False
+    has_infill: bool = False
+    calls_tools: bool = False
 
 
 def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
     """Complete the schemas of the request bodies, which hold only types so far, in place."""
     fields: dict[type[msgspec.Struct], dict[str, Schema]] = {
         ChatRequest: {**_generation_fields(bounds), **_chat_fields(bounds)},
+        BatchChatRequest: {**_generation_fields(bounds), **_chat_fields(bounds), **_batch_fields()},
         CompletionRequest: {**_generation_fields(bounds), **_completion_fields(bounds)},
         CountTokensRequest: {},
         MessagesRequest: _messages_fields(bounds),
@@ -90,8 +104,9 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
         DetokenizeRequest: {"tokens": _token_ids(bounds, MAX_TOKENS)},
     }
     rules = {
-        ChatRequest: [*_generation_rules(bounds), *_CHAT_RULES, _CONTINUES_OR_BEGINS],
-        CompletionRequest: [*_generation_rules(bounds), *_COMPLETION_RULES],
+        ChatRequest: [*_generation_rules(bounds), *_CHAT_RULES, _tools_rule(bounds), _CONTINUES_OR_BEGINS],
+        BatchChatRequest: [*_generation_rules(bounds), *_CHAT_RULES, _tools_rule(bounds), _CONTINUES_OR_BEGINS],
+        CompletionRequest: [*_generation_rules(bounds), *_COMPLETION_RULES, _INFILL],
         CountTokensRequest: [],
         MessagesRequest: [],
         ResponsesRequest: [_BACKGROUND_IS_STORED],
@@ -187,6 +202,7 @@ def _completion_fields(bounds: SchemaBounds) -> dict[str, Schema]:
     ids = _token_ids(bounds, least=1)
     return {
         "prompt": {"anyOf": [text, ids, _list({"anyOf": [text, ids]}, bounds.request.max_prompts, 1)]},
+        "suffix": {"type": "string"} if bounds.has_infill else {"const": ""},
         "max_tokens": _integer(0, INT_RANGES["max_tokens"][1]),
         "logprobs": _num_logprobs(bounds),
     }
@@ -197,8 +213,13 @@ def _chat_fields(bounds: SchemaBounds) -> dict[str, Schema]:
         **_template_fields(),
         "max_completion_tokens": _integer(*INT_RANGES["max_tokens"]),
         "top_logprobs": _num_logprobs(bounds),
-        "tool_choice": {"enum": ["none", "auto"]},
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_TOOL]},
     }
+
+
+def _batch_fields() -> dict[str, Schema]:
+    chats = _list(_template_fields()["messages"], MAX_CHATS, 1)
+    return {"messages": chats, "prompt_logprobs": _NULL, **{name: {"const": False} for name in NOT_IN_BATCHES}}
 
 
 def _messages_fields(bounds: SchemaBounds) -> dict[str, Schema]:
@@ -292,8 +313,37 @@ _BACKGROUND_IS_STORED = _rule(
 _CHAT_RULES = (
     _rule("top_logprobs needs logprobs", {"top_logprobs": {"enum": [None, 0]}}, {"logprobs": _TRUE}),
     _rule("logprob_token_ids needs logprobs", {"logprob_token_ids": {"enum": [None, []]}}, {"logprobs": _TRUE}),
-    _rule("No tool is called", {"tools": {"enum": [None, []]}}, {"tool_choice": {"const": "none"}}),
 )
+_FUNCTION: Schema = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "parameters": {"anyOf": [{"type": "object"}, _NULL]}},
+    "required": ["name"],
+}
+_TOOL: Schema = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+    "required": ["function"],
+}
+_NAMED_TOOL: Schema = {
+    "type": "object",
+    "properties": {"function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}},
+    "required": ["function"],
+}
+
+
+def _tools_rule(bounds: SchemaBounds) -> Schema:
+    functions = _list(_TOOL, least=1)
+    automatic = [{"tools": functions, "tool_choice": {"enum": [None, "auto"]}}] if bounds.calls_tools else []
+    return _rule(
+        "Tools that may be called are functions",
+        {"tools": {"enum": [None, []]}, "tool_choice": {"enum": [None, "none", "auto"]}},
+        {"tool_choice": {"const": "none"}},
+        {"tools": functions, "tool_choice": {"const": "required"}},
+        {"tools": functions, "tool_choice": _NAMED_TOOL},
+        *automatic,
+    )
+
+
 _COMPLETION_RULES = (
     _rule("max_tokens 0 needs echo", {"max_tokens": {"not": {"const": 0}}}, {"echo": _TRUE}),
     _rule(
@@ -302,6 +352,11 @@ _COMPLETION_RULES = (
         {"echo": _NOT_TRUE},
         {"logprobs": _NULL},
     ),
+)
+_INFILL = _rule(
+    "suffix needs a prompt of text, and no echo",
+    {"suffix": {"enum": [None, ""]}},
+    {"prompt": {"anyOf": [{"type": "string"}, _list({"type": "string"})]}, "echo": _NOT_TRUE},
 )
 _ONE_OF_TWO = _rule(
     "Exactly one of prompt and messages; the fields that belong to messages come with them only",

@@ -17,14 +17,18 @@ from starlette.types import Scope
 
 from quire import __version__
 from quire.errors import ConfigError, ModelNotFoundError, ShuttingDownError
+from quire.formats.answer_formats import AnswerFormats
 from quire.frontend.async_engine import AsyncEngine
+from quire.frontend.infill import infill_format
 from quire.frontend.render_pool import MAX_RENDER_SECONDS, RenderPool
 from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.tokenizer_files import chat_template_text
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.server.cors import CorsRules
 from quire.server.limits import Limits
 from quire.server.recent import RecentRequests
 from quire.server.response_store import ResponseStore
+from quire.server.text.parser import marks
 
 SYSTEM_FINGERPRINT = f"quire-{__version__}"
 # Where the middleware leaves the request's id in the ASGI scope.
@@ -53,6 +57,9 @@ class ServerSettings:
         default_chat_template_kwargs: variables of the template; those of a request come first.
         max_render_seconds: after which a chat template that has not ended is killed.
         response_role: role of the answers.
+        formats: how answers are parsed.
+        calls_tools: the model may call tools where tool_choice is auto.
+        hides_unused_tools: the chat template does not see the tools of a request with tool_choice none.
         returns_tokens_as_token_ids: what a request that does not say gets of return_tokens_as_token_ids.
         forces_usage: every chunk of a streamed answer has its usage, whatever the request says.
         reports_metrics: what a request that does not say gets of return_metrics; streamed, only beside its usage.
@@ -64,6 +71,7 @@ class ServerSettings:
         changes_adapters: clients may load and unload adapters.
         lora_resolver_dir: where adapters of unknown model names are looked for.
         stores_responses: those of /v1/responses, for later requests.
+        is_development: there are routes for developers.
         resolved: the server's settings with their sources, for GET /v1/config: {name: Setting.as_dict()}.
     """
 
@@ -80,6 +88,9 @@ class ServerSettings:
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_render_seconds: float = MAX_RENDER_SECONDS
     response_role: str = "assistant"
+    formats: AnswerFormats = AnswerFormats(None, None)
+    calls_tools: bool = True
+    hides_unused_tools: bool = False
     returns_tokens_as_token_ids: bool = False
     forces_usage: bool = False
     reports_metrics: bool = False
@@ -93,6 +104,7 @@ class ServerSettings:
     changes_adapters: bool = False
     lora_resolver_dir: Path | None = None
     stores_responses: bool = True
+    is_development: bool = False
     resolved: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -116,14 +128,16 @@ class ServerState:
         self.recent = RecentRequests()
         self.responses = ResponseStore()
         self._renderer: RenderPool | None = None
+        # Whether some tags of the answers' formats are special tokens, which are left out of the text by default.
+        self.has_special_tags = False
         # Whether a chat template may read what the request field of this name sets.
         self.has_reasoning_effort = False
+        self.infill_format = None if tokenizer is None else infill_format(tokenizer)
         if tokenizer is not None:
-            templates, override = tokenizer.chat_templates, settings.chat_template
-            sources = templates.values() if override is None else [templates.get(override, override)]
-            self.has_reasoning_effort = any(
-                name in source for source in sources for name in ("reasoning_effort", "enable_thinking")
-            )
+            source = chat_template_text(tokenizer.chat_templates, settings.chat_template)
+            self.has_reasoning_effort = any(name in source for name in ("reasoning_effort", "enable_thinking"))
+            tags = marks(settings.formats.reasoning, settings.formats.tools)
+            self.has_special_tags = not tags.isdisjoint(tokenizer.special_ids)
             self._renderer = RenderPool(
                 tokenizer.chat_templates,
                 tokenizer.special_tokens,

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.formats.answer_formats import REASONING_PARSERS, TOOL_PARSERS
 from quire.server.text.events import Content, Reasoning, ToolCallStart
 from quire.server.text.parser import AnswerParser
-from quire.server.text.reasoning import REASONING_FORMATS
-from quire.server.text.tools import TOOL_FORMATS
 from tests.server.text.answers import TOOLS, calls_of, parse, text_of
 
 PARIS = '{"city": "Pa\\"ris", "days": 3}'
@@ -95,8 +94,8 @@ def cut(data: st.DataObject, text: str) -> list[str]:
 
 
 def test_every_format_is_tried():
-    assert ANSWERS.keys() == {*TOOL_FORMATS, "openai"}
-    assert THOUGHTS.keys() == {*REASONING_FORMATS, "openai_gptoss"}
+    assert ANSWERS.keys() == {*TOOL_PARSERS}
+    assert THOUGHTS.keys() == {*REASONING_PARSERS}
 
 
 @pytest.mark.parametrize("tools", ANSWERS)

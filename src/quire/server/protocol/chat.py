@@ -11,6 +11,7 @@ from quire.server.protocol.common import GenerationRequest, PromptLogprobs, Usag
 from quire.server.protocol.timeline import RequestTimings
 
 MAX_MESSAGES = 4096
+MAX_CHATS = 1024
 MAX_TOOLS = 128
 MAX_DOCUMENTS = 1024
 
@@ -28,10 +29,16 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     documents: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_DOCUMENTS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
     @property
     def max_tokens_name(self) -> str:
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def constraint_name(self) -> str:
+        return super().constraint_name if self.tool_choice in (None, "none", "auto") else "tools"
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -41,6 +48,19 @@ class ChatRequest(GenerationRequest, kw_only=True):
             kwargs.setdefault("enable_thinking", self.reasoning_effort != "none")
             kwargs["reasoning_effort"] = self.reasoning_effort
         return kwargs
+
+
+# Fields that ask for something which an answer to several chats does not have.
+NOT_IN_BATCHES = ("stream", "use_beam_search", "return_token_ids")
+
+
+class BatchChatRequest(ChatRequest, kw_only=True):
+    """Several chats, with the same fields beside the messages."""
+
+    messages: Annotated[  # type: ignore[assignment]
+        list[Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]],
+        msgspec.Meta(min_length=1, max_length=MAX_CHATS),
+    ]
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
@@ -58,16 +78,32 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
     refusal: None = None
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET  # not in further pieces of a streamed call
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """The keys after `content` are there because clients read them; a text model never fills them."""
+    """Clients read the keys that are always there; a text model never fills those from `refusal` to `function_call`.
+
+    The reasoning has both names that clients know.
+    """
 
     role: str
-    content: str
+    content: str | None
     refusal: None = None
     annotations: None = None
     audio: None = None
     function_call: None = None
-    reasoning: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning: str | None = None
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -98,9 +134,21 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     kv_transfer_params: None = None
 
 
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """A call begins with its id, type and name; the pieces of its arguments follow."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionCall
+
+
 class Delta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):

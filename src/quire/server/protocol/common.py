@@ -135,6 +135,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return "max_tokens"
 
     @property
+    def constraint_name(self) -> str:
+        """The field that says which form the text must have."""
+        return "structured_outputs"
+
+    @property
     def is_streamed(self) -> bool:
         return bool(self.stream)
 

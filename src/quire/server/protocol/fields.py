@@ -29,8 +29,6 @@ IGNORED_FIELDS = frozenset(
         "prompt_cache_retention",
         "prompt_cache_options",
         "prediction",
-        "parallel_tool_calls",
-        "include_reasoning",
         "cache_control",
         "inference_geo",
     )
@@ -38,7 +36,8 @@ IGNORED_FIELDS = frozenset(
 
 _GUIDED = 'vLLM replaced it by structured_outputs: {"json": ...}, "regex", "choice" or "grammar"'
 _TEXT_ONLY = "This server reads and writes text only: remove the field"
-_TOOLS = "Tools are not supported yet: remove the field"
+_FUNCTIONS = "OpenAI replaced it: use tools and tool_choice"
+_TOOLS = "Use POST /v1/chat/completions: tools are not supported here yet"
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,8 @@ _REFUSED_EVERYWHERE: dict[str, Refusal] = {
 }
 REFUSED_IN_CHAT: dict[str, Refusal] = {
     **_REFUSED_EVERYWHERE,
-    "functions": Refusal(_TOOLS, ([],)),
-    "function_call": Refusal(_TOOLS, ("none", "auto")),
+    "functions": Refusal(_FUNCTIONS, ([],)),
+    "function_call": Refusal(_FUNCTIONS, ("none", "auto")),
     "modalities": Refusal(_TEXT_ONLY, (["text"],)),
     "audio": Refusal(_TEXT_ONLY),
     "mm_processor_kwargs": Refusal(_TEXT_ONLY, ({},)),
@@ -93,13 +92,14 @@ REFUSED_IN_CHAT: dict[str, Refusal] = {
 }
 REFUSED_IN_COMPLETIONS: dict[str, Refusal] = {
     **_REFUSED_EVERYWHERE,
-    "suffix": Refusal("Insertion is not supported: build the model's fill-in-the-middle prompt yourself", ("",)),
     "messages": Refusal("Use prompt, or POST /v1/chat/completions"),
     "max_completion_tokens": Refusal("Use max_tokens"),
     "top_logprobs": Refusal("Use logprobs with a number"),
     "tools": Refusal("Use POST /v1/chat/completions", ([],)),
     "chat_template_kwargs": Refusal("Use POST /v1/chat/completions", ({},)),
     "reasoning_effort": Refusal("Use POST /v1/chat/completions"),
+    "include_reasoning": Refusal("Use POST /v1/chat/completions", (True, False)),
+    "parallel_tool_calls": Refusal("Use POST /v1/chat/completions", (True, False)),
 }
 REFUSED_IN_MESSAGES: dict[str, Refusal] = {
     "tools": Refusal(_TOOLS, ([],)),

@@ -7,15 +7,18 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from quire.formats.answer_formats import HARMONY_REASONING, HARMONY_TOOLS
 from quire.server.text.events import Event
 from quire.server.text.harmony import read_messages
+from quire.server.text.json_calls import read_arguments
 from quire.server.text.output import Output
-from quire.server.text.reader import Reader, Steps
+from quire.server.text.reader import Malformed, Reader, Steps
 from quire.server.text.reasoning import REASONING_FORMATS
 from quire.server.text.tagged_calls import parameter_types
-from quire.server.text.tools import TOOL_FORMATS
+from quire.server.text.tools import CALL_LIST, TOOL_FORMATS
 
-HARMONY_REASONING, HARMONY_TOOLS = "openai_gptoss", "openai"
+__all__ = ["CALL_LIST", "AnswerParser", "new_call_id"]
+
 _ID_CHARS = string.ascii_letters + string.digits
 
 
@@ -32,6 +35,7 @@ class AnswerParser:
     Args:
         reasoning: the name of the format of reasoning; None: there is none.
         tools: the name of the format of tool calls; None: nothing is a call.
+        named: the tool that the answer behind the reasoning is the arguments of.
         prompt: the text before the answer, which may have opened the reasoning.
         schemas: the tools of the request, whose types say what a tagged argument is.
         most_calls: further calls are left out; None: no limit.
@@ -43,6 +47,7 @@ class AnswerParser:
         reasoning: str | None = None,
         tools: str | None = None,
         *,
+        named: str | None = None,
         prompt: str = "",
         schemas: Sequence[Mapping[str, Any]] = (),
         most_calls: int | None = None,
@@ -50,21 +55,24 @@ class AnswerParser:
     ) -> None:
         self._output = Output(new_id, most_calls)
         self._reader = Reader(self._output.content)
-        self._steps = self._read(reasoning, tools, prompt, schemas)
-
-    def _read(
-        self, reasoning: str | None, tools: str | None, prompt: str, schemas: Sequence[Mapping[str, Any]]
-    ) -> Steps[None]:
-        reader, output = self._reader, self._output
+        self._is_named = named is not None
         if reasoning == HARMONY_REASONING or tools == HARMONY_TOOLS:
-            yield from read_messages(reader, output, has_tools=tools is not None)
+            parts = [read_messages(self._reader, self._output, has_tools=tools is not None)]
         else:
+            parts = []
             if reasoning is not None:
-                yield from REASONING_FORMATS[reasoning].read(reader, output, prompt)
-            if tools is not None:
-                yield from TOOL_FORMATS[tools].read(reader, output, parameter_types(schemas))
-        yield from reader.rest()
-        reader.flush()
+                parts.append(REASONING_FORMATS[reasoning].read(self._reader, self._output, prompt))
+            if named is not None:
+                parts.append(_read_named(self._reader, self._output, named))
+            elif tools is not None:
+                parts.append(TOOL_FORMATS[tools].read(self._reader, self._output, parameter_types(schemas)))
+        self._steps = self._read(parts)
+
+    def _read(self, parts: Sequence[Steps[None]]) -> Steps[None]:
+        for part in parts:
+            yield from part
+        yield from self._reader.rest()
+        self._reader.flush()
 
     def feed(self, text: str) -> list[Event]:
         """The events that this text completes."""
@@ -79,6 +87,27 @@ class AnswerParser:
         return self._output.finish()
 
     def finish_reason(self, reason: str) -> str:
-        """Why the answer ended: `tool_calls` in place of `stop` if the client is to call tools."""
-        has_calls = self._output.num_calls > 0 and not self._output.is_broken
+        """Why the answer ended: `tool_calls` in place of `stop` if the model has chosen to call tools."""
+        has_calls = self._output.num_calls > 0 and not self._output.is_broken and not self._is_named
         return "tool_calls" if reason == "stop" and has_calls else reason
+
+
+def _read_named(reader: Reader, output: Output, name: str) -> Steps[None]:
+    try:
+        yield from read_arguments(reader, output, name)
+    except Malformed:
+        reader.flush()
+        output.give_up()
+    reader.to(output.content)
+
+
+def marks(reasoning: str | None, tools: str | None) -> frozenset[str]:
+    """The tags by which reasoning and calls are found: the text must hold them, even where they are special tokens."""
+    found: frozenset[str] = frozenset()
+    if reasoning == HARMONY_REASONING or tools == HARMONY_TOOLS:
+        return found | {"<|channel|>"}
+    if reasoning is not None:
+        found |= REASONING_FORMATS[reasoning].opening.names | REASONING_FORMATS[reasoning].closing.names
+    if tools is not None:
+        found |= TOOL_FORMATS[tools].opening.names
+    return found

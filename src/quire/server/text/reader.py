@@ -22,12 +22,12 @@ class Malformed(Exception):  # noqa: N818 (this is an outcome, which is handled 
 
 
 class Tags:
-    """A set of strings to look for. None may be the beginning of another one."""
+    """Strings to look for. No tag may be the beginning of another one."""
 
     def __init__(self, *names: str) -> None:
         self.names = frozenset(names)
         # Matches a tag, or the beginning of a tag at the end of the text.
-        self.pattern = re.compile("|".join(_tag_pattern(name) for name in names))
+        self.pattern = re.compile("|".join(map(_tag_pattern, names)) or "(?!)")
 
 
 def _tag_pattern(tag: str) -> str:

@@ -188,7 +188,10 @@ _TOOL_CALL_END = frozenset(("</tool_call>",))
 _PYTHONIC = ToolFormat(Tags("<|python_start|>"), _python, frozenset(("<|python_end|>",)), start="[")
 _QWEN = ToolFormat(Tags("<tool_call>", "<function="), _qwen, _TOOL_CALL_END)
 
+CALL_LIST = "call_list"  # what tool_choice `required` makes of the answer
+
 TOOL_FORMATS: dict[str, ToolFormat] = {
+    CALL_LIST: ToolFormat(Tags(), _json, start="["),
     "deepseek_v3": ToolFormat(_DEEPSEEK_OPENING, _deepseek_v3, _DEEPSEEK_CLOSING),
     "deepseek_v31": ToolFormat(_DEEPSEEK_OPENING, _deepseek_v31, _DEEPSEEK_CLOSING),
     "glm45": ToolFormat(Tags("<tool_call>"), _glm),

@@ -1,0 +1,275 @@
+"""Tool calls and reasoning of POST /v1/chat/completions with OpenAI's own client, streamed and not."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from quire.formats.answer_formats import REASONING_PARSERS, TOOL_PARSERS, AnswerFormats
+from quire.frontend.tokenizer import Tokenizer
+from quire.grammar.text import grammar_text
+from quire.server.protocol.chat import ChatRequest
+from quire.server.state import ServerSettings
+from quire.server.text.reasoning import REASONING_FORMATS
+from quire.server.text.tools import CALL_LIST, TOOL_FORMATS
+from quire.server.tool_choice import ToolChoice
+from tests.server.serving import MODEL, TOKENIZER, RunningServer
+from tests.server.test_errors import error_of
+from tests.server.text.answers import TOOLS
+
+MESSAGES = [{"role": "user", "content": "Will it rain?"}]
+NOW = {"type": "function", "function": {"name": "now"}}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call>'
+ANSWER = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}\n{CALL.replace('2', '3')}"
+TEMPLATE = (
+    "{{ tools | length if tools else 'no' }} tools;"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ call.function.name }}{{ call.function.arguments.city }}{% endfor %}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and enable_thinking %}<think>\n"
+    "{% endif %}{% endif %}"
+)
+
+
+@contextmanager
+def answering(
+    text: str, tools: str | None = "hermes", reasoning: str | None = "qwen3", **settings: Any
+) -> Iterator[RunningServer]:
+    """A server whose model always writes this text."""
+    answer = settings.get("tokenizer", TOKENIZER).encode(text, add_special_tokens=False)
+    formats = AnswerFormats(tools, reasoning)
+    with RunningServer(answer=answer, chat_template=TEMPLATE, formats=formats, **settings) as server:
+        yield server
+        server.wait_for_idle()
+
+
+@pytest.fixture(scope="module")
+def agent():
+    with answering(ANSWER) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def required():
+    with answering('[{"name": "get_weather", "parameters": {"city": "Bern"}}]') as server:
+        yield server
+
+
+def ask(server: RunningServer, **fields: Any) -> Any:
+    return server.openai().chat.completions.create(model=MODEL, messages=MESSAGES, **{"tools": TOOLS, **fields})
+
+
+def streamed(server: RunningServer, **fields: Any) -> dict[str, Any]:
+    """A streamed answer, joined as clients do."""
+    found: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "finish_reason": []}
+    for chunk in ask(server, stream=True, **fields):
+        (choice,) = chunk.choices
+        found["content"] += choice.delta.content or ""
+        found["reasoning"] += getattr(choice.delta, "reasoning", None) or ""
+        assert getattr(choice.delta, "reasoning_content", None) == getattr(choice.delta, "reasoning", None)
+        for call in choice.delta.tool_calls or []:
+            if call.id is not None:
+                assert (call.index, call.type, call.function.arguments) == (len(found["calls"]), "function", "")
+                found["calls"].append([call.function.name, ""])
+            else:
+                assert call.function.name is None
+                found["calls"][call.index][1] += call.function.arguments
+        found["finish_reason"] += [choice.finish_reason] if choice.finish_reason else []
+    return found
+
+
+def test_calls_and_reasoning(agent):
+    (choice,) = ask(agent).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    assert choice.message.reasoning == choice.message.reasoning_content == "Hm."
+    first, second = choice.message.tool_calls
+    assert (first.type, first.function.name) == ("function", "get_weather")
+    assert json.loads(first.function.arguments) == {"city": "Zürich", "days": 2}
+    assert json.loads(second.function.arguments) == {"city": "Zürich", "days": 3}
+    assert first.id != second.id
+    assert streamed(agent) == {
+        "content": "I look.",
+        "reasoning": "Hm.",
+        "calls": [[call.function.name, call.function.arguments] for call in (first, second)],
+        "finish_reason": ["tool_calls"],
+    }
+
+
+def test_arguments_are_streamed_in_pieces(agent):
+    deltas = [chunk.choices[0].delta for chunk in ask(agent, stream=True)]
+    pieces = [call for delta in deltas for call in delta.tool_calls or [] if call.index == 0]
+    assert len(pieces) > 5
+
+
+def test_every_continuation_is_parsed(agent):
+    answer = ask(agent, n=2)
+    assert [len(choice.message.tool_calls) for choice in answer.choices] == [2, 2]
+
+
+def test_logprobs_and_tokens_come_once(agent):
+    fields = {"logprobs": True, "extra_body": {"return_token_ids": True}}
+    whole = ask(agent, **fields).choices[0]
+    parts = [chunk.choices[0] for chunk in ask(agent, stream=True, **fields)]
+    assert [token for part in parts for token in part.token_ids or []] == whole.token_ids
+    tokens = [entry.token for part in parts if part.logprobs for entry in part.logprobs.content]
+    assert tokens == [entry.token for entry in whole.logprobs.content]
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": []}])
+def test_without_tools_a_call_is_text(agent, fields):
+    message = ask(agent, **fields).choices[0].message
+    assert message.tool_calls is None
+    assert CALL in message.content
+    assert message.reasoning == "Hm."
+
+
+def test_only_one_call_at_a_time(agent):
+    assert len(ask(agent, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
+    assert len(streamed(agent, parallel_tool_calls=False)["calls"]) == 1
+
+
+def test_reasoning_may_be_left_out(agent):
+    message = ask(agent, extra_body={"include_reasoning": False}).choices[0].message
+    assert (message.reasoning, message.content) == (None, "I look.")
+    assert streamed(agent, extra_body={"include_reasoning": False})["reasoning"] == ""
+
+
+def test_an_answer_that_is_cut_off_ends_by_length(agent):
+    for fields in ({"max_tokens": 5}, {"max_tokens": 60}):
+        choice = ask(agent, **fields).choices[0]
+        assert choice.finish_reason == "length"
+        assert streamed(agent, **fields)["finish_reason"] == ["length"]
+
+
+def test_a_prompt_that_opens_the_reasoning():
+    with answering("Hm.</think>Yes.") as server:
+        message = ask(server, reasoning_effort="high").choices[0].message
+        assert (message.reasoning, message.content) == ("Hm.", "Yes.")
+        message = ask(server, reasoning_effort="none").choices[0].message
+        assert (message.reasoning, message.content) == (None, "Hm.</think>Yes.")
+
+
+def test_history_of_calls(agent):
+    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Bern"}'}}
+    history = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "rain"}]},
+    ]
+    agent.chat(messages=history, tools=TOOLS, max_tokens=1)
+    prompt = TOKENIZER.decode(agent.last_request().prompt_token_ids, skip_special_tokens=False)
+    assert prompt == "1 tools;<user>Will it rain?</><assistant>get_weatherBern</><tool>rain</><assistant>"
+
+
+def test_required(required):
+    (choice,) = ask(required, tool_choice="required", tools=[*TOOLS, NOW]).choices
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Bern"}')
+    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    assert required.last_request().sampling_params.grammar is not None
+    assert streamed(required, tool_choice="required")["calls"] == [["get_weather", '{"city": "Bern"}']]
+
+
+def test_named():
+    with answering('{"city": "Bern"} ') as server:
+        choice = {"type": "function", "function": {"name": "get_weather"}}
+        answer = ask(server, tool_choice=choice).choices[0]
+        assert answer.message.tool_calls[0].function.arguments == '{"city": "Bern"}'
+        assert (answer.message.content, answer.finish_reason) == (None, "stop")
+        assert server.last_request().sampling_params.grammar is not None
+        assert streamed(server, tool_choice=choice)["calls"] == [["get_weather", '{"city": "Bern"}']]
+
+
+def test_the_grammar_begins_behind_the_reasoning():
+    with answering('<think>Hm.</think>\n\n[{"name": "now", "parameters": {}}]') as server:
+        (choice,) = ask(server, tool_choice="required", tools=[NOW]).choices
+        assert (choice.message.reasoning, choice.finish_reason) == ("Hm.", "tool_calls")
+        assert choice.message.tool_calls[0].function.name == "now"
+        assert "<think>" in server.last_request().sampling_params.grammar
+        fields = {"tools": [], "response_format": {"type": "json_object"}}
+        message = ask(server, **fields).choices[0].message
+        assert (message.reasoning, message.content) == ("Hm.", '[{"name": "now", "parameters": {}}]')
+        for effort, has_start in (("high", False), ("none", True)):
+            ask(server, reasoning_effort=effort, **fields)
+            grammar = server.last_request().sampling_params.grammar
+            assert ("</think>" in grammar, "begin" in grammar) == (True, has_start)
+
+
+def test_tags_that_are_special_tokens_reach_the_parser():
+    backend = copy.deepcopy(TOKENIZER.backend)
+    backend.add_special_tokens(["[TOOL_CALLS]"])
+    tokenizer = Tokenizer(backend, special_tokens=TOKENIZER.special_tokens)
+    with answering('[TOOL_CALLS]now{"a": 1}', "mistral", None, tokenizer=tokenizer) as server:
+        for fields in ({}, {"extra_body": {"skip_special_tokens": True}}):
+            (call,) = ask(server, **fields).choices[0].message.tool_calls
+            assert (call.function.name, call.function.arguments) == ("now", '{"a": 1}')
+        assert ask(server, tools=[]).choices[0].message.content == 'now{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", r"tools\[0\] is not a function"),
+        ({"tools": [{"type": "search", "function": {"name": "f"}}]}, "tools", "not a function"),
+        ({"tools": [{"function": {"name": "f", "parameters": 5}}]}, "tools", "not a function"),
+        ({"tool_choice": "sometimes"}, "tool_choice", "not understood"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "not understood"),
+        ({"tool_choice": {"function": {"name": "g"}}}, "tool_choice", "not among the tools"),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [{"function": {"name": "f", "parameters": {"not": {"type": "object"}}}}],
+            },
+            "tools",
+            "not supported: #/.defs/0/not",
+        ),
+    ],
+)
+def test_refused(agent, fields, param, message):
+    error = error_of(agent.chat(**{"tools": TOOLS, **fields}), 400)
+    assert error["param"] == param
+    assert re.search(message, error["message"])
+
+
+def test_automatic_choice_needs_a_format_and_the_flag():
+    for tools, settings, fix in (
+        (None, {}, "--tool-call-parser"),
+        ("hermes", {"calls_tools": False}, "--enable-auto-tool-choice"),
+    ):
+        with answering("x", tools, None, **settings) as server:
+            error = error_of(server.chat(tools=TOOLS), 400)
+            assert (error["code"], error["param"]) == ("unsupported_field", "tools")
+            assert fix in error["message"]
+
+
+def test_tools_that_are_not_to_be_called_may_be_hidden():
+    with answering("x", hides_unused_tools=True) as server:
+        ask(server, tool_choice="none", max_tokens=1)
+        assert TOKENIZER.decode(server.last_request().prompt_token_ids).startswith("no tools")
+
+
+def test_references_of_a_schema_move_with_it():
+    schema = {
+        "properties": {"next": {"$ref": "#"}, "pets": {"type": "array", "items": {"$ref": "#/$defs/pet"}}},
+        "$defs": {"pet": {"enum": ["cat", "dog"]}},
+    }
+    tools = [*TOOLS, {"type": "function", "function": {"name": "visit", "parameters": schema}}]
+
+    body = ChatRequest(messages=MESSAGES, tools=tools, tool_choice="required", parallel_tool_calls=False)
+    constraint = ToolChoice.of(body, ServerSettings((MODEL,)), []).constraint
+    assert grammar_text(constraint)
+    moved = constraint.json["$defs"]["1"]
+    assert moved["properties"]["next"] == {"$ref": "#/$defs/1"}
+    assert moved["properties"]["pets"]["items"] == {"$ref": "#/$defs/1/$defs/pet"}
+    assert constraint.json["maxItems"] == 1
+
+
+def test_the_flags_name_every_format():
+    assert {*TOOL_PARSERS} - {"openai"} == TOOL_FORMATS.keys() - {CALL_LIST}
+    assert {*REASONING_PARSERS} - {"openai_gptoss"} == REASONING_FORMATS.keys()
