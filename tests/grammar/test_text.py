@@ -28,6 +28,7 @@ def nested(depth: int) -> Any:
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
+        ({"json": {"$ref": "https://json-schema.org/draft/2020-12/schema"}}, r"not supported: \$dynamic"),
         ({"json": {"properties": {"a": {"not": {"type": "string"}}}}}, r"not supported: #/properties/a/not"),
         ({"json": {"items": [{"uniqueItems": True}]}}, r"#/items/0/uniqueItems|items"),
         ({"json": False}, "schema is false"),

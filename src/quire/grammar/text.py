@@ -83,7 +83,8 @@ def _either(tags: Sequence[str], special_ids: Mapping[str, int]) -> str:
 def _reason(message: str, schema: Any) -> str:
     """What llguidance says of a schema, with the places that it means."""
     if found := _UNKNOWN_KEYS.fullmatch(message):
-        paths = [path for name in json.loads(found[1]) for path in _paths(schema, name)]
+        names = json.loads(found[1])
+        paths = [path for name in names for path in _paths(schema, name)] or names  # a $ref leads out of the schema
         return f"these keywords are not supported: {', '.join(paths)}"
     if found := _UNKNOWN_FORMAT.fullmatch(message):
         return f"this format is not supported: {', '.join(_paths(schema, 'format', found[1]))} = {found[1]}"
