@@ -108,7 +108,7 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
         BatchChatRequest: [*_generation_rules(bounds), *_CHAT_RULES, _tools_rule(bounds), _CONTINUES_OR_BEGINS],
         CompletionRequest: [*_generation_rules(bounds), *_COMPLETION_RULES, _INFILL],
         CountTokensRequest: [],
-        MessagesRequest: [],
+        MessagesRequest: [_tool_blocks_rule(bounds)],
         ResponsesRequest: [_BACKGROUND_IS_STORED],
         TokenizeRequest: [_ONE_OF_TWO, _CONTINUES_OR_BEGINS],
         DetokenizeRequest: [],
@@ -282,6 +282,8 @@ def _case(fields: dict[str, Schema]) -> Schema:
 def _accepts_null(schema: Schema) -> bool:
     if "enum" in schema:
         return None in schema["enum"]
+    if "anyOf" in schema:
+        return any(map(_accepts_null, schema["anyOf"]))
     return schema == _NULL or "not" in schema or schema.keys() <= {"maximum"}
 
 
@@ -341,6 +343,22 @@ def _tools_rule(bounds: SchemaBounds) -> Schema:
         {"tools": functions, "tool_choice": {"const": "required"}},
         {"tools": functions, "tool_choice": _NAMED_TOOL},
         *automatic,
+    )
+
+
+def _tool_blocks_rule(bounds: SchemaBounds) -> Schema:
+    def wish(*kinds: str, **properties: Schema) -> Schema:
+        return {"properties": {"type": {"enum": list(kinds)}, **properties}, "required": ["type", *properties]}
+
+    tools: Schema = {"type": "array", "minItems": 1}
+    automatic = {"tools": tools, "tool_choice": {"anyOf": [_NULL, wish("auto")]}}
+    return _rule(
+        "Tools that may be called",
+        {"tools": {"enum": [None, []]}, "tool_choice": {"anyOf": [_NULL, wish("auto", "none")]}},
+        {"tool_choice": wish("none")},
+        {"tools": tools, "tool_choice": wish("any")},
+        {"tools": tools, "tool_choice": wish("tool", name={"type": "string"})},
+        *([automatic] if bounds.calls_tools else []),
     )
 
 

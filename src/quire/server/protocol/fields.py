@@ -102,9 +102,6 @@ REFUSED_IN_COMPLETIONS: dict[str, Refusal] = {
     "parallel_tool_calls": Refusal("Use POST /v1/chat/completions", (True, False)),
 }
 REFUSED_IN_MESSAGES: dict[str, Refusal] = {
-    "tools": Refusal(_TOOLS, ([],)),
-    "tool_choice": Refusal(_TOOLS, ({"type": "none"}, {"type": "auto"})),
-    "thinking": Refusal("Thinking is not supported yet: remove the field", ({"type": "disabled"},)),
     "container": Refusal("There are no containers: remove the field"),
     "context_management": Refusal("Send the messages that shall be read"),
     "mcp_servers": Refusal(_TOOLS, ([],)),
