@@ -52,7 +52,7 @@ from quire.server.protocol.fields import (
     Refusal,
 )
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
-from quire.server.protocol.responses import ResponsesRequest
+from quire.server.protocol.responses import ITEM_FIELDS, ResponsesRequest
 from quire.server.protocol.tokenize import MAX_TOKENS, OF_MESSAGES, DetokenizeRequest, TokenizeRequest
 from quire.server.state import SANE_ID
 
@@ -109,7 +109,7 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
         CompletionRequest: [*_generation_rules(bounds), *_COMPLETION_RULES, _INFILL],
         CountTokensRequest: [],
         MessagesRequest: [_tool_blocks_rule(bounds)],
-        ResponsesRequest: [_BACKGROUND_IS_STORED],
+        ResponsesRequest: [_BACKGROUND_IS_STORED, _flat_tools_rule(bounds)],
         TokenizeRequest: [_ONE_OF_TWO, _CONTINUES_OR_BEGINS],
         DetokenizeRequest: [],
     }
@@ -125,6 +125,13 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
         schema["additionalProperties"] = False
         if rules[kind]:
             schema["allOf"] = rules[kind]
+    components["InputItem"]["anyOf"] = [
+        {
+            "properties": {"type": {"const": kind}, **{name: {"not": _NULL} for name in names}},
+            "required": [*names, *(["type"] if kind != "message" else [])],
+        }
+        for kind, names in ITEM_FIELDS.items()
+    ]
 
 
 def config_body() -> Schema:
@@ -234,7 +241,8 @@ def _responses_fields(bounds: SchemaBounds) -> dict[str, Schema]:
         **_chat_fields(bounds),
         "max_output_tokens": _integer(*INT_RANGES["max_tokens"]),
     }
-    return {name: shared[name] for name in ResponsesRequest.__struct_fields__ if name in shared}
+    own = ("messages", "tools", "tool_choice", "parallel_tool_calls")
+    return {name: shared[name] for name in ResponsesRequest.__struct_fields__ if name in shared and name not in own}
 
 
 def _template_fields() -> dict[str, Schema]:
@@ -358,6 +366,19 @@ def _tool_blocks_rule(bounds: SchemaBounds) -> Schema:
         {"tool_choice": wish("none")},
         {"tools": tools, "tool_choice": wish("any")},
         {"tools": tools, "tool_choice": wish("tool", name={"type": "string"})},
+        *([automatic] if bounds.calls_tools else []),
+    )
+
+
+def _flat_tools_rule(bounds: SchemaBounds) -> Schema:
+    tools: Schema = {"type": "array", "minItems": 1}
+    automatic: dict[str, Schema] = {"tools": tools, "tool_choice": {"enum": [None, "auto"]}}
+    return _rule(
+        "Tools that may be called",
+        {"tools": {"enum": [None, []]}, "tool_choice": {"enum": [None, "none", "auto"]}},
+        {"tool_choice": {"const": "none"}},
+        {"tools": tools, "tool_choice": {"const": "required"}},
+        {"tools": tools, "tool_choice": {"type": "object"}},
         *([automatic] if bounds.calls_tools else []),
     )
 

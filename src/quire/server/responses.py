@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,16 +20,27 @@ from quire.frontend.stream import RequestStream
 from quire.logs import get_logger
 from quire.outputs import RequestOutput
 from quire.server import chat, generation
-from quire.server.answer import answer_now, respond_by
+from quire.server.answer import answer_now, parsed, respond_by
 from quire.server.generation import Generation
 from quire.server.logprobs import LogprobWriter
+from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.fields import REFUSED_IN_RESPONSES, BodyDecoder
 from quire.server.protocol.responses import (
+    ITEM_FIELDS,
     SHARED_FIELDS,
+    ArgumentsDelta,
+    ArgumentsDone,
     ContentPartAdded,
     ContentPartDone,
+    FunctionCallItem,
+    FunctionTool,
     IncompleteDetails,
+    InputItem,
+    InputText,
     InputTokensDetails,
+    ItemStatus,
+    NamedFunction,
+    OutputItem,
     OutputItemAdded,
     OutputItemDone,
     OutputMessage,
@@ -36,6 +48,10 @@ from quire.server.protocol.responses import (
     OutputTextDelta,
     OutputTextDone,
     Reasoning,
+    ReasoningItem,
+    ReasoningText,
+    ReasoningTextDelta,
+    ReasoningTextDone,
     ResponseCompleted,
     ResponseCreated,
     ResponseFailed,
@@ -52,6 +68,8 @@ from quire.server.protocol.responses import (
 from quire.server.response_store import MAX_SEQUENCE_NUMBER, ResponseStore, StoredResponse
 from quire.server.sse import EventStream, named_event
 from quire.server.state import ServerState, new_request_id, state_of
+from quire.server.text.events import Content, Event, ToolArguments, ToolCallStart
+from quire.server.text.events import Reasoning as ReasoningPart
 
 logger = get_logger(__name__)
 
@@ -94,23 +112,64 @@ async def cancel(request: Request) -> Response:
 
 def _decode(data: bytes) -> tuple[ResponsesChat, list[str]]:
     body, ignored = _decoder.decode(data)
-    items = body.input if isinstance(body.input, list) else [{"role": "user", "content": body.input}]
+    choice = body.tool_choice
     asked = ResponsesChat(
         asked=body,
-        messages=[_message(item) for item in msgspec.to_builtins(items)],
+        messages=[{"role": "user", "content": body.input}] if isinstance(body.input, str) else _messages(body.input),
         max_tokens=body.max_output_tokens,
         stream=bool(body.stream or body.background),
         logprobs=bool(body.top_logprobs or "message.output_text.logprobs" in (body.include or ())),
         response_format=None if body.text is None or body.text.format is None else body.text.format.response_format(),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        tools=None if body.tools is None else [_function(tool) for tool in body.tools],
+        tool_choice=_function(choice) if isinstance(choice, NamedFunction) else choice,
         **{name: getattr(body, name) for name in SHARED_FIELDS},
     )
     return asked, ignored
 
 
-def _message(item: dict[str, Any]) -> dict[str, Any]:
-    """The item as a message of a chat. Templates know no developers."""
-    return {"role": item["role"].replace("developer", "system"), "content": item["content"]}
+def _function(tool: FunctionTool | NamedFunction) -> dict[str, Any]:
+    """The same in a chat, which has the fields one level deeper."""
+    fields = msgspec.to_builtins(tool)
+    return {"type": fields.pop("type"), "function": fields}
+
+
+def _messages(items: Sequence[InputItem]) -> list[dict[str, Any]]:
+    """The items as messages of a chat: what the model wrote in one turn is one. Raises InvalidRequestError."""
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        for name in ITEM_FIELDS[item.type]:
+            if getattr(item, name) in (UNSET, None):
+                raise InvalidRequestError(
+                    f"An item of type {item.type} has no {name}",
+                    expected=", ".join(ITEM_FIELDS[item.type]),
+                    param=f"input[{index}].{name}",
+                )
+        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        if item.type == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
+        elif item.type == "message" and (item.role != "assistant" or last is None or last["content"]):
+            # Templates know no developers.
+            role = "system" if item.role == "developer" else item.role
+            messages.append({"role": role, "content": _content(item.content)})
+        else:
+            if last is None or item.type == "reasoning":
+                last = {"role": "assistant", "content": ""}
+                messages.append(last)
+            if item.type == "message":
+                last["content"] = _content(item.content)
+            elif item.type == "reasoning":
+                last["reasoning_content"] = _content(item.content)
+            else:
+                function = {"name": item.name, "arguments": item.arguments}
+                last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    return messages
+
+
+def _content(content: str | list[InputText] | UnsetType | None) -> str:
+    if isinstance(content, list):
+        return "\n".join(part.text for part in content)
+    return content or ""
 
 
 async def _prepare(
@@ -175,17 +234,21 @@ class ResponseWriter:
             max_output_tokens=request.max_output_tokens,
             metadata=request.metadata or {},
             model=asked.adapter or state.model_name,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
             previous_response_id=request.previous_response_id,
             reasoning=request.reasoning or Reasoning(),
             store=is_stored,
             temperature=asked.params.temperature,
             text=request.text or TextConfig(TextFormat("text")),
+            tool_choice=request.tool_choice or "auto",
+            tools=request.tools or [],
             top_logprobs=request.top_logprobs or 0,
             top_p=asked.params.top_p,
         )
-        self._message = OutputMessage(f"msg_{new_request_id()}", "in_progress", [])
-        self._part = OutputText("", [])
-        self._texts: list[str] = []
+        self._parser = None if asked.new_parser is None else asked.new_parser()
+        self._open: OutputItem | None = None  # the last item, while it grows
+        self._pieces: list[str] = []  # of its text
+        self._part_logprobs: list[TokenLogprob] = []  # of its text, if it is a message
         self._numbers = count()
         self._has_begun = False
         self._stored = StoredResponse(self._answer, conversation)
@@ -226,6 +289,7 @@ class ResponseWriter:
             self._stored.add_events(self._failure("Internal error. The server's log has it under the response's id."))
         finally:
             if self._answer.status == "in_progress":
+                self._stored.add_events(self._close("incomplete"))
                 self._answer.status = "cancelled"
             self._keep()
 
@@ -244,55 +308,112 @@ class ResponseWriter:
         """Take over what is new, as events."""
         data = b"" if self._has_begun else self._opening()
         if self._answer.usage is None:
-            self._answer.usage = ResponseUsage(
-                input_tokens=len(output.prompt_token_ids),
-                input_tokens_details=InputTokensDetails(output.num_cached_tokens),
-            )
-            data += self._event(OutputItemAdded, 0, self._message)
-            data += self._content_event(ContentPartAdded, self._part)
-            self._message.content.append(self._part)
-            self._answer.output.append(self._message)
+            details = InputTokensDetails(output.num_cached_tokens)
+            self._answer.usage = ResponseUsage(input_tokens=len(output.prompt_token_ids), input_tokens_details=details)
         for completion in output.outputs:
             self._answer.usage.output_tokens += len(completion.token_ids)
+            new = parsed(self._parser, completion)
             logprobs = self._logprobs.chat(completion.logprobs or ()).content if self._logprobs is not None else []
-            if completion.text or logprobs:
-                self._texts.append(completion.text)
-                self._part.logprobs += logprobs
-                data += self._content_event(OutputTextDelta, completion.text, logprobs)
+            if logprobs and not new and self._parser is None:
+                new = [Content("")]
+            for part in new:
+                data += self._part(part, logprobs)
+                if isinstance(part, Content):
+                    logprobs = []
             if completion.finish_reason is not None:
                 data += self._ending(completion.finish_reason, self._answer.usage)
         return data
 
+    def _part(self, part: Event, logprobs: list[TokenLogprob]) -> bytes:
+        data = b""
+        match part:
+            case Content(text):
+                if not isinstance(self._open, OutputMessage):
+                    data = self._begin(OutputMessage(f"msg_{new_request_id()}", []))
+                self._pieces.append(text)
+                self._part_logprobs += logprobs
+                return data + self._content_event(OutputTextDelta, text, logprobs)
+            case ReasoningPart(text):
+                if not isinstance(self._open, ReasoningItem):
+                    data = self._begin(ReasoningItem(f"rs_{new_request_id()}", []))
+                self._pieces.append(text)
+                return data + self._content_event(ReasoningTextDelta, text)
+            case ToolCallStart(_, call_id, name):
+                return self._begin(FunctionCallItem(f"fc_{new_request_id()}", call_id, name))
+            case ToolArguments(_, text):
+                self._pieces.append(text)
+                return self._item_event(ArgumentsDelta, text)
+
+    def _begin(self, item: OutputItem) -> bytes:
+        data = self._close("completed")
+        self._answer.output.append(item)
+        self._open = item
+        data += self._event(OutputItemAdded, len(self._answer.output) - 1, item)
+        part: OutputText | ReasoningText
+        match item:
+            case OutputMessage():
+                part = OutputText("", [])
+                self._part_logprobs = part.logprobs
+                data += self._content_event(ContentPartAdded, part)
+                item.content.append(part)
+            case ReasoningItem():
+                part = ReasoningText("")
+                data += self._content_event(ContentPartAdded, part)
+                item.content.append(part)
+        return data
+
+    def _close(self, status: ItemStatus) -> bytes:
+        """The item that is open ends."""
+        item, text = self._open, "".join(self._pieces)
+        self._pieces.clear()
+        match item:
+            case None:
+                return b""
+            case OutputMessage(content=[part]):
+                part.text = text
+                data = self._content_event(OutputTextDone, text, part.logprobs) + self._content_event(
+                    ContentPartDone, part
+                )
+            case ReasoningItem(content=[part]):
+                part.text = text
+                data = self._content_event(ReasoningTextDone, text) + self._content_event(ContentPartDone, part)
+            case FunctionCallItem(name=name):
+                item.arguments = text
+                data = self._item_event(ArgumentsDone, name, text)
+        item.status, self._open = status, None
+        return data + self._event(OutputItemDone, len(self._answer.output) - 1, item)
+
     def _ending(self, finish_reason: str, usage: ResponseUsage) -> bytes:
         usage.total_tokens = usage.input_tokens + usage.output_tokens
         is_cut = finish_reason == "length"
-        self._answer.status = self._message.status = "incomplete" if is_cut else "completed"
+        data = b"" if self._answer.output else self._begin(OutputMessage(f"msg_{new_request_id()}", []))
+        data += self._close("incomplete" if is_cut else "completed")
+        self._answer.status = "incomplete" if is_cut else "completed"
         if is_cut:
             self._answer.incomplete_details = IncompleteDetails()
         else:
             self._answer.completed_at = int(time.time())
-        self._stored.conversation.append({"role": "assistant", "content": "".join(self._texts)})
+        items = msgspec.convert(msgspec.to_builtins(self._answer.output), list[InputItem])
+        self._stored.conversation += _messages(items)
         self._keep()
-        return (
-            self._content_event(OutputTextDone, self._part.text, self._part.logprobs)
-            + self._content_event(ContentPartDone, self._part)
-            + self._event(OutputItemDone, 0, self._message)
-            + self._event(ResponseIncomplete if is_cut else ResponseCompleted, self._answer)
-        )
+        return data + self._event(ResponseIncomplete if is_cut else ResponseCompleted, self._answer)
 
     def _failure(self, message: str) -> bytes:
+        data = self._close("incomplete")
         self._answer.status, self._answer.error = "failed", ResponseFailure(message)
-        self._message.status = "incomplete"
         self._keep()
-        return self._event(ResponseFailed, self._answer)
+        return data + self._event(ResponseFailed, self._answer)
 
     def _keep(self) -> None:
-        self._part.text = "".join(self._texts)
         if self._store is not None:
             self._store.keep(self._stored)
 
     def _content_event(self, kind: Callable[..., msgspec.Struct], *fields: object) -> bytes:
-        return self._event(kind, self._message.id, 0, 0, *fields)
+        return self._item_event(kind, 0, *fields)
+
+    def _item_event(self, kind: Callable[..., msgspec.Struct], *fields: object) -> bytes:
+        assert self._open is not None
+        return self._event(kind, self._open.id, len(self._answer.output) - 1, *fields)
 
     def _event(self, kind: Callable[..., msgspec.Struct], *fields: object) -> bytes:
         return named_event(kind(next(self._numbers), *fields))

@@ -111,9 +111,7 @@ REFUSED_IN_MESSAGES: dict[str, Refusal] = {
     "max_completion_tokens": Refusal("Use max_tokens"),
 }
 REFUSED_IN_RESPONSES: dict[str, Refusal] = {
-    "tools": Refusal(_TOOLS, ([],)),
-    "tool_choice": Refusal(_TOOLS, ("none", "auto")),
-    "max_tool_calls": Refusal(_TOOLS),
+    "max_tool_calls": Refusal("Set parallel_tool_calls to false, or count the calls yourself"),
     "conversation": Refusal("Use previous_response_id"),
     "prompt": Refusal("Put the text into input"),
     "context_management": Refusal("Send the messages that shall be read"),
