@@ -153,7 +153,11 @@ class _KnownFieldsOnly(msgspec.StructMeta):
 class StructuredOutputsParams(
     msgspec.Struct, omit_defaults=True, kw_only=True, forbid_unknown_fields=True, metaclass=_KnownFieldsOnly
 ):
-    """A constraint on the output text: exactly one of the first six."""
+    """A constraint on the output text: exactly one of the first six.
+
+    `reasoning_end`: any text that ends with one of these strings comes first, and the constraint begins behind it.
+    `reasoning_start`: this text comes only if the output begins with one of these strings.
+    """
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -164,6 +168,8 @@ class StructuredOutputsParams(
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    reasoning_start: list[str] | None = None
+    reasoning_end: list[str] | None = None
 
     def __post_init__(self) -> None:
         self.verify()
@@ -195,6 +201,15 @@ class StructuredOutputsParams(
             if (text := getattr(self, name)) is not None:
                 check_type(f"structured_outputs.{name}", text, str, "a string")
                 check_strings(f"structured_outputs.{name}", [text], 1, MAX_GRAMMAR_BYTES)
+        for name in ("reasoning_start", "reasoning_end"):
+            if (tags := getattr(self, name)) is not None:
+                check_strings(f"structured_outputs.{name}", tags, MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES)
+        if self.reasoning_start and not self.reasoning_end:
+            raise InvalidRequestError(
+                "structured_outputs.reasoning_start needs reasoning_end",
+                fix="Say where the reasoning ends",
+                param="structured_outputs",
+            )
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             check_type(f"structured_outputs.{name}", getattr(self, name), bool, "true or false")
         if self.json is not None:

@@ -78,6 +78,10 @@ CASES = {
         lambda text: is_json(text, PERSON),
     ),
     "regex": (Structured(regex=r"[0-9]{3}-[a-f]{4}"), re.compile(r"[0-9]{3}-[a-f]{4}").fullmatch),
+    "behind reasoning": (
+        Structured(regex=r"[0-9]{3}-[a-f]{4}", reasoning_end=["e", "\n"]),
+        re.compile(r"[^e\n]*[e\n][ \n]{0,4}[0-9]{3}-[a-f]{4}").fullmatch,
+    ),
     "choice": (Structured(choice=["yes", 'no "never"', "ye"]), {"yes", 'no "never"', "ye"}.__contains__),
     "EBNF": (Structured(grammar=EBNF), re.compile(r"<\d\d(,\d\d)?>").fullmatch),
     "Lark": (Structured(grammar=LARK), re.compile(r"<\d\d(,\d\d)?>").fullmatch),

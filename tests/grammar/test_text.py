@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
+import quire.demo
 from quire.errors import InvalidRequestError
+from quire.frontend.tokenizer import Tokenizer
+from quire.grammar.limits import parser_limits
 from quire.grammar.text import grammar_text
 from quire.sampling_params import MAX_GRAMMAR_BYTES
 from quire.sampling_params import StructuredOutputsParams as Structured
@@ -41,6 +46,7 @@ def nested(depth: int) -> Any:
         ({"grammar": "root ::= ("}, "grammar"),
         ({"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000}, "nested"),
         ({"structural_tag": "{}"}, "structures"),
+        ({"regex": "a", "reasoning_start": ["<think>"]}, "needs reasoning_end"),
         (
             {"structural_tag": '{"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b>"]}'},
             "begin",
@@ -79,3 +85,35 @@ def test_whitespace_and_further_properties() -> None:
     closed = grammar_text(Structured(json=schema, disable_additional_properties=True))
     assert closed.count('"additionalProperties"') == 2
     assert '"whitespace_pattern"' in grammar_text(Structured(json=schema, whitespace_pattern=" ?"))
+
+
+# The demo model's tokenizer, and one to which the end of the reasoning is a special token.
+@pytest.mark.parametrize("special", [(), ("</think>", "<think>")])
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ({"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}, '{"a": 5}'),
+        ({"regex": "ab+"}, "abb"),
+        ({"choice": ["yes", "no"]}, "no"),
+        ({"grammar": 'start: "q" word\nword: /z+/'}, "qzz"),
+    ],
+)
+def test_a_constraint_behind_reasoning(fields: dict[str, Any], answer: str, special: tuple[str, ...]) -> None:
+    backend = copy.deepcopy(Tokenizer.from_folder(quire.demo.path("target")).backend)
+    backend.add_special_tokens(list(special))
+    tokenizer = Tokenizer(backend)
+    vocabulary = LLTokenizer(backend.to_str(), n_vocab=tokenizer.vocab_size + 2, eos_token=0)
+
+    def is_allowed(text: str, start: list[str] | None) -> bool:
+        asked = Structured(**fields, reasoning_start=start, reasoning_end=["</think>"])
+        grammar = grammar_text(asked, tokenizer.special_ids)
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=parser_limits())
+        return matcher.consume_tokens(tokenizer.encode(text, add_special_tokens=False)) and matcher.is_accepting()
+
+    for before in ("", 'Hm. {"a": x} ', "One\n\ntwo < three </thin"):
+        assert is_allowed(f"{before}</think>\n\n{answer}", None)
+        assert is_allowed(f"\n<think>{before}</think>{answer}", ["<think>"])
+        assert not is_allowed(f"{before}</think>\n\nNo. {answer}", None)
+        assert not is_allowed(before + answer, None)
+    assert is_allowed(answer, ["<think>"])
+    assert not is_allowed(f"Hm.{answer}", ["<think>"])

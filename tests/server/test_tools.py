@@ -186,6 +186,21 @@ def test_named():
         assert streamed(server, tool_choice=choice)["calls"] == [["get_weather", '{"city": "Bern"}']]
 
 
+def test_the_grammar_begins_behind_the_reasoning():
+    with answering('<think>Hm.</think>\n\n[{"name": "now", "parameters": {}}]') as server:
+        (choice,) = ask(server, tool_choice="required", tools=[NOW]).choices
+        assert (choice.message.reasoning, choice.finish_reason) == ("Hm.", "tool_calls")
+        assert choice.message.tool_calls[0].function.name == "now"
+        assert "<think>" in server.last_request().sampling_params.grammar
+        fields = {"tools": [], "response_format": {"type": "json_object"}}
+        message = ask(server, **fields).choices[0].message
+        assert (message.reasoning, message.content) == ("Hm.", '[{"name": "now", "parameters": {}}]')
+        for effort, has_start in (("high", False), ("none", True)):
+            ask(server, reasoning_effort=effort, **fields)
+            grammar = server.last_request().sampling_params.grammar
+            assert ("</think>" in grammar, "begin" in grammar) == (True, has_start)
+
+
 def test_tags_that_are_special_tokens_reach_the_parser():
     backend = copy.deepcopy(TOKENIZER.backend)
     backend.add_special_tokens(["[TOOL_CALLS]"])

@@ -306,7 +306,7 @@ class InputProcessor:
                 raise InvalidRequestError(
                     "structured_outputs needs a tokenizer, and this model runs without one", param="structured_outputs"
                 )
-            own.grammar, own.structured_outputs = grammar_text(own.structured_outputs), None
+            own.grammar, own.structured_outputs = grammar_text(own.structured_outputs, self.tokenizer.special_ids), None
         if own.stop and self.tokenizer is None:
             raise InvalidRequestError(
                 "stop needs a tokenizer, and this model runs without one", fix="Use stop_token_ids", param="stop"

@@ -99,6 +99,12 @@ class Tokenizer:
             name=str(folder),
         )
 
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Special token -> its id. Such tokens are left out of texts by default."""
+        tokens = self.backend.get_added_tokens_decoder()
+        return {tokens[token_id].content: token_id for token_id in self.special_token_ids}
+
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from quire.errors import InvalidRequestError
@@ -17,10 +18,13 @@ _WHITESPACE = r"\r?\n?[ \t]{0,40}"  # bounded: a model in doubt would write spac
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: (\[.*\])")
 
 
-def grammar_text(asked: StructuredOutputsParams) -> str:
+def grammar_text(asked: StructuredOutputsParams, special_ids: Mapping[str, int] = MappingProxyType({})) -> str:
     """The grammar of llguidance for a constraint, checked as far as that is possible without a vocabulary.
 
     Raises InvalidRequestError with the keyword that is at fault.
+
+    Args:
+        special_ids: of special tokens, which are no text for a grammar.
     """
     from llguidance import LLMatcher
 
@@ -42,7 +46,29 @@ def grammar_text(asked: StructuredOutputsParams) -> str:
     is_wrong, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
     if is_wrong or messages:
         raise _refusal(asked.kind, messages[0] if asked.json is None else _reason(messages[0], schema))
+    if asked.reasoning_end:
+        return _behind_reasoning(text, asked.reasoning_start or [], asked.reasoning_end, special_ids)
     return text
+
+
+def _behind_reasoning(text: str, start: Sequence[str], end: Sequence[str], special_ids: Mapping[str, int]) -> str:
+    """The grammar behind a text up to an end; with a start, this text may be left out."""
+    grammars = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
+    is_special = end[0] in special_ids
+    rules = [
+        "start: (space begin reasoning space)? @answer" if start else "start: reasoning space @answer",
+        "space: /[ \\n]{0,4}/",
+        "reasoning: /(?s:.*)/ end" if is_special else "reasoning[suffix=END]: /(?s:.*)/",
+        f"{'end' if is_special else 'END'}: {_either(end, special_ids)}",
+    ]
+    if start:
+        rules.append(f"begin: {_either(start, special_ids)}")
+    first = {"lark_grammar": "\n".join(rules)}
+    return json.dumps({"grammars": [first, {**grammars[0], "name": "answer"}, *grammars[1:]]})
+
+
+def _either(tags: Sequence[str], special_ids: Mapping[str, int]) -> str:
+    return " | ".join(f"<[{special_ids[tag]}]>" if tag in special_ids else json.dumps(tag) for tag in tags)
 
 
 def _reason(message: str, schema: Any) -> str:

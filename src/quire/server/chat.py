@@ -37,6 +37,7 @@ from quire.server.protocol.fields import REFUSED_IN_CHAT, BodyDecoder
 from quire.server.sse import DONE, event
 from quire.server.state import SYSTEM_FINGERPRINT, ServerState
 from quire.server.text.events import Content, Event, Reasoning, ToolArguments, ToolCallStart
+from quire.server.text.reasoning import REASONING_FORMATS
 from quire.server.timeline import timings
 from quire.server.tool_choice import ToolChoice
 
@@ -63,9 +64,11 @@ async def generation_of(
     tools = ToolChoice.of(body, state.settings, ignored)
     if body.reasoning_effort is not None and not state.has_reasoning_effort:
         ignored.append("reasoning_effort")
-    if tools.constraint is not None:
-        body.structured_outputs, body.response_format = tools.constraint, None
     prompt = await render(state, body)
+    if (constraint := tools.constraint or body.constraint()) is not None:
+        if (reasoning := REASONING_FORMATS.get(state.settings.formats.reasoning or "")) is not None:
+            constraint = reasoning.constrained(constraint, prompt)
+        body.structured_outputs, body.response_format = constraint, None
     new_parser = tools.new_parser(body, state.settings, prompt)
     if new_parser is not None and state.has_special_tags:
         body.skip_special_tokens = False

@@ -136,8 +136,8 @@ class ServerState:
         if tokenizer is not None:
             source = chat_template_text(tokenizer.chat_templates, settings.chat_template)
             self.has_reasoning_effort = any(name in source for name in ("reasoning_effort", "enable_thinking"))
-            special = {tokenizer.id_to_token(token_id) for token_id in tokenizer.special_token_ids}
-            self.has_special_tags = not special.isdisjoint(marks(settings.formats.reasoning, settings.formats.tools))
+            tags = marks(settings.formats.reasoning, settings.formats.tools)
+            self.has_special_tags = not tags.isdisjoint(tokenizer.special_ids)
             self._renderer = RenderPool(
                 tokenizer.chat_templates,
                 tokenizer.special_tokens,

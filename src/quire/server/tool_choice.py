@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import InvalidRequestError, UnsupportedFieldError
+from quire.formats.answer_formats import HARMONY_REASONING
 from quire.sampling_params import StructuredOutputsParams
 from quire.server.protocol.chat import ChatRequest
 from quire.server.state import ServerSettings
@@ -58,9 +59,11 @@ class ToolChoice:
     def new_parser(self, body: ChatRequest, settings: ServerSettings, prompt: str) -> Callable[[], AnswerParser] | None:
         """What makes the parser of a continuation; None: its text is content, as it is.
 
-        A text that follows a grammar has no reasoning: the grammar begins with the first token.
+        In harmony, reasoning is a message. A text that follows a grammar has no messages.
         """
-        reasoning = settings.formats.reasoning if body.constraint() is None else None
+        reasoning = settings.formats.reasoning
+        if reasoning == HARMONY_REASONING and body.structured_outputs is not None:
+            reasoning = None
         if reasoning is None and self.parser is None and self.named is None:
             return None
         return lambda: AnswerParser(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
+from quire.sampling_params import StructuredOutputsParams
 from quire.server.text.output import Output
 from quire.server.text.reader import SPACE, Reader, Steps, Tags, drop
 
@@ -18,17 +21,27 @@ class ReasoningFormat:
     closing: Tags
     is_assumed: bool = False
 
-    def read(self, reader: Reader, output: Output, prompt: str) -> Steps[None]:
-        """Read the reasoning, if there is any, and the space behind it. The prompt may have opened or closed it."""
+    def is_open(self, prompt: str) -> bool | None:
+        """Whether an answer begins with reasoning: the prompt may have opened or closed it; None: the model decides."""
         tail = prompt[-_TAIL:].rstrip()
-        is_open = tail.endswith(tuple(self.opening.names)) or (
-            self.is_assumed and not tail.endswith(tuple(self.closing.names))
-        )
+        if tail.endswith(tuple(self.closing.names)):
+            return False
+        return True if self.is_assumed or tail.endswith(tuple(self.opening.names)) else None
+
+    def constrained(self, constraint: StructuredOutputsParams, prompt: str) -> StructuredOutputsParams:
+        """The constraint for what comes behind the reasoning."""
+        if (is_open := self.is_open(prompt)) is False:
+            return constraint
+        start = None if is_open else sorted(self.opening.names)
+        return replace(constraint, reasoning_start=start, reasoning_end=sorted(self.closing.names))
+
+    def read(self, reader: Reader, output: Output, prompt: str) -> Steps[None]:
+        """Read the reasoning, if there is any, and the space behind it."""
         yield from reader.take(SPACE)
         if tag := (yield from reader.at(self.opening)):
             reader.to(drop)
             reader.skip(len(tag))
-        elif not is_open:
+        elif not self.is_open(prompt):
             return
         output.edge()
         reader.to(output.reasoning)
