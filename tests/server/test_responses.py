@@ -212,6 +212,9 @@ def test_events_of_the_background(slow: RunningServer) -> None:
         assert list(dict.fromkeys(event.type for event in whole)) == [*ORDER[:-1], "response.incomplete"]
         rest = list(client.responses.retrieve(response_id, stream=True, starting_after=4))
         assert rest == whole[5:]
+        for wrong in ("-1", "x", "1.5", "0" * 5000, "1" * 10):
+            error = error_of(slow.http.get(f"{PATH}/{response_id}?stream=true&starting_after={wrong}"), 400)
+            assert error["param"] == "starting_after"
         assert client.responses.retrieve(response_id).output_text == TOKENIZER.decode((ANSWER * 2)[:30])
 
 
