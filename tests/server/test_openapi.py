@@ -101,6 +101,7 @@ ANSWERS = [
             "prompt_logprobs": 0,
         },
     ),
+    ("post", "/v1/chat/completions/render", {"messages": MESSAGES}),
     ("post", "/v1/messages", {"messages": MESSAGES, "max_tokens": 2}),
     ("post", "/v1/messages/count_tokens", {"messages": MESSAGES}),
     ("post", "/v1/responses", {"input": "Hi", "top_logprobs": 1, "instructions": "Be short", "metadata": {"a": "b"}}),

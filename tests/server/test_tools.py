@@ -167,6 +167,17 @@ def test_history_of_calls(agent):
     assert prompt == "1 tools;<user>Will it rain?</><assistant>get_weatherBern</><tool>rain</><assistant>"
 
 
+def test_render(agent):
+    body = {"messages": MESSAGES, "tools": TOOLS, "reasoning_effort": "high"}
+    rendered = agent.http.post("/v1/chat/completions/render", json=body).json()
+    assert rendered["prompt"] == "1 tools;<user>Will it rain?</><assistant><think>\n"
+    assert rendered["token_ids"] == TOKENIZER.encode(rendered["prompt"], add_special_tokens=False)
+    assert rendered["model"] == MODEL
+    agent.chat(**body, max_tokens=1)
+    assert agent.last_request().prompt_token_ids == rendered["token_ids"]
+    assert agent.http.post("/v1/chat/completions/render", json={**body, "model": "x"}).status_code == 404
+
+
 def test_required(required):
     (choice,) = ask(required, tool_choice="required", tools=[*TOOLS, NOW]).choices
     (call,) = choice.message.tool_calls

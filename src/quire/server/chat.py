@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -16,9 +17,10 @@ from quire.errors import InvalidRequestError
 from quire.frontend.render_process import Render
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.sampling_params import check_num_logprobs
-from quire.server import generation
+from quire.server import generation, lora_admin
 from quire.server.answer import Writer, respond
 from quire.server.generation import Generation
+from quire.server.limits import read_json
 from quire.server.logprobs import LogprobWriter, prompt_logprobs
 from quire.server.protocol.chat import (
     AnswerMessage,
@@ -29,13 +31,14 @@ from quire.server.protocol.chat import (
     ChatResponse,
     Delta,
     FunctionCall,
+    RenderedChat,
     ToolCall,
     ToolCallDelta,
 )
 from quire.server.protocol.common import make_usage
 from quire.server.protocol.fields import REFUSED_IN_CHAT, BodyDecoder
 from quire.server.sse import DONE, event
-from quire.server.state import SYSTEM_FINGERPRINT, ServerState
+from quire.server.state import SYSTEM_FINGERPRINT, ServerState, state_of
 from quire.server.text.events import Content, Event, Reasoning, ToolArguments, ToolCallStart
 from quire.server.text.reasoning import REASONING_FORMATS
 from quire.server.timeline import timings
@@ -47,6 +50,20 @@ _decoder = BodyDecoder(ChatRequest, REFUSED_IN_CHAT)
 async def chat_completions(request: Request) -> Response:
     """One answer, or its events as they come."""
     return await respond(request, _decoder.decode, _prepare)
+
+
+async def render_chat(request: Request) -> Response:
+    """The prompt of a chat, without an answer."""
+    state = state_of(request)
+    body, ignored = await read_json(request, state.settings.limits, _decoder.decode)
+    await lora_admin.resolve(state, body.model)
+    model = state.adapter(body.model) or state.model_name
+    ToolChoice.of(body, state.settings, ignored)
+    prompt = await render(state, body)
+    token_ids = await asyncio.to_thread(state.engine.input_processor.encode, prompt, bool(body.add_special_tokens))
+    rendered = RenderedChat(model=model, prompt=prompt, token_ids=token_ids)
+    headers = generation.ignored_headers(ignored)
+    return Response(msgspec.json.encode(rendered), headers=headers, media_type="application/json")
 
 
 async def _prepare(

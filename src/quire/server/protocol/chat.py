@@ -49,6 +49,14 @@ class ChatRequest(GenerationRequest, kw_only=True):
         return kwargs
 
 
+class RenderedChat(msgspec.Struct, kw_only=True):
+    """The prompt of a chat, which POST /v1/completions takes as `prompt`, as text or as tokens."""
+
+    model: str
+    prompt: str
+    token_ids: list[int]
+
+
 class TopLogprob(msgspec.Struct, kw_only=True):
     token: str
     logprob: float
