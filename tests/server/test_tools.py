@@ -16,7 +16,8 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.grammar.text import grammar_text
 from quire.server.protocol.chat import ChatRequest
 from quire.server.state import ServerSettings
-from quire.server.text.reasoning import REASONING_FORMATS
+from quire.server.text.reader import Tags
+from quire.server.text.reasoning import REASONING_FORMATS, ReasoningFormat
 from quire.server.text.tools import CALL_LIST, TOOL_FORMATS
 from quire.server.tool_choice import ToolChoice
 from tests.server.serving import MODEL, TOKENIZER, RunningServer
@@ -284,3 +285,24 @@ def test_references_of_a_schema_move_with_it():
 def test_the_flags_name_every_format():
     assert {*TOOL_PARSERS} - {"openai"} == TOOL_FORMATS.keys() - {CALL_LIST}
     assert {*REASONING_PARSERS} - {"openai_gptoss"} == REASONING_FORMATS.keys()
+
+
+def test_a_thinking_budget_needs_tags_that_are_tokens(agent):
+    error = error_of(agent.chat(thinking_token_budget=5), 400)
+    assert (error["code"], error["param"]) == ("unsupported_field", "thinking_token_budget")
+    assert agent.chat(thinking_token_budget=-1, max_tokens=1).status_code == 200
+    error = error_of(agent.complete(thinking_token_budget=5), 400)
+    assert error["param"] == "thinking_token_budget"
+    with answering("x", reasoning=None) as server:
+        assert "--reasoning-parser" in error_of(server.chat(thinking_token_budget=5), 400)["message"]
+
+
+@pytest.mark.parametrize(("opening", "closing", "tags"), [(">", "a", "a"), ("e", "a", "ae"), ("e", ">", None)])
+def test_a_thinking_budget_reaches_the_engine(agent, monkeypatch, opening, closing, tags):
+    """The demo model has tokens for these tags. The prompt ends with >, which may open or close the reasoning."""
+    monkeypatch.setitem(REASONING_FORMATS, "qwen3", ReasoningFormat(Tags(opening), Tags(closing)))
+    assert agent.chat(thinking_token_budget=5, max_tokens=1).status_code == 200
+    params = agent.last_request().sampling_params
+    assert params.thinking_token_budget == (None if tags is None else 5)
+    if tags is not None:
+        assert params.thinking_token_ids == [TOKENIZER.token_to_id(tag) for tag in tags]

@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, UnsupportedFieldError
 from quire.frontend.render_process import Render
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.sampling_params import check_num_logprobs
@@ -113,6 +113,8 @@ def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: 
     default_max_tokens = defaults.pop("max_tokens", None)
     asked = getattr(body, body.max_tokens_name)
     max_tokens, is_chosen = generation.choose_max_tokens(state, asked, default_max_tokens)
+    if body.thinking_token_budget not in (None, -1):
+        defaults["thinking_token_ids"] = _thinking_token_ids(state, body, prompt)
     params = body.sampling_params(defaults, max_tokens=max_tokens, logprobs=_num_logprobs(state, body))
     return generation.of_body(
         state,
@@ -124,6 +126,32 @@ def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: 
         add_special_tokens=bool(body.add_special_tokens),
         max_tokens_is_default=not is_chosen,
     )
+
+
+def _thinking_token_ids(state: ServerState, body: ChatRequest, prompt: str) -> list[int]:
+    """The token that ends the reasoning, and the one that begins it if the prompt has not.
+
+    A prompt that has closed the reasoning needs no budget. Raises UnsupportedFieldError.
+    """
+    reasoning = REASONING_FORMATS.get(state.settings.formats.reasoning or "")
+    if reasoning is None or state.tokenizer is None:
+        raise UnsupportedFieldError(
+            "This server does not know how its model writes reasoning",
+            fix="Remove thinking_token_budget, or start the server with --reasoning-parser",
+            param="thinking_token_budget",
+        )
+    is_open = reasoning.is_open(prompt)
+    tags = [*reasoning.closing.names, *(() if is_open else reasoning.opening.names)]
+    token_ids = [token_id for tag in tags if (token_id := state.tokenizer.token_to_id(tag)) is not None]
+    if len(token_ids) < len(tags):
+        raise UnsupportedFieldError(
+            "The tags of this model's reasoning are not tokens, so its tokens cannot be bounded",
+            fix="Remove thinking_token_budget, and bound the answer with max_completion_tokens",
+            param="thinking_token_budget",
+        )
+    if is_open is False:
+        body.thinking_token_budget = None
+    return token_ids
 
 
 def _num_logprobs(state: ServerState, body: ChatRequest) -> int | None:

@@ -59,7 +59,6 @@ _REFUSED_EVERYWHERE: dict[str, Refusal] = {
     "json_schema": Refusal('Use "structured_outputs": {"json": ...}, or response_format'),
     "early_stopping": Refusal("Beam search always runs until max_tokens: remove the field", (False,)),
     "logits_processors": Refusal("Use logit_bias, allowed_token_ids or bad_words"),
-    "thinking_token_budget": Refusal("Use max_completion_tokens", (-1,)),
     "repetition_detection": Refusal("Use repetition_penalty or frequency_penalty"),
     "watermarking": Refusal("Watermarks are not supported: remove the field"),
     "guide": Refusal("Remove the field"),
