@@ -39,7 +39,7 @@ PYTEST := $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal
 test: $(VENV)/.installed-test  ## what CI runs
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-full: $(VENV)/.installed-test  ## also the slow suites
+test-full: $(VENV)/.installed-test $(VENV)/.installed-clients  ## also the slow suites, and other people's clients
 	TEST_FULL=1 $(PYTEST) $(ARGS)
 
 SANITIZED := build/sanitize

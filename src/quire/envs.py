@@ -76,6 +76,7 @@ LORA_RESOLVER_CACHE_DIR = Variable(
 ENABLE_RESPONSES_API_STORE = Variable(
     "VLLM_ENABLE_RESPONSES_API_STORE", True, _boolean, "0: no response of /v1/responses is kept for later requests"
 )
+SERVER_DEV_MODE = Variable("VLLM_SERVER_DEV_MODE", False, _boolean, "1: there are /server_info and /reset_prefix_cache")
 BATCH_INVARIANT = Variable("VLLM_BATCH_INVARIANT", False, _boolean, "1 is --deterministic")
 FORCE_REFERENCE = Variable(
     "QUIRE_FORCE_REFERENCE", False, _boolean, "1 runs the plain-torch path instead of the compiled kernels"
@@ -116,6 +117,7 @@ VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool
     ALLOW_RUNTIME_LORA_UPDATING,
     LORA_RESOLVER_CACHE_DIR,
     ENABLE_RESPONSES_API_STORE,
+    SERVER_DEV_MODE,
     BATCH_INVARIANT,
     FORCE_REFERENCE,
     ATTENTION_BACKEND,

@@ -105,9 +105,9 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_command_that_does_not_exist() -> None:
-    result = _run("-m", "quire", "run-batch", "-i", "x")
+    result = _run("-m", "quire", "preload", "-i", "x")
     assert result.returncode == 2
-    assert result.stderr.startswith("quire: error: `quire run-batch` does not exist: batch files are not in this")
+    assert result.stderr.startswith("quire: error: `quire preload` does not exist: weights are not shared between")
 
 
 def test_module_path_of_the_guides() -> None:

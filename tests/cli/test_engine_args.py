@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 
 import pytest
@@ -61,6 +62,11 @@ def test_a_command_line_is_read_as_vllms(caplog: pytest.LogCaptureFixture) -> No
     assert config.hf_overrides == {"a": {"b": 1}}
     assert "disable_cascade_attn has no effect" in caplog.text
     assert EngineArgs(**{name: value for name, value in vars(args).items() if name not in ("prompt", "chat_template")})
+
+
+def test_argparses_own_parser() -> None:
+    args = EngineArgs.add_cli_args(argparse.ArgumentParser()).parse_args(["--max-num-seqs", "4"])
+    assert EngineArgs.from_cli_args(args) == EngineArgs(max_num_seqs=4)
 
 
 def test_words_of_no_flag_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

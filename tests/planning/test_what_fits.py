@@ -125,6 +125,15 @@ def test_llama_70b(tmp_path: Path) -> None:
     assert "best     none: --kv-cache-dtype fp8 comes closest, with" in small.text()
 
 
+def test_adapters_of_a_70b(tmp_path: Path) -> None:
+    """Rank 64 on all linear layers takes 1.66 GB; one more than fits is in memory while two change places."""
+    modules = [*(f"{name}_proj" for name in "qkvo"), "gate_proj", "up_proj", "down_proj"]
+    wanted = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 64, "lora_target_modules": modules}
+    plan = plan_of(tmp_path, LLAMA_70B, gpu(80 * 10**9), **wanted)
+    assert plan.as_dict()["lora_bytes"] == 5 * 64 * 2 * 80 * 161_792
+    assert "adapters 7.71 GiB of work, at most: 4 of rank 64" in plan.text()
+
+
 @pytest.mark.parametrize("share", [None, 0.9])
 def test_what_is_missing_is_enough(share: float | None, tmp_path: Path) -> None:
     """Work and reserve counted: with so many bytes more there is a first block, with one less there is none."""

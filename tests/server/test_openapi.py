@@ -102,6 +102,7 @@ ANSWERS = [
         },
     ),
     ("post", "/v1/chat/completions/render", {"messages": MESSAGES}),
+    ("post", "/v1/chat/completions/batch", {"messages": [MESSAGES, MESSAGES], "max_tokens": 2}),
     ("post", "/v1/messages", {"messages": MESSAGES, "max_tokens": 2}),
     ("post", "/v1/messages/count_tokens", {"messages": MESSAGES}),
     ("post", "/v1/responses", {"input": "Hi", "top_logprobs": 1, "instructions": "Be short", "metadata": {"a": "b"}}),

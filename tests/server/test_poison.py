@@ -19,7 +19,7 @@ from starlette.routing import Route
 from quire.frontend.echo_client import EchoClient
 from quire.messages import SetLimits
 from quire.server.openapi import ALIASES
-from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.chat import BatchChatRequest, ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.server.protocol.responses import ResponsesRequest
@@ -44,6 +44,8 @@ BODIES: dict[str, tuple[type, list[dict[str, Any]]]] = {
     "/v1/chat/completions": (ChatRequest, [{"messages": MESSAGES, "max_tokens": 1}]),
     "/v1/chat/completions/render": (ChatRequest, [{"messages": MESSAGES}]),
     "/v1/completions": (CompletionRequest, [{"prompt": "Hi", "max_tokens": 1}]),
+    "/v1/chat/completions/batch": (BatchChatRequest, [{"messages": [MESSAGES, MESSAGES], "max_tokens": 1}]),
+    "/invocations": (CompletionRequest, [{"prompt": "Hi", "max_tokens": 1}]),
     "/v1/messages": (MessagesRequest, [{"messages": MESSAGES, "max_tokens": 1}]),
     "/v1/messages/count_tokens": (CountTokensRequest, [{"messages": MESSAGES}]),
     "/v1/responses": (ResponsesRequest, [{"input": "Hi", "max_output_tokens": 1}]),
@@ -66,7 +68,7 @@ STATIC = "/playground/app.js"  # one of the page's files, which all have one ans
 BARE = frozenset(
     (
         *("/", "/v1/models", "/ping", "/load", "/health", "/livez", "/readyz", "/metrics", "/version"),
-        *("/docs", "/openapi.json", "/v1/steps", STATIC),
+        *("/docs", "/openapi.json", "/v1/steps", "/server_info", "/reset_prefix_cache", STATIC),
     )
 )
 NAMES = (
@@ -92,7 +94,7 @@ NAMES = (
 def poisoned() -> Iterator[RunningServer]:
     client = EchoClient(None, is_ready=False, step_seconds=0.02, max_model_len=2048)
     client.push(demo_ready())
-    with RunningServer(client) as server:
+    with RunningServer(client, is_development=True) as server:
         yield server
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any, TypeVar
 
-from quire.cli.flags import Parser, add_config_flags, add_foreign_flags
+from quire.cli.flags import add_config_flags, add_foreign_flags
 from quire.compat.engine_flags import ENGINE_FLAGS
 from quire.config import EngineConfig
 from quire.option import options
 
 A = TypeVar("A", bound="EngineArgs")
+P = TypeVar("P", bound=argparse.ArgumentParser)
 
 
 class EngineArgs(EngineConfig):
@@ -20,10 +21,11 @@ class EngineArgs(EngineConfig):
         super().__init__(**vars(EngineConfig.from_kwargs(model=model, **kwargs)))
 
     @staticmethod
-    def add_cli_args(parser: Parser, async_args_only: bool = False) -> Parser:
+    def add_cli_args(parser: P, async_args_only: bool = False) -> P:
         """Add a flag for every setting and for vLLM's other engine flags. Returns the parser.
 
         Args:
+            parser: argparse's own does too, without what FlexibleArgumentParser reads besides (`--max_num_seqs`).
             async_args_only: only flags of the asynchronous engine: there are none.
         """
         if not async_args_only:

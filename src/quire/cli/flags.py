@@ -107,14 +107,14 @@ def _converter(convert: Any) -> Any:
     return wrapped
 
 
-def add_config_flags(parser: Parser, config: type, *, skip: frozenset[str] = frozenset()) -> None:
+def add_config_flags(parser: argparse.ArgumentParser, config: type, *, skip: frozenset[str] = frozenset()) -> None:
     """One flag per field of `config`; booleans get --name and --no-name."""
     group = parser.add_argument_group(config.__name__)
     hints = get_type_hints(config)
     for f in options(config):
         if f.name in skip:
             continue
-        if f.metadata["secret"]:
+        if f.metadata["secret"] and isinstance(parser, Parser):
             parser.secret_names.add(f.name)
         names = ["--" + f.name.replace("_", "-"), *f.metadata["flags"]]
         base, is_many, _ = field_type(hints[f.name])

@@ -26,7 +26,19 @@ _REFUSALS = {
 
 def build_parser() -> Parser:
     from quire import __version__
-    from quire.cli import bench, chat, collect_env, complete, explain, plan, quality, quantize, serve, simulate
+    from quire.cli import (
+        bench,
+        chat,
+        collect_env,
+        complete,
+        explain,
+        plan,
+        quality,
+        quantize,
+        run_batch,
+        serve,
+        simulate,
+    )
     from quire.cli.flags import Parser
 
     parser = Parser(
@@ -34,7 +46,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("-v", "--version", action="version", version=f"quire {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (serve, chat, complete, bench, simulate, plan, explain, quality, quantize, collect_env):
+    for command in (serve, chat, complete, run_batch, bench, simulate, plan, explain, quality, quantize, collect_env):
         command.add_parser(subparsers)
     return parser
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 # command -> (why, fix)
 ABSENT_COMMANDS: dict[str, tuple[str, str]] = {
-    "run-batch": ("batch files are not in this version", "Send the requests to `quire serve`, or use LLM.generate"),
     "launch": ("there is no server without an engine", "Use `quire serve`"),
     "download-kernels": ("kernels come with the package", "Nothing to do"),
     "preload": ("weights are not shared between servers", "Use `quire serve`"),

@@ -45,7 +45,6 @@ NOT_READ: dict[str, str] = {
     "VLLM_NO_USAGE_STATS": "nothing is ever sent",
     "VLLM_DO_NOT_TRACK": "nothing is ever sent",
     "VLLM_PLUGINS": "no plug-ins are loaded",
-    "VLLM_SERVER_DEV_MODE": "there are no development routes; GET /v1/config shows the settings",
     "VLLM_SKIP_P2P_CHECK": "there is one device",
     "VLLM_TARGET_DEVICE": "there is one build",
     "VLLM_TORCH_PROFILER_DIR": "use py-spy on the engine process",

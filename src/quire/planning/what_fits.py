@@ -83,6 +83,7 @@ class ModelPlan:
             "device": self.resolved.device.device,
             "total_memory_bytes": memory.total_bytes,
             "work_bytes": memory.work_bytes,
+            "lora_bytes": memory.lora_bytes,
             "weights": [
                 {
                     "name": row.form.name,
@@ -115,6 +116,9 @@ class ModelPlan:
         yield f"memory   {self.memory_name}" + ("" if share is None else f", {share} of it in use")
         at_least = "" if self.resolved.device.device == "cpu" else "at least "  # a GPU has graphs too
         yield f"work     {at_least}{work}: a step of {budget:,} tokens, logits of {requests}"
+        if (lora := self.resolved.lora) is not None:
+            size = shown_bytes(self.fits[0].memory.lora_bytes)
+            yield f"adapters {size} of work, at most: {lora.max_cpu_loras} of rank {lora.max_rank}, and one in exchange"
         if (speculation := self.resolved.scheduler.speculation) is not None:
             own = {
                 "ngram": ", without weights and KV cache of their own",

@@ -19,7 +19,7 @@ from quire.server.sse import EventStream, run_until_disconnect
 from quire.server.state import ServerState, request_id_of, state_of
 
 B = TypeVar("B", bound=GenerationRequest)
-W = TypeVar("W", bound="Writer")
+W = TypeVar("W")
 
 
 class Writer(Protocol):
@@ -53,9 +53,8 @@ async def answer_now(
 async def respond(
     request: Request,
     decode: Callable[[bytes], tuple[B, list[str]]],
-    prepare: Callable[[ServerState, B, list[str], str], Awaitable[tuple[Generation, W]]],
+    prepare: Callable[[ServerState, B, list[str], str], Awaitable[tuple[Generation, Writer]]],
     names: Mapping[str, str] = MappingProxyType({}),
-    write: Callable[[ServerState, B, Generation, W, dict[str, str]], Awaitable[Response]] = answer_now,
 ) -> Response:
     """Answer one request, unless its client leaves before the answer begins.
 
@@ -64,8 +63,18 @@ async def respond(
         prepare: what is asked of the engine and who writes the answer, by the state, the body, the names of the fields
             without effect, which it may add to, and the id of the HTTP request. Raises QuireErrors.
         names: what the API calls fields that have another name in `B`, for errors.
-        write: makes the answer; the headers that it shall have come last.
     """
+    return await respond_by(answer_now, request, decode, prepare, names)
+
+
+async def respond_by(
+    write: Callable[[ServerState, B, Generation, W, dict[str, str]], Awaitable[Response]],
+    request: Request,
+    decode: Callable[[bytes], tuple[B, list[str]]],
+    prepare: Callable[[ServerState, B, list[str], str], Awaitable[tuple[Generation, W]]],
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> Response:
+    """As `respond`, with a `write` that makes the answer of what `prepare` gave. Its headers come last."""
     state = state_of(request)
     body, ignored = await read_json(request, state.settings.limits, decode)
 

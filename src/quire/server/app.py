@@ -22,8 +22,11 @@ from quire.logs import get_logger
 from quire.metrics import log_line
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.server import (
+    chat_batch,
     config_api,
+    development,
     health,
+    invocations,
     loop_lag,
     lora_admin,
     messages,
@@ -62,6 +65,8 @@ def create_app(
     generation = {
         "/v1/chat/completions": chat_completions,
         "/v1/completions": completions,
+        "/v1/chat/completions/batch": chat_batch.batch,
+        "/invocations": invocations.invocations,
         "/v1/messages": messages.messages,
         "/v1/responses": responses.create,
     }
@@ -91,6 +96,8 @@ def create_app(
     ]
     if settings.changes_adapters:
         routes += lora_admin.routes()
+    if settings.is_development:
+        routes += development.routes()
     if settings.has_tokenizer_info:
         routes.append(Route("/tokenizer_info", tokenization.tokenizer_info, methods=["GET"]))
     middleware = [

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -18,7 +19,7 @@ from quire.frontend.render_process import Render
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.sampling_params import check_num_logprobs
 from quire.server import generation, lora_admin
-from quire.server.answer import Writer, respond
+from quire.server.answer import respond
 from quire.server.generation import Generation
 from quire.server.limits import read_json
 from quire.server.logprobs import LogprobWriter, prompt_logprobs
@@ -44,18 +45,18 @@ from quire.server.text.reasoning import REASONING_FORMATS
 from quire.server.timeline import timings
 from quire.server.tool_choice import ToolChoice
 
-_decoder = BodyDecoder(ChatRequest, REFUSED_IN_CHAT)
+decoder = BodyDecoder(ChatRequest, REFUSED_IN_CHAT)
 
 
 async def chat_completions(request: Request) -> Response:
     """One answer, or its events as they come."""
-    return await respond(request, _decoder.decode, _prepare)
+    return await respond(request, decoder.decode, prepare)
 
 
 async def render_chat(request: Request) -> Response:
     """The prompt of a chat, without an answer."""
     state = state_of(request)
-    body, ignored = await read_json(request, state.settings.limits, _decoder.decode)
+    body, ignored = await read_json(request, state.settings.limits, decoder.decode)
     await lora_admin.resolve(state, body.model)
     model = state.adapter(body.model) or state.model_name
     ToolChoice.of(body, state.settings, ignored)
@@ -66,11 +67,12 @@ async def render_chat(request: Request) -> Response:
     return Response(msgspec.json.encode(rendered), headers=headers, media_type="application/json")
 
 
-async def _prepare(
+async def prepare(
     state: ServerState, body: ChatRequest, ignored: list[str], request_id: str
-) -> tuple[Generation, Writer]:
+) -> tuple[Generation, ChatWriter]:
+    """What a chat asks of the engine, and who writes the answer; as `answer.respond` says."""
     asked = await generation_of(state, body, ignored, request_id, "chatcmpl")
-    return asked, _ChatWriter(state, body, asked)
+    return asked, ChatWriter(state, body, asked)
 
 
 async def generation_of(
@@ -114,7 +116,7 @@ def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: 
     asked = getattr(body, body.max_tokens_name)
     max_tokens, is_chosen = generation.choose_max_tokens(state, asked, default_max_tokens)
     if body.thinking_token_budget not in (None, -1):
-        defaults["thinking_token_ids"] = _thinking_token_ids(state, body, prompt)
+        defaults |= _thinking_budget(state, body, prompt)
     params = body.sampling_params(defaults, max_tokens=max_tokens, logprobs=_num_logprobs(state, body))
     return generation.of_body(
         state,
@@ -128,11 +130,8 @@ def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: 
     )
 
 
-def _thinking_token_ids(state: ServerState, body: ChatRequest, prompt: str) -> list[int]:
-    """The token that ends the reasoning, and the one that begins it if the prompt has not.
-
-    A prompt that has closed the reasoning needs no budget. Raises UnsupportedFieldError.
-    """
+def _thinking_budget(state: ServerState, body: ChatRequest, prompt: str) -> dict[str, Any]:
+    """The budget's SamplingParams fields; none if the prompt has closed the reasoning. Raises UnsupportedFieldError."""
     reasoning = REASONING_FORMATS.get(state.settings.formats.reasoning or "")
     if reasoning is None or state.tokenizer is None:
         raise UnsupportedFieldError(
@@ -149,9 +148,15 @@ def _thinking_token_ids(state: ServerState, body: ChatRequest, prompt: str) -> l
             fix="Remove thinking_token_budget, and bound the answer with max_completion_tokens",
             param="thinking_token_budget",
         )
+    if body.use_beam_search:
+        raise UnsupportedFieldError(
+            "thinking_token_budget does not work with beam search, which takes the likeliest sequences there are",
+            fix="Remove thinking_token_budget or use_beam_search",
+            param="thinking_token_budget",
+        )
     if is_open is False:
-        body.thinking_token_budget = None
-    return token_ids
+        return {}
+    return {"thinking_token_budget": body.thinking_token_budget, "thinking_token_ids": token_ids}
 
 
 def _num_logprobs(state: ServerState, body: ChatRequest) -> int | None:
@@ -170,7 +175,7 @@ def _num_logprobs(state: ServerState, body: ChatRequest) -> int | None:
     return None
 
 
-class _ChatWriter:
+class ChatWriter:
     """Turns the outputs of one request into OpenAI's answer or its chunks."""
 
     def __init__(self, state: ServerState, body: ChatRequest, asked: Generation) -> None:
@@ -193,6 +198,10 @@ class _ChatWriter:
     def response(self, outputs: Sequence[RequestOutput], headers: dict[str, str]) -> Response:
         """The whole answer."""
         (output,) = outputs
+        return Response(msgspec.json.encode(self.answer(output)), headers=headers, media_type="application/json")
+
+    def answer(self, output: RequestOutput) -> ChatResponse:
+        """The whole answer, from the final output."""
         num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
         answer = ChatResponse(
             id=self._id,
@@ -205,7 +214,7 @@ class _ChatWriter:
         if self._body.return_metrics and output.metrics is not None:
             answer.metrics = timings([output.metrics], num_tokens, output.num_cached_tokens)
         self._add_prompt(answer, output)
-        return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
+        return answer
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         logprobs = completion.logprobs

@@ -13,6 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.errors import UnsupportedFieldError
 from quire.frontend.async_engine import INLINE_PROMPT_CHARS
 from quire.frontend.prompts import PromptType, split_prompts
 from quire.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
@@ -39,18 +40,21 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 C = TypeVar("C", bound=CompletionChunkChoice)
 
-_decoder = BodyDecoder(CompletionRequest, REFUSED_IN_COMPLETIONS)
+decoder = BodyDecoder(CompletionRequest, REFUSED_IN_COMPLETIONS)
 
 
 async def completions(request: Request) -> Response:
     """The continuations of one or several prompts, or their events as they come."""
-    return await respond(request, _decoder.decode, _prepare)
+    return await respond(request, decoder.decode, prepare)
 
 
-async def _prepare(
+async def prepare(
     state: ServerState, body: CompletionRequest, ignored: list[str], request_id: str
 ) -> tuple[Generation, Writer]:
+    """What a body asks of the engine, and who writes the answer; as `answer.respond` says."""
     prompts = split_prompts(body.prompt) if len(body.prompt) <= INLINE_PROMPT_CHARS else await _split_long(body.prompt)
+    if body.suffix:
+        prompts = [_infill_prompt(state, body, prompt, body.suffix) for prompt in prompts]
     asked = _generation(state, body, prompts, request_id)
     return asked, _CompletionWriter(state, body, asked)
 
@@ -58,6 +62,18 @@ async def _prepare(
 async def _split_long(prompt: str | list[Any]) -> list[PromptType]:
     """A list may have millions of items: looking at each would hold up everybody's streams."""
     return await asyncio.to_thread(split_prompts, prompt)
+
+
+def _infill_prompt(state: ServerState, body: CompletionRequest, prompt: PromptType, suffix: str) -> str:
+    if state.infill_format is None:
+        raise UnsupportedFieldError(
+            "This model has no tokens for filling in the middle", fix="Remove suffix", param="suffix"
+        )
+    if not isinstance(prompt, str) or body.echo:
+        raise UnsupportedFieldError(
+            "suffix is for prompts of text, without echo", fix="Send the prompt as text, without echo", param="suffix"
+        )
+    return state.infill_format.format(prompt, suffix)
 
 
 def _generation(state: ServerState, body: CompletionRequest, prompts: list[PromptType], request_id: str) -> Generation:

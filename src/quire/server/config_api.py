@@ -13,6 +13,7 @@ from starlette.responses import Response
 from quire import __version__
 from quire.errors import InvalidRequestError
 from quire.frontend.live_limits import live_limits, move_limits
+from quire.messages import EngineReady
 from quire.server.limits import read_json
 from quire.server.state import ServerState, state_of
 
@@ -43,18 +44,27 @@ def _decode(body: bytes) -> dict[str, Any]:
         ) from None
 
 
-def _answer(state: ServerState) -> Response:
+def settings_of(state: ServerState) -> dict[str, Any]:
+    """Every setting as a record with its value and source. Raises NotReadyError, EngineDeadError."""
+    settings = {**_ready(state).resolved, **state.settings.resolved}
+    return {name: _without_paths(setting) for name, setting in settings.items()}
+
+
+def _ready(state: ServerState) -> EngineReady:
     state.engine.check_running()
     ready = state.engine.ready
     assert ready is not None, "a running engine has said that it is ready"
-    settings = {**ready.resolved, **state.settings.resolved}
+    return ready
+
+
+def _answer(state: ServerState) -> Response:
     body = {
         "version": __version__,
         "model": state.model_name,
-        "settings": {name: _without_paths(setting) for name, setting in settings.items()},
+        "settings": settings_of(state),
         "live": {
             name: {"value": limit.value, "min": limit.minimum, "max": limit.maximum}
-            for name, limit in live_limits(ready).items()
+            for name, limit in live_limits(_ready(state)).items()
         },
     }
     return Response(msgspec.json.encode(body), media_type="application/json")

@@ -250,7 +250,6 @@ NOT_WITH_BEAMS: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("bad_words", "min_tokens", "return_metrics", "min_p"), _NOTHING),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), _NOTHING),
     "repetition_penalty": (1,),
-    "thinking_token_budget": (-1,),
     "top_p": (1,),
     "top_k": (0, -1),
 }

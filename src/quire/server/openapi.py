@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import UnionType
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from quire.server.docs_page import render
 from quire.server.errors import is_anthropic
 from quire.server.health import Starting
 from quire.server.protocol.adapters import LoadRequest, UnloadRequest
-from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse, RenderedChat
+from quire.server.protocol.chat import BatchChatRequest, ChatChunk, ChatRequest, ChatResponse, RenderedChat
 from quire.server.protocol.common import ErrorBody, ModelCard, ModelList
 from quire.server.protocol.completions import CompletionChunk, CompletionRequest, CompletionResponse
 from quire.server.protocol.messages import (
@@ -53,17 +54,17 @@ class Operation:
     """One method of one route.
 
     Args:
-        request: struct of the body, whose schema `request_schemas` completes.
-        response: struct of the answer, or a media type, or a plain JSON schema.
-        events: struct of an event of a streamed answer, or a union of those that have names.
+        request: struct of the body, whose schema `request_schemas` completes; several: one of them.
+        response: struct of the answer, or several, or a media type, or a plain JSON schema.
+        events: struct of an event of a streamed answer, or several, or a union of those that have names.
         errors: statuses besides 401, 403 and 500, which every guarded route has.
         lines: struct of a line of an answer in JSON lines.
         query: schemas of the parameters behind the path, by name; none must be given.
     """
 
     summary: str
-    request: type[msgspec.Struct] | None = None
-    response: type[msgspec.Struct] | str | dict[str, Any] | None = None
+    request: type[msgspec.Struct] | tuple[type[msgspec.Struct], ...] | None = None
+    response: type[msgspec.Struct] | tuple[type[msgspec.Struct], ...] | str | dict[str, Any] | None = None
     events: Any = None
     errors: tuple[int, ...] = ()
     lines: type[msgspec.Struct] | None = None
@@ -80,6 +81,11 @@ def _object(**properties: str) -> dict[str, Any]:
 
 _STATUS = _object(status="string")
 _BODY = (400, 408, 413, 415)
+_SERVER_INFO = {
+    "type": "object",
+    "required": ["vllm_config"],
+    "properties": {"vllm_config": {"anyOf": [{"type": "string"}, {"type": "object"}]}},
+}
 _CONFIG = {"type": "object", "description": "version, model, settings by name, and live: the limits that can move"}
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
@@ -93,6 +99,16 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         CompletionRequest,
         CompletionResponse,
         CompletionChunk,
+        (*_BODY, 404, 429, 503),
+    ),
+    ("POST", "/v1/chat/completions/batch"): Operation(
+        "Several chats in one body", BatchChatRequest, ChatResponse, errors=(*_BODY, 404, 429, 503)
+    ),
+    ("POST", "/invocations"): Operation(
+        "A chat or continuations, streamed or not",
+        (ChatRequest, CompletionRequest),
+        (ChatResponse, CompletionResponse),
+        (ChatChunk, CompletionChunk),
         (*_BODY, 404, 429, 503),
     ),
     ("POST", "/v1/messages"): Operation(
@@ -152,6 +168,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/unload_lora_adapter"): Operation(
         "Serve an adapter no longer", UnloadRequest, "text/plain", errors=(*_BODY, 404, 503)
     ),
+    ("GET", "/server_info"): Operation(
+        "Every setting by its name",
+        None,
+        _SERVER_INFO,
+        query={"config_format": {"enum": ["text", "json"], "default": "text"}},
+        errors=(400, 503),
+    ),
+    ("POST", "/reset_prefix_cache"): Operation("Forget cached prompts", None, _STATUS, errors=(503,)),
     ("GET", "/health"): Operation("200 while steps end in time", None, _STATUS, errors=(503,)),
     ("GET", "/ping"): Operation("As /health", None, _STATUS, errors=(503,)),
     ("POST", "/ping"): Operation("As /health", None, _STATUS, errors=(503,)),
@@ -164,6 +188,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/docs"): Operation("This description as a page", None, "text/html"),
     ("GET", "/openapi.json"): Operation("This description", None, {"type": "object"}),
 }
+DEVELOPMENT_PATHS = ("/server_info", "/reset_prefix_cache")
 ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # if the operator allows them
 ALIASES = {"/chat/completions": "/v1/chat/completions", "/completions": "/v1/completions"}
 OPERATIONS |= {("POST", alias): OPERATIONS["POST", path] for alias, path in ALIASES.items()}
@@ -176,22 +201,32 @@ def build(
     has_tokenizer_info: bool = False,
     has_public_metrics: bool = False,
     changes_adapters: bool = False,
+    is_development: bool = False,
 ) -> dict[str, Any]:
     """The OpenAPI 3.1 document. Every route of the app is in OPERATIONS; a test compares them."""
-    absent = (() if has_tokenizer_info else ("/tokenizer_info",)) + (() if changes_adapters else ADAPTER_PATHS)
+    absent = (
+        *(() if has_tokenizer_info else ("/tokenizer_info",)),
+        *(() if changes_adapters else ADAPTER_PATHS),
+        *(() if is_development else DEVELOPMENT_PATHS),
+    )
     keyless = PUBLIC_PATHS | ({"/metrics"} if has_public_metrics else set())
     operations = {key: operation for key, operation in OPERATIONS.items() if key[1] not in absent}
     structs: list[Any] = [ErrorBody, MessagesError, Starting]
     for operation in operations.values():
-        for kind in (operation.request, operation.response, operation.events, operation.lines):
-            if kind is not None and not isinstance(kind, (str, dict)) and kind not in structs:
-                structs.append(kind)
+        for kinds in (operation.request, operation.response, operation.events, operation.lines):
+            for kind in kinds if isinstance(kinds, tuple) else (kinds,):
+                if kind is not None and not isinstance(kind, (str, dict)) and kind not in structs:
+                    structs.append(kind)
     schemas, components = msgspec.json.schema_components(structs, ref_template=REF)
     by_struct = dict(zip(structs, schemas, strict=True))
     refine(components, bounds)
+
+    def schema_of(kind: Any) -> dict[str, Any]:
+        return {"anyOf": [by_struct[each] for each in kind]} if isinstance(kind, tuple) else by_struct[kind]
+
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in operations.items():
-        described = _operation(path, operation, by_struct.__getitem__, is_public=path in keyless)
+        described = _operation(path, operation, schema_of, is_public=path in keyless)
         paths.setdefault(path, {})[method.lower()] = described
     return {
         "openapi": "3.1.0",
@@ -225,7 +260,7 @@ def _operation(
     elif operation.response is not None:
         content["application/json"] = {"schema": schema_of(operation.response)}
     if operation.events is not None:
-        has_names = not isinstance(operation.events, type)
+        has_names = isinstance(operation.events, UnionType)
         lines = (
             "Pairs of lines `event: ...`, `data: ...`" if has_names else "Lines `data: ...`, the last `data: [DONE]`"
         )
@@ -271,14 +306,22 @@ def routes(state: ServerState) -> list[Route]:
     """The two routes; both answers are made once."""
     settings = state.settings
     has_start_token = state.tokenizer is not None and bool(state.tokenizer.encode("", add_special_tokens=True))
+    limits = state.engine.input_processor.limits
     calls_tools = settings.calls_tools and settings.formats.tools is not None
-    bounds = SchemaBounds(state.engine.input_processor.limits, settings.limits, has_start_token, calls_tools)
+    bounds = SchemaBounds(
+        limits,
+        settings.limits,
+        has_start_token=has_start_token,
+        has_infill=state.infill_format is not None,
+        calls_tools=calls_tools,
+    )
     document = build(
         bounds,
         settings.root_path,
         has_tokenizer_info=settings.has_tokenizer_info,
         has_public_metrics=settings.has_public_metrics,
         changes_adapters=settings.changes_adapters,
+        is_development=settings.is_development,
     )
     description = msgspec.json.encode(document)
     page = render(document).encode()

@@ -31,7 +31,15 @@ from quire.sampling_params import (
 )
 from quire.server.generation import NOT_WITH_BEAMS
 from quire.server.limits import Limits
-from quire.server.protocol.chat import MAX_DOCUMENTS, MAX_MESSAGES, MAX_TOOLS, ChatRequest
+from quire.server.protocol.chat import (
+    MAX_CHATS,
+    MAX_DOCUMENTS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    NOT_IN_BATCHES,
+    BatchChatRequest,
+    ChatRequest,
+)
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.fields import (
     IGNORED_FIELDS,
@@ -52,6 +60,7 @@ Schema = dict[str, Any]
 
 _REFUSED: dict[type[msgspec.Struct], Mapping[str, Refusal]] = {
     ChatRequest: REFUSED_IN_CHAT,
+    BatchChatRequest: REFUSED_IN_CHAT,
     CompletionRequest: REFUSED_IN_COMPLETIONS,
     CountTokensRequest: REFUSED_IN_MESSAGES,
     MessagesRequest: REFUSED_IN_MESSAGES,
@@ -71,12 +80,14 @@ class SchemaBounds:
 
     Args:
         has_start_token: the tokenizer begins every text with a token of its own, so that an empty prompt has one too.
+        has_infill: the model has tokens for filling in the middle.
         calls_tools: tool_choice may be auto.
     """
 
     model: ModelLimits
     request: Limits = Limits()
     has_start_token: bool = False
+    has_infill: bool = False
     calls_tools: bool = False
 
 
@@ -84,6 +95,7 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
     """Complete the schemas of the request bodies, which hold only types so far, in place."""
     fields: dict[type[msgspec.Struct], dict[str, Schema]] = {
         ChatRequest: {**_generation_fields(bounds), **_chat_fields(bounds)},
+        BatchChatRequest: {**_generation_fields(bounds), **_chat_fields(bounds), **_batch_fields()},
         CompletionRequest: {**_generation_fields(bounds), **_completion_fields(bounds)},
         CountTokensRequest: {},
         MessagesRequest: _messages_fields(bounds),
@@ -93,7 +105,8 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
     }
     rules = {
         ChatRequest: [*_generation_rules(bounds), *_CHAT_RULES, _tools_rule(bounds), _CONTINUES_OR_BEGINS],
-        CompletionRequest: [*_generation_rules(bounds), *_COMPLETION_RULES],
+        BatchChatRequest: [*_generation_rules(bounds), *_CHAT_RULES, _tools_rule(bounds), _CONTINUES_OR_BEGINS],
+        CompletionRequest: [*_generation_rules(bounds), *_COMPLETION_RULES, _INFILL],
         CountTokensRequest: [],
         MessagesRequest: [],
         ResponsesRequest: [_BACKGROUND_IS_STORED],
@@ -189,6 +202,7 @@ def _completion_fields(bounds: SchemaBounds) -> dict[str, Schema]:
     ids = _token_ids(bounds, least=1)
     return {
         "prompt": {"anyOf": [text, ids, _list({"anyOf": [text, ids]}, bounds.request.max_prompts, 1)]},
+        "suffix": {"type": "string"} if bounds.has_infill else {"const": ""},
         "max_tokens": _integer(0, INT_RANGES["max_tokens"][1]),
         "logprobs": _num_logprobs(bounds),
     }
@@ -201,6 +215,11 @@ def _chat_fields(bounds: SchemaBounds) -> dict[str, Schema]:
         "top_logprobs": _num_logprobs(bounds),
         "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_TOOL]},
     }
+
+
+def _batch_fields() -> dict[str, Schema]:
+    chats = _list(_template_fields()["messages"], MAX_CHATS, 1)
+    return {"messages": chats, "prompt_logprobs": _NULL, **{name: {"const": False} for name in NOT_IN_BATCHES}}
 
 
 def _messages_fields(bounds: SchemaBounds) -> dict[str, Schema]:
@@ -333,6 +352,11 @@ _COMPLETION_RULES = (
         {"echo": _NOT_TRUE},
         {"logprobs": _NULL},
     ),
+)
+_INFILL = _rule(
+    "suffix needs a prompt of text, and no echo",
+    {"suffix": {"enum": [None, ""]}},
+    {"prompt": {"anyOf": [{"type": "string"}, _list({"type": "string"})]}, "echo": _NOT_TRUE},
 )
 _ONE_OF_TWO = _rule(
     "Exactly one of prompt and messages; the fields that belong to messages come with them only",

@@ -19,7 +19,7 @@ from quire.frontend.stream import RequestStream
 from quire.logs import get_logger
 from quire.outputs import RequestOutput
 from quire.server import chat, generation
-from quire.server.answer import answer_now, respond
+from quire.server.answer import answer_now, respond_by
 from quire.server.generation import Generation
 from quire.server.logprobs import LogprobWriter
 from quire.server.protocol.fields import REFUSED_IN_RESPONSES, BodyDecoder
@@ -67,7 +67,7 @@ _decoder = BodyDecoder(ResponsesRequest, REFUSED_IN_RESPONSES)
 
 async def create(request: Request) -> Response:
     """One answer, its events as they come, or the promise of one in the background."""
-    return await respond(request, _decode, _prepare, _NAMES, _answer)
+    return await respond_by(_answer, request, _decode, _prepare, _NAMES)
 
 
 async def retrieve(request: Request) -> Response:

@@ -19,6 +19,7 @@ from quire import __version__
 from quire.errors import ConfigError, ModelNotFoundError, ShuttingDownError
 from quire.formats.answer_formats import AnswerFormats
 from quire.frontend.async_engine import AsyncEngine
+from quire.frontend.infill import infill_format
 from quire.frontend.render_pool import MAX_RENDER_SECONDS, RenderPool
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tokenizer_files import chat_template_text
@@ -70,6 +71,7 @@ class ServerSettings:
         changes_adapters: clients may load and unload adapters.
         lora_resolver_dir: where adapters of unknown model names are looked for.
         stores_responses: those of /v1/responses, for later requests.
+        is_development: there are routes for developers.
         resolved: the server's settings with their sources, for GET /v1/config: {name: Setting.as_dict()}.
     """
 
@@ -102,6 +104,7 @@ class ServerSettings:
     changes_adapters: bool = False
     lora_resolver_dir: Path | None = None
     stores_responses: bool = True
+    is_development: bool = False
     resolved: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -129,6 +132,7 @@ class ServerState:
         self.has_special_tags = False
         # Whether a chat template may read what the request field of this name sets.
         self.has_reasoning_effort = False
+        self.infill_format = None if tokenizer is None else infill_format(tokenizer)
         if tokenizer is not None:
             source = chat_template_text(tokenizer.chat_templates, settings.chat_template)
             self.has_reasoning_effort = any(name in source for name in ("reasoning_effort", "enable_thinking"))

@@ -120,8 +120,8 @@ def _expand_kernel(
     if slot < NONE:
         is_row = is_t & (slots == slot)
         is_out = is_row[:, None] & is_n[None, :]
-        t = t.to(tl.int64)[:, None]
-        y = tl.load(base_ptr + t * base_stride + first_column + n[None, :], mask=is_out, other=0.0)
+        rows = t.to(tl.int64)[:, None]
+        y = tl.load(base_ptr + rows * base_stride + first_column + n[None, :], mask=is_out, other=0.0)
         if slot >= 0:
             words_ptr = table_ptr + (slot.to(tl.int64) * PARTS + part) * 4
             rank = tl.load(words_ptr + 2)
@@ -131,13 +131,13 @@ def _expand_kernel(
                 total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
                 for start in range(0, rank, BLOCK_R):
                     is_r = start + r < rank
-                    sums_ptrs = sums_ptr + (t * PARTS + part) * MAX_RANK + start + r[None, :]
+                    sums_ptrs = sums_ptr + (rows * PARTS + part) * MAX_RANK + start + r[None, :]
                     h = tl.load(sums_ptrs, mask=is_row[:, None] & is_r[None, :], other=0.0)
                     at = ((n // PANEL)[None, :] * rank + (start + r)[:, None]) * PANEL + (n % PANEL)[None, :]
                     b = tl.load(b_ptr + at, mask=is_r[:, None] & is_n[None, :], other=0.0)
                     total = tl.dot(h, b.to(tl.float32), total, input_precision="ieee")
                 y += total
-        tl.store(out_ptr + t * out_stride + first_column + n[None, :], y.to(out_ptr.dtype.element_ty), mask=is_out)
+        tl.store(out_ptr + rows * out_stride + first_column + n[None, :], y.to(out_ptr.dtype.element_ty), mask=is_out)
 
 
 def add_lora(base_TN: Tensor, x: Tensor, slots_T: Tensor, table: LoraTable, out_TN: Tensor) -> None:

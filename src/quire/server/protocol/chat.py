@@ -11,6 +11,7 @@ from quire.server.protocol.common import GenerationRequest, PromptLogprobs, Usag
 from quire.server.protocol.timeline import RequestTimings
 
 MAX_MESSAGES = 4096
+MAX_CHATS = 1024
 MAX_TOOLS = 128
 MAX_DOCUMENTS = 1024
 
@@ -30,6 +31,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
 
     @property
     def max_tokens_name(self) -> str:
@@ -47,6 +49,19 @@ class ChatRequest(GenerationRequest, kw_only=True):
             kwargs.setdefault("enable_thinking", self.reasoning_effort != "none")
             kwargs["reasoning_effort"] = self.reasoning_effort
         return kwargs
+
+
+# Fields that ask for something which an answer to several chats does not have.
+NOT_IN_BATCHES = ("stream", "use_beam_search", "return_token_ids")
+
+
+class BatchChatRequest(ChatRequest, kw_only=True):
+    """Several chats, with the same fields beside the messages."""
+
+    messages: Annotated[  # type: ignore[assignment]
+        list[Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]],
+        msgspec.Meta(min_length=1, max_length=MAX_CHATS),
+    ]
 
 
 class RenderedChat(msgspec.Struct, kw_only=True):

@@ -38,7 +38,6 @@ SAMPLING_FIELDS = (
     "logit_bias",
     "allowed_token_ids",
     "bad_words",
-    "thinking_token_budget",
 )
 
 
@@ -115,7 +114,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    thinking_token_budget: int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     echo: bool | None = None

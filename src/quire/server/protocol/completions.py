@@ -14,6 +14,7 @@ from quire.server.protocol.timeline import RequestTimings
 class CompletionRequest(GenerationRequest, kw_only=True):
     # A string, its token ids, or a list of either; the mixed list is refused after decoding, which the type cannot say.
     prompt: str | list[str | int | list[int]]
+    suffix: str | None = None
     logprobs: int | None = None
 
 

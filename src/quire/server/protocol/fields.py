@@ -91,7 +91,6 @@ REFUSED_IN_CHAT: dict[str, Refusal] = {
 }
 REFUSED_IN_COMPLETIONS: dict[str, Refusal] = {
     **_REFUSED_EVERYWHERE,
-    "suffix": Refusal("Insertion is not supported: build the model's fill-in-the-middle prompt yourself", ("",)),
     "messages": Refusal("Use prompt, or POST /v1/chat/completions"),
     "max_completion_tokens": Refusal("Use max_tokens"),
     "top_logprobs": Refusal("Use logprobs with a number"),
@@ -99,6 +98,7 @@ REFUSED_IN_COMPLETIONS: dict[str, Refusal] = {
     "chat_template_kwargs": Refusal("Use POST /v1/chat/completions", ({},)),
     "reasoning_effort": Refusal("Use POST /v1/chat/completions"),
     "include_reasoning": Refusal("Use POST /v1/chat/completions", (True, False)),
+    "thinking_token_budget": Refusal("Use POST /v1/chat/completions", (-1,)),
     "parallel_tool_calls": Refusal("Use POST /v1/chat/completions", (True, False)),
 }
 REFUSED_IN_MESSAGES: dict[str, Refusal] = {

@@ -1,0 +1,114 @@
+"""Lines of OpenAI's batch files, answered by the server's app in this process: no socket, the same checks."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_NOT_IN_FILES = ("stream", "background")  # their answers would be no answer
+_RETRIED = (429, 503)
+MAX_ATTEMPTS = 10
+RETRY_SECONDS = 1.0
+
+
+class BatchLine(msgspec.Struct):
+    custom_id: str
+    url: str
+    body: dict[str, msgspec.Raw]
+    method: str = "POST"
+
+
+class BatchError(msgspec.Struct):
+    code: str | None
+    message: str
+
+
+class BatchResponse(msgspec.Struct):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class BatchEntry(msgspec.Struct):
+    """What the output file says of one line; `custom_id` is null if the line has none."""
+
+    id: str
+    custom_id: str | None
+    response: BatchResponse | None = None
+    error: BatchError | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: BatchError
+
+
+def entry_id(number: int, line: bytes) -> str:
+    """Names a line by its place and content, so that a later run knows it again."""
+    return f"batch_req_{hashlib.sha256(b'%d:' % number + line).hexdigest()[:24]}"
+
+
+async def answer_line(app: ASGIApp, line_id: str, line: bytes) -> BatchEntry:
+    """The entry of one line, whatever is wrong with it. What the server is too busy for is asked again."""
+    try:
+        asked = msgspec.json.decode(line, type=BatchLine)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        message = f'The line is not {{"custom_id", "method", "url", "body"}}: {error}'
+        return BatchEntry(line_id, None, error=BatchError("invalid_line", message))
+    if (wrong := _wrong(asked)) is not None:
+        return BatchEntry(line_id, asked.custom_id, error=BatchError("invalid_line", wrong))
+    body = msgspec.json.encode(asked.body)
+    for attempt in range(MAX_ATTEMPTS):
+        if attempt:
+            await asyncio.sleep(RETRY_SECONDS)
+        response = await _post(app, asked.url, body)
+        if response.status_code not in _RETRIED:
+            break
+    entry = BatchEntry(line_id, asked.custom_id, response)
+    if response.status_code != 200:
+        entry.error = msgspec.json.decode(response.body, type=_Refusal).error
+    return entry
+
+
+def _wrong(asked: BatchLine) -> str | None:
+    if asked.method != "POST":
+        return f"method is {asked.method[:20]!r}. Expected POST."
+    if asked.url not in URLS:
+        return f"url is {asked.url[:100]!r}. Expected one of {', '.join(URLS)}."
+    for name in _NOT_IN_FILES:
+        if bytes(asked.body.get(name, b"")) == b"true":
+            return f"{name} is true. Remove it: a file holds whole answers."
+    return None
+
+
+async def _post(app: ASGIApp, path: str, body: bytes) -> BatchResponse:
+    """What the app answers; nobody leaves before."""
+    scope: dict[str, Any] = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+    }
+    sent: list[Message] = []
+    bodies = iter([body])
+
+    async def receive() -> Message:
+        if (data := next(bodies, None)) is None:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": data}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    start, *parts = sent
+    request_id = dict(start["headers"])[b"x-request-id"].decode()
+    return BatchResponse(start["status"], request_id, msgspec.Raw(b"".join(part.get("body", b"") for part in parts)))

@@ -1,0 +1,29 @@
+"""A server of the demo model for other people's clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.serving import SMALL, Serve
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Serve]:
+    with Serve(*SMALL, "--enable-tokenizer-info-endpoint") as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No client asks a third party for anything."""
+    for name, value in {
+        "HAYSTACK_TELEMETRY_ENABLED": "False",
+        "HF_HUB_OFFLINE": "1",
+        "LANGSMITH_TRACING": "false",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",
+        "OPENAI_API_KEY": "none",
+    }.items():
+        monkeypatch.setenv(name, value)

@@ -1,0 +1,135 @@
+"""Frameworks with their own clients: answers and streams are those of transformers, and objects fit their schema."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+from tests.e2e import reference
+from tests.e2e.serving import Serve
+
+# What other people's packages warn of is not ours.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+MODEL = "quire-demo"
+MAX_TOKENS = 20
+QUESTION = reference.QUESTIONS[0]
+TEXT = reference.TEXTS[0]
+EXTRA = "make test-full installs it"
+SAMPLING: dict[str, Any] = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
+
+
+class Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    kind: Literal["file", "folder"]
+    count: int = Field(ge=0, le=99)
+
+
+@cache
+def _expected(prompt: str) -> str:
+    return reference.tokenizer().decode(reference.greedy(prompt, MAX_TOKENS), skip_special_tokens=True)
+
+
+@cache
+def answer() -> str:
+    return _expected(reference.chat_prompts()[0])
+
+
+def test_langchain(server: Serve) -> None:
+    langchain = pytest.importorskip("langchain_openai", reason=EXTRA)
+    options: dict[str, Any] = {"base_url": f"{server.url}/v1", "api_key": "none", "model": MODEL, **SAMPLING}
+    chat = langchain.ChatOpenAI(**options)
+    assert chat.invoke(QUESTION).content == answer()
+    assert "".join(chunk.content for chunk in chat.stream(QUESTION)) == answer()
+    assert isinstance(chat.with_structured_output(Entry, method="json_schema").invoke(QUESTION), Entry)
+    assert langchain.OpenAI(**options).invoke(TEXT) == _expected(TEXT)
+
+
+async def test_langchain_batch(server: Serve) -> None:
+    langchain = pytest.importorskip("langchain_openai", reason=EXTRA)
+    chat = langchain.ChatOpenAI(base_url=f"{server.url}/v1", api_key="none", model=MODEL, **SAMPLING)
+    assert [message.content for message in await chat.abatch([QUESTION] * 4)] == [answer()] * 4
+
+
+def test_instructor(server: Serve) -> None:
+    instructor = pytest.importorskip("instructor", reason=EXTRA)
+    client = instructor.from_openai(server.openai(), mode=instructor.Mode.JSON_SCHEMA)
+    messages = [{"role": "user", "content": QUESTION}]
+    options: dict[str, Any] = {"model": MODEL, "messages": messages, "response_model": Entry, **SAMPLING}
+    assert isinstance(client.chat.completions.create(**options), Entry)
+    *_, last = client.chat.completions.create_partial(**options)
+    Entry.model_validate(last.model_dump())
+
+
+async def test_pydantic_ai(server: Serve) -> None:
+    pydantic_ai = pytest.importorskip("pydantic_ai", reason=EXTRA)
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{server.url}/v1", api_key="none"))
+    agent = pydantic_ai.Agent(model, model_settings=SAMPLING)
+    assert (await agent.run(QUESTION)).output == answer()
+    async with agent.run_stream(QUESTION) as stream:
+        assert [text async for text in stream.stream_text()][-1] == answer()
+    typed = pydantic_ai.Agent(model, output_type=pydantic_ai.NativeOutput(Entry), model_settings=SAMPLING)
+    assert isinstance((await typed.run(QUESTION)).output, Entry)
+
+
+def test_llama_index(server: Serve) -> None:
+    module = pytest.importorskip(
+        "llama_index.llms.openai_like", reason="it needs an older openai than the others: install it by hand"
+    )
+    options: dict[str, Any] = {"model": MODEL, "api_base": f"{server.url}/v1", "api_key": "none", **SAMPLING}
+    llm = module.OpenAILike(is_chat_model=False, **options)
+    assert llm.complete(TEXT).text == _expected(TEXT)
+    assert "".join(part.delta for part in llm.stream_complete(TEXT)) == _expected(TEXT)
+    chat = module.OpenAILike(is_chat_model=True, **options)
+    assert chat.complete(QUESTION).text == answer()
+
+
+def test_litellm(server: Serve) -> None:
+    litellm = pytest.importorskip("litellm", reason=EXTRA)
+    options: dict[str, Any] = {"api_base": f"{server.url}/v1", "api_key": "none", **SAMPLING}
+    messages = [{"role": "user", "content": QUESTION}]
+    for provider in ("openai", "hosted_vllm"):
+        chat = options | {"model": f"{provider}/{MODEL}", "messages": messages}
+        assert litellm.completion(**chat).choices[0].message.content == answer()
+        parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(stream=True, **chat)]
+        assert "".join(parts) == answer()
+        typed = litellm.completion(**chat, response_format=Entry)
+        Entry.model_validate_json(typed.choices[0].message.content)
+    text = litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt=TEXT, **options)
+    assert text.choices[0].text == _expected(TEXT)
+
+
+def test_haystack(server: Serve) -> None:
+    pytest.importorskip("haystack", reason=EXTRA)
+    from haystack.components.generators.chat import OpenAIChatGenerator
+    from haystack.dataclasses import ChatMessage
+    from haystack.utils import Secret
+
+    options: dict[str, Any] = {"api_key": Secret.from_token("none"), "model": MODEL, "api_base_url": f"{server.url}/v1"}
+    generator = OpenAIChatGenerator(**options, generation_kwargs=SAMPLING)
+    messages = [ChatMessage.from_user(QUESTION)]
+    assert generator.run(messages)["replies"][0].text == answer()
+    chunks: list[str] = []
+    generator.run(messages, streaming_callback=lambda chunk: chunks.append(chunk.content))
+    assert "".join(chunks) == answer()
+    typed = generator.run(messages, generation_kwargs={"response_format": Entry})
+    Entry.model_validate_json(typed["replies"][0].text)
+
+
+async def test_openai_agents(server: Serve) -> None:
+    agents = pytest.importorskip("agents", reason=EXTRA)
+    import openai
+
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none")
+    model = agents.OpenAIChatCompletionsModel(model=MODEL, openai_client=client)
+    settings = agents.ModelSettings(**SAMPLING)
+    agent = agents.Agent(name="demo", model=model, model_settings=settings)
+    assert (await agents.Runner.run(agent, QUESTION)).final_output == answer()
+    typed = agents.Agent(name="typed", model=model, model_settings=settings, output_type=Entry)
+    assert isinstance((await agents.Runner.run(typed, QUESTION)).final_output, Entry)

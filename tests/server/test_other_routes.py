@@ -1,0 +1,95 @@
+"""SageMaker's route, the routes for development, and text between two others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from quire.frontend.echo_client import EchoClient
+from quire.frontend.infill import infill_format
+from quire.messages import Command
+from tests.server.serving import MAX_MODEL_LEN, TEXT, TOKENIZER, RunningServer
+from tests.server.test_config_api import demo_ready
+from tests.server.test_errors import MESSAGES, error_of
+
+
+def test_invocations_are_chats_or_completions(server: RunningServer) -> None:
+    chat = server.http.post("/invocations", json={"messages": MESSAGES}).json()
+    assert (chat["object"], chat["choices"][0]["message"]["content"]) == ("chat.completion", TEXT)
+    text = server.http.post("/invocations", json={"prompt": "Hi", "max_tokens": 100}).json()
+    assert (text["object"], text["choices"][0]["text"]) == ("text_completion", TEXT)
+    assert server.events("/invocations", messages=MESSAGES)[0]["object"] == "chat.completion.chunk"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 400, "messages"),
+        ({"input": "Hi"}, 400, "messages"),
+        ([], 400, None),
+        ({"prompt": "Hi", "tools": [{}]}, 400, "tools"),
+        ({"messages": MESSAGES, "temperature": 9}, 400, "temperature"),
+        ({"prompt": "Hi", "model": "gpt"}, 404, "model"),
+    ],
+)
+def test_refused_invocations(server: RunningServer, body, status, param) -> None:
+    assert error_of(server.http.post("/invocations", json=body), status)["param"] == param
+
+
+@pytest.fixture(scope="module")
+def developed() -> Iterator[RunningServer]:
+    client = EchoClient(None, is_ready=False, max_model_len=MAX_MODEL_LEN)
+    client.push(demo_ready())
+    with RunningServer(client, is_development=True) as server:
+        yield server
+
+
+def test_server_info(developed: RunningServer) -> None:
+    values = developed.http.get("/server_info?config_format=json").json()["vllm_config"]
+    settings = developed.http.get("/v1/config").json()["settings"]
+    assert values == {name: setting["value"] for name, setting in settings.items()}
+    text = developed.http.get("/server_info").json()["vllm_config"]
+    assert f"max_model_len={values['max_model_len']}" in text
+    error_of(developed.http.get("/server_info?config_format=xml"), 400)
+
+
+def test_reset_prefix_cache(developed: RunningServer) -> None:
+    assert developed.http.post("/reset_prefix_cache").status_code == 200
+    assert Command("reset_prefix_cache") in developed.client.sent
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/server_info"), ("POST", "/reset_prefix_cache")])
+def test_routes_for_development_are_closed(server: RunningServer, method: str, path: str) -> None:
+    error_of(server.http.request(method, path), 404)
+    assert path not in server.http.get("/openapi.json").json()["paths"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompt"),
+    [
+        ("<|fim_prefix|> <|fim_suffix|> <|fim_middle|>", "<|fim_prefix|>a{}<|fim_suffix|>b<|fim_middle|>"),
+        ("<fim_prefix> <fim_suffix> <fim_middle>", "<fim_prefix>a{}<fim_suffix>b<fim_middle>"),
+        ("<｜fim▁begin｜> <｜fim▁hole｜> <｜fim▁end｜>", "<｜fim▁begin｜>a{}<｜fim▁hole｜>b<｜fim▁end｜>"),
+        ("[PREFIX] [SUFFIX]", "[SUFFIX]b[PREFIX]a{}"),
+        ("<fim_prefix>", None),
+    ],
+)
+def test_infill_formats(tokens: str, prompt: str | None) -> None:
+    vocabulary = dict.fromkeys(tokens.split(), 1)
+    form = infill_format(SimpleNamespace(token_to_id=vocabulary.get))  # type: ignore[arg-type]
+    assert (form and form.format("a{}", "b")) == prompt
+
+
+def test_text_between_two_others() -> None:
+    with RunningServer() as server:
+        assert error_of(server.complete(suffix="end"), 400)["param"] == "suffix"
+        server.app.state.quire.infill_format = "[SUFFIX]{1}[PREFIX]{0}"
+        assert server.complete(prompt="a", suffix="b", max_tokens=100).json()["choices"][0]["text"] == TEXT
+        prompt = TOKENIZER.decode(list(server.last_request().prompt_token_ids), skip_special_tokens=True)
+        assert prompt == "[SUFFIX]b[PREFIX]a"
+        assert error_of(server.complete(prompt=[5, 6], suffix="b"), 400)["param"] == "suffix"
+        assert error_of(server.complete(suffix="b", echo=True), 400)["param"] == "suffix"
+        server.complete(prompt="a", suffix="", max_tokens=1)
+        assert TOKENIZER.decode(list(server.last_request().prompt_token_ids), skip_special_tokens=True) == "a"
