@@ -14,6 +14,8 @@ import pytest
 from quire.formats.answer_formats import REASONING_PARSERS, TOOL_PARSERS, AnswerFormats
 from quire.frontend.tokenizer import Tokenizer
 from quire.grammar.text import grammar_text
+from quire.measure.http import HttpClient
+from quire.measure.load import Outcome, send
 from quire.server.protocol.chat import ChatRequest
 from quire.server.state import ServerSettings
 from quire.server.text.reader import Tags
@@ -306,3 +308,12 @@ def test_a_thinking_budget_reaches_the_engine(agent, monkeypatch, opening, closi
     assert params.thinking_token_budget == (None if tags is None else 5)
     if tags is not None:
         assert params.thinking_token_ids == [TOKENIZER.token_to_id(tag) for tag in tags]
+
+
+async def test_the_benchmark_measures_from_the_first_token_of_the_reasoning(agent):
+    outcome, client = Outcome(0), HttpClient(agent.url)
+    body = {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}}
+    await send(client, "/v1/chat/completions", json.dumps(body).encode(), outcome)
+    client.close()
+    assert outcome.success
+    assert outcome.text.startswith("Hm.I look.")
