@@ -39,7 +39,13 @@ PYTEST := $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal
 test: $(VENV)/.installed-test  ## what CI runs
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-full: $(VENV)/.installed-test $(VENV)/.installed-clients  ## also the slow suites, and other people's clients
+NODE_CLIENT := tests/clients/ai_sdk
+
+$(NODE_CLIENT)/node_modules: $(NODE_CLIENT)/package.json
+	npm install --silent --no-audit --no-fund --no-package-lock --prefix $(NODE_CLIENT)
+	touch $@
+
+test-full: $(VENV)/.installed-test $(VENV)/.installed-clients $(if $(shell command -v npm),$(NODE_CLIENT)/node_modules)  ## also the slow suites, and other people's clients
 	TEST_FULL=1 $(PYTEST) $(ARGS)
 
 SANITIZED := build/sanitize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -17,6 +18,25 @@ from quire.option import options
 @pytest.mark.parametrize("name", quire.__all__)
 def test_public_name_exists(name: str) -> None:
     assert getattr(quire, name) is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("quire.engine.arg_utils", "AsyncEngineArgs"),
+        ("quire.engine.arg_utils", "EngineArgs"),
+        ("quire.engine.async_llm_engine", "AsyncLLMEngine"),
+        ("quire.engine.llm_engine", "LLMEngine"),
+        ("quire.entrypoints.llm", "LLM"),
+        ("quire.inputs", "TokensPrompt"),
+        ("quire.outputs", "RequestOutput"),
+        ("quire.sampling_params", "SamplingParams"),
+        ("quire.v1.engine.async_llm", "AsyncLLM"),
+        ("quire.v1.engine.llm_engine", "LLMEngine"),
+    ],
+)
+def test_module_path_of_vllm(path: str, name: str) -> None:
+    assert getattr(importlib.import_module(path), name) is getattr(quire, name)
 
 
 def test_unknown_public_name_is_an_attribute_error() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +13,8 @@ from tests.e2e.serving import SMALL, Serve
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Serve]:
-    with Serve(*SMALL, "--enable-tokenizer-info-endpoint") as server:
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    with Serve(*SMALL, *tools, "--enable-tokenizer-info-endpoint") as server:
         yield server
 
 
@@ -27,3 +30,12 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
         "OPENAI_API_KEY": "none",
     }.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """Sockets that a client has not closed are collected here, where nobody minds."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()

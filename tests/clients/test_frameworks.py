@@ -15,7 +15,7 @@ from tests.e2e.serving import Serve
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 MODEL = "quire-demo"
-MAX_TOKENS = 20
+MAX_TOKENS = 200
 QUESTION = reference.QUESTIONS[0]
 TEXT = reference.TEXTS[0]
 EXTRA = "make test-full installs it"
@@ -23,9 +23,14 @@ SAMPLING: dict[str, Any] = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
 
 
 class Entry(BaseModel):
+    """Write down how many there are."""
+
     model_config = ConfigDict(extra="forbid")
     kind: Literal["file", "folder"]
     count: int = Field(ge=0, le=99)
+
+
+TOOL = {"type": "function", "function": {"name": "note", "parameters": Entry.model_json_schema()}}
 
 
 @cache
@@ -45,7 +50,25 @@ def test_langchain(server: Serve) -> None:
     assert chat.invoke(QUESTION).content == answer()
     assert "".join(chunk.content for chunk in chat.stream(QUESTION)) == answer()
     assert isinstance(chat.with_structured_output(Entry, method="json_schema").invoke(QUESTION), Entry)
+    assert isinstance(chat.with_structured_output(Entry, method="function_calling").invoke(QUESTION), Entry)
     assert langchain.OpenAI(**options).invoke(TEXT) == _expected(TEXT)
+
+
+def test_langchain_tools(server: Serve) -> None:
+    langchain = pytest.importorskip("langchain_openai", reason=EXTRA)
+    chat = langchain.ChatOpenAI(base_url=f"{server.url}/v1", api_key="none", model=MODEL, **SAMPLING)
+    bound = chat.bind_tools([Entry], tool_choice="any", parallel_tool_calls=False)
+    message = bound.invoke(QUESTION)
+    (call,) = message.tool_calls
+    Entry.model_validate(call["args"])
+    streamed, *rest = bound.stream(QUESTION)
+    for chunk in rest:
+        streamed += chunk
+    assert [each["args"] for each in streamed.tool_calls] == [call["args"]]
+    from langchain_core.messages import HumanMessage, ToolMessage
+
+    history = [HumanMessage(QUESTION), message, ToolMessage("noted", tool_call_id=call["id"])]
+    assert isinstance(chat.invoke(history).content, str)
 
 
 async def test_langchain_batch(server: Serve) -> None:
@@ -54,9 +77,10 @@ async def test_langchain_batch(server: Serve) -> None:
     assert [message.content for message in await chat.abatch([QUESTION] * 4)] == [answer()] * 4
 
 
-def test_instructor(server: Serve) -> None:
+@pytest.mark.parametrize("mode", ["JSON_SCHEMA", "TOOLS"])
+def test_instructor(server: Serve, mode: str) -> None:
     instructor = pytest.importorskip("instructor", reason=EXTRA)
-    client = instructor.from_openai(server.openai(), mode=instructor.Mode.JSON_SCHEMA)
+    client = instructor.from_openai(server.openai(), mode=instructor.Mode[mode])
     messages = [{"role": "user", "content": QUESTION}]
     options: dict[str, Any] = {"model": MODEL, "messages": messages, "response_model": Entry, **SAMPLING}
     assert isinstance(client.chat.completions.create(**options), Entry)
@@ -74,8 +98,9 @@ async def test_pydantic_ai(server: Serve) -> None:
     assert (await agent.run(QUESTION)).output == answer()
     async with agent.run_stream(QUESTION) as stream:
         assert [text async for text in stream.stream_text()][-1] == answer()
-    typed = pydantic_ai.Agent(model, output_type=pydantic_ai.NativeOutput(Entry), model_settings=SAMPLING)
-    assert isinstance((await typed.run(QUESTION)).output, Entry)
+    for output_type in (Entry, pydantic_ai.NativeOutput(Entry)):
+        typed = pydantic_ai.Agent(model, output_type=output_type, model_settings=SAMPLING)
+        assert isinstance((await typed.run(QUESTION)).output, Entry)
 
 
 def test_llama_index(server: Serve) -> None:
@@ -88,6 +113,8 @@ def test_llama_index(server: Serve) -> None:
     assert "".join(part.delta for part in llm.stream_complete(TEXT)) == _expected(TEXT)
     chat = module.OpenAILike(is_chat_model=True, **options)
     assert chat.complete(QUESTION).text == answer()
+    caller = module.OpenAILike(is_chat_model=True, is_function_calling_model=True, **options)
+    assert isinstance(caller.as_structured_llm(Entry).complete(QUESTION).raw, Entry)
 
 
 def test_litellm(server: Serve) -> None:
@@ -101,6 +128,8 @@ def test_litellm(server: Serve) -> None:
         assert "".join(parts) == answer()
         typed = litellm.completion(**chat, response_format=Entry)
         Entry.model_validate_json(typed.choices[0].message.content)
+        called = litellm.completion(**chat, tools=[TOOL], tool_choice="required")
+        Entry.model_validate_json(called.choices[0].message.tool_calls[0].function.arguments)
     text = litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt=TEXT, **options)
     assert text.choices[0].text == _expected(TEXT)
 
@@ -120,6 +149,11 @@ def test_haystack(server: Serve) -> None:
     assert "".join(chunks) == answer()
     typed = generator.run(messages, generation_kwargs={"response_format": Entry})
     Entry.model_validate_json(typed["replies"][0].text)
+    from haystack.tools import Tool
+
+    tool = Tool("note", "Write down", Entry.model_json_schema(), lambda **_: "noted")
+    called = generator.run(messages, tools=[tool], generation_kwargs={"tool_choice": "required"})
+    Entry.model_validate(called["replies"][0].tool_calls[0].arguments)
 
 
 async def test_openai_agents(server: Serve) -> None:
@@ -129,7 +163,20 @@ async def test_openai_agents(server: Serve) -> None:
     client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none")
     model = agents.OpenAIChatCompletionsModel(model=MODEL, openai_client=client)
     settings = agents.ModelSettings(**SAMPLING)
-    agent = agents.Agent(name="demo", model=model, model_settings=settings)
-    assert (await agents.Runner.run(agent, QUESTION)).final_output == answer()
+    for api in (model, agents.OpenAIResponsesModel(model=MODEL, openai_client=client)):
+        agent = agents.Agent(name="demo", model=api, model_settings=settings)
+        assert (await agents.Runner.run(agent, QUESTION)).final_output == answer()
+    noted: list[Entry] = []
+
+    @agents.function_tool
+    def note(entry: Entry) -> str:
+        """Write down an entry."""
+        noted.append(entry)
+        return "noted"
+
+    required = agents.ModelSettings(**SAMPLING, tool_choice="required", parallel_tool_calls=False)
+    caller = agents.Agent(name="caller", model=model, model_settings=required, tools=[note])
+    assert isinstance((await agents.Runner.run(caller, QUESTION)).final_output, str)
+    assert len(noted) == 1
     typed = agents.Agent(name="typed", model=model, model_settings=settings, output_type=Entry)
     assert isinstance((await agents.Runner.run(typed, QUESTION)).final_output, Entry)

@@ -13,7 +13,8 @@ import pytest
 
 from quire import LLM, SamplingParams, demo
 from quire.errors import InvalidRequestError
-from quire.grammar.matchers import Grammars
+from quire.grammar.matchers import Grammars, token_masks
+from quire.sampling import grammars
 from quire.sampling_params import StructuredOutputsParams as Structured
 from tests.grammar.random_schemas import random_schema
 
@@ -106,6 +107,27 @@ def test_every_text_satisfies_its_constraint(llm: LLM, name: str) -> None:
             assert satisfies(text), text
     assert sum(output.outputs[0].finish_reason == "stop" for output in outputs[:-1]) >= len(params) - 2
     assert outputs[-1].outputs[0].text == alone
+
+
+def test_masks_of_many_rows_are_computed_beside_the_forward_pass(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the tokens are those of one row, whose mask is computed in place."""
+    threads: list[str] = []
+
+    def noted(*work: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return token_masks(*work)
+
+    monkeypatch.setattr(grammars, "token_masks", noted)
+    params = [
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=12, structured_outputs=CASES["regex"][0])
+        for seed in range(8)
+    ]
+    together = texts(llm, ["Answer:"] * len(params), params)
+    assert any(name.startswith("quire-masks") for name in threads)
+    threads.clear()
+    assert together == [texts(llm, ["Answer:"], [each])[0] for each in params]
+    assert threads
+    assert not any(name.startswith("quire-masks") for name in threads)
 
 
 @pytest.mark.parametrize("num_schemas", [60, pytest.param(600, marks=pytest.mark.slow)])

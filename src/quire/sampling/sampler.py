@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from quire.kernels import gpu, ops
 from quire.sampling.batch_params import SamplingState
 from quire.sampling.filters import apply_filters
-from quire.sampling.grammars import apply_grammars
+from quire.sampling.grammars import GrammarMasks
 from quire.sampling.logprobs import entries, processed, scores
 from quire.sampling.penalties import apply_penalties
 from quire.sampling.random import uniforms
@@ -107,6 +108,7 @@ class Sampler:
         self.state = state
         self.reports_raw = logprobs_mode.startswith("raw")
         self.reports_logits = logprobs_mode.endswith("logits")
+        self._masks_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-masks")
 
     def __call__(self, logits_RV: Tensor, rows: Sequence[int]) -> SampledTokens:
         """Sample one token per row and wait for it: `launch` and `finish`."""
@@ -115,12 +117,17 @@ class Sampler:
         launched = self.launch(logits_RV, rows, [torch.from_numpy(array).to(device) for array in parameters])
         return launched.finish(iter([tensor.cpu() for tensor in launched.tensors()]))
 
+    def start_masks(self, rows: Sequence[int], before: Sequence[Sequence[int]] = ()) -> GrammarMasks:
+        """The masks of a `launch` that follows, computed beside what the caller does until then."""
+        return GrammarMasks(rows, self.state.grammars, before, self.state.vocab_size, self._masks_thread)
+
     def launch(
         self,
         logits_RV: Tensor,
         rows: Sequence[int],
         parameters: Sequence[Tensor],
         before: Sequence[Sequence[int]] = (),
+        masks: GrammarMasks | None = None,
     ) -> LaunchedTokens:
         """Sample one token per row. On a GPU it does not wait, except in the processed_* logprob modes.
 
@@ -128,6 +135,7 @@ class Sampler:
             logits_RV: float32; row i belongs to `rows[i]` and may be modified.
             parameters: `host_parameters` of the rows, on the device; empty if all rows are greedy.
             before: per row of the call, the drafts that count as appended to the row's output; (): no row has drafts.
+            masks: of these rows and drafts; None: they are computed here.
         """
         state = self.state
         assert logits_RV.shape == (len(rows), state.vocab_size), (
@@ -136,7 +144,9 @@ class Sampler:
         wanted = [index for index, row in enumerate(rows) if row in state.num_logprobs] if state.num_logprobs else []
         is_modified = state.follows_tokens
         raw_LV = _rows_of(logits_RV, wanted) if wanted and is_modified and self.reports_raw else None
-        failed = apply_grammars(logits_RV, rows, state.grammars, before) if state.grammars else {}
+        if masks is None and state.grammars:
+            masks = GrammarMasks(rows, state.grammars, before, state.vocab_size)
+        failed = {} if masks is None else masks.apply(logits_RV)
         token_ids_R, chosen_R = self.choose(logits_RV, rows, parameters, before)
         on_host = logits_RV if logits_RV.device.type == "cpu" else None
         launched = LaunchedTokens(token_ids_R, chosen_R, on_host, failed=failed)

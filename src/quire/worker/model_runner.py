@@ -160,19 +160,22 @@ class ModelRunner:
         sampling, drafts = step.sampling_R, step.drafts
         rows = step.rows_S[sampling]
         offsets_R = None if drafts is None else drafts.offsets_R
+        sampled_rows, before = rows.tolist(), () if drafts is None else drafts.before()
         staged = self.forward_pass.stage(step, self.sampler.host_parameters(rows, offsets_R) if len(rows) else ())
         result.prepare_seconds = time.perf_counter() - started - result.draft_seconds
+        masks = None
+        if inputs.sampling.grammars and not device.runs_ahead:
+            self._finish(len(self._in_flight))  # computed already: the grammars learn their tokens
+            masks = self.sampler.start_masks(sampled_rows, before)
         start = device.mark()
         hidden_TD = self.forward_pass.hidden(step, staged)
         launched = _Launched(sampling.tolist(), drafts)
         if len(sampling):
             logits_RV = self.forward_pass.logits(staged, hidden_TD)
             forwarded = device.mark()
-            sampled_rows = rows.tolist()
             if inputs.sampling.needs_tokens(sampled_rows):
                 self._finish(len(self._in_flight))  # the forward pass goes on meanwhile
-            before = () if drafts is None else drafts.before()
-            launched.tokens = self.sampler.launch(logits_RV, sampled_rows, staged.parameters, before)
+            launched.tokens = self.sampler.launch(logits_RV, sampled_rows, staged.parameters, before, masks)
             launched.expected = inputs.expect_tokens(staged, step, launched.tokens.token_ids_R)
         else:
             forwarded = device.mark()
