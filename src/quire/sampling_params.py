@@ -59,6 +59,7 @@ INT_RANGES: Final[dict[str, tuple[int, int]]] = {
     "max_tokens": (1, MAX_TOKENS),
     "min_tokens": (0, MAX_TOKENS),
     "stream_interval": (1, MAX_TOKENS),
+    "thinking_token_budget": (-1, MAX_TOKENS),
 }
 FLOAT_RANGES: Final[dict[str, tuple[float, float]]] = {
     "temperature": (0.0, MAX_TEMPERATURE),
@@ -85,12 +86,13 @@ STRING_LIMITS: Final[dict[str, tuple[int, int]]] = {
     "stop": (MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES),
     "bad_words": (MAX_BAD_WORDS, MAX_BAD_WORD_BYTES),
 }
-_NULLABLE: Final = frozenset(("seed", "max_tokens", "logprobs", "prompt_logprobs", "stream_interval"))
+_NULLABLE: Final = frozenset(
+    ("seed", "max_tokens", "logprobs", "prompt_logprobs", "stream_interval", "thinking_token_budget")
+)
 # vLLM's fields that are not implemented here. Only these values are accepted; others are refused, never ignored.
 _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "watermarking": (None,),
     "extra_args": (None, {}),
-    "thinking_token_budget": (None, -1),
     "repetition_detection": (None,),
     "routed_experts_prompt_start": (0,),
     "trace_decode_token_ids": (None,),
@@ -300,7 +302,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
     bad_words: list[str] | None = None
     # A bool after construction: prompt logprobs need the whole prompt computed.
     skip_reading_prefix_cache: bool | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: int | None = None  # tokens of reasoning, after which its end is forced; None or -1: any
+    # The token that ends the reasoning, and the token that begins it unless the output begins inside it.
+    thinking_token_ids: list[int] | None = None
     repetition_detection: Any = None
     routed_experts_prompt_start: int = 0
     trace_decode_token_ids: list[int] | None = None
@@ -411,6 +415,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
         for name, limit in TOKEN_ID_LIMITS.items():
             if (ids := getattr(self, name)) is not None:
                 check_token_ids(name, ids, limit, vocab_size)
+        if self.thinking_token_ids is not None:
+            check_token_ids("thinking_token_ids", self.thinking_token_ids, 2, vocab_size)
+        if self.thinking_token_budget not in (None, -1) and not self.thinking_token_ids:
+            raise InvalidRequestError(
+                "thinking_token_budget needs the token that ends the reasoning",
+                fix="Use POST /v1/chat/completions of a server with a reasoning parser, or set thinking_token_ids",
+                param="thinking_token_budget",
+            )
         if self.structured_outputs is not None:
             check_type(
                 "structured_outputs", self.structured_outputs, StructuredOutputsParams, "StructuredOutputsParams"

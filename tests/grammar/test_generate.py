@@ -248,3 +248,26 @@ def test_a_constraint_against_other_limits_fails_alone(llm: LLM) -> None:
     outputs = llm.generate(["a", "b"], [nothing_left, SamplingParams(max_tokens=2)], use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
     assert "structured_outputs" in (outputs[0].error or "")
+
+
+def test_a_thinking_budget_is_kept_to_the_token(llm: LLM) -> None:
+    """Up to its end nothing changes; the constraint behind the reasoning begins there."""
+    prompts, tokenizer = ["def f("], llm.get_tokenizer()
+    end_id = tokenizer.token_to_id("e")
+    others = [token_id for token_id in range(300) if "e" not in tokenizer.decode([token_id])]
+    free = SamplingParams(temperature=0.0, max_tokens=12, allowed_token_ids=others)
+    (thoughts,) = (output.outputs[0].token_ids for output in llm.generate(prompts, free, use_tqdm=False))
+    for budget, start in ((0, None), (1, None), (7, None), (4, 2)):
+        bounded = SamplingParams(
+            temperature=0.0,
+            max_tokens=40,
+            allowed_token_ids=[*others, end_id],
+            logit_bias={end_id: -100},  # the model would not end by itself
+            thinking_token_budget=budget,
+            thinking_token_ids=[end_id] if start is None else [end_id, thoughts[start]],
+            structured_outputs=Structured(regex="[0-9]{3}", reasoning_end=["e"]),
+        )
+        ((output,),) = (output.outputs for output in llm.generate(prompts, bounded, use_tqdm=False))
+        place = budget if start is None else thoughts.index(thoughts[start]) + 1 + budget
+        assert output.token_ids[: place + 1] == [*thoughts[:place], end_id]
+        assert re.fullmatch(r"[^e]*e[ \n]{0,4}[0-9]{3}", output.text), output.text

@@ -193,7 +193,6 @@ def test_legal_range_of_each_field(field: str, good: list[Any], bad: list[Any]) 
     [
         ("watermarking", {"key": 1}),
         ("extra_args", {"a": 1}),
-        ("thinking_token_budget", 10),
         ("repetition_detection", {"min_count": 2}),
         ("routed_experts_prompt_start", 1),
         ("trace_decode_token_ids", [1]),
@@ -261,6 +260,7 @@ def test_defaults_are_vllms() -> None:
         "bad_words": [],
         "skip_reading_prefix_cache": False,
         "thinking_token_budget": None,
+        "thinking_token_ids": None,
         "repetition_detection": None,
         "routed_experts_prompt_start": 0,
         "trace_decode_token_ids": None,

@@ -235,14 +235,14 @@ def test_unexpected_exception(server, monkeypatch, log):
 def test_unexpected_exception_while_streaming(server, monkeypatch, log):
     from quire.server import chat
 
-    original = chat._ChatWriter._delta
+    original = chat.ChatWriter._deltas
 
     def broken(self, completion):
         if completion.finish_reason:
             raise RuntimeError("secret at 0xdeadbeef00")
         return original(self, completion)
 
-    monkeypatch.setattr(chat._ChatWriter, "_delta", broken)
+    monkeypatch.setattr(chat.ChatWriter, "_deltas", broken)
     monkeypatch.setattr(server.client, "step_seconds", 0.002)
     events = server.events(CHAT, messages=MESSAGES)
     error = events[-1]["error"]

@@ -101,6 +101,7 @@ ANSWERS = [
             "prompt_logprobs": 0,
         },
     ),
+    ("post", "/v1/chat/completions/render", {"messages": MESSAGES}),
     ("post", "/v1/chat/completions/batch", {"messages": [MESSAGES, MESSAGES], "max_tokens": 2}),
     ("post", "/v1/messages", {"messages": MESSAGES, "max_tokens": 2}),
     ("post", "/v1/messages/count_tokens", {"messages": MESSAGES}),

@@ -42,6 +42,7 @@ POISON = [
 # Path -> definition of its body, and good bodies in which one field after the other is replaced.
 BODIES: dict[str, tuple[type, list[dict[str, Any]]]] = {
     "/v1/chat/completions": (ChatRequest, [{"messages": MESSAGES, "max_tokens": 1}]),
+    "/v1/chat/completions/render": (ChatRequest, [{"messages": MESSAGES}]),
     "/v1/completions": (CompletionRequest, [{"prompt": "Hi", "max_tokens": 1}]),
     "/v1/chat/completions/batch": (BatchChatRequest, [{"messages": [MESSAGES, MESSAGES], "max_tokens": 1}]),
     "/invocations": (CompletionRequest, [{"prompt": "Hi", "max_tokens": 1}]),

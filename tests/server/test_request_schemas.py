@@ -50,7 +50,8 @@ BASES: dict[str, list[dict[str, Any]]] = {
 NOT_OF_THE_FORM = re.compile(
     "maximum context length|too long|min_tokens is greater|no token is left|chat template|"
     "twice as many tokens|too many continuations|exactly one constraint|cannot be used: |has no schema|"
-    "nested too deeply|has no tokens|is not JSON|not among the tools"
+    "nested too deeply|has no tokens|is not JSON|not among the tools|"
+    "how its model writes reasoning"
 )
 STRANGE = [None, True, 0, 1.5, 2**64, "", "1", [], [None], [[]], [""], {}, {"a": "b"}]
 NAMES = ("model", "previous_response_id")  # of what there is: others answer 404

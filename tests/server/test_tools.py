@@ -14,9 +14,12 @@ import pytest
 from quire.formats.answer_formats import REASONING_PARSERS, TOOL_PARSERS, AnswerFormats
 from quire.frontend.tokenizer import Tokenizer
 from quire.grammar.text import grammar_text
+from quire.measure.http import HttpClient
+from quire.measure.load import Outcome, send
 from quire.server.protocol.chat import ChatRequest
 from quire.server.state import ServerSettings
-from quire.server.text.reasoning import REASONING_FORMATS
+from quire.server.text.reader import Tags
+from quire.server.text.reasoning import REASONING_FORMATS, ReasoningFormat
 from quire.server.text.tools import CALL_LIST, TOOL_FORMATS
 from quire.server.tool_choice import ToolChoice
 from tests.server.serving import MODEL, TOKENIZER, RunningServer
@@ -167,6 +170,17 @@ def test_history_of_calls(agent):
     assert prompt == "1 tools;<user>Will it rain?</><assistant>get_weatherBern</><tool>rain</><assistant>"
 
 
+def test_render(agent):
+    body = {"messages": MESSAGES, "tools": TOOLS, "reasoning_effort": "high"}
+    rendered = agent.http.post("/v1/chat/completions/render", json=body).json()
+    assert rendered["prompt"] == "1 tools;<user>Will it rain?</><assistant><think>\n"
+    assert rendered["token_ids"] == TOKENIZER.encode(rendered["prompt"], add_special_tokens=False)
+    assert rendered["model"] == MODEL
+    agent.chat(**body, max_tokens=1)
+    assert agent.last_request().prompt_token_ids == rendered["token_ids"]
+    assert agent.http.post("/v1/chat/completions/render", json={**body, "model": "x"}).status_code == 404
+
+
 def test_required(required):
     (choice,) = ask(required, tool_choice="required", tools=[*TOOLS, NOW]).choices
     (call,) = choice.message.tool_calls
@@ -273,3 +287,33 @@ def test_references_of_a_schema_move_with_it():
 def test_the_flags_name_every_format():
     assert {*TOOL_PARSERS} - {"openai"} == TOOL_FORMATS.keys() - {CALL_LIST}
     assert {*REASONING_PARSERS} - {"openai_gptoss"} == REASONING_FORMATS.keys()
+
+
+def test_a_thinking_budget_needs_tags_that_are_tokens(agent):
+    error = error_of(agent.chat(thinking_token_budget=5), 400)
+    assert (error["code"], error["param"]) == ("unsupported_field", "thinking_token_budget")
+    assert agent.chat(thinking_token_budget=-1, max_tokens=1).status_code == 200
+    error = error_of(agent.complete(thinking_token_budget=5), 400)
+    assert error["param"] == "thinking_token_budget"
+    with answering("x", reasoning=None) as server:
+        assert "--reasoning-parser" in error_of(server.chat(thinking_token_budget=5), 400)["message"]
+
+
+@pytest.mark.parametrize(("opening", "closing", "tags"), [(">", "a", "a"), ("e", "a", "ae"), ("e", ">", None)])
+def test_a_thinking_budget_reaches_the_engine(agent, monkeypatch, opening, closing, tags):
+    """The demo model has tokens for these tags. The prompt ends with >, which may open or close the reasoning."""
+    monkeypatch.setitem(REASONING_FORMATS, "qwen3", ReasoningFormat(Tags(opening), Tags(closing)))
+    assert agent.chat(thinking_token_budget=5, max_tokens=1).status_code == 200
+    params = agent.last_request().sampling_params
+    assert params.thinking_token_budget == (None if tags is None else 5)
+    if tags is not None:
+        assert params.thinking_token_ids == [TOKENIZER.token_to_id(tag) for tag in tags]
+
+
+async def test_the_benchmark_measures_from_the_first_token_of_the_reasoning(agent):
+    outcome, client = Outcome(0), HttpClient(agent.url)
+    body = {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}}
+    await send(client, "/v1/chat/completions", json.dumps(body).encode(), outcome)
+    client.close()
+    assert outcome.success
+    assert outcome.text.startswith("Hm.I look.")

@@ -43,6 +43,11 @@ class Run:
 
 class _Delta(msgspec.Struct):
     content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def text(self) -> str | None:
+        return self.reasoning if self.content is None else self.content
 
 
 class _Choice(msgspec.Struct):
@@ -84,14 +89,14 @@ async def send(client: HttpClient, path: str, body: bytes, outcome: Outcome) -> 
                 raise HttpError(str(chunk.error))
             if chunk.choices:
                 choice = chunk.choices[0]
-                if choice.delta is not None and choice.delta.content is None and not has_first:
+                if choice.delta is not None and choice.delta.text is None and not has_first:
                     continue  # the opening event of a chat has the role and no token
                 if has_first:
                     outcome.itl.append(now - last)
                 else:
                     outcome.ttft, has_first = now - outcome.start_time, True
                 last = now
-                texts.append(choice.text or (choice.delta.content if choice.delta is not None else None) or "")
+                texts.append(choice.text or (choice.delta.text if choice.delta is not None else None) or "")
             if chunk.usage is not None:
                 outcome.output_tokens = chunk.usage.completion_tokens or outcome.output_tokens
                 outcome.prompt_len = chunk.usage.prompt_tokens or outcome.prompt_len

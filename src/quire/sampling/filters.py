@@ -1,4 +1,4 @@
-"""Limits on the tokens of a row: allowed_token_ids, bad_words, min_tokens; and the additive logit_bias.
+"""Limits on the tokens of a row: allowed_token_ids, bad_words, min_tokens, thinking_token_budget; and logit_bias.
 
 Dimensions: R rows of a call, V vocabulary.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.kernels import gpu
 from quire.sampling.bad_words import BadWords
+from quire.sampling.thinking import ThinkingBudget
 from quire.sampling_params import SamplingParams
 
 
@@ -26,6 +27,7 @@ class RowFilter:
         stop_ids: Tensor | None,
         num_tokens_to_min: int,
         bias: tuple[Tensor, Tensor] | None,
+        thinking: ThinkingBudget | None,
     ) -> None:
         self.allowed_ids = allowed_ids
         self.bad_words = bad_words
@@ -33,6 +35,7 @@ class RowFilter:
         self.stop_ids = stop_ids
         self.num_tokens_to_min = num_tokens_to_min  # output tokens still missing to min_tokens
         self.bias = bias
+        self.thinking = thinking
 
     @classmethod
     def of(
@@ -44,7 +47,8 @@ class RowFilter:
         missing = params.min_tokens - len(output_token_ids)
         # An end-of-sequence id beyond the logits cannot be sampled, so it need not be forbidden.
         stop_ids = [token_id for token_id in stop_token_ids if token_id < vocab_size] if missing > 0 else []
-        if not (params.allowed_token_ids or has_bad_words or stop_ids or params.logit_bias):
+        thinking = ThinkingBudget.of(params, output_token_ids)
+        if not (params.allowed_token_ids or has_bad_words or stop_ids or params.logit_bias or thinking is not None):
             return None
         bias = params.logit_bias
         return cls(
@@ -55,21 +59,28 @@ class RowFilter:
             stop_ids=torch.tensor(stop_ids) if stop_ids else None,
             num_tokens_to_min=max(missing, 0),
             bias=(torch.tensor(list(bias)), torch.tensor(list(bias.values()), dtype=torch.float32)) if bias else None,
+            thinking=thinking,
         )
 
     @property
     def needs_tokens(self) -> bool:
         """Whether the forbidden tokens depend on the output so far."""
-        return self.num_tokens_to_min > 0 or (self.bad_words is not None and self.bad_words.needs_tokens)
+        return (
+            self.num_tokens_to_min > 0
+            or (self.bad_words is not None and self.bad_words.needs_tokens)
+            or (self.thinking is not None and self.thinking.needs_tokens)
+        )
 
     def append(self, token_id: int) -> None:
         """Record a sampled token."""
         self.num_tokens_to_min -= 1
         if self.bad_words is not None:
             self.bad_words.append(token_id)
+        if self.thinking is not None:
+            self.thinking.append(token_id)
 
     def apply(self, logits_V: Tensor, before: Sequence[int] = ()) -> None:
-        """Modify one row's logits in place. The order is vLLM's: allowed, bad words, min_tokens, bias.
+        """Modify one row's logits in place. The order is vLLM's: allowed, bad words, min_tokens, bias, thinking.
 
         Args:
             before: drafts; the row is filtered as if they were appended to the output.
@@ -89,6 +100,10 @@ class RowFilter:
         if self.bias is not None:
             ids, values = (gpu.place(x, device) for x in self.bias)
             logits_V[ids] += values
+        if self.thinking is not None and (forced := self.thinking.forced_after(before)) is not None:
+            kept = logits_V[forced].clone()
+            logits_V.fill_(-math.inf)
+            logits_V[forced] = kept
 
 
 def apply_filters(

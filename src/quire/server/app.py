@@ -39,7 +39,7 @@ from quire.server import (
     tokenization,
 )
 from quire.server.auth import PUBLIC_PATHS, AccessControl, check_api_keys
-from quire.server.chat import chat_completions
+from quire.server.chat import chat_completions, render_chat
 from quire.server.completions import completions
 from quire.server.errors import error_response, internal_error_body, on_http_exception, on_quire_error
 from quire.server.http_metrics import CountRequests
@@ -74,6 +74,7 @@ def create_app(
         *page.routes(settings.root_path),
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generation.items()),
         *(Route(alias, generation[path], methods=["POST"]) for alias, path in openapi.ALIASES.items()),
+        Route("/v1/chat/completions/render", render_chat, methods=["POST"]),
         Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
         Route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"]),
         Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),

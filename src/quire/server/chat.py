@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, UnsupportedFieldError
 from quire.frontend.render_process import Render
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.sampling_params import check_num_logprobs
-from quire.server import generation
+from quire.server import generation, lora_admin
 from quire.server.answer import parsed, respond
 from quire.server.generation import Generation
+from quire.server.limits import read_json
 from quire.server.logprobs import LogprobWriter, prompt_logprobs
 from quire.server.protocol.chat import (
     AnswerMessage,
@@ -29,13 +32,14 @@ from quire.server.protocol.chat import (
     ChatResponse,
     Delta,
     FunctionCall,
+    RenderedChat,
     ToolCall,
     ToolCallDelta,
 )
 from quire.server.protocol.common import make_usage
 from quire.server.protocol.fields import REFUSED_IN_CHAT, BodyDecoder
 from quire.server.sse import DONE, event
-from quire.server.state import SYSTEM_FINGERPRINT, ServerState
+from quire.server.state import SYSTEM_FINGERPRINT, ServerState, state_of
 from quire.server.text.events import Content, Event, Reasoning, ToolArguments, ToolCallStart
 from quire.server.text.reasoning import REASONING_FORMATS
 from quire.server.timeline import timings
@@ -47,6 +51,20 @@ decoder = BodyDecoder(ChatRequest, REFUSED_IN_CHAT)
 async def chat_completions(request: Request) -> Response:
     """One answer, or its events as they come."""
     return await respond(request, decoder.decode, prepare)
+
+
+async def render_chat(request: Request) -> Response:
+    """The prompt of a chat, without an answer."""
+    state = state_of(request)
+    body, ignored = await read_json(request, state.settings.limits, decoder.decode)
+    await lora_admin.resolve(state, body.model)
+    model = state.adapter(body.model) or state.model_name
+    ToolChoice.of(body, state.settings, ignored)
+    prompt = await render(state, body)
+    token_ids = await asyncio.to_thread(state.engine.input_processor.encode, prompt, bool(body.add_special_tokens))
+    rendered = RenderedChat(model=model, prompt=prompt, token_ids=token_ids)
+    headers = generation.ignored_headers(ignored)
+    return Response(msgspec.json.encode(rendered), headers=headers, media_type="application/json")
 
 
 async def prepare(
@@ -97,6 +115,8 @@ def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: 
     default_max_tokens = defaults.pop("max_tokens", None)
     asked = getattr(body, body.max_tokens_name)
     max_tokens, is_chosen = generation.choose_max_tokens(state, asked, default_max_tokens)
+    if body.thinking_token_budget not in (None, -1):
+        defaults |= _thinking_budget(state, body, prompt)
     params = body.sampling_params(defaults, max_tokens=max_tokens, logprobs=_num_logprobs(state, body))
     return generation.of_body(
         state,
@@ -108,6 +128,35 @@ def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: 
         add_special_tokens=bool(body.add_special_tokens),
         max_tokens_is_default=not is_chosen,
     )
+
+
+def _thinking_budget(state: ServerState, body: ChatRequest, prompt: str) -> dict[str, Any]:
+    """The budget's SamplingParams fields; none if the prompt has closed the reasoning. Raises UnsupportedFieldError."""
+    reasoning = REASONING_FORMATS.get(state.settings.formats.reasoning or "")
+    if reasoning is None or state.tokenizer is None:
+        raise UnsupportedFieldError(
+            "This server does not know how its model writes reasoning",
+            fix="Remove thinking_token_budget, or start the server with --reasoning-parser",
+            param="thinking_token_budget",
+        )
+    is_open = reasoning.is_open(prompt)
+    tags = [*reasoning.closing.names, *(() if is_open else reasoning.opening.names)]
+    token_ids = [token_id for tag in tags if (token_id := state.tokenizer.token_to_id(tag)) is not None]
+    if len(token_ids) < len(tags):
+        raise UnsupportedFieldError(
+            "The tags of this model's reasoning are not tokens, so its tokens cannot be bounded",
+            fix="Remove thinking_token_budget, and bound the answer with max_completion_tokens",
+            param="thinking_token_budget",
+        )
+    if body.use_beam_search:
+        raise UnsupportedFieldError(
+            "thinking_token_budget does not work with beam search, which takes the likeliest sequences there are",
+            fix="Remove thinking_token_budget or use_beam_search",
+            param="thinking_token_budget",
+        )
+    if is_open is False:
+        return {}
+    return {"thinking_token_budget": body.thinking_token_budget, "thinking_token_ids": token_ids}
 
 
 def _num_logprobs(state: ServerState, body: ChatRequest) -> int | None:

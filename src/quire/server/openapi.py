@@ -19,7 +19,7 @@ from quire.server.docs_page import render
 from quire.server.errors import is_anthropic
 from quire.server.health import Starting
 from quire.server.protocol.adapters import LoadRequest, UnloadRequest
-from quire.server.protocol.chat import BatchChatRequest, ChatChunk, ChatRequest, ChatResponse
+from quire.server.protocol.chat import BatchChatRequest, ChatChunk, ChatRequest, ChatResponse, RenderedChat
 from quire.server.protocol.common import ErrorBody, ModelCard, ModelList
 from quire.server.protocol.completions import CompletionChunk, CompletionRequest, CompletionResponse
 from quire.server.protocol.messages import (
@@ -90,6 +90,9 @@ _CONFIG = {"type": "object", "description": "version, model, settings by name, a
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
         "A chat, streamed or not", ChatRequest, ChatResponse, ChatChunk, (*_BODY, 404, 429, 503)
+    ),
+    ("POST", "/v1/chat/completions/render"): Operation(
+        "The prompt of a chat, as text and as tokens", ChatRequest, RenderedChat, errors=(*_BODY, 404, 503)
     ),
     ("POST", "/v1/completions"): Operation(
         "Continuations of one or several prompts, streamed or not",

@@ -31,6 +31,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
 
     @property
     def max_tokens_name(self) -> str:
@@ -61,6 +62,14 @@ class BatchChatRequest(ChatRequest, kw_only=True):
         list[Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]],
         msgspec.Meta(min_length=1, max_length=MAX_CHATS),
     ]
+
+
+class RenderedChat(msgspec.Struct, kw_only=True):
+    """The prompt of a chat, which POST /v1/completions takes as `prompt`, as text or as tokens."""
+
+    model: str
+    prompt: str
+    token_ids: list[int]
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):

@@ -59,7 +59,6 @@ _REFUSED_EVERYWHERE: dict[str, Refusal] = {
     "json_schema": Refusal('Use "structured_outputs": {"json": ...}, or response_format'),
     "early_stopping": Refusal("Beam search always runs until max_tokens: remove the field", (False,)),
     "logits_processors": Refusal("Use logit_bias, allowed_token_ids or bad_words"),
-    "thinking_token_budget": Refusal("Use max_completion_tokens", (-1,)),
     "repetition_detection": Refusal("Use repetition_penalty or frequency_penalty"),
     "watermarking": Refusal("Watermarks are not supported: remove the field"),
     "guide": Refusal("Remove the field"),
@@ -99,6 +98,7 @@ REFUSED_IN_COMPLETIONS: dict[str, Refusal] = {
     "chat_template_kwargs": Refusal("Use POST /v1/chat/completions", ({},)),
     "reasoning_effort": Refusal("Use POST /v1/chat/completions"),
     "include_reasoning": Refusal("Use POST /v1/chat/completions", (True, False)),
+    "thinking_token_budget": Refusal("Use POST /v1/chat/completions", (-1,)),
     "parallel_tool_calls": Refusal("Use POST /v1/chat/completions", (True, False)),
 }
 REFUSED_IN_MESSAGES: dict[str, Refusal] = {

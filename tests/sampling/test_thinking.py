@@ -1,0 +1,30 @@
+"""A thinking budget is kept to the token, with and without drafts."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.sampling.thinking import ThinkingBudget
+
+END, START = 1, 2
+TOKENS = st.lists(st.sampled_from((0, END, START)), max_size=12)
+
+
+def forced(most: int, has_start: bool, output: list[int]) -> int | None:
+    """By definition."""
+    if has_start:
+        if START not in output:
+            return None
+        output = output[output.index(START) + 1 :]
+    return END if len(output) == most and END not in output else None
+
+
+@given(most=st.integers(0, 5), has_start=st.booleans(), output=TOKENS, appended=TOKENS, drafts=TOKENS)
+def test_the_end_is_forced_behind_the_last_token(most, has_start, output, appended, drafts):
+    budget = ThinkingBudget(most, [END, START] if has_start else [END], output)
+    for token_id in appended:
+        budget.append(token_id)
+    assert budget.forced_after(drafts) == forced(most, has_start, [*output, *appended, *drafts])
+    if not budget.needs_tokens:
+        assert forced(most, has_start, [*output, *appended]) is None
