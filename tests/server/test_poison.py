@@ -55,8 +55,8 @@ BODIES: dict[str, tuple[type, list[dict[str, Any]]]] = {
 }
 # Most of their fields have one definition: in `make test`, every value meets a field in one of the two.
 BOTH = ("/v1/chat/completions", "/v1/completions")
-# Most of their fields have one definition: in `make test`, every value meets a field in one of the two.
-BOTH = ("/v1/chat/completions", "/v1/completions")
+# Their fields are those of the two: in `make test`, a quarter of the values is enough.
+SAME = ("/v1/chat/completions/batch", "/invocations")
 PATH_PARAMETERS = {
     "/v1/models/{model:path}": "model:path",
     "/v1/requests/{request_id}/timeline": "request_id",
@@ -146,6 +146,8 @@ def test_poison_in_bodies(poisoned, path):
             if path == "/v1/config" and poison == "1":
                 continue  # a legal limit, and what it does to others is what it is for
             if not IS_FULL and path in BOTH and len(field) % 2 ^ place % 2 ^ BOTH.index(path):
+                continue
+            if not IS_FULL and path in SAME and (len(field) + place) % 4:
                 continue
             others = {name: value for name, value in base.items() if name != field}
             text = json.dumps(others)[:-1] + (", " if others else "") + f'"{field}": {poison}}}'
