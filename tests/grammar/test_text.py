@@ -11,6 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 import quire.demo
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
+from quire.grammar import text
 from quire.grammar.limits import parser_limits
 from quire.grammar.text import grammar_text
 from quire.sampling_params import MAX_GRAMMAR_BYTES
@@ -27,6 +28,7 @@ def nested(depth: int) -> Any:
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
+        ({"json": {"$ref": "https://json-schema.org/draft/2020-12/schema"}}, r"not supported: \$dynamic"),
         ({"json": {"properties": {"a": {"not": {"type": "string"}}}}}, r"not supported: #/properties/a/not"),
         ({"json": {"items": [{"uniqueItems": True}]}}, r"#/items/0/uniqueItems|items"),
         ({"json": False}, "schema is false"),
@@ -85,6 +87,16 @@ def test_whitespace_and_further_properties() -> None:
     closed = grammar_text(Structured(json=schema, disable_additional_properties=True))
     assert closed.count('"additionalProperties"') == 2
     assert '"whitespace_pattern"' in grammar_text(Structured(json=schema, whitespace_pattern=" ?"))
+
+
+def test_a_constraint_is_checked_once() -> None:
+    """And what is refused is refused again."""
+    before = text._objection.cache_info().misses
+    for _ in range(2):
+        grammar_text(Structured(regex="checked once"))
+        with pytest.raises(InvalidRequestError, match="#/not"):
+            grammar_text(Structured(json={"not": {"const": "checked once"}}))
+    assert text._objection.cache_info().misses == before + 2
 
 
 # The demo model's tokenizer, and one to which the end of the reasoning is a special token.

@@ -11,8 +11,12 @@ from quire.frontend.echo_client import EchoClient
 from quire.messages import AddRequest
 from tests.server.serving import ANSWER, MAX_MODEL_LEN, MODEL, TEXT, TOKENIZER, RunningServer
 from tests.server.test_errors import MESSAGES, error_of
+from tests.server.test_tools import ANSWER as ANSWER_WITH_CALLS
+from tests.server.test_tools import answering
+from tests.server.text.answers import TOOLS
 
 PATH = "/v1/messages"
+ANTHROPIC_TOOLS = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
 
 
@@ -65,7 +69,7 @@ def test_the_events_in_their_order(server: RunningServer) -> None:
     events = server.named_events(PATH, messages=MESSAGES, max_tokens=100)
     assert all(name == event["type"] for name, event in events)
     names = [name for name, _ in events]
-    assert names[:3] == ["message_start", "content_block_start", "ping"]
+    assert names[:3] == ["message_start", "ping", "content_block_start"]
     assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert set(names[3:-3]) == {"content_block_delta"}
     assert events[0][1]["message"]["usage"]["output_tokens"] == 0
@@ -156,10 +160,15 @@ def test_an_unknown_model(server: RunningServer, path: str, fields) -> None:
         ({"max_tokens": None}, "max_tokens", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"stop_sequences": [""]}, "stop_sequences", "invalid_value"),
-        ({"tools": [TOOL]}, "tools", "unsupported_field"),
+        ({"tools": [TOOL]}, "tools", "unsupported_field"),  # this server lets none be called
+        ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools[0].type", "invalid_value"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "unsupported_field"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking", "unsupported_field"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type", None),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice", "invalid_value"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0].type",
+            "invalid_value",
+        ),
         ({"output_config": {"effort": "low"}}, "output_config", "invalid_value"),
         ({"output_config": {"format": {"schema": {"not": {}}}}}, "output_config", None),
         ({"messages": []}, "messages", "invalid_value"),
@@ -175,10 +184,75 @@ def test_refusals_name_the_field(server: RunningServer, fields, param, code) -> 
 
 
 def test_fields_that_ask_for_nothing(server: RunningServer) -> None:
-    extra = {"thinking": {"type": "disabled"}, "tools": [], "metadata": {"user_id": "1"}, "service_tier": "auto"}
-    response = server.http.post(PATH, json={"messages": MESSAGES, "max_tokens": 1, **extra})
+    extra = {"tools": [], "metadata": {"user_id": "1"}, "service_tier": "auto"}
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    body = {"messages": MESSAGES, "max_tokens": 1, "thinking": thinking, **extra}
+    response = server.http.post(PATH, json=body)
     assert response.status_code == 200
-    assert set(response.headers["x-quire-ignored-fields"].split(", ")) == set(extra)
+    ignored = {"metadata", "service_tier", "thinking.budget_tokens"}
+    assert set(response.headers["x-quire-ignored-fields"].split(", ")) == ignored
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[RunningServer]:
+    """Thinks, says something, and calls a tool twice."""
+    with answering(ANSWER_WITH_CALLS, calls_tools=True) as server:
+        yield server
+
+
+def blocks_of(answer: anthropic.types.Message) -> list[dict[str, object]]:
+    return [block.model_dump(exclude={"id"}, exclude_none=True) for block in answer.content]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_tools_and_thinking(agent: RunningServer, is_streamed: bool) -> None:
+    with client_of(agent) as client:
+        fields = {"model": MODEL, "max_tokens": 500, "messages": MESSAGES, "tools": ANTHROPIC_TOOLS}
+        if is_streamed:
+            with client.messages.stream(**fields) as stream:
+                answer = stream.get_final_message()
+        else:
+            answer = client.messages.create(**fields)
+        assert blocks_of(answer) == [
+            {"type": "thinking", "thinking": "Hm.", "signature": ""},
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "name": "get_weather", "input": {"city": "Zürich", "days": 2}},
+            {"type": "tool_use", "name": "get_weather", "input": {"city": "Zürich", "days": 3}},
+        ]
+        assert answer.stop_reason == "tool_use"
+        results = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": f"{block.input['days']} sunny days"}
+            for block in answer.content[2:]
+        ]
+        history = [*MESSAGES, answer.to_param(), {"role": "user", "content": [*results, {"type": "text", "text": "?"}]}]
+        client.messages.create(**{**fields, "messages": history})
+        prompt = prompt_of(agent)
+        assert "<assistant>I look.get_weatherZürichget_weatherZürich</>" in prompt
+        assert "<tool>2 sunny days</><tool>3 sunny days</><user>?</>" in prompt
+        assert prompt.startswith("1 tools;")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_tool_that_must_be_called(is_streamed: bool) -> None:
+    with answering('[{"name": "get_weather", "parameters": {"city": "Bern"}}]') as server, client_of(server) as client:
+        fields = {"model": MODEL, "max_tokens": 100, "messages": MESSAGES, "tools": ANTHROPIC_TOOLS}
+        fields["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
+        if is_streamed:
+            with client.messages.stream(**fields) as stream:
+                answer = stream.get_final_message()
+        else:
+            answer = client.messages.create(**fields)
+        assert blocks_of(answer) == [{"type": "tool_use", "name": "get_weather", "input": {"city": "Bern"}}]
+        assert answer.stop_reason == "tool_use"
+        assert server.last_request().sampling_params.grammar is not None
+
+
+def test_a_call_that_is_cut(agent: RunningServer) -> None:
+    with client_of(agent) as client:
+        answer = client.messages.create(model=MODEL, max_tokens=50, messages=MESSAGES, tools=ANTHROPIC_TOOLS)
+    assert answer.stop_reason == "max_tokens"
+    assert answer.content[-1].type == "tool_use"
+    assert answer.content[-1].input == {}
 
 
 def test_the_client_raises_its_own_errors() -> None:

@@ -101,7 +101,7 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
             )
         ),
     }
-    about = ("title", "description", "default")
+    about = ("title", "description", "default", "discriminator")
     return all(checks[keyword](argument) for keyword, argument in schema.items() if keyword not in about)
 
 

@@ -15,8 +15,12 @@ from quire.server.protocol.responses import Reasoning, ResponseObject, TextConfi
 from quire.server.response_store import ResponseStore, StoredResponse
 from tests.server.serving import ANSWER, MAX_MODEL_LEN, MODEL, TEXT, TOKENIZER, RunningServer
 from tests.server.test_errors import error_of
+from tests.server.test_tools import ANSWER as ANSWER_WITH_CALLS
+from tests.server.test_tools import answering
+from tests.server.text.answers import TOOLS
 
 PATH = "/v1/responses"
+FUNCTIONS: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
 ORDER = [
     "response.created",
     "response.in_progress",
@@ -208,6 +212,9 @@ def test_events_of_the_background(slow: RunningServer) -> None:
         assert list(dict.fromkeys(event.type for event in whole)) == [*ORDER[:-1], "response.incomplete"]
         rest = list(client.responses.retrieve(response_id, stream=True, starting_after=4))
         assert rest == whole[5:]
+        for wrong in ("-1", "x", "1.5", "0" * 5000, "1" * 10):
+            error = error_of(slow.http.get(f"{PATH}/{response_id}?stream=true&starting_after={wrong}"), 400)
+            assert error["param"] == "starting_after"
         assert client.responses.retrieve(response_id).output_text == TOKENIZER.decode((ANSWER * 2)[:30])
 
 
@@ -238,7 +245,11 @@ def test_an_engine_that_fails(is_in_background: bool) -> None:
         ({"max_output_tokens": MAX_MODEL_LEN}, "max_output_tokens", "context_length_exceeded"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type", None),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text", None),
-        ({"tools": [{"type": "web_search"}]}, "tools", "unsupported_field"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
+        ({"tools": FUNCTIONS}, "tools", "unsupported_field"),  # this server lets none be called
+        ({"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "invalid_value"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "invalid_value"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]}, "input[0].call_id", "invalid_value"),
         ({"truncation": "auto"}, "truncation", "invalid_value"),
         ({"background": True, "store": False}, "background", "invalid_value"),
         ({"max_tokens": 5}, "max_tokens", "unsupported_field"),
@@ -253,6 +264,85 @@ def test_refusals_name_the_field(server: RunningServer, fields, param, code) -> 
 def test_an_unknown_model(server: RunningServer, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match=MODEL):
         client.responses.create(model="gpt", input="Hi")
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[RunningServer]:
+    """Thinks, says something, and calls a tool twice."""
+    with answering(ANSWER_WITH_CALLS, calls_tools=True) as server:
+        yield server
+
+
+def asked(client: openai.OpenAI, is_streamed: bool, **fields: Any) -> Response:
+    fields = {"model": MODEL, "input": "Will it rain?", "tools": FUNCTIONS, **fields}
+    if not is_streamed:
+        return client.responses.create(**fields)
+    with client.responses.stream(**fields) as stream:
+        events = list(stream)
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        return stream.get_final_response()
+
+
+def shown(response: Response) -> list[tuple[str, ...]]:
+    """The items of an answer, shortly."""
+    found: list[tuple[str, ...]] = []
+    for item in response.output:
+        assert item.status == "completed"
+        match item.type:
+            case "function_call":
+                found.append((item.type, item.name, item.arguments))
+            case _:
+                found.append((item.type, item.content[0].text))
+    return found
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_tools_and_reasoning(agent: RunningServer, is_streamed: bool) -> None:
+    with agent.openai() as client:
+        response = asked(client, is_streamed)
+        assert shown(response) == [
+            ("reasoning", "Hm."),
+            ("message", "I look."),
+            ("function_call", "get_weather", '{"city": "Zürich", "days": 2}'),
+            ("function_call", "get_weather", '{"city": "Zürich", "days": 3}'),
+        ]
+        assert (response.status, response.output_text, response.tool_choice) == ("completed", "I look.", "auto")
+        assert [tool.name for tool in response.tools] == ["get_weather"]
+        results = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": f"sunny {number}"}
+            for number, item in enumerate(response.output[2:])
+        ]
+        asked(client, False, input=results, previous_response_id=response.id)
+        prompt = prompt_of(agent)
+        assert prompt.startswith(
+            "1 tools;<user>Will it rain?</><assistant>I look.get_weatherZürichget_weatherZürich</>"
+        )
+        assert prompt.endswith("<tool>sunny 0</><tool>sunny 1</><assistant>")
+        history = [{"role": "user", "content": "Will it rain?"}, *(item.to_dict() for item in response.output)]
+        asked(client, False, input=[*history, *results])
+        assert prompt_of(agent) == prompt
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
+def test_a_tool_that_must_be_called(choice: Any, is_streamed: bool) -> None:
+    text = (
+        '{"city": "Bern"}' if isinstance(choice, dict) else '[{"name": "get_weather", "parameters": {"city": "Bern"}}]'
+    )
+    with answering(text) as server, server.openai() as client:
+        response = asked(client, is_streamed, tool_choice=choice, parallel_tool_calls=False)
+        assert shown(response) == [("function_call", "get_weather", '{"city": "Bern"}')]
+        assert server.last_request().sampling_params.grammar is not None
+        assert response.parallel_tool_calls is False
+
+
+def test_a_call_that_is_cut(agent: RunningServer) -> None:
+    with agent.openai() as client:
+        response = client.responses.create(model=MODEL, input="Hi", tools=FUNCTIONS, max_output_tokens=50)
+    assert (response.status, response.output[-1].type, response.output[-1].status) == (
+        *("incomplete", "function_call"),
+        "incomplete",
+    )
 
 
 def stored(number: int, text: str = "") -> StoredResponse:
@@ -270,6 +360,9 @@ def stored(number: int, text: str = "") -> StoredResponse:
         store=True,
         temperature=1,
         text=TextConfig(),
+        parallel_tool_calls=True,
+        tool_choice="auto",
+        tools=[],
         top_logprobs=0,
         top_p=1,
     )

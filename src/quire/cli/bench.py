@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.flags import Parser, add_config_flags
+from quire.cli.flags import Parser, Refused, add_config_flags
 from quire.cli.settings import add_settings_flags, read_settings
 from quire.compat.bench_flags import ABSENT_BENCH_FLAGS
 from quire.config import EngineConfig
@@ -71,24 +71,13 @@ def add_parser(subparsers: Any) -> None:
     for each in (serve, throughput, latency, startup, compare):
         for flag, why in ABSENT_BENCH_FLAGS.items():
             if flag not in each._option_string_actions:
-                each.add_argument(flag, action=_Refused, nargs="*", help=argparse.SUPPRESS, why=why)
+                each.add_argument(flag, action=Refused, nargs="*", help=argparse.SUPPRESS, why=why)
 
 
 _NOT_COMPARED = frozenset(
     {"base_url", "host", "port", "save_result", "save_detailed", "append_result", "result_dir", "result_filename"}
     | {"label", "metadata", "plot", "percentile_metrics"}
 )
-
-
-class _Refused(argparse.Action):
-    """A flag of vLLM's benchmarks that is not one here: says why."""
-
-    def __init__(self, *args: Any, why: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._why = why
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        parser.error(f"{option_string} is not supported: {self._why}")
 
 
 def _numbers(parser: Any, flags: dict[str, tuple[int, str]]) -> None:

@@ -107,6 +107,17 @@ def _converter(convert: Any) -> Any:
     return wrapped
 
 
+class Refused(argparse.Action):
+    """A flag that a command of vLLM has, and the same one here has not: says why."""
+
+    def __init__(self, *args: Any, why: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._why = why
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        parser.error(f"{option_string} is not supported: {self._why}")
+
+
 def add_config_flags(parser: argparse.ArgumentParser, config: type, *, skip: frozenset[str] = frozenset()) -> None:
     """One flag per field of `config`; booleans get --name and --no-name."""
     group = parser.add_argument_group(config.__name__)

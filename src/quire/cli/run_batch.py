@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quire.cli.flags import Parser, add_config_flags
+from quire.cli.flags import Parser, Refused, add_config_flags
 from quire.cli.settings import add_settings_flags, read_settings
 from quire.compat.environment import check_environment
 from quire.config import EngineConfig, ServerConfig
@@ -35,6 +35,9 @@ def add_parser(subparsers: Any) -> None:
     add("-i", "--input-file", metavar="FILE", required=True, type=Path, help="JSON lines, one request each")
     add("-o", "--output-file", metavar="FILE", required=True, type=Path, help="JSON lines, in the order of the input")
     add("--disable-tqdm", action=argparse.BooleanOptionalAction, default=False, help="no bars")
+    no_port = {"nargs": "*", "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    for flag in ("--enable-metrics", "--host", "--port"):
+        add(flag, action=Refused, why="no port is opened; the bar shows the progress", **no_port)
     parser.set_defaults(run=partial(run, parser))
 
 

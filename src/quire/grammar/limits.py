@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
+MAX_KEPT = 256  # grammars, the ones asked for last: whether they can be used, and their compiled form
+
 
 def parser_limits() -> LLParserLimits:
     """llguidance's bounds: they count work, so a grammar that passes on one machine passes on every machine.

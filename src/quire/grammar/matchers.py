@@ -16,12 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import InvalidRequestError
-from quire.grammar.limits import parser_limits
+from quire.grammar.limits import MAX_KEPT, parser_limits
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
-
-MAX_COMPILED = 256  # grammars that are kept, the ones used last
 
 
 class RowGrammar:
@@ -100,7 +98,7 @@ class Grammars:
             )
         with self._lock:
             self._compiled[text] = matcher
-            if len(self._compiled) > MAX_COMPILED:
+            if len(self._compiled) > MAX_KEPT:
                 self._compiled.popitem(last=False)
         return matcher
 

@@ -10,13 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import InvalidRequestError
-from quire.outputs import RequestOutput
+from quire.outputs import CompletionOutput, RequestOutput
 from quire.server import beam_search, generation, lora_admin
 from quire.server.generation import Generation
 from quire.server.limits import read_json
 from quire.server.protocol.common import GenerationRequest
 from quire.server.sse import EventStream, run_until_disconnect
 from quire.server.state import ServerState, request_id_of, state_of
+from quire.server.text.events import Content, Event
+from quire.server.text.parser import AnswerParser
 
 B = TypeVar("B", bound=GenerationRequest)
 W = TypeVar("W")
@@ -32,6 +34,14 @@ class Writer(Protocol):
     def events(self, parts: AsyncGenerator[tuple[int, RequestOutput], None]) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events, from (index of the prompt, output)."""
         ...
+
+
+def parsed(parser: AnswerParser | None, completion: CompletionOutput) -> list[Event]:
+    """The parts of what is new in a continuation; without a parser its text is content, as it is."""
+    if parser is None:
+        return [Content(completion.text)] if completion.text else []
+    events = parser.feed(completion.text)
+    return events if completion.finish_reason is None else events + parser.finish()
 
 
 async def answer_now(

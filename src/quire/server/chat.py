@@ -19,7 +19,7 @@ from quire.frontend.render_process import Render
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.sampling_params import check_num_logprobs
 from quire.server import generation, lora_admin
-from quire.server.answer import respond
+from quire.server.answer import parsed, respond
 from quire.server.generation import Generation
 from quire.server.limits import read_json
 from quire.server.logprobs import LogprobWriter, prompt_logprobs
@@ -253,12 +253,9 @@ class ChatWriter:
     def _parsed(self, completion: CompletionOutput) -> tuple[list[Event], str | None]:
         """What is new in a continuation, and why it ended."""
         reason: str | None = completion.finish_reason
-        if self._parsers is None:
-            return [Content(completion.text)] if completion.text else [], reason
-        parser = self._parsers[completion.index]
-        events = parser.feed(completion.text)
-        if reason is not None:
-            events += parser.finish()
+        parser = None if self._parsers is None else self._parsers[completion.index]
+        events = parsed(parser, completion)
+        if parser is not None and reason is not None:
             reason = parser.finish_reason(reason)
         if self._body.include_reasoning is False:
             events = [part for part in events if not isinstance(part, Reasoning)]

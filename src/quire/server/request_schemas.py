@@ -52,7 +52,7 @@ from quire.server.protocol.fields import (
     Refusal,
 )
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
-from quire.server.protocol.responses import ResponsesRequest
+from quire.server.protocol.responses import ITEM_FIELDS, ResponsesRequest
 from quire.server.protocol.tokenize import MAX_TOKENS, OF_MESSAGES, DetokenizeRequest, TokenizeRequest
 from quire.server.state import SANE_ID
 
@@ -108,8 +108,8 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
         BatchChatRequest: [*_generation_rules(bounds), *_CHAT_RULES, _tools_rule(bounds), _CONTINUES_OR_BEGINS],
         CompletionRequest: [*_generation_rules(bounds), *_COMPLETION_RULES, _INFILL],
         CountTokensRequest: [],
-        MessagesRequest: [],
-        ResponsesRequest: [_BACKGROUND_IS_STORED],
+        MessagesRequest: [_tool_blocks_rule(bounds)],
+        ResponsesRequest: [_BACKGROUND_IS_STORED, _flat_tools_rule(bounds)],
         TokenizeRequest: [_ONE_OF_TWO, _CONTINUES_OR_BEGINS],
         DetokenizeRequest: [],
     }
@@ -125,6 +125,13 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
         schema["additionalProperties"] = False
         if rules[kind]:
             schema["allOf"] = rules[kind]
+    components["InputItem"]["anyOf"] = [
+        {
+            "properties": {"type": {"const": kind}, **{name: {"not": _NULL} for name in names}},
+            "required": [*names, *(["type"] if kind != "message" else [])],
+        }
+        for kind, names in ITEM_FIELDS.items()
+    ]
 
 
 def config_body() -> Schema:
@@ -234,7 +241,8 @@ def _responses_fields(bounds: SchemaBounds) -> dict[str, Schema]:
         **_chat_fields(bounds),
         "max_output_tokens": _integer(*INT_RANGES["max_tokens"]),
     }
-    return {name: shared[name] for name in ResponsesRequest.__struct_fields__ if name in shared}
+    own = ("messages", "tools", "tool_choice", "parallel_tool_calls")
+    return {name: shared[name] for name in ResponsesRequest.__struct_fields__ if name in shared and name not in own}
 
 
 def _template_fields() -> dict[str, Schema]:
@@ -282,6 +290,8 @@ def _case(fields: dict[str, Schema]) -> Schema:
 def _accepts_null(schema: Schema) -> bool:
     if "enum" in schema:
         return None in schema["enum"]
+    if "anyOf" in schema:
+        return any(map(_accepts_null, schema["anyOf"]))
     return schema == _NULL or "not" in schema or schema.keys() <= {"maximum"}
 
 
@@ -341,6 +351,35 @@ def _tools_rule(bounds: SchemaBounds) -> Schema:
         {"tools": functions, "tool_choice": {"const": "required"}},
         {"tools": functions, "tool_choice": _NAMED_TOOL},
         *automatic,
+    )
+
+
+def _tool_blocks_rule(bounds: SchemaBounds) -> Schema:
+    def wish(*kinds: str, **properties: Schema) -> Schema:
+        return {"properties": {"type": {"enum": list(kinds)}, **properties}, "required": ["type", *properties]}
+
+    tools: Schema = {"type": "array", "minItems": 1}
+    automatic = {"tools": tools, "tool_choice": {"anyOf": [_NULL, wish("auto")]}}
+    return _rule(
+        "Tools that may be called",
+        {"tools": {"enum": [None, []]}, "tool_choice": {"anyOf": [_NULL, wish("auto", "none")]}},
+        {"tool_choice": wish("none")},
+        {"tools": tools, "tool_choice": wish("any")},
+        {"tools": tools, "tool_choice": wish("tool", name={"type": "string"})},
+        *([automatic] if bounds.calls_tools else []),
+    )
+
+
+def _flat_tools_rule(bounds: SchemaBounds) -> Schema:
+    tools: Schema = {"type": "array", "minItems": 1}
+    automatic: dict[str, Schema] = {"tools": tools, "tool_choice": {"enum": [None, "auto"]}}
+    return _rule(
+        "Tools that may be called",
+        {"tools": {"enum": [None, []]}, "tool_choice": {"enum": [None, "none", "auto"]}},
+        {"tool_choice": {"const": "none"}},
+        {"tools": tools, "tool_choice": {"const": "required"}},
+        {"tools": tools, "tool_choice": {"type": "object"}},
+        *([automatic] if bounds.calls_tools else []),
     )
 
 

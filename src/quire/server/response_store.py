@@ -14,8 +14,8 @@ from quire.server.errors import HttpError
 from quire.server.protocol.responses import ResponseObject
 
 MAX_RESPONSES = 10_000
-MAX_BYTES = 256 * 2**20
-MAX_SEQUENCE_NUMBER = 2**31 - 1
+MAX_BYTES = 64 * 2**20
+MAX_SEQUENCE_NUMBER = 999_999_999
 
 
 class StoredResponse:

@@ -102,9 +102,6 @@ REFUSED_IN_COMPLETIONS: dict[str, Refusal] = {
     "parallel_tool_calls": Refusal("Use POST /v1/chat/completions", (True, False)),
 }
 REFUSED_IN_MESSAGES: dict[str, Refusal] = {
-    "tools": Refusal(_TOOLS, ([],)),
-    "tool_choice": Refusal(_TOOLS, ({"type": "none"}, {"type": "auto"})),
-    "thinking": Refusal("Thinking is not supported yet: remove the field", ({"type": "disabled"},)),
     "container": Refusal("There are no containers: remove the field"),
     "context_management": Refusal("Send the messages that shall be read"),
     "mcp_servers": Refusal(_TOOLS, ([],)),
@@ -114,9 +111,7 @@ REFUSED_IN_MESSAGES: dict[str, Refusal] = {
     "max_completion_tokens": Refusal("Use max_tokens"),
 }
 REFUSED_IN_RESPONSES: dict[str, Refusal] = {
-    "tools": Refusal(_TOOLS, ([],)),
-    "tool_choice": Refusal(_TOOLS, ("none", "auto")),
-    "max_tool_calls": Refusal(_TOOLS),
+    "max_tool_calls": Refusal("Set parallel_tool_calls to false, or count the calls yourself"),
     "conversation": Refusal("Use previous_response_id"),
     "prompt": Refusal("Put the text into input"),
     "context_management": Refusal("Send the messages that shall be read"),

@@ -6,18 +6,58 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quire.server.protocol.chat import MAX_MESSAGES
+from quire.server.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 from quire.server.protocol.common import ErrorBody
 
 
-class TextBlock(msgspec.Struct):
+class TextPart(msgspec.Struct):
+    """A block where there are no others."""
+
     text: str
     type: Literal["text"] = "text"
 
 
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
+    tool_use_id: str
+    content: str | list[TextPart] = ""
+
+
 class InputMessage(msgspec.Struct):
     role: Literal["user", "assistant", "system"]
-    content: str | list[TextBlock]
+    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+
+
+class ToolWish(msgspec.Struct):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingWish(msgspec.Struct):
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
@@ -25,7 +65,10 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     messages: Annotated[list[InputMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | list[TextBlock] | None = None
+    system: str | list[TextPart] | None = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolWish | None = None
+    thinking: ThinkingWish | None = None
 
 
 class OutputFormat(msgspec.Struct):
@@ -61,6 +104,9 @@ class MessageUsage(msgspec.Struct, kw_only=True):
     output_tokens: int
 
 
+AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
 class Message(msgspec.Struct, kw_only=True):
     """The whole answer; the first event of a streamed one has it without content."""
 
@@ -68,7 +114,7 @@ class Message(msgspec.Struct, kw_only=True):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextBlock]
+    content: list[AnswerBlock]
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
@@ -80,7 +126,7 @@ class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
 
 class ContentBlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
     index: int
-    content_block: TextBlock
+    content_block: AnswerBlock
 
 
 class Ping(msgspec.Struct, tag_field="type", tag="ping"):
@@ -91,9 +137,17 @@ class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
     text: str
 
 
+class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class InputJsonDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
 class ContentBlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: TextDelta
+    delta: TextDelta | ThinkingDelta | InputJsonDelta
 
 
 class ContentBlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):

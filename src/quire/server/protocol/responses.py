@@ -1,13 +1,13 @@
-"""Bodies of the routes below /v1/responses: OpenAI's shapes, for answers of text."""
+"""Bodies of the routes below /v1/responses: OpenAI's shapes."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
-from quire.server.protocol.chat import MAX_MESSAGES, ChatRequest, TokenLogprob
+from quire.server.protocol.chat import MAX_MESSAGES, MAX_TOOLS, ChatRequest, TokenLogprob
 from quire.server.protocol.common import JsonSchemaFormat, ResponseFormat
 
 Metadata = Annotated[
@@ -17,16 +17,42 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 
 
 class InputText(msgspec.Struct):
-    type: Literal["input_text", "output_text"]
+    type: Literal["input_text", "output_text", "reasoning_text"]
     text: str
 
 
 class InputItem(msgspec.Struct):
-    """A message, of a client or of an earlier answer."""
+    """A message, a call of a tool, its result, or reasoning: of a client or of an earlier answer."""
 
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText]
-    type: Literal["message"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | UnsetType = UNSET
+    content: str | list[InputText] | UnsetType | None = UNSET
+    call_id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    output: str | list[InputText] | UnsetType = UNSET
+
+
+# What an item must have, by its type.
+ITEM_FIELDS = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+
+
+class FunctionTool(msgspec.Struct, kw_only=True, omit_defaults=True):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(msgspec.Struct):
+    type: Literal["function"]
+    name: str
 
 
 class TextFormat(msgspec.Struct, omit_defaults=True):
@@ -59,7 +85,7 @@ class ResponseStreamOptions(msgspec.Struct):
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """`include`: of the two things, reasoning is never there, so nothing comes of it."""
+    """`include`: reasoning comes as text in any case, so nothing comes of asking for it encrypted."""
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -75,6 +101,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     top_logprobs: int | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -91,6 +120,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 # Fields of ResponsesRequest that are ChatRequest fields under the same name.
 SHARED_FIELDS = (
+    "parallel_tool_calls",
     "model",
     "top_logprobs",
     "temperature",
@@ -113,19 +143,42 @@ class ResponsesChat(ChatRequest, kw_only=True):
     asked: ResponsesRequest
 
 
-class OutputText(msgspec.Struct):
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
     text: str
     logprobs: list[TokenLogprob]
     annotations: list[None] = []
-    type: Literal["output_text"] = "output_text"
 
 
-class OutputMessage(msgspec.Struct):
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
     id: str
-    status: Literal["in_progress", "completed", "incomplete"]
     content: list[OutputText]
+    status: ItemStatus = "in_progress"
     role: Literal["assistant"] = "assistant"
-    type: Literal["message"] = "message"
+
+
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
+    id: str
+    content: list[ReasoningText]
+    status: ItemStatus = "in_progress"
+    summary: list[None] = []
+
+
+class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    status: ItemStatus = "in_progress"
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -169,15 +222,15 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None
     metadata: Metadata
     model: str
-    output: list[OutputMessage] = []
-    parallel_tool_calls: bool = True
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: Reasoning
     store: bool
     temperature: float
     text: TextConfig
-    tool_choice: Literal["auto"] = "auto"
-    tools: list[None] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction
+    tools: list[FunctionTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"
@@ -214,7 +267,7 @@ class ResponseFailed(_ResponseEvent, tag="response.failed"):
 
 class _ItemEvent(_Event):
     output_index: int
-    item: OutputMessage
+    item: OutputItem
 
 
 class OutputItemAdded(_ItemEvent, tag="response.output_item.added"):
@@ -232,11 +285,32 @@ class _ContentEvent(_Event):
 
 
 class ContentPartAdded(_ContentEvent, tag="response.content_part.added"):
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class ContentPartDone(_ContentEvent, tag="response.content_part.done"):
-    part: OutputText
+    part: OutputText | ReasoningText
+
+
+class ReasoningTextDelta(_ContentEvent, tag="response.reasoning_text.delta"):
+    delta: str
+
+
+class ReasoningTextDone(_ContentEvent, tag="response.reasoning_text.done"):
+    text: str
+
+
+class ArgumentsDelta(_Event, tag="response.function_call_arguments.delta"):
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDone(_Event, tag="response.function_call_arguments.done"):
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
 
 
 class OutputTextDelta(_ContentEvent, tag="response.output_text.delta"):
@@ -256,6 +330,10 @@ ResponseEvent = (
     | ContentPartAdded
     | OutputTextDelta
     | OutputTextDone
+    | ReasoningTextDelta
+    | ReasoningTextDone
+    | ArgumentsDelta
+    | ArgumentsDone
     | ContentPartDone
     | OutputItemDone
     | ResponseCompleted
