@@ -106,7 +106,9 @@ def test_too_little_memory_names_the_adapters(most: int, in_memory: int, advice:
     config, lora = EngineConfig(**arguments), resolved(**arguments)
     assert lora.lora is not None
     num_bytes = lora.lora.num_bytes(MODEL)
-    memory = MemoryFacts(8 << 30, num_bytes + (400 << 20), 1 << 24, num_bytes + (1 << 24), 1 << 20, lora_bytes=num_bytes)
+    memory = MemoryFacts(
+        8 << 30, num_bytes + (400 << 20), 1 << 24, num_bytes + (1 << 24), 1 << 20, lora_bytes=num_bytes
+    )
     with pytest.raises(MemoryPlanError, match=advice) as error:
         plan_kv_cache(config, MODEL, lora, memory)
     assert "--max-num-batched-tokens" not in error.value.message
