@@ -75,8 +75,9 @@ def test_files_that_changed_before_they_are_read_again(adapters: Path) -> None:
         assert text_of(server, "fin")
 
 
-def test_an_adapter_of_the_start_that_is_missing_ends_it(adapters: Path) -> None:
-    more = [*SMALL, *SHORT, "--enable-lora", "--lora-modules", f"x={adapters / 'missing'}"]
-    ended = quire("serve", "--port", "0", *more, program=LIGHT)
+@pytest.mark.parametrize("path", ["missing", "~nobody-has-this-name/x"])
+def test_an_adapter_of_the_start_that_is_missing_ends_it(adapters: Path, path: str) -> None:
+    module = f"x={path if path.startswith('~') else adapters / path}"
+    ended = quire("serve", "--port", "0", *SMALL, *SHORT, "--enable-lora", "--lora-modules", module, program=LIGHT)
     assert ended.returncode == 2
     assert "There is no adapter at this path" in ended.stderr

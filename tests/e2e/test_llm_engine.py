@@ -92,6 +92,14 @@ def test_requests_end_while_the_llm_waits_for_its_own(llm: LLM, engine: LLMEngin
     assert (mine.request_id, mine.finished, len(mine.outputs[0].token_ids)) == ("mine", True, 2)
 
 
+def test_deltas_wait_while_the_llm_waits_for_its_own(llm: LLM, engine: LLMEngine) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    engine.add_request("mine", QUESTIONS[0], params)
+    llm.generate(QUESTIONS[1], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+    deltas = [token_id for output in _run(engine)["mine"] for token_id in output.outputs[0].token_ids]
+    assert deltas == reference.greedy(QUESTIONS[0], 9)
+
+
 def test_an_llm_finds_its_queued_requests_after_the_engine_was_stepped(llm: LLM, engine: LLMEngine) -> None:
     llm.enqueue(QUESTIONS[0], GREEDY)
     engine.add_request("mine", QUESTIONS[1], GREEDY)

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.lora.adapter import EMBEDDINGS, OUTPUT
+from quire.hf_config.quantization import OUTPUT
 from quire.lora.adapter_config import CONFIG_NAME
 from quire.lora.paths import TENSORS_NAME
 from quire.model_config import ModelConfig
+from quire.models.decoder import EMBEDDINGS
 
 PREFIX = "base_model.model."
 

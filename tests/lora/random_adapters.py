@@ -49,4 +49,4 @@ def random_deltas(
 
 def packed(slots: AdapterSlots, digest: str, deltas: dict[str, RandomDelta]) -> PackedAdapter:
     rank = max(len(delta.a_RK) for delta in deltas.values())
-    return slots.pack(AdapterFacts(digest, rank, 0, len(deltas)), deltas)
+    return slots.pack(AdapterFacts(digest, rank, 0, len(deltas)), deltas.items())

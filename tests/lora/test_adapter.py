@@ -16,11 +16,13 @@ from torch import Tensor
 
 import quire.demo
 from quire.errors import AdapterError, AdapterNotFoundError
+from quire.hf_config.quantization import OUTPUT
 from quire.lora import adapter as adapter_module
-from quire.lora.adapter import EMBEDDINGS, OUTPUT, Adapter, read_adapter
+from quire.lora.adapter import Adapter, read_adapter
 from quire.lora.adapter_config import CONFIG_NAME
 from quire.lora.paths import TENSORS_NAME, allowed_folder
 from quire.model_config import ModelConfig, load_model_config
+from quire.models.decoder import EMBEDDINGS
 from tests.lora.adapters import PREFIX, random_tensors, saved_tensors, write_adapter, write_random_adapter
 
 Q0 = "model.layers.0.self_attn.q_proj"

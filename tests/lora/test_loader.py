@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,10 +26,8 @@ def read(folder: Path) -> Adapter:
 
 
 @pytest.fixture
-def loader() -> Iterator[AdapterLoader[str]]:
-    loader = AdapterLoader(read, lambda adapter: adapter.digest)
-    yield loader
-    loader.close()
+def loader() -> AdapterLoader[str]:
+    return AdapterLoader(read, lambda adapter: adapter.digest)
 
 
 def test_adapters_come_packed_and_errors_stay_with_their_call(loader: AdapterLoader[str], tmp_path: Path) -> None:
@@ -64,7 +61,6 @@ def test_only_the_loader_has_a_low_priority(tmp_path: Path) -> None:
     loader = AdapterLoader(read, lambda _: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
     assert loader.load(folder).result() == 19
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
-    loader.close()
 
 
 def test_a_call_that_nobody_waits_for_is_left_out(tmp_path: Path) -> None:
@@ -80,6 +76,5 @@ def test_a_call_that_nobody_waits_for_is_left_out(tmp_path: Path) -> None:
     assert second.cancel()
     gate.set()
     third.result()
-    loader.close()
     assert first.done()
     assert len(packed) == 2

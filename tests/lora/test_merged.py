@@ -13,8 +13,9 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from quire.lora.adapter import EMBEDDINGS, Adapter, read_adapter
+from quire.lora.adapter import Adapter, read_adapter
 from quire.model_config import ModelConfig, load_model_config
+from quire.models.decoder import EMBEDDINGS
 from quire.models.registry import build_model
 from tests.models.tiny_models import SIZES, hf_logits
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from quire import demo
 from quire.config import EngineConfig
-from quire.errors import ConfigError, InvalidRequestError
+from quire.errors import ConfigError, InvalidRequestError, MemoryPlanError
 from quire.life_cycle import WorkerSettings
 from quire.lora.modules import LoraModule, check_name, parse_module
 from quire.model_config import load_model_config
@@ -89,3 +90,33 @@ def test_names() -> None:
     for name in ("", " a", "a b", "a,b", "a\n", "a\0", "../a", "x" * 201, "é"):
         with pytest.raises(InvalidRequestError, match="An adapter cannot have this name"):
             check_name(name, "lora_name")
+
+
+@pytest.mark.parametrize(
+    ("most", "in_memory", "advice"), [(2, 9, "--max-cpu-loras [1-8] "), (9, 9, "--max-loras [1-8] --max")]
+)
+def test_too_little_memory_names_the_adapters(most: int, in_memory: int, advice: str) -> None:
+    """A smaller step would not help, and what is advised does."""
+    arguments: dict[str, Any] = {
+        "enable_lora": True,
+        "max_loras": most,
+        "max_cpu_loras": in_memory,
+        "max_lora_rank": 512,
+    }
+    config, lora = EngineConfig(**arguments), resolved(**arguments)
+    assert lora.lora is not None
+    num_bytes = lora.lora.num_bytes(MODEL)
+    memory = MemoryFacts(
+        8 << 30, num_bytes + (400 << 20), 1 << 24, num_bytes + (1 << 24), 1 << 20, lora_bytes=num_bytes
+    )
+    with pytest.raises(MemoryPlanError, match=advice) as error:
+        plan_kv_cache(config, MODEL, lora, memory)
+    assert "--max-num-batched-tokens" not in error.value.message
+    words = error.value.message[error.value.message.index("--max-") :].split()
+    given = {"max_loras": int(words[1])} if words[0] == "--max-loras" else {}
+    fewer = arguments | given | {"max_cpu_loras": int(words[words.index("--max-cpu-loras") + 1])}
+    less = resolved(**fewer)
+    assert less.lora is not None
+    saved = num_bytes - less.lora.num_bytes(MODEL)
+    facts = replace(memory, work_bytes=memory.work_bytes - saved, lora_bytes=num_bytes - saved)
+    assert plan_kv_cache(EngineConfig(**fewer), MODEL, less, facts).memory.num_blocks > 0

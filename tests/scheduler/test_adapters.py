@@ -153,8 +153,12 @@ def test_two_registrations_of_one_content() -> None:
     assert load(driver, "/a").facts == load(driver, "/b").facts
     unload(driver, "a", "/a")
     driver.run_all(request("r", [1], adapter=digest_of("a")))
+    assert driver.core.adapters is not None
+    assert not driver.core.adapters.is_busy
     unload(driver, "a", "/b")
+    assert driver.core.adapters.is_busy, "an idle engine forgets it too"
     driver.step()
+    assert not driver.core.adapters.is_busy
     assert driver.core.adapters is not None
     assert digest_of("a") not in driver.core.adapters
 

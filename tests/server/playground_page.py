@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,14 +46,19 @@ def kept_chats(browser: Browser) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def speaking(pieces: list[str], seconds: float = 0.0) -> Iterator[RunningServer]:
-    """A server that streams these pieces to every chat, with pauses of `seconds`: what no tokenizer would say."""
+def speaking(pieces: Sequence[str | dict[str, str]], seconds: float = 0.0) -> Iterator[RunningServer]:
+    """A server that streams these contents or deltas to every chat: what no tokenizer would say.
+
+    Args:
+        seconds: between two of them.
+    """
 
     async def chat(request: Request) -> StreamingResponse:
         async def events() -> AsyncIterator[str]:
             for number, piece in enumerate(pieces, 1):
                 usage = {"prompt_tokens": 1, "completion_tokens": number, "total_tokens": number + 1}
-                choice = {"index": 0, "delta": {"content": piece}, "finish_reason": None}
+                delta = {"content": piece} if isinstance(piece, str) else piece
+                choice = {"index": 0, "delta": delta, "finish_reason": None}
                 yield f"data: {json.dumps({'choices': [choice], 'usage': usage})}\n\n"
                 await asyncio.sleep(seconds)
             yield "data: [DONE]\n\n"

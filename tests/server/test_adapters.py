@@ -169,7 +169,17 @@ def test_unknown_models_are_looked_for_in_a_folder(root: Path) -> None:
         for thread in threads:
             thread.join()
         assert [answer.json()["model"] for answer in answers] == ["sql"] * 4
-        for name in ("missing", "linked", "empty", "../elsewhere/outside", "a\0", "x" * 10**4):
+        for name in (
+            "missing",
+            "linked",
+            "empty",
+            "./sql",
+            "sql/",
+            "sql/.",
+            "../elsewhere/outside",
+            "a\0",
+            "x" * 10**4,
+        ):
             answer = server.http.post("/v1/completions", json={"model": name, "prompt": "Hi"})
             assert answer.json()["error"]["code"] == "model_not_found"
             assert answer.status_code == 404

@@ -12,7 +12,7 @@ import pytest
 
 from quire.errors import InvalidRequestError
 from tests.server.browser import ENTER, ESCAPE
-from tests.server.playground_page import ANSWERED, ask, open_page
+from tests.server.playground_page import ANSWERED, ask, open_page, speaking
 from tests.server.serving import ANSWER, MODEL, TEXT, TOKENIZER, RunningServer
 
 
@@ -40,6 +40,18 @@ def test_question_and_streamed_answer(browser, steady):
     assert re.fullmatch(r"[\d,.]+ tokens/s", browser.text("#speed"))
     assert re.fullmatch(r"\d+ ms", browser.text("#first"))
     assert browser.focused() == "prompt"
+
+
+def test_thinking_is_folded_above_the_answer(browser):
+    with speaking([{"reasoning": "Let me "}, {"reasoning": "see."}, "Yes", "."]) as server:
+        open_page(browser, server)
+        ask(browser, "Is it?")
+        for _ in range(2):
+            assert browser.text(".assistant .text") == "Yes."
+            assert browser.js("document.querySelector('.thinking').open") is False
+            assert browser.js("document.querySelector('.thoughts').textContent") == "Let me see."
+            browser.open(server.url)
+            browser.wait("document.querySelectorAll('.turn').length == 2")
 
 
 def test_example_questions(browser, steady):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import quire.demo
 from quire import LLM, SamplingParams
 from quire.errors import AdapterChangedError, AdapterError
+from quire.lora.adapter import read_adapter
 from quire.lora.request import LoRARequest
 from quire.model_config import load_model_config
 from quire.models.decoder import Decoder
@@ -75,3 +77,23 @@ def test_the_demo_adapter_answers_in_json(async_scheduling: bool) -> None:
     adapted, base = llm.chat([[question], [question]], params, lora_request=[request, None])
     assert base.outputs[0].token_ids == plain.outputs[0].token_ids
     assert isinstance(json.loads(adapted.outputs[0].text), dict)
+
+
+def test_a_load_that_was_interrupted_gives_nobody_its_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next load gets its own adapter, and what the interrupted one brings goes again."""
+    arguments = {"max_model_len": 256, "max_num_seqs": 2, "kv_cache_memory_bytes": 1 << 24}
+    llm = LLM(enable_lora=True, **arguments)
+    model = load_model_config(quire.demo.path("target"))
+    folders = [write_random_adapter(tmp_path / name, model, seed=seed) for seed, name in enumerate("ab")]
+    load = partial(llm.generate, "x", SamplingParams(max_tokens=1), use_tqdm=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(llm.llm_engine.runner), "_step", lambda runner: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            load(lora_request=LoRARequest("a", 1, str(folders[0])))
+    load(lora_request=LoRARequest("b", 2, str(folders[1])))
+    registry = llm.llm_engine.core.adapters
+    assert registry is not None
+    expected = read_adapter(folders[1], model, max_rank=16, dtype=torch.bfloat16).digest
+    assert expected in registry
+    load()
+    assert registry.num_known == 1

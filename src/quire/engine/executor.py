@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
@@ -89,7 +89,7 @@ class ThreadExecutor(InlineExecutor):
             thread.shutdown(wait=True)
 
     def _run_on(self, rank: int, task: Callable[[], None]) -> None:
-        self._threads[rank].submit(task)
+        self._threads[rank].submit(task).add_done_callback(_log_failure)
 
     def _tell(self, step: Callable[[Worker], T]) -> list[T]:
         return _results(
@@ -134,6 +134,12 @@ class _AllLoads:
         for rank, load in enumerate(self._loads):
             self._run_on(rank, load.add)
         return facts
+
+
+def _log_failure(future: Future[None]) -> None:
+    """Nobody asks for its result."""
+    if (error := future.exception()) is not None:
+        logger.error("a worker's task between steps failed", exc_info=error)
 
 
 def _together(pending: Sequence[Pending[StepResult]]) -> Pending[StepResult]:

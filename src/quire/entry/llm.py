@@ -337,6 +337,7 @@ class LLM:
 
     def _search(self, searches: Sequence[BeamSearch], inputs: InputProcessor, lora_request: LoRARequest | None) -> None:
         """Run beam searches side by side: one request per beam and step."""
+        adapter = None if lora_request is None else self.llm_engine.adapters.find(lora_request)
         while pending := [(search, beams) for search in searches if (beams := search.pending())]:
             processed = []
             for search, beams in pending:
@@ -344,7 +345,8 @@ class LLM:
                 processed += [
                     inputs.process(str(next(self._counter)), {"prompt_token_ids": tokens}, params) for tokens in beams
                 ]
-            processed = self.llm_engine.adapters.give(processed, [lora_request] * len(processed))
+            if adapter is not None:
+                processed = [each.with_adapter(adapter) for each in processed]
             outputs = iter(self._runner.run(processed))
             for search, beams in pending:
                 extended = [next(outputs).outputs[0].logprobs for _ in beams]

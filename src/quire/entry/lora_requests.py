@@ -27,13 +27,14 @@ class OfflineAdapters:
         found: dict[int, Registration] = {}
         for request in requests:
             if request is not None and id(request) not in found:
-                found[id(request)] = self._find(request)
+                found[id(request)] = self.find(request)
         return [
             each if request is None else each.with_adapter(found[id(request)])
             for each, request in zip(processed, requests, strict=True)
         ]
 
-    def _find(self, request: Any) -> Registration:
+    def find(self, request: Any) -> Registration:
+        """The adapter of a LoRARequest, read if it is new or if the request wants it again. Raises AdapterError."""
         check_request(request, is_enabled=self._is_enabled)
         name, path = request.lora_name, absolute(request.lora_path)
         before = self._by_name.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,11 @@ from quire.frontend.input_processor import ProcessedRequest
 from quire.frontend.output_processor import OutputProcessor, error_of
 from quire.logs import get_logger
 from quire.lora.facts import AdapterFacts
+from quire.lora.registry import AdapterRegistry
 from quire.lora.request import Registration
-from quire.messages import LoadAdapter, UnloadAdapter
+from quire.messages import AdapterState, LoadAdapter, UnloadAdapter
 from quire.outputs import RequestOutput
+from quire.sampling_params import RequestOutputKind
 from quire.screen.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
@@ -58,23 +61,28 @@ class OfflineRunner:
         self._core, self._outputs = core, outputs
         self._has_tokenizer = False  # the engine, for grammars
         self._finished: dict[str, tuple[RequestOutput, QuireError | None]] = {}  # until somebody collects them
+        # Outputs of unfinished requests, until somebody collects them: all deltas, and of others the newest.
+        self._unread: dict[str, list[RequestOutput]] = {}
+        self._in_deltas: set[str] = set()  # ids of requests whose outputs are deltas
+        self._operations = itertools.count()
+        self._loads: dict[int, AdapterState | None] = {}  # by operation, for who waits; None: not yet
 
     def load_adapter(self, path: str) -> AdapterFacts:
         """Step the engine until it has read an adapter. Raises AdapterError."""
-        adapters = self._core.adapters
-        assert adapters is not None
-        with self._all_or_nothing(()) as check_interrupt:
-            adapters.load(LoadAdapter(0, path))
-            while True:
-                self._step()
-                check_interrupt()
-                for state in adapters.take_states():
-                    self._outputs.metrics.on_adapter_read(state)
-                    if state.operation is None:
-                        continue
-                    if state.facts is None:
-                        raise error_of(state.error_code, state.error or "")
-                    return state.facts
+        assert self._core.adapters is not None
+        operation = next(self._operations)
+        self._loads[operation] = None
+        try:
+            with self._all_or_nothing(()) as check_interrupt:
+                self._core.adapters.load(LoadAdapter(operation, path))
+                while (state := self._loads[operation]) is None:
+                    self._step()
+                    check_interrupt()
+        finally:
+            del self._loads[operation]
+        if state.facts is None:
+            raise error_of(state.error_code, state.error or "")
+        return state.facts
 
     def unload_adapter(self, adapter: Registration) -> None:
         """Its running requests finish with it."""
@@ -109,10 +117,12 @@ class OfflineRunner:
         A failed request raises nothing: its output says so.
         """
         with interrupts_between_steps() as check_interrupt:
-            outputs = self._step() if self._core.has_work() else []
+            if self._core.has_work():
+                self._step()
             check_interrupt()
-        running = [output for output in outputs if output.request_id in request_ids and not output.finished]
+        running = [output for name in request_ids for output in self._unread.pop(name, ())]
         ended = [name for name in request_ids if name in self._finished]
+        self._in_deltas.difference_update(ended)
         return running + [self._finished.pop(name)[0] for name in ended]
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -121,6 +131,7 @@ class OfflineRunner:
         self._core.abort(self._outputs.abort(request_ids))
         for request_id in request_ids:
             self._finished.pop(request_id, None)
+            self._forget_unread(request_id)
 
     @contextmanager
     def _all_or_nothing(self, request_ids: Sequence[str]) -> Iterator[Callable[[], None]]:
@@ -143,6 +154,8 @@ class OfflineRunner:
     def _add(self, processed: Sequence[ProcessedRequest], check_interrupt: Callable[[], None]) -> None:
         for request in processed:
             self._outputs.add(request)
+            if request.sampling_params.output_kind is RequestOutputKind.DELTA:
+                self._in_deltas.add(request.request_id)
             if request.tokenizer is not None and not self._has_tokenizer:
                 self._core.use_tokenizer(request.tokenizer)
                 self._has_tokenizer = True
@@ -167,6 +180,8 @@ class OfflineRunner:
         finally:
             if bar is not None:
                 bar.close()
+        for request_id in request_ids:
+            self._forget_unread(request_id)
         results = [self._finished.pop(request_id) for request_id in request_ids]
         errors = [error for _, error in results if error is not None]
         if errors and len(errors) == len(results):
@@ -177,11 +192,13 @@ class OfflineRunner:
         return [output for output, _ in results]
 
     def _step(self) -> list[RequestOutput]:
-        """One step of the engine. Returns its outputs; final ones stay until somebody collects them."""
+        """One step of the engine. Returns its outputs, which stay until somebody collects them."""
         assert self._core.has_work(), "requests are waited for that the engine does not have"
         deltas = self._core.step()
         if self._core.last_record is not None:
             self._outputs.metrics.on_step(self._core.last_record)
+        if self._core.adapters is not None:
+            self._take_loads(self._core.adapters)
         result = self._outputs.process(deltas)
         if result.abort_ids:
             self._core.abort(result.abort_ids)
@@ -190,4 +207,21 @@ class OfflineRunner:
                 if output.prompt_logprobs is not None:
                     output.prompt_logprobs = list(output.prompt_logprobs)
                 self._finished[output.request_id] = (output, result.errors.get(output.request_id))
+            if output.request_id not in self._in_deltas:
+                self._unread[output.request_id] = []
+            if not output.finished:
+                self._unread.setdefault(output.request_id, []).append(output)
         return result.outputs
+
+    def _forget_unread(self, request_id: str) -> None:
+        self._unread.pop(request_id, None)
+        self._in_deltas.discard(request_id)
+
+    def _take_loads(self, adapters: AdapterRegistry) -> None:
+        """What was read is for who waits. Nobody waits for a load that Ctrl-C ended: its adapter goes again."""
+        for state in adapters.take_states():
+            self._outputs.metrics.on_adapter_read(state)
+            if state.operation in self._loads:
+                self._loads[state.operation] = state
+            elif state.operation is not None and state.facts is not None:
+                adapters.unload(UnloadAdapter(state.facts.digest, state.path))

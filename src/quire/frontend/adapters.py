@@ -11,7 +11,13 @@ from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-from quire.errors import InvalidRequestError, ModelNotFoundError, NotReadyError, UnsupportedFieldError
+from quire.errors import (
+    AdapterNotFoundError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    NotReadyError,
+    UnsupportedFieldError,
+)
 from quire.lora.facts import AdapterFacts
 from quire.lora.modules import check_name
 from quire.lora.request import LoRARequest, Registration
@@ -30,8 +36,11 @@ class AdapterHolder(Protocol):
 
 
 def absolute(path: str) -> str:
-    """The path as an engine in another folder needs it."""
-    return str(Path(path).expanduser().absolute())
+    """The path as an engine in another folder needs it. Raises AdapterNotFoundError for the home of nobody."""
+    try:
+        return str(Path(path).expanduser().absolute())
+    except RuntimeError:
+        raise AdapterNotFoundError("There is no adapter at this path", value=path, fix="Write it without ~") from None
 
 
 def _check_enabled(is_enabled: bool) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Unpack
 
-from quire.errors import InvalidRequestError, NotReadyError, QuireError, ShuttingDownError
+from quire.errors import AdapterError, InvalidRequestError, NotReadyError, QuireError, ShuttingDownError
 from quire.frontend.adapters import Adapters, absolute
 from quire.frontend.admission import Refusals
 from quire.frontend.input_processor import InputProcessor, ProcessedRequest, RequestOptions
@@ -15,10 +15,13 @@ from quire.frontend.prompts import PromptType
 from quire.frontend.replica import Replica, as_dead
 from quire.frontend.stream import RequestStream
 from quire.frontend.timeline import RequestTimeline
+from quire.logs import get_logger
 from quire.lora.modules import LoraModule
 from quire.messages import EngineProgress, EngineReady, SetLimits
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+
+logger = get_logger(__name__)
 
 INLINE_PROMPT_CHARS = 4096  # about 1 ms of tokenization; longer texts are tokenized in a thread
 
@@ -100,6 +103,9 @@ class AsyncEngine:
                 await self.adapters.load(module.name, absolute(module.path), base_model_name=module.base_model_name)
         except QuireError as error:
             self._give_up(error)
+        except Exception as error:
+            logger.exception("the adapters of the start could not be read")
+            self._give_up(AdapterError(f"An adapter could not be loaded ({type(error).__name__})"))
         self._modules = []
         self._on_change()
 

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from quire.errors import AdapterError, WeightsError
+from quire.hf_config.quantization import OUTPUT
 from quire.loader.safetensors_headers import TensorEntry, read_open_header
 from quire.lora.adapter_config import CONFIG_NAME, MERGE, AdapterConfig, parse_config
 from quire.lora.facts import AdapterFacts
 from quire.lora.paths import TENSORS_NAME
 from quire.model_config import ModelConfig
+from quire.models.decoder import EMBEDDINGS
 from quire.models.weights import renamed
-
-EMBEDDINGS, OUTPUT = "model.embed_tokens", "lm_head"
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_TEXT = 300  # of a message that quotes a file

@@ -8,7 +8,7 @@ import msgspec
 class AdapterFacts(msgspec.Struct, frozen=True):
     """A valid adapter. Its identity is its content: other weights have another digest, under any name."""
 
-    digest: str  # SHA-256 over its config and tensors, hexadecimal
+    digest: str  # SHA-256 over names, factors and tensors, hexadecimal
     rank: int  # the largest of its modules
     num_bytes: int  # of memory that it takes
     num_modules: int

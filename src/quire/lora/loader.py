@@ -29,9 +29,8 @@ class AdapterLoader(Generic[T]):
 
     def __init__(self, read: Callable[[Path], Adapter], pack: Callable[[Adapter], T]) -> None:
         self._read, self._pack = read, pack
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="adapters", daemon=True)
-        self._thread.start()
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="adapters", daemon=True).start()
 
     def load(self, folder: Path, digest: str | None = None) -> Future[T]:
         """Read an adapter. `done()` of the answer does not wait, `result()` waits and raises the error.
@@ -53,11 +52,6 @@ class AdapterLoader(Generic[T]):
         self._tasks.put(task)
         return loaded
 
-    def close(self) -> None:
-        """End the thread after the calls so far."""
-        self._tasks.put(None)
-        self._thread.join()
-
     def _unchanged(self, folder: Path, digest: str | None) -> Adapter:
         try:
             adapter = self._read(folder)
@@ -72,8 +66,8 @@ class AdapterLoader(Generic[T]):
     def _run(self) -> None:
         if sys.platform == "linux":  # elsewhere a priority belongs to the process
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-        while (task := self._tasks.get()) is not None:
-            task()
+        while True:
+            self._tasks.get()()  # no name holds the task, and so its adapter, while the next one is waited for
 
 
 def _changed(why: str) -> AdapterChangedError:

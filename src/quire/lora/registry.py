@@ -102,8 +102,8 @@ class AdapterRegistry:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being read, or will be."""
-        return self._read is not None or bool(self._operations)
+        """Whether something is being read or will be, or only waits for the end of its last request."""
+        return self._read is not None or bool(self._operations) or bool(self._unregistered)
 
     @property
     def num_known(self) -> int:

@@ -7,7 +7,7 @@ Dimensions: R rank, K in-features, N out-features.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -80,15 +80,15 @@ class AdapterSlots:
         """The slots of the adapters in memory, by digest. It follows their changes."""
         return MappingProxyType(self._slots)
 
-    def pack(self, facts: AdapterFacts, deltas: Mapping[str, Delta]) -> PackedAdapter:
+    def pack(self, facts: AdapterFacts, deltas: Iterable[tuple[str, Delta]]) -> PackedAdapter:
         """Bring an adapter into the form of the kernels. Any thread may do it.
 
         Args:
-            deltas: by the name of the weight that they change; AdapterSlots knows each of them.
+            deltas: with the name of the weight that they change; AdapterSlots knows each of them.
         """
         packed = {
             name: pack_delta(delta.a_RK, delta.b_NR, delta.scale, looks_up=self._looks_up[name]).to(self._device)
-            for name, delta in deltas.items()
+            for name, delta in deltas
         }
         return PackedAdapter(facts, packed)
 

@@ -405,10 +405,18 @@ class _Shortage:
             max(resolved.scheduler.max_num_seqs, MIN_SUGGESTED_BUDGET),
         )
         if offer.is_measured and config.enable_chunked_prefill and budget > lowest:
-            fixed = memory.logits_bytes + (memory.draft_text_bytes if resolved.device.device == "cpu" else 0)
+            fixed = memory.logits_bytes + memory.lora_bytes
+            fixed += memory.draft_text_bytes if resolved.device.device == "cpu" else 0
             saved = (memory.work_bytes - fixed) * (budget - lowest) // budget
             if saved >= missing:
                 fixes.append(f"--max-num-batched-tokens {lowest} (less work memory, slower prompts)")
+        if offer.is_measured and resolved.lora is not None:
+            each = memory.lora_bytes // (resolved.lora.max_cpu_loras + 1)
+            most = resolved.lora.max_cpu_loras - -(-missing // each)
+            if most >= resolved.lora.max_loras:
+                fixes.append(f"--max-cpu-loras {most} (others are read again when they are asked)")
+            elif most >= 1:
+                fixes.append(f"--max-loras {most} --max-cpu-loras {most} (requests of more adapters wait)")
         return fixes
 
     def _needed_in(self, kv: KvFormat) -> int:

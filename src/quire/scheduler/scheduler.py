@@ -526,9 +526,8 @@ class Scheduler:
     def _candidate(self, first: Callable[[], tuple[Key, Request] | None]) -> tuple[Request, Prefix] | None:
         """The waiting request that is `first`, and its prefix, if it may run now.
 
-        Forks on the way are deferred, and so is who has an adapter without a place.
-
-        One that was preempted waits for its results on their way.
+        It defers forks whose parent's prompt is not computed, and requests whose adapter has no place. A preempted
+        request whose results are still in flight ends the search.
         """
         while len(self._running) < self.limits.max_num_seqs and (entry := first()) is not None:
             request = entry[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
 from typing import TypeVar
 
 import msgspec
@@ -55,9 +56,11 @@ async def unload(request: Request) -> Response:
 
 
 async def resolve(state: ServerState, name: str | None) -> None:
-    """Look for a model that is not served among the adapters of the resolver's folder."""
+    """Look for a model that is not served among the adapters of the resolver's folder. A folder has one name."""
     folder = state.settings.lora_resolver_dir
     if folder is None or name is None or state.is_served(name) or not is_name(name):
+        return
+    if str(PurePosixPath(name)) != name:
         return
     state.engine.check_running()
     try:

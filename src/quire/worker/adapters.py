@@ -50,7 +50,9 @@ class WorkerAdapters:
         self._slots.remove(digest)
 
     def _packed(self, adapter: Adapter) -> PackedAdapter:
-        return self._slots.pack(adapter.facts(), adapter.deltas)
+        """The adapter that was read is taken apart, so that it is not in memory twice."""
+        facts, deltas = adapter.facts(), adapter.deltas
+        return self._slots.pack(facts, ((name, deltas.pop(name)) for name in list(deltas)))
 
 
 class LoadingAdapter:

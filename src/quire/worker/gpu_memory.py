@@ -200,7 +200,8 @@ def _measure_graphs(
     if not sizes:
         return 0
     free = []
-    graphs = StepGraphs(model, cache.layers, inputs, accelerator, sizes[:2])
+    alike = [size for size in sizes if size.has_adapters == sizes[0].has_adapters][:2]
+    graphs = StepGraphs(model, cache.layers, inputs, accelerator, alike)
 
     def note(done: int = 0, total: int = 0) -> None:
         accelerator.release()

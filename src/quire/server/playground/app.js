@@ -92,7 +92,7 @@ async function answer(question) {
     stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
   const mine = running = { controller: new AbortController() };
   const start = performance.now();
-  let content = "", place = null, first = null, last = null, tokensAtFirst = 0, usage = null, end = "", isLive = true;
+  let content = "", thinking = "", place = null, first = null, last = null, tokensAtFirst = 0, usage = null, end = "", isLive = true;
   let failure = null, saved = start;
 
   function facts() {
@@ -111,7 +111,7 @@ async function answer(question) {
 
   conversation.render(asked);
   const shown = conversation.addAnswer();
-  const showSoon = calmly(() => { if (isLive) shown.show(content, facts()); });
+  const showSoon = calmly(() => { if (isLive) shown.show(content, thinking, facts()); });
   settings.accept();
   touch(asked);
   showState();
@@ -119,7 +119,8 @@ async function answer(question) {
   try {
     for await (const { choices: [choice], usage: counted } of events(await request(body, mine.controller.signal))) {
       usage = counted ?? usage;
-      if (choice?.delta.content) {
+      const { content: said, reasoning: thought } = choice?.delta ?? {};
+      if (said || thought) {
         last = performance.now();
         if (first === null) {
           first = last;
@@ -127,8 +128,9 @@ async function answer(question) {
           place = chats.add(asked, question, "assistant", "");
           connection.watch(); // short answers would be over before the next look at the gauge
         }
-        content += choice.delta.content;
-        asked.messages[place].content = content;
+        content += said ?? "";
+        thinking += thought ?? "";
+        Object.assign(asked.messages[place], { content, thinking });
         if (last - saved > SAVE_MS) {
           saved = last;
           save(asked);
@@ -146,7 +148,7 @@ async function answer(question) {
   const total = facts();
   if (place !== null) asked.messages[place].facts = total;
   else if (before !== null) chats.show(asked, before);
-  shown.show(content, total);
+  shown.show(content, thinking, total);
   if (shown.end(asked, place)) {
     if (place === null) conversation.render(asked);
     if (failure) fail(failure, question);

@@ -10,6 +10,17 @@ const log = $("log");
 const isAtEnd = () => log.scrollHeight - log.scrollTop - log.clientHeight < 80;
 const scrollToEnd = () => log.scrollTo(0, log.scrollHeight);
 
+// What the model thought before its answer, folded above it.
+function showThinking(turn, thinking) {
+  if (!thinking) return;
+  if (!turn.thinking) {
+    turn.thinking = make("div", "thoughts");
+    const folded = make("details", "thinking", make("summary", "", "Thinking"), turn.thinking);
+    turn.element.prepend(folded);
+  }
+  turn.thinking.textContent = thinking;
+}
+
 export class Conversation {
   #actions;
   #turns = []; // {place, element} of the messages that are shown
@@ -29,11 +40,12 @@ export class Conversation {
     this.#note?.remove();
     this.#note = null;
     for (const place of places.slice(this.#turns.length)) {
-      const { role, content, facts } = chat.messages[place];
+      const { role, content, thinking, facts } = chat.messages[place];
       const turn = this.#add(role);
       if (role === "user") {
         turn.text.append(plainText(content));
       } else {
+        showThinking(turn, thinking);
         const markdown = new Markdown(turn.text, this.#actions.copy);
         markdown.update(content);
         markdown.finish();
@@ -45,7 +57,7 @@ export class Conversation {
     scrollToEnd();
   }
 
-  // An answer that is coming. show(text, facts) while it comes; end(chat, place) when
+  // An answer that is coming. show(text, thinking, facts) while it comes; end(chat, place) when
   // it is whole, place null if nothing came. end returns whether the answer is still what the page shows.
   addAnswer() {
     const turn = this.#add("assistant");
@@ -56,8 +68,9 @@ export class Conversation {
     const markdown = new Markdown(turn.text, this.#actions.copy, tell);
     scrollToEnd();
     return {
-      show(text, facts) {
+      show(text, thinking, facts) {
         const wasAtEnd = isAtEnd();
+        showThinking(turn, thinking);
         markdown.update(text);
         turn.facts.textContent = facts;
         if (wasAtEnd) scrollToEnd();

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class LoadRequest(msgspec.Struct, kw_only=True):
+class LoadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/load_lora_adapter."""
 
     lora_name: str = ""
@@ -14,7 +14,7 @@ class LoadRequest(msgspec.Struct, kw_only=True):
     is_3d_lora_weight: bool = False
 
 
-class UnloadRequest(msgspec.Struct, kw_only=True):
+class UnloadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/unload_lora_adapter. The name decides."""
 
     lora_name: str = ""
