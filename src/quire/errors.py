@@ -85,6 +85,12 @@ class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
 
 
+class ConstraintError(InvalidRequestError):
+    """No token may come next: a constraint cannot go on, or the request's fields together exclude every token."""
+
+    code = "constraint_failed"
+
+
 class ModelNotFoundError(QuireError):
     """The request names a model that is not served."""
 

@@ -56,6 +56,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    error_code: str | None = None  # QuireError.code of `error`
 
     @property
     def num_prompt_tokens(self) -> int:

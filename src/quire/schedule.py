@@ -81,6 +81,7 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     vectors: dict[int, list[float]] = field(default_factory=dict)  # row -> the vector for NewRow.wants_vector
     errors: dict[int, str] = field(default_factory=dict)  # row -> why it failed; its token list is empty
+    error_codes: dict[int, str] = field(default_factory=dict)  # row -> QuireError.code, if the request is to blame
     # row -> the reason why UNDRAFTED tokens got no drafts that are worth verifying, now and later. The row has its
     # tokens as usual.
     draft_failures: dict[int, str] = field(default_factory=dict)

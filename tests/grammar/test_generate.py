@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 
 from quire import LLM, SamplingParams, demo
-from quire.errors import InvalidRequestError
+from quire.errors import ConstraintError, InvalidRequestError
 from quire.grammar import matchers
 from quire.grammar.matchers import Grammars, RowGrammar, token_masks
 from quire.sampling import grammars
@@ -251,6 +251,22 @@ def test_a_constraint_against_other_limits_fails_alone(llm: LLM) -> None:
     outputs = llm.generate(["a", "b"], [nothing_left, SamplingParams(max_tokens=2)], use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
     assert "structured_outputs" in (outputs[0].error or "")
+
+
+@pytest.mark.parametrize(
+    ("constraint", "others", "why"),
+    [
+        (Structured(choice=["a"]), {"min_tokens": 9}, "min_tokens"),
+        (Structured(grammar="start: " + " | ".join(f'"a{i}"' for i in range(2100))), {}, "cannot go on"),
+    ],
+    ids=["nothing is left", "a limit of the parser"],
+)
+def test_what_a_constraint_does_is_the_fault_of_its_request(
+    llm: LLM, constraint: Structured, others: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConstraintError, match=why) as error:
+        llm.generate("a", SamplingParams(temperature=0.0, structured_outputs=constraint, **others), use_tqdm=False)
+    assert error.value.status == 400
 
 
 def test_a_lexer_that_many_requests_filled_is_made_anew(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from quire.config import ServerConfig
 from quire.errors import (
     AdapterError,
     ConfigError,
+    ConstraintError,
     EngineRestartedError,
     ModelNotFoundError,
     OutOfMemoryError,
@@ -153,6 +154,14 @@ def out_of_memory() -> str:
         return code_of(server.chat())
 
 
+def constraint_failed() -> str:
+    client = EchoClient(None, error_of=lambda request: ConstraintError("No token is left"))
+    with RunningServer(client) as server:
+        answer = server.chat()
+        assert answer.status_code == 400
+        return code_of(answer)
+
+
 def renderer_lost() -> str:
     async def render(asked: object) -> str:
         raise RendererLostError("The process that renders chats ended")
@@ -243,6 +252,7 @@ def adapter_changed() -> str:
 
 CALLS: dict[str, Callable[[], str]] = {
     "metrics_disabled": metrics_disabled,
+    "constraint_failed": constraint_failed,
     "queue_full": queue_full,
     "ttft_target": ttft_target,
     "not_ready": not_ready,

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.errors import ConstraintError
 from quire.kernels import gpu, ops
 from quire.sampling.batch_params import SamplingState
 from quire.sampling.filters import apply_filters
@@ -31,11 +32,12 @@ LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs", "raw_logits", "pr
 
 @dataclass(slots=True)
 class SampledTokens:
-    """One token per row of the call. The keys of `logprobs` and `errors` are the row's index in the call."""
+    """One token per row of the call. The keys of the dicts are the row's index in the call."""
 
     token_ids: list[int]  # without meaning if errors has an entry
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    error_codes: dict[int, str] = field(default_factory=dict)  # QuireError.code, if the request is to blame
 
 
 @dataclass(slots=True)
@@ -69,6 +71,9 @@ class LaunchedTokens:
         for index in np.flatnonzero(failed_R).tolist() if failed_R.any() else ():
             sampled.errors[index] = self._reason(index, float(chosen_R[index]))
         sampled.errors |= self.failed
+        for index, why in sampled.errors.items():
+            if index in self.failed or why == _NOTHING_LEFT:
+                sampled.error_codes[index] = ConstraintError.code
         for report in self.reports:
             numbers = [next(on_host) for _ in report.numbers]
             if report.others is None:

@@ -36,6 +36,7 @@ def delta_of(request: Request, token_ids: list[int]) -> RequestDelta:
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
         error=request.error,
+        error_code=request.error_code,
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions,
     )

@@ -289,7 +289,7 @@ class Scheduler:
             if request.status is FINISHED:
                 continue
             if row in errors:
-                self._finish(request, "error", errors[row])
+                self._finish(request, "error", errors[row], result.error_codes.get(row))
                 deltas.append(delta_of(request, []))
                 continue
             num_taken, reason = append_tokens(request, token_ids) if num_logits else (0, None)
@@ -665,7 +665,9 @@ class Scheduler:
                 del self._deferred[request]
                 self._wait(request)
 
-    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+    def _finish(
+        self, request: Request, reason: FinishReason, error: str | None = None, error_code: str | None = None
+    ) -> None:
         """Free a request at once. One that runs stays in `_running` until `_drop_stopped`."""
         if request.adapter is not None and self.adapters is not None:
             if request.status is RUNNING:
@@ -679,7 +681,7 @@ class Scheduler:
             self._queue.remove(request)
         request.status = FINISHED
         request.finish_reason = reason
-        request.error = error
+        request.error, request.error_code = error, error_code
         del self._requests[request.request_id]
         self._prompt_logprobs.drop(request)
         if self.speculation is not None:

@@ -299,6 +299,8 @@ class ModelRunner:
             token_ids_R = np.array(sampled.token_ids)
             for index, (position, token_id) in enumerate(zip(launched.sampling, sampled.token_ids, strict=True)):
                 if index in sampled.errors:
+                    if position not in result.errors and index in sampled.error_codes:
+                        result.error_codes[position] = sampled.error_codes[index]
                     result.errors.setdefault(position, sampled.errors[index])
                 else:
                     result.token_ids[position].append(token_id)
@@ -311,6 +313,7 @@ class ModelRunner:
                 self.input_batch.learn_verified(expected, index, token_ids)
                 if token_ids:
                     result.errors.pop(position, None)
+                    result.error_codes.pop(position, None)
                 if position in result.logprobs:
                     del result.logprobs[position][len(token_ids) :]
         for piece in launched.pieces:
