@@ -10,11 +10,14 @@ from typing import Any
 
 import jsonschema
 import pytest
+from llguidance import LLMatcher, LLParserLimits
 
 from quire import LLM, SamplingParams, demo
 from quire.errors import InvalidRequestError
-from quire.grammar.matchers import Grammars, token_masks
+from quire.grammar import matchers
+from quire.grammar.matchers import Grammars, RowGrammar, token_masks
 from quire.sampling import grammars
+from quire.sampling_params import MAX_CHOICES
 from quire.sampling_params import StructuredOutputsParams as Structured
 from tests.grammar.random_schemas import random_schema
 
@@ -219,13 +222,13 @@ def test_no_schedule_changes_a_token(llm: LLM, schedule: dict[str, Any]) -> None
 def test_a_slow_grammar_delays_nobody_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is compiled beside the steps: the others end while it waits."""
     may_compile = threading.Event()
-    compiled = Grammars._compile
+    compiled = Grammars.compile
 
     def slow(self: Grammars, text: str) -> Any:
         assert may_compile.wait(60)
         return compiled(self, text)
 
-    monkeypatch.setattr(Grammars, "_compile", slow)
+    monkeypatch.setattr(Grammars, "compile", slow)
     waits = llm.enqueue(["Number"], SamplingParams(structured_outputs=Structured(regex="[0-9]{7}")))
     assert llm.generate("def f(", SamplingParams(max_tokens=4), use_tqdm=False)[0].outputs[0].token_ids
     assert llm.llm_engine.core.scheduler.num_deferred == 1
@@ -248,6 +251,67 @@ def test_a_constraint_against_other_limits_fails_alone(llm: LLM) -> None:
     outputs = llm.generate(["a", "b"], [nothing_left, SamplingParams(max_tokens=2)], use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
     assert "structured_outputs" in (outputs[0].error or "")
+
+
+def test_a_lexer_that_many_requests_filled_is_made_anew(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request fails for the tokens of others with the same constraint, with drafts and without."""
+    monkeypatch.setattr(matchers, "parser_limits", lambda: LLParserLimits(max_lexer_states=400, verbose_errors=False))
+    renewed: list[bool] = []
+    renew = RowGrammar.renew
+    monkeypatch.setattr(RowGrammar, "renew", lambda row: renewed.append(renew(row)) or renewed[-1])
+    drafting = LLM(
+        dtype="float32",
+        **SETTINGS,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "adaptive": False},
+    )
+    constraint = Structured(regex="[ab]*a[ab]{20}c")
+    params = [
+        SamplingParams(temperature=2.0, seed=seed, max_tokens=20, structured_outputs=constraint) for seed in range(24)
+    ]
+    outputs = [engine.generate(["ab"] * 24, params, use_tqdm=False) for engine in (llm, drafting)]
+    assert any(renewed)
+    assert {output.outputs[0].finish_reason for output in outputs[0]} <= {"length", "stop"}
+    assert [o.outputs[0].token_ids for o in outputs[0]] == [o.outputs[0].token_ids for o in outputs[1]]
+
+
+def test_a_grammar_is_compiled_anew_after_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a step would have to wait for it."""
+    monkeypatch.setattr(matchers, "_MAX_TOKENS", 0)
+    compiler = Grammars(4096)
+    compiler.use_tokenizer((demo.path("target") / "tokenizer.json").read_text(), [0])
+    text = LLMatcher.grammar_from_regex("[a-z]{40}")
+    compiler.prepare(text).result()
+    first = compiler.compile(text)
+    row = compiler.row(text, [])
+    for _ in range(len(text) + 1):
+        row.append(0)
+    assert compiler.compile(text) is first
+    compiler.prepare(text).result()
+    assert compiler.compile(text) is not first
+
+
+def test_many_choices(llm: LLM) -> None:
+    choices = [f"label {index} of many" for index in range(MAX_CHOICES)]
+    params = SamplingParams(temperature=2.0, max_tokens=40, structured_outputs=Structured(choice=choices))
+    assert texts(llm, ["Answer: "], [params])[0] in choices
+
+
+def test_drafts_behind_the_end_of_a_grammar(llm: LLM) -> None:
+    """With ignore_eos only the end may follow the end. Drafts change nothing of this."""
+    drafting = LLM(
+        dtype="float32",
+        **SETTINGS,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 4, "adaptive": False},
+    )
+    params = SamplingParams(
+        temperature=0.0, ignore_eos=True, max_tokens=40, structured_outputs=Structured(choice=["a"])
+    )
+    expected, drafted = (
+        engine.generate("Answer: ", params, use_tqdm=False)[0].outputs[0] for engine in (llm, drafting)
+    )
+    assert expected.finish_reason == drafted.finish_reason == "length"
+    assert expected.token_ids == drafted.token_ids
+    assert set(expected.token_ids[1:]) <= set(llm._inputs.eos_token_ids)
 
 
 def test_a_thinking_budget_is_kept_to_the_token(llm: LLM) -> None:

@@ -12,8 +12,9 @@ import quire.demo
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
 from quire.grammar import text
+from quire.grammar.kept import MAX_KEPT, Kept
 from quire.grammar.limits import parser_limits
-from quire.grammar.text import grammar_text
+from quire.grammar.text import _closed, grammar_text
 from quire.sampling_params import MAX_GRAMMAR_BYTES
 from quire.sampling_params import StructuredOutputsParams as Structured
 
@@ -23,6 +24,9 @@ def nested(depth: int) -> Any:
     for _ in range(depth):
         schema = {"type": "array", "items": schema}
     return schema
+
+
+TAG = '{"structures": [{"begin": "<a>", "schema": %s, "end": ""}], "triggers": ["<a>"]}'
 
 
 @pytest.mark.parametrize(
@@ -38,6 +42,11 @@ def nested(depth: int) -> Any:
         ({"json": "{"}, "not JSON"),
         ({"json": "3"}, "a schema is an object"),
         ({"json": nested(80)}, "levels"),
+        ({"json": '{"const": NaN}'}, "expected value"),
+        ({"json": '{"const": 1e999}'}, "expected value"),
+        ({"json": '{"const": "\\ud800"}'}, "hex escape"),
+        ({"json": {"const": 10**400}}, "JSON|number"),
+        ({"structural_tag": TAG % '{"const": NaN}'}, "JSON|expected"),
         ({"json": '{"items":' * 5000 + "{}" + "}" * 5000}, "levels|not JSON"),
         ({"json": {"enum": ["x" * MAX_GRAMMAR_BYTES]}}, "bytes"),
         ({"json": {"type": "string", "pattern": "(?=a)b"}}, "look-around"),
@@ -89,14 +98,48 @@ def test_whitespace_and_further_properties() -> None:
     assert '"whitespace_pattern"' in grammar_text(Structured(json=schema, whitespace_pattern=" ?"))
 
 
-def test_a_constraint_is_checked_once() -> None:
+def test_a_constraint_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is refused is refused again."""
-    before = text._objection.cache_info().misses
+    checks: list[None] = []
+    monkeypatch.setattr(text, "parser_limits", lambda: checks.append(None) or parser_limits())
     for _ in range(2):
         grammar_text(Structured(regex="checked once"))
         with pytest.raises(InvalidRequestError, match="#/not"):
             grammar_text(Structured(json={"not": {"const": "checked once"}}))
-    assert text._objection.cache_info().misses == before + 2
+    assert len(checks) == 2
+
+
+def test_only_schemas_are_closed() -> None:
+    """Data stays as it is, and so does the map of properties that have the names of keywords."""
+    data = {"type": "object", "properties": {}}
+    kept = {"const": data, "enum": [data], "default": data, "examples": [data]}
+    asked = {**kept, "properties": {"properties": {"type": "object"}, "type": {}, "enum": {"items": data}}}
+    closed = _closed(asked)
+    assert {name: closed[name] for name in kept} == kept
+    assert closed["additionalProperties"] is False
+    assert closed["properties"] == {
+        "properties": {"type": "object", "additionalProperties": False},
+        "type": {},
+        "enum": {"items": {**data, "additionalProperties": False}},
+    }
+
+
+def test_what_is_kept_is_bounded() -> None:
+    """By the number and by the bytes; the one that was asked for longest ago goes first."""
+    kept: Kept[list[int]] = Kept(1000, lambda text, sizes: sum(sizes))
+    for index in range(300):
+        kept.put(str(index), [1])
+    assert len(kept) == MAX_KEPT
+    assert kept.get("43") is None
+    grown = kept.get("44")
+    assert grown is not None
+    grown.append(998)
+    assert kept.get("44") is grown
+    assert len(kept) == 2
+    kept.drop("44", [1, 998])
+    assert kept.get("44") is grown
+    kept.drop("44", grown)
+    assert len(kept) == 1
 
 
 # The demo model's tokenizer, and one to which the end of the reasoning is a special token.

@@ -5,32 +5,73 @@ Dimensions: M masks, V vocabulary, W = ceil(V / 32) words of a mask.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
-from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import InvalidRequestError
-from quire.grammar.limits import MAX_KEPT, parser_limits
+from quire.grammar.kept import Kept
+from quire.grammar.limits import parser_limits
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 
-class RowGrammar:
-    """A request's place in its grammar: what its output may go on with."""
+# All rows of a compiled grammar share its lexer, which grows with their tokens: with [ab]*a[ab]{20}c by 4 states and
+# 2 KB a token. So a grammar is compiled anew after this number of tokens, and later if its text is long.
+_MAX_TOKENS = 10_000
+_MAX_BYTES = 512 << 20  # of the compiled grammars that are kept
+_BYTES_PER_TOKEN = 2 << 10
+_BYTES_OF_FULL_LEXER = 35 << 20
+_BYTES_PER_CHARACTER = 90  # of the text; objects need most, an enum 30
+_TOO_MANY_STATES = "too many states"  # in llguidance's message
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self.matcher = matcher
+
+@dataclass(slots=True, eq=False)
+class _Compiled:
+    """A matcher at the beginning of a grammar, and the number of tokens that its copies took in."""
+
+    matcher: LLMatcher
+    num_tokens: int = 0
+
+
+class RowGrammar:
+    """A request's place in its grammar: what its output may go on with.
+
+    Args:
+        grammars: compile the text again when the lexer that this row shares with others is full.
+    """
+
+    def __init__(self, grammars: Grammars, text: str, output_token_ids: Sequence[int]) -> None:
+        self._grammars, self._text, self._token_ids = grammars, text, list(output_token_ids)
+        self.end_token_ids = grammars.end_token_ids
+        self._begin()
+
+    def _begin(self) -> None:
+        self._compiled = self._grammars.compile(self._text)
+        self.matcher = self._compiled.matcher.deep_copy()
+        self._compiled.num_tokens += len(self._token_ids)
+        if self._token_ids:
+            self.matcher.consume_tokens(self._token_ids)
 
     def append(self, token_id: int) -> None:
         """Take in a sampled token. One that the grammar forbids makes the matcher fail, see `error`."""
+        self._token_ids.append(token_id)
+        self._compiled.num_tokens += 1
         self.matcher.consume_token(token_id)
+
+    def renew(self) -> bool:
+        """Go on with a new lexer, if this one is full. The matcher then has to make its mask again."""
+        is_full = self.matcher.is_error() and _TOO_MANY_STATES in self.matcher.get_error()
+        if is_full:
+            self._grammars.drop(self._text, self._compiled)
+            self._begin()
+        return is_full
 
     @property
     def error(self) -> str | None:
@@ -39,7 +80,11 @@ class RowGrammar:
 
 
 class Grammars:
-    """Compiles grammars on a thread of its own, so that no step waits for one.
+    """Compiles grammars on a thread of its own.
+
+    A step waits for a grammar only if it was dropped since it was prepared: more than 256 others came or their bytes
+    were too many, or its lexer was full. The first grammar of an engine makes llguidance's vocabulary, and that holds
+    Python's lock: every step waits 20 ms with 4,000 tokens, and 0.8 s with 150,000.
 
     Args:
         vocab_size: of the logits.
@@ -48,8 +93,8 @@ class Grammars:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-grammars")
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._lock = Lock()  # of the compiled grammars
+        self._kept: Kept[_Compiled] = Kept(_MAX_BYTES, _num_bytes)
+        self.end_token_ids: frozenset[int] = frozenset()
         self._source: tuple[str, list[int]] | None = None
         self._tokenizer: LLTokenizer | None = None
 
@@ -61,27 +106,30 @@ class Grammars:
             eos_token_ids: tokens that end an output. A grammar allows them where the output may end.
         """
         self._source, self._tokenizer = (tokenizer, list(eos_token_ids)), None
+        self.end_token_ids = frozenset(eos_token_ids)
 
     def prepare(self, text: str) -> Future[None]:
         """Compile a grammar, unless it is kept. The future raises InvalidRequestError if it cannot be."""
         return self._thread.submit(self._prepare, text)
 
     def _prepare(self, text: str) -> None:
-        self._compile(text)
+        compiled = self.compile(text)
+        if compiled.num_tokens > _MAX_TOKENS + len(text):
+            self.drop(text, compiled)
+            self.compile(text)
 
     def row(self, text: str, output_token_ids: Sequence[int]) -> RowGrammar:
         """The place behind an output in a grammar that was prepared."""
-        matcher = self._compile(text).deep_copy()
-        if output_token_ids:
-            matcher.consume_tokens(list(output_token_ids))
-        return RowGrammar(matcher)
+        return RowGrammar(self, text, output_token_ids)
 
-    def _compile(self, text: str) -> LLMatcher:
-        """A matcher at the beginning of the grammar: one that is kept, or a new one."""
-        with self._lock:
-            if (kept := self._compiled.get(text)) is not None:
-                self._compiled.move_to_end(text)
-                return kept
+    def drop(self, text: str, compiled: _Compiled) -> None:
+        """Compile the grammar anew when it is needed next."""
+        self._kept.drop(text, compiled)
+
+    def compile(self, text: str) -> _Compiled:
+        """The beginning of a grammar: one that is kept, or a new one."""
+        if (kept := self._kept.get(text)) is not None:
+            return kept
         from llguidance import LLMatcher, LLTokenizer
 
         if self._tokenizer is None:
@@ -96,11 +144,13 @@ class Grammars:
                 f"The grammar cannot be used: {_first_line(matcher.get_error()) or 'nothing satisfies it'}",
                 param="structured_outputs",
             )
-        with self._lock:
-            self._compiled[text] = matcher
-            if len(self._compiled) > MAX_KEPT:
-                self._compiled.popitem(last=False)
-        return matcher
+        compiled = _Compiled(matcher)
+        self._kept.put(text, compiled)
+        return compiled
+
+
+def _num_bytes(text: str, compiled: _Compiled) -> int:
+    return _BYTES_PER_CHARACTER * len(text) + min(_BYTES_PER_TOKEN * compiled.num_tokens, _BYTES_OF_FULL_LEXER)
 
 
 def token_masks(
@@ -113,14 +163,35 @@ def token_masks(
             were appended. Behind a draft that the grammar forbids, every token is allowed.
         num_masks: M.
     """
-    executor = _executor()
     masks_MW = np.full((num_masks, -(-vocab_size // 32)), -1, dtype=np.int32)
-    memory = (masks_MW.ctypes.data, masks_MW.strides[0], num_masks)
+    _compute(rows, masks_MW)
+    for _ in range(2):  # another row may have filled the lexer that a row goes on with
+        if full := [row for row in rows if row[0].renew()]:
+            for _, first, drafts in full:
+                masks_MW[first : first + len(drafts) + 1] = -1
+            _compute(full, masks_MW)
+    for grammar, first, drafts in rows:
+        for index, draft in enumerate(drafts, first + 1):
+            if draft in grammar.end_token_ids and (masks_MW[index] == -1).all():  # llguidance stops at the end
+                masks_MW[index : first + len(drafts) + 1] = _only(grammar.end_token_ids, masks_MW.shape[1])
+                break
+    return masks_MW
+
+
+def _compute(rows: Sequence[tuple[RowGrammar, int, Sequence[int]]], masks_MW: NDArray[np.int32]) -> None:
+    executor, memory = _executor(), (masks_MW.ctypes.data, masks_MW.strides[0], len(masks_MW))
     if plain := [(grammar.matcher, first) for grammar, first, drafts in rows if not drafts]:
         executor.unsafe_compute_mask_ptr(plain, *memory)
     if drafted := [(grammar.matcher, first, list(drafts)) for grammar, first, drafts in rows if drafts]:
         executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *memory)
-    return masks_MW
+
+
+def _only(token_ids: Iterable[int], num_words: int) -> NDArray[np.int32]:
+    """The mask that allows these tokens."""
+    mask_W = np.zeros(num_words, dtype=np.uint32)
+    for token_id in token_ids:
+        mask_W[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return mask_W.view(np.int32)
 
 
 @cache

@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 from quire.errors import InvalidRequestError
-from quire.grammar.limits import MAX_KEPT, parser_limits
+from quire.grammar.kept import Kept
+from quire.grammar.limits import parser_limits
 from quire.sampling_params import MAX_GRAMMAR_BYTES, StructuredOutputsParams
 
 MAX_DEPTH = 50  # levels of a schema
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*)")
 _WHITESPACE = r"\r?\n?[ \t]{0,40}"  # bounded: a model in doubt would write spaces until max_tokens
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: (\[.*\])")
+# Where schemas stand in a schema.
+_SCHEMAS = {
+    "additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "else", "if", "items", "not", "oneOf",
+    "prefixItems", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
+}  # fmt: skip
+_NAMED_SCHEMAS = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+# What llguidance says against grammars, "": they can be used. A check of a schema of 200 keys takes 6 ms.
+_objections: Kept[str] = Kept(16 << 20, lambda text, objection: 4 * (len(text) + len(objection)))
 
 
 def grammar_text(asked: StructuredOutputsParams, special_ids: Mapping[str, int] = MappingProxyType({})) -> str:
@@ -33,31 +41,37 @@ def grammar_text(asked: StructuredOutputsParams, special_ids: Mapping[str, int] 
         schema = {"type": "object"} if asked.json is None else _read_schema(asked.json)
         if asked.disable_additional_properties:
             schema = _closed(schema)
-        text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(asked))
+        try:
+            text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(asked))
+        except ValueError as error:  # JSON for Python alone: NaN, half of a surrogate pair, a number of 400 digits
+            raise _refusal(asked.kind, str(error)) from None
     elif asked.regex is not None:
         text = LLMatcher.grammar_from_regex(asked.regex)
     elif asked.choice is not None:
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in asked.choice)
-        text = LLMatcher.grammar_from_lark(_bounded("choice", f"start: {choices}"))
+        text = LLMatcher.grammar_from_lark(_bounded("choice", f"start: CHOICE\nCHOICE: {choices}"))
     elif asked.grammar is not None:
         text = LLMatcher.grammar_from_lark(_lark(asked.grammar))
     else:
         assert asked.structural_tag is not None
         text = _structural_tag(asked.structural_tag)
-    if (objection := _objection(text)) is not None:
+    if objection := _objection(text):
         raise _refusal(asked.kind, objection if asked.json is None else _reason(objection, schema))
     if asked.reasoning_end:
         return _behind_reasoning(text, asked.reasoning_start or [], asked.reasoning_end, special_ids)
     return text
 
 
-@lru_cache(maxsize=MAX_KEPT)
-def _objection(text: str) -> str | None:
-    """What llguidance says against a grammar; None: it can be used. Kept: a schema of 200 keys takes 6 ms."""
+def _objection(text: str) -> str:
+    """What llguidance says against a grammar; "": it can be used."""
+    if (kept := _objections.get(text)) is not None:
+        return kept
     from llguidance import LLMatcher
 
-    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
-    return messages[0] if is_wrong or messages else None
+    _, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
+    objection = messages[0] if messages else ""
+    _objections.put(text, objection)
+    return objection
 
 
 def _behind_reasoning(text: str, start: Sequence[str], end: Sequence[str], special_ids: Mapping[str, int]) -> str:
@@ -155,7 +169,12 @@ def _closed(schema: Any) -> Any:
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {name: _closed(value) for name, value in schema.items()}
+    closed = dict(schema)
+    for name, value in schema.items():
+        if name in _SCHEMAS:
+            closed[name] = _closed(value)
+        elif name in _NAMED_SCHEMAS and isinstance(value, dict):
+            closed[name] = {key: _closed(each) for key, each in value.items()}
     if ("properties" in closed or closed.get("type") == "object") and "additionalProperties" not in closed:
         closed["additionalProperties"] = False
     return closed

@@ -23,8 +23,9 @@ _ENOUGH_FOR_A_THREAD = 8
 
 
 class GrammarMasks:
-    """What the grammars of a call's rows allow next. Their grammars must know all earlier tokens, and get no further
-    ones before `apply`.
+    """What the grammars of a call's rows allow next.
+
+    Before this, each grammar must have got all earlier tokens. Until `apply`, none gets another.
 
     Args:
         rows: of the call.
