@@ -21,7 +21,7 @@ from quire.quantization.scheme import CheckedTensor, LinearLayer, QuantScheme, S
 from quire.quantization.select import select_scheme
 
 # Rows of a prompt with adapters that are multiplied at a time: their products before rounding stay in the CPU's caches.
-_ROWS_BEFORE_ROUNDING = 258
+_ROWS_BEFORE_ROUNDING = 240
 
 
 class Linear:
