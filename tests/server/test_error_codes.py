@@ -245,7 +245,6 @@ def adapter_changed() -> str:
 
     loader = AdapterLoader(gone, lambda adapter: adapter)
     error = loader.load(Path(), "digest").exception()
-    loader.close()
     assert isinstance(error, QuireError)
     return error.code
 
