@@ -31,14 +31,13 @@ class Kept(Generic[T]):
         with self._lock:
             if text in self._values:
                 self._values.move_to_end(text)
-            self._shrink()
             return self._values.get(text)
 
     def put(self, text: str, value: T) -> None:
         with self._lock:
             self._values[text] = value
             self._values.move_to_end(text)
-            self._shrink()
+        self.shrink()
 
     def drop(self, text: str, value: T) -> None:
         """Forget this value, unless another one took its place."""
@@ -46,11 +45,13 @@ class Kept(Generic[T]):
             if self._values.get(text) is value:
                 del self._values[text]
 
-    def _shrink(self) -> None:
-        sizes = [self._num_bytes(text, value) for text, value in self._values.items()]
-        num_bytes = sum(sizes)
-        for size in sizes:
-            if num_bytes <= self._max_bytes and len(self._values) <= MAX_KEPT:
-                return
-            self._values.popitem(last=False)
-            num_bytes -= size
+    def shrink(self) -> None:
+        """Keep to the bounds, after values have grown. The value that was asked for last stays."""
+        with self._lock:
+            sizes = [self._num_bytes(text, value) for text, value in self._values.items()]
+            num_bytes = sum(sizes)
+            for size in sizes[:-1]:
+                if num_bytes <= self._max_bytes and len(self._values) <= MAX_KEPT:
+                    return
+                self._values.popitem(last=False)
+                num_bytes -= size

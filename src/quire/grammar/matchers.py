@@ -117,6 +117,7 @@ class Grammars:
         if compiled.num_tokens > _MAX_TOKENS + len(text):
             self.drop(text, compiled)
             self.compile(text)
+        self._kept.shrink()
 
     def row(self, text: str, output_token_ids: Sequence[int]) -> RowGrammar:
         """The place behind an output in a grammar that was prepared."""
