@@ -50,8 +50,10 @@ def _integer(numbers: random.Random, depth: int) -> Schema:
 
 
 def _number(numbers: random.Random, depth: int) -> Schema:
-    least = round(numbers.uniform(-9, 9), 2)
-    return {"type": "number", "exclusiveMinimum": least, "maximum": least + numbers.choice([0.5, 3, 100])}
+    least, width = round(numbers.uniform(-9, 9), 2), numbers.choice([0.5, 3, 100])
+    if least.is_integer() and width < 1:  # refused, see grammar.text
+        width = 3
+    return {"type": "number", "exclusiveMinimum": least, "maximum": least + width}
 
 
 def _plain(numbers: random.Random, depth: int) -> Schema:

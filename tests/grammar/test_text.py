@@ -35,6 +35,8 @@ TAG = '{"structures": [{"begin": "<a>", "schema": %s, "end": ""}], "triggers": [
         ({"json": {"$ref": "https://json-schema.org/draft/2020-12/schema"}}, r"not supported: \$dynamic"),
         ({"json": {"properties": {"a": {"not": {"type": "string"}}}}}, r"not supported: #/properties/a/not"),
         ({"json": {"items": [{"uniqueItems": True}]}}, r"#/items/0/uniqueItems|items"),
+        ({"json": {"items": {"exclusiveMinimum": 1, "maximum": 1.5}}}, "less than 1 from the other bound: #/items"),
+        ({"json": {"properties": {"maximum": {"minimum": -1.5, "exclusiveMaximum": -1}}}}, "#/properties/maximum"),
         ({"json": False}, "schema is false"),
         ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "minLength"),
         ({"json": {"type": "strin"}}, "strin"),
@@ -175,3 +177,16 @@ def test_a_constraint_behind_reasoning(fields: dict[str, Any], answer: str, spec
         assert not is_allowed(before + answer, None)
     assert is_allowed(answer, ["<think>"])
     assert not is_allowed(f"Hm.{answer}", ["<think>"])
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"exclusiveMinimum": 1, "maximum": 2},
+        {"exclusiveMinimum": 1.25, "maximum": 1.5},
+        {"minimum": 1, "maximum": 1.5},
+        {"const": {"exclusiveMinimum": 1, "maximum": 1.5}},
+    ],
+)
+def test_other_bounds_are_exact(schema: dict[str, Any]) -> None:
+    assert grammar_text(Structured(json=schema))

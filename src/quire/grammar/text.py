@@ -14,6 +14,7 @@ from quire.grammar.limits import parser_limits
 from quire.sampling_params import MAX_GRAMMAR_BYTES, StructuredOutputsParams
 
 MAX_DEPTH = 50  # levels of a schema
+_INTEGERS_ONLY = 2.0**53  # of a double: from here on it has no fractions
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*)")
 _WHITESPACE = r"\r?\n?[ \t]{0,40}"  # bounded: a model in doubt would write spaces until max_tokens
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: (\[.*\])")
@@ -41,6 +42,9 @@ def grammar_text(asked: StructuredOutputsParams, special_ids: Mapping[str, int] 
         schema = {"type": "object"} if asked.json is None else _read_schema(asked.json)
         if asked.disable_additional_properties:
             schema = _closed(schema)
+        if path := next((path for path, each in _subschemas(schema) if _is_inexact(each)), None):
+            why = f"an exclusive bound that is a whole number is less than 1 from the other bound: {path}"
+            raise _refusal(asked.kind, why)
         try:
             text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(asked))
         except ValueError as error:  # JSON for Python alone: NaN, half of a surrogate pair, a number of 400 digits
@@ -161,6 +165,34 @@ def _depth(value: Any) -> int:
             for child in (each.values() if isinstance(each, dict) else each)
         ]
     return depth
+
+
+def _subschemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
+    """A schema and those in it, with their JSON pointers."""
+    if isinstance(schema, list):
+        for index, each in enumerate(schema):
+            yield from _subschemas(each, f"{path}/{index}")
+    elif isinstance(schema, dict):
+        yield path, schema
+        for name, value in schema.items():
+            if name in _SCHEMAS:
+                yield from _subschemas(value, f"{path}/{name}")
+            elif name in _NAMED_SCHEMAS and isinstance(value, dict):
+                for key, each in value.items():
+                    yield from _subschemas(each, f"{path}/{name}/{key}")
+
+
+def _is_inexact(schema: dict[str, Any]) -> bool:
+    """Whether llguidance 1.9 takes an exclusive bound for an inclusive one: 1 within (1, 1.5], -1 within (-1.5, -1)."""
+    low, above, high, below = (
+        value if isinstance(value := schema.get(name), int | float) and abs(value) < _INTEGERS_ONLY else None
+        for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+    )
+    lowest = max((value for value in (low, above) if value is not None), default=None)
+    highest = min((value for value in (high, below) if value is not None), default=None)
+    if lowest is None or highest is None or not 0 < highest - lowest < 1:
+        return False
+    return (lowest == above and lowest == int(lowest)) or (highest == below and highest == int(highest))
 
 
 def _closed(schema: Any) -> Any:
