@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -17,6 +18,13 @@ from quire.grammar.limits import parser_limits
 from quire.grammar.text import _closed, grammar_text
 from quire.sampling_params import MAX_GRAMMAR_BYTES
 from quire.sampling_params import StructuredOutputsParams as Structured
+
+INEXACT_TAG = json.dumps(
+    {
+        "structures": [{"begin": "<a>", "schema": {"exclusiveMinimum": 1, "maximum": 1.5}, "end": "</a>"}],
+        "triggers": ["<a>"],
+    }
+)
 
 
 def nested(depth: int) -> Any:
@@ -59,6 +67,7 @@ TAG = '{"structures": [{"begin": "<a>", "schema": %s, "end": ""}], "triggers": [
         ({"grammar": "root ::= ("}, "grammar"),
         ({"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000}, "nested"),
         ({"structural_tag": "{}"}, "structures"),
+        ({"structural_tag": INEXACT_TAG}, "less than 1 from the other bound: #"),
         ({"regex": "a", "reasoning_start": ["<think>"]}, "needs reasoning_end"),
         (
             {"structural_tag": '{"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b>"]}'},

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.lora.adapter import Delta
 from quire.lora.facts import AdapterFacts
 from quire.lora.slots import AdapterSlots, PackedAdapter
 from quire.models.decoder import Decoder
@@ -16,11 +17,7 @@ VOCABULARY = ("model.embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True)
-class RandomDelta:
-    a_RK: Tensor
-    b_NR: Tensor
-    scale: float
-
+class RandomDelta(Delta):
     def dense(self) -> Tensor:
         """What is added to the weight [N, K], float32."""
         return self.scale * (self.b_NR.float() @ self.a_RK.float())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from quire.errors import EngineDeadError, QuireError
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, WorkerSettings
@@ -44,7 +44,7 @@ class InlineExecutor:
         self._tell(lambda worker: worker.use_tokenizer(tokenizer, eos_token_ids))
 
     def prepare_grammar(self, text: str) -> Polled[None]:
-        return _OnAllRanks([worker.prepare_grammar(text) for worker in self.workers])
+        return _AllPolled([worker.prepare_grammar(text) for worker in self.workers])
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return any(self._tell(lambda worker: worker.use_idle_time(num_blocks_ever_used)))
@@ -97,40 +97,36 @@ class ThreadExecutor(InlineExecutor):
         )
 
 
-class _AllRanks:
-    """A step of several ranks. They compute the same tokens, so the first one answers."""
+class _AllRanks(Generic[T]):
+    """What several ranks do. They come to the same result, so the first one answers."""
 
-    def __init__(self, pending: Sequence[Pending[StepResult]]) -> None:
+    def __init__(self, pending: Sequence[Pending[T]]) -> None:
         self._pending = pending
 
-    def result(self) -> StepResult:
+    def result(self) -> T:
         return _results(self._pending)[0]
 
 
-class _OnAllRanks:
-    """What all ranks prepare."""
+class _AllPolled(_AllRanks[T]):
+    """The same for what need not be waited for."""
 
-    def __init__(self, parts: Sequence[Polled[None]]) -> None:
-        self._parts = parts
+    def __init__(self, polled: Sequence[Polled[T]]) -> None:
+        super().__init__(polled)
+        self._polled = polled
 
     def done(self) -> bool:
-        return all(part.done() for part in self._parts)
-
-    def result(self) -> None:
-        _results(self._parts)
+        return all(each.done() for each in self._polled)
 
 
-class _AllLoads:
+class _AllLoads(_AllPolled[AdapterFacts]):
     """An adapter that all ranks read, and keep when all of them have read it."""
 
     def __init__(self, loads: Sequence[AdapterLoad], run_on: Callable[[int, Callable[[], None]], None]) -> None:
+        super().__init__(loads)
         self._loads, self._run_on = loads, run_on
 
-    def done(self) -> bool:
-        return all(load.done() for load in self._loads)
-
     def result(self) -> AdapterFacts:
-        facts = _results(self._loads)[0]
+        facts = super().result()
         for rank, load in enumerate(self._loads):
             self._run_on(rank, load.add)
         return facts

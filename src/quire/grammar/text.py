@@ -42,9 +42,6 @@ def grammar_text(asked: StructuredOutputsParams, special_ids: Mapping[str, int] 
         schema = {"type": "object"} if asked.json is None else _read_schema(asked.json)
         if asked.disable_additional_properties:
             schema = _closed(schema)
-        if path := next((path for path, each in _subschemas(schema) if _is_inexact(each)), None):
-            why = f"an exclusive bound that is a whole number is less than 1 from the other bound: {path}"
-            raise _refusal(asked.kind, why)
         try:
             text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(asked))
         except ValueError as error:  # JSON for Python alone: NaN, half of a surrogate pair, a number of 400 digits
@@ -150,6 +147,8 @@ def _read_schema(schema: str | dict[str, Any] | bool) -> Any:
     if _depth(schema) > MAX_DEPTH:
         raise _refusal("json", f"it has more than {MAX_DEPTH} levels")
     _bounded("json", json.dumps(schema))
+    if path := next((path for path, each in _subschemas(schema) if _is_inexact(each)), None):
+        raise _refusal("json", f"an exclusive bound that is a whole number is less than 1 from the other bound: {path}")
     return schema
 
 
@@ -197,18 +196,10 @@ def _is_inexact(schema: dict[str, Any]) -> bool:
 
 def _closed(schema: Any) -> Any:
     """The schema, with additionalProperties false for every object that does not say."""
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = dict(schema)
-    for name, value in schema.items():
-        if name in _SCHEMAS:
-            closed[name] = _closed(value)
-        elif name in _NAMED_SCHEMAS and isinstance(value, dict):
-            closed[name] = {key: _closed(each) for key, each in value.items()}
-    if ("properties" in closed or closed.get("type") == "object") and "additionalProperties" not in closed:
-        closed["additionalProperties"] = False
+    closed = json.loads(json.dumps(schema))  # a value that stands in two places becomes two
+    for _, each in _subschemas(closed):
+        if "properties" in each or each.get("type") == "object":
+            each.setdefault("additionalProperties", False)
     return closed
 
 

@@ -5,6 +5,8 @@ Dimensions: T tokens, R rows, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,7 +20,7 @@ from quire.layers.weight_slot import WeightSlot, WeightSlots
 from quire.quantization.select import select_scheme
 
 
-class Lookup:
+class Lookup(ABC):
     """Row lookup, with what the adapters of the rows add."""
 
     lora: LoraTable | None = None  # None: no adapter may
@@ -30,8 +32,9 @@ class Lookup:
         assert self.lora is not None
         return add_lora(rows_TD.float(), token_ids_T, adapter_slots_T, self.lora, rows_TD.dtype)
 
+    @abstractmethod
     def _rows(self, token_ids_T: Tensor) -> Tensor:
-        raise NotImplementedError
+        """[T, D] of the base model."""
 
 
 def _adds(lora: LoraTable | None, x: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 To add or remove an adapter writes these rows between steps. On a CPU it copies no weights, and on a GPU the weights
 were brought there when the adapter was packed.
-Dimensions: R rank, K in-features, N out-features.
 """
 
 from __future__ import annotations
@@ -10,27 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from quire.kernels.lora import LoraTable, PackedDelta, pack_delta
+from quire.lora.adapter import Delta
 from quire.lora.facts import AdapterFacts
 from quire.models.decoder import Decoder
-
-
-class Delta(Protocol):
-    """s B A, which is added to a weight [N, K]."""
-
-    @property
-    def a_RK(self) -> Tensor: ...  # noqa: N802
-
-    @property
-    def b_NR(self) -> Tensor: ...  # noqa: N802
-
-    @property
-    def scale(self) -> float: ...
 
 
 @dataclass(frozen=True)
