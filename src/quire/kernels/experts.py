@@ -27,8 +27,8 @@ from quire.kernels.routing import Routing, RoutingRule
 def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None) -> Routing:
     """The experts of each token and their weights, by the router's logits (float32, rows may be strided).
 
-    Equal scores: the lower expert comes first. A row with NaN, or whose softmax is NaN, gets experts 0 to S - 1 and NaN
-    weights; other rows do not change.
+    Equal scores: the lower expert comes first. A row with a logit that is not finite gets experts 0 to S - 1 and
+    NaN weights; other rows do not change.
 
     Args:
         bias_E: float32, is added to the scores for the choice, not for the weights (DeepSeek-V3, arXiv 2412.19437).

@@ -21,10 +21,10 @@ def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None) -> Routin
     )
     if rule.normalizes:
         weights_TS = weights_TS / (weights_TS.sum(1, keepdim=True) + _SMALLEST_SUM)
-    is_nan_T1 = logits_TE.isnan().any(1, keepdim=True) | weights_TS.isnan().any(1, keepdim=True)
+    is_broken_T1 = ~logits_TE.isfinite().all(1, keepdim=True)
     first_S = torch.arange(rule.num_active, device=logits_TE.device)
-    experts_TS = torch.where(is_nan_T1, first_S, experts_TS)
-    weights_TS = torch.where(is_nan_T1, math.nan, weights_TS * rule.scale)
+    experts_TS = torch.where(is_broken_T1, first_S, experts_TS)
+    weights_TS = torch.where(is_broken_T1, math.nan, weights_TS * rule.scale)
     experts_P = experts_TS.flatten()
     order_P = experts_P.argsort(stable=True)
     ends_E = experts_P.bincount(minlength=rule.num_experts).cumsum(0)
@@ -55,7 +55,7 @@ def _chosen(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None) -> tupl
 
 def _in_best_groups(choice_TE: Tensor, rule: RoutingRule) -> Tensor:
     """-inf for the experts of other groups."""
-    choice_TGX = choice_TE.unflatten(1, (rule.num_groups, -1))
+    choice_TGX = choice_TE.view(len(choice_TE), rule.num_groups, -1)
     best_TG = choice_TGX.amax(2) if rule.group_score == "max" else choice_TGX.topk(2, 2).values.sum(2)
     order_TG = best_TG.sort(dim=1, descending=True, stable=True).indices
     is_active_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter(1, order_TG[:, : rule.num_active_groups], True)

@@ -77,7 +77,7 @@ class Routing:
 
     Attributes:
         experts_TS: int32, in descending order of their scores.
-        weights_TS: float32; NaN in a row whose logits had NaN.
+        weights_TS: float32; NaN in a row with a logit that was not finite.
         order_P: int32; pair t * S + s at each place; by expert, then by pair.
         begins: int32 [E + 1]; expert e has places begins[e] to begins[e + 1].
     """
