@@ -134,6 +134,7 @@ class LayerBuilder:
     rope_table: Callable[[RopeConfig], Tensor]  # cos_sin_LR
     backend: Callable[[AttentionSpec], AttentionBackend]
     parts: list[tuple[str, Weighted]] = field(default_factory=list)  # (prefix of its tensors' names, part)
+    mixtures: list[MoE] = field(default_factory=list)
 
     def sublayers(self) -> list[Sublayer]:
         """All sublayers of the layer."""
@@ -202,7 +203,8 @@ class LayerBuilder:
         gate_up, down = self.stack(spec.expert.gate_up), self.stack(spec.expert.down)
         shared = None if spec.shared is None else self.mlp(spec.shared)
         shared_gate = None if spec.shared_gate is None else self.gate(spec.shared_gate)
-        return MoE(spec, router, choice_bias, gate_up, down, shared, shared_gate)
+        self.mixtures.append(MoE(spec, router, choice_bias, gate_up, down, shared, shared_gate))
+        return self.mixtures[-1]
 
 
 _MIXERS: dict[type, Callable[[LayerBuilder, Any], Mixer]] = {

@@ -60,7 +60,7 @@ class MoE:
         shared: Callable[[Tensor, ForwardBatch], Tensor] | None,
         shared_gate: Linear | None,
     ) -> None:
-        rule = spec.router
+        rule, self.num_experts = spec.router, spec.num_experts
         self._rule = RoutingRule(
             num_experts=spec.num_experts,
             num_active=spec.num_active,
@@ -75,11 +75,14 @@ class MoE:
         self._router, self._choice_bias = router, choice_bias
         self._gate_up, self._down, self._activation = gate_up, down, spec.expert.activation
         self._shared, self._shared_gate = shared, shared_gate
+        self.begins: Tensor | None = None  # takes Routing.begins of each step, for somebody who watches
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
         assert isinstance(x_TD, Tensor), "no norm quantizes for several readers"
         bias_E = None if self._choice_bias is None else self._choice_bias.bias_E
         routing = route(self._router(x_TD, torch.float32), self._rule, bias_E)
+        if self.begins is not None:
+            self.begins.copy_(routing.begins)
         # No name holds the wide results: each is freed as soon as it was read.
         y_PD = self._down(
             ops.gated_activation(self._activation, self._gate_up(x_TD, routing, of_tokens=True)),
