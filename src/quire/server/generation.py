@@ -32,6 +32,7 @@ class Generation:
         request_id: of the HTTP request, under which its timeline is found; None: it has none.
         adapter: its name; None: the base model.
         new_parser: makes the parser of a continuation's text; None: all of it is content.
+        data_parallel_rank: of the replica that shall compute it; None: the one with the least work.
     """
 
     response_id: str
@@ -45,6 +46,7 @@ class Generation:
     request_id: str | None = None
     adapter: str | None = None
     new_parser: Callable[[], AnswerParser] | None = None
+    data_parallel_rank: int | None = None
 
 
 async def start(state: ServerState, generation: Generation) -> list[RequestStream]:
@@ -61,6 +63,7 @@ async def start(state: ServerState, generation: Generation) -> list[RequestStrea
                 generation.params,
                 engine_id,
                 adapter=generation.adapter,
+                data_parallel_rank=generation.data_parallel_rank,
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
                 add_special_tokens=generation.add_special_tokens,
