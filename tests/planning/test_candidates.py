@@ -112,6 +112,34 @@ def test_70b_of_the_guides(
     assert row.num_sequences in range(sequences, sequences + 2)
 
 
+def test_a_small_model_has_replicas_and_a_large_one_is_shared(tmp_path: Path) -> None:
+    """TP 2 and two replicas in numbers: replicas serve more, and TP 2 answers one request faster."""
+    found = candidates_of(write_config(tmp_path, "Llama-3.1-8B"), "h100x2")
+    assert found.best is not None
+    assert found.best.flags == ("--data-parallel-size", "2")
+    replicas, shared = found.cuts_of(found.best)
+    assert (replicas.copies, shared.degree) == (2, 2)
+    assert replicas.requests_per_second > shared.requests_per_second
+    (alone, *_), (faster, *_) = (points(row) for row in (replicas, shared))
+    assert faster[1].itl.value < alone[1].itl.value
+    text = _plan(found).text()
+    assert "copies    2 replicas on 1 device each: " in text
+    assert "x the requests/s of one copy on 2 devices*, which answers a request alone" in text
+    large = candidates_of(write_config(tmp_path, "Llama-3-70B"), "h100x2", dtype="bfloat16")
+    assert large.best is not None
+    cuts = [row.flags for row in large.cuts_of(large.best)]
+    assert [flags[-2:] for flags in cuts] == [("--tensor-parallel-size", "2")], "it fits no single device"
+    assert "copies    " not in _plan(large).text()
+
+
+def test_the_number_of_copies_may_be_given(tmp_path: Path) -> None:
+    model, engine = load_model_config(write_config(tmp_path, "Llama-3.1-8B")), EngineConfig(model="m")
+    found = Candidates(engine, model, parse_hardware("h100x8", HERE, ()), CHATS, copies=2)
+    assert {(row.copies, row.degree) for row in found.rows} == {(2, 4)}
+    with pytest.raises(ConfigError, match=r"No hardware can be shared equally.*Got 3.*h100x8 has 8"):
+        Candidates(engine, model, parse_hardware("h100x8", HERE, ()), CHATS, copies=3)
+
+
 def test_70b_awq_on_24_gb_cards(tmp_path: Path) -> None:
     """2 x A10G hold the weights and hardly any request; an A100 of 40 GB not even the weights."""
     folder = write_config(tmp_path, "Llama-3-70B", **AWQ)

@@ -177,6 +177,8 @@ def explain(
     Raises ConfigError for settings that contradict each other. Too little memory is part of the answer.
     """
     machine, device = device, share_of_machine(device, engine)
+    if read_bandwidth is not None:
+        read_bandwidth /= engine.data_parallel_size
     resolved = resolve(engine, model, device, is_server=True)
     memory = predict_memory(resolved, model, device)
     error = None
