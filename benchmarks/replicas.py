@@ -113,6 +113,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    words, _, further = " ".join(sys.argv[1:]).partition(" -- ")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     for name, default in (("replicas", 2), ("threads", 1), ("requests", 4), ("input", 128), ("answer", 128)):
@@ -120,13 +121,12 @@ def main() -> None:
     parser.add_argument("--users", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--save", metavar="HARDWARE")
-    parser.add_argument("further", nargs="*", help="flags of quire serve, after --")
-    given = parser.parse_args()
+    given = parser.parse_args(words.split())
     environment = report.environment("python", "benchmarks/replicas.py")
     all_threads = str(given.replicas * given.threads)
     flags = {
-        "one": ["--num-threads", all_threads, *given.further],
-        "replicas": ["-dp", str(given.replicas), "--num-threads", str(given.threads), *given.further],
+        "one": ["--num-threads", all_threads, *further.split()],
+        "replicas": ["-dp", str(given.replicas), "--num-threads", str(given.threads), *further.split()],
     }
     with ExitStack() as stack:
         urls = {name: stack.enter_context(serving(given.model, words)) for name, words in flags.items()}

@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.metrics.registry import METRICS
 from tests.e2e import reference
 from tests.e2e.serving import LIGHT, SMALL, START_SECONDS, Serve, quire
+from tests.e2e.test_adapters import write
 
 TWO = ("-dp", "2", *SMALL)
 WHOLE = {"prompt": "Hello", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
@@ -91,6 +93,49 @@ def test_every_route_is_of_both(server: Serve) -> None:
     texts(server, 16)
     assert max(line["running"] for line in map(json.loads, server.get("/v1/steps").text.splitlines())) <= 3
     assert post(server, "/reset_prefix_cache", {}).status_code == 200
+
+
+def test_a_request_may_name_its_replica(server: Serve) -> None:
+    before = values(server, "vllm:generation_tokens_total")
+    for _ in range(3):
+        assert post(server, "/v1/completions", WHOLE, headers={"X-data-parallel-rank": "1"}).status_code == 200
+    after = values(server, "vllm:generation_tokens_total")
+    assert {engine: after[engine] - before[engine] for engine in after} == {"0": 0, "1": 90}
+    for wrong in ("2", "x", "-1", "9" * 10):
+        answer = post(server, "/v1/completions", WHOLE, headers={"X-data-parallel-rank": wrong})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "data_parallel_rank"
+
+
+def test_adapters_are_on_both(tmp_path: Path) -> None:
+    """Also of a request that is moved, and on the next engine."""
+    for name in ("sql", "fin"):
+        write(tmp_path / name, name)
+    flags = ("--enable-lora", "--lora-dir", str(tmp_path), "--lora-modules", f"sql={tmp_path / 'sql'}")
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with Serve(*TWO, *flags, program=LIGHT, environment=environment) as server, ThreadPoolExecutor(9) as pool:
+        load = {"lora_name": "fin", "lora_path": "fin"}
+        assert post(server, "/v1/load_lora_adapter", load).status_code == 200
+
+        def answers(name: str) -> set[str]:
+            bodies = [(WHOLE | {"model": name}, {"X-data-parallel-rank": rank}) for rank in "01"]
+            found = [post(server, "/v1/completions", body, headers=headers) for body, headers in bodies]
+            return {each.json()["choices"][0]["text"] for each in found}
+
+        sql, fin = answers("sql"), answers("fin")
+        assert (len(sql), len(fin), sql == fin) == (1, 1, False)
+        body = WHOLE | {"model": "fin", "max_tokens": 400}
+        (expected,) = texts(server, 1, body)
+        futures = [pool.submit(post, server, "/v1/completions", body) for _ in range(8)]
+        server.wait_for(lambda: sum(values(server, "vllm:num_requests_running").values()) == 8, "all to run")
+        server.engines[0].kill()
+        assert {future.result().json()["choices"][0]["text"] for future in futures} == {expected}
+        server.wait_for(lambda: "the engine is ready again" in server.log, "the next engine", START_SECONDS)
+        assert (answers("sql"), answers("fin")) == (sql, fin)
+        assert post(server, "/v1/unload_lora_adapter", {"lora_name": "fin"}).status_code == 200
+        for rank in "01":
+            headers = {"X-data-parallel-rank": rank}
+            assert post(server, "/v1/completions", body, headers=headers).status_code == 404
 
 
 def test_one_is_killed_under_load() -> None:

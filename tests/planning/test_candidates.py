@@ -124,12 +124,10 @@ def test_a_small_model_has_replicas_and_a_large_one_is_shared(tmp_path: Path) ->
     assert faster[1].itl.value < alone[1].itl.value
     text = _plan(found).text()
     assert "copies    2 replicas on 1 device each: " in text
-    assert "x the requests/s of one copy on 2 devices*, which answers a request alone" in text
-    large = candidates_of(write_config(tmp_path, "Llama-3-70B"), "h100x2", dtype="bfloat16")
-    assert large.best is not None
-    cuts = [row.flags for row in large.cuts_of(large.best)]
-    assert [flags[-2:] for flags in cuts] == [("--tensor-parallel-size", "2")], "it fits no single device"
-    assert "copies    " not in _plan(large).text()
+    assert "x the requests/s of one copy, which answers one request" in text
+    large = candidates_of(write_config(tmp_path, "Llama-3-70B"), "h100x2")
+    (row,) = rows_of(large, weights="bfloat16", kv="auto", degree=2)
+    assert large.cuts_of(row) == [row], "it fits no single device"
 
 
 def test_the_number_of_copies_may_be_given(tmp_path: Path) -> None:
@@ -273,7 +271,7 @@ def test_what_ranks_first(tmp_path: Path) -> None:
     losses = [row.fit.form.expected_loss for row in runnable]
     assert losses == sorted(losses)
     assert found.best is not None
-    assert (found.best.hardware.name, found.best.flags) == ("h100x2", ())
+    assert (found.best.hardware.name, found.best.flags) == ("h100x2", ("--data-parallel-size", "2"))
     cheap = candidates_of(folder, "l40s,h100x2", prices=(0.01, 100))
     assert cheap.best is not None
     assert cheap.best.hardware.name == "l40s"

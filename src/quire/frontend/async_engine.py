@@ -322,7 +322,7 @@ class AsyncEngine:
             return  # the others are dead as well, and it is not noticed yet
         for replica in self.replicas:
             if not replica.is_ready and (released := replica.release()):
-                logger.info("%d requests of engine %d go to other engines", len(released), replica.index)
+                logger.info("requests of engine %d that go to other engines: %d", replica.index, len(released))
                 for request, stream in released:
                     self._pick().take_over(request, stream)
 

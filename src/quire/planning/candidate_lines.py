@@ -166,17 +166,16 @@ class RankedPlan:
             return
         for row in cuts:
             alone = points(row)[0][1]
-            yield (
-                f"{_copies(row)}: {row.requests_per_second:.3g} requests/s; a request alone has its first token after "
-                f"{1e3 * alone.ttft.value:.3g} ms, and {1e3 * alone.itl.value:.3g} ms between tokens"
-            )
+            times = f"TTFT {1e3 * alone.ttft.value:.3g} ms, ITL {1e3 * alone.itl.value:.3g} ms"
+            yield f"{_copies(row)}: {row.requests_per_second:.3g} requests/s; a request alone: {times}"
         most, fewest = cuts[0], cuts[-1]
         if most.requests_per_second and fewest.requests_per_second:
-            times = most.requests_per_second / fewest.requests_per_second
+            more = most.requests_per_second / fewest.requests_per_second
             faster = points(most)[0][1].itl.value / points(fewest)[0][1].itl.value
+            which = "one copy" if fewest.copies == 1 else f"{fewest.copies} replicas"
             yield (
-                f"{_copies(most)}: {times:.2g} x the requests/s of {_copies(fewest)}, "
-                f"which answers a request alone {faster:.2g} x as fast"
+                f"{most.copies} replicas: {more:.2g} x the requests/s of {which}, which answers one request "
+                f"{faster:.2g} x as fast"
             )
 
     def _missing(self) -> Iterator[str]:
