@@ -200,9 +200,9 @@ async def test_shutdown_ends_streams_and_the_process() -> None:
     engine = AsyncLLM.from_engine_args(EngineConfig(**OPTIONS))
     stream = engine.generate("Hello", ENDLESS, "endless")
     await anext(stream)
-    pid = engine._process.pid
+    pid = engine._processes.handles[0].pid
     assert pid is not None
-    folder = engine._process.socket_folder
+    folder = engine._processes.handles[0].socket_folder
     assert folder is not None
     assert folder.is_dir()
     assert folder.stat().st_mode & 0o777 == 0o700, "others can reach the sockets"
@@ -229,8 +229,8 @@ async def test_engine_death_and_recovery() -> None:
         await asyncio.gather(*(anext(stream) for stream in streams))
         waiting = asyncio.create_task(_outputs(engine, prompt, whole, "whole"))
         await _wait_for(lambda: engine._engine.num_unfinished == 4, "the request to be sent")
-        assert engine._process.pid is not None
-        os.kill(engine._process.pid, signal.SIGKILL)
+        assert engine._processes.handles[0].pid is not None
+        os.kill(engine._processes.handles[0].pid, signal.SIGKILL)
         killed = time.monotonic()
         for stream in streams:
             with pytest.raises(EngineRestartedError):
@@ -274,7 +274,7 @@ async def main():
         async for output in engine.generate(request_id="1", prompt="Hello", sampling_params=params):
             for completion in output.outputs:
                 print(len(completion.token_ids), flush=True)
-        print(engine._process.pid, flush=True)
+        print(engine._processes.handles[0].pid, flush=True)
     finally:
         {end}
     return engine

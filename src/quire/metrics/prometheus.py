@@ -242,6 +242,12 @@ class EngineSeries:
         """A request was sent to the engine. The engine may still refuse it."""
         self._num_unfinished += len(request.requests)
 
+    def on_moved(self, count: int) -> None:
+        """The engine got `count` continuations of another engine, or lost as many if the number is negative."""
+        self._num_unfinished += count
+        if self._num_unfinished == 0:
+            self._set_idle()
+
     def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """A continuation has its first tokens. The prompt counts with the first continuation of a request."""
         self._observe("vllm:time_to_first_token_seconds", seconds)
