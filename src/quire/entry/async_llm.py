@@ -79,7 +79,7 @@ class AsyncLLM:
             EngineDeadError: the engine has ended, after a part was handed on: EngineRestartedError, if it is started
                 again.
         """
-        refuse(trace_headers=trace_headers, data_parallel_rank=data_parallel_rank or None)
+        refuse(data_parallel_rank=data_parallel_rank or None)
         add_special_tokens = wants_special_tokens(tokenization_kwargs)
         await self.wait_ready()
         adapter = None if lora_request is None else (await self._engine.adapters.ensure(lora_request)).name
@@ -92,6 +92,7 @@ class AsyncLLM:
             priority=priority,
             add_special_tokens=add_special_tokens,
             clamp_max_tokens=True,
+            trace_headers=trace_headers,
         ):
             if output.prompt_logprobs is not None:
                 if prompt_logprobs is None:  # the same with every output

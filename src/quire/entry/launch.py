@@ -37,6 +37,7 @@ from quire.frontend.tokenizer_files import (
     load_config,
     load_generation_config,
 )
+from quire.frontend.tracing import check_installed, request_tracer
 from quire.gguf.file import is_gguf
 from quire.kernels import extension
 from quire.loader.drafter import load_drafter_config
@@ -104,7 +105,8 @@ def _find_drafter(
 
 def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
     """Find (or download) the model's files and read what the front end needs. Loads no weights. Raises ConfigErrors."""
-    extension.wished_isa()  # said before the download
+    extension.wished_isa()  # this and the next are said before the download
+    check_installed(config)
     folder, name, model_config = find_model(config, progress, weights=config.load_format != "dummy")
     if config.load_format in ("auto", "safetensors") and folder.is_dir():
         read_headers(folder)  # what is broken is told before an engine is started
@@ -315,8 +317,9 @@ def start_async_engine(
         recovery: when the process counts as failed, and how often it is started again.
     """
     handle = EngineProcessHandle(config, parts.model_folder, interpreter, drafter_folder=parts.drafter_folder)
-    outputs = OutputProcessor(parts.tokenizer, metrics, new_draft_metrics=draft_metrics(config))
+    tracer = request_tracer(config, parts.model_name)
+    outputs = OutputProcessor(parts.tokenizer, metrics, new_draft_metrics=draft_metrics(config), tracer=tracer)
     recovery = recovery or RecoveryLimits(start_seconds=envs.ENGINE_READY_TIMEOUT_S.get())
     replica = Replica(handle.launch(), outputs, starter=handle, recovery=recovery)
     modules = [parse_module(word) for word in config.lora_modules] if config.enable_lora else None
-    return AsyncEngine([replica], parts.input_processor, modules=modules), handle
+    return AsyncEngine([replica], parts.input_processor, modules=modules, tracer=tracer), handle
