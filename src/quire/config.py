@@ -259,6 +259,9 @@ class EngineConfig:
     kv_cache_metrics: bool = option(False, "Histograms of how long KV blocks keep their content, in /metrics.")
     kv_cache_metrics_sample: float = option(0.01, "Share of the KV blocks that these histograms follow, in (0, 1].")
     expert_metrics: bool = option(False, "Metrics of the experts that tokens go to, in /metrics; on a CPU.")
+    otlp_traces_endpoint: str | None = option(
+        None, "Collector that gets a trace of each request: http://host:4317; needs quire[otel]."
+    )
     tensor_parallel_size: int = option(1, "Devices per replica; 1 in this version.", flags=("-tp",))
     data_parallel_size: int = option(
         1,

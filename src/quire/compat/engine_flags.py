@@ -208,8 +208,7 @@ ADAPTERS: tuple[Foreign, ...] = (
 
 OBSERVATION: tuple[Foreign, ...] = (
     *refused("logs have a level and a form", "Use --log-level and --log-format", values="logging_config"),
-    *refused("traces are not exported in this version", "Scrape /metrics", values="otlp_traces_endpoint"),
-    *accepted("traces are not exported in this version", lists="collect_detailed_traces"),
+    *accepted("a trace has the times that the engine measures anyway", lists="collect_detailed_traces"),
     *accepted("no metric is hidden", values="show_hidden_metrics_for_version"),
     *accepted("the buckets are fixed, and begin below 10 ms", values="custom_histogram_buckets"),
     *accepted("these metrics are always there", switches="enable_mfu_metrics"),

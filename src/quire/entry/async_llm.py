@@ -9,7 +9,7 @@ from typing import Any
 from quire import envs
 from quire.config import EngineConfig
 from quire.entry.launch import open_model, start_async_engine
-from quire.entry.request_arguments import refuse, wants_special_tokens
+from quire.entry.request_arguments import wants_special_tokens
 from quire.entry.spawn import end, spawn_engines
 from quire.frontend.live_limits import move_limits
 from quire.frontend.prompts import PromptType
@@ -79,7 +79,6 @@ class AsyncLLM:
             EngineDeadError: the engine has ended, after a part was handed on: EngineRestartedError, if it is started
                 again.
         """
-        refuse(trace_headers=trace_headers)
         add_special_tokens = wants_special_tokens(tokenization_kwargs)
         await self.wait_ready()
         adapter = None if lora_request is None else (await self._engine.adapters.ensure(lora_request)).name
@@ -93,6 +92,7 @@ class AsyncLLM:
             priority=priority,
             add_special_tokens=add_special_tokens,
             clamp_max_tokens=True,
+            trace_headers=trace_headers,
         ):
             if output.prompt_logprobs is not None:
                 if prompt_logprobs is None:  # the same with every output

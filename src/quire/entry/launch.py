@@ -37,6 +37,7 @@ from quire.frontend.tokenizer_files import (
     load_config,
     load_generation_config,
 )
+from quire.frontend.tracing import check_installed, request_tracer
 from quire.gguf.file import is_gguf
 from quire.kernels import extension
 from quire.loader.drafter import load_drafter_config
@@ -105,7 +106,8 @@ def _find_drafter(
 
 def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
     """Find (or download) the model's files and read what the front end needs. Loads no weights. Raises ConfigErrors."""
-    extension.wished_isa()  # said before the download
+    extension.wished_isa()  # this and the next are said before the download
+    check_installed(config)
     folder, name, model_config = find_model(config, progress, weights=config.load_format != "dummy")
     if config.load_format in ("auto", "safetensors") and folder.is_dir():
         read_headers(folder)  # what is broken is told before an engine is started
@@ -345,6 +347,7 @@ def start_async_engine(
     """
     num_replicas = config.data_parallel_size
     free_memory_bytes = devices.free_memory_bytes() if num_replicas > 1 else None
+    tracer = request_tracer(config, parts.model_name)
     recovery = recovery or RecoveryLimits(start_seconds=envs.ENGINE_READY_TIMEOUT_S.get())
     first: Sequence[EngineInterpreter | None] = interpreters or [None] * num_replicas
     handles = [
@@ -355,10 +358,12 @@ def start_async_engine(
     try:
         for index, handle in enumerate(handles):
             own_metrics = None if metrics is None else metrics[index]
-            outputs = OutputProcessor(parts.tokenizer, own_metrics, new_draft_metrics=draft_metrics(config))
+            outputs = OutputProcessor(
+                parts.tokenizer, own_metrics, new_draft_metrics=draft_metrics(config), tracer=tracer
+            )
             replicas.append(Replica(handle.launch(), outputs, index=index, starter=handle, recovery=recovery))
     except BaseException:
         processes.stop()
         raise
     modules = [parse_module(word) for word in config.lora_modules] if config.enable_lora else None
-    return AsyncEngine(replicas, parts.input_processor, modules=modules), processes
+    return AsyncEngine(replicas, parts.input_processor, modules=modules, tracer=tracer), processes

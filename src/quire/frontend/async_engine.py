@@ -16,6 +16,7 @@ from quire.frontend.replica import Replica, as_dead
 from quire.frontend.router import work_seconds
 from quire.frontend.stream import RequestStream
 from quire.frontend.timeline import RequestTimeline
+from quire.frontend.tracing import RequestTracer
 from quire.logs import get_logger
 from quire.lora.modules import LoraModule
 from quire.messages import EngineProgress, EngineReady, SetLimits
@@ -40,6 +41,7 @@ class AsyncEngine:
         input_processor: it is replaced when the engines' context length is known.
         modules: adapters that are read before requests are taken; None: the engines compute no adapters.
         clock: monotonic seconds, the same as the replicas'.
+        tracer: the replicas', which ends with the engine.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class AsyncEngine:
         *,
         modules: Sequence[LoraModule] | None = (),
         clock: Callable[[], float] = time.monotonic,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self.replicas = list(replicas)
         self.input_processor = input_processor
@@ -58,7 +61,7 @@ class AsyncEngine:
         )
         self.error: QuireError | None = None  # the reason why no engine is left
         self.refusals = Refusals()
-        self._clock = clock
+        self._clock, self._tracer = clock, tracer
         self._settled = asyncio.Event()  # ready or dead
         self._modules = list(modules or ())  # that are not read yet
         self._reading: asyncio.Task[None] | None = None
@@ -339,6 +342,8 @@ class AsyncEngine:
         self.close()
         for replica in self.replicas:
             await replica.wait_closed()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
 
 def _is_long(prompt: PromptType) -> bool:

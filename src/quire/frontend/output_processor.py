@@ -17,6 +17,7 @@ from quire.frontend.request_state import Continuation, RequestState
 from quire.frontend.stats import EngineMetrics, NoMetrics, Targets
 from quire.frontend.timeline import Timelines
 from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.tracing import RequestTracer
 from quire.logs import get_logger
 from quire.messages import AddRequest, RequestDelta
 from quire.outputs import FinishReason, RequestOutput, SpecDecodeMetrics
@@ -57,6 +58,7 @@ class OutputProcessor:
         metrics: gets first tokens, tokens and ends.
         clock: monotonic seconds, the clock of the requests' arrival times.
         new_draft_metrics: makes what a request's drafts are counted in; None: they are not counted.
+        tracer: gets each request at its end; the caller closes it.
     """
 
     def __init__(
@@ -65,13 +67,14 @@ class OutputProcessor:
         metrics: EngineMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         new_draft_metrics: Callable[[], SpecDecodeMetrics] | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self.metrics: EngineMetrics = NoMetrics() if metrics is None else metrics
         self.targets = Targets()  # for the metrics
         self.timelines = Timelines()  # of recent requests
         self._clock = clock
-        self._new_draft_metrics = new_draft_metrics
+        self._new_draft_metrics, self._tracer = new_draft_metrics, tracer
         self._requests: dict[str, RequestState] = {}
         self._continuations: dict[str, Continuation] = {}  # by the engine's request id
 
@@ -249,4 +252,6 @@ class OutputProcessor:
         if request.num_running == 0:
             request.metrics.finished_time = now
             del self._requests[request.request_id]
+            if self._tracer is not None:
+                self._tracer.on_ended(request)
         self.metrics.on_finished(child.summary(reason, now, self.targets))

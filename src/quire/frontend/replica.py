@@ -218,9 +218,14 @@ class Replica:
         given = {name: getattr(limits, name) for name in limits.__struct_fields__}
         self._moved_limits |= {name: value for name, value in given.items() if value is not None}
         self.admission.on_limits(limits)
-        self.output_processor.targets = self.admission.targets
+        self._take_targets()
         if self.is_ready:
             self._send(limits)
+
+    def _take_targets(self) -> None:
+        targets = self.admission.targets
+        self.output_processor.targets = targets
+        self.output_processor.metrics.on_targets(targets)
 
     async def read_adapter(self, path: str) -> AdapterFacts:
         """Let the engine read an adapter and keep it. Raises AdapterError, EngineDeadError."""
@@ -297,7 +302,7 @@ class Replica:
                 self.facts, self.is_ready, self.progress = message, True, None
                 self.output_processor.metrics.on_ready(message)
                 self.admission.on_ready(message)
-                self.output_processor.targets = self.admission.targets
+                self._take_targets()
                 self._on_change()
 
     def _restore(self, ready: EngineReady, before: EngineReady) -> None:

@@ -82,6 +82,10 @@ class EngineMetrics(Protocol):
         """The first engine, or a new one after a failure, takes requests."""
         ...
 
+    def on_targets(self, targets: Targets) -> None:
+        """The targets from now on."""
+        ...
+
     def on_request_arrived(self, request: ProcessedRequest) -> None:
         """A request was accepted and sent to the engine."""
         ...
@@ -137,6 +141,9 @@ class NoMetrics:
     """EngineMetrics that keeps nothing."""
 
     def on_ready(self, ready: EngineReady) -> None:
+        return None
+
+    def on_targets(self, targets: Targets) -> None:
         return None
 
     def on_request_arrived(self, request: ProcessedRequest) -> None:

@@ -15,7 +15,7 @@ from quire.frontend.stream import RequestStream
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.protocol.common import GenerationRequest, StreamOptions
-from quire.server.state import ServerState, sane_request_id
+from quire.server.state import ServerState, sane_request_id, trace_headers
 from quire.server.text.parser import AnswerParser
 
 T = TypeVar("T")
@@ -74,6 +74,7 @@ async def start(state: ServerState, *generations: Generation) -> list[RequestStr
                 add_special_tokens=generation.add_special_tokens,
                 clamp_max_tokens=generation.max_tokens_is_default,
                 truncation=generation.truncation,
+                trace_headers=trace_headers.get(),
             )
             streams.append(stream)
             await asyncio.sleep(0)  # the streams of others go on between two prompts
