@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from quire.formats.kv_format import KvFormat
 
 KvKind = Literal["full", "window", "chunked", "latent", "state"]
-QkNorm = Literal["none", "head", "full"]
+QkNorm = Literal["none", "head", "full", "unit"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class LinearShape:
         in_features: K.
         bias: every shard has one.
         cut: the way to cut the layer; stored_linear.legal_cuts checks that its stored form allows it.
+        paired_heads: for each shard, the number of heads that rotate neighbouring dimensions in the checkpoint; 0 or no
+            entry: none. Here halves of a head rotate, so loading reorders their rows.
     """
 
     prefix: str
@@ -83,6 +85,7 @@ class LinearShape:
     in_features: int
     bias: bool = False
     cut: Cut = WHOLE
+    paired_heads: tuple[int, ...] = ()
 
     @property
     def out_features(self) -> int:
@@ -142,8 +145,10 @@ class Full:
         scale: factor on q.k.
         soft_cap: cap * tanh(score / cap); 0: none.
         rope: None: a layer without position encoding.
-        qk_norm: RMS norm of q and k: per head, or over the full width of all heads.
+        qk_norm: RMS norm of q and k: per head, over the full width of all heads, or per head without weights (unit).
         qkv: its shards are q, k and v, or one shard with all three.
+        sinks: each head has a learned score without a value, which takes a part of the weights (gpt-oss).
+        temperature, temperature_floor: of queries at late positions: see kernels/layer_rules.py; 0: there is none.
     """
 
     num_q_heads: int
@@ -155,6 +160,9 @@ class Full:
     qk_norm: QkNorm
     qkv: LinearShape
     output: LinearShape
+    sinks: bool = False
+    temperature: float = 0.0
+    temperature_floor: float = 1.0
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
@@ -163,7 +171,7 @@ class Full:
     @property
     def norms(self) -> tuple[NormShape, ...]:
         """The norms of q and k."""
-        if self.qk_norm == "none":
+        if self.qk_norm in ("none", "unit"):
             return ()
         names, heads = ("q_norm", "k_norm"), (self.num_q_heads, self.num_kv_heads)
         sizes = (self.head_dim * (1 if self.qk_norm == "head" else count) for count in heads)
@@ -265,7 +273,7 @@ class Dense:
     """A gated MLP: down(activation(gate) * up).
 
     Attributes:
-        activation: silu, gelu or gelu_tanh.
+        activation: silu, gelu, gelu_tanh or clamped_swiglu.
     """
 
     gate_up: LinearShape
@@ -361,9 +369,11 @@ class LayerSpec:
             yield from part.active_linears if isinstance(part, Experts) else part.linears
 
     def num_norm_elements(self) -> int:
-        """The number of elements of all norms."""
+        """The number of elements of all norms, and of sinks."""
         around = [norm for _, norms in self.parts for norm in norms if norm is not None]
-        return sum(norm.size for norm in (*around, *(() if self.attention is None else self.attention.norms)))
+        num_sinks = self.attention.num_q_heads if isinstance(self.attention, Full) and self.attention.sinks else 0
+        norms = (*around, *(() if self.attention is None else self.attention.norms))
+        return sum(norm.size for norm in norms) + num_sinks
 
 
 @dataclass(frozen=True, kw_only=True)
