@@ -277,8 +277,6 @@ def test_it_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0.6.14 is installed" in chosen.detail
     for arguments, why in (
         ({"head_dim": 96}, "takes heads of 64, 128, 256 dimensions, not 96"),
-        ({"chunk": 8}, "attention with chunks does not run on it"),
-        ({"has_sinks": True}, "attention with sinks does not run on it"),
         ({"dtype": "float32"}, "takes bfloat16 and float16, not float32"),
         ({"kv_cache_dtype": "int8"}, "does not read a KV cache of int8"),
         ({"deterministic": True}, "--deterministic is set"),
@@ -406,6 +404,8 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
         select_backend(spec, CPU, "FLASHINFER")
     with pytest.raises(ConfigError, match="heads of 64, 128, 256 dimensions, not 80"):
         select_backend(replace(spec, head_dim=80), cuda, "FLASHINFER")
+    with pytest.raises(ConfigError, match="our attention with chunks and sinks does not run on it"):
+        select_backend(replace(spec, chunk=64, has_sinks=True), cuda, "FLASHINFER")
     assert select_backend(replace(spec, cache_dtype=torch.float8_e5m2), cuda, "FLASHINFER").name == "FLASHINFER"
     with pytest.raises(ConfigError, match="does not read a KV cache of int8"):
         select_backend(replace(spec, cache_dtype=torch.int8), cuda, "FLASHINFER")
