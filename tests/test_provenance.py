@@ -122,6 +122,7 @@ OTHER_VALUES: dict[str, Any] = {
     "kv_cache_dtype": "int8",
     "num_threads": 2,
     "disable_log_stats": True,
+    "expert_metrics": True,
     "kv_cache_metrics": True,
     "kv_cache_metrics_sample": 0.5,
     "speculative_config": {"method": "suffix", "num_speculative_tokens": 3},

@@ -258,6 +258,7 @@ class EngineConfig:
     disable_log_stats: bool = option(False, "No statistics line every 10 seconds.")
     kv_cache_metrics: bool = option(False, "Histograms of how long KV blocks keep their content, in /metrics.")
     kv_cache_metrics_sample: float = option(0.01, "Share of the KV blocks that these histograms follow, in (0, 1].")
+    expert_metrics: bool = option(False, "Metrics of the experts that tokens go to, in /metrics; on a CPU.")
     tensor_parallel_size: int = option(1, "Devices per replica; 1 in this version.", flags=("-tp",))
     speculative_config: SpeculativeConfig | None = option(
         None,

@@ -171,6 +171,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         model_impl=config.model_impl,
         packed_weights_cache=config.packed_weights_cache,
         logprobs_mode=config.logprobs_mode,
+        expert_metrics=config.expert_metrics,
     )
     lora = lora_settings(config, model, form, record)
     _put_rest(record, config)

@@ -237,6 +237,7 @@ class ServingProcess:
             model=parts.model_config,
             legacy_names=server_config.legacy_metric_names,
             kv_blocks=engine_config.kv_cache_metrics,
+            experts=engine_config.expert_metrics,
             max_draft=max_draft(engine_config),
             has_adapters=engine_config.enable_lora,
         )

@@ -40,7 +40,7 @@ class Linear:
 
     def __init__(self, shape: LinearShape, *, dtype: torch.dtype, scheme: QuantScheme) -> None:
         self.in_features, self.out_features = shape.in_features, shape.out_features
-        self.shards = shape.shards
+        self.shards, self.is_adaptable = shape.shards, shape.is_adaptable
         self._paired_heads = shape.paired_heads or (0,) * len(shape.shards)
         self.dtype = dtype
         self.scheme = scheme

@@ -16,12 +16,14 @@ from quire.attention.backend import AttentionBackend, AttentionSpec
 from quire.attention.layer import Attention, Sinks
 from quire.forward_batch import ForwardBatch
 from quire.kernels.fp8 import Rows
-from quire.layer_spec import Chunked, Dense, Full, LayerSpec, LinearShape, NormShape, RopeConfig, Window
+from quire.layer_spec import Chunked, Dense, Experts, Full, LayerSpec, LinearShape, NormShape, RopeConfig, Window
 from quire.layers.activation import gated_activation
-from quire.layers.linear import Projection, make_linear
+from quire.layers.linear import Linear, Projection, make_linear
 from quire.layers.norm import RMSNorm
-from quire.layers.weight_slot import WeightSlots
+from quire.layers.weight_slot import AnySlots
 from quire.model_config import ModelConfig
+from quire.moe.layer import ChoiceBias, MoE
+from quire.moe.stack import ExpertStack, SplitStack, make_stack
 
 
 class Weighted(Protocol):
@@ -32,7 +34,7 @@ class Weighted(Protocol):
         """Names of the attributes that hold the loaded weights."""
         ...
 
-    def slots(self) -> WeightSlots: ...
+    def slots(self) -> AnySlots: ...
 
     def weight_bytes(self) -> int: ...
 
@@ -41,8 +43,8 @@ class Mixer(Protocol):
     """The computation of a layer between two norms."""
 
     @property
-    def reader(self) -> Projection:
-        """The only linear layer that reads the input."""
+    def reader(self) -> Projection | None:
+        """The only linear layer that reads the input; None: there are several."""
         ...
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor: ...
@@ -133,6 +135,7 @@ class LayerBuilder:
     rope_table: Callable[[RopeConfig], Tensor]  # cos_sin_LR
     backend: Callable[[AttentionSpec], AttentionBackend]
     parts: list[tuple[str, Weighted]] = field(default_factory=list)  # (prefix of its tensors' names, part)
+    mixtures: list[MoE] = field(default_factory=list)
 
     def sublayers(self) -> list[Sublayer]:
         """All sublayers of the layer."""
@@ -154,6 +157,12 @@ class LayerBuilder:
         """A linear layer in the form that the config and `quantization` choose."""
         linear = make_linear(self.config.stored(shape, self.quantization), self.dtype)
         self.parts += [(shape.prefix, part) for part in linear.parts]
+        return linear
+
+    def gate(self, shape: LinearShape) -> Linear:
+        """A layer of one tensor, which decides about others."""
+        linear = self.linear(shape)
+        assert isinstance(linear, Linear)
         return linear
 
     def attention(self, spec: Full) -> SelfAttention:
@@ -193,10 +202,29 @@ class LayerBuilder:
         gate_up, down = self.linear(spec.gate_up), self.linear(spec.down)
         return MLP(gate_up, gated_activation(spec.activation, feeds=down), down)
 
+    def stack(self, shape: LinearShape) -> ExpertStack | SplitStack:
+        """The linear layers of all experts."""
+        stack = make_stack(self.config.stored(shape, self.quantization), self.dtype)
+        self.parts += [(shape.prefix, part) for part in stack.parts]
+        return stack
+
+    def experts(self, spec: Experts) -> MoE:
+        """Experts and their router."""
+        router, choice_bias = self.gate(spec.router.linear), None
+        if spec.router.has_bias_for_choice:
+            choice_bias = ChoiceBias(spec.num_experts)
+            self.parts.append((f"{spec.router.linear.names[0]}.", choice_bias))
+        gate_up, down = self.stack(spec.expert.gate_up), self.stack(spec.expert.down)
+        shared = None if spec.shared is None else self.mlp(spec.shared)
+        shared_gate = None if spec.shared_gate is None else self.gate(spec.shared_gate)
+        self.mixtures.append(MoE(spec, router, choice_bias, gate_up, down, shared, shared_gate))
+        return self.mixtures[-1]
+
 
 _MIXERS: dict[type, Callable[[LayerBuilder, Any], Mixer]] = {
     Full: LayerBuilder.attention,
     Window: LayerBuilder.attention,
     Chunked: LayerBuilder.attention,
     Dense: LayerBuilder.mlp,
+    Experts: LayerBuilder.experts,
 }

@@ -14,7 +14,7 @@ from quire.errors import MemoryPlanError
 from quire.formats.kv_format import KvFormat, kv_format
 from quire.formats.kv_groups import KvGroup, kv_groups, longest_request, page_bytes, pages_for
 from quire.formats.weight_format import packs_floats
-from quire.layer_spec import Dense, Full, LayerSpec
+from quire.layer_spec import Dense, Experts, Full, LayerSpec
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source
 from quire.resolve import GIB, DeviceFacts, shown_bytes
@@ -79,11 +79,24 @@ def _buffer_width(model: ModelConfig, layer: LayerSpec) -> int:
             inner = part.qkv.out_features + part.output.in_features + model.hidden_size
         elif isinstance(part, Dense):  # both inputs of the activation, and its result
             inner = part.width + part.down.in_features
+        elif isinstance(part, Experts):  # of each active expert; then their results beside the shared expert's, and out
+            inner = part.num_active * _of_mlp(part.expert, model.hidden_size)
+            results = part.num_active * model.hidden_size
+            if part.shared is not None:
+                inner = max(inner, results + _of_mlp(part.shared, model.hidden_size))
+                results += model.hidden_size
+            inner = max(inner, results + model.hidden_size)
         else:
             inner = sum(linear.out_features for linear in layer.active_linears())
         own_norm = 0 if norms.before is None else model.hidden_size
         widest = max(widest, own_norm + inner, own_norm + 2 * model.hidden_size)  # at last the result and its norm
     return model.hidden_size + widest
+
+
+def _of_mlp(part: Dense, hidden_size: int) -> int:
+    """Elements per token: both inputs of the activation and its result; then that and the result."""
+    inner = part.down.in_features
+    return inner + max(part.width, hidden_size)
 
 
 def planned_weight_bytes(resolved: Resolved, model: ModelConfig) -> int:

@@ -30,4 +30,4 @@ class Mxfp4(Grouped):
         codes_NK = unpack_bytes(blocks.whole).flatten(1)
         weight = GroupedWeight(codes_NK=codes_NK, bits=4, group_size=32, scales_NG=scales.owned)
         check_finite(weight.float_scales)
-        layer.weight = pack_grouped(weight)
+        layer.weight = pack_grouped(weight, layer.weight_memory)
