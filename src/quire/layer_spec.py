@@ -13,6 +13,7 @@ from quire.formats.kv_format import KvFormat
 
 KvKind = Literal["full", "window", "chunked", "latent", "state"]
 QkNorm = Literal["none", "head", "full", "unit"]
+StackedForm = Literal["rows", "columns", "turns"]
 Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen", "sparsemixer"]
 
 
@@ -82,6 +83,9 @@ class LinearShape:
             entry: none. Here halves of a head rotate, so loading reorders their rows.
         num_experts: as many layers of this shape are stacked; 0: an ordinary layer. Sizes are of one of them.
         stacked: the name of one tensor [num_experts, N, K] that a checkpoint may hold instead; empty: there is none.
+            Biases and the tensors of a quantized form have its name, `_` and their own.
+        stacked_form: `columns`: that tensor is [num_experts, K, N]. `turns`: so too, and in all of them the outputs of
+            the shards take turns.
         is_gate: its few outputs decide about others, so it stays in floating point, and adapters do not change it.
     """
 
@@ -93,6 +97,7 @@ class LinearShape:
     paired_heads: tuple[int, ...] = ()
     num_experts: int = 0
     stacked: str = ""
+    stacked_form: StackedForm = "rows"
     is_gate: bool = False
 
     @property
@@ -323,6 +328,7 @@ class Router:
         normalizes: weights are divided by their sum.
         scale: factor on the weights.
         jitter: of sparsemixer.
+        weighs_input: weights multiply the expert's input instead of its result (Llama 4).
     """
 
     linear: LinearShape
@@ -334,6 +340,7 @@ class Router:
     normalizes: bool = False
     scale: float = 1.0
     jitter: float = 0.0
+    weighs_input: bool = False
 
     @property
     def num_biases(self) -> int:

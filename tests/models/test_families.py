@@ -184,6 +184,15 @@ CASES = {
             "head_dim": 8,
         },
     ),
+    "gpt_oss": Case(
+        "GptOssConfig",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
     "glm4_moe": Case(
         "Glm4MoeConfig",
         {
@@ -269,6 +278,9 @@ def load(
 
 
 def round_weight(name: str, weight_NK: Tensor, config: ModelConfig, quantization: str) -> Tensor:
+    if weight_NK.dim() == 3 and name.endswith("_proj"):  # [num_experts, K, N]
+        rounded = [round_weight(f"{name}.weight", weight_KN.T, config, quantization).T for weight_KN in weight_NK]
+        return torch.stack(rounded)
     if weight_NK.dim() == 3:
         return torch.stack([round_weight(name, weight, config, quantization) for weight in weight_NK])
     is_output = name.endswith("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight")

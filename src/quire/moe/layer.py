@@ -74,6 +74,7 @@ class MoE:
         )
         self._router, self._choice_bias = router, choice_bias
         self._gate_up, self._down, self._activation = gate_up, down, spec.expert.activation
+        self._weighs_input = rule.weighs_input
         self._shared, self._shared_gate = shared, shared_gate
         self.begins: Tensor | None = None  # takes Routing.begins of each step, for somebody who watches
 
