@@ -141,8 +141,10 @@ def _grouped_kernel(
                 highs = highs >> (quad * HIGH_BITS)[None, None, :, None, None]
                 codes |= (highs & (0x01010101 * ((1 << HIGH_BITS) - 1))) << LOW_BITS
             codes = (codes >> byte[None, None, None, :, None]) & 0xFF
-            if HAS_FLOATS:  # twice the value, 4 bits for each magnitude, plus 16
-                double = (0xC8643210 >> ((codes & 7) << 2)).to(tl.int32) & 0xF
+            if HAS_FLOATS:  # twice the value, plus 16
+                magnitude = codes & 7
+                exponent = tl.maximum(magnitude >> 1, 1) - 1
+                double = tl.where(magnitude < 2, magnitude, (2 + (magnitude & 1)) << exponent)
                 codes = tl.where(codes > 7, 16 - double, 16 + double)
             # a code in the lowest bits of 2^23, as float32: 2^23 + code
             w = (codes | 0x4B000000).to(tl.float32, bitcast=True)
