@@ -29,6 +29,7 @@ QUANTIZATION_NAMES = {
     "compressed-tensors": "compressed-tensors",
     "fp8": "fp8",
     "mxfp4": "mxfp4",
+    "gpt_oss_mxfp4": "mxfp4",
     "gguf": "gguf",
 }
 
