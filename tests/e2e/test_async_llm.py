@@ -248,6 +248,29 @@ async def test_engine_death_and_recovery() -> None:
 
 
 @pytest.mark.usefixtures("light")
+async def test_two_replicas() -> None:
+    engine = AsyncLLM(**OPTIONS, data_parallel_size=2)
+    try:
+        params = _greedy(RequestOutputKind.FINAL_ONLY, ignore_eos=True)
+        streams = [engine.generate("Hello", params, f"r{rank}", data_parallel_rank=rank) for rank in (0, 1)]
+        (first,), (second,) = await asyncio.gather(*(_collected(stream) for stream in streams))
+        assert first.outputs[0].token_ids == second.outputs[0].token_ids
+        assert all(replica.records for replica in engine._engine.replicas), "each has computed one"
+        await engine.set_limits(SetLimits(max_num_seqs=2))
+        await engine.reset_prefix_cache()
+        with pytest.raises(InvalidRequestError, match="no replica of this rank"):
+            await anext(engine.generate("Hello", params, "r2", data_parallel_rank=2))
+        pids = [handle.pid for handle in engine._processes.handles]
+    finally:
+        await engine.shutdown()
+    assert not any(pid is not None and psutil.pid_exists(pid) for pid in pids)
+
+
+async def _collected(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+@pytest.mark.usefixtures("light")
 async def test_a_start_that_fails_says_why() -> None:
     engine = AsyncLLM(**OPTIONS | {"kv_cache_memory_bytes": 100_000})
     try:

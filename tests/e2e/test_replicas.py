@@ -154,8 +154,11 @@ def test_one_is_killed_under_load() -> None:
         restarts = values(server, "quire_engine_restarts_total", reason="crash")
         assert sorted(restarts.values()) == [0, 1]
         server.wait_for(lambda: len(server.engines) == 2, "the next engine", START_SECONDS)
-        assert texts(server, 4, body) == {expected}
-        assert server.stop() == 0
+        futures = [pool.submit(post, server, "/v1/completions", body) for _ in range(8)]
+        server.wait_for(lambda: sum(values(server, "vllm:num_requests_running").values()) == 8, "all to run")
+        assert server.get("/load").json() == {"server_load": 8}
+        assert server.stop() == 0, "both are drained"
+        assert {future.result().json()["choices"][0]["text"] for future in futures} == {expected}
     assert not second.is_running()
 
 

@@ -91,6 +91,8 @@ def test_explain_has_the_share_and_shows_the_machine() -> None:
     assert [found.settings["num_threads"].value for found in (one, two)] == [4, 2]
     assert two.settings["unplanned_bytes"].value < one.settings["unplanned_bytes"].value - 2 * GIB
     assert two.device.num_cores == 4
+    assert "replicas 2, and the lines below are of one of them" in two.text()
+    assert "replicas" not in one.text().partition("layers")[0]
 
 
 def test_settings_that_are_refused() -> None:

@@ -100,6 +100,8 @@ class Explanation:
         if (gpu := self.device.gpu) is not None:
             memory = f"{shown_bytes(gpu.total_memory_bytes)}, {shown_bytes(gpu.free_memory_bytes)} free now"
             yield f"gpu      {gpu.name}, {gpu.isa}, {memory}"
+        if (count := self.settings["data_parallel_size"].value) > 1:
+            yield f"replicas {count}, and the lines below are of one of them"
         yield from self._kv_groups()
         if "num_blocks" in self.settings:
             yield from self._memory()
