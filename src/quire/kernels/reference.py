@@ -174,7 +174,7 @@ def gated_activation(
     """activation(first half of each row) * second half; name is a key of cpu.ACTIVATION_CODES."""
     gate_TI, up_TI = x_T2I.float().chunk(2, dim=-1)
     if factors_F is not None and order_T is not None:
-        _check_indices("order", order_T, len(factors_F))
+        check_indices("order", order_T, len(factors_F))
         factors_T1 = factors_F[order_T.long(), None]
         gate_TI, up_TI = gate_TI * factors_T1, up_TI * factors_T1
     if name == "clamped_swiglu":
