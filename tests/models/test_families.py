@@ -588,4 +588,5 @@ def test_defaults_are_those_of_transformers(config_class, tmp_path):
     if layer_types is None:
         assert max(windows) == (window or 0)
     else:
-        assert windows == [window or 0 if kind == "sliding_attention" else 0 for kind in layer_types]
+        bounds = {"sliding_attention": window or 0, "chunked_attention": getattr(theirs, "attention_chunk_size", 0)}
+        assert windows == [bounds.get(kind, 0) for kind in layer_types]
