@@ -15,7 +15,7 @@ import pytest
 import quire.kernels.triton
 from tests.kernels.triton import compile_kernels
 
-FORMS = ("AWQ", "Q4_K", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "8 bits", "FP8", "FP8 in blocks", "dense")
+FORMS = ("AWQ", "Q4_K", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "8 bits", "MXFP4", "FP8", "FP8 in blocks", "dense")
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10}  # that one block may have: CUDA C++ programming guide, table 30
 
 
