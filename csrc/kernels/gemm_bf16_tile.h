@@ -169,7 +169,7 @@ inline void dot_prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end
   const int64_t stride = input_stride<bf16>(args.weight.k);
   for (int64_t row = row_begin; row < row_end; ++row) {
     bf16* to = static_cast<bf16*>(input) + row * stride;
-    std::memcpy(to, static_cast<const bf16*>(args.x.data) + row * args.x.stride, sizeof(bf16) * args.weight.k);
+    std::memcpy(to, row_of_x<bf16>(args, row), sizeof(bf16) * args.weight.k);
     std::memset(to + args.weight.k, 0, sizeof(bf16) * (stride - args.weight.k));
   }
 }

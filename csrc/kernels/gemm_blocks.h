@@ -49,6 +49,12 @@ struct PrefetchPlan {
   }
 };
 
+// The row of x that row `row` of the product reads.
+template <class T>
+inline const T* row_of_x(const GemmArgs& args, int64_t row) {
+  return static_cast<const T*>(args.x.data) + (args.x_rows == nullptr ? row : args.x_rows[row]) * args.x.stride;
+}
+
 // The 64 bias values of one panel as float, zeros without a bias or a column.
 inline void load_bias(const GemmArgs& args, int64_t panel, float* bias_64) {
   const int64_t first = panel * kPanelWidth;

@@ -118,7 +118,7 @@ template <class T>
 inline void convert_rows(const GemmArgs& args, int64_t row_begin, int64_t row_end, float* input) {
   const int64_t stride = input_stride<float>(args.weight.k);
   for (int64_t row = row_begin; row < row_end; ++row) {
-    const T* from = static_cast<const T*>(args.x.data) + row * args.x.stride;
+    const T* from = row_of_x<T>(args, row);
     float* to = input + row * stride;
     int64_t i = 0;
     for (; i + F32::kWidth <= args.weight.k; i += F32::kWidth) store(to + i, load(from + i));
