@@ -396,8 +396,9 @@ def _attention_backend(
     elif not model.is_native or config.model_impl == "transformers":
         problem = "transformers' modelling code runs"
     else:
-        head_dims = {spec.head_dim_k for spec in model.kv_specs()}
-        problem = why_not_flashinfer(head_dims, dtype, cache_dtype, is_deterministic)
+        specs = model.kv_specs()
+        head_dims, has_latent = {spec.head_dim_k for spec in specs}, any(spec.kind == "latent" for spec in specs)
+        problem = why_not_flashinfer(head_dims, has_latent, dtype, cache_dtype, is_deterministic)
     if chosen == "FLASHINFER" and problem is not None:
         raise ConfigError(
             f"FlashInfer cannot be used: {problem}",

@@ -23,6 +23,7 @@ from quire.families import FAMILIES
 from quire.formats.weight_format import ON_LOAD, Fp8Format
 from quire.hf_config.translate import OPTIONAL_FIELDS
 from quire.kernels import cpu, gpu, reference
+from quire.layer_spec import Latent
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.registry import CausalLM, build_model
 from tests.covering import covering
@@ -63,6 +64,17 @@ LONGROPE = {
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+
+DEEPSEEK_YARN = YARN | {"mscale": 0.8, "mscale_all_dim": 0.7}
+LATENT = {
+    "num_key_value_heads": 6,
+    "head_dim": 6,
+    "kv_lora_rank": 21,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 11,
+    "first_k_dense_replace": 3,
 }
 
 
@@ -147,6 +159,13 @@ CASES = {
             "head_dim": 8,
         },
     ),
+    "deepseek_v2": Case(
+        "DeepseekV2Config", LATENT | {"kv_lora_rank": 22, "q_lora_rank": None, "rope_parameters": DEEPSEEK_YARN}
+    ),
+    "deepseek_v3": Case("DeepseekV3Config", LATENT | {"q_lora_rank": 27, "attention_bias": True}),
+    "deepseek_v3-halves": Case(
+        "DeepseekV3Config", LATENT | {"q_lora_rank": None, "rope_interleave": False, "rms_norm_eps": 1e-3}
+    ),
 }
 
 
@@ -211,7 +230,9 @@ def load(
 
 def round_weight(name: str, weight_NK: Tensor, config: ModelConfig, quantization: str) -> Tensor:
     is_output = name.endswith("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight")
-    if not is_output and not name.endswith("proj.weight"):
+    if not is_output and (
+        not name.endswith(("proj.weight", "proj_with_mqa.weight")) or name.endswith("kv_b_proj.weight")
+    ):
         return weight_NK
     weight_format = ON_LOAD[quantization].output if is_output else ON_LOAD[quantization].linear
     if isinstance(weight_format, Fp8Format):
@@ -464,19 +485,26 @@ def test_defaults_are_those_of_transformers(config_class, tmp_path):
         "intermediate_size": 72,
         "num_hidden_layers": 3,
         "num_attention_heads": 32,
+        "first_k_dense_replace": 3,
     }
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "model_type": model_type}))
     ours: ModelConfig = load_model_config(tmp_path)
     theirs = hf_class(**sizes)
     attention = ours.layers[0].attention
-    assert attention.num_kv_heads == theirs.num_key_value_heads
-    assert attention.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    if isinstance(attention, Latent):
+        assert (attention.nope_dim, attention.value_dim) == (theirs.qk_nope_head_dim, theirs.v_head_dim)
+        assert (attention.rank, attention.rope_dim) == (theirs.kv_lora_rank, theirs.qk_rope_head_dim)
+        assert attention.query is not None
+        assert attention.query.in_features == theirs.q_lora_rank
+    else:
+        head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        assert (attention.num_kv_heads, attention.head_dim) == (theirs.num_key_value_heads, head_dim)
+        assert attention.soft_cap == (getattr(theirs, "attn_logit_softcapping", None) or 0.0)
     assert ours.max_model_len == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     eos = theirs.eos_token_id
     assert ours.eos_token_ids == (() if eos is None else (eos,))
-    assert attention.soft_cap == (getattr(theirs, "attn_logit_softcapping", None) or 0.0)
     assert ours.logits_soft_cap == (getattr(theirs, "final_logit_softcapping", None) or 0.0)
     rope = theirs.rope_parameters
     if "full_attention" in rope:

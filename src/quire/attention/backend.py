@@ -1,6 +1,6 @@
 """The contract of an attention backend.
 
-Dimensions: T tokens, H query heads, G kv heads, E head dim.
+Dimensions: T tokens, H query heads, E head dim, V elements of a value.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class AttentionSpec:
     soft_cap: float  # cap * tanh(score / cap); 0 = none
     dtype: torch.dtype
     cache_dtype: torch.dtype | None = None  # of the KV cache; None: dtype
+    value_dim: int | None = None  # latent attention: the first elements of a key are the value; None: it has its own
 
 
 class AttentionBackend(Protocol):
@@ -41,11 +42,8 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def forward(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
-        """Attention of the step's tokens -> [T, H, E], contiguous.
-
-        q and k are rotated. k and v are in the cache already; some backends read these tensors instead of the cache.
-        """
+    def forward(self, q_THE: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+        """Attention of the step's tokens -> [T, H, V], contiguous. q is rotated. K and V are in the cache already."""
         ...
 
     @staticmethod

@@ -43,7 +43,7 @@ class Attention:
         cache = batch.caches[self._layer]
         slots_T = batch.tables[cache.table].slot_mapping_T
         rope_and_cache(q_THE, k_TGE, v_TGE, batch.positions_T, slots_T, cache, self._head_rotation())
-        return self._attend(q_THE, k_TGE, v_TGE, cache, batch)
+        return self._attend(q_THE, cache, batch)
 
     def _head_rotation(self) -> HeadRotation:
         """The rotation. It is made again after the norms got other weights."""

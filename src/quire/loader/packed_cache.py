@@ -32,6 +32,7 @@ from quire.kernels import extension
 from quire.kernels.dense import PackedLinear
 from quire.kernels.fp8 import PackedFp8
 from quire.kernels.grouped import PackedGrouped
+from quire.kernels.head_linear import PackedHeads
 from quire.loader.safetensors_headers import MAX_HEADER_BYTES
 from quire.logs import get_logger
 from quire.messages import Progress
@@ -48,7 +49,7 @@ HUGE_PAGE = 2 << 20
 MADV_POPULATE_READ = 22  # asm-generic/mman-common.h; not in Python 3.11
 PIECE_BYTES = 64 << 20  # bytes between two reports of progress
 THREAD_NAME = "packed weights"
-FORMS = {form.__name__: form for form in (PackedLinear, PackedGrouped, PackedFp8, GroupedFormat)}
+FORMS = {form.__name__: form for form in (PackedLinear, PackedGrouped, PackedFp8, PackedHeads, GroupedFormat)}
 
 Held = Mapping[str, Mapping[str, Any]]  # a model's loaded weights by part and attribute
 

@@ -27,11 +27,14 @@ def flashinfer_version() -> str | None:
         return "of unknown version"
 
 
-def why_not_flashinfer(head_dims: Collection[int], dtype: str, cache_dtype: str, is_deterministic: bool) -> str | None:
+def why_not_flashinfer(
+    head_dims: Collection[int], has_latent: bool, dtype: str, cache_dtype: str, is_deterministic: bool
+) -> str | None:
     """Why FlashInfer does not do such attention on a GPU here, or None.
 
     Args:
         head_dims: of all layers.
+        has_latent: a layer has latent rows in the place of keys and values.
         dtype, cache_dtype: by torch's names.
     """
     if flashinfer_version() is None:
@@ -40,6 +43,8 @@ def why_not_flashinfer(head_dims: Collection[int], dtype: str, cache_dtype: str,
         return "it builds its kernels with nvcc, which is not found, and flashinfer-jit-cache is not installed"
     if is_deterministic:
         return "it splits sequences by the batch, and --deterministic is set"
+    if has_latent:
+        return "Quire does not call its kernels for latent rows"
     if others := [head_dim for head_dim in sorted(head_dims) if head_dim not in HEAD_DIMS]:
         return f"it takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {', '.join(map(str, others))}"
     if dtype not in DTYPES:

@@ -16,7 +16,7 @@ struct AttentionRule {
   float soft_cap;      // scores become soft_cap * tanh(score / soft_cap); 0 = off
 };
 
-// T tokens, H query heads, E head_dim, S sequences, M blocks per table row.
+// T tokens, H query heads, E head_dim, V value_dim, S sequences, M blocks per table row.
 struct AttentionArgs {
   DType dtype;                 // of q and out
   StridedHeads<const void> q;  // [T, H, E]
@@ -26,8 +26,9 @@ struct AttentionArgs {
   const int32_t* seq_lens;                  // [S] positions in the cache, this call's tokens included
   const int32_t* cu_seqlens_q;  // [S + 1] the tokens cu[s] to cu[s + 1] are the last positions of sequence s
   int num_tokens, num_seqs, num_q_heads, head_dim;
+  int value_dim;  // V, at most E: below E the values are the first elements of the keys
   AttentionRule rule;
-  StridedHeads<void> out;  // [T, H, E]
+  StridedHeads<void> out;  // [T, H, V]
 };
 
 struct AttentionKernels {
