@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels import cpu, gpu, reference, weight_memory
+from quire.kernels import cpu, gpu, reference
 from quire.kernels.dense import packs
 from quire.kernels.guards import check_dtype, check_filled, check_last_stride, check_places, check_shape
+from quire.kernels.weight_memory import WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ def pack_heads(weight_HNK: Tensor) -> PackedHeads:
     if not packs(weight_HNK.device):
         return PackedHeads(weight_HNK.clone(memory_format=torch.contiguous_format), H, N, K, dtype, is_packed=False)
     num_bytes = cpu.gemm_packed_bytes(dtype, N, K)
-    data = weight_memory.filled(
-        H * num_bytes, weight_HNK, lambda _: num_bytes, lambda weight_NK, to: cpu.gemm_pack(weight_NK.contiguous(), to)
-    )
+    data = WEIGHTS(H * num_bytes)
+    for weight_NK, to in zip(weight_HNK, data.split(num_bytes), strict=True):
+        cpu.gemm_pack(weight_NK.contiguous(), to)
     return PackedHeads(data, H, N, K, dtype, is_packed=True)
 
 
