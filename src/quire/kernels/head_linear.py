@@ -53,7 +53,7 @@ def pack_heads(weight_HNK: Tensor) -> PackedHeads:
         return PackedHeads(weight_HNK.clone(memory_format=torch.contiguous_format), H, N, K, dtype, is_packed=False)
     num_bytes = cpu.gemm_packed_bytes(dtype, N, K)
     data = WEIGHTS(H * num_bytes)
-    for weight_NK, to in zip(weight_HNK, data.split(num_bytes), strict=True):
+    for weight_NK, to in zip(weight_HNK, torch.split(data, num_bytes), strict=True):
         cpu.gemm_pack(weight_NK.contiguous(), to)
     return PackedHeads(data, H, N, K, dtype, is_packed=True)
 
