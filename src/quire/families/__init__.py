@@ -5,18 +5,27 @@ from quire.families import (
     deepseek_v3,
     gemma2,
     gemma3,
+    glm4_moe,
     granite,
+    granitemoe,
     llama,
     mimo,
     mistral,
+    mixtral,
     olmo2,
+    olmoe,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
     smollm3,
 )
 from quire.hf_config.family import Family
 
-_MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, smollm3, olmo2, granite, mimo, deepseek_v2, deepseek_v3)
+_MODULES = (
+    *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, smollm3, olmo2, granite, mimo),
+    *(mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, glm4_moe, deepseek_v2, deepseek_v3),
+)
 
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -37,13 +37,13 @@ class StoredLinear:
 
     def num_bytes(self, dtype: str, *, is_packed: bool = True) -> int:
         """Bytes of the weight in memory, for a model in `dtype`. `is_packed`: the compiled kernels pack and pad it."""
-        N, K = self.shape.out_features, self.shape.in_features
+        N, K, count = self.shape.out_features, self.shape.in_features, max(self.shape.num_experts, 1)
         if self.held is None:
-            parts = self.shape.stacks or ((1, N, K),)
+            parts = self.shape.matrices or ((count, N, K),)
             return sum(count * float_bytes(N, K, dtype, is_packed=is_packed) for count, N, K in parts)
         if isinstance(self.held, Fp8Format):
-            return self.held.num_bytes(N, K, is_packed=is_packed)
-        return self.held.num_bytes(N, K)
+            return count * self.held.num_bytes(N, K, is_packed=is_packed)
+        return count * self.held.num_bytes(N, K)
 
 
 def stored_from(shape: LinearShape, checkpoint: QuantizedCheckpoint | GgufWeights) -> tuple[StoredLinear, ...]:
@@ -52,20 +52,36 @@ def stored_from(shape: LinearShape, checkpoint: QuantizedCheckpoint | GgufWeight
     Shards cannot be fused if their formats differ, or if each has its own order of the in-features.
     Raises ModelConfigError if the format does not allow the sizes of the layer.
     """
-    if shape.stacks:
-        (whole,) = stored_from(replace(shape, stacks=()), checkpoint)
+    if shape.matrices:
+        (whole,) = stored_from(replace(shape, matrices=()), checkpoint)
         return (replace(whole, shape=shape, held=None, reason=f"{whole.reason}; {TAKEN_APART}"),)
     if isinstance(checkpoint, GgufWeights):
         return _stored_from_gguf(shape, checkpoint)
     shards = [replace(shape, shards=(shard,)) for shard in shape.shards]
-    formats = [checkpoint.format_of(shard.names[0]) for shard in shards]
+    formats = [_format(shard, checkpoint) for shard in shards]
     first = formats[0]
     parts = [shape] if all(f == first for f in formats) and not (first and first.has_order) else shards
     return tuple(_stored(part, checkpoint) for part in parts)
 
 
+def _format(shard: LinearShape, checkpoint: QuantizedCheckpoint) -> LayerFormat | None:
+    """The format of a layer, which all its experts share."""
+    (name,) = shard.names
+    first, *others = checkpoint.formats_of(name, shard.num_experts)
+    for expert, other in enumerate(others, 1):
+        if other != first:
+            described = ["floating point" if each is None else each.describe() for each in (other, first)]
+            raise ModelConfigError(
+                f"{name.format(expert)} has another format than {name.format(0)}",
+                value=described[0],
+                expected=f"{described[1]}, because the experts of a layer have one format",
+                fix="Quantize all experts of a layer alike, or use the unquantized checkpoint with --quantization",
+            )
+    return first
+
+
 def _stored(shape: LinearShape, checkpoint: QuantizedCheckpoint) -> StoredLinear:
-    name = shape.names[0]
+    name = shape.names[0].format(0)
     rule = checkpoint.rule_for(name)
     source = None if rule is None else rule.format
     if source is None:

@@ -60,7 +60,7 @@ def latent_attention(facts: LayerFacts, prefix: str, is_interleaved: bool) -> La
             shards=(("kv_b_proj", heads * (nope_dim + value_dim)),),
             in_features=rank,
             cut=Cut("rows", nope_dim + value_dim),
-            stacks=((heads, rank, nope_dim), (heads, value_dim, rank)),
+            matrices=((heads, rank, nope_dim), (heads, value_dim, rank)),
         ),
         output=LinearShape(
             prefix=prefix,

@@ -121,6 +121,19 @@ class QuantizedCheckpoint:
         rule = self.rule_for(name)
         return None if rule is None else rule.format
 
+    @cached_property
+    def _formats_of_experts(self) -> dict[tuple[str, int], tuple[LayerFormat | None, ...]]:
+        return {}
+
+    def formats_of(self, name: str, num_experts: int) -> tuple[LayerFormat | None, ...]:
+        """The formats of the experts of a layer, in whose name `{}` is the expert; 0 experts: of an ordinary layer."""
+        if num_experts == 0:
+            return (self.format_of(name),)
+        known, key = self._formats_of_experts, (name, num_experts)
+        if key not in known:
+            known[key] = tuple(self.format_of(name.format(expert)) for expert in range(num_experts))
+        return known[key]
+
     def describe(self) -> str:
         formats = dict.fromkeys(rule.format.describe() for rule in self.rules if rule.format is not None)
         return "; ".join(formats) or "no layer is quantized"

@@ -5,6 +5,7 @@ Dimensions: E experts, N out-features and K in-features of each.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -101,7 +102,7 @@ class StackBuilder:
         tensors = _tensors(packed)
         for name, to in _tensors(place).items():
             if to.data_ptr() != tensors[name].data_ptr():
-                to.view(torch.uint8).copy_(tensors[name].contiguous().view(torch.uint8))
+                to.view(-1).view(torch.uint8).copy_(tensors[name].reshape(-1).view(torch.uint8))
         order_EK, order_K = _order(self._stack.weight), _order(packed)
         if order_EK is not None and order_K is not None:
             order_EK[e] = order_K
@@ -116,6 +117,11 @@ class StackBuilder:
             stacked = {name: x.new_empty((self._E * len(x), *x.shape[1:])) for name, x in tensors.items()}
         order_EK = None if order_K is None else order_K.new_empty((self._E, packed.K), dtype=torch.int32)
         return PackedStack(_with_tensors(packed, stacked, self._E * self._N, order_EK), self._E, self._N, packed.K)
+
+    def experts(self) -> Iterator[tuple[int, Packed]]:
+        """The experts that came, and their weights."""
+        if self._stack is not None:
+            yield from ((e, self._stack.expert(e)) for e in range(self._E) if e not in self._missing)
 
     def finished(self) -> PackedStack:
         """The stack, which must be complete."""

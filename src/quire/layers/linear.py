@@ -38,7 +38,7 @@ class Linear:
 
     def __init__(self, shape: LinearShape, *, dtype: torch.dtype, scheme: QuantScheme) -> None:
         self.in_features, self.out_features = shape.in_features, shape.out_features
-        self.shards = shape.shards
+        self.shards, self.is_adaptable = shape.shards, shape.is_adaptable
         self.dtype = dtype
         self.scheme = scheme
         self.tensors: dict[str, ShardedTensor] = {}

@@ -25,13 +25,13 @@ class UpProjection:
     """The weight arrives in the checkpoint's format, and is held in the model's dtype.
 
     Args:
-        stored: its shape's `stacks` are (H, L, K) and (H, V, L).
+        stored: its shape's `matrices` are (H, L, K) and (H, V, L).
     """
 
     held = ("keys", "values")
 
     def __init__(self, stored: StoredLinear, dtype: torch.dtype) -> None:
-        self._stacks = stored.shape.stacks
+        self._stacks = stored.shape.matrices
         self._arriving = Linear(stored.shape, dtype=dtype, scheme=select_scheme(stored))
         self.keys: PackedHeads | None = None
         self.values: PackedHeads | None = None

@@ -33,15 +33,26 @@ class GgufCheckpoint:
         self._names = config.quantized.names
         self._num_heads = dict(_rotating(config)) if config.quantized.is_interleaved else {}
         self._norm_offset = config.norm_offset
+        self._gates = {part.shared_gate.names[0] for part in config.experts() if part.shared_gate is not None}
 
     @property
     def files(self) -> list[Path]:
         return list(self._file.parts)
 
+    def headers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor without values)."""
+        return self._in_hf_form(self._in_file_form().headers())
+
     def tensors(self, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) in file order. Tensors are views of the mapped file, as in `Checkpoint.tensors`."""
+        return self._in_hf_form(self._in_file_form().tensors(progress))
+
+    def _in_file_form(self) -> Checkpoint:
         entries = {path: [_entry(info) for info in infos] for path, infos in self._file.parts.items()}
-        for name, tensor in Checkpoint(self._file.path.parent, entries).tensors(progress):
+        return Checkpoint(self._file.path.parent, entries)
+
+    def _in_hf_form(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
             if name in self._names:
                 yield self._converted(self._names[name], tensor)
             del tensor
@@ -51,6 +62,8 @@ class GgufCheckpoint:
         module = name.rpartition(".")[0]  # empty for a name without dots
         if module in self._num_heads:
             tensor = _half_split(tensor, self._num_heads[module])
+        if tensor.dim() == 1 and module in self._gates:
+            tensor = tensor.unsqueeze(0)
         if self._norm_offset and module.endswith("norm"):
             tensor = tensor.float() - self._norm_offset
         return name, tensor

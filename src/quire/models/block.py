@@ -17,14 +17,16 @@ from quire.attention.layer import Attention
 from quire.forward_batch import ForwardBatch
 from quire.kernels.fp8 import Rows
 from quire.kernels.layer_rules import LatentRotation
-from quire.layer_spec import Dense, Full, Latent, LayerSpec, LinearShape, NormShape, RopeConfig, Window
+from quire.layer_spec import Dense, Experts, Full, Latent, LayerSpec, LinearShape, NormShape, RopeConfig, Window
 from quire.layers.activation import gated_activation
-from quire.layers.linear import Projection, make_linear
+from quire.layers.linear import Linear, Projection, make_linear
 from quire.layers.norm import RMSNorm
 from quire.layers.up_projection import UpProjection
-from quire.layers.weight_slot import WeightSlots
+from quire.layers.weight_slot import AnySlots
 from quire.model_config import ModelConfig
 from quire.models.latent import LatentAttention
+from quire.moe.layer import ChoiceBias, MoE
+from quire.moe.stack import ExpertStack, SplitStack, make_stack
 
 
 class Weighted(Protocol):
@@ -35,7 +37,7 @@ class Weighted(Protocol):
         """Names of the attributes that hold the loaded weights."""
         ...
 
-    def slots(self) -> WeightSlots: ...
+    def slots(self) -> AnySlots: ...
 
     def weight_bytes(self) -> int: ...
 
@@ -44,8 +46,8 @@ class Mixer(Protocol):
     """The computation of a layer between two norms."""
 
     @property
-    def reader(self) -> Projection:
-        """The only linear layer that reads the input."""
+    def reader(self) -> Projection | None:
+        """The only linear layer that reads the input; None: there are several."""
         ...
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor: ...
@@ -159,6 +161,12 @@ class LayerBuilder:
         self.parts += [(shape.prefix, part) for part in linear.parts]
         return linear
 
+    def gate(self, shape: LinearShape) -> Linear:
+        """A layer of one tensor, which decides about others."""
+        linear = self.linear(shape)
+        assert isinstance(linear, Linear)
+        return linear
+
     def attention(self, spec: Full) -> SelfAttention:
         """Self-attention with or without a window."""
         qkv, output = self.linear(spec.qkv), self.linear(spec.output)
@@ -213,10 +221,28 @@ class LayerBuilder:
         gate_up, down = self.linear(spec.gate_up), self.linear(spec.down)
         return MLP(gate_up, gated_activation(spec.activation, feeds=down), down)
 
+    def stack(self, shape: LinearShape) -> ExpertStack | SplitStack:
+        """The linear layers of all experts."""
+        stack = make_stack(self.config.stored(shape, self.quantization), self.dtype)
+        self.parts += [(shape.prefix, part) for part in stack.parts]
+        return stack
+
+    def experts(self, spec: Experts) -> MoE:
+        """Experts and their router."""
+        router, choice_bias = self.gate(spec.router.linear), None
+        if spec.router.has_bias_for_choice:
+            choice_bias = ChoiceBias(spec.num_experts)
+            self.parts.append((f"{spec.router.linear.names[0]}.", choice_bias))
+        gate_up, down = self.stack(spec.expert.gate_up), self.stack(spec.expert.down)
+        shared = None if spec.shared is None else self.mlp(spec.shared)
+        shared_gate = None if spec.shared_gate is None else self.gate(spec.shared_gate)
+        return MoE(spec, router, choice_bias, gate_up, down, shared, shared_gate)
+
 
 _MIXERS: dict[type, Callable[[LayerBuilder, Any], Mixer]] = {
     Full: LayerBuilder.attention,
     Window: LayerBuilder.attention,
     Latent: LayerBuilder.latent,
     Dense: LayerBuilder.mlp,
+    Experts: LayerBuilder.experts,
 }

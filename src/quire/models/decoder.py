@@ -24,7 +24,7 @@ from quire.layers.embedding import Embedding, Lookup, OutputProjection, PackedEm
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import cos_sin_table
-from quire.layers.weight_slot import WeightSlot
+from quire.layers.weight_slot import StackedSlots, WeightSlot
 from quire.model_config import ModelConfig
 from quire.models.block import LayerBuilder, Sublayer, Weighted
 from quire.models.weights import WeightTable
@@ -137,12 +137,20 @@ class Decoder:
             self._parts += build.parts
             num_caches += spec.kv_spec is not None
 
-    def _slots(self) -> dict[str, WeightSlot]:
+    def _slots(self) -> dict[str, WeightSlot | StackedSlots]:
         return {prefix + name: slot for prefix, part in self._parts for name, slot in part.slots()}
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors that `load_weights` needs, by their names in the checkpoint."""
         return self._weights.expected()
+
+    def check_weights(self, headers: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise WeightsError like `load_weights`, before anything is read.
+
+        Args:
+            headers: the names of a checkpoint, and tensors without values (on torch's device `meta`).
+        """
+        self._weights.check(headers)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take the tensors of a checkpoint by their Hugging Face names, in any order.
@@ -221,7 +229,7 @@ class Decoder:
         hidden_size, vocab_size = self.config.hidden_size, self.config.vocab_size
         yield Adaptable(self._embed, ((EMBEDDINGS, hidden_size),), vocab_size, looks_up=True)
         for prefix, part in self._parts:
-            if isinstance(part, Linear) and not isinstance(part, OutputProjection):
+            if isinstance(part, Linear) and part.is_adaptable and not isinstance(part, OutputProjection):
                 yield Adaptable(part, tuple((prefix + name, size) for name, size in part.shards), part.in_features)
         yield Adaptable(self._output, ((OUTPUT, vocab_size),), hidden_size)
 

@@ -14,7 +14,7 @@ from quire.errors import MemoryPlanError
 from quire.formats.kv_format import KvFormat, kv_format
 from quire.formats.kv_groups import KvGroup, kv_groups, longest_request, page_bytes, pages_for
 from quire.formats.weight_format import packs_floats
-from quire.layer_spec import Dense, Full, LayerSpec
+from quire.layer_spec import Dense, Experts, Full, LayerSpec
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source
 from quire.resolve import GIB, DeviceFacts, shown_bytes
@@ -79,6 +79,12 @@ def _buffer_width(model: ModelConfig, layer: LayerSpec) -> int:
             inner = part.qkv.out_features + part.output.in_features + model.hidden_size
         elif isinstance(part, Dense):  # both inputs of the activation, and its result
             inner = part.width + part.down.in_features
+        elif isinstance(part, Experts):  # float32 logits; of each active expert what a dense part makes, and its result
+            of_one = part.expert.width + part.expert.down.in_features + model.hidden_size
+            inner = 2 * part.num_experts + part.num_active * of_one
+            if part.shared is not None:  # beside the results of the others
+                own = part.shared.width + part.shared.down.in_features + model.hidden_size
+                inner = max(inner, part.num_active * model.hidden_size + own)
         else:
             inner = sum(linear.out_features for linear in layer.active_linears())
         own_norm = 0 if norms.before is None else model.hidden_size

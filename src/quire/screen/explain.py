@@ -59,6 +59,7 @@ class Explanation:
                 "name": self.model_name,
                 "architecture": self.model.architecture,
                 "num_parameters": self.model.num_parameters(),
+                "num_active_parameters": self.model.num_active_parameters(),
                 "weight_bytes": self.settings["weight_bytes"].value,
                 "kv_bytes_per_token": self._kv_bytes_per_token(),
                 "max_model_len": self.model.max_model_len,
@@ -87,6 +88,8 @@ class Explanation:
     def _lines(self) -> Iterator[str]:
         dtype = self.settings["dtype"].value
         parameters = f"{self.model.num_parameters() / 1e6:,.1f} M parameters"
+        if self.model.experts():
+            parameters += f" ({self.model.num_active_parameters() / 1e6:,.1f} M active)"
         kv = self._kv_bytes_per_token()
         yield f"model    {self.model_name}: {self.model.architecture}, {parameters}, {dtype}, KV {kv:,} bytes per token"
         if ignored := self.model.ignored_fields:
@@ -127,7 +130,8 @@ class Explanation:
         alike: dict[tuple[str, str, str, str], list[str]] = {}
         for layer in self.layers:
             key = (layer.weight, layer.why, layer.kernel, layer.kernel_why)
-            alike.setdefault(key, []).append(f"{layer.count} x {'+'.join(layer.names)}")
+            experts = f" of {layer.num_experts} experts" if layer.num_experts else ""
+            alike.setdefault(key, []).append(f"{layer.count} x {'+'.join(layer.names)}{experts}")
         label = "layers"
         for (weight, why, kernel, kernel_why), names in alike.items():
             yield f"{label:<8} {', '.join(names)}"

@@ -11,6 +11,8 @@ Dimensions: T tokens, H heads, L elements of a row, V latents, R rotary dims, P 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -23,11 +25,9 @@ from quire.kernels.triton.attention import _join, _sequence_of
 from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, next_power_of_2
 from quire.kernels.triton.rope_cache import _store
 
-_BLOCK_M = 32  # rows of a program; of more, two outputs of 512 elements would not fit into registers
+_BLOCK_M = 16  # rows of a program; of more, two outputs of 512 elements would not fit into registers
 _PROGRAMS_WANTED = 264  # as in attention.py
 _SHORTEST_RANGE, _MOST_RANGES = 1024, 32
-# One program or a separate kernel joins ranges with equal bits, so products and sums stay apart.
-OPTIONS = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -213,6 +213,12 @@ def blocks(H: int, V: int, R: int, dtype: torch.dtype) -> dict[str, int]:
     }
 
 
+def options(dtype: torch.dtype) -> dict[str, Any]:
+    """The compiler's. One program or a separate kernel joins ranges with equal bits: products and sums stay apart."""
+    num_stages = 1 if dtype == torch.float32 else 2
+    return {"num_warps": 8, "num_stages": num_stages, "maxnreg": 255, "enable_fp_fusion": False}
+
+
 def latent_attention(
     q_THL: Tensor,
     cache: LayerCache,
@@ -272,7 +278,7 @@ def latent_attention(
         CODES=name,
         UPCAST=IS_INTERPRETED,
         **tiles,
-        **OPTIONS,
+        **options(q_THL.dtype),
     )
     if segments > 1:
         attention._join_ranges_kernel[(T, H)](
