@@ -99,6 +99,7 @@ class ModelSettings:
     model_impl: str
     packed_weights_cache: bool
     logprobs_mode: str
+    expert_metrics: bool = False
 
     @property
     def cache_dtype(self) -> str:

@@ -25,6 +25,8 @@ class AttentionSpec:
     sliding_window: int  # a token sees the positions > its own - window; 0: it sees all positions before it
     soft_cap: float  # cap * tanh(score / cap); 0 = none
     dtype: torch.dtype
+    chunk: int = 0  # a token sees the positions of its own chunk of this size; 0: there are no chunks
+    has_sinks: bool = False  # each head has a score without a value: see ops.paged_attention
     cache_dtype: torch.dtype | None = None  # of the KV cache; None: dtype
     value_dim: int | None = None  # latent attention: the first elements of a key are the value; None: it has its own
 
@@ -42,8 +44,11 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def forward(self, q_THE: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
-        """Attention of the step's tokens -> [T, H, V], contiguous. q is rotated. K and V are in the cache already."""
+    def forward(self, q_THE: Tensor, cache: LayerCache, batch: ForwardBatch, sinks_H: Tensor | None = None) -> Tensor:
+        """Attention of the step's tokens -> [T, H, V], contiguous. q is rotated. K and V are in the cache already.
+
+        `sinks_H`: of q's dtype, given if the spec has sinks.
+        """
         ...
 
     @staticmethod

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quire.kernels import cpu
 from quire.kernels.dense import PackedLinear
 from quire.kernels.fp8 import PackedFp8
 from quire.kernels.grouped import PackedGrouped
@@ -49,6 +50,11 @@ class PackedStack:
     def tensor(self) -> Tensor:
         """One of its tensors."""
         return self.weight.data if isinstance(self.weight, PackedLinear) else self.weight.tensor
+
+    @cached_property
+    def panels(self) -> Any:
+        """The stack in the form of the CPU kernels."""
+        return cpu.expert_stack(replace(self.weight, N=self.N).panels, self.E)
 
     def expert(self, e: int) -> Packed:
         """The weight of one expert, without a copy."""

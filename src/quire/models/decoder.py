@@ -28,6 +28,7 @@ from quire.layers.weight_slot import StackedSlots, WeightSlot
 from quire.model_config import ModelConfig
 from quire.models.block import LayerBuilder, Sublayer, Weighted
 from quire.models.weights import WeightTable
+from quire.moe.layer import MoE
 
 EMBEDDINGS = "model.embed_tokens"
 
@@ -76,6 +77,7 @@ class Decoder:
         self.device = device
         self.mapped_bytes = 0
         self._parts: list[tuple[str, Weighted]] = []
+        self._mixtures: list[MoE] = []
         self._backends = SharedBackends(table_of_layer(kv_groups(config)), device, attention_backend, cache_dtype)
         self._output: OutputProjection
         self._embed: Lookup = self._make_embeddings(quantization)
@@ -129,12 +131,14 @@ class Decoder:
                 spec=spec,
                 cache=num_caches,
                 dtype=self.dtype,
+                device=self.device,
                 quantization=quantization,
                 rope_table=rope_table,
                 backend=partial(self._backends.get, num_caches),
             )
             yield build.sublayers()
             self._parts += build.parts
+            self._mixtures += build.mixtures
             num_caches += spec.kv_spec is not None
 
     def _slots(self) -> dict[str, WeightSlot | StackedSlots]:
@@ -200,6 +204,14 @@ class Decoder:
             parts += [_KeptStream(kept_TAD[:, at]) for at, kept in enumerate(layers) if kept == layer]
             parts += sublayers
         self._parts_of_pass = parts
+
+    def watch_experts(self) -> list[Tensor]:
+        """A tensor for each layer with experts. From now on each pass leaves Routing.begins there, int32 [E + 1]."""
+        watched = []
+        for mixture in self._mixtures:
+            mixture.begins = torch.zeros(mixture.num_experts + 1, dtype=torch.int32, device=self.device)
+            watched.append(mixture.begins)
+        return watched
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the step's tokens after the final norm. Their K and V go to `batch.caches`."""

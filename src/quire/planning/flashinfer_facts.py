@@ -28,14 +28,14 @@ def flashinfer_version() -> str | None:
 
 
 def why_not_flashinfer(
-    head_dims: Collection[int], has_latent: bool, dtype: str, cache_dtype: str, is_deterministic: bool
+    head_dims: Collection[int], dtype: str, cache_dtype: str, is_deterministic: bool, others: Collection[str] = ()
 ) -> str | None:
     """Why FlashInfer does not do such attention on a GPU here, or None.
 
     Args:
         head_dims: of all layers.
-        has_latent: a layer has latent rows in the place of keys and values.
         dtype, cache_dtype: by torch's names.
+        others: what else the layers have, of "chunks", "sinks", "latent rows".
     """
     if flashinfer_version() is None:
         return "it is not installed (pip install flashinfer-python)"
@@ -43,10 +43,10 @@ def why_not_flashinfer(
         return "it builds its kernels with nvcc, which is not found, and flashinfer-jit-cache is not installed"
     if is_deterministic:
         return "it splits sequences by the batch, and --deterministic is set"
-    if has_latent:
-        return "Quire does not call its kernels for latent rows"
-    if others := [head_dim for head_dim in sorted(head_dims) if head_dim not in HEAD_DIMS]:
-        return f"it takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {', '.join(map(str, others))}"
+    if others:
+        return f"our attention with {' and '.join(sorted(others))} does not run on it"
+    if unknown := [head_dim for head_dim in sorted(head_dims) if head_dim not in HEAD_DIMS]:
+        return f"it takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {', '.join(map(str, unknown))}"
     if dtype not in DTYPES:
         return f"it takes {' and '.join(DTYPES)}, not {dtype}"
     if cache_dtype != dtype and cache_dtype not in CODE_DTYPES:

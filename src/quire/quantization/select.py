@@ -11,6 +11,7 @@ from quire.quantization.fp8 import Fp8Checkpoint, Fp8OnLoad
 from quire.quantization.gguf import GgufBlocks
 from quire.quantization.gptq import GPTQ
 from quire.quantization.grouped import GroupedCheckpoint, Layout, QuantizedOnLoad
+from quire.quantization.mxfp4 import Mxfp4
 from quire.quantization.scheme import QuantScheme
 from quire.quantization.unquantized import Unquantized
 
@@ -29,4 +30,6 @@ def select_scheme(stored: StoredLinear) -> QuantScheme:
     held = held or held_form(stored.source, stored.shape.in_features)
     if isinstance(held, Fp8Format):
         return Fp8Checkpoint(stored.source, held)
+    if stored.source.layout == "mxfp4":
+        return Mxfp4()
     return GroupedCheckpoint(_LAYOUTS[stored.source.layout], stored.source, held)

@@ -1,6 +1,7 @@
 // Causal attention over a paged KV cache, for any mix of prefill and decode in one call.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "quire/dtype.h"
@@ -14,6 +15,13 @@ struct AttentionRule {
   float scale;
   int sliding_window;  // attends to positions > pos - sliding_window; 0 = all
   float soft_cap;      // scores become soft_cap * tanh(score / soft_cap); 0 = off
+  int chunk;           // attends to positions in the own one of the chunks of this size; 0 = all
+
+  // The first position that a token at `position` attends to.
+  int first_visible(int position) const {
+    if (chunk > 0) return position / chunk * chunk;
+    return sliding_window > 0 ? std::max(position - sliding_window + 1, 0) : 0;
+  }
 };
 
 // T tokens, H query heads, E head_dim, V value_dim, S sequences, M blocks per table row.
@@ -28,6 +36,7 @@ struct AttentionArgs {
   int num_tokens, num_seqs, num_q_heads, head_dim;
   int value_dim;  // V, at most E: below E the values are the first elements of the keys
   AttentionRule rule;
+  const void* sinks;       // [H] of dtype: a score that takes weight and has no value; nullptr: there are none
   StridedHeads<void> out;  // [T, H, V]
 };
 

@@ -236,8 +236,8 @@ def latent_attention(
     """
     T, H, L = q_THL.shape
     V, S, P, device = out_THV.shape[2], seq_lens_S.shape[0], cache.k_BGPE.shape[2], q_THL.device
-    if rule.sliding_window or rule.soft_cap:
-        raise ValueError(f"the rule is {rule}, expected no window and no cap for latent rows")
+    if rule.sliding_window or rule.soft_cap or rule.chunk:
+        raise ValueError(f"the rule is {rule}, expected no window, chunk or cap for latent rows")
     rows, name = cache.k_BGPE, codes.NAMES.get(cache.k_BGPE.dtype, "none")
     if name != "none":
         rows = rows.view(torch.int8)
@@ -285,6 +285,7 @@ def latent_attention(
             partial,
             maxima_THK,
             sums_THK,
+            None,
             out_THV,
             *out_THV.stride()[:2],
             H=H,
