@@ -21,7 +21,6 @@ struct DotTiles {
   using Weight = bf16;
   static constexpr int64_t kStepK = kBf16KUnit;
   static constexpr int64_t kFetches = kBf16KUnit / 2;
-  static constexpr bool kReadsInOrder = kInOrder;
   static constexpr int kVectors = 4;
 
   template <int kRows, class Fetch>
@@ -88,7 +87,6 @@ struct DotTile {
   using Weight = bf16;
   static constexpr int64_t kStepK = kBf16KUnit;
   static constexpr int64_t kFetches = kBf16KUnit / 2;
-  static constexpr bool kReadsInOrder = false;
   static constexpr int64_t kColumnsPerVector = 4, kTileColumns = kBf16TileColumns;
 
   template <int kRows, class Fetch>

@@ -125,7 +125,7 @@ inline void quantize_row(const GemmArgs& args, const T* x, int64_t row, const Qu
       const float sum = quantize_group(Elements<T>{x + first, std::min(group_size, args.weight.k - first)}, group_size,
                                        scale, codes + first);
       if (offset == Offset::middle) {
-        rows.zero_sums[rows.at(row, first_group + g)] = static_cast<int32_t>(sum) * (1 << (args.weight.form.bits - 1));
+        rows.zero_sums[rows.at(row, first_group + g)] = static_cast<int32_t>(sum) * args.weight.form.middle();
       } else if (args.weight.form.has_factors()) {
         int16_t* const pair = rows.minimum_sums + 2 * rows.at(row, s * rows.sums_per_scale + g / 2);
         pair[g % 2] = static_cast<int16_t>(-sum);

@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple
 from quire.formats.kv_format import KvFormat
 
 KvKind = Literal["full", "window", "chunked", "latent", "state"]
-QkNorm = Literal["none", "head", "full"]
+QkNorm = Literal["none", "head", "full", "unit"]
+StackedForm = Literal["rows", "columns", "turns"]
 Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen", "sparsemixer"]
 
 
@@ -78,8 +79,13 @@ class LinearShape:
         in_features: K.
         bias: every shard has one.
         cut: the way to cut the layer; stored_linear.legal_cuts checks that its stored form allows it.
+        paired_heads: for each shard, the number of heads that rotate neighbouring dimensions in the checkpoint; 0 or no
+            entry: none. Here halves of a head rotate, so loading reorders their rows.
         num_experts: as many layers of this shape are stacked; 0: an ordinary layer. Sizes are of one of them.
         stacked: the name of one tensor [num_experts, N, K] that a checkpoint may hold instead; empty: there is none.
+            Biases and the tensors of a quantized form have its name, `_` and their own.
+        stacked_form: `columns`: that tensor is [num_experts, K, N]. `turns`: so too, and in all of them the outputs of
+            the shards take turns.
         is_gate: its few outputs decide about others, so it stays in floating point, and adapters do not change it.
     """
 
@@ -88,8 +94,10 @@ class LinearShape:
     in_features: int
     bias: bool = False
     cut: Cut = WHOLE
+    paired_heads: tuple[int, ...] = ()
     num_experts: int = 0
     stacked: str = ""
+    stacked_form: StackedForm = "rows"
     is_gate: bool = False
 
     @property
@@ -161,8 +169,10 @@ class Full:
         scale: factor on q.k.
         soft_cap: cap * tanh(score / cap); 0: none.
         rope: None: a layer without position encoding.
-        qk_norm: RMS norm of q and k: per head, or over the full width of all heads.
+        qk_norm: RMS norm of q and k: per head, over the full width of all heads, or per head without weights (unit).
         qkv: its shards are q, k and v, or one shard with all three.
+        sinks: each head has a learned score without a value, which takes a part of the weights (gpt-oss).
+        temperature, temperature_floor: of queries at late positions: see kernels/layer_rules.py; 0: there is none.
     """
 
     num_q_heads: int
@@ -174,6 +184,9 @@ class Full:
     qk_norm: QkNorm
     qkv: LinearShape
     output: LinearShape
+    sinks: bool = False
+    temperature: float = 0.0
+    temperature_floor: float = 1.0
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
@@ -182,7 +195,7 @@ class Full:
     @property
     def norms(self) -> tuple[NormShape, ...]:
         """The norms of q and k."""
-        if self.qk_norm == "none":
+        if self.qk_norm in ("none", "unit"):
             return ()
         names, heads = ("q_norm", "k_norm"), (self.num_q_heads, self.num_kv_heads)
         sizes = (self.head_dim * (1 if self.qk_norm == "head" else count) for count in heads)
@@ -284,7 +297,7 @@ class Dense:
     """A gated MLP: down(activation(gate) * up).
 
     Attributes:
-        activation: silu, gelu or gelu_tanh.
+        activation: silu, gelu, gelu_tanh or clamped_swiglu.
     """
 
     gate_up: LinearShape
@@ -315,6 +328,7 @@ class Router:
         normalizes: weights are divided by their sum.
         scale: factor on the weights.
         jitter: of sparsemixer.
+        weighs_input: weights multiply the expert's input instead of its result (Llama 4).
     """
 
     linear: LinearShape
@@ -326,6 +340,7 @@ class Router:
     normalizes: bool = False
     scale: float = 1.0
     jitter: float = 0.0
+    weighs_input: bool = False
 
     @property
     def num_biases(self) -> int:
@@ -430,9 +445,11 @@ class LayerSpec:
         return self.feed_forward.router.num_biases if isinstance(self.feed_forward, Experts) else 0
 
     def num_norm_elements(self) -> int:
-        """The number of elements of all norms."""
+        """The number of elements of all norms, and of sinks."""
         around = [norm for _, norms in self.parts for norm in norms if norm is not None]
-        return sum(norm.size for norm in (*around, *(() if self.attention is None else self.attention.norms)))
+        num_sinks = self.attention.num_q_heads if isinstance(self.attention, Full) and self.attention.sinks else 0
+        norms = (*around, *(() if self.attention is None else self.attention.norms))
+        return sum(norm.size for norm in norms) + num_sinks
 
 
 @dataclass(frozen=True, kw_only=True)

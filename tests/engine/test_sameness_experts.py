@@ -31,7 +31,7 @@ from tests.models.test_families import CASES, random_hf_model
 from tests.models.tiny_models import SIZES
 from tests.worker.fake_accelerator import FakeAccelerator
 
-FAMILIES = ("qwen3_moe", "qwen2_moe", "glm4_moe")
+FAMILIES = ("qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss", "llama4_text")
 PRECISIONS = ("bfloat16", "float32", *ON_LOAD)
 POISON = 99  # a token whose embedding has no numbers, in one test
 SCHEDULES = {

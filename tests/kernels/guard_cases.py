@@ -123,6 +123,18 @@ def activations() -> Iterator[Case]:
     table.add(ValueError, "out is [3, 3], expected [3, 4]", "out too short", out=torch.empty(3, 3))
     table.add(ValueError, "out is on meta", "out without memory", out=torch.empty(3, 4, device="meta"))
     table.add(TypeError, "out is torch.float64", "out of another dtype", out=torch.empty(3, 4).double())
+    factors = {"factors_F": torch.ones(2), "order_T": torch.tensor([1, 0, 1], dtype=torch.int32)}
+    table.add(ValueError, "factors without an order", "factors without an order", factors_F=factors["factors_F"])
+    short = factors | {"order_T": factors["order_T"][:2]}
+    table.add(ValueError, "order is [2], expected [3]", "an order that is too short", **short)
+    wide = factors | {"order_T": factors["order_T"].long()}
+    table.add(TypeError, "order is torch.int64", "an order of another dtype", **wide)
+    table.add(
+        IndexError,
+        "order[1] is -1",
+        "an order before the factors",
+        **factors | {"order_T": _set(1, to=-1)(factors["order_T"])},
+    )
     table.add_elsewhere("x_T2I")
     yield from table.cases
 
@@ -238,8 +250,17 @@ def attention() -> Iterator[Case]:
     table.add(ValueError, "cu_seqlens_q is [2], expected [3]", "a sum missing", cu_seqlens_q_S1=lambda x: x[:2])
     table.add(ValueError, "block_tables is [1, 4]", "a table missing", block_tables_SM=lambda x: x[:1])
     table.add(ValueError, "block_tables is [8]", "tables of one dimension", block_tables_SM=lambda x: x.flatten())
-    for name, number in (("scale", 0.0), ("scale", math.nan), ("sliding_window", -1), ("soft_cap", -0.5)):
+    for name, number in (
+        ("scale", 0.0),
+        ("scale", math.nan),
+        ("sliding_window", -1),
+        ("soft_cap", -0.5),
+        ("chunk", -1),
+    ):
         table.add(ValueError, f"{name} {number}", f"{name} {number}", **{name: number})
+    table.add(ValueError, "chunk 4, sliding_window 4", "a window and chunks", chunk=4, sliding_window=4)
+    table.add(ValueError, "sinks is [3], expected [4]", "a sink missing", sinks_H=torch.ones(H - 1))
+    table.add(TypeError, "sinks is torch.float64", "sinks of another dtype", sinks_H=torch.ones(H).double())
     table.add(ValueError, "out is [3, 4, 7], expected [3, 4, 8]", "out too short", out_THE=torch.empty(T, H, 7))
     table.add(TypeError, "out is torch.float64", "out of another dtype", out_THE=torch.empty(T, H, E).double())
     table.add(ValueError, "out is on meta", "out without memory", out_THE=torch.empty(T, H, E, device="meta"))

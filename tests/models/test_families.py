@@ -184,6 +184,31 @@ CASES = {
             "head_dim": 8,
         },
     ),
+    "gpt_oss": Case(
+        "GptOssConfig",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+    "llama4_text": Case(
+        "Llama4TextConfig",
+        {
+            "num_hidden_layers": 4,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 72,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 3,
+            "attention_chunk_size": 9,
+            "floor_scale": 4,
+            "attn_scale": 0.4,
+            "rope_parameters": LLAMA3_ROPE,
+        },
+    ),
     "glm4_moe": Case(
         "Glm4MoeConfig",
         {
@@ -269,6 +294,9 @@ def load(
 
 
 def round_weight(name: str, weight_NK: Tensor, config: ModelConfig, quantization: str) -> Tensor:
+    if weight_NK.dim() == 3 and name.endswith("_proj"):  # [num_experts, K, N]
+        rounded = [round_weight(f"{name}.weight", weight_KN.T, config, quantization).T for weight_KN in weight_NK]
+        return torch.stack(rounded)
     if weight_NK.dim() == 3:
         return torch.stack([round_weight(name, weight, config, quantization) for weight in weight_NK])
     is_output = name.endswith("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight")

@@ -4,9 +4,11 @@ from quire.families import (
     gemma2,
     gemma3,
     glm4_moe,
+    gpt_oss,
     granite,
     granitemoe,
     llama,
+    llama4_text,
     mimo,
     mistral,
     mixtral,
@@ -23,7 +25,7 @@ from quire.hf_config.family import Family
 
 _MODULES = (
     *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, smollm3, olmo2, granite, mimo),
-    *(mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, glm4_moe),
+    *(mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, glm4_moe, gpt_oss, llama4_text),
 )
 
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -11,7 +11,7 @@ from itertools import accumulate, groupby
 from math import lcm
 
 from quire.errors import ModelConfigError
-from quire.formats.weight_format import GGUF, K_UNIT, Fp8Format, GroupedFormat, WeightFormat, float_bytes
+from quire.formats.weight_format import GGUF, K_UNIT, MXFP4, Fp8Format, GroupedFormat, WeightFormat, float_bytes
 from quire.gguf.types import FLOAT_TYPES, TensorType
 from quire.hf_config.gguf_types import GgufWeights
 from quire.hf_config.layer_format import LayerFormat, QuantizedCheckpoint
@@ -119,6 +119,8 @@ def held_form(source: LayerFormat, K: int) -> WeightFormat:
     if source.layout == "fp8":
         columns = K if source.block is None else source.block[1]
         return Fp8Format(columns if columns < K else None)
+    if source.layout == "mxfp4":
+        return MXFP4
     has_groups = source.group_size is not None and source.group_size < K
     return GroupedFormat(
         source.bits,
@@ -141,6 +143,13 @@ def _check_sizes(source: LayerFormat, name: str, N: int, K: int) -> None:
             value=source.block[1],
             expected=f"a multiple of {K_UNIT}",
             fix="Use the unquantized checkpoint of the model with --quantization fp8",
+        )
+    if source.layout == "mxfp4" and K % 32:
+        raise ModelConfigError(
+            f"{name} has a width that is no whole number of MXFP4's blocks",
+            value=K,
+            expected="a multiple of 32",
+            fix="Check that config.json belongs to the checkpoint",
         )
     per_word = 32 // source.bits
     packed_along_K = source.layout == "gptq"

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.hf_config.fields import Fields
 from quire.hf_config.gguf_metadata import GgufMetadata
-from quire.layer_spec import Cut, Dense, Experts, LinearShape, Router, Scoring
+from quire.layer_spec import Cut, Dense, Experts, LinearShape, Router, Scoring, StackedForm
 
 _MAX_EXPERTS = 4096
 
@@ -66,6 +66,8 @@ class ExpertsForm:
         router: its module.
         names: of an expert's gate, up and down, behind `experts.<number>.`
         stacked: tensors that hold gate and up, and down, of all experts, in another form of the checkpoint.
+        stacked_form: of these tensors, see LinearShape.
+        has_bias: router and experts have one.
         scoring: of the router. A file that names another one is refused.
         routing: other arguments of Router, from the file.
         shared: the module of the expert for every token.
@@ -80,6 +82,8 @@ class ExpertsForm:
     router: str = "gate"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    stacked_form: StackedForm = "rows"
+    has_bias: bool = False
     scoring: Scoring = "softmax"
     routing: Callable[[Fields], dict[str, Any]] = _nothing
     shared: str = ""
@@ -99,7 +103,8 @@ class ExpertsForm:
         """
         prefix += self.prefix
         num_experts, stacked = self.num_experts(fields), [prefix + name for name in self.stacked]
-        expert = gated_mlp(f"{prefix}experts.{{}}.", hidden, fields.integer(self.width), activation, names=self.names)
+        inner, bias = fields.integer(self.width), self.has_bias
+        expert = gated_mlp(f"{prefix}experts.{{}}.", hidden, inner, activation, bias=bias, names=self.names)
         num_active = fields.integer("num_experts_per_tok", maximum=num_experts)
         shared_width = self.shared_width(fields)
         gate = LinearShape(prefix=prefix, shards=((self.shared_gate, 1),), in_features=hidden, is_gate=True)
@@ -108,8 +113,8 @@ class ExpertsForm:
         return Experts(
             router=self._router(fields, prefix, hidden, num_experts, num_active),
             expert=Dense(
-                gate_up=_stack(expert.gate_up, num_experts, stacked[0]),
-                down=_stack(expert.down, num_experts, stacked[1]),
+                gate_up=_stack(expert.gate_up, num_experts, stacked[0], self.stacked_form),
+                down=_stack(expert.down, num_experts, stacked[1], self.stacked_form),
                 activation=activation,
             ),
             num_active=num_active,
@@ -139,7 +144,8 @@ class ExpertsForm:
         return {field: value for field, key in keys.items() if (value := metadata.get(key)) is not None}
 
     def _router(self, fields: Fields, prefix: str, hidden: int, num_experts: int, num_active: int) -> Router:
-        linear = LinearShape(prefix=prefix, shards=((self.router, num_experts),), in_features=hidden, is_gate=True)
+        shards = ((self.router, num_experts),)
+        linear = LinearShape(prefix=prefix, shards=shards, in_features=hidden, bias=self.has_bias, is_gate=True)
         router = Router(linear=linear, scoring=self.scoring, **self.routing(fields))
         if num_experts % router.num_groups:
             raise fields.illegal("n_group", f"a divisor of the {num_experts} experts")
@@ -155,5 +161,5 @@ def group_routing(fields: Fields) -> dict[str, Any]:
     return {"num_groups": num_groups, "num_active_groups": fields.integer("topk_group", 1, maximum=num_groups)}
 
 
-def _stack(linear: LinearShape, num_experts: int, stacked: str) -> LinearShape:
-    return replace(linear, num_experts=num_experts, stacked=stacked, cut=Cut("experts"))
+def _stack(linear: LinearShape, num_experts: int, stacked: str, form: StackedForm) -> LinearShape:
+    return replace(linear, num_experts=num_experts, stacked=stacked, stacked_form=form, cut=Cut("experts"))

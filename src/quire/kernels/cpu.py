@@ -36,12 +36,12 @@ _C: Any = extension.C  # None: installed without a compiler, so ops run on plain
 # enum class DType of csrc/include/quire/dtype.h
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # enum class Activation of csrc/include/quire/kernels/activation.h
-ACTIVATION_CODES: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+ACTIVATION_CODES: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 # enums of csrc/include/quire/kernels/experts.h
 SCORING_CODES: dict[str, int] = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sparsemixer": 3}
 GROUP_SCORE_CODES: dict[str, int] = {"max": 0, "top2": 1}
 # enum class GroupNumbers of csrc/include/quire/kernels/grouped_layout.h
-GROUP_NUMBERS_CODES: dict[str | None, int] = {None: 0, "float32": 1, "float16": 2, "int8": 3, "uint8": 4}
+GROUP_NUMBERS_CODES: dict[str | None, int] = {None: 0, "float32": 1, "float16": 2, "int8": 3, "uint8": 4, "e8m0": 5}
 # kMaxHeadDim of csrc/kernels/attention_tile.h; above it ops run on plain torch
 MAX_HEAD_DIM = 256
 _PEAK_ROUNDS = 20_000  # of multiply-adds per reading, which takes less than a millisecond
@@ -332,25 +332,21 @@ def rms_norm(
     _C.RmsNorm(x=x_TD, residual=residual_TD, weight=weight_D, eps=eps, weight_offset=weight_offset, out=out_TD).run()
 
 
-def attention_rule(scale: float, sliding_window: int, soft_cap: float) -> Any:
+def attention_rule(scale: float, sliding_window: int, soft_cap: float, chunk: int) -> Any:
     """See layer_rules.AttentionRule."""
-    return _C.AttentionRule(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
+    return _C.AttentionRule(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, chunk=chunk)
 
 
-def head_rotation(
-    cos_sin_PR: Tensor | None,
-    q_norm_weight_E: Tensor | None,
-    k_norm_weight_E: Tensor | None,
-    norm_eps: float,
-    norm_weight_offset: float,
-) -> Any:
-    """See layer_rules.HeadRotation. The caller keeps the tensors alive."""
+def head_rotation(rotation: HeadRotation) -> Any:
+    """The extension's form. The caller keeps the tensors alive."""
     return _C.HeadRotation(
-        cos_sin=cos_sin_PR,
-        q_norm_weight=q_norm_weight_E,
-        k_norm_weight=k_norm_weight_E,
-        norm_eps=norm_eps,
-        norm_weight_offset=norm_weight_offset,
+        cos_sin=rotation.cos_sin_PR,
+        q_norm_weight=rotation.q_norm_weight_E,
+        k_norm_weight=rotation.k_norm_weight_E,
+        norm_eps=rotation.norm_eps,
+        norm_weight_offset=rotation.norm_weight_offset,
+        temperature=rotation.temperature,
+        temperature_floor=rotation.temperature_floor,
     )
 
 
@@ -391,6 +387,7 @@ def paged_attention(
     cu_seqlens_q_S1: Tensor,
     rule: AttentionRule,
     out_THE: Tensor,
+    sinks_H: Tensor | None = None,
 ) -> None:
     """See ops.paged_attention."""
     _C.PagedAttention(
@@ -400,13 +397,17 @@ def paged_attention(
         seq_lens=seq_lens_S,
         cu_seqlens_q=cu_seqlens_q_S1,
         rule=rule.compiled,
+        sinks=sinks_H,
         out=out_THE,
     ).run()
 
 
-def gated_activation(name: str, x_T2I: Tensor, out_TI: Tensor) -> None:
-    """out = activation(first half of x) * second half; `name` is a key of ACTIVATION_CODES. Rows may be strided."""
-    _C.GatedActivation(activation=ACTIVATION_CODES[name], x=x_T2I, out=out_TI).run()
+def gated_activation(
+    name: str, x_T2I: Tensor, out_TI: Tensor, factors_F: Tensor | None = None, order_T: Tensor | None = None
+) -> None:
+    """See ops.gated_activation; `name` is a key of ACTIVATION_CODES. Rows may be strided."""
+    code = ACTIVATION_CODES[name]
+    _C.GatedActivation(activation=code, x=x_T2I, factors=factors_F, order=order_T, out=out_TI).run()
 
 
 def lora_table(words_SP4: Tensor, dtype: torch.dtype, K: int, columns: Sequence[int]) -> Any:

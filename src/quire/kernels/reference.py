@@ -19,7 +19,7 @@ from quire.formats.weight_format import Fp8Format
 from quire.forward_batch import LayerCache
 from quire.kernels import kv_codes
 from quire.kernels.fp8_weight import Fp8Weight
-from quire.kernels.grouped_weight import GroupedWeight
+from quire.kernels.grouped_weight import E2M1, GroupedWeight
 from quire.kernels.layer_rules import AttentionRule, HeadRotation
 
 if TYPE_CHECKING:
@@ -119,11 +119,13 @@ def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> GroupedWe
 def dequantize_grouped(weight: GroupedWeight) -> Tensor:
     """weight_NK in float32, with columns in the order of the in-features."""
     N, K = weight.shape
-    scales_NG, minima_NG = weight.scales_NG.float(), weight.minima_NG
+    scales_NG, minima_NG = weight.float_scales, weight.minima_NG
     if weight.super_scales_NS is not None:
         scales_NG = scales_NG * _per_group(weight.super_scales_NS, weight)
     codes_NGS = _in_groups(weight.codes_NK.float(), weight.group_size)
-    if minima_NG is not None:
+    if weight.has_floats:
+        weight_NGS = E2M1.to(codes_NGS.device)[codes_NGS.long()] * scales_NG[:, :, None]
+    elif minima_NG is not None:
         minima_NG = minima_NG.float()
         if weight.super_minima_NS is not None:
             minima_NG = minima_NG * _per_group(weight.super_minima_NS, weight)
@@ -166,10 +168,19 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 
     return y.to(x_TD.dtype)
 
 
-def gated_activation(name: str, x_T2I: Tensor) -> Tensor:
-    """activation(first half of each row) * second half; name is "silu", "gelu" or "gelu_tanh"."""
+def gated_activation(
+    name: str, x_T2I: Tensor, factors_F: Tensor | None = None, order_T: Tensor | None = None
+) -> Tensor:
+    """activation(first half of each row) * second half; name is a key of cpu.ACTIVATION_CODES."""
     gate_TI, up_TI = x_T2I.float().chunk(2, dim=-1)
-    if name == "silu":
+    if factors_F is not None and order_T is not None:
+        check_indices("order", order_T, len(factors_F))
+        factors_T1 = factors_F[order_T.long(), None]
+        gate_TI, up_TI = gate_TI * factors_T1, up_TI * factors_T1
+    if name == "clamped_swiglu":
+        gate_TI, up_TI = gate_TI.clamp(max=7), up_TI.clamp(-7, 7) + 1
+        activated_TI = gate_TI * torch.sigmoid(1.702 * gate_TI)
+    elif name == "silu":
         activated_TI = F.silu(gate_TI)
     else:
         activated_TI = F.gelu(gate_TI, approximate="tanh" if name == "gelu_tanh" else "none")
@@ -200,6 +211,9 @@ def rope_and_cache(
     if cos_sin_PR is not None:
         cos_T1H, sin_T1H = cos_sin_PR[positions_T].unsqueeze(1).chunk(2, dim=-1)
         q, k = _rotate(q, cos_T1H, sin_T1H), _rotate(k, cos_T1H, sin_T1H)
+    if rotation.temperature != 0:
+        steps_T = ((positions_T.float() + 1) / rotation.temperature_floor).floor()
+        q = q * (1 + rotation.temperature * steps_T.log1p())[:, None, None]
     q_THE.copy_(q)
     is_written_T = slot_mapping_T >= 0
     slots = slot_mapping_T[is_written_T]
@@ -230,14 +244,15 @@ def paged_attention(
     seq_lens_S: Tensor,
     cu_seqlens_q_S1: Tensor,
     rule: AttentionRule,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Dense softmax attention of each sequence over its gathered keys and values; see ops.paged_attention."""
-    H, (B, G, P), window = q_THE.shape[1], cache.k_BGPE.shape[:3], rule.sliding_window
-    firsts_S = seq_lens_S - cu_seqlens_q_S1.diff() - window + 1 if window > 0 else seq_lens_S * 0
+    H, (B, G, P) = q_THE.shape[1], cache.k_BGPE.shape[:3]
+    firsts_S = rule.first_visible(seq_lens_S - cu_seqlens_q_S1.diff())
     _check_batch(len(q_THE), B, P, block_tables_SM, firsts_S, seq_lens_S, cu_seqlens_q_S1)
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     starts = cu_seqlens_q_S1.tolist()
-    for s, (first, seq_len) in enumerate(zip(firsts_S.clamp(min=0).tolist(), seq_lens_S.tolist(), strict=True)):
+    for s, (first, seq_len) in enumerate(zip(firsts_S.tolist(), seq_lens_S.tolist(), strict=True)):
         tokens = slice(starts[s], starts[s + 1])
         first_block = first // P
         blocks = block_tables_SM[s, first_block : -(-seq_len // P)].long()
@@ -255,10 +270,13 @@ def paged_attention(
             scores_HQL = rule.soft_cap * torch.tanh(scores_HQL / rule.soft_cap)
         key_L = torch.arange(first, seq_len, device=q_THE.device)
         query_Q1 = torch.arange(seq_len - (starts[s + 1] - starts[s]), seq_len, device=q_THE.device).unsqueeze(1)
-        is_visible_QL = key_L <= query_Q1
-        if rule.sliding_window > 0:
-            is_visible_QL &= key_L > query_Q1 - rule.sliding_window
-        probabilities_HQL = scores_HQL.masked_fill(~is_visible_QL, float("-inf")).softmax(dim=-1)
+        is_visible_QL = (key_L <= query_Q1) & (key_L >= rule.first_visible(query_Q1))
+        scores_HQL = scores_HQL.masked_fill(~is_visible_QL, float("-inf"))
+        if sinks_H is not None:
+            sinks_HQ1 = sinks_H.float()[:, None, None].expand(-1, scores_HQL.shape[1], 1)
+            probabilities_HQL = torch.cat((scores_HQL, sinks_HQ1), dim=-1).softmax(dim=-1)[:, :, :-1]
+        else:
+            probabilities_HQL = scores_HQL.softmax(dim=-1)
         out_THE[tokens] = (probabilities_HQL @ v_HLE).transpose(0, 1).to(q_THE.dtype)
     return out_THE
 

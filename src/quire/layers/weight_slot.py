@@ -34,6 +34,7 @@ class StackedSlots:
         loaded: the experts whose tensor came.
         stacked: the name of a tensor that holds those of all experts, and of others; empty: there is none.
         rows: the place of these rows in it.
+        is_transposed: it is [num_experts, columns, rows].
     """
 
     num_experts: int
@@ -41,6 +42,7 @@ class StackedSlots:
     load: Callable[[int, Tensor], None]
     stacked: str = ""
     rows: range = range(0)
+    is_transposed: bool = False
     loaded: set[int] = field(default_factory=set)
 
     def of_expert(self, expert: int) -> WeightSlot:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend, AttentionSpec
-from quire.attention.layer import Attention
+from quire.attention.layer import Attention, Sinks
 from quire.forward_batch import ForwardBatch
 from quire.kernels.fp8 import Rows
-from quire.layer_spec import Dense, Experts, Full, LayerSpec, LinearShape, NormShape, RopeConfig, Window
+from quire.layer_spec import Chunked, Dense, Experts, Full, LayerSpec, LinearShape, NormShape, RopeConfig, Window
 from quire.layers.activation import gated_activation
 from quire.layers.linear import Linear, Projection, make_linear
 from quire.layers.norm import RMSNorm
@@ -130,6 +130,7 @@ class LayerBuilder:
     spec: LayerSpec
     cache: int  # index of the layer's cache in ForwardBatch.caches
     dtype: torch.dtype
+    device: torch.device
     quantization: str | None
     rope_table: Callable[[RopeConfig], Tensor]  # cos_sin_LR
     backend: Callable[[AttentionSpec], AttentionBackend]
@@ -165,23 +166,36 @@ class LayerBuilder:
         return linear
 
     def attention(self, spec: Full) -> SelfAttention:
-        """Self-attention with or without a window."""
+        """Self-attention to all earlier tokens, or to those in a window or a chunk."""
         qkv, output = self.linear(spec.qkv), self.linear(spec.output)
+        kind, size = spec.kv_spec.kind, spec.kv_spec.window
         backend = self.backend(
             AttentionSpec(
                 num_q_heads=spec.num_q_heads,
                 num_kv_heads=spec.num_kv_heads,
                 head_dim=spec.head_dim,
                 scale=spec.scale,
-                sliding_window=spec.kv_spec.window,
+                sliding_window=size if kind == "window" else 0,
                 soft_cap=spec.soft_cap,
                 dtype=self.dtype,
+                chunk=size if kind == "chunked" else 0,
+                has_sinks=spec.sinks,
             )
         )
+        sinks = None
+        if spec.sinks:
+            sinks = Sinks(spec.num_q_heads, self.dtype)
+            self.parts.append((spec.qkv.prefix, sinks))
         norms = [self.norm(shape) for shape in spec.norms]
         head_norms, wide_norms = ([], norms) if spec.qk_norm == "full" else (norms, [])
         table = None if spec.rope is None else self.rope_table(spec.rope)
-        return SelfAttention(spec, Attention(self.cache, backend, table, *head_norms), qkv, output, *wide_norms)
+        if spec.qk_norm == "unit":
+            eps = self.config.rms_norm_eps
+            head_norms = [RMSNorm.without_weights(spec.head_dim, eps, self.dtype, self.device)] * 2
+        q_norm, k_norm = head_norms or (None, None)
+        temperature = (spec.temperature, spec.temperature_floor)
+        attention = Attention(self.cache, backend, table, q_norm, k_norm, sinks, *temperature)
+        return SelfAttention(spec, attention, qkv, output, *wide_norms)
 
     def mlp(self, spec: Dense) -> MLP:
         """A gated MLP."""
@@ -210,6 +224,7 @@ class LayerBuilder:
 _MIXERS: dict[type, Callable[[LayerBuilder, Any], Mixer]] = {
     Full: LayerBuilder.attention,
     Window: LayerBuilder.attention,
+    Chunked: LayerBuilder.attention,
     Dense: LayerBuilder.mlp,
     Experts: LayerBuilder.experts,
 }

@@ -131,6 +131,7 @@ class Decoder:
                 spec=spec,
                 cache=num_caches,
                 dtype=self.dtype,
+                device=self.device,
                 quantization=quantization,
                 rope_table=rope_table,
                 backend=partial(self._backends.get, num_caches),

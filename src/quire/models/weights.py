@@ -157,13 +157,16 @@ class WeightTable:
                 yield checkpoint_name, tensor
                 continue
             stacks = [self._stacks[name] for name in names]
-            parts = [slice(None)] if len(names) == 1 else [slice(stack.rows.start, stack.rows.stop) for stack in stacks]
+            rows = [stack.rows for stack in stacks]
+            parts = [slice(None)] if len(names) == 1 else [slice(each.start, each.stop, each.step) for each in rows]
             first = stacks[0]
             num_rows = sum(stack.like.shape[0] for stack in stacks)
             shape = (first.num_experts, num_rows, *first.like.shape[1:])
+            shape = (shape[0], *reversed(shape[1:])) if first.is_transposed else shape
             if tuple(tensor.shape) != shape:
                 unfit.append(f"{checkpoint_name} has shape {list(tensor.shape)} instead of {list(shape)}")
                 continue
+            tensor = tensor.transpose(1, 2) if first.is_transposed else tensor
             for expert, of_expert in enumerate(tensor):
                 for name, part in zip(names, parts, strict=True):
                     yield name.format(expert), of_expert[part]

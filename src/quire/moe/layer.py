@@ -6,6 +6,7 @@ Dimensions: T tokens, E experts, P pairs of a token and an expert, D hidden, I w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -74,6 +75,7 @@ class MoE:
         )
         self._router, self._choice_bias = router, choice_bias
         self._gate_up, self._down, self._activation = gate_up, down, spec.expert.activation
+        self._weighs_input, self._units_TS = rule.weighs_input, torch.empty(0)
         self._shared, self._shared_gate = shared, shared_gate
         self.begins: Tensor | None = None  # takes Routing.begins of each step, for somebody who watches
 
@@ -84,11 +86,21 @@ class MoE:
         if self.begins is not None:
             self.begins.copy_(routing.begins)
         # No name holds the wide results: each is freed as soon as it was read.
+        factors: dict[str, Tensor] = {}
+        if self._weighs_input:  # the layer before the activation has no bias, so its result may be multiplied instead
+            factors = {"factors_F": routing.weights_TS.view(-1), "order_T": routing.order_P}
+            routing = replace(routing, weights_TS=self._units(routing.weights_TS))
         y_PD = self._down(
-            ops.gated_activation(self._activation, self._gate_up(x_TD, routing, of_tokens=True)),
+            ops.gated_activation(self._activation, self._gate_up(x_TD, routing, of_tokens=True), **factors),
             routing,
             of_tokens=False,
         )
         shared_TD = None if self._shared is None else self._shared(x_TD, batch)
         gate_T1 = None if self._shared_gate is None else self._shared_gate(x_TD, torch.float32)
         return combine(y_PD, routing, shared_TD, gate_T1)
+
+    def _units(self, like_TS: Tensor) -> Tensor:
+        """Weights of 1. Their memory only grows, so recorded steps make none."""
+        if len(self._units_TS) < len(like_TS):
+            self._units_TS = torch.ones_like(like_TS)
+        return self._units_TS.narrow(0, 0, len(like_TS))

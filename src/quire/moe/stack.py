@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 
 import torch
@@ -54,14 +54,30 @@ class ExpertStack:
 
     def slots(self) -> Iterator[tuple[str, StackedSlots]]:
         """The slots of all experts under one name each, with `{}` for the expert in the prefix."""
-        begins = accumulate((size for _, size in self._shape.shards), initial=0)
-        rows = {
-            name: range(begin, begin + size) for (name, size), begin in zip(self._shape.shards, begins, strict=False)
-        }
+        shape = self._shape
         for name, like in self._layer(0).slots():
             shard, _, tensor = name.rpartition(".")
-            stacked = self._shape.stacked if tensor == "weight" else ""
-            yield name, StackedSlots(self._num_experts, like, self._loader(name, like), stacked, rows[shard])
+            suffix = "" if tensor == "weight" else f"_{tensor}"
+            yield (
+                name,
+                StackedSlots(
+                    self._num_experts,
+                    like,
+                    self._loader(name, like),
+                    shape.stacked + suffix if shape.stacked else "",
+                    self._rows[shard],
+                    is_transposed=tensor == "weight" and shape.stacked_form != "rows",
+                ),
+            )
+
+    @cached_property
+    def _rows(self) -> dict[str, range]:
+        """The outputs of each shard in a tensor of all experts."""
+        shards, end = self._shape.shards, self.out_features
+        if self._shape.stacked_form == "turns":
+            return {name: range(first, end, len(shards)) for first, (name, _) in enumerate(shards)}
+        begins = accumulate((size for _, size in shards), initial=0)
+        return {name: range(begin, begin + size) for (name, size), begin in zip(shards, begins, strict=False)}
 
     def _layer(self, expert: int) -> Linear:
         return Linear(self._shape.of_expert(expert), dtype=self._dtype, scheme=self._scheme)

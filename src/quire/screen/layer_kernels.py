@@ -99,6 +99,8 @@ def _held(held: WeightFormat) -> str:
     shared = "output channel" if held.group_size is None else f"group of {held.group_size}"
     if isinstance(held, Fp8Format):
         return f"FP8 codes (e4m3), a float32 scale per {shared}"
+    if held.scales == "e8m0":
+        return f"4-bit floats (e2m1), a power of two per {shared} (MXFP4)"
     parts = [f"{held.bits}-bit codes", f"a {held.scales} scale per {shared}"]
     if held.offsets is not None:
         parts.append("zero points" if held.offsets == "uint8" else f"{held.offsets} minima")

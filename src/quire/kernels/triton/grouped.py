@@ -25,6 +25,14 @@ from quire.kernels.triton.parts import ExpertRows, Launch, choose_tile, expert_r
 _PANEL_WIDTH = 64  # kPanelWidth of grouped_layout.h
 
 
+@triton.jit
+def _power_of_two(exponent):
+    """2^(exponent - 128): half of the scale, because codes are taken twice. 255 is NaN."""
+    bits = tl.maximum(exponent.to(tl.int32) << 23, 0x00400000)
+    bits = tl.where(bits == 0x7F800000, 0x7FC00000, bits)
+    return bits.to(tl.float32, bitcast=True) * 0.5
+
+
 @triton.jit(do_not_specialize=["M"])
 def _grouped_kernel(
     x_ptr,
@@ -55,6 +63,7 @@ def _grouped_kernel(
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
+    HAS_FLOATS: tl.constexpr,
     OFFSETS: tl.constexpr,
     OFFSET_BYTES: tl.constexpr,
     PARTS: tl.constexpr,
@@ -105,7 +114,7 @@ def _grouped_kernel(
         offset_ptrs = (
             offsets_ptr + (panel * (panel_bytes // OFFSET_BYTES) + offsets_at // OFFSET_BYTES + column)[None, :]
         )
-    if SCALE_BYTES == 1 or (OFFSETS == "minima" and OFFSET_BYTES == 1):
+    if (SCALE_BYTES == 1 and not HAS_FLOATS) or (OFFSETS == "minima" and OFFSET_BYTES == 1):
         half_ptrs = halves_ptr + (panel * (panel_bytes // 2) + supers_at // 2 + column)[None, :]
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -128,8 +137,12 @@ def _grouped_kernel(
                 if HIGH_BITS != 0:
                     highs = tl.load(tile_ptrs + to_high, mask=is_word, other=0)
                 group = tl.minimum(group, (K - 1) // group_size)
-            scale = tl.load(scale_ptrs + group * (group_bytes // SCALE_BYTES)).to(tl.float32)
-            if SCALE_BYTES == 1:
+            scale = tl.load(scale_ptrs + group * (group_bytes // SCALE_BYTES))
+            if HAS_FLOATS:
+                scale = _power_of_two(scale)
+            else:
+                scale = scale.to(tl.float32)
+            if SCALE_BYTES == 1 and not HAS_FLOATS:
                 scale = scale * tl.load(half_ptrs + group // super_size * (super_bytes // 2)).to(tl.float32)
             codes = words.reshape(ROWS, BLOCK_K // CODES // ROWS, 1, 1, BLOCK_N)
             if BITS != 8:
@@ -141,11 +154,16 @@ def _grouped_kernel(
                 highs = highs >> (quad * HIGH_BITS)[None, None, :, None, None]
                 codes |= (highs & (0x01010101 * ((1 << HIGH_BITS) - 1))) << LOW_BITS
             codes = (codes >> byte[None, None, None, :, None]) & 0xFF
+            if HAS_FLOATS:  # twice the value, plus 16
+                magnitude = codes & 7
+                exponent = tl.maximum(magnitude >> 1, 1) - 1
+                double = tl.where(magnitude < 2, magnitude, (2 + (magnitude & 1)) << exponent)
+                codes = tl.where(codes > 7, 16 - double, 16 + double)
             # a code in the lowest bits of 2^23, as float32: 2^23 + code
             w = (codes | 0x4B000000).to(tl.float32, bitcast=True)
             scale = scale[:, None, None, None, :]
             if OFFSETS == "none":
-                w = (w - (8388608.0 + (1 << (BITS - 1)))) * scale
+                w = (w - (8388608.0 + (16 if HAS_FLOATS else 1 << (BITS - 1)))) * scale
             else:
                 offset = tl.load(offset_ptrs + group * (group_bytes // OFFSET_BYTES)).to(tl.float32)
                 if OFFSETS == "zeros":
@@ -219,6 +237,7 @@ def grouped_linear(
         BITS=weight_format.bits,
         ROWS=tile.block_k // step,
         SCALE_BYTES=sections.scales.itemsize,
+        HAS_FLOATS=weight_format.scales == "e8m0",
         OFFSETS=sections.kind,
         OFFSET_BYTES=1 if sections.offsets is None else sections.offsets.itemsize,
         **launch.constants,
@@ -232,7 +251,7 @@ class _Sections:
     def __init__(self, weight_format: GroupedFormat, packed: Tensor, num_panels: int, K: int) -> None:
         assert weight_format.group_size is not None
         num_groups = ceil_div(K, weight_format.group_size)
-        self.scales: torch.dtype = getattr(torch, weight_format.scales)
+        self.scales = torch.uint8 if weight_format.scales == "e8m0" else getattr(torch, weight_format.scales)
         self.offsets: torch.dtype | None = (
             None if weight_format.offsets is None else getattr(torch, weight_format.offsets)
         )
