@@ -34,8 +34,9 @@ from tests.models.tiny_models import QUANTIZED_ACTIVATIONS_TOLERANCE, SIZES, hf_
 TOLERANCE = 1e-4
 # bfloat16 has 8 bits of mantissa; three layers of rounding at other places than transformers' leave about this much.
 BF16_TOLERANCE = 0.15
-# norms per head, windows with a cap on scores, layers without rotation, latent rows: what the GPU kernels tell apart
-INTERPRETED = ("qwen3", "gemma2", "smollm3", "deepseek_v3-halves")
+# norms per head, windows with a cap on scores, layers without rotation, experts, latent rows: what the GPU kernels tell
+# apart
+INTERPRETED = ("qwen3", "gemma2", "smollm3", "qwen2_moe", "deepseek_v3-halves")
 NUM_DECODE = 12
 
 LLAMA3_ROPE = {
@@ -415,9 +416,7 @@ def test_whole_prompt_equals_chunks(name, path, expected):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "name", sorted(CASES.keys() - {"qwen2_moe", "glm4_moe", "llama4_text", "deepseek_v3"})
-)  # torch's sigmoid differs by place
+@pytest.mark.parametrize("name", CASES)
 def test_kernels_give_the_same_bits_for_any_chunks_and_mates(name, dtype, expected):
     """Batch invariance of the whole model: what a token gets does not depend on what else is computed with it."""
     if not cpu.available():
