@@ -217,7 +217,7 @@ void gemm_heads(const HeadGemmArgs& args) {
                     .bias_dtype = DType::f32,
                     .out = {args.out.data, args.out.token_stride},
                     .out_dtype = args.dtype};
-  const GemmKernels& kernels = kernels_for(first);
+  const GemmKernels& kernels = gemm_kernels_for(first);
   const int64_t most_rows = std::min(kRowsPerChunk, kernels.rows_per_block(args.weight.k));
   const int64_t blocks = ceil_div(args.num_tokens, most_rows);
   const int64_t rows = round_up(ceil_div(args.num_tokens, std::max<int64_t>(blocks, 1)), kernels.row_unit);
