@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -177,3 +180,53 @@ def test_layers_of_one_kind_share_a_group() -> None:
     assert full.kv_spec == replace(full, rope=None, num_q_heads=4).kv_spec
     assert window.kv_spec == KvSpec(kind="window", num_kv_heads=2, head_dim_k=8, head_dim_v=8, window=16)
     assert len({full.kv_spec, window.kv_spec, chunked.kv_spec, replace(window, size=8).kv_spec}) == 4
+
+
+def test_the_configuration_of_deepseek_v2_lite(tmp_path: Path) -> None:
+    """Published fields give the published count; the scale has YaRN's factor for all dimensions."""
+    raw = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "first_k_dense_replace": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 10_944,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163_840,
+        "model_type": "deepseek_v2",
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "torch_dtype": "bfloat16",
+        "v_head_dim": 128,
+        "vocab_size": 102_400,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = load_model_config(tmp_path)
+    assert config.num_parameters() == 15_706_484_224
+    assert config.kv_bytes_per_token(BF16) == 27 * 576 * 2
+    assert config.max_model_len == 163_840
+    attention = config.layers[0].attention
+    assert isinstance(attention, Latent)
+    assert attention.scale == pytest.approx((0.1 * 0.707 * math.log(40) + 1) ** 2 / math.sqrt(192))
+    assert attention.rope.attention_factor == 1.0, "mscale / mscale_all_dim"
