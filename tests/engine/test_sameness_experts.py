@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire.engine.core import EngineCore
-from quire.formats.kv_groups import kv_groups, num_tables
+from quire.formats.kv_groups import kv_groups, num_tables, pages_alone
 from quire.formats.weight_format import ON_LOAD
 from quire.kernels import cpu
 from quire.model_config import ModelConfig, load_model_config
@@ -23,7 +23,7 @@ from quire.worker import kv_cache
 from quire.worker.accelerator import Host
 from quire.worker.input_batch import InputBatch
 from quire.worker.model_runner import ModelRunner
-from quire.worker.recorded_steps import RecordedSteps
+from quire.worker.recorded_steps import MAX_TOKENS, RecordedSteps
 from tests.covering import covering
 from tests.engine.harness import Prompt, Schedule, core_over, dtype_of, run
 from tests.loading import load_model
@@ -39,7 +39,7 @@ SCHEDULES = {
     "chunks of 1": Schedule(chunk=1),
     "chunks of 7, two in flight": Schedule(chunk=7, depth=2),
     "hits": Schedule(prefix_caching=True, block_size=8),
-    "short of blocks": Schedule(num_blocks=14, block_size=8, chunk=16, prefix_caching=True),
+    "short of blocks": Schedule(num_blocks=7, block_size=8, chunk=16, prefix_caching=True),
     "on a GPU": Schedule(depth=2, accelerator=FakeAccelerator(is_late=True), graph_sizes=(8, 4, 2, 1)),
 }
 
@@ -57,7 +57,10 @@ def loaded(family: str, precision: str, is_poisoned: bool = False) -> tuple[Mode
 
 
 def core(family: str, precision: str, schedule: Schedule) -> EngineCore:
-    return core_over(*loaded(family, precision), schedule, precision)
+    config, model = loaded(family, precision)
+    if schedule.num_blocks < 16:  # of each table
+        schedule = replace(schedule, num_blocks=schedule.num_blocks * num_tables(kv_groups(config)))
+    return core_over(config, model, schedule, precision)
 
 
 @cache
@@ -111,26 +114,28 @@ def test_every_instruction_set(isa: str, precision: str) -> None:
     best = cpu.isa()
     cpu.set_isa(isa)
     try:
-        engine = core("qwen3_moe", precision, Schedule(chunk=7, num_blocks=14, block_size=8))
+        engine = core("qwen3_moe", precision, Schedule(chunk=7, num_blocks=7, block_size=8))
         assert run(engine, prompts()) == expected("qwen3_moe", precision, isa)
     finally:
         cpu.set_isa(best)
 
 
 @pytest.mark.skipif(not cpu.available(), reason="plain torch is not recorded")
-@pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_decode_steps_are_recorded(family: str) -> None:
     """With shared experts and their gate, with biases for the choice, and with layers of other kinds."""
     config, model = loaded(family, "bfloat16")
     assert isinstance(model, Decoder)
-    cache = kv_cache.allocate(kv_groups(config), 8, 16, torch.bfloat16, torch.device("cpu"))
-    inputs = InputBatch(4, config.max_model_len, 16, config.vocab_size, num_tables(kv_groups(config)))
+    groups, num_tokens = kv_groups(config), MAX_TOKENS + 2
+    pages = pages_alone(groups, num_tokens, 16, num_tokens)
+    cache = kv_cache.allocate(groups, len(pages), 16, torch.bfloat16, torch.device("cpu"))
+    inputs = InputBatch(4, config.max_model_len, 16, config.vocab_size, num_tables(groups))
     recorded = RecordedSteps(model, inputs, cache.layers)
     runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), recorded)
-    row = NewRow("r", [5, 6, 7, 8], 4, prompts()[0].params, [0])
-    runner.execute(ScheduledBatch(0, ["r"], [0], [3], num_logits=[0], new_block_ids=[[]], new_rows=[row]))
-    runner.execute(ScheduledBatch(1, ["r"], [3], [1], num_logits=[1], new_block_ids=[[]]))
-    assert len(recorded._recordings) == 2
+    row = NewRow("r", [*range(3, 3 + num_tokens)], num_tokens, prompts()[0].params, pages)
+    runner.execute(ScheduledBatch(0, ["r"], [0], [num_tokens - 1], num_logits=[0], new_block_ids=[[]], new_rows=[row]))
+    runner.execute(ScheduledBatch(1, ["r"], [num_tokens - 1], [1], num_logits=[1], new_block_ids=[[]]))
+    assert len(recorded._recordings) == 1
 
 
 @pytest.mark.parametrize("depth", [1, 2])
