@@ -141,7 +141,7 @@ template <class T>
 inline void quantize_rows(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* input) {
   const QuantizedRows rows(args, input);
   for (int64_t row = row_begin; row < row_end; ++row) {
-    const T* x = static_cast<const T*>(args.x.data) + row * args.x.stride;
+    const T* x = row_of_x<T>(args, row);
     if (args.weight.order != nullptr) {
       T* const ordered = static_cast<T*>(scratch(Scratch::gemm_row, args.weight.k * sizeof(T)));
       for (int64_t i = 0; i < args.weight.k; ++i) ordered[i] = x[args.weight.order[i]];

@@ -122,6 +122,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         num_threads = put_or("num_threads", config.num_threads, threads, "environment", envs.NUM_THREADS.name)
     else:
         why = "physical cores allowed by affinity and cgroup quota"
+        if config.data_parallel_size > 1:
+            why += f", for each of {config.data_parallel_size} replicas"
         num_threads = put_or("num_threads", config.num_threads, device.num_cores, "device", why)
     max_model_len = put("max_model_len", *_max_model_len(config, model))
 

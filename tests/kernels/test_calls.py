@@ -45,6 +45,13 @@ def packed() -> dense.PackedLinear:
     return dense.pack_linear(torch.ones(V, E))
 
 
+def routing_rule() -> Any:
+    return cpu._C.RoutingRule(
+        **{"num_experts": 4, "num_active": 2, "scoring": 0, "num_groups": 1, "num_active_groups": 1},
+        **{"group_score": 0, "normalizes": False, "scale": 1.0, "jitter": 0.0},
+    )
+
+
 # What each struct takes, but for what may be left out.
 FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
     "RmsNorm": lambda: {
@@ -80,6 +87,24 @@ FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
     "AddLora": lambda: {
         **{"table": cpu._C.LoraTable(deltas=NO_ADDITIONS, dtype=0, k=E, columns=[V]), "x": torch.ones(T, E)},
         **{"token_ids": None, "slots": ints(-1, 0, 1), "base": torch.ones(T, V), "out": torch.empty(T, V)},
+    },
+    "RoutingRule": lambda: {
+        **{"num_experts": 4, "num_active": 2, "scoring": 0, "num_groups": 1, "num_active_groups": 1},
+        **{"group_score": 0, "normalizes": False, "scale": 1.0, "jitter": 0.0},
+    },
+    "Route": lambda: {
+        **{"logits": torch.ones(T, 4), "rule": routing_rule(), "bias": None, "experts": ints(*range(6)).view(T, 2)},
+        **{"weights": torch.empty(T, 2), "order": ints(*range(6)), "begins": ints(*range(5))},
+    },
+    "ExpertStack": lambda: {"first": packed().panels, "num_experts": 1},
+    "ExpertProduct": lambda: {
+        **{"x": torch.ones(T, E), "stack": cpu._C.ExpertStack(first=packed().panels, num_experts=1), "bias": None},
+        **{"order": ints(*range(T)), "begins": ints(0, T), "num_slots": 1, "of_tokens": True},
+        "out": torch.empty(T, V),
+    },
+    "CombineExperts": lambda: {
+        **{"y": torch.ones(2 * T, E), "order": ints(*range(2 * T)), "weights": torch.ones(T, 2), "shared": None},
+        **{"shared_gate": None, "out": torch.empty(T, E)},
     },
     "Greedy": lambda: {"logits": torch.ones(T, V), "token_ids": torch.empty(T, dtype=torch.int64)},
     "Sample": lambda: {

@@ -86,6 +86,9 @@ FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
             "Leave it out",
         ),
     ),
+    "data_parallel_backend": (
+        ForeignValues(("ray",), "Ray is not used in this version: replicas are processes on this machine", "Use mp"),
+    ),
     "tokenizer_mode": (
         ForeignValues(
             ("mistral", "custom", "deepseek_v*", "cohere", "grok2", "qwen_vl", "kimi*"),

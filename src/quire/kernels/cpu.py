@@ -4,8 +4,8 @@ A call is a struct of the extension: it is made from tensors and numbers by name
 constant for a layer have their own struct, which is made once and given to each call. The extension reads address,
 sizes, strides and dtype from each tensor (csrc/tensor_view.h).
 
-The functions trust the shapes, dtypes and strides of their arguments: ops, dense, grouped, fp8 and lora check
-them.
+The functions trust the shapes, dtypes and strides of their arguments: ops, dense, grouped, fp8, experts and lora
+check them.
 csrc/bindings_*.cpp refuses numbers that lead out of memory.
 
 Dimensions: M rows, N out-features, K in-features; for the other ops see ops.py.
@@ -29,6 +29,7 @@ from quire.kernels.grouped_weight import GroupedWeight
 
 if TYPE_CHECKING:
     from quire.kernels.layer_rules import AttentionRule, HeadRotation
+    from quire.kernels.routing import Routing, RoutingRule
 
 _C: Any = extension.C  # None: installed without a compiler, so ops run on plain torch
 
@@ -187,6 +188,69 @@ def grouped_form(grouped_format: GroupedFormat) -> Any:
         offsets=GROUP_NUMBERS_CODES[grouped_format.offsets],
         super_size=grouped_format.super_size,
     )
+
+
+def routing_rule(rule: RoutingRule) -> Any:
+    """A rule as struct RoutingRule of csrc/include/quire/kernels/experts.h."""
+    return _C.RoutingRule(
+        num_experts=rule.num_experts,
+        num_active=rule.num_active,
+        scoring=SCORING_CODES[rule.scoring],
+        num_groups=rule.num_groups,
+        num_active_groups=rule.num_active_groups,
+        group_score=GROUP_SCORE_CODES[rule.group_score],
+        normalizes=rule.normalizes,
+        scale=rule.scale,
+        jitter=rule.jitter,
+    )
+
+
+def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None, routing: Routing) -> None:
+    """See experts.route. Rows of the logits may be strided."""
+    _C.Route(
+        logits=logits_TE,
+        rule=rule.compiled,
+        bias=bias_E,
+        experts=routing.experts_TS,
+        weights=routing.weights_TS,
+        order=routing.order_P,
+        begins=routing.begins,
+    ).run()
+
+
+def expert_stack(first: Any, num_experts: int) -> Any:
+    """Weights of experts that lie one after the other; `first`: of `packed_weight`, with the number of its own rows."""
+    return _C.ExpertStack(first=first, num_experts=num_experts)
+
+
+def expert_linear(
+    x: Tensor, stack: Any, routing: Routing, of_tokens: bool, bias_EN: Tensor | None, out_PN: Tensor
+) -> None:
+    """See experts.expert_linear. Rows of x and out may be strided. `stack`: from `expert_stack`."""
+    _C.ExpertProduct(
+        x=x,
+        stack=stack,
+        order=routing.order_P,
+        begins=routing.begins,
+        num_slots=routing.num_slots,
+        of_tokens=of_tokens,
+        bias=bias_EN,
+        out=out_PN,
+    ).run()
+
+
+def combine(
+    y_PD: Tensor, routing: Routing, shared_TD: Tensor | None, shared_gate_T1: Tensor | None, out_TD: Tensor
+) -> None:
+    """See experts.combine. Rows of all but the routing may be strided."""
+    _C.CombineExperts(
+        y=y_PD,
+        order=routing.order_P,
+        weights=routing.weights_TS,
+        shared=shared_TD,
+        shared_gate=shared_gate_T1,
+        out=out_TD,
+    ).run()
 
 
 def fp8_quantize(weight_NK: Tensor, codes_NK: Tensor, scales_N: Tensor) -> None:

@@ -44,14 +44,15 @@ def _check_numbers(
     raise error(f"{name}{first} is {x[tuple(first)].item()}, expected {expected}")
 
 
-def _check_indices(name: str, x: Tensor, end: int) -> None:
+def check_indices(name: str, x: Tensor, end: int) -> None:
+    """Raise IndexError for a number that is not in [0, end)."""
     expected = f"0 or more, and less than {end}"
     _check_numbers(name, x, lambda x: (x >= 0) & (x < end), expected, IndexError)
 
 
 def check_rows(rows_T: Tensor, N: int) -> None:
     """Raise IndexError for a row that is not in [0, N)."""
-    _check_indices("rows", rows_T, N)
+    check_indices("rows", rows_T, N)
 
 
 def linear(
@@ -67,7 +68,7 @@ def add_lora(base_TN: Tensor, x: Tensor, slots_T: Tensor, table: LoraTable, out_
     expected = f"-1 or more, and less than {num_slots}"
     _check_numbers("slots", slots_T, lambda x: (x >= -1) & (x < num_slots), expected, IndexError)
     if table.looks_up:
-        _check_indices("token_ids", x, table.K)
+        check_indices("token_ids", x, table.K)
     y_TN = base_TN.clone()
     for slot in sorted(set(slots_T.tolist())):
         rows = slots_T == slot
@@ -173,7 +174,7 @@ def gated_activation(
     """activation(first half of each row) * second half; name is a key of cpu.ACTIVATION_CODES."""
     gate_TI, up_TI = x_T2I.float().chunk(2, dim=-1)
     if factors_F is not None and order_T is not None:
-        _check_indices("order", order_T, len(factors_F))
+        check_indices("order", order_T, len(factors_F))
         factors_T1 = factors_F[order_T.long(), None]
         gate_TI, up_TI = gate_TI * factors_T1, up_TI * factors_T1
     if name == "clamped_swiglu":
@@ -198,7 +199,7 @@ def rope_and_cache(
     """Per-head norm, rotation of the first R dimensions: q in place, k and v to the cache. See ops.rope_and_cache."""
     cos_sin_PR, block_size = rotation.cos_sin_PR, cache.k_BGPE.shape[2]
     if cos_sin_PR is not None:
-        _check_indices("positions", positions_T, len(cos_sin_PR))
+        check_indices("positions", positions_T, len(cos_sin_PR))
     num_slots = cache.k_BGPE.shape[0] * block_size
     expected = f"less than the {num_slots} slots of the cache"
     _check_numbers("slot_mapping", slot_mapping_T, lambda x: x < num_slots, expected, IndexError)
@@ -293,12 +294,12 @@ def _check_batch(
     _check_numbers("seq_lens", seq_lens_S, lambda x: (x >= query_lens_S) & (x <= most), expected)
     begin_M = torch.arange(M, device=seq_lens_S.device) * P
     is_unused_SM = (begin_M >= seq_lens_S[:, None]) | (begin_M + P <= firsts_S[:, None])
-    _check_indices("block_tables", block_tables_SM.masked_fill(is_unused_SM, 0), B)
+    check_indices("block_tables", block_tables_SM.masked_fill(is_unused_SM, 0), B)
 
 
 def forbid_tokens(logits_RV: Tensor, masks_MW: Tensor, rows_M: Tensor) -> None:
     """-inf where the bit of a token is 0. See ops.forbid_tokens."""
-    _check_indices("rows", rows_M, logits_RV.shape[0])
+    check_indices("rows", rows_M, logits_RV.shape[0])
     bits = torch.arange(32, dtype=torch.int32, device=masks_MW.device)
     is_forbidden_MV = (masks_MW[:, :, None] >> bits & 1).flatten(1)[:, : logits_RV.shape[1]] == 0
     for row, is_forbidden_V in zip(rows_M.tolist(), is_forbidden_MV, strict=True):
@@ -357,7 +358,7 @@ def sampling_units(logits_V: Tensor, temperature: float, top_k: int, top_p: floa
 
 def logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-softmax at the given and at the highest tokens. See ops.logprobs."""
-    _check_indices("token_ids", token_ids_R, logits_RV.shape[1])
+    check_indices("token_ids", token_ids_R, logits_RV.shape[1])
     logprobs_RV = logits_RV.double().log_softmax(dim=-1).float()
     logits_R1 = logits_RV.gather(1, token_ids_R.unsqueeze(1))
     ranks_R = (logits_RV > logits_R1).sum(dim=-1) + 1

@@ -94,6 +94,15 @@ class EndedRequest(Protocol):
     def seconds_per_output_token(self) -> float | None: ...
 
 
+class TargetTimes(Protocol):
+    """The part of the front end's Targets that is read: seconds; 0: no target."""
+
+    @property
+    def ttft(self) -> float: ...
+    @property
+    def itl(self) -> float: ...
+
+
 class PrometheusMetrics:
     """Every family in its own registry. Label values come from closed sets, so the number of series never grows.
 
@@ -242,6 +251,12 @@ class EngineSeries:
         """A request was sent to the engine. The engine may still refuse it."""
         self._num_unfinished += len(request.requests)
 
+    def on_moved(self, count: int) -> None:
+        """The engine got `count` continuations of another engine, or lost as many if the number is negative."""
+        self._num_unfinished += count
+        if self._num_unfinished == 0:
+            self._set_idle()
+
     def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """A continuation has its first tokens. The prompt counts with the first continuation of a request."""
         self._observe("vllm:time_to_first_token_seconds", seconds)
@@ -327,6 +342,11 @@ class EngineSeries:
             self._recent_tokens.add(record.num_prefill_tokens, record.num_sampled_tokens)
         if self._num_unfinished == 0:
             self._set_idle()  # the step was running when the last caller left
+
+    def on_targets(self, targets: TargetTimes) -> None:
+        """The targets from now on."""
+        self._set("quire_slo_target_seconds", targets.ttft, "ttft")
+        self._set("quire_slo_target_seconds", targets.itl, "itl")
 
     def on_rejected(self, reason: str) -> None:
         """A request was refused because the server has no room."""

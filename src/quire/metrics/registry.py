@@ -153,6 +153,14 @@ METRICS: tuple[Metric, ...] = (
         values=("true", "false"),
     ),
     Metric(
+        "quire_slo_target_seconds",
+        "gauge",
+        "seconds",
+        "The targets (--slo-ttft, --slo-itl), which may move while serving. 0: there is no such target.",
+        label="target",
+        values=("ttft", "itl"),
+    ),
+    Metric(
         "quire_step_predicted_seconds",
         "histogram",
         "seconds",
@@ -434,6 +442,7 @@ LORA_REQUESTS_INFO = Metric(
     "gauge",
     "",
     "Adapters of the unfinished requests, as labels; the value is the time of the scrape, in Unix seconds.",
+    common=(),
 )
 LORA_REQUESTS_LABELS = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
 

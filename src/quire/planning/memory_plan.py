@@ -48,6 +48,7 @@ class MemoryFacts:
     drafter_weight_bytes: int = 0  # the part of weight_bytes that is the drafter's
     draft_text_bytes: int = 0  # of the host's memory, for texts in which drafts are searched; on a CPU a part of work
     lora_bytes: int = 0  # the part of work_bytes for adapters
+    taken_bytes: int = 0  # by this process so far, weights included; on a CPU
 
 
 def logits_bytes(model: ModelConfig, num_rows: int) -> int:
@@ -437,17 +438,22 @@ class _Shortage:
         return self.blocks_needed * KvPages.of(self.resolved, self.model, kv).page_bytes
 
 
-def weights_do_not_fit(resolved: Resolved, weight_bytes: int, total_bytes: int) -> MemoryPlanError:
-    """The error for a model whose weights alone are more than the machine has."""
+def weights_do_not_fit(
+    resolved: Resolved, weight_bytes: int, total_bytes: int, num_replicas: int = 1
+) -> MemoryPlanError:
+    """The error for a model whose weights alone are more than the machine has for each of its replicas."""
     fix = "Use a smaller model, or a machine with more memory"
     if resolved.model.quantization is None and weight_bytes // 4 < total_bytes:
         fix = "Use --quantization int8, fp8 or int4 (a half or a quarter of bfloat16), or a smaller model"
     if resolved.model.dtype == "float32" and resolved.model.quantization is None and weight_bytes // 2 < total_bytes:
         fix = "Use --dtype bfloat16 (halves the weights), or a smaller model"
+    each = ""
+    if num_replicas > 1:
+        each, fix = f" for each of {num_replicas} replicas", f"Lower --data-parallel-size. {fix}"
     return MemoryPlanError(
         f"The weights do not fit into memory: they take {shown_bytes(weight_bytes)} in "
         f"{resolved.model.quantization or resolved.model.dtype}, "
-        f"and there are {shown_bytes(total_bytes)}",
+        f"and there are {shown_bytes(total_bytes)}{each}",
         fix=fix,
         param="model",
     )

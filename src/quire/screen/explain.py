@@ -21,6 +21,7 @@ from quire.planning.memory_plan import (
     plan_kv_cache,
     predict_memory,
 )
+from quire.planning.replicas import share_of_machine
 from quire.planning.step_costs import expectation, known_cost, peaks
 from quire.resolve import GIB, DeviceFacts, resolve, resolve_server, shown_bytes
 from quire.screen.layer_kernels import LayerKernel, layer_kernels
@@ -99,6 +100,8 @@ class Explanation:
         if (gpu := self.device.gpu) is not None:
             memory = f"{shown_bytes(gpu.total_memory_bytes)}, {shown_bytes(gpu.free_memory_bytes)} free now"
             yield f"gpu      {gpu.name}, {gpu.isa}, {memory}"
+        if (count := self.settings["data_parallel_size"].value) > 1:
+            yield f"replicas {count}, and the lines below are of one of them"
         yield from self._kv_groups()
         if "num_blocks" in self.settings:
             yield from self._memory()
@@ -179,6 +182,9 @@ def explain(
 
     Raises ConfigError for settings that contradict each other. Too little memory is part of the answer.
     """
+    machine, device = device, share_of_machine(device, engine)
+    if read_bandwidth is not None:
+        read_bandwidth /= engine.data_parallel_size
     resolved = resolve(engine, model, device, is_server=True)
     memory = predict_memory(resolved, model, device)
     error = None
@@ -195,7 +201,7 @@ def explain(
     layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
     pages = KvPages.of(resolved, model)
     return Explanation(
-        model_name, model, device, settings, layers, pages, _next_costs(resolved, model, pages, memory), error
+        model_name, model, machine, settings, layers, pages, _next_costs(resolved, model, pages, memory), error
     )
 
 

@@ -52,6 +52,7 @@ class OnHost:
             work_bytes=work_bytes(buffer_bytes, "cpu") + logits + settings.hidden_bytes(model.config),
             logits_bytes=logits,
             drafter_weight_bytes=drafter_bytes,
+            taken_bytes=devices.taken_memory_bytes() + mapped_bytes,
         )
         return Measured(memory, num_tokens, step)
 

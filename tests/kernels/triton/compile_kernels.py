@@ -20,7 +20,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quire.formats.weight_format import GGUF, MXFP4, GroupedFormat
-from quire.kernels.triton import activation, attention, dense, fp8, grouped, lora, norm, parts, rope_cache, sampling
+from quire.kernels.triton import (
+    activation,
+    attention,
+    dense,
+    experts,
+    fp8,
+    grouped,
+    lora,
+    norm,
+    parts,
+    rope_cache,
+    sampling,
+)
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -110,6 +122,56 @@ POINTERS = {
 }
 
 
+# Constants of a product without experts.
+ONE_WEIGHT = {"begins_ptr": None, "order_ptr": None, "EXPERTS": 0, "OF_TOKENS": False}
+
+
+def of_experts(case: dict[str, Any]) -> dict[str, Any]:
+    """The same product with a stack of 128 experts."""
+    constants = {name: value for name, value in case["constants"].items() if name not in ("begins_ptr", "order_ptr")}
+    constants |= {"EXPERTS": 128, "OF_TOKENS": True}
+    return case | {"constants": constants, "types": case["types"] | {"begins_ptr": "*i32", "order_ptr": "*i32"}}
+
+
+def expert_cases(sm: int) -> dict[str, dict[str, Any]]:
+    """Products with stacks of experts, routing, and sums."""
+    is_wgmma, bf16 = sm == 90, torch.bfloat16
+    found = {}
+    for M in (1, 64):
+        found[f"experts, dense, {M} rows"] = of_experts(dense_case(M, False, bf16, is_wgmma))
+        found[f"experts, FP8, {M} rows"] = of_experts(fp8_case(M, False, False, is_wgmma))
+        found[f"experts, FP8 in blocks, {M} rows"] = of_experts(fp8_case(M, False, True, is_wgmma))
+        for name, form in (("AWQ", GroupedFormat(4, 128, "float16", "uint8")), ("Q4_K", GGUF["Q4_K"])):
+            found[f"experts, {name}, {M} rows"] = of_experts(grouped_case(form, M, False, bf16, is_wgmma))
+    for scoring, groups, is_top2 in (("softmax", 1, False), ("sigmoid", 8, True), ("softmax_of_chosen", 8, False)):
+        found[f"route by {scoring} in {groups} groups"] = {
+            "kernel": experts._route_kernel,
+            "constants": {"S": 8, "SCORING": scoring, "GROUPS": groups, "ACTIVE_GROUPS": max(groups // 2, 1)}
+            | {"IS_TOP2": is_top2, "NORMALIZES": True, "BLOCK_E": 256, "BLOCK_S": 8}
+            | ({} if groups > 1 else {"bias_ptr": None}),
+            "types": dict.fromkeys(("logits_ptr", "bias_ptr", "weights_ptr"), "*fp32")
+            | {"experts_ptr": "*i32", "scale": "fp32", "jitter": "fp32"},
+            "options": {"num_warps": 1},
+        }
+    found["route by sparsemixer"] = {
+        "kernel": experts._route_kernel,
+        "constants": {"S": 2, "SCORING": "sparsemixer", "GROUPS": 1, "ACTIVE_GROUPS": 1, "IS_TOP2": False}
+        | {"NORMALIZES": False, "BLOCK_E": 16, "BLOCK_S": 2, "bias_ptr": None},
+        "types": {"logits_ptr": "*fp32", "weights_ptr": "*fp32", "experts_ptr": "*i32"}
+        | {"scale": "fp32", "jitter": "fp32"},
+        "options": {"num_warps": 1},
+    }
+    ints = dict.fromkeys(("experts_ptr", "order_ptr", "begins_ptr", "places_ptr"), "*i32")
+    found["sort pairs"] = {"kernel": experts._sort_kernel, "constants": {"BLOCK_P": experts._BLOCK_P}, "types": ints}
+    found["places"] = {"kernel": experts._places_kernel, "constants": {"BLOCK_P": experts._BLOCK_P}, "types": ints}
+    found["combine"] = {
+        "kernel": experts._combine_kernel,
+        "constants": {"S": 8, "BLOCK_D": experts._BLOCK_D},
+        "types": ints | {"weights_ptr": "*fp32", "gate_ptr": "*fp32"},
+    }
+    return found
+
+
 def grouped_case(
     weight_format: GroupedFormat, M: int, is_split: bool, dtype: torch.dtype, wgmma: bool, is_even: bool = True
 ) -> dict[str, Any]:
@@ -134,6 +196,7 @@ def grouped_case(
         "HAS_BIAS": False,
         "EVEN_K": is_even,
         "UPCAST": False,
+        **ONE_WEIGHT,
     }
     return tiled_case(grouped._grouped_kernel, constants, types, tile)
 
@@ -147,6 +210,7 @@ def dense_case(M: int, is_split: bool, dtype: torch.dtype, wgmma: bool, is_even:
         "HAS_BIAS": False,
         "EVEN_K": is_even,
         "UPCAST": False,
+        **ONE_WEIGHT,
     }
     types = dict.fromkeys(("x_ptr", "weight_ptr"), POINTERS[dtype])
     types["out_ptr"] = "*fp32" if is_split else POINTERS[dtype]
@@ -163,6 +227,7 @@ def fp8_case(M: int, is_split: bool, is_grouped: bool, wgmma: bool) -> dict[str,
         "HAS_BIAS": False,
         "EVEN_K": True,
         "UPCAST": False,
+        **ONE_WEIGHT,
     }
     types = {"codes_ptr": "*i8", "scales_ptr": "*fp32", "out_ptr": "*fp32" if is_split else "*bf16"}
     tile = parts.choose_tile(M, 4096, torch.bfloat16, wgmma)
@@ -473,7 +538,14 @@ def compiled(case: dict[str, Any], capability: int) -> dict[str, Any]:
 
 
 def all_cases(sm: int) -> dict[str, dict[str, Any]]:
-    return {**cases(), **code_cases(sm), **model_cases(sm), **product_cases(sm), **deterministic_cases(sm)}
+    return {
+        **cases(),
+        **code_cases(sm),
+        **model_cases(sm),
+        **product_cases(sm),
+        **deterministic_cases(sm),
+        **expert_cases(sm),
+    }
 
 
 def compiled_by_name(name: str, sm: int) -> dict[str, Any]:
