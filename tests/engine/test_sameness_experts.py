@@ -83,7 +83,10 @@ def expected(family: str, precision: str, isa: str) -> list[list[int]]:
 
 @pytest.mark.parametrize(("family", "name", "precision"), covering(list(FAMILIES), list(SCHEDULES), list(PRECISIONS)))
 def test_no_schedule_changes_a_token(family: str, name: str, precision: str) -> None:
-    engine = core(family, precision, SCHEDULES[name])
+    schedule = SCHEDULES[name]
+    if name == "short of blocks" and family == "llama4_text":  # which has four block tables
+        schedule = replace(schedule, num_blocks=22)
+    engine = core(family, precision, schedule)
     want = expected(family, precision, cpu.isa())
     assert run(engine, prompts()) == want
     assert run(engine, prompts()[::-1], prefix="again") == want[::-1], "after others have left their cache"

@@ -26,6 +26,7 @@ from quire.worker.recorded_steps import RecordedSteps
 from tests.gguf.writing import write_gguf
 from tests.loading import load_model
 from tests.models.paged_run import PagedRun
+from tests.models.test_families import CASES, random_hf_model
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="only compiled kernels are recorded")
 
@@ -110,6 +111,18 @@ def test_shards_in_several_formats(tmp_path: Path, num_recorded: list[int | None
     assert isinstance(model, Decoder)
     replayed = steps(RecordedRun(model))
     assert num_recorded == [1 + 10 * model.config.num_layers] * NUM_RECORDINGS
+    anew = steps(PagedRun(model, torch.bfloat16))
+    assert all(torch.equal(a, b) for a, b in zip(replayed, anew, strict=True))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])
+def test_sinks_chunks_and_experts(family: str, tmp_path: Path, num_recorded: list[int | None]) -> None:
+    random_hf_model(CASES[family]).save_pretrained(tmp_path)
+    model = load_model(load_model_config(tmp_path), torch.bfloat16)
+    assert isinstance(model, Decoder)
+    replayed = steps(RecordedRun(model))
+    assert len(num_recorded) == NUM_RECORDINGS
+    assert None not in num_recorded, "more than kernels"
     anew = steps(PagedRun(model, torch.bfloat16))
     assert all(torch.equal(a, b) for a, b in zip(replayed, anew, strict=True))
 

@@ -262,7 +262,7 @@ class LayerBuilder:
         gate_up, down = self.stack(spec.expert.gate_up), self.stack(spec.expert.down)
         shared = None if spec.shared is None else self.mlp(spec.shared)
         shared_gate = None if spec.shared_gate is None else self.gate(spec.shared_gate)
-        self.mixtures.append(MoE(spec, router, choice_bias, gate_up, down, shared, shared_gate))
+        self.mixtures.append(MoE(spec, router, choice_bias, gate_up, down, shared, shared_gate, self.device))
         return self.mixtures[-1]
 
 

@@ -21,6 +21,8 @@ from quire.layers.linear import Linear
 from quire.layers.weight_slot import WeightSlot
 from quire.moe.stack import ExpertStack, SplitStack
 
+_FIRST_UNITS = 1024  # rows, more than a step has that is recorded or captured
+
 
 class ChoiceBias:
     """What is added to the scores of experts for the choice."""
@@ -60,6 +62,7 @@ class MoE:
         down: ExpertStack | SplitStack,
         shared: Callable[[Tensor, ForwardBatch], Tensor] | None,
         shared_gate: Linear | None,
+        device: torch.device,
     ) -> None:
         rule, self.num_experts = spec.router, spec.num_experts
         self._rule = RoutingRule(
@@ -75,7 +78,7 @@ class MoE:
         )
         self._router, self._choice_bias = router, choice_bias
         self._gate_up, self._down, self._activation = gate_up, down, spec.expert.activation
-        self._weighs_input, self._units_TS = rule.weighs_input, torch.empty(0)
+        self._weighs_input, self._units_TS = rule.weighs_input, torch.ones(_FIRST_UNITS, spec.num_active, device=device)
         self._shared, self._shared_gate = shared, shared_gate
         self.begins: Tensor | None = None  # takes Routing.begins of each step, for somebody who watches
 
@@ -100,7 +103,8 @@ class MoE:
         return combine(y_PD, routing, shared_TD, gate_T1)
 
     def _units(self, like_TS: Tensor) -> Tensor:
-        """Weights of 1. Their memory only grows, so recorded steps make none."""
-        if len(self._units_TS) < len(like_TS):
+        """Weights of 1. Steps that are recorded or captured make none."""
+        num_tokens = like_TS.shape[0]
+        if self._units_TS.shape[0] < num_tokens:
             self._units_TS = torch.ones_like(like_TS)
-        return self._units_TS.narrow(0, 0, len(like_TS))
+        return self._units_TS.narrow(0, 0, num_tokens)
