@@ -36,6 +36,15 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig, *, keeps_metrics: bool) -> None:
+        if config.data_parallel_size != 1:
+            raise ConfigError(
+                "An engine in this process is one replica",
+                value=config.data_parallel_size,
+                expected="1",
+                fix="Use AsyncLLM or quire serve, which run replicas, or start this script once for each part of the "
+                "prompts",
+                param="data_parallel_size",
+            )
         self.config = config
         with shown_start(is_quiet=config.disable_log_stats) as progress:
             parts = open_model(config, progress)

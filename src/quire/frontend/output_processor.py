@@ -86,6 +86,11 @@ class OutputProcessor:
         """Requests (not continuations) without their last output."""
         return len(self._requests)
 
+    @property
+    def num_continuations(self) -> int:
+        """Continuations without an end."""
+        return len(self._continuations)
+
     def add(self, processed: ProcessedRequest) -> None:
         """Expect deltas for this request. Its id must not be in use."""
         assert processed.request_id not in self._requests, f"request id {processed.request_id} is in use"
@@ -138,6 +143,24 @@ class OutputProcessor:
         self.abort(unsaved, "error")
         return unsaved
 
+    def release(self) -> list[RequestState]:
+        """Forget and return the requests that another engine may compute: see lose_engine for the others."""
+        free = [request for request in self._requests.values() if not (request.was_handed_on or request.is_retry)]
+        for request in free:
+            del self._requests[request.request_id]
+            running = [child for child in request.continuations if self._continuations.pop(child.request_id, None)]
+            self.metrics.on_moved(-len(running))
+        return free
+
+    def take_over(self, request: RequestState) -> list[AddRequest]:
+        """Follow a request that was released -> the messages for the engine. Its id must not be in use."""
+        self._requests[request.request_id] = request
+        messages = self._again(request)
+        running = {child.request_id: child for child in request.continuations if child.finish_reason is None}
+        self._continuations |= running
+        self.metrics.on_moved(len(running))
+        return messages
+
     def adapters(self) -> set[tuple[str, str]]:
         """Paths and digests of the adapters of unfinished requests."""
         found = (request.processed.adapter for request in self._requests.values())
@@ -155,15 +178,16 @@ class OutputProcessor:
         Answers of the engine before are forgotten, except complete continuations. The new engine computes the same
         tokens again, and they do not count twice.
         """
-        now = self._clock()
+        return [message for request in self._requests.values() for message in self._again(request)]
+
+    def _again(self, request: RequestState) -> list[AddRequest]:
+        request.is_retry, request.sent_after = True, self._clock() - request.metrics.arrival_time
+        self.metrics.on_retry()
         messages = []
-        for request in self._requests.values():
-            request.is_retry, request.sent_after = True, now - request.metrics.arrival_time
-            self.metrics.on_retry()
-            for child, message in zip(request.continuations, request.processed.requests, strict=True):
-                if child.finish_reason is None:
-                    child.start_again(message, self._tokenizer)
-                    messages.append(msgspec.structs.replace(message, is_retry=True))
+        for child, message in zip(request.continuations, request.processed.requests, strict=True):
+            if child.finish_reason is None:
+                child.start_again(message, self._tokenizer)
+                messages.append(msgspec.structs.replace(message, is_retry=True))
         return messages
 
     def _update(self, child: Continuation, delta: RequestDelta, now: float, result: ProcessedOutputs) -> None:

@@ -90,6 +90,10 @@ class EngineMetrics(Protocol):
         """A request was accepted and sent to the engine."""
         ...
 
+    def on_moved(self, count: int) -> None:
+        """The engine got `count` continuations of another engine, or lost as many if the number is negative."""
+        ...
+
     def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """A continuation has its first tokens, `seconds` after the request's arrival (TTFT).
 
@@ -143,6 +147,9 @@ class NoMetrics:
         return None
 
     def on_request_arrived(self, request: ProcessedRequest) -> None:
+        return None
+
+    def on_moved(self, count: int) -> None:
         return None
 
     def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int, num_cached_tokens: int) -> None:
