@@ -336,8 +336,9 @@ def _passed(address: str, *program: str) -> tuple[str, ...]:
     assert flag == "-c"
     before = (
         "import os, socket\n"
-        f"listener = socket.create_server(('{address}', 0))\n"
-        "os.dup2(listener.fileno(), 3), listener.close()\n"
+        f"descriptor = socket.create_server(('{address}', 0)).detach()\n"
+        "if descriptor != 3:\n"
+        "    os.dup2(descriptor, 3), os.close(descriptor)\n"
         "os.environ |= {'LISTEN_PID': str(os.getpid()), 'LISTEN_FDS': '1'}\n"
     )
     return ("-c", before + code, *rest)
