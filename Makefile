@@ -14,7 +14,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cpp' -o -nam
 MODEL ?=
 ARGS ?=
 
-.PHONY: run setup test test-full test-sanitize test-arm check format dashboards bench bench-gpu test-gpu clean
+.PHONY: run setup test test-full test-sanitize test-arm check format dashboards wheel docs release bench bench-gpu test-gpu clean
 
 run: setup  ## server on the bundled demo model (or MODEL=...), with the playground at /
 	$(BIN)/quire serve $(MODEL) $(ARGS)
@@ -45,7 +45,7 @@ $(NODE_CLIENT)/node_modules: $(NODE_CLIENT)/package.json
 	npm install --silent --no-audit --no-fund --no-package-lock --prefix $(NODE_CLIENT)
 	touch $@
 
-test-full: $(VENV)/.installed-test $(VENV)/.installed-clients $(if $(shell command -v npm),$(NODE_CLIENT)/node_modules)  ## also the slow suites, and other people's clients
+test-full: $(VENV)/.installed-test $(VENV)/.installed-clients $(VENV)/.installed-charts $(VENV)/.installed-docs $(VENV)/.installed-wheel $(if $(shell command -v npm),$(NODE_CLIENT)/node_modules)  ## also the slow suites, and other people's clients
 	TEST_FULL=1 $(PYTEST) $(ARGS)
 
 SANITIZED := build/sanitize
@@ -77,6 +77,15 @@ dashboards: setup  ## Grafana's dashboard, Prometheus' rules and their pages, fr
 	$(BIN)/python -m quire.metrics.dashboards deploy
 	$(BIN)/python -m quire.metrics.document > docs/metrics.md
 	$(BIN)/python -m quire.metrics.rules > docs/alerts.md
+
+wheel: $(VENV)/.installed-wheel  ## a wheel with compiled kernels for this Python, in dist/ (Linux: manylinux_2_28)
+	$(BIN)/python tools/wheel.py
+
+docs: $(VENV)/.installed-docs  ## the documentation as a site, in build/site; reading it needs no network
+	$(BIN)/mkdocs build --quiet
+
+release:  ## refuses what cannot be released, runs everything, and builds what is released
+	$(PYTHON) tools/release.py
 
 FRONT_END_BENCHMARKS := $(addprefix benchmarks/,detokenizer.py frontend_capacity.py scheduler.py)
 

@@ -1,6 +1,5 @@
 // Python names of paged attention.
 #include <algorithm>
-#include <sstream>
 #include <stdexcept>
 
 #include "bindings.h"
@@ -15,9 +14,7 @@ constexpr int64_t kMaxSeqLen = (1 << 24) - 1;
 
 template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
-  std::ostringstream message;
-  (message << ... << parts);
-  throw std::invalid_argument(message.str());
+  throw std::invalid_argument((text_of(parts) + ...));
 }
 
 // Checks that q has the query tokens of every sequence, its table the positions, and the cache the blocks that it sees.

@@ -6,13 +6,27 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <limits>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
 
 namespace quire {
+
+// A text or a number in words. Not a stream, whose constructor would need a newer libstdc++ (QUIRE_PORTABLE).
+template <class Part>
+std::string text_of(const Part& part) {
+  if constexpr (std::is_floating_point_v<Part>) {
+    char digits[32];
+    std::snprintf(digits, sizeof(digits), "%g", static_cast<double>(part));
+    return digits;
+  } else if constexpr (std::is_arithmetic_v<Part>) {
+    return std::to_string(part);
+  } else {
+    return part;
+  }
+}
 
 // The owner of the numbers: a tensor, or one row of it.
 struct NumbersOf {
@@ -29,11 +43,9 @@ void check_each(NumbersOf of, const T* values, int64_t count, const Legal& legal
   for (int64_t i = first; i < count; ++i) all_are_legal &= legal(values[i]);
   if (all_are_legal) return;
   const int64_t i = std::find_if_not(values + first, values + count, legal) - values;
-  std::ostringstream message;
-  message << of.tensor << '[';
-  if (of.row >= 0) message << of.row << ", ";
-  message << i << "] is " << values[i] << ", expected " << expected();
-  throw Error(message.str());
+  const std::string row = of.row >= 0 ? text_of(of.row) + ", " : "";
+  throw Error(of.tensor + ("[" + row) + text_of(i) + "] is " + text_of(values[i]) + ", expected " +
+              text_of(expected()));
 }
 
 // Throws IndexError for a value from `first` on that is not in [0, end).

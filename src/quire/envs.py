@@ -116,6 +116,8 @@ XDG_STATE_HOME = Variable(
     "XDG_STATE_HOME", "", str, "where the lines of `quire chat` are kept; empty = ~/.local/state (XDG Base Directory)"
 )
 TERM = Variable("TERM", "", str, "dumb: no progress bars, no colours")
+LISTEN_PID = Variable("LISTEN_PID", 0, int, "set by systemd: which process a socket is for")
+LISTEN_FDS = Variable("LISTEN_FDS", 0, int, "set by systemd: how many sockets; `quire serve` takes one, for --host")
 NOTIFY_SOCKET = Variable("NOTIFY_SOCKET", "", str, "set by systemd: where `quire serve` says READY=1 and STOPPING=1")
 
 VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool], ...] = (
@@ -142,5 +144,7 @@ VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool
     XDG_CACHE_HOME,
     XDG_STATE_HOME,
     TERM,
+    LISTEN_PID,
+    LISTEN_FDS,
     NOTIFY_SOCKET,
 )

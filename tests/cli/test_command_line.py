@@ -62,6 +62,17 @@ def test_forms_reach_the_config() -> None:
     assert (engine.served_model_name, server.port) == (("a", "b"), 0)
 
 
+def test_a_switch_whose_name_begins_with_no() -> None:
+    for words, is_on in (
+        ((), False),
+        (("--no-auth",), True),
+        (("--no-no-auth",), False),
+        (("--no_auth", "true"), True),
+    ):
+        assert read(*words)[1].no_auth is is_on, words
+    assert not read("--no-enable-prefix-caching")[0].enable_prefix_caching
+
+
 def test_sources_of_flags() -> None:
     engine, server = read("--max-num-seqs", "8", "--enable-prefix-caching", "--port", "8000")
     assert engine.sources["max_num_seqs"] == engine.sources["enable_prefix_caching"] == "flag"

@@ -328,3 +328,41 @@ def test_an_authority_is_withdrawn(version: ssl.TLSVersion, pems: dict[str, str]
         assert _connect(tls, client, session) is None, "a session of such a client is resumed"
     finally:
         listener.close()
+
+
+def _passed(address: str, *program: str) -> tuple[str, ...]:
+    """`program` with a socket as descriptor 3, as systemd passes it."""
+    flag, code, *rest = program
+    assert flag == "-c"
+    before = (
+        "import os, socket\n"
+        f"descriptor = socket.create_server(('{address}', 0)).detach()\n"
+        "if descriptor != 3:\n"
+        "    os.dup2(descriptor, 3), os.close(descriptor)\n"
+        "os.environ |= {'LISTEN_PID': str(os.getpid()), 'LISTEN_FDS': '1'}\n"
+    )
+    return ("-c", before + code, *rest)
+
+
+def test_a_socket_of_systemd_is_served_and_handed_back() -> None:
+    flags = ("--host", "0.0.0.0", "--port", "1", *SMALL, "--max-model-len", "512")
+    with Serve(*flags, program=_passed("127.0.0.1", *LIGHT)) as server:
+        body = {"prompt": "Hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+
+            def is_left_to_others() -> bool:
+                with socket.socket() as client:
+                    return client.connect_ex(("127.0.0.1", int(server.url.rpartition(":")[2]))) != 0
+
+            server.wait_for(is_left_to_others, "the server to leave the socket")
+            assert [line for line in lines if line][-1] == "data: [DONE]", "running requests end"
+        assert server.wait_exit() == 0
+
+
+def test_a_socket_open_to_others_needs_a_key() -> None:
+    with Serve(*SMALL, waits=False, program=_passed("0.0.0.0", *LIGHT)) as server:
+        assert server.wait_exit() == 2
+        assert "open to everybody" in server.log

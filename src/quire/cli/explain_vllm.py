@@ -1,4 +1,6 @@
-"""`quire explain --vllm COMMAND`: each flag of a pasted vLLM command, what it does here, and the command for Quire.
+"""`quire explain --vllm COMMAND`: each flag of a pasted command, what it does here, and the command for Quire.
+
+`--llama-server`, `--sglang`, `--tgi` and `--modelfile` do the same for other servers.
 
 The answers are those of `compat` and of the settings themselves. Nothing is executed, loaded or downloaded.
 """
@@ -17,12 +19,14 @@ from typing import Any, Literal
 
 from quire import __version__, envs
 from quire.cli.config_file import converted
-from quire.cli.flags import Parser, config_from_values
+from quire.cli.flags import Parser, Switch, config_from_values
 from quire.cli.settings import add_settings_flags
 from quire.cli.words import plain_words
 from quire.compat.environment import NOT_READ, REFUSED, is_refused, nearest_variable
+from quire.compat.foreign import Foreign
 from quire.compat.old_flags import INVENTED_FLAGS, OLD_FLAGS
 from quire.compat.pasted import PastedCommand, read_pasted
+from quire.compat.peers import Peer, read_modelfile
 from quire.compat.table import FOREIGN, as_flag, joined, shown_value
 from quire.compat.values import SAME_VALUES
 from quire.config import EngineConfig, ServerConfig
@@ -179,8 +183,8 @@ class _Given:
     def value(self) -> Any:
         """As `quire serve` reads it. Raises ConfigError."""
         assert self.action is not None
-        if isinstance(self.action, argparse.BooleanOptionalAction):
-            return not self.flag.startswith("--no-")
+        if isinstance(self.action, Switch):
+            return self.action.is_on(self.flag)
         if not self.words and self.action.nargs in (None, "+"):
             raise ConfigError(f"{self.flag} has no value", expected=f"{self.flag} VALUE")
         return converted(self.words if self.action.nargs in ("+", "*") else self.words[0], self.action, self.flag)
@@ -191,14 +195,28 @@ def explain_command(text: str) -> CommandExplanation:
     pasted = read_pasted(text)
     parser = Parser(prog="quire serve", allow_abbrev=False)
     add_settings_flags(parser)
-    return _Reading(pasted, parser).explanation()
+    return _Reading(pasted, parser, FOREIGN, "in vLLM 0.1 to 0.32").explanation()
+
+
+def explain_peer(text: str, peer: Peer) -> CommandExplanation:
+    """What `quire serve` would do with the command, or the Modelfile, of another server. Raises ConfigError."""
+    pasted = read_modelfile(text) if peer.program is None else read_pasted(text, peer.program)
+    parser = Parser(prog=peer.title, allow_abbrev=False, add_help=False)
+    for flag in peer.flags:
+        words: dict[str, Any] = {"dest": flag.name, "default": argparse.SUPPRESS}
+        if flag.shape == "switch":
+            words["action"] = Switch
+        else:
+            words |= {"type": str, "nargs": "*" if flag.shape == "list" else None}
+        parser.add_argument(*flag.flags, **words)
+    return _Reading(pasted, parser, peer.foreign, f"of {peer.title}").explanation()
 
 
 class _Reading:
     """The flags of one command, answered one after another, then tried together."""
 
-    def __init__(self, pasted: PastedCommand, parser: Parser) -> None:
-        self._pasted, self._parser = pasted, parser
+    def __init__(self, pasted: PastedCommand, parser: Parser, foreign: Mapping[str, Foreign], where: str) -> None:
+        self._pasted, self._parser, self._table, self._where = pasted, parser, foreign, where
         self._given = list(_given(plain_words(pasted.words, parser.switches), parser))
         self._values: dict[str, Any] = {}  # of settings, by name
         self._unchecked: dict[str, list[str]] = {}  # words of settings that only a shell or a file completes
@@ -225,12 +243,12 @@ class _Reading:
             )
         if given.action is None:
             near = self._parser.nearest_flag(given.flag)
-            does = "Quire knows of no such flag in vLLM 0.1 to 0.32" + (f"; did you mean {near}?" if near else "")
+            does = f"Quire knows of no such flag {self._where}" + (f"; did you mean {near}?" if near else "")
             return Answer(given.flag, given.shown, "never existed", does)
         name = given.name
         if any(later.name == name != "" for later in self._given[at + 1 :]):
             return self._repeated(at, given)
-        if name in FOREIGN:
+        if name in self._table:
             return None
         if name == "help":
             return Answer(given.flag, "", "no effect", "it shows the flags there are, and starts nothing")
@@ -263,8 +281,10 @@ class _Reading:
 
     def _foreign(self, given: _Given) -> Answer:
         """The answer of the table of foreign names."""
-        entry = FOREIGN[given.name]
-        since = "; vLLM 0.32 no longer has it" if entry.name in _REMOVED else ""
+        entry = self._table[given.name]
+        is_vllms = self._table is FOREIGN
+        is_removed, is_invented = (is_vllms and entry.name in names for names in (_REMOVED, _INVENTED))
+        since = "; vLLM 0.32 no longer has it" if is_removed else ""
         try:
             value = given.value()
             if entry.asks_for_nothing(value):
@@ -274,7 +294,6 @@ class _Reading:
                 raise entry.refusal(given.flag, value)
             becomes = entry.translation(value)
         except ConfigError as error:
-            is_removed, is_invented = entry.name in _REMOVED, entry.name in _INVENTED
             status: Status = "removed" if is_removed else "never existed" if is_invented else "refused"
             return Answer(given.flag, given.shown, status, error.message)
         try:
@@ -394,7 +413,8 @@ def _given(words: list[str], parser: Parser) -> Iterator[_Given]:
     while at < len(words):
         word, at = words[at], at + 1
         if not _is_flag(word):
-            yield _Given("MODEL" if not has_model else word, None if has_model else actions["--model"], [word])
+            action = None if has_model else actions.get("--model")
+            yield _Given(word if action is None else "MODEL", action, [word])
             has_model = True
             continue
         flag, equals, value = (word, "", "") if word in actions else word.partition("=")

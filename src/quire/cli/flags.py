@@ -107,6 +107,18 @@ def _converter(convert: Any) -> Any:
     return wrapped
 
 
+class Switch(argparse.BooleanOptionalAction):
+    """--name and --no-name; also where the name itself begins with `no`, as --no-auth does."""
+
+    def is_on(self, flag: str) -> bool:
+        """What a spelling of the flag says."""
+        return not (flag.startswith("--no-") and f"--{flag.removeprefix('--no-')}" in self.option_strings)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        assert option_string is not None, "it is no positional argument"
+        setattr(namespace, self.dest, self.is_on(option_string))
+
+
 class Refused(argparse.Action):
     """A flag that a command of vLLM has, and the same one here has not: says why."""
 
@@ -131,7 +143,7 @@ def add_config_flags(parser: argparse.ArgumentParser, config: type, *, skip: fro
         base, is_many, _ = field_type(hints[f.name])
         keywords: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": _help(f)}
         if base is bool:
-            keywords["action"] = argparse.BooleanOptionalAction
+            keywords["action"] = Switch
         else:
             wanted = f.metadata["type"]
             keywords["type"] = _json_object if wanted == "json" else _converter(wanted or base)
@@ -153,7 +165,7 @@ def add_foreign_flags(parser: argparse.ArgumentParser, foreign: Iterable[Foreign
         name = entry.name
         keywords: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         if entry.shape == "switch":
-            keywords["action"] = argparse.BooleanOptionalAction
+            keywords["action"] = Switch
         else:
             keywords |= {"type": str, "nargs": "*" if entry.shape == "list" else None}
         parser.add_argument(as_flag(name), *SHORT_FLAGS.get(name, ()), **keywords)

@@ -46,8 +46,28 @@ class PastedCommand:
     notes: list[str] = field(default_factory=list)
 
 
-def read_pasted(text: str) -> PastedCommand:
-    """The one vLLM server in a text, with environment variables in front, continued lines and comments.
+@dataclass(frozen=True)
+class Program:
+    """How the command of a server begins.
+
+    Args:
+        title: whose it is.
+        words: the beginnings: the name of a program, or `-m` and a module, and what follows it.
+        image: of containers.
+        expected: for messages.
+    """
+
+    title: str
+    words: tuple[tuple[str, ...], ...]
+    image: re.Pattern[str]
+    expected: str
+
+
+VLLM = Program("vLLM", (("vllm", "serve"), *(("-m", module) for module in SERVER_MODULES)), _IMAGE, _EXPECTED)
+
+
+def read_pasted(text: str, program: Program = VLLM) -> PastedCommand:
+    """The one server in a text, with environment variables in front, continued lines and comments.
 
     Raises ConfigError: no such command or several, a quotation mark without its counterpart, or a zero byte.
     """
@@ -56,11 +76,11 @@ def read_pasted(text: str) -> PastedCommand:
     notes: list[str] = []
     commands = list(_joined(_Scanner(text, notes).commands(), notes))
     if not commands:
-        raise ConfigError("There is no command in the text", expected=_EXPECTED, param="vllm")
+        raise ConfigError("There is no command in the text", expected=program.expected, param="vllm")
     variables: dict[str, str] = {}
     found: list[PastedCommand] = []
     for words in commands:
-        if (server := _server(words)) is not None:
+        if (server := _server(words, program)) is not None:
             found.append(server)
         elif words[0] == "export" or all(_ASSIGNMENT.match(word) for word in words):
             variables |= _assignments(words)
@@ -69,7 +89,7 @@ def read_pasted(text: str) -> PastedCommand:
     if not found and len(commands) == 1 and _is_flag(commands[0][0]):
         found, notes = [PastedCommand(commands[0], is_whole=False)], notes[:-1]
     if len(found) != 1:
-        raise _not_one(commands, found)
+        raise _not_one(commands, found, program)
     (server,) = found
     server.variables, server.notes = variables | server.variables, notes + server.notes
     return server
@@ -198,28 +218,28 @@ def _is_flag(word: str) -> bool:
     return word.startswith("-") and len(word) > 1
 
 
-def _server(words: list[str]) -> PastedCommand | None:
-    """The command, if it starts a server of vLLM's."""
+def _server(words: list[str], program: Program) -> PastedCommand | None:
+    """The command, if it starts such a server."""
     if any(PurePosixPath(word).name in _CONTAINERS for word in words[:3]) and "run" in words:
         start = words.index("run") + 1
-        at = next((i for i in range(start, len(words)) if _is_image(words, i)), None)
+        at = next((i for i in range(start, len(words)) if _is_image(words, i, program)), None)
         if at is None:
             return None
-        inner = _server(words[at + 1 :]) or PastedCommand(words[at + 1 :])
+        inner = _server(words[at + 1 :], program) or PastedCommand(words[at + 1 :])
         inner.variables = _container_variables(words[start:at]) | inner.variables
         inner.notes.append("not read: what the container is told before the image, but for its variables")
         return inner
-    for i, word in enumerate(words[:-1]):
-        is_serve = PurePosixPath(word).name == "vllm" and words[i + 1] == "serve"
-        if is_serve or (word == "-m" and words[i + 1] in SERVER_MODULES):
-            return PastedCommand(words[i + 2 :], _assignments(words[:i]))
+    for i, word in enumerate(words):
+        for begin in program.words:
+            if (PurePosixPath(word).name, *words[i + 1 : i + len(begin)]) == begin:
+                return PastedCommand(words[i + len(begin) :], _assignments(words[:i]))
     return None
 
 
-def _is_image(words: list[str], at: int) -> bool:
-    """Whether a word is the name of an image of vLLM's, and not the value of a flag such as `--name vllm`."""
+def _is_image(words: list[str], at: int, program: Program) -> bool:
+    """Whether a word is the name of an image of the server, and not the value of a flag such as `--name vllm`."""
     is_value = words[at - 1] in ("--name", "-h", "--hostname", "--network", "--entrypoint")
-    return not is_value and _IMAGE.fullmatch(words[at]) is not None
+    return not is_value and program.image.fullmatch(words[at]) is not None
 
 
 def _container_variables(words: list[str]) -> dict[str, str]:
@@ -234,12 +254,12 @@ def _assignments(words: list[str]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _not_one(commands: list[list[str]], found: list[PastedCommand]) -> ConfigError:
+def _not_one(commands: list[list[str]], found: list[PastedCommand], program: Program) -> ConfigError:
     if found:
         return ConfigError(
             f"The text starts {len(found)} servers", expected="one", fix="Paste one of them", param="vllm"
         )
-    for words in commands:
+    for words in commands if program is VLLM else ():
         for i, word in enumerate(words[:-1]):
             after = words[i + 1]
             if word == "-m" and after.startswith("vllm."):
@@ -252,9 +272,9 @@ def _not_one(commands: list[list[str]], found: list[PastedCommand]) -> ConfigErr
                     f"vllm {after}", absent_command(after) or f"`quire {after} --help` lists its flags"
                 )
     return ConfigError(
-        "There is no command of vLLM's in the text",
+        f"There is no command of {program.title}'s in the text",
         value=_first_word(commands[0]),
-        expected=_EXPECTED,
+        expected=program.expected,
         param="vllm",
     )
 

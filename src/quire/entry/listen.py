@@ -12,7 +12,7 @@ import stat
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from quire.config import ServerConfig
@@ -39,15 +39,21 @@ class Address:
 
 
 class Listener:
-    """A bound socket. Until `listen`, connections are refused."""
+    """A bound socket. Until `listen`, connections are refused; those to a passed socket wait.
 
-    def __init__(self, config: ServerConfig) -> None:
-        """Take the port or the path before the model costs time. Raises ConfigError."""
-        self._config = config
+    Attributes:
+        is_passed: systemd has bound it, and listens on it after this server's end too.
+    """
+
+    def __init__(self, config: ServerConfig, passed: socket.socket | None = None) -> None:
+        """Take the port or the path before the model costs time, unless a socket is passed. Raises ConfigError."""
+        self._config, self.is_passed = config, passed is not None
         self.tls = _tls_context(config)  # of new connections
         self._tls_identity = _tls_identity(config)
         self._file: tuple[int, int] | None = None
-        if config.uds is None:
+        if passed is not None:
+            self.socket = passed
+        elif config.uds is None:
             self.socket = _bind_port(config.host, config.port)
         else:
             self.socket = _bind_path(config.uds)
@@ -92,7 +98,7 @@ class Listener:
 
     def _remove_file(self) -> None:
         path = self._config.uds
-        if path is not None:
+        if path is not None and not self.is_passed:
             with suppress(FileNotFoundError):
                 if _identity(path) == self._file:
                     os.unlink(path)
@@ -164,6 +170,14 @@ def allowed_hosts(config: ServerConfig) -> tuple[str, ...]:
     if config.uds is not None or not is_loopback(config.host):
         return ()
     return ("127.0.0.1", "localhost", "::1", config.host)
+
+
+def at_socket(config: ServerConfig, passed: socket.socket) -> ServerConfig:
+    """The config with the address of a passed socket."""
+    if passed.family == socket.AF_UNIX:
+        return replace(config, uds=passed.getsockname())
+    host, port = passed.getsockname()[:2]
+    return replace(config, host=host, port=port, uds=None)
 
 
 def _bind_port(host: str, port: int) -> socket.socket:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import resource
 import signal
+import socket
 import stat
 from collections.abc import Sequence
 from functools import partial
@@ -26,7 +27,7 @@ from quire.entry.launch import (
     read_chat_template,
     start_async_engine,
 )
-from quire.entry.listen import BACKLOG, Listener, allowed_hosts, check_guarded
+from quire.entry.listen import BACKLOG, Listener, allowed_hosts, at_socket, check_guarded
 from quire.entry.spawn import EngineInterpreter
 from quire.errors import AdapterError, ConfigError, QuireError
 from quire.formats.answer_formats import AnswerFormats
@@ -62,13 +63,16 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreters
     Raises ConfigErrors before it serves.
     """
     _check_open_files()
+    passed = systemd.take_socket()
+    if passed is not None:
+        server_config = at_socket(server_config, passed)
     api_keys = _api_keys(server_config)
     check_guarded(server_config, api_keys)
     default_template_kwargs(server_config)  # what is wrong with them is told before the download
     device = devices.detect(extension.chosen_isa())
     name = engine_config.model or DEMO_MODEL_NAME
     display = StartDisplay(on_first=partial(show_header, name, device, has_gpu=devices.has_gpu()))
-    listener = _bind(server_config, display)
+    listener = _bind(server_config, display, passed)
     try:
         parts = open_model(engine_config, display.update)
         settings = server_settings(engine_config, server_config, parts, api_keys)
@@ -130,7 +134,7 @@ def server_settings(
     )
 
 
-def _bind(config: ServerConfig, display: StartDisplay) -> Listener:
+def _bind(config: ServerConfig, display: StartDisplay, passed: socket.socket | None) -> Listener:
     """Take the address. Ctrl-C from here on ends the process at once: the threads of a download would be waited for."""
     listener: Listener | None = None
 
@@ -144,7 +148,7 @@ def _bind(config: ServerConfig, display: StartDisplay) -> Listener:
 
     signal.signal(signal.SIGINT, leave)
     with interrupts_between_steps():  # a Unix socket whose listener is not known yet would stay
-        listener = Listener(config)
+        listener = Listener(config, passed)
     return listener
 
 
@@ -269,6 +273,7 @@ class ServingProcess:
             ),
             drain_seconds=self._drain_seconds + LAST_WORDS_SECONDS,
             turn_away=listener.turn_away,
+            hands_over=listener.is_passed,
         )
         self._error: QuireError | None = None
         self._ending: asyncio.Task[None] | None = None

@@ -35,16 +35,22 @@ class HttpServer(uvicorn.Server):
     """One server. `should_exit` starts its end, `force_exit` makes that short."""
 
     def __init__(
-        self, config: uvicorn.Config, drain_seconds: float, turn_away: Callable[[], None] = lambda: None
+        self,
+        config: uvicorn.Config,
+        drain_seconds: float,
+        turn_away: Callable[[], None] = lambda: None,
+        *,
+        hands_over: bool = False,
     ) -> None:
         """Serve what `config` says.
 
         Args:
             drain_seconds: at most for requests that run when the end starts; then their connections are cut.
             turn_away: makes new connections fail before they are made, while those that were made can be accepted.
+            hands_over: the sockets are somebody else's too: connections from the beginning of the end on are theirs.
         """
         super().__init__(config)
-        self._drain_seconds, self._turn_away = drain_seconds, turn_away
+        self._drain_seconds, self._turn_away, self._hands_over = drain_seconds, turn_away, hands_over
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -53,26 +59,32 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain and close. Requests that come meanwhile are answered: that they are refused is up to the app."""
+        listeners = sockets or []
+        if self._hands_over:
+            self._stop_listening(listeners)
         running = set(self.server_state.tasks)
         busy = [each for each in self._connections() if not each.is_idle]
         await self._wait_until(lambda: all(task.done() for task in running), self._drain_seconds)
         if not all(task.done() for task in running):
             self._cut(busy)
-        listeners = sockets or []
-        self._turn_away()
-        if not self.force_exit:
-            await asyncio.sleep(HANDSHAKE_SECONDS)
-        await self._wait_until(lambda: not select.select(listeners, [], [], 0)[0], LAST_REQUEST_SECONDS)
-        for server in self.servers:
-            server.close()
-        for listener in listeners:
-            listener.close()
+        if not self._hands_over:
+            self._turn_away()
+            if not self.force_exit:
+                await asyncio.sleep(HANDSHAKE_SECONDS)
+            await self._wait_until(lambda: not select.select(listeners, [], [], 0)[0], LAST_REQUEST_SECONDS)
+            self._stop_listening(listeners)
         await self._wait_until(lambda: all(each.is_idle for each in self._connections()), LAST_REQUEST_SECONDS)
         for connection in self._connections():
             connection.shutdown()
         await self._wait_until(lambda: not self.server_state.connections, GOOD_BYE_SECONDS)
         self._cut(self._connections())
         await self.lifespan.shutdown()
+
+    def _stop_listening(self, listeners: list[socket.socket]) -> None:
+        for server in self.servers:
+            server.close()
+        for listener in listeners:
+            listener.close()
 
     @staticmethod
     def _cut(connections: list[GuardedProtocol]) -> None:

@@ -1,0 +1,170 @@
+"""The Helm chart, rendered by Helm's own library: every value has its effect, and what is rendered is legal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from quire.metrics.queries import DECLARED
+from quire.server.auth import PUBLIC_PATHS
+from tests.cli.reading import read
+
+CHART = Path(__file__).parents[2] / "deploy" / "helm" / "quire"
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+OPEN = {"auth": {"disabled": True}}
+# Each value: another one, what it needs beside it, and what the rendered text then has and had not before.
+EFFECTS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "image.repository": ("r/q", {}, 'image: "r/q:0.1.0"'),
+    "image.tag": ("7", {}, 'image: "quire:7"'),
+    "image.pullPolicy": ("Always", {}, "imagePullPolicy: Always"),
+    "imagePullSecrets": ([{"name": "x"}], {}, "imagePullSecrets:"),
+    "replicas": (3, {}, "replicas: 3"),
+    "model": ("org/m", {}, '- "org/m"'),
+    "args": (["--max-num-seqs", "32"], {}, '- "--max-num-seqs"'),
+    "env": ([{"name": "A", "value": "b"}], {}, "name: A"),
+    "auth.secretName": ("s", {}, "secretKeyRef: {name: s, key: api-key}"),
+    "auth.secretKey": ("k", {"auth.secretName": "s"}, "secretKeyRef: {name: s, key: k}"),
+    "auth.disabled": (True, {"auth.secretName": "s"}, "--no-auth"),
+    "huggingFaceTokenSecret.name": ("h", {}, "secretKeyRef: {name: h, key: token}"),
+    "huggingFaceTokenSecret.key": ("t", {"huggingFaceTokenSecret.name": "h"}, "secretKeyRef: {name: h, key: t}"),
+    "models.existingClaim": ("c", {}, "claimName: c"),
+    "models.size": ("7Gi", {}, "sizeLimit: 7Gi"),
+    "models.storageClassName": ("fast", {}, "storageClassName: fast"),
+    "loras.existingClaim": ("l", {}, "--lora-dir=/loras"),
+    "resources": ({"limits": {"cpu": "2"}}, {}, 'cpu: "2"'),
+    "service.type": ("NodePort", {}, "type: NodePort"),
+    "service.port": (81, {}, "port: 81"),
+    "startup.minutes": (3, {}, "failureThreshold: 36"),
+    "shutdown.preStopSeconds": (9, {}, "sleep: {seconds: 9}"),
+    "shutdown.drainSeconds": (99, {}, "--shutdown-timeout=99"),
+    "autoscaling.kind": ("hpa", {}, "name: vllm_num_requests_waiting"),
+    "autoscaling.minReplicas": (3, {"autoscaling.kind": "hpa"}, "minReplicas: 3"),
+    "autoscaling.maxReplicas": (33, {"autoscaling.kind": "keda"}, "maxReplicaCount: 33"),
+    "autoscaling.waitingRequests": (4, {"autoscaling.kind": "keda"}, 'threshold: "4"'),
+    "autoscaling.prometheusAddress": ("http://x", {"autoscaling.kind": "keda"}, "serverAddress: http://x"),
+    "podMonitor.enabled": (True, {}, "kind: PodMonitor"),
+    "podMonitor.interval": ("1s", {"podMonitor.enabled": True}, "interval: 1s"),
+    "podDisruptionBudget.enabled": (True, {}, "kind: PodDisruptionBudget"),
+    "podDisruptionBudget.maxUnavailable": (2, {"podDisruptionBudget.enabled": True}, "maxUnavailable: 2"),
+    "networkPolicy.enabled": (True, {}, "kind: NetworkPolicy"),
+    "networkPolicy.from": ([{"podSelector": {}}], {"networkPolicy.enabled": True}, "from:"),
+    "topologySpread": (False, {}, ""),
+    "inferencePool.enabled": (True, {}, "kind: InferencePool"),
+    "inferencePool.endpointPicker": ("e", {"inferencePool.enabled": True}, "endpointPickerRef: {name: e,"),
+    "nodeSelector": ({"a": "b"}, {}, "nodeSelector:"),
+    "tolerations": ([{"key": "gpu"}], {}, "tolerations:"),
+    "affinity": ({"nodeAffinity": {}}, {}, "affinity:"),
+    "podAnnotations": ({"a": "b"}, {}, "annotations:"),
+}
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for name, value in values.items():
+        is_group = isinstance(value, dict) and value and name != "resources"
+        found += _leaves(value, f"{prefix}{name}.") if is_group else [f"{prefix}{name}"]
+    return found
+
+
+def _with(changes: dict[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {} if "auth.secretName" in changes else {"auth": {"disabled": True}}
+    for path, value in changes.items():
+        *groups, name = path.split(".")
+        group = values
+        for each in groups:
+            group = group.setdefault(each, {})
+        group[name] = value
+    return values
+
+
+def test_every_value_is_documented_and_has_an_effect_and_a_type() -> None:
+    leaves = _leaves(VALUES)
+    assert set(leaves) == set(EFFECTS)
+    readme = (CHART / "README.md").read_text()
+    assert [name for name in leaves if f"`{name}`" not in readme] == []
+    jsonschema.validate(VALUES, SCHEMA)
+    for path, (value, needs, _) in EFFECTS.items():
+        jsonschema.validate(_with({**needs, path: value}), SCHEMA)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"replica": 3}, SCHEMA)
+
+
+def test_the_metrics_it_names_exist() -> None:
+    texts = [
+        path.read_text() for path in (*CHART.rglob("*"), *(CHART.parents[1] / "kubernetes").iterdir()) if path.is_file()
+    ]
+    names = {word for text in texts for word in re.findall(r"vllm:[a-z_]+", text)}
+    assert names
+    assert names <= set(DECLARED)
+
+
+def _render(values: dict[str, Any]) -> str:
+    helm = pytest.importorskip("helm_python", reason="helm-python-sdk is in the extra `charts`")
+    with helm.Chart.load(str(CHART)) as chart:
+        chart.validate_schema(values)
+        rendered: dict[str, str] = chart.render(values, name="demo", namespace="prod")
+    return "\n---\n".join(text for name, text in sorted(rendered.items()) if name.endswith(".yaml"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EFFECTS)
+def test_a_value_has_its_effect(path: str) -> None:
+    value, needs, expected = EFFECTS[path]
+    before, after = _render(_with(needs)), _render(_with({**needs, path: value}))
+    assert before != after
+    assert expected in after
+    assert not expected or expected not in before
+
+
+@pytest.mark.slow
+def test_what_is_rendered_is_legal() -> None:
+    validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is in the extra `charts`")
+    changes = {path: value for path, (value, _, _) in EFFECTS.items() if path not in ("model", "env")}
+    own = {"Deployment", "Service", "HorizontalPodAutoscaler", "PodDisruptionBudget", "NetworkPolicy"}
+    seen = set()
+    for kind in ("none", "hpa", "keda"):
+        for values in (OPEN, _with(changes | {"autoscaling.kind": kind})):
+            for document in yaml.safe_load_all(_render(values)):
+                if document is not None:
+                    seen.add(document["kind"])
+                    if document["kind"] in own:
+                        validator.validate(document, "1.32", strict=True)
+    assert seen == own | {"ScaledObject", "PodMonitor", "InferencePool"}
+
+
+@pytest.mark.slow
+def test_the_server_takes_what_the_pod_starts() -> None:
+    changes = {"loras.existingClaim": "l", "args": ["--max-num-seqs", "32"], "model": "org/m"}
+    (deployment,) = (
+        document
+        for document in yaml.safe_load_all(_render(_with(changes)))
+        if document and document["kind"] == "Deployment"
+    )
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["args"][0] == "serve"
+    engine, server = read(*container["args"][1:])
+    assert (engine.model, engine.max_num_seqs, server.host, server.no_auth) == ("org/m", 32, "0.0.0.0", True)
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["path"] in PUBLIC_PATHS
+    wait = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod["terminationGracePeriodSeconds"] > wait + server.shutdown_timeout + 2
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounted == {"/tmp", "/models", "/loras"}
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+
+
+@pytest.mark.slow
+def test_without_a_key_nothing_is_rendered() -> None:
+    helm = pytest.importorskip("helm_python", reason="helm-python-sdk is in the extra `charts`")
+    logging.getLogger("helm").setLevel(logging.CRITICAL)
+    with pytest.raises(helm.HelmError, match=r"Set auth\.secretName"):
+        _render({})
