@@ -68,6 +68,7 @@ NB_MODULE(_C, m) {
   quire::bind_activation(m);
   quire::bind_attention(m);
   quire::bind_gemm(m);
+  quire::bind_group(m);
   quire::bind_limits(m);
   quire::bind_lora(m);
   quire::bind_norm_rope(m);

@@ -43,6 +43,7 @@ from quire.speculative_config import SpeculativeConfig
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
+MOST_RANKS = 64  # kMaxRanks of csrc/include/quire/shared_group.h
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 ATTENTION_BACKENDS = ("auto", "FLASHINFER", "TRITON_ATTN", "CPU_ATTN")
 
@@ -258,7 +259,14 @@ class EngineConfig:
     disable_log_stats: bool = option(False, "No statistics line every 10 seconds.")
     kv_cache_metrics: bool = option(False, "Histograms of how long KV blocks keep their content, in /metrics.")
     kv_cache_metrics_sample: float = option(0.01, "Share of the KV blocks that these histograms follow, in (0, 1].")
-    tensor_parallel_size: int = option(1, "Devices per replica; 1 in this version.", flags=("-tp",))
+    tensor_parallel_size: int = option(
+        1, "Ranks that share one copy of the model: processes of this machine, with its cores divided.", flags=("-tp",)
+    )
+    distributed_executor_backend: str | None = option(
+        None,
+        "mp: each rank but the first is a process of its own; uni: one process, for one rank. none: as ranks need it.",
+        choices=("mp", "uni"),
+    )
     speculative_config: SpeculativeConfig | None = option(
         None,
         "JSON object of speculative decoding: method (ngram, suffix, draft_model, eagle3, mtp), model, "
@@ -631,12 +639,11 @@ def _check_engine(config: EngineConfig) -> None:
             fix="Leave --quantization out: a quantized checkpoint says what it is",
             param="quantization",
         )
-    if config.tensor_parallel_size != 1:
+    if not 1 <= config.tensor_parallel_size <= MOST_RANKS:
         raise ConfigError(
-            "Tensor parallelism is not supported in this version",
+            "Illegal number of ranks",
             value=config.tensor_parallel_size,
-            expected="1",
-            fix="Leave --tensor-parallel-size out",
+            expected=f"1 to {MOST_RANKS}",
             param="tensor_parallel_size",
         )
     if any(size < 1 for size in config.cudagraph_capture_sizes):

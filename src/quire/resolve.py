@@ -78,6 +78,15 @@ class DeviceFacts:
         assert facts is not None, "a device that was not found"
         return facts.total_memory_bytes, facts.free_memory_bytes
 
+    def shared_by(self, num_ranks: int) -> DeviceFacts:
+        """What one of several ranks on this machine has of it."""
+        return replace(
+            self,
+            num_cores=max(self.num_cores // num_ranks, 1),
+            total_memory_bytes=self.total_memory_bytes // num_ranks,
+            free_memory_bytes=self.free_memory_bytes // num_ranks,
+        )
+
 
 @dataclass(frozen=True)
 class _Form:
@@ -104,6 +113,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
 
     kind = put("device", *_device(config, device))
     gpu = device.gpu if kind == "cuda" else None
+    _check_ranks(config, model, kind)
     if gpu is not None:
         isa = put("isa", gpu.isa, "device", gpu.name)
     else:
@@ -121,6 +131,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         num_threads = put_or("num_threads", config.num_threads, threads, "environment", envs.NUM_THREADS.name)
     else:
         why = "physical cores allowed by affinity and cgroup quota"
+        if config.tensor_parallel_size > 1:
+            why += f", shared by {config.tensor_parallel_size} ranks"
         num_threads = put_or("num_threads", config.num_threads, device.num_cores, "device", why)
     max_model_len = put("max_model_len", *_max_model_len(config, model))
 
@@ -301,6 +313,30 @@ def _device(config: EngineConfig, device: DeviceFacts) -> Choice[str]:
         )
     detail = "" if device.gpu is None else f"there is {device.gpu.name}"
     return config.device, config.sources["device"], f"{detail}; {NEVER_RUN}" if config.device == "cuda" else detail
+
+
+def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
+    """ConfigError for what ranks that share a model cannot do in this version."""
+    num_ranks, backend = config.tensor_parallel_size, config.distributed_executor_backend
+    if num_ranks == 1:
+        return
+    refused = (
+        (device != "cpu", "a GPU", "Use --device cpu"),
+        (backend == "uni", "--distributed-executor-backend uni, which is one process", "Leave it out, or give mp"),
+        (config.enable_lora, "adapters", "Leave --enable-lora out"),
+        (model.drafter is not None, "a model that drafts", "Use ngram or suffix in --speculative-config"),
+        (config.model_impl == "transformers", "transformers' modelling code", "Leave --model-impl out"),
+        (config.attention_backend == "reference", "the reference attention", "Leave --attention-backend out"),
+    )
+    for is_refused, what, fix in refused:
+        if is_refused:
+            raise ConfigError(
+                f"Tensor parallelism does not go together with {what} in this version",
+                value=num_ranks,
+                expected="tensor_parallel_size 1",
+                fix=f"{fix}, or leave --tensor-parallel-size out",
+                param="tensor_parallel_size",
+            )
 
 
 def _enforce_eager(config: EngineConfig, model: ModelConfig) -> Choice[bool]:

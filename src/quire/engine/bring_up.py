@@ -43,8 +43,13 @@ def bring_up(
     is_server: bool,
     progress: Progress,
 ) -> RunningWorkers:
-    """Settle everything and get the workers ready. Raises ConfigError, WeightsError or MemoryPlanError."""
+    """Settle everything and get the workers ready. Raises ConfigError, WeightsError or MemoryPlanError.
+
+    Args:
+        model_config: of the largest part, if the workers share the model.
+    """
     facts = least_facts(InlineExecutor(workers).facts(config.device != "cpu"))
+    facts = facts.shared_by(config.tensor_parallel_size)
     resolved = resolve(config, model_config, facts, is_server=is_server)
     total_bytes, _ = facts.memory_of(resolved.device.device)
     # Refused before minutes are spent on reading them.

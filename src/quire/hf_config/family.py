@@ -97,8 +97,7 @@ def _attention(facts: LayerFacts, layer: int, prefix: str) -> Full:
     qkv_bias, output_bias = (has_bias, has_bias) if family.qkv_bias is None else (family.qkv_bias, False)
     is_local = bool(facts.window) and family.has_window(fields, layer)
     rope = facts.local_rope if is_local else facts.rope
-    rows = Cut("rows", facts.head_dim, (q_width, kv_width, kv_width) if len(shards) == 1 else (), may_repeat=True)
-    columns = Cut("columns", facts.head_dim)
+    rows = Cut("rows", (q_width, kv_width, kv_width) if len(shards) == 1 else ())
     common: dict[str, Any] = {
         "num_q_heads": facts.num_q_heads,
         "num_kv_heads": facts.num_kv_heads,
@@ -109,7 +108,7 @@ def _attention(facts: LayerFacts, layer: int, prefix: str) -> Full:
         "qk_norm": family.qk_norm,
         "qkv": LinearShape(prefix=prefix, shards=shards, in_features=hidden, bias=qkv_bias, cut=rows),
         "output": LinearShape(
-            prefix=prefix, shards=(("o_proj", hidden),), in_features=q_width, bias=output_bias, cut=columns
+            prefix=prefix, shards=(("o_proj", hidden),), in_features=q_width, bias=output_bias, cut=Cut("joined")
         ),
     }
     return Window(size=facts.window, **common) if is_local else Full(**common)
@@ -120,11 +119,11 @@ def _feed_forward(facts: LayerFacts, prefix: str) -> Dense:
     shards: tuple[tuple[str, int], ...] = (("gate_proj", inner), ("up_proj", inner))
     if facts.family.has_fused_checkpoint:
         shards = (("gate_up_proj", 2 * inner),)
-    rows = Cut("rows", sections=(inner, inner) if len(shards) == 1 else ())
+    rows = Cut("rows", (inner, inner) if len(shards) == 1 else ())
     return Dense(
         gate_up=LinearShape(prefix=prefix, shards=shards, in_features=hidden, bias=bias, cut=rows),
         down=LinearShape(
-            prefix=prefix, shards=(("down_proj", hidden),), in_features=inner, bias=bias, cut=Cut("columns")
+            prefix=prefix, shards=(("down_proj", hidden),), in_features=inner, bias=bias, cut=Cut("joined")
         ),
         activation=facts.activation,
     )
