@@ -1,5 +1,5 @@
-// The tile of bfloat16 products: vdpbf16ps, 6 rows x 64 columns of sums in registers, or bfmmla, 6 rows x 16 columns;
-// and the rows of x that it reads.
+// The tiles of bfloat16 products: vdpbf16ps, 6 rows x 64 columns of sums in registers, or bfmmla, 6 rows x 16 columns;
+// and the rows of x that they read.
 #pragma once
 
 #include "gemm_row_tiles.h"
@@ -13,36 +13,60 @@ namespace {
 
 inline __m512bh as_bf16(__m512i x) { return reinterpret_cast<__m512bh>(x); }
 
-struct DotTile {
+// kInOrder: weights are read in the order of their addresses, tile after tile, which the CPU's own prefetching follows;
+// each row of x is loaded once per tile. Else pair after pair from the four tiles of a step: a row is loaded once.
+template <bool kInOrder>
+struct DotTiles {
   using Input = bf16;
   using Weight = bf16;
   static constexpr int64_t kStepK = kBf16KUnit;
   static constexpr int64_t kFetches = kBf16KUnit / 2;
+  static constexpr bool kReadsInOrder = kInOrder;
   static constexpr int kVectors = 4;
 
   template <int kRows, class Fetch>
   static void run(const bf16* a, int64_t a_stride, const bf16* b, int64_t steps, float* out, bool is_first,
                   Fetch& prefetch) {
+    constexpr int kPairs = kBf16KUnit / 2;
     __m512 sums[kRows][kVectors];
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v)
         sums[r][v] = is_first ? _mm512_setzero_ps() : _mm512_load_ps(out + r * kPanelWidth + v * 16);
-    for (int64_t step = 0; step < steps; ++step, b += kVectors * kBf16TileElements) {
-      for (int64_t pair = 0; pair < kBf16KUnit / 2; ++pair, a += 2) {
-        prefetch.fetch();
-        __m512i w[kVectors];
+    const auto weights = [&](int v, int pair) {
+      return in_register(_mm512_load_si512(b + v * kBf16TileElements + pair * kBf16TileColumns * 2));
+    };
+    const auto two_of_row = [&](int r, int pair) {
+      int two;
+      __builtin_memcpy(&two, a + r * a_stride + pair * 2, sizeof(two));
+      return _mm512_set1_epi32(two);
+    };
+    for (int64_t step = 0; step < steps; ++step, a += kBf16KUnit, b += kVectors * kBf16TileElements) {
+      if constexpr (kInOrder) {
 #pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v)
-          w[v] = in_register(_mm512_load_si512(b + v * kBf16TileElements + pair * kBf16TileColumns * 2));
+        for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 16
+          for (int pair = 0; pair < kPairs; ++pair) {
+            if (pair % kVectors == 0) prefetch.fetch();
+            const __m512i w = weights(v, pair);
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-          int two;
-          __builtin_memcpy(&two, a + r * a_stride, sizeof(two));
-          const __m512i x = in_register(_mm512_set1_epi32(two));
+            for (int r = 0; r < kRows; ++r)
+              sums[r][v] = _mm512_dpbf16_ps(sums[r][v], as_bf16(two_of_row(r, pair)), as_bf16(w));
+          }
+        }
+      } else {
+        for (int pair = 0; pair < kPairs; ++pair) {
+          prefetch.fetch();
+          __m512i w[kVectors];
 #pragma GCC unroll 8
-          for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], as_bf16(x), as_bf16(w[v]));
+          for (int v = 0; v < kVectors; ++v) w[v] = weights(v, pair);
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) {
+            const __m512i x = in_register(two_of_row(r, pair));
+#pragma GCC unroll 8
+            for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], as_bf16(x), as_bf16(w[v]));
+          }
         }
       }
     }
@@ -53,6 +77,8 @@ struct DotTile {
   }
 };
 
+using DotTile = DotTiles<false>;
+
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON_I8MM
 
 // bfmmla multiplies 2 columns by 2 rows, 4 k each. One row is multiplied as two, so that its bits are those of a row
@@ -62,6 +88,7 @@ struct DotTile {
   using Weight = bf16;
   static constexpr int64_t kStepK = kBf16KUnit;
   static constexpr int64_t kFetches = kBf16KUnit / 2;
+  static constexpr bool kReadsInOrder = false;
   static constexpr int64_t kColumnsPerVector = 4, kTileColumns = kBf16TileColumns;
 
   template <int kRows, class Fetch>

@@ -36,6 +36,9 @@ _C: Any = extension.C  # None: installed without a compiler, so ops run on plain
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # enum class Activation of csrc/include/quire/kernels/activation.h
 ACTIVATION_CODES: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+# enums of csrc/include/quire/kernels/experts.h
+SCORING_CODES: dict[str, int] = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sparsemixer": 3}
+GROUP_SCORE_CODES: dict[str, int] = {"max": 0, "top2": 1}
 # enum class GroupNumbers of csrc/include/quire/kernels/grouped_layout.h
 GROUP_NUMBERS_CODES: dict[str | None, int] = {None: 0, "float32": 1, "float16": 2, "int8": 3, "uint8": 4}
 # kMaxHeadDim of csrc/kernels/attention_tile.h; above it ops run on plain torch

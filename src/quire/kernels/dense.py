@@ -22,6 +22,7 @@ from quire.kernels import cpu, gpu, pages, reference, weight_memory
 from quire.kernels.guards import check_dtype, check_shape
 from quire.kernels.product import check_product, check_result_dtype, check_rows, check_weight, result_memory
 from quire.kernels.strides import contiguous_rows
+from quire.kernels.weight_memory import WEIGHTS, Memory
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def packs(device: torch.device) -> bool:
     return cpu.available() and device.type == "cpu" and not gpu.serves(device)
 
 
-def pack_linear(weight_NK: Tensor) -> PackedLinear:
+def pack_linear(weight_NK: Tensor, memory: Memory = WEIGHTS) -> PackedLinear:
     """Turn a weight [N, K] of dtype float32, bfloat16 or float16 into the form that `linear` reads.
 
     With the compiled kernels this is a multi-threaded copy, which releases pages of a mapped file on the way. The
@@ -62,11 +63,11 @@ def pack_linear(weight_NK: Tensor) -> PackedLinear:
     N, K = weight_NK.shape
     if not packs(weight_NK.device):
         return PackedLinear(weight_NK, N, K, weight_NK.dtype, is_packed=False)
-    return pack_linear_bands(pages.row_bands(weight_NK), N)
+    return pack_linear_bands(pages.row_bands(weight_NK), N, memory)
 
 
-def pack_linear_bands(bands: Iterable[Tensor], N: int) -> PackedLinear:
-    """The packed form of a weight of N rows that comes in bands, on a device that `packs`.
+def pack_linear_bands(bands: Iterable[Tensor], N: int, memory: Memory = WEIGHTS) -> PackedLinear:
+    """The packed form of a weight of N rows that comes in bands, on a device that `packs`, in `memory`.
 
     Rows are in order. Each band except the last has a multiple of PANEL_WIDTH rows.
     """
@@ -84,7 +85,7 @@ def pack_linear_bands(bands: Iterable[Tensor], N: int) -> PackedLinear:
     def pack(band_NK: Tensor, to: Tensor) -> None:
         cpu.gemm_pack(contiguous_rows(band_NK), to)
 
-    data = weight_memory.filled(cpu.gemm_packed_bytes(dtype, N, K), chain([first], bands), bytes_of, pack)
+    data = weight_memory.filled(cpu.gemm_packed_bytes(dtype, N, K), chain([first], bands), bytes_of, pack, memory)
     return PackedLinear(data, N, K, dtype, is_packed=True)
 
 

@@ -25,6 +25,7 @@ from quire.kernels.ops import check_gated, check_norm
 from quire.kernels.packed_codes import PackedCodes
 from quire.kernels.product import check_product, check_result_dtype, check_rows, check_weight, result_memory
 from quire.kernels.strides import contiguous_rows
+from quire.kernels.weight_memory import WEIGHTS, Memory
 
 # Below some hundreds of rows, reading the weight takes longer than multiplying, so activations need not be FP8. The
 # limit is above the largest CUDA graph, 256 rows, because padding must not change the arithmetic of a row.
@@ -81,12 +82,12 @@ def quantize_fp8(weight_NK: Tensor) -> Fp8Weight:
     return Fp8Weight(codes_NK, scales_N1, group_size)
 
 
-def pack_fp8(weight: Fp8Weight) -> PackedFp8:
-    """Turn a weight into the form that `fp8_linear` reads; on the kernels this is a copy."""
-    return pack_fp8_bands([weight], weight.shape[0])
+def pack_fp8(weight: Fp8Weight, memory: Memory = WEIGHTS) -> PackedFp8:
+    """Turn a weight into the form that `fp8_linear` reads; on the CPU kernels this is a copy in `memory`."""
+    return pack_fp8_bands([weight], weight.shape[0], memory)
 
 
-def pack_fp8_bands(bands: Iterable[Fp8Weight], N: int) -> PackedFp8:
+def pack_fp8_bands(bands: Iterable[Fp8Weight], N: int, memory: Memory = WEIGHTS) -> PackedFp8:
     """The same for a weight of N rows that comes in bands. The CPU kernels need one band at a time.
 
     Rows are in order. Each band except the last has a multiple of PANEL_WIDTH rows.
@@ -112,7 +113,7 @@ def pack_fp8_bands(bands: Iterable[Fp8Weight], N: int) -> PackedFp8:
     def pack(band: Fp8Weight, to: Tensor) -> None:
         cpu.fp8_pack(contiguous_rows(band.codes_NK), band.scales_NG.contiguous(), group_size, to)
 
-    data = weight_memory.filled(cpu.fp8_packed_bytes(N, K, group_size), bands, bytes_of, pack)
+    data = weight_memory.filled(cpu.fp8_packed_bytes(N, K, group_size), bands, bytes_of, pack, memory)
     return PackedFp8(data, None, N, K, group_size)
 
 

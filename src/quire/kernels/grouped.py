@@ -23,6 +23,7 @@ from quire.kernels.guards import check_shape
 from quire.kernels.packed_codes import PackedCodes
 from quire.kernels.product import check_product, check_rows, check_weight, result_memory
 from quire.kernels.strides import contiguous_rows
+from quire.kernels.weight_memory import WEIGHTS, Memory
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,15 @@ def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> GroupedWe
     return GroupedWeight(codes_NK=codes_NK, bits=bits, group_size=group_size, scales_NG=scales_NG)
 
 
-def pack_grouped(weight: GroupedWeight) -> PackedGrouped:
-    """Turn a weight into the form that `grouped_linear` reads, on its device; on the kernels this is a copy."""
-    return pack_grouped_bands([weight], weight.shape[0])
+def pack_grouped(weight: GroupedWeight, memory: Memory = WEIGHTS) -> PackedGrouped:
+    """Turn a weight into the form that `grouped_linear` reads, on its device; on the kernels this is a copy.
+
+    `memory` is for the CPU kernels.
+    """
+    return pack_grouped_bands([weight], weight.shape[0], memory)
 
 
-def pack_grouped_bands(bands: Iterable[GroupedWeight], N: int) -> PackedGrouped:
+def pack_grouped_bands(bands: Iterable[GroupedWeight], N: int, memory: Memory = WEIGHTS) -> PackedGrouped:
     """The same for a weight of N rows that comes in bands. The CPU kernels need one band at a time.
 
     Rows are in order. Each band except the last has a multiple of PANEL_WIDTH rows.
@@ -104,7 +108,7 @@ def pack_grouped_bands(bands: Iterable[GroupedWeight], N: int) -> PackedGrouped:
     def pack(band: GroupedWeight, to: Tensor) -> None:
         cpu.grouped_pack(_contiguous(band), to)
 
-    data = weight_memory.filled(cpu.grouped_packed_bytes(N, K, codes), bands, bytes_of, pack)
+    data = weight_memory.filled(cpu.grouped_packed_bytes(N, K, codes), bands, bytes_of, pack, memory)
     return PackedGrouped(data, None, N, K, order_K, form)
 
 

@@ -63,11 +63,16 @@ class WeightMemory:
             return piece
 
 
-_weights = WeightMemory()
+Memory = Callable[[int], Tensor]  # the memory for a packed weight of a number of bytes, like WeightMemory.empty
+WEIGHTS: Memory = WeightMemory().empty
 
 
 def filled(
-    num_bytes: int, bands: Iterable[Band], bytes_of: Callable[[Band], int], pack: Callable[[Band, Tensor], None]
+    num_bytes: int,
+    bands: Iterable[Band],
+    bytes_of: Callable[[Band], int],
+    pack: Callable[[Band, Tensor], None],
+    memory: Memory,
 ) -> Tensor:
     """A weight for the compiled kernels: its bands, packed one after the other.
 
@@ -77,8 +82,9 @@ def filled(
     Args:
         bytes_of: the size of a packed band.
         pack: writes a band to memory of that size.
+        memory: for the whole weight.
     """
-    data, begin = _weights.empty(num_bytes), 0
+    data, begin = memory(num_bytes), 0
     bands = iter(bands)
     band = next(bands, None)
     while band is not None:

@@ -17,6 +17,7 @@ from quire.formats.stored_linear import StoredLinear
 from quire.kernels import cpu, gpu
 from quire.kernels.fp8 import PackedFp8, Rows, quantizes_activations
 from quire.kernels.lora import LoraTable, add_lora
+from quire.kernels.weight_memory import WEIGHTS, Memory
 from quire.layer_spec import LinearShape
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 from quire.quantization.scheme import CheckedTensor, LinearLayer, QuantScheme, ShardedTensor
@@ -45,6 +46,7 @@ class Linear:
         self.tensors: dict[str, ShardedTensor] = {}
         self.checked_tensors: dict[str, CheckedTensor] = {}
         self.weight: Any = None
+        self.weight_memory: Memory = WEIGHTS
         self.bias: Tensor | None = None
         self.lora: LoraTable | None = None  # what adapters add; None: no adapter may
         scheme.create_weights(self)

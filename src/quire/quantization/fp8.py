@@ -42,7 +42,7 @@ class Fp8OnLoad(_Fp8):
 
     def finalize(self, layer: LinearLayer) -> None:
         bands = layer.tensors.pop("weight").row_bands()
-        layer.weight = pack_fp8_bands(map(quantize_fp8, bands), layer.out_features)
+        layer.weight = pack_fp8_bands(map(quantize_fp8, bands), layer.out_features, layer.weight_memory)
 
 
 class Fp8Checkpoint(_Fp8):
@@ -70,7 +70,7 @@ class Fp8Checkpoint(_Fp8):
         if (scales.whole < 0).any():
             raise WeightsError("a scale is negative")
         group_size = self._held.group_size_of(layer.in_features)
-        layer.weight = pack_fp8(Fp8Weight(codes.whole, scales.whole, group_size))
+        layer.weight = pack_fp8(Fp8Weight(codes.whole, scales.whole, group_size), layer.weight_memory)
         if not layer.weight.is_packed:
             layer.weight = pack_fp8(Fp8Weight(codes.owned, scales.owned, group_size))
 

@@ -32,7 +32,7 @@ class GgufBlocks(Grouped):
         # One whole tensor: unpacking and packing take turns, and the waiting threads of one would delay the other.
         raw_NR = layer.tensors.pop("weight").whole
         bands = (self._checked(unpack_blocks(band_NR, self._type), layer) for band_NR in row_bands(raw_NR))
-        layer.weight = pack_grouped_bands(bands, layer.out_features)
+        layer.weight = pack_grouped_bands(bands, layer.out_features, layer.weight_memory)
 
     def _checked(self, weight: GroupedWeight, layer: LinearLayer) -> GroupedWeight:
         if weight.codes_NK.shape[1] != layer.in_features:

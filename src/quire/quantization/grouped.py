@@ -56,7 +56,7 @@ class QuantizedOnLoad(Grouped):
         weight_NK = layer.tensors.pop("weight")
         bits, group_size = self._format.bits, self._format.group_size_of(layer.in_features)
         bands = (quantize_grouped(band_NK, bits, group_size) for band_NK in weight_NK.row_bands())
-        layer.weight = pack_grouped_bands(bands, layer.out_features)
+        layer.weight = pack_grouped_bands(bands, layer.out_features, layer.weight_memory)
 
 
 class Layout(Protocol):
@@ -90,7 +90,7 @@ class GroupedCheckpoint(Grouped):
         weight = self._layout.unpack(layer, self._source, self._held.group_size_of(layer.in_features))
         layer.tensors.clear()
         check_finite(weight.scales_NG)
-        layer.weight = pack_grouped(self._with_held_scales(weight))
+        layer.weight = pack_grouped(self._with_held_scales(weight), layer.weight_memory)
 
     def _with_held_scales(self, weight: GroupedWeight) -> GroupedWeight:
         """The weight with float16 scales if the plan says so and they are exact, which is nearly always true."""

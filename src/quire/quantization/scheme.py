@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.errors import WeightsError
 from quire.formats.weight_format import PANEL_WIDTH
 from quire.kernels import pages
+from quire.kernels.weight_memory import Memory
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -141,6 +142,7 @@ class LinearLayer(Protocol):
     tensors: dict[str, ShardedTensor]  # by the last part of the checkpoint's name; emptied by finalize
     checked_tensors: dict[str, CheckedTensor]
     weight: Any  # the scheme's own form, set by finalize
+    weight_memory: Memory  # of the form on a CPU
     bias: Tensor | None  # [N]
 
 

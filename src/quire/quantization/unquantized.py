@@ -21,7 +21,7 @@ class Unquantized:
     def finalize(self, layer: LinearLayer) -> None:
         tensor = layer.tensors.pop("weight")
         if packs(tensor.device):
-            layer.weight = pack_linear_bands(tensor.row_bands(), layer.out_features)
+            layer.weight = pack_linear_bands(tensor.row_bands(), layer.out_features, layer.weight_memory)
         else:
             layer.weight = pack_linear(tensor.owned)
 

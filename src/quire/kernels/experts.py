@@ -1,0 +1,144 @@
+"""The ops of mixture-of-experts layers: plain torch for now around the products of one expert.
+
+A row's bits depend on the row alone: the bits of its expert's product are those of `linear` with that expert's weight.
+Arguments are checked as in ops.py.
+
+Dimensions: T tokens, E experts, S slots (active experts of a token), P = T * S pairs of a token and a slot, K
+in-features, N out-features, D hidden.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from quire.kernels import cpu, reference, reference_experts
+from quire.kernels.dense import PackedLinear, linear
+from quire.kernels.expert_stack import Packed, PackedStack
+from quire.kernels.fp8 import PackedFp8, fp8_linear
+from quire.kernels.grouped import grouped_linear
+from quire.kernels.guards import check_contiguous, check_dtype, check_last_stride, check_places, check_shape
+from quire.kernels.product import check_result_dtype
+from quire.kernels.routing import Routing, RoutingRule
+
+
+def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None) -> Routing:
+    """The experts of each token and their weights, by the router's logits (float32, rows may be strided).
+
+    Equal scores: the lower expert comes first. A row with a logit that is not finite gets experts 0 to S - 1 and
+    NaN weights; other rows do not change.
+
+    Args:
+        bias_E: float32, is added to the scores for the choice, not for the weights (DeepSeek-V3, arXiv 2412.19437).
+    """
+    E = rule.num_experts
+    check_places(logits=logits_TE, bias=bias_E)
+    if logits_TE.dim() != 2 or logits_TE.shape[1] != E:
+        raise ValueError(f"logits is {list(logits_TE.shape)}, expected [T, {E}]")
+    check_dtype("logits", logits_TE, torch.float32)
+    check_last_stride(logits=logits_TE)
+    if bias_E is not None:
+        check_shape("bias", bias_E, E)
+        check_dtype("bias", bias_E, torch.float32)
+        check_contiguous(bias=bias_E)
+        if rule.scoring == "sparsemixer":
+            raise ValueError("a bias with the scoring sparsemixer, expected none")
+    return reference_experts.route(logits_TE, rule, bias_E)
+
+
+def expert_linear(
+    x: Tensor,
+    stack: PackedStack,
+    routing: Routing,
+    *,
+    of_tokens: bool,
+    bias_EN: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """y_PN = a row of x @ weight.T + bias of the expert of each pair, in the order of routing.order_P.
+
+    The arithmetic of a row is that of `linear`, `fp8_linear` and `grouped_linear`. The output has x's dtype or
+    `out_dtype`, rounded once.
+
+    Args:
+        x: any of the three dtypes, for a dense stack its dtype; rows may be strided.
+        of_tokens: x is [T, K], and a pair reads the row of its token; else x is [P, K] in that order.
+        bias_EN: any of the three dtypes.
+    """
+    T, S = _check_routing(routing, stack.E)
+    rows = T if of_tokens else T * S
+    check_places(x=x, weight=stack.tensor, order=routing.order_P, bias=bias_EN)
+    check_shape("x", x, rows, stack.K)
+    check_dtype("x", x, *((stack.weight.dtype,) if isinstance(stack.weight, PackedLinear) else cpu.DTYPE_CODES))
+    check_last_stride(x=x)
+    if bias_EN is not None:
+        check_shape("bias", bias_EN, stack.E, stack.N)
+        check_dtype("bias", bias_EN, *cpu.DTYPE_CODES)
+        check_contiguous(bias=bias_EN)
+    dtype = out_dtype or x.dtype
+    check_result_dtype(dtype)
+    y_PN = torch.empty((T * S, stack.N), dtype=dtype, device=x.device)
+    reference.check_rows(routing.order_P, T * S)
+    for e, (begin, end) in enumerate(pairwise(routing.begins.tolist())):
+        if begin < end:
+            rows_X = routing.order_P[begin:end] // S if of_tokens else torch.arange(begin, end, device=x.device)
+            y_PN[begin:end] = _product(x[rows_X], stack.expert(e), None if bias_EN is None else bias_EN[e], dtype)
+    return y_PN
+
+
+def _product(x_TK: Tensor, packed: Packed, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+    match packed:
+        case PackedLinear():
+            return linear(x_TK, packed, bias_N, out_dtype=dtype)
+        case PackedFp8():
+            return fp8_linear(x_TK, packed, bias_N, dtype)
+        case _:
+            return grouped_linear(x_TK, packed, bias_N, dtype)
+
+
+def combine(
+    y_PD: Tensor, routing: Routing, shared_TD: Tensor | None = None, shared_gate_T1: Tensor | None = None
+) -> Tensor:
+    """out_TD: the weighted sum of the rows of each token in the order of its slots, in float32, rounded once.
+
+    Args:
+        y_PD: rows in the order of routing.order_P, of any of the three dtypes; rows may be strided.
+        shared_TD: of y's dtype, is added at the end; rows may be strided.
+        shared_gate_T1: float32; the sigmoid of it multiplies shared_TD before that (Qwen2-MoE).
+    """
+    T, S = _check_routing(routing, None)
+    if y_PD.dim() != 2 or y_PD.shape[0] != T * S or y_PD.shape[1] == 0:
+        raise ValueError(f"y is {list(y_PD.shape)}, expected [{T * S}, D], D not 0")
+    check_places(y=y_PD, order=routing.order_P, shared=shared_TD, shared_gate=shared_gate_T1)
+    check_dtype("y", y_PD, *cpu.DTYPE_CODES)
+    check_last_stride(y=y_PD, shared=shared_TD)
+    if shared_TD is not None:
+        check_shape("shared", shared_TD, T, y_PD.shape[1])
+        check_dtype("shared", shared_TD, y_PD.dtype)
+    if shared_gate_T1 is not None:
+        if shared_TD is None:
+            raise ValueError("shared_gate without shared, expected both")
+        check_shape("shared_gate", shared_gate_T1, T, 1)
+        check_dtype("shared_gate", shared_gate_T1, torch.float32)
+    reference.check_rows(routing.order_P, T * S)
+    return reference_experts.combine(y_PD, routing, shared_TD, shared_gate_T1)
+
+
+def _check_routing(routing: Routing, num_experts: int | None) -> tuple[int, int]:
+    """Check the tensors of a routing among this number of experts. Their numbers are T and S."""
+    experts_TS, weights_TS, order_P, begins = vars(routing).values()
+    check_places(experts=experts_TS, weights=weights_TS, order=order_P, begins=begins)
+    if experts_TS.dim() != 2:
+        raise ValueError(f"experts is {list(experts_TS.shape)}, expected [T, S]")
+    T, S = experts_TS.shape
+    check_shape("weights", weights_TS, T, S)
+    check_shape("order", order_P, T * S)
+    check_dtype("weights", weights_TS, torch.float32)
+    check_dtype("order", order_P, torch.int32)
+    check_dtype("begins", begins, torch.int32)
+    check_contiguous(weights=weights_TS, order=order_P, begins=begins)
+    if num_experts is not None:
+        check_shape("begins", begins, num_experts + 1)
+    return T, S

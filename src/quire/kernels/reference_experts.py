@@ -1,0 +1,87 @@
+"""Plain-torch twins of the ops of experts, as in reference.py: the definition of correct, float32 inside, any device.
+
+Dimensions: see experts.py; G groups of experts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from quire.kernels.routing import Routing, RoutingRule
+
+_SMALLEST_SUM = 1e-20  # added to sums of weights: the weights of scores that are all zero stay zero
+
+
+def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None) -> Routing:
+    experts_TS, weights_TS = (
+        _sparsemixer(logits_TE, rule) if rule.scoring == "sparsemixer" else _chosen(logits_TE, rule, bias_E)
+    )
+    if rule.normalizes:
+        weights_TS = weights_TS / (weights_TS.sum(1, keepdim=True) + _SMALLEST_SUM)
+    is_broken_T1 = ~logits_TE.isfinite().all(1, keepdim=True)
+    first_S = torch.arange(rule.num_active, device=logits_TE.device)
+    experts_TS = torch.where(is_broken_T1, first_S, experts_TS)
+    weights_TS = torch.where(is_broken_T1, math.nan, weights_TS * rule.scale)
+    experts_P = experts_TS.flatten()
+    order_P = experts_P.argsort(stable=True)
+    ends_E = experts_P.bincount(minlength=rule.num_experts).cumsum(0)
+    begins = torch.cat([ends_E.new_zeros(1), ends_E])
+    return Routing(experts_TS.to(torch.int32), weights_TS, order_P.to(torch.int32), begins.to(torch.int32))
+
+
+def _chosen(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Experts and weights [T, S]."""
+    match rule.scoring:
+        case "softmax":
+            scores_TE = logits_TE.softmax(1)
+        case "sigmoid":
+            scores_TE = logits_TE.sigmoid()
+        case _:
+            scores_TE = logits_TE
+    if bias_E is not None:
+        choice_TE = scores_TE + bias_E
+    else:
+        choice_TE = logits_TE if rule.chooses_by_logits else scores_TE
+    if rule.num_active_groups < rule.num_groups:
+        choice_TE = _in_best_groups(choice_TE, rule)
+    # The sort is stable, so the lower one of equal experts comes first.
+    experts_TS = choice_TE.sort(dim=1, descending=True, stable=True).indices[:, : rule.num_active]
+    weights_TS = scores_TE.gather(1, experts_TS)
+    return experts_TS, weights_TS.softmax(1) if rule.scoring == "softmax_of_chosen" else weights_TS
+
+
+def _in_best_groups(choice_TE: Tensor, rule: RoutingRule) -> Tensor:
+    """-inf for the experts of other groups."""
+    choice_TGX = choice_TE.view(len(choice_TE), rule.num_groups, -1)
+    best_TG = choice_TGX.amax(2) if rule.group_score == "max" else choice_TGX.topk(2, 2).values.sum(2)
+    order_TG = best_TG.sort(dim=1, descending=True, stable=True).indices
+    is_active_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter(1, order_TG[:, : rule.num_active_groups], True)
+    return choice_TGX.masked_fill(~is_active_TG[:, :, None], -math.inf).flatten(1)
+
+
+def _sparsemixer(logits_TE: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+    left_TE, experts, weights = logits_TE, [], []
+    for _ in range(rule.num_active):
+        largest_T1, expert_T1 = left_TE.max(1, keepdim=True)
+        expert_T1 = (left_TE == largest_T1).long().argmax(1, keepdim=True)  # the lowest of equal ones
+        is_far_TE = (largest_T1 - left_TE) / torch.maximum(logits_TE.abs(), largest_T1) > 2 * rule.jitter
+        near_TE = left_TE.masked_fill(is_far_TE, -math.inf)
+        experts.append(expert_T1)
+        weights.append(near_TE.softmax(1).gather(1, expert_T1))
+        left_TE = left_TE.scatter(1, expert_T1, -math.inf)
+    return torch.cat(experts, 1), torch.cat(weights, 1)
+
+
+def combine(y_PD: Tensor, routing: Routing, shared_TD: Tensor | None, shared_gate_T1: Tensor | None) -> Tensor:
+    T, S = routing.experts_TS.shape
+    y_TSD = torch.empty_like(y_PD).index_copy_(0, routing.order_P.long(), y_PD).view(T, S, -1)
+    out_TD = y_PD.new_zeros((T, y_PD.shape[1]), dtype=torch.float32)
+    for s in range(S):
+        out_TD += routing.weights_TS[:, s, None] * y_TSD[:, s].float()
+    if shared_TD is not None:
+        shared = shared_TD.float()
+        out_TD += shared if shared_gate_T1 is None else shared_gate_T1.sigmoid() * shared
+    return out_TD.to(y_PD.dtype)
