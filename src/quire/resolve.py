@@ -113,7 +113,10 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
 
     kind = put("device", *_device(config, device))
     gpu = device.gpu if kind == "cuda" else None
-    _check_ranks(config, model, kind)
+    if (num_ranks := config.tensor_parallel_size) > 1:
+        _check_ranks(config, model, kind)
+        why = "processes of this machine, with its cores divided; tokens and logprobs are those of one rank, to the bit"
+        put("tensor_parallel_size", num_ranks, config.sources["tensor_parallel_size"], why)
     if gpu is not None:
         isa = put("isa", gpu.isa, "device", gpu.name)
     else:
@@ -131,8 +134,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         num_threads = put_or("num_threads", config.num_threads, threads, "environment", envs.NUM_THREADS.name)
     else:
         why = "physical cores allowed by affinity and cgroup quota"
-        if config.tensor_parallel_size > 1:
-            why += f", shared by {config.tensor_parallel_size} ranks"
+        if num_ranks > 1:
+            why += f", divided by {num_ranks} ranks"
         num_threads = put_or("num_threads", config.num_threads, device.num_cores, "device", why)
     max_model_len = put("max_model_len", *_max_model_len(config, model))
 
@@ -318,8 +321,6 @@ def _device(config: EngineConfig, device: DeviceFacts) -> Choice[str]:
 def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
     """ConfigError for what ranks that share a model cannot do in this version."""
     num_ranks, backend = config.tensor_parallel_size, config.distributed_executor_backend
-    if num_ranks == 1:
-        return
     refused = (
         (device != "cpu", "a GPU", "Use --device cpu"),
         (backend == "uni", "--distributed-executor-backend uni, which is one process", "Leave it out, or give mp"),

@@ -110,7 +110,7 @@ def _fp8_blocks(folder: Path) -> Path:
 
     config = transformers.LlamaConfig(
         vocab_size=5000,
-        hidden_size=256,
+        hidden_size=384,
         intermediate_size=640,
         num_hidden_layers=2,
         num_attention_heads=8,
