@@ -14,7 +14,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cpp' -o -nam
 MODEL ?=
 ARGS ?=
 
-.PHONY: run setup test test-full test-sanitize test-arm check format bench bench-gpu test-gpu clean
+.PHONY: run setup test test-full test-sanitize test-arm check format dashboards bench bench-gpu test-gpu clean
 
 run: setup  ## server on the bundled demo model (or MODEL=...), with the playground at /
 	$(BIN)/quire serve $(MODEL) $(ARGS)
@@ -72,6 +72,11 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $$(find csrc -name '*.cpp' -o -name '*.h')
+
+dashboards: setup  ## Grafana's dashboard, Prometheus' rules and their pages, from the metric registry
+	$(BIN)/python -m quire.metrics.dashboards deploy
+	$(BIN)/python -m quire.metrics.document > docs/metrics.md
+	$(BIN)/python -m quire.metrics.rules > docs/alerts.md
 
 FRONT_END_BENCHMARKS := $(addprefix benchmarks/,detokenizer.py frontend_capacity.py scheduler.py)
 

@@ -33,9 +33,8 @@ void check(const AttentionArgs& a) {
     if (seq_len < query_len || seq_len > most)
       refuse("seq_lens[", s, "] is ", seq_len, ", expected ", query_len, " to ", most, ": ", query_len,
              " query tokens, ", a.blocks_per_table, " blocks of ", block_size);
-    const int window = a.rule.sliding_window, first = window > 0 ? std::max(seq_len - query_len - window + 1, 0) : 0;
     check_indices({"block_tables", s}, a.block_tables.data + s * a.block_tables.stride, ceil_div(seq_len, block_size),
-                  a.cache.num_blocks, first / block_size);
+                  a.cache.num_blocks, a.rule.first_visible(seq_len - query_len) / block_size);
   }
 }
 
@@ -51,14 +50,15 @@ using PagedAttention = CallOf<AttentionArgs, run>;
 void bind_attention(nanobind::module_& m) {
   bind_struct<AttentionRule>(
       m, "AttentionRule",
-      [](AttentionRule* self, float scale, int sliding_window, float soft_cap) {
-        new (self) AttentionRule{.scale = scale, .sliding_window = sliding_window, .soft_cap = soft_cap};
+      [](AttentionRule* self, float scale, int sliding_window, float soft_cap, int chunk) {
+        new (self)
+            AttentionRule{.scale = scale, .sliding_window = sliding_window, .soft_cap = soft_cap, .chunk = chunk};
       },
-      "scale"_a, "sliding_window"_a, "soft_cap"_a);
+      "scale"_a, "sliding_window"_a, "soft_cap"_a, "chunk"_a);
   bind_struct<PagedAttention, KernelCall>(
       m, "PagedAttention",
       [](PagedAttention* self, TensorView q, const KvCache& cache, TensorView block_tables, TensorView seq_lens,
-         TensorView cu_seqlens_q, const AttentionRule& rule, TensorView out) {
+         TensorView cu_seqlens_q, const AttentionRule& rule, TensorView sinks, TensorView out) {
         new (self) PagedAttention({.dtype = q.dtype(),
                                    .q = q.heads<const void>(),
                                    .cache = cache,
@@ -71,9 +71,10 @@ void bind_attention(nanobind::module_& m) {
                                    .num_q_heads = static_cast<int>(q.size(1)),
                                    .head_dim = static_cast<int>(q.size(2)),
                                    .rule = rule,
+                                   .sinks = sinks.data<const void>(),
                                    .out = out.heads<void>()});
       },
-      "q"_a, "cache"_a, "block_tables"_a, "seq_lens"_a, "cu_seqlens_q"_a, "rule"_a, "out"_a);
+      "q"_a, "cache"_a, "block_tables"_a, "seq_lens"_a, "cu_seqlens_q"_a, "rule"_a, "sinks"_a.none(), "out"_a);
 }
 
 }  // namespace quire

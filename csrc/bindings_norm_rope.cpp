@@ -51,7 +51,7 @@ void bind_rotation(nb::module_& m) {
   bind_struct<HeadRotation>(
       m, "HeadRotation",
       [](HeadRotation* self, TensorView cos_sin, TensorView q_norm_weight, TensorView k_norm_weight, float norm_eps,
-         float norm_weight_offset) {
+         float norm_weight_offset, float temperature, float temperature_floor) {
         const bool rotates = cos_sin.is_given();
         const TensorView& norm_weight = q_norm_weight.is_given() ? q_norm_weight : k_norm_weight;
         new (self) HeadRotation{.cos_sin = cos_sin.data<const float>(),
@@ -61,9 +61,12 @@ void bind_rotation(nb::module_& m) {
                                 .k_norm_weight = k_norm_weight.data<const void>(),
                                 .norm_weight_dtype = norm_weight.is_given() ? norm_weight.dtype() : DType::f32,
                                 .norm_eps = norm_eps,
-                                .norm_weight_offset = norm_weight_offset};
+                                .norm_weight_offset = norm_weight_offset,
+                                .temperature = temperature,
+                                .temperature_floor = temperature_floor};
       },
-      "cos_sin"_a.none(), "q_norm_weight"_a.none(), "k_norm_weight"_a.none(), "norm_eps"_a, "norm_weight_offset"_a);
+      "cos_sin"_a.none(), "q_norm_weight"_a.none(), "k_norm_weight"_a.none(), "norm_eps"_a, "norm_weight_offset"_a,
+      "temperature"_a, "temperature_floor"_a);
 }
 
 void bind_rope(nb::module_& m) {

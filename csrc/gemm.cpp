@@ -95,25 +95,6 @@ int64_t min_amx_rows(const GroupedForm& form) {
   return form.bits != 8 || form.group_size % kAmxKUnit != 0 ? 7 : 5;
 }
 
-const GemmKernels& kernels_for(const GemmArgs& args) {
-  if (args.weight.fp8_group_size != 0) {
-    const GemmKernels& amx = gemm_fp8_amx_kernels();
-    return amx.run != nullptr && args.dtype == DType::bf16 ? amx : gemm_fp8_kernels();
-  }
-  if (args.weight.form.bits != 0) {
-    const GemmKernels& amx = gemm_grouped_amx_kernels();
-    const int64_t group_size = args.weight.form.group_size;
-    const bool fits =
-        args.m >= min_amx_rows(args.weight.form) && (group_size <= kAmxSmallGroup || group_size % kAmxKUnit == 0);
-    return amx.run != nullptr && fits ? amx : gemm_grouped_kernels();
-  }
-  if (args.dtype == DType::bf16) {
-    if (const GemmKernels& amx = gemm_amx_kernels(); amx.run != nullptr) return amx;
-    if (const GemmKernels& dot = gemm_bf16_kernels(); dot.run != nullptr) return dot;
-  }
-  return gemm_f32_kernels();
-}
-
 void run_chunk(const GemmArgs& args, const GemmKernels& kernels) {
   void* input = scratch(Scratch::gemm_input, kernels.input_bytes(args));
   const int64_t min_elements = args.weight.form.bits != 0 ? kMinQuantizeElements : kMinPrepareElements;
@@ -137,6 +118,30 @@ void run_chunk(const GemmArgs& args, const GemmKernels& kernels) {
 }
 
 }  // namespace
+
+const GemmKernels& gemm_kernels_for(const GemmArgs& args) {
+  if (args.weight.fp8_group_size != 0) {
+    const GemmKernels& amx = gemm_fp8_amx_kernels();
+    return amx.run != nullptr && args.dtype == DType::bf16 ? amx : gemm_fp8_kernels();
+  }
+  if (args.weight.form.bits != 0) {
+    const GemmKernels& amx = gemm_grouped_amx_kernels();
+    const int64_t group_size = args.weight.form.group_size;
+    const bool fits =
+        args.m >= min_amx_rows(args.weight.form) && (group_size <= kAmxSmallGroup || group_size % kAmxKUnit == 0);
+    return amx.run != nullptr && fits ? amx : gemm_grouped_kernels();
+  }
+  if (args.dtype == DType::bf16) {
+    if (const GemmKernels& amx = gemm_amx_kernels(); amx.run != nullptr) return amx;
+    if (const GemmKernels& dot = gemm_bf16_kernels(); dot.run != nullptr) return dot;
+  }
+  return gemm_f32_kernels();
+}
+
+int64_t gemm_panel_bytes(const PackedWeight& weight, DType dtype) {
+  if (weight.fp8_group_size != 0) return Fp8Layout(weight.k, weight.fp8_group_size).panel_bytes;
+  return weight.form.bits != 0 ? GroupedLayout(weight.form, weight.k).panel_bytes : panel_bytes(dtype, weight.k);
+}
 
 int64_t gemm_packed_bytes(DType dtype, int64_t n, int64_t k) {
   return ceil_div(n, kPanelWidth) * panel_bytes(dtype, k);
@@ -188,7 +193,7 @@ void gemm_grouped_quantize(const PlainWeight& weight, int bits, int64_t group_si
 }
 
 void gemm(const GemmArgs& args) {
-  const GemmKernels& kernels = kernels_for(args);
+  const GemmKernels& kernels = gemm_kernels_for(args);
   for (int64_t row = 0; row < args.m; row += kRowsPerChunk) {
     GemmArgs chunk = args;
     chunk.m = std::min(kRowsPerChunk, args.m - row);

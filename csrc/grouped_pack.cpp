@@ -102,6 +102,8 @@ float read_number(GroupNumbers numbers, const char* from, int64_t index) {
       return read<int8_t>(from, index);
     case GroupNumbers::u8:
       return read<uint8_t>(from, index);
+    case GroupNumbers::e8m0:
+      return read<e8m0>(from, index) * 0.5f;
   }
   return 0;
 }
@@ -119,12 +121,12 @@ void unpack_row(const char* panel, int64_t column, int64_t k, const GroupedForm&
     float offset = read_number(form.offsets, group + layout.scale_bytes, column);
     if (form.scales == GroupNumbers::i8) scale *= read<f16>(super, column);
     if (form.offsets == GroupNumbers::i8) offset *= read<f16>(super + layout.super_scale_bytes, column);
-    if (form.offsets == GroupNumbers::none) offset = static_cast<float>(1 << (form.bits - 1));
+    if (form.offsets == GroupNumbers::none) offset = static_cast<float>(form.middle());
     const int64_t end = std::min(k, (g + 1) * form.group_size);
     for (int64_t first = g * form.group_size; first < end; first += kQuad) {
       uint32_t quad = PlacedQuad(planes, first / kQuad).read(column, codes);
       for (int64_t i = first; i < std::min(end, first + kQuad); ++i, quad >>= 8) {
-        const auto code = static_cast<float>(quad & 0xff);
+        const auto code = static_cast<float>(form.has_floats() ? kE2m1[quad & 0xf] : quad & 0xff);
         out[order == nullptr ? i : order[i]] =
             from_f32<T>(has_minima ? code * scale - offset : (code - offset) * scale);
       }

@@ -65,6 +65,15 @@ Isa detect() {
   return has_amx && request_amx() ? Isa::amx : Isa::avx512_bf16;
 }
 
+bool is_zen4() {
+  unsigned eax, ebx, ecx, edx;
+  constexpr unsigned kAmd = 0x68747541, kZen3And4 = 0x19;  // "Auth"enticAMD
+  if (!__get_cpuid(0, &eax, &ebx, &ecx, &edx) || ebx != kAmd) return false;
+  __get_cpuid(1, &eax, &ebx, &ecx, &edx);
+  const unsigned family = (eax >> 8 & 0xf) + (eax >> 20 & 0xff);
+  return family == kZen3And4 && best_isa() >= Isa::avx512;
+}
+
 #elif defined(__aarch64__)
 
 #if defined(__linux__)
@@ -124,6 +133,15 @@ const char* isa_name(Isa isa) {
 Isa best_isa() {
   static const Isa best = detect();
   return best;
+}
+
+bool follows_streams() {
+#if defined(__x86_64__)
+  static const bool follows = is_zen4();
+  return follows;
+#else
+  return false;
+#endif
 }
 
 Isa active_isa() { return static_cast<Isa>(active().load(std::memory_order_relaxed)); }

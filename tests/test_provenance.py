@@ -122,6 +122,7 @@ OTHER_VALUES: dict[str, Any] = {
     "kv_cache_dtype": "int8",
     "num_threads": 2,
     "disable_log_stats": True,
+    "expert_metrics": True,
     "kv_cache_metrics": True,
     "kv_cache_metrics_sample": 0.5,
     "speculative_config": {"method": "suffix", "num_speculative_tokens": 3},
@@ -135,11 +136,13 @@ OTHER_VALUES: dict[str, Any] = {
     "lora_dtype": "float32",
     "lora_target_modules": ("q_proj",),
     "lora_dir": ("x",),
+    "data_parallel_size": 2,
+    "data_parallel_size_local": 1,
 }
 # One legal value each in this version; `slo` and `spec_...`, which become others; what means nothing by itself.
 FIXED = {
     "trust_remote_code", "quantization", "slo", "spec_method", "spec_model", "spec_tokens",
-    "per_request_spec_decode_metrics",
+    "per_request_spec_decode_metrics", "data_parallel_backend",
 }  # fmt: skip
 
 

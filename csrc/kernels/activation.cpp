@@ -42,13 +42,34 @@ struct GeluTanh {
   }
 };
 
+template <class Function>
+struct Gated {
+  static F32 of(F32 gate, F32 up) { return Function::of(gate) * up; }
+};
+
+// gpt-oss: gate * sigmoid(1.702 * gate) * (up + 1), both clamped.
+struct ClampedSwiglu {
+  static F32 of(F32 gate, F32 up) {
+    const F32 limit = broadcast(7.0f), one = broadcast(1.0f);
+    gate = min(limit, gate), up = max(zero() - limit, min(limit, up));  // this order of operands keeps NaN
+    return gate / (one + exp(gate * broadcast(-1.702f))) * (up + one);
+  }
+};
+
+// The function of a gate and an up that were multiplied by the factor of their row.
+template <class Function>
+struct Scaled {
+  F32 factor;
+  F32 operator()(F32 gate, F32 up) const { return Function::of(gate * factor, up * factor); }
+};
+
 template <class T, class Function>
-void gated_range(const T* x, int64_t inner, T* out, int64_t begin, int64_t end) {
+void gated_range(const T* x, int64_t inner, T* out, int64_t begin, int64_t end, const Function& function) {
   int64_t i = begin;
-  for (; i + kLanes <= end; i += kLanes) store(out + i, Function::of(load(x + i)) * load(x + inner + i));
+  for (; i + kLanes <= end; i += kLanes) store(out + i, function(load(x + i), load(x + inner + i)));
   if (i < end) {
     const int left = static_cast<int>(end - i);
-    store_n(out + i, Function::of(load_n(x + i, left)) * load_n(x + inner + i, left), left);
+    store_n(out + i, function(load_n(x + i, left), load_n(x + inner + i, left)), left);
   }
 }
 
@@ -60,9 +81,15 @@ void gated_rows(const ActivationArgs& a) {
   const auto run = [&](int64_t task) {
     const int64_t first_row = task / per_row * rows_per_task, begin = task % per_row * size;
     for (int64_t row = first_row; row < std::min(a.rows, first_row + rows_per_task); ++row) {
-      gated_range<T, Function>(static_cast<const T*>(a.x.data) + row * a.x.stride, a.inner,
-                               static_cast<T*>(a.out.data) + row * a.out.stride, begin,
-                               std::min(a.inner, begin + size));
+      const auto run_range = [&](const auto& function) {
+        gated_range(static_cast<const T*>(a.x.data) + row * a.x.stride, a.inner,
+                    static_cast<T*>(a.out.data) + row * a.out.stride, begin, std::min(a.inner, begin + size), function);
+      };
+      if (a.factors == nullptr) {
+        run_range(Function::of);
+      } else {
+        run_range(Scaled<Function>{broadcast(a.factors[a.order[row]])});
+      }
     }
   };
   const int64_t tasks = ceil_div(a.rows, rows_per_task) * per_row;
@@ -74,11 +101,13 @@ template <class T>
 void gated_of(const ActivationArgs& a) {
   switch (a.activation) {
     case Activation::silu:
-      return gated_rows<T, Silu>(a);
+      return gated_rows<T, Gated<Silu>>(a);
     case Activation::gelu:
-      return gated_rows<T, Gelu>(a);
+      return gated_rows<T, Gated<Gelu>>(a);
     case Activation::gelu_tanh:
-      return gated_rows<T, GeluTanh>(a);
+      return gated_rows<T, Gated<GeluTanh>>(a);
+    case Activation::clamped_swiglu:
+      return gated_rows<T, ClampedSwiglu>(a);
   }
 }
 

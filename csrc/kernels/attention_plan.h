@@ -38,7 +38,7 @@ struct Plan {
 };
 
 inline int first_visible(const AttentionArgs& a, int position) {
-  return a.rule.sliding_window > 0 ? std::max(position - a.rule.sliding_window + 1, 0) : 0;
+  return a.rule.first_visible(position);
 }
 
 inline int query_group(const AttentionArgs& a) { return a.num_q_heads / a.cache.num_kv_heads; }

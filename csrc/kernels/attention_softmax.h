@@ -134,15 +134,34 @@ inline void reset(const TileState& state, int num_rows, int width) {
   std::fill_n(state.values, static_cast<size_t>(num_rows) * width, 0.0f);
 }
 
+// Adds the sinks of the rows' heads to the sums. `weights` of the rows' values become smaller where a sink is the
+// largest score.
+inline void add_sinks(const AttentionArgs& a, const Item& item, int first_row, const TileState& state, int num_rows,
+                      float* weights) {
+  alignas(64) float sinks[kLanes] = {};
+  RowCursor row(a, item, first_row);
+  with_type_of(a.dtype, [&]<class T>(T) {
+    for (int i = 0; i < num_rows; ++i, row.advance()) {
+      sinks[i] = to_f32(static_cast<const T*>(a.sinks)[row.head]) * kLog2E;
+    }
+  });
+  const F32 scores = load(sinks), old_max = load(state.max), top = max(old_max, scores), keep = exp2(old_max - top);
+  store(state.sum, fma(load(state.sum), keep, exp2(scores - top)));
+  store(weights, keep);
+}
+
 template <class Path>
 inline void write_output(const AttentionArgs& a, const Item& item, int first_row, const TileState& state, int num_rows,
                          int width) {
+  alignas(64) float weights[kLanes];
+  std::fill_n(weights, kLanes, 1.0f);
+  if (a.sinks != nullptr) add_sinks(a, item, first_row, state, num_rows, weights);
   RowCursor row(a, item, first_row);
   for (int i = 0; i < num_rows; ++i, row.advance()) {
     const int64_t token = a.cu_seqlens_q[item.sequence] + row.token;
     const int64_t element = token * a.out.token_stride + row.head * a.out.head_stride;
     char* out = static_cast<char*>(a.out.data) + element * static_cast<int64_t>(size_of(a.dtype));
-    Path::write_row(out, a.dtype, state.values + i * width, broadcast(1.0f / state.sum[i]), a.head_dim);
+    Path::write_row(out, a.dtype, state.values + i * width, broadcast(weights[i] / state.sum[i]), a.head_dim);
   }
 }
 

@@ -141,7 +141,7 @@ inline void amx_prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end
           _mm512_store_si512(to + step * step_rows * kRowBytes, _mm512_setzero_si512());
         continue;
       }
-      const bf16* from = static_cast<const bf16*>(args.x.data) + (group + row) * args.x.stride;
+      const bf16* from = row_of_x<bf16>(args, group + row);
       const int64_t full_steps = args.weight.k / kBf16KUnit;
       for (int64_t step = 0; step < full_steps; ++step)
         _mm512_store_si512(to + step * step_rows * kRowBytes, _mm512_loadu_si512(from + step * kBf16KUnit));

@@ -21,7 +21,6 @@ struct DotTiles {
   using Weight = bf16;
   static constexpr int64_t kStepK = kBf16KUnit;
   static constexpr int64_t kFetches = kBf16KUnit / 2;
-  static constexpr bool kReadsInOrder = kInOrder;
   static constexpr int kVectors = 4;
 
   template <int kRows, class Fetch>
@@ -88,7 +87,6 @@ struct DotTile {
   using Weight = bf16;
   static constexpr int64_t kStepK = kBf16KUnit;
   static constexpr int64_t kFetches = kBf16KUnit / 2;
-  static constexpr bool kReadsInOrder = false;
   static constexpr int64_t kColumnsPerVector = 4, kTileColumns = kBf16TileColumns;
 
   template <int kRows, class Fetch>
@@ -169,7 +167,7 @@ inline void dot_prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end
   const int64_t stride = input_stride<bf16>(args.weight.k);
   for (int64_t row = row_begin; row < row_end; ++row) {
     bf16* to = static_cast<bf16*>(input) + row * stride;
-    std::memcpy(to, static_cast<const bf16*>(args.x.data) + row * args.x.stride, sizeof(bf16) * args.weight.k);
+    std::memcpy(to, row_of_x<bf16>(args, row), sizeof(bf16) * args.weight.k);
     std::memset(to + args.weight.k, 0, sizeof(bf16) * (stride - args.weight.k));
   }
 }

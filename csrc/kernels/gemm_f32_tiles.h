@@ -49,7 +49,6 @@ struct FloatTile {
   using Weight = T;
   static constexpr int64_t kStepK = 1;
   static constexpr int64_t kFetches = 1;
-  static constexpr bool kReadsInOrder = false;
 
   template <int kRows, class Fetch>
   static void run(const float* a, int64_t a_stride, const T* b, int64_t steps, float* out, bool is_first,
@@ -76,7 +75,6 @@ struct Bf16Tile {
   using Weight = bf16;
   static constexpr int64_t kStepK = kBf16KUnit;
   static constexpr int64_t kFetches = kBf16KUnit / 2;
-  static constexpr bool kReadsInOrder = false;
   static constexpr int64_t kTileColumns = kBf16TileColumns;
 
   template <int kRows, class Fetch>
@@ -118,7 +116,7 @@ template <class T>
 inline void convert_rows(const GemmArgs& args, int64_t row_begin, int64_t row_end, float* input) {
   const int64_t stride = input_stride<float>(args.weight.k);
   for (int64_t row = row_begin; row < row_end; ++row) {
-    const T* from = static_cast<const T*>(args.x.data) + row * args.x.stride;
+    const T* from = row_of_x<T>(args, row);
     float* to = input + row * stride;
     int64_t i = 0;
     for (; i + F32::kWidth <= args.weight.k; i += F32::kWidth) store(to + i, load(from + i));

@@ -19,19 +19,20 @@ namespace {
 
 constexpr int kVectors = 4, kLanes = sizeof(I32) / 4;
 
-template <bool kPacked, bool kHigh>
+template <Codes kCodes, bool kHigh>
 inline I32 load_codes(const uint8_t* p) {
-  const I32 x = load_i32(p), low_half = _mm512_set1_epi8(0x0f);
-  if constexpr (!kPacked) return x;
-  return _mm512_and_si512(kHigh ? _mm512_srli_epi16(x, 4) : x, low_half);
+  const I32 x = load_i32(p);
+  if constexpr (!is_packed(kCodes)) return x;
+  const I32 codes = kHigh ? high_halves(x) : low_halves(x);
+  return kCodes == Codes::floats ? of_floats(codes) : codes;
 }
 
 // One quad of each row times one quad of a panel.
-template <int kRows, bool kPacked, bool kHigh>
+template <int kRows, Codes kCodes, bool kHigh>
 inline void add_quad(const int8_t* codes, int64_t stride, const uint8_t* weights, I32 (&sums)[kRows][kVectors]) {
   I32 w[kVectors];
 #pragma GCC unroll 8
-  for (int v = 0; v < kVectors; ++v) w[v] = in_register(load_codes<kPacked, kHigh>(weights + v * kLanes * kQuad));
+  for (int v = 0; v < kVectors; ++v) w[v] = in_register(load_codes<kCodes, kHigh>(weights + v * kLanes * kQuad));
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
     int four;
@@ -42,9 +43,10 @@ inline void add_quad(const int8_t* codes, int64_t stride, const uint8_t* weights
   }
 }
 
-template <int kRows, bool kPacked>
+template <int kRows, Codes kCodes>
 void run_rows(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads, int32_t* out, bool is_first,
               Prefetch& prefetch) {
+  constexpr bool kPacked = is_packed(kCodes);
   I32 sums[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
@@ -54,8 +56,8 @@ void run_rows(const int8_t* codes, int64_t stride, const uint8_t* weights, int64
   Prefetch local = prefetch;
   for (int64_t quad = 0; quad < quads; quad += 1 + kPacked, weights += kQuadBytes, codes += (1 + kPacked) * kQuad) {
     local.fetch();
-    add_quad<kRows, kPacked, false>(codes, stride, weights, sums);
-    if constexpr (kPacked) add_quad<kRows, kPacked, true>(codes + kQuad, stride, weights, sums);
+    add_quad<kRows, kCodes, false>(codes, stride, weights, sums);
+    if constexpr (kPacked) add_quad<kRows, kCodes, true>(codes + kQuad, stride, weights, sums);
   }
   prefetch = local;
 #pragma GCC unroll 8
@@ -77,10 +79,9 @@ struct DotTile {
   template <Codes kCodes, Offset kOffset>
   static void add_groups(int rows, const GroupRun& run, Prefetch& prefetch) {
     using Add = void (*)(const GroupRun&, Prefetch&);
-    constexpr bool kPacked = kCodes == Codes::packed;
-    static constexpr Add kAdd[kMaxRows] = {add_groups_vnni<1, kPacked, kOffset>, add_groups_vnni<2, kPacked, kOffset>,
-                                           add_groups_vnni<3, kPacked, kOffset>, add_groups_vnni<4, kPacked, kOffset>,
-                                           add_groups_vnni<5, kPacked, kOffset>, add_groups_vnni<6, kPacked, kOffset>};
+    static constexpr Add kAdd[kMaxRows] = {add_groups_vnni<1, kCodes, kOffset>, add_groups_vnni<2, kCodes, kOffset>,
+                                           add_groups_vnni<3, kCodes, kOffset>, add_groups_vnni<4, kCodes, kOffset>,
+                                           add_groups_vnni<5, kCodes, kOffset>, add_groups_vnni<6, kCodes, kOffset>};
     kAdd[rows - 1](run, prefetch);
   }
 
@@ -98,9 +99,8 @@ struct DotTile {
   static void run(int rows, int, const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads,
                   int32_t* sums, bool is_first, Prefetch& prefetch) {
     using Run = void (*)(const int8_t*, int64_t, const uint8_t*, int64_t, int32_t*, bool, Prefetch&);
-    constexpr bool kPacked = kCodes == Codes::packed;
-    static constexpr Run kRun[] = {run_rows<1, kPacked>, run_rows<2, kPacked>, run_rows<3, kPacked>,
-                                   run_rows<4, kPacked>, run_rows<5, kPacked>, run_rows<6, kPacked>};
+    static constexpr Run kRun[] = {run_rows<1, kCodes>, run_rows<2, kCodes>, run_rows<3, kCodes>,
+                                   run_rows<4, kCodes>, run_rows<5, kCodes>, run_rows<6, kCodes>};
     kRun[rows - 1](codes, stride, weights, quads, sums, is_first, prefetch);
   }
 };
@@ -159,7 +159,7 @@ struct DotTile {
   template <Codes kCodes, bool>
   static void run(int rows, int, const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads,
                   int32_t* out, bool is_first, Prefetch&) {
-    constexpr bool kPacked = kCodes == Codes::packed;
+    constexpr bool kPacked = is_packed(kCodes);
     for (int r = 0; r < rows; ++r, codes += stride, out += kPanelWidth) {
       if (is_first) std::memset(out, 0, sizeof(int32_t) * kPanelWidth);
       for (int64_t quad = 0; quad < quads; ++quad)
@@ -168,7 +168,7 @@ struct DotTile {
             const int64_t at = c * kQuad + i;
             const int code = kPacked ? weights[quad / 2 * kQuadBytes + at] >> (quad % 2 * 4) & 0x0f
                                      : weights[quad * kQuadBytes + at];
-            out[c] += codes[quad * kQuad + i] * code;
+            out[c] += codes[quad * kQuad + i] * (kCodes == Codes::floats ? kE2m1[code] : code);
           }
     }
   }

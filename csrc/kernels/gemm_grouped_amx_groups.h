@@ -53,10 +53,12 @@ void unpack_columns_4bit(const uint8_t* from, int64_t quads, uint8_t* to) {
   }
 }
 
-// The same for kBits. Quads are rounded up to the number that CodePlanes holds together.
-template <int kBits, bool kSigned>
+// The same for kBits, or, with kFloats, for e2m1. Quads are rounded up to the number that CodePlanes holds together.
+template <int kBits, bool kSigned, bool kFloats>
 void unpack_columns(const uint8_t* from, int64_t quads, uint8_t* to) {
-  if constexpr (kBits == 4) {
+  if constexpr (kFloats) {
+    unpack_floats<kSigned>(from, quads, kRowBytes, to, kRowBytes, {});
+  } else if constexpr (kBits == 4) {
     unpack_columns_4bit<kSigned>(from, quads, to);
   } else {
     constexpr CodePlanes kPlanes(kBits);
@@ -191,10 +193,10 @@ struct Buffers {
   int32_t sums[2 * kTileSums];
 };
 
-template <int kRows, int kBits, Offset kOffset, bool kFactors>
+template <int kRows, int kBits, Offset kOffset, bool kFactors, bool kFloats = false>
 void run_small_groups(const GemmBlock& block) {
   constexpr bool kUnpacks = kBits != 8, kSigned = kUnpacks && kOffset == Offset::middle;
-  constexpr int kShift = kBits == 4 ? 4 : 0;
+  constexpr int kShift = kBits == 4 && !kFloats ? 4 : 0;
   const GemmArgs& args = *block.args;
   const GroupedForm& form = args.weight.form;
   const GroupedLayout layout(form, args.weight.k);
@@ -221,7 +223,7 @@ void run_small_groups(const GemmBlock& block) {
       if constexpr (!kFactors) {
         decode_groups(form, layout, packed, first_group, first_group + num_groups, buffers->numbers);
       }
-      if constexpr (!kFactors && kBits == 4) {
+      if constexpr (!kFactors && kShift != 0) {
         for (int64_t g = 0; g < num_groups; ++g) buffers->numbers[g].divide_codes(kHighHalf, kOffset);
       }
       const bool is_last = end == num_quads;
@@ -237,7 +239,7 @@ void run_small_groups(const GemmBlock& block) {
         const uint8_t* const stored = reinterpret_cast<const uint8_t*>(codes + begin * quad_bytes + column * kQuad);
         if constexpr (kUnpacks) {
           fetcher.fetch(lines_per_pass);
-          unpack_columns<kBits, kSigned>(stored, end - begin, buffers->unpacked);
+          unpack_columns<kBits, kSigned, kFloats>(stored, end - begin, buffers->unpacked);
         }
         const ColumnBlock columns{.weights = kUnpacks ? buffers->unpacked : stored,
                                   .pitch = kUnpacks ? kRowBytes : kQuadBytes,
@@ -260,6 +262,9 @@ void run_small_groups(const GemmBlock& block) {
 
 template <int kRows, int kBits>
 void run_small_groups(const GemmBlock& block) {
+  if constexpr (kBits == 4) {
+    if (block.args->weight.form.has_floats()) return run_small_groups<kRows, 4, Offset::middle, false, true>(block);
+  }
   const bool has_factors = block.args->weight.form.has_factors();
   switch (offset_of(block.args->weight.form)) {
     case Offset::middle:

@@ -10,6 +10,49 @@ namespace {
 constexpr int64_t kUnpackedQuads = 64;  // 16 KiB, in L1 beside sums and rows of the input
 constexpr int64_t kMinGroupQuads = 4;
 
+// One code per byte: the halves of bytes, and the integers of e2m1 codes (kE2m1).
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+inline I32 low_halves(I32 x) { return _mm512_and_si512(x, _mm512_set1_epi8(0x0f)); }
+inline I32 high_halves(I32 x) { return low_halves(_mm512_srli_epi16(x, 4)); }
+inline I32 of_floats(I32 codes) {
+  const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kE2m1));
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes);
+}
+inline I32 subtract_bytes(I32 x, int y) { return _mm512_sub_epi8(x, _mm512_set1_epi8(static_cast<char>(y))); }
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+inline I32 low_halves(I32 x) { return _mm256_and_si256(x, _mm256_set1_epi8(0x0f)); }
+inline I32 high_halves(I32 x) { return low_halves(_mm256_srli_epi16(x, 4)); }
+inline I32 of_floats(I32 codes) {
+  const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kE2m1));
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes);
+}
+inline I32 subtract_bytes(I32 x, int y) { return _mm256_sub_epi8(x, _mm256_set1_epi8(static_cast<char>(y))); }
+#endif
+
+// Unpacks pairs of quads of e2m1 codes, `row_bytes` of each pair, to integers of one byte, minus their zero if kSigned.
+// The next pair lies kQuadBytes further in `from`, and its quads in `to` are `pitch` bytes apart.
+template <bool kSigned>
+inline void unpack_floats(const uint8_t* from, int64_t quads, int64_t row_bytes, uint8_t* to, int64_t pitch,
+                          Prefetch prefetch) {
+  constexpr int kZero = kSigned ? kE2m1Zero : 0;
+  for (; quads > 0; quads -= 2, from += kQuadBytes, to += 2 * pitch) {
+    prefetch.fetch();
+    prefetch.fetch();
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+    for (int64_t i = 0; i < row_bytes; i += sizeof(I32)) {
+      const I32 both = load_i32(from + i);
+      store_i32(to + i, subtract_bytes(of_floats(low_halves(both)), kZero));
+      store_i32(to + pitch + i, subtract_bytes(of_floats(high_halves(both)), kZero));
+    }
+#else
+    for (int64_t i = 0; i < row_bytes; ++i) {
+      to[i] = static_cast<uint8_t>(kE2m1[from[i] & 0x0f] - kZero);
+      to[pitch + i] = static_cast<uint8_t>(kE2m1[from[i] >> 4] - kZero);
+    }
+#endif
+  }
+}
+
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
 // Unpacks 16 columns of the quads that CodePlanes holds together to one code per byte, minus their middle if kSigned.
 // `to` has a row of `pitch` bytes per quad.
@@ -66,8 +109,9 @@ inline void unpack_codes(const uint8_t* from, int64_t quads, uint8_t* to, Prefet
 }
 
 template <bool kSigned>
-inline void unpack_codes(int bits, const uint8_t* from, int64_t quads, uint8_t* to, Prefetch prefetch) {
-  switch (bits) {
+inline void unpack_codes(const GroupedForm& form, const uint8_t* from, int64_t quads, uint8_t* to, Prefetch prefetch) {
+  if (form.has_floats()) return unpack_floats<kSigned>(from, quads, kQuadBytes, to, kQuadBytes, prefetch);
+  switch (form.bits) {
     case 2:
       return unpack_codes<2, kSigned>(from, quads, to, prefetch);
     case 3:
@@ -102,14 +146,16 @@ inline void add_group_of_rows(const QuantizedRows& input, int64_t row, int64_t n
   }
 }
 
-// 8 bits; 4 bits in packed form; or fewer than 8 bits, unpacked to bytes block by block
-enum class Codes { bytes, packed, unpacked };
+// 8 bits; 4 bits in packed form, of integers or of e2m1; or fewer than 8 bits, unpacked to bytes block by block
+enum class Codes { bytes, packed, floats, unpacked };
+
+constexpr bool is_packed(Codes codes) { return codes == Codes::packed || codes == Codes::floats; }
 
 // Whole groups of a panel, and their rows of the input.
 struct GroupRun {
   const QuantizedRows* input;
   int64_t row, first_group, num_groups, group_quads;
-  int bits;                     // of a code
+  int bits;                     // of a code as it is multiplied
   const uint8_t* weights;       // [groups][quads][64][4]
   const DecodedGroup* numbers;  // [groups]
   float* totals;                // [rows][64]
@@ -181,7 +227,7 @@ template <class Tile, Codes kCodes, Offset kOffset, bool kSigned>
 inline void add_supers_through_memory(int rows, const SuperRun& run, int32_t* sums, int32_t* supers,
                                       Prefetch prefetch) {
   const QuantizedRows& input = *run.input;
-  const int64_t group_bytes = run.group_quads * kQuadBytes / (kCodes == Codes::packed ? 2 : 1);
+  const int64_t group_bytes = run.group_quads * kQuadBytes / (is_packed(kCodes) ? 2 : 1);
   const int8_t* codes = input.codes + run.row * input.stride + run.first_group() * run.group_quads * kQuad;
   const uint8_t* weights = run.weights;
   FactorNumbers numbers = run.numbers;
@@ -213,8 +259,8 @@ template <class Tile, Codes kCodes, Offset kOffset, bool kFactors>
 inline void run_form(const GemmBlock& block) {
   constexpr bool kUnpacks = kCodes == Codes::unpacked;  // this costs one more pass over a block
   constexpr bool kSigned = kUnpacks && kOffset == Offset::middle && Tile::kSigned;
-  constexpr int64_t kWeightBytes = kCodes == Codes::packed ? kQuadBytes / 2 : kQuadBytes;
-  constexpr int64_t kQuadsPerFetch = kCodes == Codes::packed ? 2 : 1;
+  constexpr int64_t kWeightBytes = is_packed(kCodes) ? kQuadBytes / 2 : kQuadBytes;
+  constexpr int64_t kQuadsPerFetch = is_packed(kCodes) ? 2 : 1;
   // blocks are whole groups, or parts of one
   constexpr int64_t kMaxQuads = kUnpacks ? kUnpackedQuads : Tile::kBlockQuads;
   const GemmArgs& args = *block.args;
@@ -268,7 +314,7 @@ inline void run_form(const GemmBlock& block) {
       prefetch_lines(is_last ? packed + layout.panel_bytes : packed + end / group_quads * layout.group_bytes,
                      block_groups * layout.group_bytes);
       if constexpr (kUnpacks) {
-        unpack_codes<kSigned>(args.weight.form.bits, weights, end - begin, unpacked, plan.of_pass(0));
+        unpack_codes<kSigned>(args.weight.form, weights, end - begin, unpacked, plan.of_pass(0));
         weights = unpacked;
       }
       int pass = kUnpacks;
@@ -299,7 +345,7 @@ inline void run_form(const GemmBlock& block) {
                                .first_group = first_group,
                                .num_groups = (end - begin) / group_quads,
                                .group_quads = group_quads,
-                               .bits = args.weight.form.bits,
+                               .bits = args.weight.form.product_bits(),
                                .weights = weights,
                                .numbers = numbers,
                                .totals = totals + row * kPanelWidth};
@@ -311,7 +357,7 @@ inline void run_form(const GemmBlock& block) {
           const int64_t group = quad / group_quads;
           next = std::min(end, (group + 1) * group_quads);
           int32_t* const tile_sums = sums + row * kPanelWidth;
-          Tile::template run<kCodes, kSigned>(static_cast<int>(rows), args.weight.form.bits,
+          Tile::template run<kCodes, kSigned>(static_cast<int>(rows), args.weight.form.product_bits(),
                                               input.codes + (block.row_begin + row) * input.stride + quad * kQuad,
                                               input.stride, weights + (quad - begin) * kWeightBytes, next - quad,
                                               tile_sums, quad == group * group_quads, prefetch);
@@ -327,6 +373,7 @@ inline void run_form(const GemmBlock& block) {
 
 template <class Tile, Codes kCodes>
 inline void run_codes(const GemmBlock& block) {
+  if constexpr (kCodes == Codes::floats) return run_form<Tile, kCodes, Offset::middle, false>(block);
   const bool has_factors = block.args->weight.form.has_factors();
   switch (offset_of(block.args->weight.form)) {
     case Offset::middle:
@@ -347,7 +394,7 @@ inline void run_grouped(const GemmBlock& block) {
   if (form.bits == 8) {
     run_codes<Tile, Codes::bytes>(block);
   } else if (form.bits == 4 && Tile::reads_packed(num_rows, form.group_size / kQuad)) {
-    run_codes<Tile, Codes::packed>(block);
+    form.has_floats() ? run_codes<Tile, Codes::floats>(block) : run_codes<Tile, Codes::packed>(block);
   } else {
     run_codes<Tile, Codes::unpacked>(block);
   }

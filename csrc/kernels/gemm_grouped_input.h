@@ -125,7 +125,7 @@ inline void quantize_row(const GemmArgs& args, const T* x, int64_t row, const Qu
       const float sum = quantize_group(Elements<T>{x + first, std::min(group_size, args.weight.k - first)}, group_size,
                                        scale, codes + first);
       if (offset == Offset::middle) {
-        rows.zero_sums[rows.at(row, first_group + g)] = static_cast<int32_t>(sum) * (1 << (args.weight.form.bits - 1));
+        rows.zero_sums[rows.at(row, first_group + g)] = static_cast<int32_t>(sum) * args.weight.form.middle();
       } else if (args.weight.form.has_factors()) {
         int16_t* const pair = rows.minimum_sums + 2 * rows.at(row, s * rows.sums_per_scale + g / 2);
         pair[g % 2] = static_cast<int16_t>(-sum);
@@ -141,7 +141,7 @@ template <class T>
 inline void quantize_rows(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* input) {
   const QuantizedRows rows(args, input);
   for (int64_t row = row_begin; row < row_end; ++row) {
-    const T* x = static_cast<const T*>(args.x.data) + row * args.x.stride;
+    const T* x = row_of_x<T>(args, row);
     if (args.weight.order != nullptr) {
       T* const ordered = static_cast<T*>(scratch(Scratch::gemm_row, args.weight.k * sizeof(T)));
       for (int64_t i = 0; i < args.weight.k; ++i) ordered[i] = x[args.weight.order[i]];

@@ -18,7 +18,7 @@ constexpr int64_t kStepQuads = 4;  // a register of a row's codes; groups and th
 constexpr int kColumnsPerVector = 4;
 
 template <Codes kCodes>
-constexpr int64_t kStepBytes = kStepQuads * kQuadBytes / (kCodes == Codes::packed ? 2 : 1);
+constexpr int64_t kStepBytes = kStepQuads * kQuadBytes / (is_packed(kCodes) ? 2 : 1);
 
 // Whether the sums of these codes contain no part for a zero in the middle of the codes.
 template <Codes kCodes, Offset kOffset>
@@ -33,9 +33,14 @@ struct QuadPair {
 // Pair 0 or 1 of a step.
 template <Codes kCodes>
 [[gnu::always_inline]] inline QuadPair load_pair(const uint8_t* weights, int pair) {
-  if constexpr (kCodes == Codes::packed) {
+  if constexpr (is_packed(kCodes)) {
     const uint8x16_t both = vld1q_u8(weights + pair * kQuadBytes);
-    return {vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(0x0f))), vreinterpretq_s8_u8(vshrq_n_u8(both, 4))};
+    uint8x16_t first = vandq_u8(both, vdupq_n_u8(0x0f)), second = vshrq_n_u8(both, 4);
+    if constexpr (kCodes == Codes::floats) {
+      const uint8x16_t table = vld1q_u8(kE2m1);
+      first = vqtbl1q_u8(table, first), second = vqtbl1q_u8(table, second);
+    }
+    return {vreinterpretq_s8_u8(first), vreinterpretq_s8_u8(second)};
   } else {
     uint8x16_t first = vld1q_u8(weights + 2 * pair * kQuadBytes),
                second = vld1q_u8(weights + (2 * pair + 1) * kQuadBytes);
@@ -215,7 +220,7 @@ using Sums = DotSums<kRows, kCodes, kNeedsMiddle>;
 
 template <Codes kCodes>
 [[gnu::always_inline]] inline void fetch_step(Prefetch& prefetch) {
-  for (int64_t quad = 0; quad < kStepQuads; quad += kCodes == Codes::packed ? 2 : 1) prefetch.fetch();
+  for (int64_t quad = 0; quad < kStepQuads; quad += is_packed(kCodes) ? 2 : 1) prefetch.fetch();
 }
 
 template <int kRows, Codes kCodes, bool kSigned>

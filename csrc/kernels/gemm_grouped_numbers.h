@@ -12,9 +12,23 @@ namespace {
 inline F32 load(const uint8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
+inline F32 load(const e8m0* p) {
+  const __m512i exponents = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return {_mm512_castsi512_ps(_mm512_max_epu32(_mm512_slli_epi32(exponents, 23), _mm512_set1_epi32(0x00400000)))};
+}
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 inline F32 load(const uint8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
+inline F32 load(const e8m0* p) {
+  const __m256i exponents = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return {_mm256_castsi256_ps(_mm256_max_epu32(_mm256_slli_epi32(exponents, 23), _mm256_set1_epi32(0x00400000)))};
+}
+#else
+inline F32 load(const e8m0* p) {
+  float x[F32::kWidth];
+  for (int i = 0; i < F32::kWidth; ++i) x[i] = to_f32(p[i]);
+  return load(x);
 }
 #endif
 
@@ -39,7 +53,11 @@ template <class T>
 inline void decode_numbers(const char* numbers, int64_t group_bytes, int64_t count, float* to) {
   for (int64_t group = 0; group < count; ++group, numbers += group_bytes, to += kDecodedFloats) {
 #pragma GCC unroll 16
-    for (int64_t c = 0; c < kPanelWidth; c += F32::kWidth) store(to + c, load(reinterpret_cast<const T*>(numbers) + c));
+    for (int64_t c = 0; c < kPanelWidth; c += F32::kWidth) {
+      F32 x = load(reinterpret_cast<const T*>(numbers) + c);
+      if constexpr (std::is_same_v<T, e8m0>) x = fma(x, zero(), x * broadcast(0.5f));  // infinity, of 255, becomes NaN
+      store(to + c, x);
+    }
   }
 }
 
@@ -51,6 +69,8 @@ inline void decode_numbers(GroupNumbers kind, const char* numbers, int64_t group
       return decode_numbers<f16>(numbers, group_bytes, count, to);
     case GroupNumbers::u8:
       return decode_numbers<uint8_t>(numbers, group_bytes, count, to);
+    case GroupNumbers::e8m0:
+      return decode_numbers<e8m0>(numbers, group_bytes, count, to);
     case GroupNumbers::none:
     case GroupNumbers::i8:  // factors stay integers, see FactorNumbers
       return;

@@ -26,16 +26,12 @@ constexpr int num_vectors([[maybe_unused]] int rows) {
 }
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-inline I32 low_halves(I32 x) { return _mm512_and_si512(x, _mm512_set1_epi8(0x0f)); }
-inline I32 high_halves(I32 x) { return low_halves(_mm512_srli_epi16(x, 4)); }
 inline I32 even_bytes(I32 x) { return _mm512_and_si512(x, _mm512_set1_epi16(0xff)); }
 inline I32 odd_bytes(I32 x) { return _mm512_srli_epi16(x, 8); }
 inline I32 even_signed(I32 x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
 inline I32 odd_signed(I32 x) { return _mm512_srai_epi16(x, 8); }
 inline I32 ones() { return _mm512_set1_epi16(1); }
 #else
-inline I32 low_halves(I32 x) { return _mm256_and_si256(x, _mm256_set1_epi8(0x0f)); }
-inline I32 high_halves(I32 x) { return low_halves(_mm256_srli_epi16(x, 4)); }
 inline I32 even_bytes(I32 x) { return _mm256_and_si256(x, _mm256_set1_epi16(0xff)); }
 inline I32 odd_bytes(I32 x) { return _mm256_srli_epi16(x, 8); }
 inline I32 even_signed(I32 x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }
@@ -105,7 +101,7 @@ inline void set_zero(Sums<kRows, kVectors>& sums) {
 // Fetches ahead for this number of quads at once: a tile has few instructions to spare.
 template <Codes kCodes>
 inline void fetch(Prefetch& prefetch, int quads) {
-  for (int i = 0; i < (kCodes == Codes::packed ? quads / 2 : quads); ++i) prefetch.fetch();
+  for (int i = 0; i < (is_packed(kCodes) ? quads / 2 : quads); ++i) prefetch.fetch();
 }
 
 // One quad of kRows rows of x times one of the weights, in 16 bits.
@@ -124,7 +120,7 @@ inline void add_quad(const Quads<kRows, false>& x, int64_t quad, const Sums<1, k
 template <Codes kCodes, int kUnit, int kRows, int kVectors>
 inline void add_words(const Quads<kRows, false>& x, int64_t first, int64_t count, const uint8_t* w, Prefetch& prefetch,
                       Sums<kRows, kVectors>& words) {
-  constexpr int kHalves = kCodes == Codes::packed ? 2 : 1;
+  constexpr int kHalves = is_packed(kCodes) ? 2 : 1;
   for (const int64_t last = first + count; first < last; first += kUnit, w += kUnit / kHalves * kQuadBytes) {
     fetch<kCodes>(prefetch, kUnit);
 #pragma GCC unroll 4
@@ -134,6 +130,7 @@ inline void add_words(const Quads<kRows, false>& x, int64_t first, int64_t count
       for (int v = 0; v < kVectors; ++v) {
         codes[0][v] = load_i32(w + quad / kHalves * kQuadBytes + v * sizeof(I32));
         if constexpr (kHalves == 2) codes[0][v] = quad % 2 == 0 ? low_halves(codes[0][v]) : high_halves(codes[0][v]);
+        if constexpr (kCodes == Codes::floats) codes[0][v] = of_floats(codes[0][v]);
       }
       add_quad<kRows, kVectors>(x, first + quad, codes, words);
     }
@@ -173,7 +170,7 @@ constexpr bool kIsWide = kCodes == Codes::bytes;
 template <Codes kCodes, int kUnit, int kRows, int kVectors>
 inline void add_chunks(const Quads<kRows, false>& x, int64_t first, int64_t count, int64_t chunk, const uint8_t* w,
                        Prefetch& prefetch, Sums<kRows, kVectors>& sums) {
-  constexpr int64_t kQuadsPerByte = kCodes == Codes::packed ? 2 : 1;
+  constexpr int64_t kQuadsPerByte = is_packed(kCodes) ? 2 : 1;
   for (const int64_t last = first + count; first < last; first += chunk, w += chunk / kQuadsPerByte * kQuadBytes) {
     Sums<kRows, kVectors> words;
     set_zero<kRows, kVectors>(words);
@@ -193,7 +190,7 @@ inline void add_quads(const Quads<kRows, kIsWide<kCodes>>& x, int64_t first, int
   } else if (kCodes == Codes::unpacked && bits == 6) {
     add_chunks<kCodes, 2, kRows, kVectors>(x, first, count, 2, w, prefetch, sums);
   } else {
-    const int64_t chunk = kCodes == Codes::unpacked && bits == 5 ? 4 : 8;
+    const int64_t chunk = kCodes == Codes::floats || (kCodes == Codes::unpacked && bits == kE2m1Bits) ? 4 : 8;
     add_chunks<kCodes, 4, kRows, kVectors>(x, first, count, chunk, w, prefetch, sums);
   }
 }
@@ -228,7 +225,7 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
   constexpr int kVectors = num_vectors(kRows);
   const QuantizedRows& input = *run.input;
   const int64_t quads = run.num_groups * run.group_quads;
-  const int64_t group_bytes = run.group_quads * kQuadBytes / (kCodes == Codes::packed ? 2 : 1);
+  const int64_t group_bytes = run.group_quads * kQuadBytes / (is_packed(kCodes) ? 2 : 1);
   const Quads<kRows, kIsWide<kCodes>> x(
       input.codes + run.row * input.stride + run.first_group * run.group_quads * kQuad, input.stride, quads);
   if (run.first_group == 0) std::fill(run.totals, run.totals + kRows * kPanelWidth, 0.0f);

@@ -14,10 +14,6 @@ inline constexpr int kMaxRows = 6;  // with 4 vectors of 16 columns: 24 accumula
 // without AMX, 32 was best of 32 and 128, and 16 was not tried).
 inline constexpr int64_t kBlockBytes = 16 * 1024;
 
-// Bytes ahead that the only row tile of a block prefetches, if it reads weights in the order of their addresses. Of 2,
-// 4 and 16 KiB, 2 and 4 were best (1 to 6 rows; Zen 4).
-inline constexpr int64_t kStreamAhead = 4 * 1024;
-
 // Distance between rows of `input` in elements: whole steps of K, and an odd number of cache lines, so that rows fall
 // into different cache sets.
 template <class A>
@@ -30,7 +26,6 @@ inline int64_t input_stride(int64_t k) {
 // Tile::Weight      element of the packed weight
 // Tile::kStepK      k per step: 1, or 32 where a panel is made of tiles
 // Tile::kFetches    calls of prefetch.fetch() per step
-// Tile::kReadsInOrder    weights are read in the order of their addresses
 // Tile::run<R, Fetch>(a, a_stride, b, steps, sums, is_first, prefetch)   sums[R][64] = (is_first ? 0 : sums) + a * b
 template <class Tile>
 inline void run_row_tiles(const GemmBlock& block) {
@@ -58,8 +53,7 @@ inline void run_row_tiles(const GemmBlock& block) {
     load_bias(args, panel, bias);
     for (int64_t step = 0; step < num_steps; step += kStepsPerBlock) {
       const int64_t steps = std::min(kStepsPerBlock, num_steps - step);
-      const int64_t ahead = Tile::kReadsInOrder && num_tiles == 1 ? kStreamAhead : steps * kStepBytes;
-      const PrefetchPlan plan{reinterpret_cast<const char*>(b + step * kStepElements) + ahead,
+      const PrefetchPlan plan{reinterpret_cast<const char*>(b + (step + steps) * kStepElements),
                               static_cast<int>(kStepBytes / 64 / Tile::kFetches), steps * Tile::kFetches,
                               static_cast<int>(num_tiles)};
       for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile) {  // tiles of nearly equal height: 7 rows are 3 + 4

@@ -3,6 +3,7 @@
 #include "quire/kernels/norm_rope.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "kv_codes.h"
 #include "quire/round_up.h"
@@ -155,12 +156,19 @@ void rope_and_cache_token(const RopeCacheArgs& a, int64_t token) {
       a.rotation.cos_sin == nullptr ? nullptr : a.rotation.cos_sin + a.positions[token] * a.rotation.rotary_dim;
   const W *q_weight = static_cast<const W*>(a.rotation.q_norm_weight),
           *k_weight = static_cast<const W*>(a.rotation.k_norm_weight);
-  if (q_weight != nullptr || cos_sin != nullptr) {
+  const auto change_queries = [&](const auto& finished) {
     for_heads(a, static_cast<T*>(a.q.data) + token * a.q.token_stride, a.q.head_stride, a.num_q_heads,
               q_weight != nullptr, [&](int64_t, T* q, float inverse) {
                 rotate_head(a, q, q_weight, inverse, cos_sin,
-                            [&](int64_t i, F32 x, int64_t left) { store_part(q + i, x, left); });
+                            [&](int64_t i, F32 x, int64_t left) { store_part(q + i, finished(x), left); });
               });
+  };
+  if (a.rotation.temperature != 0) {
+    const float steps = std::floor(static_cast<float>(a.positions[token] + 1) / a.rotation.temperature_floor);
+    const F32 factor = broadcast(1 + a.rotation.temperature * std::log1p(steps));
+    change_queries([factor](F32 x) { return x * factor; });
+  } else if (q_weight != nullptr || cos_sin != nullptr) {
+    change_queries([](F32 x) { return x; });
   }
   const int64_t slot = a.slot_mapping[token];
   if (slot < 0) return;

@@ -259,6 +259,10 @@ class EngineConfig:
     disable_log_stats: bool = option(False, "No statistics line every 10 seconds.")
     kv_cache_metrics: bool = option(False, "Histograms of how long KV blocks keep their content, in /metrics.")
     kv_cache_metrics_sample: float = option(0.01, "Share of the KV blocks that these histograms follow, in (0, 1].")
+    expert_metrics: bool = option(False, "Metrics of the experts that tokens go to, in /metrics; on a CPU.")
+    otlp_traces_endpoint: str | None = option(
+        None, "Collector that gets a trace of each request: http://host:4317; needs quire[otel]."
+    )
     tensor_parallel_size: int = option(
         1, "Ranks that share one copy of the model: processes of this machine, with its cores divided.", flags=("-tp",)
     )
@@ -266,6 +270,18 @@ class EngineConfig:
         None,
         "mp: each rank but the first is a process of its own; uni: one process, for one rank. none: as ranks need it.",
         choices=("mp", "uni"),
+    )
+    data_parallel_size: int = option(
+        1,
+        "Replicas of the model behind one API. Each has an equal share of the cores and of the memory, or a GPU.",
+        flags=("-dp",),
+        limits="threads and memory of each replica, and requests that run at once",
+    )
+    data_parallel_size_local: int | None = option(
+        None, "Replicas on this machine: all of them in this version.", flags=("-dpl",)
+    )
+    data_parallel_backend: str = option(
+        "mp", "What starts the replicas: mp: processes on this machine.", choices=("mp",), flags=("-dpb",)
     )
     speculative_config: SpeculativeConfig | None = option(
         None,
@@ -646,6 +662,15 @@ def _check_engine(config: EngineConfig) -> None:
             expected=f"1 to {MOST_RANKS}",
             param="tensor_parallel_size",
         )
+    local = config.data_parallel_size_local
+    if local not in (None, config.data_parallel_size):
+        raise ConfigError(
+            "Some replicas would be on other machines, which is not in this version",
+            value=local,
+            expected=f"data_parallel_size = {config.data_parallel_size}",
+            fix="Leave --data-parallel-size-local out, and start a server on each machine",
+            param="data_parallel_size_local",
+        )
     if any(size < 1 for size in config.cudagraph_capture_sizes):
         raise ConfigError(
             "Illegal size of a CUDA graph",
@@ -687,6 +712,7 @@ def _check_engine(config: EngineConfig) -> None:
         "kv_cache_memory_bytes",
         "num_gpu_blocks_override",
         "num_threads",
+        "data_parallel_size",
         "max_num_queued_reqs",
         "max_loras",
         "max_cpu_loras",

@@ -27,6 +27,12 @@ def _log_format(text: str) -> str:
     return text
 
 
+def _protocol(text: str) -> str:
+    if text not in ("grpc", "http/protobuf"):
+        raise ValueError(text)
+    return text
+
+
 @dataclass(frozen=True)
 class Variable(Generic[T]):
     """One environment variable: `get()` parses the present value or returns the default."""
@@ -96,6 +102,12 @@ NUM_THREADS = Variable(
 )
 NO_COLOR = Variable("NO_COLOR", "", str, "anything: no colours (no-color.org)")
 FORCE_COLOR = Variable("FORCE_COLOR", "", str, "anything: colours also where there is no terminal; NO_COLOR wins")
+OTLP_TRACES_PROTOCOL = Variable(
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+    "grpc",
+    _protocol,
+    "how --otlp-traces-endpoint is spoken to: grpc, http/protobuf",
+)
 CACHE_DIR = Variable(
     "QUIRE_CACHE_DIR", "", str, "folder for packed weights (--packed-weights-cache); empty = quire in the user's cache"
 )
@@ -123,6 +135,7 @@ VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool
     ATTENTION_BACKEND,
     ISA,
     NUM_THREADS,
+    OTLP_TRACES_PROTOCOL,
     NO_COLOR,
     FORCE_COLOR,
     CACHE_DIR,

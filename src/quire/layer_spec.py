@@ -12,7 +12,9 @@ from typing import Literal, NamedTuple
 from quire.formats.kv_format import KvFormat
 
 KvKind = Literal["full", "window", "chunked", "latent", "state"]
-QkNorm = Literal["none", "head", "full"]
+QkNorm = Literal["none", "head", "full", "unit"]
+StackedForm = Literal["rows", "columns", "turns"]
+Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen", "sparsemixer"]
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,21 @@ class LinearShape:
     """A linear layer. Several tensors of the checkpoint, side by side, may form its weight.
 
     Attributes:
-        prefix: of the tensors' names, for example `model.layers.0.self_attn.`.
+        prefix: of the tensors' names, for example `model.layers.0.self_attn.`. For experts it has `{}` in the place of
+            their number: `model.layers.0.mlp.experts.{}.`.
         shards: (name, N) in the order of the outputs: (("q_proj", 64), ("k_proj", 16), ("v_proj", 16)).
         in_features: K.
         bias: every shard has one.
         cut: the way to cut the layer; planning/cut_model.py checks that its stored form allows it.
         share: the shape is that of the part of one rank; None: it is the whole layer.
+        paired_heads: for each shard, the number of heads that rotate neighbouring dimensions in the checkpoint; 0 or no
+            entry: none. Here halves of a head rotate, so loading reorders their rows.
+        num_experts: as many layers of this shape are stacked; 0: an ordinary layer. Sizes are of one of them.
+        stacked: the name of one tensor [num_experts, N, K] that a checkpoint may hold instead; empty: there is none.
+            Biases and the tensors of a quantized form have its name, `_` and their own.
+        stacked_form: `columns`: that tensor is [num_experts, K, N]. `turns`: so too, and in all of them the outputs of
+            the shards take turns.
+        is_gate: its few outputs decide about others, so it stays in floating point, and adapters do not change it.
     """
 
     prefix: str
@@ -106,6 +117,11 @@ class LinearShape:
     bias: bool = False
     cut: Cut = WHOLE
     share: Share | None = None
+    paired_heads: tuple[int, ...] = ()
+    num_experts: int = 0
+    stacked: str = ""
+    stacked_form: StackedForm = "rows"
+    is_gate: bool = False
 
     @property
     def out_features(self) -> int:
@@ -113,11 +129,13 @@ class LinearShape:
 
     @property
     def num_weights(self) -> int:
-        return self.out_features * self.in_features
+        """Of all experts."""
+        return self.out_features * self.in_features * max(self.num_experts, 1)
 
     @property
     def num_biases(self) -> int:
-        return self.out_features if self.bias else 0
+        """Of all experts."""
+        return self.out_features * max(self.num_experts, 1) if self.bias else 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -131,7 +149,8 @@ class LinearShape:
             rows=tuple(self.share.rows[index] for index in shards),
             tensor_rows=tuple(self.share.tensor_rows[index] for index in shards),
         )
-        return replace(self, shards=tuple(self.shards[index] for index in shards), share=share)
+        heads = tuple(self.paired_heads[index] for index in shards) if self.paired_heads else ()
+        return replace(self, shards=tuple(self.shards[index] for index in shards), share=share, paired_heads=heads)
 
     def whole(self) -> LinearShape:
         """The layer that this is a part of. Its shards are the tensors of the checkpoint."""
@@ -139,6 +158,15 @@ class LinearShape:
             return self
         sizes = {name: size for (name, _), size in zip(self.shards, self.share.tensor_rows, strict=True)}
         return replace(self, shards=tuple(sizes.items()), share=None)
+
+    @property
+    def is_adaptable(self) -> bool:
+        """Whether adapters may change it."""
+        return not (self.num_experts or self.is_gate)
+
+    def of_expert(self, expert: int) -> LinearShape:
+        """The ordinary layer of one expert."""
+        return replace(self, prefix=self.prefix.format(expert), num_experts=0, stacked="")
 
 
 class NormShape(NamedTuple):
@@ -181,8 +209,10 @@ class Full:
         scale: factor on q.k.
         soft_cap: cap * tanh(score / cap); 0: none.
         rope: None: a layer without position encoding.
-        qk_norm: RMS norm of q and k: per head, or over the full width of all heads.
+        qk_norm: RMS norm of q and k: per head, over the full width of all heads, or per head without weights (unit).
         qkv: its shards are q, k and v, or one shard with all three.
+        sinks: each head has a learned score without a value, which takes a part of the weights (gpt-oss).
+        temperature, temperature_floor: of queries at late positions: see kernels/layer_rules.py; 0: there is none.
     """
 
     num_q_heads: int
@@ -194,6 +224,9 @@ class Full:
     qk_norm: QkNorm
     qkv: LinearShape
     output: LinearShape
+    sinks: bool = False
+    temperature: float = 0.0
+    temperature_floor: float = 1.0
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
@@ -202,7 +235,7 @@ class Full:
     @property
     def norms(self) -> tuple[NormShape, ...]:
         """The norms of q and k."""
-        if self.qk_norm == "none":
+        if self.qk_norm in ("none", "unit"):
             return ()
         names, sizes = ("q_norm", "k_norm"), [self.head_dim] * 2
         if self.qk_norm == "full":
@@ -305,7 +338,7 @@ class Dense:
     """A gated MLP: down(activation(gate) * up).
 
     Attributes:
-        activation: silu, gelu or gelu_tanh.
+        activation: silu, gelu, gelu_tanh or clamped_swiglu.
     """
 
     gate_up: LinearShape
@@ -323,36 +356,84 @@ class Dense:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Router:
+    """Chooses the experts of a token from its logits [num_experts], and gives each a weight.
+
+    Attributes:
+        linear: hidden -> logits.
+        scoring: `softmax`, `sigmoid`: the scores of all experts. `softmax_of_chosen`: over the logits of the chosen.
+            `sparsemixer`: see kernels/routing.py.
+        has_bias_for_choice: a tensor adds to the scores of all experts, for the choice alone.
+        num_groups: experts in equal groups of neighbours; only the best `num_active_groups` are chosen from.
+        group_score: of a group: its largest score, or the sum of its two largest.
+        normalizes: weights are divided by their sum.
+        scale: factor on the weights.
+        jitter: of sparsemixer.
+        weighs_input: weights multiply the expert's input instead of its result (Llama 4).
+    """
+
+    linear: LinearShape
+    scoring: Scoring
+    has_bias_for_choice: bool = False
+    num_groups: int = 1
+    num_active_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    normalizes: bool = False
+    scale: float = 1.0
+    jitter: float = 0.0
+    weighs_input: bool = False
+
+    @property
+    def num_biases(self) -> int:
+        """Elements of the tensor for the choice."""
+        return self.linear.out_features if self.has_bias_for_choice else 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Experts:
     """Several MLPs of one shape. A router chooses some of them for every token.
 
     Attributes:
+        expert: the shape of each; its linear layers are stacks of all experts.
         num_active: experts per token.
         shared: an expert for every token; None: there is none.
+        shared_gate: hidden -> 1. The shared expert's result is multiplied by its sigmoid. None: by 1.
     """
 
-    router: LinearShape
-    experts: tuple[Dense, ...]
+    router: Router
+    expert: Dense
     num_active: int
     shared: Dense | None = None
+    shared_gate: LinearShape | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.expert.gate_up.num_experts
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
-        return self._linears(len(self.experts))
+        return self._linears(self.num_experts)
 
     @property
     def active_linears(self) -> tuple[LinearShape, ...]:
-        """The linear layers that one token reads, as if the router chose the first experts."""
+        """The linear layers that one token reads: stacks of the chosen experts."""
         return self._linears(self.num_active)
 
     @property
     def width(self) -> int:
         """Elements between the linear layers, per token."""
-        return self.num_active * self.experts[0].width + (self.shared.width if self.shared else 0)
+        return self.num_active * self.expert.width + (self.shared.width if self.shared else 0)
 
     def _linears(self, num_experts: int) -> tuple[LinearShape, ...]:
-        chosen = [*self.experts[:num_experts], *([self.shared] if self.shared else [])]
-        return self.router, *(linear for expert in chosen for linear in expert.linears)
+        gate = () if self.shared_gate is None else (self.shared_gate,)
+        shared = () if self.shared is None else self.shared.linears
+        stacks = (replace(linear, num_experts=num_experts) for linear in self.expert.linears)
+        return self.router.linear, *stacks, *gate, *shared
+
+
+def distinct_experts(num_experts: int, num_active: int, num_tokens: int) -> float:
+    """The expected number of experts that `num_tokens` tokens hit, if all are equally likely."""
+    return num_experts * (1.0 - (1.0 - num_active / num_experts) ** num_tokens)
 
 
 FeedForward = Dense | Experts
@@ -400,10 +481,16 @@ class LayerSpec:
         for part, _ in self.parts:
             yield from part.active_linears if isinstance(part, Experts) else part.linears
 
+    def num_router_biases(self) -> int:
+        """The number of float32 elements that add to the scores of experts."""
+        return self.feed_forward.router.num_biases if isinstance(self.feed_forward, Experts) else 0
+
     def num_norm_elements(self) -> int:
-        """The number of elements of all norms."""
+        """The number of elements of all norms, and of sinks."""
         around = [norm for _, norms in self.parts for norm in norms if norm is not None]
-        return sum(norm.size for norm in (*around, *(() if self.attention is None else self.attention.norms)))
+        num_sinks = self.attention.num_q_heads if isinstance(self.attention, Full) and self.attention.sinks else 0
+        norms = (*around, *(() if self.attention is None else self.attention.norms))
+        return sum(norm.size for norm in norms) + num_sinks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,8 @@ import logging
 import os
 import sys
 import time
+from contextvars import ContextVar
+from copy import copy
 from datetime import UTC, datetime
 from types import TracebackType
 
@@ -21,7 +23,10 @@ from quire.screen.terminal import CLEAR_LINE, Style, is_terminal
 _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 _DATE = "%m-%d %H:%M:%S"
 _STYLES = {logging.WARNING: ("yellow",), logging.ERROR: ("red",), logging.CRITICAL: ("red", "bold")}
-_JSON_NAMES = ("time", "level", "logger", "message", "exception")
+_JSON_NAMES = ("time", "level", "logger", "message", "request_id", "exception")
+
+# The x-request-id of the HTTP request that is served: every line that is written for it has it.
+current_request_id: ContextVar[str | None] = ContextVar("current_request_id", default=None)
 
 
 class _StderrHandler(logging.Handler):
@@ -65,6 +70,12 @@ class TextFormatter(logging.Formatter):
         self._start = CLEAR_LINE if is_terminal(sys.stderr) else ""
 
     def format(self, record: logging.LogRecord) -> str:
+        request_id = current_request_id.get()
+        message = record.getMessage()
+        if request_id is not None and request_id not in message:
+            first, *more = message.splitlines() or [""]
+            record = copy(record)
+            record.msg, record.args = "\n".join([f"{first} (request {request_id})", *more]), ()
         text = _printable(super().format(record))
         if (names := _STYLES.get(record.levelno)) is not None:
             text = self._paint(record.levelname, *names) + text.removeprefix(record.levelname)
@@ -72,7 +83,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line: time (UTC), level, logger, message, the fields of `extra=fields(...)`, exception."""
+    """One object per line: time (UTC), level, logger, message, request_id, `extra=fields(...)`, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, object] = {
@@ -81,6 +92,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if (request_id := current_request_id.get()) is not None:
+            entry["request_id"] = request_id
         entry |= getattr(record, "fields", {})
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)

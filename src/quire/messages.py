@@ -24,6 +24,7 @@ class EngineLaunch(msgspec.Struct):
     engine_index: int = 0
     is_first: bool = True  # no engine of this server was ready before
     drafter_folder: str | None = None
+    free_memory_bytes: int | None = None  # RAM when the server started, for all of its replicas
 
 
 class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
@@ -157,10 +158,17 @@ class Pace(msgspec.Struct, frozen=True):
     usual_step: float  # the same step hardly ever takes more
     per_prompt_token: float  # if no other request has a token in the step
     per_prompt_pair: float  # in addition, for each pair of a prompt's token and one before it
+    first_row: float = 0.0  # a step with one token of one answer, without its context
+    per_row: float = 0.0  # in addition, for each further answer in the step
+    per_kv_token: float = 0.0  # in addition, for each token of context of these answers
 
     def prompt_seconds(self, num_tokens: float) -> float:
         """The time of a prompt that runs alone."""
         return num_tokens * (self.per_prompt_token + num_tokens / 2 * self.per_prompt_pair)
+
+    def answer_step(self, num_rows: int, num_kv_tokens: float) -> float:
+        """The time of a step with one token of each of `num_rows` answers, at least one."""
+        return self.first_row + (num_rows - 1) * self.per_row + num_kv_tokens * self.per_kv_token
 
 
 class EngineReady(_FromEngine, tag="ready"):
@@ -179,13 +187,21 @@ class EngineReady(_FromEngine, tag="ready"):
 Progress = Callable[[str, float, str], None]
 
 
+WARM_UP = "warm up"
+
+
 class EngineProgress(_FromEngine, tag="progress"):
-    """Start-up progress: phase is load (reading and packing) or warm up; fraction in 0..1."""
+    """Start-up progress: phase is load (reading and packing) or WARM_UP; fraction in 0..1."""
 
     phase: str
     fraction: float
     detail: str = ""
     seconds: float = 0.0  # since the phase began
+
+    @property
+    def stage(self) -> tuple[bool, float]:
+        """It grows in a start."""
+        return self.phase == WARM_UP, self.fraction
 
 
 class EngineBeat(_FromEngine, tag="beat"):

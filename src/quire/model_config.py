@@ -5,8 +5,9 @@ hf_config/ translates Hugging Face's names.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +24,13 @@ from quire.hf_config.json_file import read_object
 from quire.hf_config.layer_format import QuantizedCheckpoint
 from quire.hf_config.quantization import OUTPUT, SEPARATE_FILES, parse_description
 from quire.hf_config.translate import merge, translate
-from quire.layer_spec import Cut, DraftHead, KvSpec, LayerSpec, LinearShape, RopeConfig, Share
+from quire.layer_spec import Cut, DraftHead, Experts, KvSpec, LayerSpec, LinearShape, RopeConfig, Share
 
 __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeConfig", "load_model_config"]
 
 
 TOKEN_ID_BYTES = 8
+ROUTER_BIAS_BYTES = 4  # they stay in float32
 
 
 class WeightBytes(NamedTuple):
@@ -86,15 +88,23 @@ class ModelConfig:
         """Bytes of one token in the cache over all layers."""
         return sum(spec.bytes_per_token(kv) for spec in self.kv_specs())
 
+    def experts(self) -> list[Experts]:
+        """The feed-forward parts that are experts."""
+        return [part for layer in self.layers if isinstance(part := layer.feed_forward, Experts)]
+
     def num_parameters(self) -> int:
         """Elements of all weights; tied embeddings count once. Exact for native models, an estimate for others."""
         linears = sum(linear.num_weights + linear.num_biases for linear in self.linears())
-        return linears + self._num_norm_elements() + self._num_looked_up_parameters()
+        return linears + self._num_other_elements() + self._num_looked_up_parameters()
+
+    def num_active_parameters(self) -> int:
+        """Elements of the weights that one token uses, with the rows of all tokens in embeddings and output."""
+        return self.num_block_parameters() + self.output_linear().num_weights + self._num_looked_up_parameters()
 
     def num_block_parameters(self) -> int:
         """Elements of the weights that one token uses in the layers and the final norm, without idle experts."""
         return (
-            sum(linear.num_weights + linear.num_biases for linear in self.active_linears()) + self._num_norm_elements()
+            sum(linear.num_weights + linear.num_biases for linear in self.active_linears()) + self._num_other_elements()
         )
 
     def attention_flops(self) -> int:
@@ -122,7 +132,8 @@ class ModelConfig:
         looked_up = self._looked_up_bytes(dtype)
         if self.head is not None and self.head.maps_tokens:
             looked_up += self.head.num_tokens * TOKEN_ID_BYTES
-        return WeightBytes(blocks, output, looked_up, others * DTYPE_BYTES[dtype])
+        others = others * DTYPE_BYTES[dtype] + self._num_router_biases() * ROUTER_BIAS_BYTES
+        return WeightBytes(blocks, output, looked_up, others)
 
     def read_bytes_per_step(self, dtype: str, quantization: str | None = None) -> int:
         """Bytes of the weights that a step of one token reads, without idle experts.
@@ -132,7 +143,19 @@ class ModelConfig:
         linears = [*self.active_linears(), self.output_linear()]
         weights = sum(self._held_bytes(linear, dtype, quantization, self.is_native) for linear in linears)
         others = sum(linear.num_biases for linear in linears) + self._num_norm_elements()
-        return weights + others * DTYPE_BYTES[dtype]
+        return weights + others * DTYPE_BYTES[dtype] + self._num_router_biases() * ROUTER_BIAS_BYTES
+
+    def expert_counts(self) -> Counter[tuple[int, int]]:
+        """How many layers have so many experts, of which so many are active."""
+        return Counter((part.num_experts, part.num_active) for part in self.experts())
+
+    def expert_bytes(self, dtype: str, quantization: str | None = None) -> Iterator[tuple[Experts, int]]:
+        """The experts of each layer that has some, and the bytes in memory of one of them."""
+        for part in self.experts():
+            linears = (replace(linear, num_experts=1) for linear in part.expert.linears)
+            biases = part.expert.gate_up.num_biases + part.expert.down.num_biases
+            weights = sum(self._held_bytes(linear, dtype, quantization, self.is_native) for linear in linears)
+            yield part, weights + biases // part.num_experts * DTYPE_BYTES[dtype]
 
     def stored_linears(self, quantization: str | None = None) -> Iterator[StoredLinear]:
         """The `stored` entries of all linear layers."""
@@ -146,6 +169,8 @@ class ModelConfig:
         is_output = linear == self.output_linear()
         if isinstance(self.quantized, GgufWeights):
             return stored_from(linear, self.quantized)
+        if linear.is_gate:
+            return (StoredLinear(shape=linear, source=None, held=None, reason="it decides about other layers"),)
         if self.quantized is not None and not (is_output and self.tie_word_embeddings):
             return stored_from(linear, self.quantized)
         held, reason = None, f"the checkpoint is in {self.dtype}"
@@ -200,6 +225,13 @@ class ModelConfig:
         """Bytes in memory of `_num_looked_up_parameters`."""
         table = self.stored_embeddings()
         return self._num_looked_up_parameters() * DTYPE_BYTES[dtype] if table is None else table.num_bytes(dtype)
+
+    def _num_other_elements(self) -> int:
+        """Elements of norms, and of what routers add."""
+        return self._num_norm_elements() + self._num_router_biases()
+
+    def _num_router_biases(self) -> int:
+        return sum(layer.num_router_biases() for layer in self.layers)
 
     def _num_norm_elements(self) -> int:
         around = () if self.head is None else self.head.norms

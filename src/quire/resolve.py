@@ -19,6 +19,7 @@ from quire.formats.kv_format import KV_CACHE_DTYPES, kv_format
 from quire.formats.kv_groups import kv_groups, page_bytes, pages_for
 from quire.formats.weight_format import ON_LOAD, packs_floats
 from quire.hf_config.quantization import QUANTIZATION_NAMES
+from quire.layer_spec import Full
 from quire.lora.from_config import lora_settings
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source, options
@@ -134,6 +135,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         num_threads = put_or("num_threads", config.num_threads, threads, "environment", envs.NUM_THREADS.name)
     else:
         why = "physical cores allowed by affinity and cgroup quota"
+        if config.data_parallel_size > 1:
+            why += f", for each of {config.data_parallel_size} replicas"
         if num_ranks > 1:
             why += f", divided by {num_ranks} ranks"
         num_threads = put_or("num_threads", config.num_threads, device.num_cores, "device", why)
@@ -185,6 +188,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         model_impl=config.model_impl,
         packed_weights_cache=config.packed_weights_cache,
         logprobs_mode=config.logprobs_mode,
+        expert_metrics=config.expert_metrics,
     )
     lora = lora_settings(config, model, form, record)
     _put_rest(record, config)
@@ -434,7 +438,9 @@ def _attention_backend(
         problem = "transformers' modelling code runs"
     else:
         head_dims = {spec.head_dim_k for spec in model.kv_specs()}
-        problem = why_not_flashinfer(head_dims, dtype, cache_dtype, is_deterministic)
+        others = {"chunks" for spec in model.kv_specs() if spec.kind == "chunked"}
+        others |= {"sinks" for layer in model.layers if isinstance(layer.attention, Full) and layer.attention.sinks}
+        problem = why_not_flashinfer(head_dims, dtype, cache_dtype, is_deterministic, others)
     if chosen == "FLASHINFER" and problem is not None:
         raise ConfigError(
             f"FlashInfer cannot be used: {problem}",

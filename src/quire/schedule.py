@@ -68,6 +68,14 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     ranks: list[int]
 
 
+class ExpertUse(msgspec.Struct, array_like=True):
+    """The experts that the tokens of a step went to."""
+
+    distinct: float  # experts of a layer that were hit: the mean over layers
+    balancedness: float  # tokens of an expert by those of the busiest one of its layer: the mean over all
+    tokens: list[int]  # of each expert that was hit, in one layer: the layers take turns
+
+
 @dataclass(slots=True)
 class StepResult:
     """The workers' answer, aligned with ScheduledBatch.request_ids."""
@@ -89,6 +97,7 @@ class StepResult:
     # row -> how many of its tokens the drafter has yet to read. UNDRAFTED tokens got no drafts, as with draft_failures.
     unread: dict[int, int] = field(default_factory=dict)
     draft_seconds: float = 0.0  # of the worker's drafter
+    experts: ExpertUse | None = None  # None: without --expert-metrics
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
@@ -179,3 +188,4 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     num_draft_failures: int = 0
     num_adapters: int = 0  # that requests may name
     num_adapters_in_memory: int = 0
+    experts: ExpertUse | None = None  # None: without --expert-metrics

@@ -99,6 +99,7 @@ class ModelSettings:
     model_impl: str
     packed_weights_cache: bool
     logprobs_mode: str
+    expert_metrics: bool = False
 
     @property
     def cache_dtype(self) -> str:
@@ -221,7 +222,8 @@ class LoraSettings:
 
     def num_bytes(self, model: ModelConfig) -> int:
         """That adapters take at most: of the largest rank, on every weight; one more while two change places."""
-        shards = [(name, linear.in_features, size) for linear in model.linears() for name, size in linear.shards]
+        linears = [linear for linear in model.linears() if linear.is_adaptable]
+        shards = [(name, linear.in_features, size) for linear in linears for name, size in linear.shards]
         shards.append(("embed_tokens", model.vocab_size, model.hidden_size))
         elements = sum(
             in_features + -(-size // LORA_PANEL) * LORA_PANEL

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 FEATURES = ROOT / "docs" / "features.md"
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 DOCUMENTS = [ROOT / "README.md", ROOT / "benchmarks" / "NOTES.md", *sorted((ROOT / "docs").glob("*.md"))]
-PATH = re.compile(r"(?<![\w/.-])(?:src|tests|benchmarks|csrc|docs|tools)/[\w./*-]*[\w*]")
+PATH = re.compile(r"(?<![\w/.-])(?:src|tests|benchmarks|csrc|deploy|docs|tools)/[\w./*-]*[\w*]")
 ROW_ID = re.compile(r"(S[0-4]-\d+|O\d+)")
 
 

@@ -26,6 +26,7 @@ SPECS = {
     "soft-cap": AttentionSpec(4, 2, 16, 1.0, 0, 3.0, torch.float32),
     "window-soft-cap-bf16": AttentionSpec(4, 2, 32, 0.2, 6, 5.0, torch.bfloat16),
     "fp16": AttentionSpec(4, 4, 64, 0.125, 0, 0.0, torch.float16),
+    "chunk": AttentionSpec(6, 2, 16, 0.25, 0, 0.0, torch.float32, chunk=6),
 }
 # The output is a mean of values of size 1: rounded once to the dtype.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -38,6 +39,7 @@ def dense_attention(q_QHE: Tensor, k_LGE: Tensor, v_LGE: Tensor, spec: Attention
     for i in range(num_queries):
         position = seq_len - num_queries + i
         first = max(0, position + 1 - spec.sliding_window) if spec.sliding_window else 0
+        first = position // spec.chunk * spec.chunk if spec.chunk else first
         for head in range(spec.num_q_heads):
             kv_head = head // (spec.num_q_heads // spec.num_kv_heads)
             keys = k_LGE[first : position + 1, kv_head].double()
@@ -150,7 +152,9 @@ def test_the_op_takes_the_kernels_where_they_are_built(has_kernels, monkeypatch)
     monkeypatch.setattr(cpu, "_available", has_kernels)
     calls = []
     real = cpu.paged_attention
-    monkeypatch.setattr(cpu, "paged_attention", lambda *arguments: (calls.append(1), real(*arguments))[1])
+    monkeypatch.setattr(
+        cpu, "paged_attention", lambda *arguments, **more: (calls.append(1), real(*arguments, **more))[1]
+    )
     batch, _, _, queries = make_batch(SPECS["plain"], 8, ROWS)
     want = run(select_backend(SPECS["plain"], CPU, "reference"), batch, queries)
     torch.testing.assert_close(run(select_backend(SPECS["plain"], CPU), batch, queries), want)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -81,3 +82,48 @@ def test_words_of_no_flag_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
 def test_flags_of_the_asynchronous_engine_only() -> None:
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(), async_args_only=True)
     assert vars(parser.parse_args([])) == {}
+
+
+def test_a_config_file_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own flags too, also those that are required; the command line wins."""
+    file = tmp_path / "script.yaml"
+    file.write_text(
+        "model: some/model\nmax-num-seqs: 4\nenable-prefix-caching: false\nprompt: Hello\nverbose: true\n"
+        "words: [a, b]\nmode: fast\nhf-overrides: {a: 1}\nseed: 3\n"
+    )
+    parser = _parser()
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--words", nargs="+")
+    parser.add_argument("--mode", choices=["fast", "slow"])
+    for words in (["--config", str(file), "--seed", "5"], ["--seed=5", f"--config={file}"]):
+        args = parser.parse_args(words)
+        assert (args.prompt, args.verbose, args.words, args.mode) == ("Hello", True, ["a", "b"], "fast")
+        assert not hasattr(args, "config")
+        config = EngineArgs.from_cli_args(args)
+        assert (config.model, config.max_num_seqs, config.seed) == ("some/model", 4, 5)
+        assert (config.enable_prefix_caching, config.hf_overrides) == (False, {"a": 1})
+    wrongs = {
+        "mode: quick": "one of fast, slow",
+        "verbos: true": "Did you mean verbose?",
+        "verbose: 1": "true or false",
+    }
+    for text, expected in wrongs.items():
+        file.write_text(text)
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--config", str(file)])
+        assert expected in capsys.readouterr().err
+    for words, expected in (
+        (["--config"], "needs a file"),
+        (["--config", "a", "--config", "b"], "given twice"),
+        (["--config", "/nowhere"], "cannot be read"),
+    ):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+        assert expected in capsys.readouterr().err
+
+
+def test_a_script_may_have_a_config_of_its_own() -> None:
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--config")
+    assert parser.parse_args(["--config", "mine"]).config == "mine"

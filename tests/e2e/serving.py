@@ -114,17 +114,19 @@ class Serve:
         assert found is not None, self.log
         self.url = found[1]
 
-    def _engines(self) -> list[psutil.Process]:
+    @property
+    def engines(self) -> list[psutil.Process]:
+        """The engine processes."""
         children = psutil.Process(self.process.pid).children()
         return [child for child in children if re.search("quire.engine|light_engine", str(child.cmdline()))]
 
     def has_engine(self) -> bool:
-        return len(self._engines()) == 1
+        return len(self.engines) == 1
 
     @property
     def engine(self) -> psutil.Process:
         """The engine process."""
-        (engine,) = self._engines()
+        (engine,) = self.engines
         return engine
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:

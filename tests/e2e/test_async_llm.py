@@ -200,9 +200,9 @@ async def test_shutdown_ends_streams_and_the_process() -> None:
     engine = AsyncLLM.from_engine_args(EngineConfig(**OPTIONS))
     stream = engine.generate("Hello", ENDLESS, "endless")
     await anext(stream)
-    pid = engine._process.pid
+    pid = engine._processes.handles[0].pid
     assert pid is not None
-    folder = engine._process.socket_folder
+    folder = engine._processes.handles[0].socket_folder
     assert folder is not None
     assert folder.is_dir()
     assert folder.stat().st_mode & 0o777 == 0o700, "others can reach the sockets"
@@ -229,8 +229,8 @@ async def test_engine_death_and_recovery() -> None:
         await asyncio.gather(*(anext(stream) for stream in streams))
         waiting = asyncio.create_task(_outputs(engine, prompt, whole, "whole"))
         await _wait_for(lambda: engine._engine.num_unfinished == 4, "the request to be sent")
-        assert engine._process.pid is not None
-        os.kill(engine._process.pid, signal.SIGKILL)
+        assert engine._processes.handles[0].pid is not None
+        os.kill(engine._processes.handles[0].pid, signal.SIGKILL)
         killed = time.monotonic()
         for stream in streams:
             with pytest.raises(EngineRestartedError):
@@ -245,6 +245,29 @@ async def test_engine_death_and_recovery() -> None:
         await engine.check_health()
     finally:
         await engine.shutdown()
+
+
+@pytest.mark.usefixtures("light")
+async def test_two_replicas() -> None:
+    engine = AsyncLLM(**OPTIONS, data_parallel_size=2)
+    try:
+        params = _greedy(RequestOutputKind.FINAL_ONLY, ignore_eos=True)
+        streams = [engine.generate("Hello", params, f"r{rank}", data_parallel_rank=rank) for rank in (0, 1)]
+        (first,), (second,) = await asyncio.gather(*(_collected(stream) for stream in streams))
+        assert first.outputs[0].token_ids == second.outputs[0].token_ids
+        assert all(replica.records for replica in engine._engine.replicas), "each has computed one"
+        await engine.set_limits(SetLimits(max_num_seqs=2))
+        await engine.reset_prefix_cache()
+        with pytest.raises(InvalidRequestError, match="no replica of this rank"):
+            await anext(engine.generate("Hello", params, "r2", data_parallel_rank=2))
+        pids = [handle.pid for handle in engine._processes.handles]
+    finally:
+        await engine.shutdown()
+    assert not any(pid is not None and psutil.pid_exists(pid) for pid in pids)
+
+
+async def _collected(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
 
 
 @pytest.mark.usefixtures("light")
@@ -274,7 +297,7 @@ async def main():
         async for output in engine.generate(request_id="1", prompt="Hello", sampling_params=params):
             for completion in output.outputs:
                 print(len(completion.token_ids), flush=True)
-        print(engine._process.pid, flush=True)
+        print(engine._processes.handles[0].pid, flush=True)
     finally:
         {end}
     return engine

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from quire.compat.environment import check_environment
-from quire.config import ServerConfig
+from quire.config import EngineConfig, ServerConfig
 from quire.entry import spawn
 from quire.entry.serve import _api_keys
 from quire.errors import ConfigError
@@ -72,7 +72,7 @@ def test_children_do_not_get_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEEN", "yes")
     pool = RenderPool({"default": "x"}, {})
     try:
-        with spawn.spawned_engine() as engine:
+        with spawn.spawned_engines(EngineConfig()) as (engine,):
             processes = [engine.pid, pool._idle._queue[0]._process.pid]
             environments = [environment_of(pid) for pid in processes]
     finally:

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quire.entry.spawn import spawn_engine, spawned_engine
+from quire.config import EngineConfig
+from quire.entry.spawn import spawn_engine, spawned_engines
 from tests.e2e.serving import Serve
 
 SECONDS = 60
@@ -23,7 +24,7 @@ def has_torch(pid: int) -> bool:
 
 
 def test_loads_before_it_is_told_what_to_serve() -> None:
-    with spawned_engine() as interpreter:
+    with spawned_engines(EngineConfig()) as (interpreter,):
         deadline = time.monotonic() + SECONDS
         while not has_torch(interpreter.pid) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from quire.lora.modules import LoraModule
 from quire.lora.request import LoRARequest
 from quire.messages import AdapterState, AddRequest, EngineInput, LoadAdapter, UnloadAdapter
 from quire.sampling_params import RequestOutputKind, SamplingParams
-from tests.frontend.test_replicas import Two, text_of
+from tests.frontend.test_replicas import Two, go_on, text_of
 from tests.frontend.test_supervisor import until
 
 PATHS = {"/sql": "digest 1", "/fin": "digest 2"}
@@ -133,19 +134,39 @@ async def test_a_new_engine_knows_the_adapters_before_the_requests() -> None:
         engine.pause()
         stream = await ask(engine, "old", "sql")
         await adapters.load("sql", "/fin", load_inplace=True)
-        engine.launchers[0].client.die("killed")
+        engine.launchers[1].next_is_ready = False  # or it would take the request over
+        for launcher in engine.launchers:
+            launcher.client.die("killed")
         await until(lambda: len(engine.launchers[0].clients) == 2 and engine.replicas[0].is_ready)
-        kinds = [
-            (type(message).__name__, getattr(message, "digest", None) or getattr(message, "adapter", None))
-            for message in engine.launchers[0].client.sent
-        ]
-        assert kinds == [
-            ("LoadAdapter", "digest 2"),
-            ("LoadAdapter", "digest 1"),
-            ("AddRequest", "digest 1"),
-            ("UnloadAdapter", "digest 1"),
-        ]
+        assert adapters_of(engine.launchers[0].client.sent) == [("LoadAdapter", "digest 2"), *_OLD]
         assert await text_of(stream)
+
+
+async def test_another_engine_knows_the_adapters_before_the_requests() -> None:
+    async with two() as engine:
+        adapters = engine.engine.adapters
+        await adapters.load("sql", "/sql")
+        engine.pause()
+        streams = [await ask(engine, name, "sql") for name in ("old", "of the other")]
+        await adapters.load("sql", "/fin", load_inplace=True)
+        other = engine.launchers[1].client
+        before = len(other.sent)
+        engine.launchers[0].client.die("killed")
+        await until(lambda: engine.replicas[1].num_unfinished == 2)
+        assert adapters_of(other.sent[before:]) == _OLD
+        go_on(other)
+        assert all([await text_of(stream) for stream in streams])
+
+
+_OLD = [("LoadAdapter", "digest 1"), ("AddRequest", "digest 1"), ("UnloadAdapter", "digest 1")]
+
+
+def adapters_of(messages: Sequence[EngineInput]) -> list[tuple[str, str | None]]:
+    """The kinds of messages, with the adapters in them."""
+    return [
+        (type(message).__name__, getattr(message, "digest", None) or getattr(message, "adapter", None))
+        for message in messages
+    ]
 
 
 async def test_an_engine_that_fails_while_it_reads() -> None:

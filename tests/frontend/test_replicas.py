@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from quire.errors import ConfigError, EngineDeadError, EngineRestartedError, NotReadyError, QueueFullError
+from quire.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineRestartedError,
+    InvalidRequestError,
+    NotReadyError,
+    QueueFullError,
+)
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits
@@ -16,7 +23,7 @@ from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.replica import Replica
 from quire.frontend.stream import RequestStream
 from quire.lora.modules import LoraModule
-from quire.messages import AddRequest, Command, EngineFailed, EngineProgress, SetLimits
+from quire.messages import WARM_UP, Abort, AddRequest, Command, EngineFailed, EngineProgress, SetLimits
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.metrics.reader import Counter, Gauge, read
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -148,24 +155,94 @@ async def test_one_is_killed_and_the_requests_of_the_other_are_untouched() -> No
         assert not two.engine.is_restarting
         assert two.engine.progress is None
         assert not two.replicas[0].is_ready
+        assert two.replicas[0].num_unfinished == 0
         go_on(two.launchers[1].client)
         assert await text_of(other) == "the quick fox"
+        assert await text_of(saved) == "the quick fox", "it need not wait for the next engine"
         (new,) = await two.add("new")
         assert await text_of(new) == "the quick fox"
-        assert two.launchers[1].request_ids == ["kept", "other", "new"], "each of them once"
+        assert two.launchers[1].request_ids == ["kept", "other", "saved", "new"], "each of them once"
 
         two.launchers[0].client.make_ready()
-        assert await text_of(saved) == "the quick fox"
-        assert two.launchers[0].request_ids == ["saved"]
+        await until(lambda: two.replicas[0].is_ready)
+        assert two.launchers[0].request_ids == []
         (again,) = await two.add("again")  # "kept" still runs on the other
         assert await text_of(again) == "the quick fox"
-        assert two.launchers[0].request_ids == ["saved", "again"]
+        assert two.launchers[0].request_ids == ["again"]
 
         whole = first_piece.outputs[0].text + await text_of(kept)
         assert whole.count("the quick fox") == NUM_LONG // len(ANSWER)
         assert len(two.launchers[1].clients) == 1
         assert [two.value("quire_engine_restarts", index, reason="crash") for index in (0, 1)] == [1, 0]
-        assert [two.value("quire_requests_retried", index) for index in (0, 1)] == [1, 0]
+        assert [two.value("quire_requests_retried", index) for index in (0, 1)] == [0, 1]
+        assert [two.value("vllm:num_requests_running", index) for index in (0, 1)] == [0, 0]
+
+
+async def test_all_wait_for_whoever_is_ready_first() -> None:
+    """Also a request with several continuations, and one whose reader leaves after the move."""
+    async with Two() as two:
+        two.pause()
+        streams = await two.add("a", "b") + await two.add("c", "d", n=2, output_kind=RequestOutputKind.FINAL_ONLY)
+        for launcher in two.launchers:
+            launcher.next_is_ready = False
+            launcher.client.die("killed")
+        await until(lambda: all(len(launcher.clients) == 2 for launcher in two.launchers))
+        assert [replica.num_unfinished for replica in two.replicas] == [2, 2]
+        two.launchers[1].client.is_paused = True
+        two.launchers[1].client.make_ready()
+        await until(lambda: two.replicas[1].num_unfinished == 4)
+        streams[2].close()
+        assert two.replicas[1].num_unfinished == 3
+        assert len(sent(two.launchers[1].client, Abort)[0].request_ids) == 2
+        go_on(two.launchers[1].client)
+        assert [await text_of(streams[index]) for index in (0, 1)] == ["the quick fox"] * 2
+        (final,) = [output async for output in streams[3]]
+        assert [completion.text for completion in final.outputs] == ["the quick fox"] * 2
+        two.launchers[0].client.make_ready()
+        await until(lambda: two.replicas[0].is_ready)
+        assert two.launchers[0].request_ids == []
+        assert [two.value("vllm:request_success", 1, finished_reason=reason) for reason in ("stop", "abort")] == [4, 2]
+
+
+async def test_a_request_is_moved_once() -> None:
+    """It may be the reason why engines die."""
+    async with Two() as two:
+        two.pause()
+        (poison,) = await two.add("poison")
+        two.launchers[0].client.die("killed")
+        await until(lambda: two.replicas[1].num_unfinished == 1)
+        two.launchers[1].client.die("killed too")
+        with pytest.raises(EngineRestartedError):
+            await text_of(poison)
+        assert two.engine.num_unfinished == 0
+
+
+async def test_the_rank_of_a_request() -> None:
+    async with Two() as two:
+        two.pause()
+        params = SamplingParams(max_tokens=50)
+        for index in range(3):
+            await two.engine.add_request("ab", params, f"r{index}", data_parallel_rank=1)
+        assert [replica.num_unfinished for replica in two.replicas] == [0, 3]
+        with pytest.raises(InvalidRequestError, match=r"no replica of this rank.*Got 2. Expected 0 to 1"):
+            await two.engine.add_request("ab", params, "r3", data_parallel_rank=2)
+        two.launchers[1].next_is_ready = False
+        two.launchers[1].client.die("killed")
+        await until(lambda: not two.replicas[1].is_ready)
+        with pytest.raises(NotReadyError, match="Replica 1 has no engine now"):
+            await two.engine.add_request("ab", params, "r4", data_parallel_rank=1)
+
+
+async def test_a_full_queue_is_passed_by() -> None:
+    """Whatever the work of the other one is."""
+    async with Two(max_num_seqs=1, max_num_queued_reqs=2) as two:
+        two.pause()
+        params = SamplingParams(max_tokens=50)
+        for index in range(2):
+            await two.engine.add_request("ab", params, f"r{index}", data_parallel_rank=0)
+        two.replicas[1].admission.on_sent("a long prompt", 10**6, 1)
+        await two.add("a")
+        assert two.launchers[1].request_ids == ["a"]
 
 
 async def test_the_first_start_is_of_both() -> None:
@@ -173,10 +250,16 @@ async def test_the_first_start_is_of_both() -> None:
     heard: list[EngineProgress] = []
     two.engine.on_progress = heard.append
     two.engine.start()
-    two.launchers[0].client.make_ready()
-    two.launchers[1].client.push(EngineProgress("load", 0.5))
-    await until(lambda: bool(heard))
-    assert heard[0].engine_index == 1
+    first, second = (launcher.client for launcher in two.launchers)
+    first.push(EngineProgress("load", 0.7))
+    second.push(EngineProgress("load", 0.2))
+    first.push(EngineProgress(WARM_UP, 0.0))
+    second.push(EngineProgress("load", 0.5))
+    await until(lambda: len(heard) == 3)
+    assert {report.engine_index for report in heard} == {1}, "the one that is furthest from ready"
+    assert [report.fraction for report in heard] == sorted(report.fraction for report in heard)
+    first.make_ready()
+    await until(lambda: two.replicas[0].is_ready)
     assert two.replicas[0].is_ready
     assert not two.engine.is_healthy
     with pytest.raises(NotReadyError, match=r"starting \(load, 50%\)"):
@@ -204,15 +287,18 @@ async def test_one_gives_up_and_then_the_other() -> None:
         (first, second) = await two.add("first", "second")
         two.launchers[0].failing_launches = 100
         two.launchers[0].client.die("killed")
-        with pytest.raises(EngineDeadError, match="failed 4 times"):
-            await text_of(first)
+        await until(lambda: two.replicas[0].error is not None)
         assert two.engine.is_healthy, "the other one serves"
-        assert [two.value("quire_requests_lost", index, reason="gave_up") for index in (0, 1)] == [1, 0]
         (third,) = await two.add("third")
         go_on(two.launchers[1].client)
-        assert [await text_of(stream) for stream in (second, third)] == ["the quick fox"] * 2
+        assert [await text_of(stream) for stream in (first, second, third)] == ["the quick fox"] * 3
+        two.launchers[1].client.is_paused = True
+        (last,) = await two.add("last")
         two.launchers[1].failing_launches = 100
         two.launchers[1].client.die("killed too")
+        with pytest.raises(EngineDeadError, match="failed 4 times"):
+            await text_of(last)
+        assert [two.value("quire_requests_lost", index, reason="gave_up") for index in (0, 1)] == [0, 1]
         await until(lambda: two.engine.error is not None)
         with pytest.raises(EngineDeadError):
             await two.add("late")

@@ -65,6 +65,8 @@ class Case:
 LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [1.0, 1.5, 2.5, 4.0]
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2}
+EXPERT_KEYS = {"expert_count": 3, "expert_used_count": 2}
 CASES = {
     "llama": Case("LlamaConfig", {}),
     "llama-tied-biases": Case(
@@ -153,6 +155,27 @@ CASES = {
         },
         extra={"embedding_scale": 3.0, "attention.scale": 0.2, "residual_scale": 0.22, "logit_scale": 2.5},
     ),
+    "mixtral": Case(
+        "MixtralConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        extra={"expert_count": 4, "expert_used_count": 2},
+    ),
+    "qwen2moe": Case(
+        "Qwen2MoeConfig",
+        {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "head_dim": 8},
+        extra={**EXPERT_KEYS, "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 64},
+    ),
+    "qwen3moe": Case(
+        "Qwen3MoeConfig",
+        {**EXPERTS, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        extra={**EXPERT_KEYS, "expert_feed_forward_length": 32},
+    ),
+    "olmoe": Case("OlmoeConfig", {**EXPERTS, "head_dim": 8}, extra=EXPERT_KEYS),
+    "granitemoe": Case(
+        "GraniteMoeConfig",
+        {"num_local_experts": 3, "num_experts_per_tok": 2, "attention_multiplier": 0.2, "head_dim": 8},
+        extra={**EXPERT_KEYS, "attention.scale": 0.2},
+    ),
 }
 
 
@@ -239,7 +262,7 @@ def test_made_by_llama_cpp() -> None:
     """Nine types by llama.cpp's own quantizer (made/README.md): the weights to a bit, and transformers' logits."""
     file = open_gguf(MADE)
     kinds = {info.type.name for info in file.tensors.values()}
-    assert kinds == {"F32", *GGUF} - {"Q5_0"}
+    assert kinds == {"F32", *GGUF} - {"Q5_0", "MXFP4"}
     for item in gguf.GGUFReader(MADE).tensors:
         info = file.tensors[item.name]
         if info.type.name in GGUF:
@@ -298,6 +321,21 @@ def test_quantized(mixture: str, family: str, tmp_path: Path) -> None:
     margins = after.amax(1) - after.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     assert (margins == 0).sum() >= 20, f"other tokens than transformers', by {margins.tolist()}"
     assert margins.max() < 0.1 * after.std()
+    if cpu.available():
+        assert loaded.weight_bytes() == loaded.config.weight_bytes("float32"), "not the planned bytes are held"
+
+
+@pytest.mark.parametrize("overrides", [{}, {"ffn_up": "Q8_0"}, {"ffn_down": "Q6_K", "ffn_gate_exps": "F16"}])
+def test_quantized_experts(overrides: dict[str, str], tmp_path: Path) -> None:
+    """All experts are active, so that rounded activations cannot choose others."""
+    settings = {**WIDE, "num_experts": 3, "num_experts_per_tok": 3, "norm_topk_prob": True}
+    model = make(tmp_path, "Qwen3MoeConfig", settings | {"moe_intermediate_size": 256})
+    extra = {"expert_count": 3, "expert_used_count": 3, "expert_feed_forward_length": 256}
+    held = write_gguf(tmp_path / "m.gguf", tmp_path, "Q4_K", overrides=overrides, extra=extra)
+    model.load_state_dict(held)
+    loaded, logits = found_logits(tmp_path / "m.gguf")
+    expected = hf_logits(model, PROMPT)
+    assert (logits - expected).norm() < 0.05 * expected.norm()
     if cpu.available():
         assert loaded.weight_bytes() == loaded.config.weight_bytes("float32"), "not the planned bytes are held"
 
@@ -398,7 +436,7 @@ def test_a_scale_that_is_no_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"extra": {"expert_count": 8}}, "mixture of experts"),
+        ({"extra": {"expert_count": 8, "expert_used_count": 9}}, "num_experts_per_tok"),
         ({"extra": {"attention.sliding_window": 100}}, "Sliding windows"),
         ({"extra": {"rope.scaling.type": "nonesuch"}}, "none, linear, yarn"),
         ({"extra": {"rope.dimension_count": 64}}, "whole number from 1 to 16"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
+_EXPERT = re.compile(r"(.+\.experts)\.(\d)\.(.+)")
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
 
@@ -77,7 +85,7 @@ def file_type(kind: str) -> gguf.LlamaFileType:
 
 def kind_of(name: str, weight: Tensor, kind: str, overrides: Mapping[str, str]) -> str:
     """The type of one tensor: `kind`, but for vectors, and for tensors whose names have a part of `overrides`."""
-    if weight.dim() == 1:
+    if weight.dim() == 1 or "ffn_gate_inp" in name:
         return "F32"
     return next((own for part, own in overrides.items() if part in name), kind)
 
@@ -108,7 +116,7 @@ def encoded(weight: Tensor, kind: str, seed: int) -> np.ndarray:
         if minimum_at is not None:
             minima = (scales * mean_code / deviation).astype(np.float16)
             blocks[:, minimum_at : minimum_at + 2] = minima.view(np.uint8)
-        return blocks.reshape(len(weight), -1)
+        return blocks.reshape(*weight.shape[:-1], -1)
 
     return put(float(gguf.quants.dequantize(put(1.0), qtype).std()) / float(weight.std()))
 
@@ -131,7 +139,7 @@ def write_gguf(
         tensors: further tensors.
     """
     config = json.loads((folder / "config.json").read_text())
-    architecture = {"gemma3_text": "gemma3"}.get(config["model_type"], config["model_type"])
+    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, architecture)
     add_config(writer, config)
     writer.add_file_type(file_type(kind))
@@ -153,13 +161,14 @@ def write_gguf(
     for name, numbers in (tensors or {}).items():
         writer.add_tensor(name, numbers.astype(np.float32))
     held = {}
-    for seed, (hf_name, weight) in enumerate(sorted(load_file(folder / "model.safetensors").items())):
+    weights = stacked_experts(load_file(folder / "model.safetensors"))
+    for seed, (hf_name, weight) in enumerate(sorted(weights.items())):
         name = tensor_names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
         assert name is not None, f"the package has no name for {hf_name}"
         heads = {"attn_q.": "num_attention_heads", "attn_k.": "num_key_value_heads"}
         head_key = next((key for part, key in heads.items() if part in name), None)
-        stored = weight.float()
-        is_interleaved = architecture in ("llama", "granite", "smollm3") and head_key is not None
+        stored = weight.float().squeeze()
+        is_interleaved = architecture in ("llama", "granite", "granitemoe", "smollm3") and head_key is not None
         if is_interleaved:
             stored = interleave(stored, config[head_key])
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
@@ -175,7 +184,36 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return held
+    return single_experts(held)
+
+
+def stacked_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each matrix of all experts of a layer in one tensor, as the converter writes it."""
+    result: dict[str, Tensor] = {}
+    experts: dict[str, list[Tensor]] = {}
+    for name, weight in weights.items():
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault(f"{match[1]}.{match[3]}", []).append(weight)  # sorted by name: fewer than ten
+        elif name.endswith("input_linear.weight"):
+            prefix = name.removesuffix("input_linear.weight")
+            result |= zip((f"{prefix}experts.w1.weight", f"{prefix}experts.w3.weight"), weight.chunk(2, 1), strict=True)
+        elif name.endswith("output_linear.weight"):
+            result[name.replace("output_linear", "experts.w2")] = weight
+        else:
+            result[name] = weight
+    return result | {name: torch.stack(each) for name, each in experts.items()}
+
+
+def single_experts(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse, as transformers holds them: gate and up in one tensor, and down."""
+    result = dict(held)
+    for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
+        for name in [name for name in held if name.endswith(f"experts.{gate}.weight")]:
+            prefix = name.removesuffix(f"{gate}.weight")
+            own = prefix.replace("block_sparse_moe", "mlp") if gate == "w1" else prefix
+            result[f"{own}gate_up_proj"] = torch.cat([result.pop(f"{prefix}{part}.weight") for part in (gate, up)], 1)
+            result[f"{own}down_proj"] = result.pop(f"{prefix}{down}.weight")
+    return result
 
 
 def deinterleave(weight: Tensor, num_heads: int) -> Tensor:

@@ -23,10 +23,13 @@ def rope_and_cache(
     k_norm_weight_E: Tensor | None = None,
     norm_eps: float = 0.0,
     norm_weight_offset: float = 0.0,
+    temperature: float = 0.0,
+    temperature_floor: float = 1.0,
     **others: Tensor,
 ) -> None:
     cache = LayerCache(k_cache_BGPE, v_cache_BGPE, k_scales_BGP, v_scales_BGP)
-    rotation = HeadRotation(cos_sin_PR, q_norm_weight_E, k_norm_weight_E, norm_eps, norm_weight_offset)
+    norms = (q_norm_weight_E, k_norm_weight_E, norm_eps, norm_weight_offset)
+    rotation = HeadRotation(cos_sin_PR, *norms, temperature, temperature_floor)
     function(cache=cache, rotation=rotation, **others)
 
 
@@ -40,7 +43,8 @@ def paged_attention(
     scale: float,
     sliding_window: int = 0,
     soft_cap: float = 0.0,
+    chunk: int = 0,
     **others: Tensor,
 ) -> Any:
     cache = LayerCache(k_cache_BGPE, v_cache_BGPE, k_scales_BGP, v_scales_BGP)
-    return function(cache=cache, rule=AttentionRule(scale, sliding_window, soft_cap), **others)
+    return function(cache=cache, rule=AttentionRule(scale, sliding_window, soft_cap, chunk), **others)

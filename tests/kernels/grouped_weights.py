@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from quire.formats.weight_format import GroupedFormat
+from quire.formats.weight_format import MXFP4, GroupedFormat
 from quire.kernels.grouped_weight import GroupedWeight
 
 # What `--quantization` makes. Groups of one AMX step (64), of half a step (32), of several (128), a whole row.
@@ -29,6 +31,7 @@ FORMATS = [
     GroupedFormat(3, 16, "int8", super_size=16),  # Q3_K
     GroupedFormat(6, 16, "int8", super_size=16),  # Q6_K
     GroupedFormat(5, 32, "float16"),  # Q5_0
+    MXFP4,
     GroupedFormat(4, 128, "float16", "uint8"),  # AWQ
     GroupedFormat(8, 64, "float16", "uint8", is_ordered=True),  # GPTQ with act-order
     GroupedFormat(8, None, "float32", "uint8"),
@@ -57,6 +60,9 @@ def random_weight(weight_format: GroupedFormat, N: int, K: int) -> GroupedWeight
         if name == "int8":
             super_NS = (torch.rand(N, S, generator=generator) * (largest / 127)).half()
             return torch.randint(-128, 128, (N, G), dtype=torch.int8, generator=generator), super_NS
+        if name == "e8m0":  # the mean of squares of the values is about 8
+            highest = 127 - round(math.log2(K) / 2)
+            return torch.randint(highest - 4, highest, (N, G), dtype=torch.uint8, generator=generator), None
         return (torch.randn(N, G, generator=generator) * largest).to(getattr(torch, name)), None
 
     scales_NG, super_scales_NS = numbers(weight_format.scales, 2.0**-bits / K**0.5)

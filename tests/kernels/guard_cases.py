@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels import cpu, dense, fp8, grouped, ops
+from quire.kernels import cpu, dense, experts, fp8, grouped, ops
+from quire.kernels.expert_stack import PackedStack, StackBuilder
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.kernels.lora import LoraTable, add_lora, pack_delta
 from quire.kernels.recording import Arena, record
+from quire.kernels.routing import Routing, RoutingRule
 from tests.kernels import by_name
 
 HUGE = 1 << 62
@@ -121,6 +123,18 @@ def activations() -> Iterator[Case]:
     table.add(ValueError, "out is [3, 3], expected [3, 4]", "out too short", out=torch.empty(3, 3))
     table.add(ValueError, "out is on meta", "out without memory", out=torch.empty(3, 4, device="meta"))
     table.add(TypeError, "out is torch.float64", "out of another dtype", out=torch.empty(3, 4).double())
+    factors = {"factors_F": torch.ones(2), "order_T": torch.tensor([1, 0, 1], dtype=torch.int32)}
+    table.add(ValueError, "factors without an order", "factors without an order", factors_F=factors["factors_F"])
+    short = factors | {"order_T": factors["order_T"][:2]}
+    table.add(ValueError, "order is [2], expected [3]", "an order that is too short", **short)
+    wide = factors | {"order_T": factors["order_T"].long()}
+    table.add(TypeError, "order is torch.int64", "an order of another dtype", **wide)
+    table.add(
+        IndexError,
+        "order[1] is -1",
+        "an order before the factors",
+        **factors | {"order_T": _set(1, to=-1)(factors["order_T"])},
+    )
     table.add_elsewhere("x_T2I")
     yield from table.cases
 
@@ -236,8 +250,17 @@ def attention() -> Iterator[Case]:
     table.add(ValueError, "cu_seqlens_q is [2], expected [3]", "a sum missing", cu_seqlens_q_S1=lambda x: x[:2])
     table.add(ValueError, "block_tables is [1, 4]", "a table missing", block_tables_SM=lambda x: x[:1])
     table.add(ValueError, "block_tables is [8]", "tables of one dimension", block_tables_SM=lambda x: x.flatten())
-    for name, number in (("scale", 0.0), ("scale", math.nan), ("sliding_window", -1), ("soft_cap", -0.5)):
+    for name, number in (
+        ("scale", 0.0),
+        ("scale", math.nan),
+        ("sliding_window", -1),
+        ("soft_cap", -0.5),
+        ("chunk", -1),
+    ):
         table.add(ValueError, f"{name} {number}", f"{name} {number}", **{name: number})
+    table.add(ValueError, "chunk 4, sliding_window 4", "a window and chunks", chunk=4, sliding_window=4)
+    table.add(ValueError, "sinks is [3], expected [4]", "a sink missing", sinks_H=torch.ones(H - 1))
+    table.add(TypeError, "sinks is torch.float64", "sinks of another dtype", sinks_H=torch.ones(H).double())
     table.add(ValueError, "out is [3, 4, 7], expected [3, 4, 8]", "out too short", out_THE=torch.empty(T, H, 7))
     table.add(TypeError, "out is torch.float64", "out of another dtype", out_THE=torch.empty(T, H, E).double())
     table.add(ValueError, "out is on meta", "out without memory", out_THE=torch.empty(T, H, E, device="meta"))
@@ -547,6 +570,118 @@ def additions() -> Iterator[Case]:
     yield from held.cases
 
 
+@cache
+def expert_stack() -> PackedStack:
+    """Two experts [70, 64]. Kept: a call keeps no tensor alive."""
+    builder = StackBuilder(2, N)
+    for e in range(2):
+        builder.put(e, dense.pack_linear(torch.ones(N, K), builder.memory(e)))
+    return builder.finished()
+
+
+def routing() -> dict[str, Any]:
+    """Three tokens with two slots of two experts."""
+    return {
+        "experts_TS": torch.tensor([[0, 1]] * 3, dtype=torch.int32),
+        "weights_TS": torch.ones(3, 2),
+        "order_P": torch.tensor([0, 2, 4, 1, 3, 5], dtype=torch.int32),
+        "begins": torch.tensor([0, 3, 6], dtype=torch.int32),
+    }
+
+
+def expert_product(*, experts_TS: Tensor, weights_TS: Tensor, order_P: Tensor, begins: Tensor, **others: Any) -> Tensor:
+    given = Routing(experts_TS, weights_TS, order_P, begins)
+    return experts.expert_linear(stack=expert_stack(), routing=given, of_tokens=True, **others)
+
+
+def combination(*, experts_TS: Tensor, weights_TS: Tensor, order_P: Tensor, begins: Tensor, **others: Any) -> Tensor:
+    return experts.combine(routing=Routing(experts_TS, weights_TS, order_P, begins), **others)
+
+
+def product_of_experts() -> dict[str, Any]:
+    return {"x": torch.ones(3, K), "bias_EN": torch.ones(2, N)} | routing()
+
+
+def mixtures() -> Iterator[Case]:
+    """Mixture of experts."""
+    rule = Table("RoutingRule", RoutingRule, lambda: {"num_experts": 8, "num_active": 2})
+    rule.add(ValueError, "the scoring is 'relu'", "unknown scoring", scoring="relu")
+    rule.add(ValueError, "the group_score is 'sum'", "unknown score", group_score="sum")
+    rule.add(ValueError, "9 experts are active, expected 1 to the 8", "more than all", num_active=9)
+    rule.add(ValueError, "0 experts are active", "none active", num_active=0)
+    rule.add(ValueError, "8 experts in 3 groups", "uneven groups", num_groups=3)
+    rule.add(ValueError, "8 experts in 0 groups", "no groups", num_groups=0)
+    rule.add(ValueError, "3 of 2 groups are active", "too many groups", num_groups=2, num_active_groups=3)
+    rule.add(ValueError, "the 2 of the active groups", "more than the groups have", num_groups=4, num_active=3)
+    rule.add(ValueError, "groups of 1 expert", "two best of one", num_groups=8, num_active_groups=2, group_score="top2")
+    rule.add(ValueError, "sparsemixer", "groups of sparsemixer", scoring="sparsemixer", num_groups=2)
+    rule.add(ValueError, "the jitter is -1", "jitter below 0", jitter=-1.0)
+    yield from rule.cases
+    choice = Table(
+        "route",
+        experts.route,
+        lambda: {"logits_TE": torch.ones(3, 8), "rule": RoutingRule(8, 2), "bias_E": torch.ones(8)},
+    )
+    choice.add(ValueError, "logits is [3, 7], expected [T, 8]", "logits too narrow", logits_TE=torch.ones(3, 7))
+    choice.add(ValueError, "logits is [8]", "logits of one dimension", logits_TE=torch.ones(8))
+    choice.add(ValueError, "logits has strides", "logits of columns", logits_TE=_columns)
+    choice.add(ValueError, "bias is [7], expected [8]", "bias too short", bias_E=torch.ones(7))
+    choice.add(ValueError, "bias has strides", "bias with gaps", bias_E=_columns)
+    choice.add(ValueError, "a bias with the scoring sparsemixer", "no such bias", rule=RoutingRule(8, 2, "sparsemixer"))
+    choice.add_elsewhere("logits_TE", "bias_E")
+    choice.add_dtypes(logits_TE=torch.bfloat16, bias_E=torch.bfloat16)
+    yield from choice.cases
+    product = Table("expert_linear", expert_product, product_of_experts)
+    product.add(ValueError, "x is [2, 64], expected [3, 64]", "too few rows", x=torch.ones(2, K))
+    product.add(ValueError, "x is [3, 63], expected [3, 64]", "x too short", x=torch.ones(3, K - 1))
+    product.add(ValueError, "x has strides", "rows that are columns", x=_columns)
+    product.add(ValueError, "bias is [1, 70], expected [2, 70]", "bias of one expert", bias_EN=torch.ones(1, N))
+    product.add(ValueError, "bias has strides", "bias of columns", bias_EN=_columns)
+    product.add(TypeError, "is torch.float64", "a result of another dtype", out_dtype=torch.float64)
+    combined = Table(
+        "combine", combination, lambda: {"y_PD": torch.ones(6, 5), "shared_TD": torch.ones(3, 5)} | routing()
+    )
+    combined.add(ValueError, "y is [5, 5], expected [6, D]", "too few rows", y_PD=torch.ones(5, 5))
+    combined.add(ValueError, "y is [6, 0]", "no columns", y_PD=torch.ones(6, 0), shared_TD=None)
+    combined.add(ValueError, "y has strides", "rows that are columns", y_PD=_columns)
+    combined.add(ValueError, "shared is [3, 4], expected [3, 5]", "shared too narrow", shared_TD=torch.ones(3, 4))
+    combined.add(ValueError, "shared has strides", "shared of columns", shared_TD=_columns)
+    combined.add(ValueError, "shared_gate is [3], expected [3, 1]", "a flat gate", shared_gate_T1=torch.ones(3))
+    combined.add(TypeError, "is torch.bfloat16", "gate of another dtype", shared_gate_T1=torch.ones(3, 1).bfloat16())
+    combined.add(
+        ValueError, "shared_gate without shared", "only a gate", shared_TD=None, shared_gate_T1=torch.ones(3, 1)
+    )
+    combined.add_elsewhere("y_PD", "shared_TD")
+    combined.add_dtypes(y_PD=torch.float64, shared_TD=torch.bfloat16)
+    for table in (product, combined):
+        for number in (6, -1, 1 << 30):
+            table.add(
+                IndexError,
+                f"[2] is {number}, expected 0 or more, and less than 6",
+                f"pair {number}",
+                order_P=_set(2, to=number),
+            )
+        table.add(ValueError, "order is [5], expected [6]", "too few pairs", order_P=lambda x: x[1:])
+        table.add(ValueError, "experts is [6]", "experts of one dimension", experts_TS=lambda x: x.flatten())
+        table.add(ValueError, "weights is [3, 1], expected [3, 2]", "weights too narrow", weights_TS=torch.ones(3, 1))
+        table.add(ValueError, "order has strides", "pairs with gaps", order_P=_columns)
+        table.add_elsewhere("order_P", "weights_TS")
+        table.add_dtypes(order_P=torch.int64, weights_TS=torch.bfloat16, begins=torch.int64)
+    product.add(ValueError, "begins is [2], expected [3]", "begins too short", begins=lambda x: x[1:])
+    for index, number, error, says in (
+        (1, 7, IndexError, "begins[1] is 7, expected 0 or more, and less than 7"),
+        (1, -1, IndexError, "begins[1] is -1"),
+        (0, 1, ValueError, "begins go from 1 to 6"),
+        (2, 5, ValueError, "begins go from 0 to 5"),
+        (0, 4, ValueError, "begins[1] is 3, expected 4 or more"),
+    ):
+        product.add(error, says, f"begins[{index}] {number}", begins=_set(index, to=number))
+    product.add_elsewhere("x", "bias_EN")
+    product.add_dtypes(x=torch.bfloat16, bias_EN=torch.int64)
+    yield from product.cases
+    yield from combined.cases
+
+
 def threads() -> Iterator[Case]:
     for number in (0, -1, 1 << 20, (1 << 31) - 1):
         yield Case(
@@ -575,6 +710,8 @@ def recorded() -> Iterator[Case]:
         ("sum", paged_attention, attention_arguments, "cu_seqlens_q_S1", (2,), 9, ValueError, "cu_seqlens_q[2]"),
         ("slot", rope_and_cache, rope_arguments, "slot_mapping_T", (1,), B * P, IndexError, "slot_mapping[1]"),
         ("adapter", add_lora, addition_arguments, "slots_T", (1,), 2, IndexError, "slots[1]"),
+        ("pair", expert_product, product_of_experts, "order_P", (1,), 6, IndexError, "order[1]"),
+        ("begin", expert_product, product_of_experts, "begins", (1,), 7, IndexError, "begins[1]"),
         ("position", rope_and_cache, rope_arguments, "positions_T", (1,), L, IndexError, "positions[1]"),
     )
     for what, op, arguments, name, index, number, error, says in wrong:
@@ -589,7 +726,7 @@ def recorded() -> Iterator[Case]:
         yield Case(f"recorded: {what}", repeat, error, says, needs_kernels=True)
 
 
-FAMILIES = (norms, activations, rope, attention, sampling, products, weights, additions, threads, recorded)
+FAMILIES = (norms, activations, rope, attention, sampling, products, weights, additions, mixtures, threads, recorded)
 CASES = [case for family in FAMILIES for case in family()]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -44,6 +45,17 @@ class Options:
     block_size: int = 16
     sliding_window: int = 0
     soft_cap: float = 0.0
+    chunk: int = 0
+    has_sinks: bool = False
+
+    def first_visible(self, position: int) -> int:
+        if self.chunk:
+            return position // self.chunk * self.chunk
+        return max(position - self.sliding_window + 1, 0) if self.sliding_window else 0
+
+    def sinks(self, s: Sequence) -> Tensor | None:
+        """From small ones to one that is larger than any score."""
+        return torch.linspace(-3, 12, s.q_LHE.shape[1]).to(s.q_LHE.dtype) if self.has_sinks else None
 
     def scale(self, E: int) -> float:
         return 1.3 / math.sqrt(E)
@@ -73,7 +85,7 @@ def attend(
         scales = list(torch.full((len(order), 2, G, P), math.nan).unbind(1))
     block_tables = torch.full((len(parts), max(num_blocks) + 1), -1, dtype=torch.int32)
     for row, ((s, begin, end), count) in enumerate(zip(parts, num_blocks, strict=True)):
-        first = max(begin - options.sliding_window + 1, 0) if options.sliding_window else 0
+        first = options.first_visible(begin)
         block_tables[row, first // P : count] = order[sum(num_blocks[:row]) :][first // P : count]
         positions = torch.arange(first, end)  # what no token of the call sees is nowhere
         blocks, offsets = block_tables[row].long()[positions // P], positions % P
@@ -96,7 +108,8 @@ def attend(
         block_tables,
         torch.tensor([end for _, _, end in parts], dtype=torch.int32),
         torch.nn.functional.pad(query_lens.cumsum(0), (1, 0)).int(),
-        AttentionRule(options.scale(E), options.sliding_window, options.soft_cap),
+        AttentionRule(options.scale(E), options.sliding_window, options.soft_cap, options.chunk),
+        sinks_H=options.sinks(sequence),
     )
     return list(out.split(query_lens.tolist()))
 
@@ -104,18 +117,19 @@ def attend(
 def dense(s: Sequence, begin: int, end: int, options: Options) -> Tensor:
     """Softmax attention written down token by token in float64."""
     q, k, v = s.q_LHE.double(), s.k_LGE.double(), s.v_LGE.double()
-    H, G = q.shape[1], k.shape[1]
+    H, G, sinks_H = q.shape[1], k.shape[1], options.sinks(s)
     rows = []
     for position in range(begin, end):
-        first = max(0, position - options.sliding_window + 1) if options.sliding_window else 0
+        first = options.first_visible(position)
         heads = []
         for h in range(H):
             g = h * G // H
             scores = k[first : position + 1, g] @ q[position, h] * options.scale(q.shape[2])
             if options.soft_cap:
                 scores = options.soft_cap * (scores / options.soft_cap).tanh()
-            weights = (scores - scores.max()).exp()
-            heads.append(weights @ v[first : position + 1, g] / weights.sum())
+            top = scores.max() if sinks_H is None else max(scores.max(), sinks_H[h].double())
+            weights, sink = (scores - top).exp(), 0 if sinks_H is None else (sinks_H[h].double() - top).exp()
+            heads.append(weights @ v[first : position + 1, g] / (weights.sum() + sink))
         rows.append(torch.stack(heads))
     return torch.stack(rows)
 
@@ -132,6 +146,10 @@ SHAPES = [
     (2, 1, 192, Options(), [(20, 49)]),
     (5, 1, 256, Options(block_size=64), [(0, 20), (270, 271)]),
     (2, 1, 20, Options(block_size=6), [(0, 13), (40, 41)]),
+    (6, 2, 64, Options(has_sinks=True), [(0, 5), (299, 300), (530, 570)]),
+    (8, 2, 32, Options(block_size=8, sliding_window=40, has_sinks=True), [(0, 70), (299, 300)]),
+    (4, 2, 64, Options(chunk=48), [(0, 100), (299, 300), (288, 289), (287, 288), (500, 620)]),
+    (3, 1, 24, Options(block_size=24, chunk=300, soft_cap=2.0, has_sinks=True), [(590, 605), (0, 1)]),
 ]
 
 
@@ -170,6 +188,7 @@ SAME_BITS = [
     (Options(), 4, 2, 64),
     (Options(block_size=8, sliding_window=130), 7, 1, 24),
     (Options(block_size=32, soft_cap=2.0), 2, 2, 80),
+    (Options(block_size=8, chunk=70, has_sinks=True), 4, 2, 64),
 ]
 
 
@@ -195,6 +214,8 @@ DECODE_SAME_BITS = [
     (Options(soft_cap=3.0), 14, 2, 96),  # 7 query heads for a KV head
     (Options(block_size=32), 8, 8, 80),  # a head size that is no whole number of vectors
     (Options(), 40, 2, 32),  # more rows than a tile has
+    (Options(sliding_window=33, has_sinks=True), 16, 4, 64),
+    (Options(chunk=33, has_sinks=True), 6, 3, 64),
 ]
 
 
@@ -233,12 +254,12 @@ def test_batch_mates_do_not_change_bits(isa: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_do_not_change_bits(isa: str, dtype: torch.dtype, set_num_threads: Callable[[int], None]) -> None:
     """With many threads one long sequence is cut into splits that meet again; with one thread it is not."""
-    long = make_sequence(2100, 4, 2, 64, dtype)
+    long, options = make_sequence(2100, 4, 2, 64, dtype), Options(has_sinks=True)
     cases = [[(long, 2099, 2100)], [(long, 2060, 2100)], [(long, 1000, 1001), (long, 40, 90)]]
     results = []
     for threads in (1, 2, 8):
         set_num_threads(threads)
-        results.append([attend(parts, Options()) for parts in cases])
+        results.append([attend(parts, options) for parts in cases])
     for other, threads in ((results[1], 2), (results[2], 8)):
         for i, outs in enumerate(other):
             same = all(torch.equal(x, y) for x, y in zip(outs, results[0][i], strict=True))
@@ -250,7 +271,7 @@ def test_writes_into_out(isa: str) -> None:
     wide = torch.full((40, 4, 32), -7.0)
     options = Options()
     fresh = attend([(s, 0, 40)], options)[0]
-    attend([(s, 0, 40)], options, lambda *arguments: ops.paged_attention(*arguments, out_THE=wide[..., 8:24]))
+    attend([(s, 0, 40)], options, partial(ops.paged_attention, out_THE=wide[..., 8:24]))
     assert torch.equal(wide[..., 8:24], fresh)
     assert (wide[..., :8] == -7).all(), "wrote in front of out"
     assert (wide[..., 24:] == -7).all(), "wrote behind out"

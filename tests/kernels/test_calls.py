@@ -31,9 +31,8 @@ def kv_cache() -> Any:
 
 
 def rotation() -> Any:
-    return cpu._C.HeadRotation(
-        cos_sin=None, q_norm_weight=None, k_norm_weight=None, norm_eps=0.0, norm_weight_offset=0.0
-    )
+    norms = {"q_norm_weight": None, "k_norm_weight": None, "norm_eps": 0.0, "norm_weight_offset": 0.0}
+    return cpu._C.HeadRotation(cos_sin=None, **norms, temperature=0.0, temperature_floor=1.0)
 
 
 def ints(*numbers: int) -> Tensor:
@@ -46,29 +45,39 @@ def packed() -> dense.PackedLinear:
     return dense.pack_linear(torch.ones(V, E))
 
 
+def routing_rule() -> Any:
+    return cpu._C.RoutingRule(
+        **{"num_experts": 4, "num_active": 2, "scoring": 0, "num_groups": 1, "num_active_groups": 1},
+        **{"group_score": 0, "normalizes": False, "scale": 1.0, "jitter": 0.0},
+    )
+
+
 # What each struct takes, but for what may be left out.
 FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
     "RmsNorm": lambda: {
         **{"x": torch.ones(T, E), "residual": None, "weight": torch.ones(E), "eps": 1e-6, "weight_offset": 0.0},
         "out": torch.empty(T, E),
     },
-    "GatedActivation": lambda: {"activation": 0, "x": torch.ones(T, 2 * E), "out": torch.empty(T, E)},
+    "GatedActivation": lambda: {
+        **{"activation": 0, "x": torch.ones(T, 2 * E), "factors": torch.ones(2), "order": ints(*[1] * T)},
+        "out": torch.empty(T, E),
+    },
     "KvCache": lambda: {
         **{"k": torch.zeros(B, G, P, E), "v": torch.zeros(B, G, P, E), "k_scales": None, "v_scales": None}
     },
     "HeadRotation": lambda: {
         **{"cos_sin": torch.ones(P, E), "q_norm_weight": None, "k_norm_weight": torch.ones(E), "norm_eps": 1e-6},
-        "norm_weight_offset": 0.0,
+        **{"norm_weight_offset": 0.0, "temperature": 0.0, "temperature_floor": 1.0},
     },
     "RopeAndCache": lambda: {
         **{"q": torch.ones(T, H, E), "k": torch.ones(T, G, E), "v": torch.ones(T, G, E)},
         **{"positions": torch.arange(T), "slot_mapping": torch.arange(T), "cache": kv_cache(), "rotation": rotation()},
     },
-    "AttentionRule": lambda: {"scale": 0.5, "sliding_window": 0, "soft_cap": 0.0},
+    "AttentionRule": lambda: {"scale": 0.5, "sliding_window": 0, "soft_cap": 0.0, "chunk": 0},
     "PagedAttention": lambda: {
         **{"q": torch.ones(1, H, E), "cache": kv_cache(), "block_tables": ints(0, 1)[None], "seq_lens": ints(2)},
-        **{"cu_seqlens_q": ints(0, 1), "rule": cpu._C.AttentionRule(scale=0.5, sliding_window=0, soft_cap=0.0)},
-        "out": torch.empty(1, H, E),
+        **{"cu_seqlens_q": ints(0, 1), "sinks": torch.ones(H), "out": torch.empty(1, H, E)},
+        "rule": cpu._C.AttentionRule(scale=0.5, sliding_window=0, soft_cap=0.0, chunk=0),
     },
     "GroupedForm": lambda: {"bits": 4, "group_size": 32, "scales": 1, "offsets": 0, "super_size": 1},
     "PackedWeight": lambda: {"data": torch.zeros(64 * E), "n": V, "k": E},
@@ -78,6 +87,24 @@ FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
     "AddLora": lambda: {
         **{"table": cpu._C.LoraTable(deltas=NO_ADDITIONS, dtype=0, k=E, columns=[V]), "x": torch.ones(T, E)},
         **{"token_ids": None, "slots": ints(-1, 0, 1), "base": torch.ones(T, V), "out": torch.empty(T, V)},
+    },
+    "RoutingRule": lambda: {
+        **{"num_experts": 4, "num_active": 2, "scoring": 0, "num_groups": 1, "num_active_groups": 1},
+        **{"group_score": 0, "normalizes": False, "scale": 1.0, "jitter": 0.0},
+    },
+    "Route": lambda: {
+        **{"logits": torch.ones(T, 4), "rule": routing_rule(), "bias": None, "experts": ints(*range(6)).view(T, 2)},
+        **{"weights": torch.empty(T, 2), "order": ints(*range(6)), "begins": ints(*range(5))},
+    },
+    "ExpertStack": lambda: {"first": packed().panels, "num_experts": 1},
+    "ExpertProduct": lambda: {
+        **{"x": torch.ones(T, E), "stack": cpu._C.ExpertStack(first=packed().panels, num_experts=1), "bias": None},
+        **{"order": ints(*range(T)), "begins": ints(0, T), "num_slots": 1, "of_tokens": True},
+        "out": torch.empty(T, V),
+    },
+    "CombineExperts": lambda: {
+        **{"y": torch.ones(2 * T, E), "order": ints(*range(2 * T)), "weights": torch.ones(T, 2), "shared": None},
+        **{"shared_gate": None, "out": torch.empty(T, E)},
     },
     "Greedy": lambda: {"logits": torch.ones(T, V), "token_ids": torch.empty(T, dtype=torch.int64)},
     "Sample": lambda: {

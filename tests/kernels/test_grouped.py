@@ -6,8 +6,10 @@ Dimensions: T tokens, K in-features, N out-features, G groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -131,6 +133,46 @@ def test_codes_of_every_value(isa: str, weight_format: GroupedFormat) -> None:
     rows_N = torch.randperm(N)
     restored_NK = grouped_rows(packed, rows_N, torch.float32)
     assert torch.equal(restored_NK, codes_NK[rows_N].float() - (1 << (weight_format.bits - 1)))
+
+
+@pytest.mark.parametrize("T", [1, 7, 40])
+def test_products_of_mxfp4_are_exact(isa: str, T: int) -> None:
+    """Every code, several scales; the largest values with x at both ends of its range, in signs that alternate.
+
+    Rows of x are integers up to 127 in each group, which quantization keeps.
+    """
+    N, K = 130, 640
+    generator = torch.Generator().manual_seed(T)
+    codes_NK = torch.randint(0, 16, (N, K), dtype=torch.uint8, generator=generator)
+    codes_NK[0], codes_NK[1], codes_NK[2, ::2] = 7, 15, 7
+    scales_NG = torch.randint(126, 129, (N, K // 32), dtype=torch.uint8, generator=generator)
+    weight = GroupedWeight(codes_NK=codes_NK, bits=4, group_size=32, scales_NG=scales_NG)
+    x_TK = torch.randint(-127, 128, (T, K), generator=generator).float()
+    x_TK[:, ::32], x_TK[0] = 127, 127
+    x_TK[T // 2, 1::2] = -127
+    packed = pack_grouped(weight)
+    expected_TN = x_TK.double() @ reference.dequantize_grouped(weight).double().T
+    assert torch.equal(grouped_linear(x_TK, packed).double(), expected_TN)
+    rows_N = torch.randperm(N, generator=generator)
+    assert torch.equal(grouped_rows(packed, rows_N, torch.float32), reference.dequantize_grouped(weight.rows(rows_N)))
+
+
+def test_scales_of_mxfp4_at_their_ends(isa: str) -> None:
+    """The smallest is subnormal; 255 is NaN, also for codes of zero, and other columns stay what they are."""
+    codes_NK = torch.full((3, 32), 2, dtype=torch.uint8)
+    codes_NK[2] = 0
+    scales_NG = torch.tensor([[0], [254], [255]], dtype=torch.uint8)
+    weight = GroupedWeight(codes_NK=codes_NK, bits=4, group_size=32, scales_NG=scales_NG)
+    expected_N = torch.tensor([2.0**-127, 2.0**127, math.nan])
+    assert_close = partial(torch.testing.assert_close, atol=0, rtol=0, equal_nan=True)
+    assert_close(reference.dequantize_grouped(weight)[:, 0], expected_N)
+    packed = pack_grouped(weight)
+    assert_close(grouped_rows(packed, torch.arange(3), torch.float32)[:, 0], expected_N)
+    x_TK = torch.zeros(2, 32)
+    x_TK[:, 0] = 1.0
+    y_TN = grouped_linear(x_TK, packed)
+    assert y_TN[:, 2].isnan().all()
+    assert_close(y_TN[:, 1], torch.full((2,), 2.0**127))
 
 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=str)

@@ -239,6 +239,24 @@ def test_norm_of_only_one_of_q_and_k(isa: str) -> None:
         torch.testing.assert_close(inputs[name], expected[name], atol=3e-6, rtol=0)
 
 
+@pytest.mark.parametrize("rotates", [True, False])
+def test_queries_grow_with_the_position(isa: str, rotates: bool) -> None:
+    """As in Llama 4's layers without rotation; keys stay."""
+    inputs = rope_inputs(ROPE_SHAPES[0], torch.float32)
+    if not rotates:
+        inputs |= {"cos_sin_PR": None, "q_norm_weight_E": None, "k_norm_weight_E": None}
+    tuned = clone(inputs) | {"temperature": 0.1, "temperature_floor": 3.0}
+    expected = clone(tuned)
+    for each in (inputs, tuned):
+        rope_and_cache(ops.rope_and_cache, **each)
+    rope_and_cache(reference.rope_and_cache, **expected)
+    factors_T = torch.tensor([1 + 0.1 * math.log(1 + (p + 1) // 3) for p in inputs["positions_T"].tolist()])
+    assert factors_T.max() > 1.05
+    for q_THE in (tuned["q_THE"], expected["q_THE"]):
+        torch.testing.assert_close(q_THE, inputs["q_THE"] * factors_T[:, None, None], atol=3e-6, rtol=1e-6)
+    assert torch.equal(tuned["k_cache_BGPE"], inputs["k_cache_BGPE"])
+
+
 def test_twin_rotates_as_complex_numbers() -> None:
     """Dimensions i and i + R / 2 are the parts of one complex number; a rotation multiplies it with exp(i angle)."""
     inputs = rope_inputs((2, 1, 16, 12, 8, False), torch.float32, T=5)

@@ -11,6 +11,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -38,6 +39,16 @@ CONFIG = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
+EXPERTS_CONFIG = CONFIG | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "vocab_size": 1024,
+    "num_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 768,
+}
+EXPERTS_LIMIT = 1.3  # less is around them
 LIMIT = 1.4  # of the weights; the interpreter and its libraries take up to 0.3 of these small ones, held twice is 2
 
 SCRIPT = """
@@ -83,9 +94,25 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, ...
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, shapes: dict[str, tuple[int, ...]]) -> Path:
+    return write_zeros(tmp_path_factory.mktemp("model"), CONFIG, shapes)
+
+
+@pytest.fixture(params=["each expert", "one tensor"])
+def experts_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """1.2 GB of experts in one of two forms."""
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS_CONFIG))
+    shapes = build_model(load_model_config(tmp_path), torch.bfloat16).expected_weights()
+    if request.param == "one tensor":
+        shapes = {name: shape for name, shape in shapes.items() if ".experts." not in name}
+        for layer in range(2):
+            prefix = f"model.layers.{layer}.mlp.experts."
+            shapes |= {f"{prefix}gate_up_proj": (64, 1536, 1024), f"{prefix}down_proj": (64, 1024, 768)}
+    return write_zeros(tmp_path, EXPERTS_CONFIG, shapes)
+
+
+def write_zeros(folder: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Path:
     """A checkpoint of zeros, which take no room on the disk, but for what makes queries and keys of a few tokens."""
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     header, end = {}, 0
     for name, shape in shapes.items():
         begin, end = end, end + 2 * math.prod(shape)
@@ -139,6 +166,11 @@ def peak(model: Path, how: str = "pack", impl: str = "auto", quantization: str =
 @pytest.mark.parametrize("quantization", ["", "int8", "int4", "fp8"])
 def test_weights_are_never_held_twice(folder: Path, quantization: str) -> None:
     assert peak(folder, quantization=quantization)[0] < LIMIT
+
+
+@pytest.mark.parametrize("quantization", ["", "int4"])
+def test_nor_those_of_experts(experts_folder: Path, quantization: str) -> None:
+    assert peak(experts_folder, quantization=quantization)[0] < EXPERTS_LIMIT
 
 
 def test_nor_those_of_gguf_files(gguf_file: Path) -> None:

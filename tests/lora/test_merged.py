@@ -60,6 +60,7 @@ KINDS: dict[str, Kind] = {
         {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, is_tied=True, num_modules=2
     ),
     "fused": Kind({"target_modules": "all-linear"}, family="Phi3", num_modules=12),
+    "experts": Kind({"target_modules": ["q_proj", "o_proj"]}, family="Qwen3Moe", num_modules=6),
     "biases": Kind({"target_modules": ["q_proj", "k_proj", "v_proj"]}, family="Qwen2", num_modules=9),
 }
 

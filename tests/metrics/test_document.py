@@ -18,7 +18,7 @@ def test_the_page_is_current():
 
 
 def test_every_family_that_is_shown_has_a_row():
-    metrics = PrometheusMetrics("m", 2048, legacy_names=True, kv_blocks=True, max_draft=2)
+    metrics = PrometheusMetrics("m", 2048, legacy_names=True, kv_blocks=True, experts=True, max_draft=2)
     metrics.engines[0].on_ready(EngineReady(2048, 8, 16, 8, 2048))
     page = markdown()
     for family in text_string_to_metric_families(metrics.render().decode()):

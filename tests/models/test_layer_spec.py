@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 import quire.demo
+from quire.cost.arithmetic import StepArithmetic
 from quire.formats.kv_format import KV_FORMATS
 from quire.layer_spec import (
     Chunked,
@@ -18,8 +21,10 @@ from quire.layer_spec import (
     Norms,
     NormShape,
     RopeConfig,
+    Router,
     State,
     Window,
+    distinct_experts,
 )
 from quire.model_config import ModelConfig, load_model_config
 
@@ -41,6 +46,18 @@ def mlp(name: str, hidden: int, inner: int) -> Dense:
         gate_up=linear(f"{name}.gate_up", hidden, 2 * inner),
         down=linear(f"{name}.down", inner, hidden),
         activation="silu",
+    )
+
+
+def experts(hidden: int, inner: int, count: int, num_active: int, shared: Dense | None = None) -> Experts:
+    def stack(name: str, in_features: int, out_features: int) -> LinearShape:
+        return replace(linear(name, in_features, out_features), prefix="experts.{}.", num_experts=count)
+
+    return Experts(
+        router=Router(linear=replace(linear("gate", hidden, count), is_gate=True), scoring="softmax"),
+        expert=Dense(gate_up=stack("gate_up", hidden, 2 * inner), down=stack("down", inner, hidden), activation="silu"),
+        num_active=num_active,
+        shared=shared,
     )
 
 
@@ -66,14 +83,9 @@ def heads(hidden: int, num_q_heads: int, num_kv_heads: int, head_dim: int) -> Fu
 def test_experts_are_all_held_and_some_read() -> None:
     """Mixtral 8x7B."""
     hidden, inner = 4096, 14_336
-    experts = Experts(
-        router=linear("gate", hidden, 8),
-        experts=tuple(mlp(f"experts.{index}", hidden, inner) for index in range(8)),
-        num_active=2,
-    )
     layer = LayerSpec(
         attention=heads(hidden, 32, 8, 128),
-        feed_forward=experts,
+        feed_forward=experts(hidden, inner, 8, 2),
         attention_norms=norms(hidden),
         feed_forward_norms=norms(hidden),
     )
@@ -81,9 +93,26 @@ def test_experts_are_all_held_and_some_read() -> None:
     assert mixtral.num_parameters() == 46_702_792_704
     idle = 32 * 6 * 3 * hidden * inner
     assert mixtral.num_block_parameters() == 46_702_792_704 - idle - 2 * 32_000 * hidden
+    assert mixtral.num_active_parameters() == 46_702_792_704 - idle
     assert mixtral.weight_bytes("bfloat16", is_packed=False) == 2 * 46_702_792_704
     held = mixtral.weight_bytes_by_kind("bfloat16")
     assert mixtral.read_bytes_per_step("bfloat16") == sum(held) - held.embeddings - 2 * idle
+    assert {num_bytes for _, num_bytes in mixtral.expert_bytes("bfloat16")} == {2 * 3 * hidden * inner}
+
+
+def test_steps_read_the_experts_that_their_tokens_are_expected_to_hit() -> None:
+    """One token hits its own; many hit all. Between them, 8 tokens with 2 of 8 each leave (3/4)^8 of an expert."""
+    hidden, inner = 64, 128
+    layer = LayerSpec(attention=None, feed_forward=experts(hidden, inner, 8, 2))
+    few = model([layer] * 3, hidden, 32)
+    arithmetic = StepArithmetic(few, "bfloat16", None, "auto")
+    expert = 2 * 3 * hidden * inner
+    rest = few.read_bytes_per_step("bfloat16") - 3 * 2 * expert
+    read = {count: arithmetic.demand(arithmetic.load([0], [count], 1)).weight_bytes for count in (1, 8, 1000)}
+    assert read[1] == pytest.approx(rest + 3 * 2 * expert)
+    assert read[8] == pytest.approx(rest + 3 * 8 * (1 - 0.75**8) * expert)
+    assert read[1000] == pytest.approx(rest + 3 * 8 * expert)
+    assert distinct_experts(8, 8, 1) == 8
 
 
 def test_latent_attention_keeps_one_row() -> None:
@@ -108,17 +137,12 @@ def test_latent_attention_keeps_one_row() -> None:
         attention_norms=norms(hidden),
         feed_forward_norms=norms(hidden),
     )
-    experts = Experts(
-        router=linear("gate", hidden, 64),
-        experts=tuple(mlp(f"experts.{index}", hidden, 1408) for index in range(64)),
-        num_active=6,
-        shared=mlp("shared", hidden, 2 * 1408),
-    )
-    deepseek = model([dense, *[replace(dense, feed_forward=experts)] * 26], hidden, 102_400)
+    sparse = experts(hidden, 1408, 64, 6, mlp("shared", hidden, 2 * 1408))
+    deepseek = model([dense, *[replace(dense, feed_forward=sparse)] * 26], hidden, 102_400)
     assert deepseek.num_parameters() == 15_706_484_224
     assert deepseek.kv_bytes_per_token(BF16) == 27 * 576 * 2
     assert deepseek.kv_bytes_per_token(INT8) == 27 * (576 + 4), "one row, one scale"
-    assert experts.width == 2 * (6 + 2) * 1408
+    assert sparse.width == 2 * (6 + 2) * 1408
 
 
 def test_a_state_costs_nothing_per_token() -> None:

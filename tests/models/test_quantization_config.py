@@ -178,7 +178,7 @@ def test_patterns_that_are_read(pattern: str) -> None:
     ("description", "message"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes.*Expected awq, gptq"),
-        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
         ({"bits": 4}, "a method that is not read"),
         ({**AWQ, "version": "gemv"}, "gemv"),
         ({**AWQ, "bits": 8}, "bits per weight.*8.*Expected 4"),

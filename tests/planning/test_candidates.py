@@ -112,6 +112,32 @@ def test_70b_of_the_guides(
     assert row.num_sequences in range(sequences, sequences + 2)
 
 
+def test_a_small_model_has_replicas_and_a_large_one_is_shared(tmp_path: Path) -> None:
+    """TP 2 and two replicas in numbers: replicas serve more, and TP 2 answers one request faster."""
+    found = candidates_of(write_config(tmp_path, "Llama-3.1-8B"), "h100x2")
+    assert found.best is not None
+    assert found.best.flags == ("--data-parallel-size", "2")
+    replicas, shared = found.cuts_of(found.best)
+    assert (replicas.copies, shared.degree) == (2, 2)
+    assert replicas.requests_per_second > shared.requests_per_second
+    (alone, *_), (faster, *_) = (points(row) for row in (replicas, shared))
+    assert faster[1].itl.value < alone[1].itl.value
+    text = _plan(found).text()
+    assert "copies    2 replicas on 1 device each: " in text
+    assert "x the requests/s of one copy, which answers one request" in text
+    large = candidates_of(write_config(tmp_path, "Llama-3-70B"), "h100x2")
+    (row,) = rows_of(large, weights="bfloat16", kv="auto", degree=2)
+    assert large.cuts_of(row) == [row], "it fits no single device"
+
+
+def test_the_number_of_copies_may_be_given(tmp_path: Path) -> None:
+    model, engine = load_model_config(write_config(tmp_path, "Llama-3.1-8B")), EngineConfig(model="m")
+    found = Candidates(engine, model, parse_hardware("h100x8", HERE, ()), CHATS, copies=2)
+    assert {(row.copies, row.degree) for row in found.rows} == {(2, 4)}
+    with pytest.raises(ConfigError, match=r"No hardware can be shared equally.*Got 3.*h100x8 has 8"):
+        Candidates(engine, model, parse_hardware("h100x8", HERE, ()), CHATS, copies=3)
+
+
 def test_70b_awq_on_24_gb_cards(tmp_path: Path) -> None:
     """2 x A10G hold the weights and hardly any request; an A100 of 40 GB not even the weights."""
     folder = write_config(tmp_path, "Llama-3-70B", **AWQ)
@@ -245,7 +271,7 @@ def test_what_ranks_first(tmp_path: Path) -> None:
     losses = [row.fit.form.expected_loss for row in runnable]
     assert losses == sorted(losses)
     assert found.best is not None
-    assert (found.best.hardware.name, found.best.flags) == ("h100x2", ())
+    assert (found.best.hardware.name, found.best.flags) == ("h100x2", ("--data-parallel-size", "2"))
     cheap = candidates_of(folder, "l40s,h100x2", prices=(0.01, 100))
     assert cheap.best is not None
     assert cheap.best.hardware.name == "l40s"

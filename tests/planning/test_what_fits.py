@@ -15,6 +15,7 @@ import quire.planning.fits
 from quire import LLM
 from quire.cli.main import main
 from quire.config import EngineConfig, ServerConfig
+from quire.cost.arithmetic import StepArithmetic
 from quire.errors import ConfigError
 from quire.kernels import cpu
 from quire.model_config import load_model_config
@@ -283,3 +284,39 @@ def test_what_it_refuses(words: tuple[str, ...], message: str, capsys: pytest.Ca
 def test_too_little_memory_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     (found,) = shown(capsys, "--memory", "6MiB", "--device", "cpu", code=2)
     assert found["best"] is None
+
+
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "vocab_size": 151936, "max_position_embeddings": 40960,
+}  # fmt: skip
+
+
+def test_experts(tmp_path: Path) -> None:
+    """Of Qwen3-30B-A3B, by its published counts; a step reads the experts that its tokens are expected to hit."""
+    found = plan_of(tmp_path, QWEN3_30B_A3B, CPU, quantization="int4")
+    shown_lines = found.text()
+    assert "30,532.1 M parameters (3,353.0 M active)" in shown_lines
+    assert "experts  48 layers of 128, 8 active per token" in shown_lines
+    assert "8 at 1, 51.6 at 8, 112 at 32" in shown_lines
+    assert "one expert" in shown_lines
+    answer = found.as_dict()
+    assert answer["num_parameters"] == 30_532_122_624
+    assert answer["experts"][0]["num_layers"] == 48
+    matrices = 3 * 2048 * 768
+    assert answer["weights"][0]["expert_bytes"] == pytest.approx(matrices * (0.5 + 4 / 128), rel=0.001)
+    arithmetic = StepArithmetic(found.model, "bfloat16", "int4", "auto")
+    gigabytes = [arithmetic.weight_bytes(rows) / 1e9 for rows in (1, 8, 32)]
+    assert gigabytes == pytest.approx([1.78, 7.1, 14.3], rel=0.03)
+
+
+def test_explain_names_the_kernel_of_experts(tmp_path: Path) -> None:
+    model = plan_of(tmp_path, QWEN3_30B_A3B, CPU).model
+    answer = explain("m", EngineConfig(model="m", quantization="int4"), ServerConfig(), model, CPU)
+    (line,) = [line for line in answer.text().splitlines() if "of 128 experts" in line]
+    assert "48 x gate_proj+up_proj of 128 experts, 48 x down_proj of 128 experts" in line
+    kernels = {layer.names: (layer.kernel, layer.weight) for layer in answer.layers}
+    assert kernels["gate_proj", "up_proj"][0].startswith("grouped by expert: rows of the input in 8 bits")
+    assert kernels["gate",][1] == "bfloat16", "the router is not quantized"

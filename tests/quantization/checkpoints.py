@@ -243,13 +243,18 @@ def write_model(
             weight_NK, parts = make(module.out_features, module.in_features)
             module.weight.copy_(weight_NK)
             tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+        for name, module in model.named_modules():
+            if name.endswith(".experts"):
+                tensors |= _write_experts(name, module, make)
+            elif isinstance(weight := getattr(module, "weight", None), Tensor) and name.endswith("mlp.gate"):
+                weight.normal_(0.0, weight.shape[1] ** -0.5)
         model.get_input_embeddings().weight.normal_()
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
                 parameter.normal_(0.0, 0.3)
     quantized = {name.rpartition(".")[0] + ".weight" for name in tensors}
     for name, parameter in model.named_parameters():
-        if name not in quantized:
+        if name not in quantized and ".experts." not in name:
             tensors[name] = parameter.detach().clone()
     if model_config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
@@ -262,3 +267,17 @@ def write_model(
     }
     (folder / "config.json").write_text(json.dumps(config))
     return Written(folder, tensors, model)
+
+
+def _write_experts(
+    name: str, module: Any, make: Callable[[int, int], tuple[Tensor, dict[str, Tensor]]]
+) -> dict[str, Tensor]:
+    """Fill the experts of a layer, and give their tensors as checkpoints hold them: per expert."""
+    tensors = {}
+    for expert, (gate_up, down) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
+        gate, up = gate_up.chunk(2)
+        for part, weight_NK in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+            values, parts = make(*weight_NK.shape)
+            weight_NK.copy_(values)
+            tensors |= {f"{name}.{expert}.{part}.{suffix}": tensor for suffix, tensor in parts.items()}
+    return tensors

@@ -5,10 +5,12 @@ Dimensions: N out-features, K in-features.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,16 @@ SIZES: dict[str, Any] = {
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, attention_bias=True),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, tie_word_embeddings=True),
+    # All experts are active: rounded activations cannot choose others.
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, num_experts=3, num_experts_per_tok=3, moe_intermediate_size=128, norm_topk_prob=True
+    ),
 }
+DENSE = ("llama", "qwen3")
+PAIRS = [
+    *product(DENSE, FORMATS),
+    *(("qwen3_moe", name) for name in ("awq", "gptq-order-zeros", "gptq-8", "w4a16", "w8a16-order", "w8a8")),
+]
 PREFIX = "model.layers.0.self_attn."
 Q_PROJ = f"{PREFIX}q_proj"
 UP_PROJ = "model.layers.0.mlp.up_proj"
@@ -156,8 +167,7 @@ def test_packed_as_the_compressed_tensors_package_does() -> None:
         assert torch.equal(helpers.pack_to_int32(signed_NG, bits, packed_dim=0), tensors["weight_zero_point"])
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_logits(family: str, name: str, path: str, written: Callable[[str, str], Written]) -> None:
     """Close to transformers' with the weights in floating point: only the rounding of activations lies between."""
     checkpoint = written(family, name)
@@ -165,8 +175,7 @@ def test_logits(family: str, name: str, path: str, written: Callable[[str, str],
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_planned_bytes_are_held(family: str, name: str, written: Callable[[str, str], Written]) -> None:
     config = load_model_config(written(family, name).folder)
     config_bytes = config.weight_bytes("bfloat16", "anything: the checkpoint decides")
@@ -174,7 +183,7 @@ def test_planned_bytes_are_held(family: str, name: str, written: Callable[[str, 
     assert config_bytes < replace(config, quantized=None).weight_bytes("bfloat16")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_greedy_tokens(family: str, written: Callable[[str, str], Written]) -> None:
     """Each is one of the best in transformers' eyes: the rounding of activations may only swap near ties."""
     checkpoint = written(family, "w4a16" if family == "llama" else "gptq-8")
@@ -211,6 +220,21 @@ def test_scales_that_float16_cannot_hold(
     model = load_model(config, torch.bfloat16)
     assert "float16 cannot hold" in caplog.text
     assert model.weight_bytes() > config.weight_bytes("bfloat16")
+
+
+@pytest.mark.parametrize("expert", [0, 2])
+def test_scales_of_one_expert_that_float16_cannot_hold(
+    expert: int, written: Callable[[str, str], Written], tmp_path: Path
+) -> None:
+    """Whether it is the first or the last one, all experts of the layer get scales in float32, with the same values."""
+    checkpoint = written("qwen3_moe", "w4a16")
+    name = f"model.layers.0.mlp.experts.{expert}.up_proj.weight_scale"
+    checkpoint.write_changed(tmp_path, {name: checkpoint.tensors[name] * 2.0**-20})
+    model = load_model(load_model_config(tmp_path), torch.bfloat16)
+    assert model.weight_bytes() >= model.config.weight_bytes("bfloat16")
+    changed = copy.deepcopy(checkpoint.model)
+    changed.model.layers[0].mlp.experts.gate_up_proj.data[expert, 128:] *= 2.0**-20
+    assert error_of_logits(tmp_path, changed) < QUANTIZED_ACTIVATIONS_TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ HALVES = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "MXFP4": (),
 }
 EDGES = (0.0, -0.0, 65504.0, -65504.0, 6e-8, -6e-8, 1.0, -1.0)  # 6e-8 is the smallest float16
 
@@ -45,6 +46,8 @@ def random_blocks(name: str, num_rows: int, blocks_per_row: int, seed: int = 0) 
     size = tensor_type(name).block_bytes
     blocks = random.integers(0, 256, (num_rows * blocks_per_row, size), dtype=np.uint8)
     blocks[:2], blocks[2:4] = 0, 255
+    if name == "MXFP4":  # exponents of numbers that float32 holds
+        blocks[:, 0] = blocks[:, 0].clip(max=252)
     for column, begin in enumerate(HALVES[name]):
         numbers = random.standard_normal(len(blocks)).astype(np.float16)
         for row in range(min(len(EDGES) * (column + 1), len(blocks))):

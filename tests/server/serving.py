@@ -25,6 +25,7 @@ from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.replica import Replica
 from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.tracing import RequestTracer
 from quire.lora.modules import LoraModule
 from quire.messages import AddRequest
 from quire.metrics.prometheus import PrometheusMetrics
@@ -72,15 +73,20 @@ class RunningServer:
         max_draft: int = 0,
         has_adapters: bool = False,
         new_draft_metrics: Callable[[], SpecDecodeMetrics] | None = None,
+        tracer: RequestTracer | None = None,
         **settings: Any,
     ) -> None:
         self.client = EchoClient(answer, max_model_len=MAX_MODEL_LEN) if client is None else client
         self._waits_for_engine = waits_for_engine
         self.metrics = PrometheusMetrics(MODEL, MAX_MODEL_LEN, max_draft=max_draft, has_adapters=has_adapters)
         inputs = InputProcessor(tokenizer, LIMITS, eos_token_ids=[TOKENIZER.eos_token_id])
-        outputs = OutputProcessor(tokenizer, self.metrics.engines[0], new_draft_metrics=new_draft_metrics)
+        outputs = OutputProcessor(
+            tokenizer, self.metrics.engines[0], new_draft_metrics=new_draft_metrics, tracer=tracer
+        )
         modules: tuple[LoraModule, ...] | None = () if has_adapters else None
-        self.engine = AsyncEngine([Replica(self.client, outputs, clock=clock)], inputs, modules=modules, clock=clock)
+        self.engine = AsyncEngine(
+            [Replica(self.client, outputs, clock=clock)], inputs, modules=modules, clock=clock, tracer=tracer
+        )
         if has_adapters:
             self.metrics.show_adapters(self.engine.adapter_names)
         self.settings = replace(ServerSettings((MODEL, "alias"), log_stats_interval=0.0), **settings)

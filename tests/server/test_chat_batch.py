@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.serving import MODEL, RunningServer
+from quire.formats.answer_formats import AnswerFormats
+from quire.messages import AddRequest
+from tests.server.serving import MODEL, TOKENIZER, RunningServer
 from tests.server.test_errors import error_of
 
 PATH = "/v1/chat/completions/batch"
@@ -53,3 +55,22 @@ def test_a_refused_chat_leaves_nothing_running(echo: RunningServer) -> None:
 
 def test_an_unknown_model(echo: RunningServer) -> None:
     error_of(echo.http.post(PATH, json={"messages": CHATS, "model": "gpt"}), 404)
+
+
+def test_each_prompt_decides_on_its_own_grammar_and_budget() -> None:
+    """One chat's template has opened the thinking, one has closed it, and one has done neither."""
+    template = "{{ messages[0].content }}"
+    settings = {"formats": AnswerFormats(None, "qwen3"), "chat_template": template}
+    chats = [[{"role": "user", "content": text}] for text in ("a<think>\n", "b<think></think>", "c")]
+    fields = {"response_format": {"type": "json_object"}, "max_tokens": 4}
+    with RunningServer(answer=TOKENIZER.encode("{}", add_special_tokens=False), **settings) as server:
+        alone = []
+        for messages in chats:
+            assert server.chat(messages=messages, **fields).status_code == 200
+            alone.append(server.last_request().sampling_params.grammar)
+        assert len(set(alone)) == 3, "the thinking is before it, behind it, or allowed"
+        before = len(server.client.sent)
+        answer = server.http.post(PATH, json={"messages": chats, **fields})
+        assert answer.status_code == 200, answer.text
+        together = [message for message in server.client.sent[before:] if isinstance(message, AddRequest)]
+        assert [message.sampling_params.grammar for message in together] == alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -202,6 +203,23 @@ def test_a_cancelled_answer(slow: RunningServer) -> None:
         assert client.responses.retrieve(promised.id).status == "cancelled"
 
 
+def test_deleted(slow: RunningServer) -> None:
+    """One that is finished, and one in the background, which ends."""
+    with slow.openai() as client:
+        done = client.responses.create(model=MODEL, input="Hi", max_output_tokens=1)
+        running = client.responses.create(model=MODEL, input="Hi", background=True)
+        for response_id in (done.id, running.id):
+            answer = slow.http.delete(f"{PATH}/{response_id}")
+            assert answer.json() == {"id": response_id, "object": "response", "deleted": True}
+            assert error_of(slow.http.get(f"{PATH}/{response_id}"), 404)["code"] == "response_not_found"
+            assert error_of(slow.http.delete(f"{PATH}/{response_id}"), 404)["code"] == "response_not_found"
+        slow.wait_for_idle()
+        assert slow.app.state.quire.responses._stored.keys().isdisjoint({done.id, running.id})
+        with pytest.raises(openai.NotFoundError):
+            client.responses.create(model=MODEL, input="Go on", previous_response_id=done.id)
+        assert "DELETE" in slow.http.put(f"{PATH}/{done.id}").headers["allow"]
+
+
 def test_events_of_the_background(slow: RunningServer) -> None:
     """They go on without the client, and are read again from any of them on."""
     with slow.openai() as client:
@@ -383,9 +401,15 @@ async def test_the_memory_of_the_store_is_bounded() -> None:
         by_size.keep(stored(number, "x" * 4000))
     assert kept(by_size) == [3, 4]
     growing = stored(5)
+    growing.run(asyncio.sleep(60))
     by_size.keep(growing)
-    growing.add_events(b"x" * 2000 + b"\n\n")
+    assert kept(by_size) == [3, 4, 5]
+    for _ in range(20):
+        growing.add_events(b"x" * 100 + b"\n\n")
+        by_size.grow(growing, 102)
+    assert kept(by_size) == [4, 5], "others leave while it grows"
     by_size.keep(growing)
-    assert kept(by_size) == [4, 5]
+    assert by_size._num_bytes == sum(each.measure() for each in by_size._stored.values())
+    await growing.cancel()
     by_size.keep(stored(6, "x" * 20_000))
     assert kept(by_size) == []

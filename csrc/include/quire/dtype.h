@@ -28,6 +28,10 @@ struct e4m3 {
 struct e5m2 {
   uint8_t bits;
 };
+// The exponent of a power of two (OCP MX formats); 255 is NaN.
+struct e8m0 {
+  uint8_t bits;
+};
 
 inline constexpr size_t size_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
@@ -55,6 +59,12 @@ namespace {
   if (magnitude == 0x7fu) return std::bit_cast<float>(sign | 0x7fc00000u);
   if (magnitude >= 8) return std::bit_cast<float>(sign | ((magnitude << 20) + (120u << 23)));
   return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(static_cast<float>(magnitude) * 0x1p-9f));
+}
+
+// 2^-127, of the bits 0, is subnormal.
+[[maybe_unused]] inline float to_f32(e8m0 x) {
+  if (x.bits == 255) return std::bit_cast<float>(0x7fc00000u);
+  return std::bit_cast<float>(x.bits == 0 ? 0x00400000u : static_cast<uint32_t>(x.bits) << 23);
 }
 
 [[maybe_unused]] inline float to_f32(int8_t x) { return static_cast<float>(x); }

@@ -33,6 +33,9 @@ const char* isa_name(Isa isa);
 Isa best_isa();                // the best instruction set that this CPU and operating system can run
 Isa active_isa();              // best_isa() until set_active_isa
 bool set_active_isa(Isa isa);  // returns false and changes nothing if the CPU cannot run it
+// Where a thread reads memory in order, the CPU's own prefetching is as fast as memory, and instructions that prefetch
+// slow it down. True for Zen 4, and for no other CPU that was measured.
+bool follows_streams();
 
 template <class Kernels>
 inline const Kernels& select_variant(const Kernels* const (&variants)[kNumIsas]) {

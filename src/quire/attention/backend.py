@@ -25,6 +25,8 @@ class AttentionSpec:
     sliding_window: int  # a token sees the positions > its own - window; 0: it sees all positions before it
     soft_cap: float  # cap * tanh(score / cap); 0 = none
     dtype: torch.dtype
+    chunk: int = 0  # a token sees the positions of its own chunk of this size; 0: there are no chunks
+    has_sinks: bool = False  # each head has a score without a value: see ops.paged_attention
     cache_dtype: torch.dtype | None = None  # of the KV cache; None: dtype
 
 
@@ -41,10 +43,19 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def forward(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+    def forward(
+        self,
+        q_THE: Tensor,
+        k_TGE: Tensor,
+        v_TGE: Tensor,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         """Attention of the step's tokens -> [T, H, E], contiguous.
 
         q and k are rotated. k and v are in the cache already; some backends read these tensors instead of the cache.
+        `sinks_H`: of q's dtype, given if the spec has sinks.
         """
         ...
 

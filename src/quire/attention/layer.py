@@ -5,6 +5,9 @@ Dimensions: T tokens, H query heads, G kv heads, E head dim, L positions, R rota
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
@@ -12,6 +15,25 @@ from quire.forward_batch import ForwardBatch
 from quire.kernels.layer_rules import HeadRotation
 from quire.kernels.ops import rope_and_cache
 from quire.layers.norm import RMSNorm
+from quire.layers.weight_slot import WeightSlot, WeightSlots
+
+
+class Sinks:
+    """A learned score of each query head, which takes a part of the weights and has no value."""
+
+    held = ("scores_H",)
+
+    def __init__(self, num_heads: int, dtype: torch.dtype) -> None:
+        self.scores_H = torch.empty(num_heads, dtype=dtype)
+
+    def slots(self) -> WeightSlots:
+        yield "sinks", WeightSlot(tuple(self.scores_H.shape), self._load)
+
+    def _load(self, scores_H: Tensor) -> None:
+        self.scores_H = scores_H.to(self.scores_H.dtype, copy=True)
+
+    def weight_bytes(self) -> int:
+        return self.scores_H.nbytes
 
 
 class Attention:
@@ -22,6 +44,8 @@ class Attention:
         backend: for the AttentionSpec of this layer.
         cos_sin_LR: rotary table, float32; None for a layer without position encoding.
         q_norm, k_norm: norms of single heads (weights of E), applied before the rotation.
+        sinks: of the heads; None: they have none.
+        temperature, temperature_floor: of the queries, see HeadRotation.
     """
 
     def __init__(
@@ -31,19 +55,24 @@ class Attention:
         cos_sin_LR: Tensor | None,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        sinks: Sinks | None = None,
+        temperature: float = 0.0,
+        temperature_floor: float = 1.0,
     ) -> None:
         assert (q_norm is None) == (k_norm is None)
         self._layer = layer
         self._attend = backend.forward
-        self._q_norm, self._k_norm = q_norm, k_norm
-        self._rotation = HeadRotation(cos_sin_LR)
+        self._q_norm, self._k_norm, self._sinks = q_norm, k_norm, sinks
+        self._rotation = HeadRotation(cos_sin_LR, temperature=temperature, temperature_floor=temperature_floor)
 
     def __call__(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, batch: ForwardBatch) -> Tensor:
         """[T, H, E], contiguous. q, k, v may be views of one fused tensor; q and k may change in place."""
         cache = batch.caches[self._layer]
         slots_T = batch.tables[cache.table].slot_mapping_T
         rope_and_cache(q_THE, k_TGE, v_TGE, batch.positions_T, slots_T, cache, self._head_rotation())
-        return self._attend(q_THE, k_TGE, v_TGE, cache, batch)
+        if self._sinks is None:
+            return self._attend(q_THE, k_TGE, v_TGE, cache, batch)
+        return self._attend(q_THE, k_TGE, v_TGE, cache, batch, self._sinks.scores_H)
 
     def _head_rotation(self) -> HeadRotation:
         """The rotation. It is made again after the norms got other weights."""
@@ -51,6 +80,11 @@ class Attention:
         if q_norm is None or k_norm is None:
             return made
         if made.q_norm_weight_E is not q_norm.weight_D or made.k_norm_weight_E is not k_norm.weight_D:
-            weights = (q_norm.weight_D, k_norm.weight_D)
-            made = self._rotation = HeadRotation(made.cos_sin_PR, *weights, q_norm.eps, q_norm.offset)
+            made = self._rotation = replace(
+                made,
+                q_norm_weight_E=q_norm.weight_D,
+                k_norm_weight_E=k_norm.weight_D,
+                norm_eps=q_norm.eps,
+                norm_weight_offset=q_norm.offset,
+            )
         return made

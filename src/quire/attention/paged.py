@@ -26,7 +26,7 @@ class PagedAttention:
     attend: ClassVar[Callable[..., Tensor]] = staticmethod(paged_attention)
 
     def __init__(self, spec: AttentionSpec) -> None:
-        self._rule = AttentionRule(spec.scale, spec.sliding_window, spec.soft_cap)
+        self._rule = AttentionRule(spec.scale, spec.sliding_window, spec.soft_cap, spec.chunk)
 
     @staticmethod
     def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
@@ -35,9 +35,19 @@ class PagedAttention:
     def prepare(self, step: HostStep, cache: LayerCache) -> None:
         """There is nothing to prepare."""
 
-    def forward(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+    def forward(
+        self,
+        q_THE: Tensor,
+        k_TGE: Tensor,
+        v_TGE: Tensor,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         tables_SM = batch.tables[cache.table].block_tables_SM
-        return self.attend(q_THE, cache, tables_SM, batch.seq_lens_S, batch.cu_seqlens_q_S1, self._rule)
+        return self.attend(
+            q_THE, cache, tables_SM, batch.seq_lens_S, batch.cu_seqlens_q_S1, self._rule, sinks_H=sinks_H
+        )
 
 
 class CpuAttention(PagedAttention):

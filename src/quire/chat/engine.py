@@ -15,7 +15,7 @@ from quire.chat.conversation import PARAMETERS
 from quire.chat.model import Piece
 from quire.config import EngineConfig, ServerConfig
 from quire.entry.launch import (
-    EngineProcessHandle,
+    EngineProcesses,
     FrontEndParts,
     default_template_kwargs,
     open_model,
@@ -39,21 +39,21 @@ class EngineModel:
     The front end's event loop has its own thread: the main thread waits for input and takes Ctrl-C.
 
     Args:
-        interpreter: becomes the engine; the caller ends it.
+        interpreters: become the engines; the caller ends them.
         progress: is told about the start.
     """
 
     def __init__(
-        self, config: EngineConfig, chat: ServerConfig, interpreter: EngineInterpreter, progress: Progress
+        self, config: EngineConfig, chat: ServerConfig, interpreters: Sequence[EngineInterpreter], progress: Progress
     ) -> None:
-        self._config, self._interpreter, self._progress = config, interpreter, progress
+        self._config, self._interpreters, self._progress = config, interpreters, progress
         self._template_kwargs = default_template_kwargs(chat)
         template = read_chat_template(chat.chat_template)
         self._parts = open_model(config, progress)
         self.name = self._parts.model_name
         self._renderer = _renderer(self._parts, template)
         self._engine: AsyncEngine | None = None
-        self._process: EngineProcessHandle | None = None
+        self._processes: EngineProcesses | None = None
         self._numbers = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="event loop", daemon=True)
@@ -63,7 +63,8 @@ class EngineModel:
         try:
             self._wait_for(self._start())
         except BaseException:
-            self._interpreter.kill()  # it takes no message while it loads
+            for interpreter in self._interpreters:
+                interpreter.kill()  # it takes no message while it loads
             self._close()
             raise
         return self
@@ -101,7 +102,7 @@ class EngineModel:
 
     async def _start(self) -> None:
         self._progress("start", 0.0, "the engine's process")
-        self._engine, self._process = start_async_engine(self._config, self._parts, interpreter=self._interpreter)
+        self._engine, self._processes = start_async_engine(self._config, self._parts, interpreters=self._interpreters)
         self._engine.on_progress = self._show
         self._engine.start()
         await self._engine.wait_ready(envs.ENGINE_READY_TIMEOUT_S.get())
@@ -128,9 +129,9 @@ class EngineModel:
 
     async def _stop(self) -> None:
         """It also runs after an interrupted `_start`."""
-        if self._engine is not None and self._process is not None:
+        if self._engine is not None and self._processes is not None:
             await self._engine.shutdown()
-            self._process.stop()
+            self._processes.stop()
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` in the event loop's thread and return its result. Ctrl-C cancels it."""

@@ -158,6 +158,12 @@ def _check_model(config: ModelConfig) -> None:
         raise ConfigError(
             "The model is quantized already", value=config.quantized.method, fix="Take the original", param="model"
         )
+    if config.experts():
+        raise ConfigError(
+            f"{config.architecture} has experts, which this command does not quantize",
+            fix="Serve the original with --quantization int8, int4 or fp8",
+            param="model",
+        )
     if not config.is_native:
         raise ConfigError(f"{config.architecture} has no native implementation, which quantizing needs", param="model")
 

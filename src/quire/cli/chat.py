@@ -29,7 +29,7 @@ from quire.compat.environment import check_environment
 from quire.compat.table import as_flag
 from quire.config import EngineConfig, ServerConfig
 from quire.entry.interrupt import end_at_once
-from quire.entry.spawn import EngineInterpreter, spawned_engine
+from quire.entry.spawn import EngineInterpreter, spawned_engines
 from quire.errors import ConfigError, InvalidRequestError
 from quire.option import options
 
@@ -171,24 +171,28 @@ def _named_server(args: argparse.Namespace, model: str | None, given: list[str])
 def _engine(engine: EngineConfig, server: ServerConfig, stack: ExitStack) -> ChatModel:
     if engine.sources["max_num_seqs"] == "default":
         engine = replace(engine, max_num_seqs=1)  # nobody else asks: memory for one conversation
-    interpreter = stack.enter_context(spawned_engine())  # first: it takes longest
+    interpreters = stack.enter_context(spawned_engines(engine))  # first: it takes longest
     from quire.chat.engine import EngineModel
     from quire.screen.first_screen import show_missing_kernels
     from quire.screen.start_display import shown_start
 
     show_missing_kernels()
     with shown_start(is_quiet=engine.disable_log_stats) as progress:
-        with _ends_at_once(interpreter):
-            model = EngineModel(engine, server, interpreter, progress)
+        with _ends_at_once(interpreters):
+            model = EngineModel(engine, server, interpreters, progress)
         return stack.enter_context(model)
 
 
 @contextmanager
-def _ends_at_once(interpreter: EngineInterpreter) -> Iterator[None]:
-    """Inside, a signal ends this process and the engine: leaving would wait for the threads of a download."""
+def _ends_at_once(interpreters: Sequence[EngineInterpreter]) -> Iterator[None]:
+    """Inside, a signal ends this process and the engines: leaving would wait for the threads of a download."""
+
+    def kill() -> None:
+        for interpreter in interpreters:
+            interpreter.kill()
 
     def end(number: int, frame: FrameType | None) -> None:
-        end_at_once(number, interpreter.kill)
+        end_at_once(number, kill)
 
     with _on_signals([signal.SIGINT, *_stops()], end):
         yield

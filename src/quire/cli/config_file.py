@@ -19,8 +19,11 @@ from quire.option import options
 _SETTINGS = {f.name for config in (EngineConfig, ServerConfig) for f in options(config)} | FOREIGN.keys()
 
 
-def read_config_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
+def read_config_file(path: Path, parser: argparse.ArgumentParser, *, only_settings: bool = True) -> dict[str, Any]:
     """The file's settings by name (with underscores), as `parser` would read their flags. Null leaves a setting alone.
+
+    Args:
+        only_settings: the keys are those of configs; else all flags of the parser.
 
     Raises:
         ConfigError: no such file, no YAML mapping, an unknown key, a key given twice, or a value its flag would refuse.
@@ -43,7 +46,7 @@ def read_config_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, A
     for key_node, _ in root.value:
         key, line = str(key_node.value), key_node.start_mark.line + 1
         where = f"{path}, line {line}"
-        action = _action(key, parser, where)
+        action = _action(key, parser, where, only_settings=only_settings)
         if action.dest in lines:
             raise ConfigError(
                 f"{where}: {key} is given twice", value=f"line {lines[action.dest]}", fix="Remove one", param=key
@@ -54,13 +57,16 @@ def read_config_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, A
     return settings
 
 
-def _action(key: str, parser: argparse.ArgumentParser, where: str) -> argparse.Action:
+def _action(key: str, parser: argparse.ArgumentParser, where: str, *, only_settings: bool) -> argparse.Action:
     """What the parser does for a key."""
     name = key.replace("_", "-")
     known = {
         flag.removeprefix("--"): action
         for flag, action in parser._option_string_actions.items()
-        if flag.startswith("--") and not flag.startswith("--no-") and action.dest in _SETTINGS
+        if flag.startswith("--")
+        and not flag.startswith("--no-")
+        and (action.dest in _SETTINGS or not only_settings)
+        and not isinstance(action, argparse._HelpAction)
     }
     if name == "model-tag":  # the name of the positional argument
         name = "model"
@@ -74,21 +80,24 @@ def _action(key: str, parser: argparse.ArgumentParser, where: str) -> argparse.A
 
 def converted(value: Any, action: argparse.Action, where: str) -> Any:
     """The value as its flag would have read it. Raises ConfigError, which says `where` it stands."""
-    if isinstance(action, argparse.BooleanOptionalAction):
+    if action.nargs == 0:
         if not isinstance(value, bool):
             raise ConfigError(f"{where} is on or off", value=value, expected="true or false")
-        return value
+        has_both = isinstance(action, argparse.BooleanOptionalAction)
+        return value if has_both else action.const if value else action.default
+    is_many = action.nargs not in (None, "?")
     try:
-        if action.nargs is not None:
-            return [_item(item, action) for item in (value if isinstance(value, list) else [value])]
-        return _item(value, action)
+        items = [_item(item, action) for item in (value if is_many and isinstance(value, list) else [value])]
     except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
         raise ConfigError(f"{where} has an illegal value: {error}", value=value) from None
+    if wrong := [item for item in items if action.choices is not None and item not in action.choices]:
+        expected = "one of " + ", ".join(map(str, action.choices or ()))
+        raise ConfigError(f"{where} has an illegal value", value=wrong[0], expected=expected)
+    return items if is_many else items[0]
 
 
 def _item(value: Any, action: argparse.Action) -> Any:
     if isinstance(value, bool):
         raise TypeError("a text or a number is expected; put quotes around a text")
     text = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
-    assert callable(action.type)
-    return action.type(text)
+    return action.type(text) if callable(action.type) else text

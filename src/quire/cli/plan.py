@@ -100,6 +100,7 @@ class _Machine:
     def __init__(self, args: argparse.Namespace, engine: EngineConfig) -> None:
         from quire.kernels import extension
         from quire.planning import devices
+        from quire.planning.replicas import share_of_machine
 
         _check_description(args, engine)
         is_elsewhere = args.hardware is not None or (engine.device == "cuda" and args.memory is not None)
@@ -118,6 +119,11 @@ class _Machine:
             self.read_bandwidth = None if uses_gpu else extension.read_bandwidth(self.facts.num_cores)
             total, free = self.facts.memory_of("cuda" if uses_gpu else "cpu")
             self.memory_name = f"{shown_bytes(free)} free now of {shown_bytes(total)}"
+        if args.hardware is None and engine.data_parallel_size > 1:
+            self.facts = share_of_machine(self.facts, engine)
+            if self.read_bandwidth is not None:
+                self.read_bandwidth /= engine.data_parallel_size
+            self.memory_name += f", for each of {engine.data_parallel_size} replicas"
         self.has_speed = args.memory is None or self.described is not None
 
 
@@ -185,7 +191,10 @@ def _ranked(
     rate = None if args.request_rate is None else _rate(args.request_rate, "request_rate")
     goals = Goals(rate, engine.slo_ttft, engine.slo_itl)
     demand = Demand(_lengths(args, engine, folder), goals, args.sequences)
-    return RankedPlan(name, model, hardware, Candidates(engine, model, hardware, demand, degree))
+    # The share of this machine is one device; its copies are what others have of it.
+    is_asked = args.hardware is not None and engine.sources["data_parallel_size"] != "default"
+    copies = engine.data_parallel_size if is_asked else None
+    return RankedPlan(name, model, hardware, Candidates(engine, model, hardware, demand, degree, copies))
 
 
 def _lengths(args: argparse.Namespace, engine: EngineConfig, folder: Path) -> Any:

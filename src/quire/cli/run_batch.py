@@ -11,7 +11,7 @@ from quire.cli.flags import Parser, Refused, add_config_flags
 from quire.cli.settings import add_settings_flags, read_settings
 from quire.compat.environment import check_environment
 from quire.config import EngineConfig, ServerConfig
-from quire.entry.spawn import spawned_engine
+from quire.entry.spawn import spawned_engines
 from quire.option import options
 
 DESCRIPTION = """
@@ -44,8 +44,8 @@ def add_parser(subparsers: Any) -> None:
 def run(parser: Parser, args: argparse.Namespace) -> int:
     engine_config, server_config = read_settings(parser, args)
     check_environment(is_strict=server_config.fail_on_environ_validation)
-    with spawned_engine() as interpreter:  # first: it takes longest
+    with spawned_engines(engine_config) as interpreters:  # first: it takes longest
         from quire.entry.run_batch import BatchFiles, run_batch
 
         files = BatchFiles(args.input_file, args.output_file)
-        return run_batch(engine_config, server_config, files, interpreter, is_quiet=args.disable_tqdm)
+        return run_batch(engine_config, server_config, files, interpreters, is_quiet=args.disable_tqdm)

@@ -9,7 +9,7 @@ from typing import Any
 from quire.cli.flags import Parser
 from quire.cli.settings import add_settings_flags, read_settings
 from quire.compat.environment import check_environment
-from quire.entry.spawn import spawned_engine
+from quire.entry.spawn import spawned_engines
 
 
 def add_parser(subparsers: Any) -> None:
@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
 def run(parser: Parser, args: argparse.Namespace) -> int:
     engine_config, server_config = read_settings(parser, args)
     check_environment(is_strict=server_config.fail_on_environ_validation)
-    with spawned_engine() as interpreter:  # first: it takes longest
+    with spawned_engines(engine_config) as interpreters:  # first: it takes longest
         from quire.entry.serve import serve
 
-        return serve(engine_config, server_config, interpreter)
+        return serve(engine_config, server_config, interpreters)

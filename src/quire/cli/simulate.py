@@ -46,6 +46,13 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
             fix="Leave --speculative-config out",
             param="speculative_config",
         )
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            "One engine is simulated",
+            value=config.data_parallel_size,
+            fix="Leave --data-parallel-size out, and give its share of the threads with --num-threads",
+            param="data_parallel_size",
+        )
     workload, traffic, options = _workload(args, config.seed or 0), from_args(Traffic, args), from_args(Report, args)
     from quire.entry.launch import find_model, read_tokenizer
     from quire.kernels import extension

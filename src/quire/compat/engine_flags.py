@@ -6,7 +6,9 @@ from quire.compat.foreign import Foreign, accepted, refused, translated
 
 NO_CODE = "no code is loaded by name"
 ONE_DEVICE = "there is one device"
-PARALLEL = "one device serves the model in this version"
+PARALLEL = "each replica runs on one device in this version"
+OWN_REPLICAS = "a server runs all of its replicas on this machine, and spreads requests over them itself"
+_OWN_SERVERS = "Start a server on each machine, and spread requests over them from outside"
 POOLING = "models here generate text; embedding, scoring and classification are not in this version"
 TEXT_ONLY = "models here read text only"
 TRANSFER = "KV caches are not moved between servers or tiers in this version"
@@ -118,31 +120,33 @@ PARALLELISM: tuple[Foreign, ...] = (
         PARALLEL,
         off=(1,),
         values="""
-            pipeline_parallel_size data_parallel_size data_parallel_size_local decode_context_parallel_size
-            prefill_context_parallel_size nnodes
+            pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size nnodes
         """,
     ),
-    *refused(PARALLEL, off=(0,), values="data_parallel_rank data_parallel_start_rank"),
+    *refused(OWN_REPLICAS, _OWN_SERVERS, off=(0,), values="data_parallel_rank data_parallel_start_rank"),
     *refused(
-        PARALLEL,
-        switches="""
-            data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb
-            enable_elastic_ep
-        """,
+        OWN_REPLICAS,
+        _OWN_SERVERS,
+        switches="data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb",
+    ),
+    *refused(PARALLEL, switches="enable_elastic_ep"),
+    *accepted(
+        "replicas are processes on this machine with private Unix sockets, and do not wait for each other",
+        values="data_parallel_address data_parallel_rpc_port dp_sync_interval",
+        switches="disable_nccl_for_dp_synchronization",
     ),
     *accepted(
         ONE_DEVICE,
         values="""
             master_addr master_port node_rank distributed_timeout_seconds
             cpu_distributed_timeout_seconds dcp_comm_backend dcp_kv_cache_interleave_size
-            cp_kv_cache_interleave_size data_parallel_address data_parallel_rpc_port data_parallel_backend
-            all2all_backend ubatch_size elastic_ep_max_dp_size dbo_decode_token_threshold dp_sync_interval
-            dbo_prefill_token_threshold eplb_config expert_placement_strategy
+            cp_kv_cache_interleave_size all2all_backend ubatch_size elastic_ep_max_dp_size
+            dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config expert_placement_strategy
         """,
         switches="""
             dcp_q_replicate enable_hc_sp enable_expert_parallel enable_batch_sharded_sampling
-            enable_ep_weight_filter enable_dbo enable_shm_tensor_arena disable_nccl_for_dp_synchronization
-            enable_eplb ray_workers_use_nsight disable_custom_all_reduce
+            enable_ep_weight_filter enable_dbo enable_shm_tensor_arena enable_eplb ray_workers_use_nsight
+            disable_custom_all_reduce
         """,
         lists="device_ids",
     ),
@@ -204,8 +208,7 @@ ADAPTERS: tuple[Foreign, ...] = (
 
 OBSERVATION: tuple[Foreign, ...] = (
     *refused("logs have a level and a form", "Use --log-level and --log-format", values="logging_config"),
-    *refused("traces are not exported in this version", "Scrape /metrics", values="otlp_traces_endpoint"),
-    *accepted("traces are not exported in this version", lists="collect_detailed_traces"),
+    *accepted("a trace has the times that the engine measures anyway", lists="collect_detailed_traces"),
     *accepted("no metric is hidden", values="show_hidden_metrics_for_version"),
     *accepted("the buckets are fixed, and begin below 10 ms", values="custom_histogram_buckets"),
     *accepted("these metrics are always there", switches="enable_mfu_metrics"),

@@ -16,6 +16,7 @@ PREFIXES = ("VLLM_", "QUIRE_")
 _KERNELS = "kernels are chosen for the device at start; --attention-backend and QUIRE_ISA name others"
 _THREADS = "use --num-threads or QUIRE_NUM_THREADS; threads run on the cores the process is allowed"
 _PROCESSES = "the server starts its engine process in one way"
+_REPLICAS = "--data-parallel-size N runs N replicas in one server; otherwise an engine knows of no other one"
 _LOGGING = "VLLM_LOGGING_LEVEL sets the level, --log-format json the form"
 
 # vLLM 0.32's variables, and older ones of guides, that change nothing here. name -> why
@@ -35,6 +36,11 @@ NOT_READ: dict[str, str] = {
     "VLLM_ENABLE_STARTUP_PLAN": "memory is measured at every start",
     "VLLM_ENABLE_V1_MULTIPROCESSING": _PROCESSES,
     "VLLM_WORKER_MULTIPROC_METHOD": _PROCESSES,
+    "VLLM_DP_SIZE": _REPLICAS,
+    "VLLM_DP_RANK": _REPLICAS,
+    "VLLM_DP_RANK_LOCAL": _REPLICAS,
+    "VLLM_DP_MASTER_IP": _REPLICAS,
+    "VLLM_DP_MASTER_PORT": _REPLICAS,
     "VLLM_HOST_IP": "there is one machine",
     "VLLM_PORT": "--port is the server's; no other port is opened",
     "VLLM_RPC_TIMEOUT": "/health says whether steps end in time",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.compat.engine_flags import NO_CODE, PARALLEL, TEXT_ONLY
+from quire.compat.engine_flags import NO_CODE, OWN_REPLICAS, PARALLEL, TEXT_ONLY
 from quire.compat.foreign import Foreign, accepted, refused
 
 SERVER_FLAGS: tuple[Foreign, ...] = (
@@ -38,7 +38,7 @@ SERVER_FLAGS: tuple[Foreign, ...] = (
     ),
     *accepted("there is no Cohere route", switches="cohere_is_reasoning_model", values="cohere_format"),
     *accepted(
-        PARALLEL,
+        OWN_REPLICAS,
         values="""
             data_parallel_supervisor_port dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s
             dp_supervisor_probe_failure_threshold

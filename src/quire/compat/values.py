@@ -54,7 +54,7 @@ FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
             "Use int8 or int4, which quantize every linear layer while it loads",
         ),
         ForeignValues(
-            ("mxfp4", "mxfp8", "gpt_oss_mxfp4", "modelopt*", "fp_quant", "deepseek_v4_fp8"),
+            ("mxfp8", "modelopt*", "fp_quant", "deepseek_v4_fp8"),
             "these numbers in floating point with a scale for a few elements are not read",
             _QUANTIZE_ON_LOAD,
         ),
@@ -85,6 +85,9 @@ FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
             "only safetensors checkpoints and GGUF files are read",
             "Leave it out",
         ),
+    ),
+    "data_parallel_backend": (
+        ForeignValues(("ray",), "Ray is not used in this version: replicas are processes on this machine", "Use mp"),
     ),
     "tokenizer_mode": (
         ForeignValues(

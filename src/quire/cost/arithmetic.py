@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from quire.formats.kv_format import kv_format
 from quire.formats.weight_format import Fp8Format, GroupedFormat
-from quire.layer_spec import KvKind, LinearShape
+from quire.layer_spec import KvKind, LinearShape, distinct_experts
 from quire.model_config import ModelConfig
 
 
@@ -30,7 +30,7 @@ class Load(NamedTuple):
 class Demand(NamedTuple):
     """The bytes and operations of a step. A multiplication and an addition are two operations."""
 
-    weight_bytes: float  # all weights that the step reads
+    weight_bytes: float  # all weights that the step reads, with the experts that its tokens are expected to hit
     kv_bytes: float  # keys and values that the step reads
     written_bytes: float  # keys and values of the new tokens
     linear_flops: float  # of products with weights in floating point
@@ -126,7 +126,13 @@ class StepArithmetic:
         self.output_bytes = sum(
             part.num_bytes(dtype, is_packed=model.is_native) for part in model.stored(output, quantization)
         )
-        self.weight_bytes = model.read_bytes_per_step(dtype, quantization)
+        expert_bytes: Counter[tuple[int, int]] = Counter()
+        for experts, num_bytes in model.expert_bytes(dtype, quantization):
+            expert_bytes[experts.num_experts, experts.num_active] += num_bytes
+        # Of all layers with so many experts, and so many active ones: the bytes of one expert in each.
+        self._expert_bytes = tuple((*counts, num_bytes) for counts, num_bytes in expert_bytes.items())
+        active = sum(num_active * num_bytes for _, num_active, num_bytes in self._expert_bytes)
+        self.always_read_bytes = model.read_bytes_per_step(dtype, quantization) - active
         self._blocks = 2 * model.num_block_parameters()
         self._output = 2 * output.num_weights
         blocks = _num_held(model, model.active_linears(), quantization)
@@ -164,8 +170,15 @@ class StepArithmetic:
         pairs = tuple(pairs + kind.area(start, count) for pairs, kind in zip(load.pairs, self.kinds, strict=True))
         return Load(load.num_tokens + count, load.num_rows + 1, load.num_logits + num_logits, kv_tokens, pairs)
 
+    def weight_bytes(self, num_tokens: int) -> float:
+        """Bytes of the weights that a step of so many tokens reads, if it has logits. Routing is taken as uniform."""
+        return self.always_read_bytes + sum(
+            distinct_experts(num_experts, num_active, num_tokens) * num_bytes
+            for num_experts, num_active, num_bytes in self._expert_bytes
+        )
+
     def demand(self, load: Load) -> Demand:
-        """Every step reads the weights once. It reads the output's weights only if it has logits."""
+        """Every step reads its weights once. It reads the output's weights only if it has logits."""
         kv_bytes = written = attention = 0
         for kind, kv_tokens, pairs in zip(self.kinds, load.kv_tokens, load.pairs, strict=True):
             state = kind.state_bytes * load.num_rows
@@ -174,7 +187,7 @@ class StepArithmetic:
             attention += kind.flops_per_pair * pairs
         tokens, logits = load.num_tokens, load.num_logits
         int8_ops = self._int8_blocks * tokens + self._int8_output * logits
-        weights = self.weight_bytes if logits else self.weight_bytes - self.output_bytes
+        weights = self.weight_bytes(tokens) - (0 if logits else self.output_bytes)
         linear = self._blocks * tokens + self._output * logits - int8_ops
         return Demand(weights, kv_bytes, written, linear, int8_ops, attention, logits)
 

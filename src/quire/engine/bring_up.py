@@ -10,7 +10,7 @@ from quire.engine.executor import InlineExecutor, ThreadExecutor
 from quire.errors import ConfigError
 from quire.life_cycle import CacheSize, Measured, Worker, WorkerExecutor, WorkerSettings
 from quire.logs import get_logger
-from quire.messages import Progress
+from quire.messages import WARM_UP, Progress
 from quire.model_config import ModelConfig
 from quire.planning.memory_plan import (
     MemoryFacts,
@@ -19,6 +19,7 @@ from quire.planning.memory_plan import (
     weights_do_not_fit,
     with_later_bytes,
 )
+from quire.planning.replicas import share_of_machine, share_of_memory
 from quire.resolve import DeviceFacts, resolve, shown_bytes
 from quire.settings import Planned, Resolved
 
@@ -42,27 +43,34 @@ def bring_up(
     *,
     is_server: bool,
     progress: Progress,
+    free_memory_bytes: int | None = None,
 ) -> RunningWorkers:
     """Settle everything and get the workers ready. Raises ConfigError, WeightsError or MemoryPlanError.
 
     Args:
         model_config: of the largest part, if the workers share the model.
+        free_memory_bytes: of the machine before the first replica began to load; None: there is one replica.
     """
-    facts = least_facts(InlineExecutor(workers).facts(config.device != "cpu"))
+    facts = share_of_machine(least_facts(InlineExecutor(workers).facts(config.device != "cpu")), config)
     facts = facts.shared_by(config.tensor_parallel_size)
     resolved = resolve(config, model_config, facts, is_server=is_server)
     total_bytes, _ = facts.memory_of(resolved.device.device)
+    if free_memory_bytes is not None and resolved.device.device == "cpu":
+        total_bytes = min(total_bytes, free_memory_bytes // config.data_parallel_size)
     # Refused before minutes are spent on reading them.
     planned_bytes = planned_weight_bytes(resolved, model_config)
     if planned_bytes >= total_bytes:
-        raise weights_do_not_fit(resolved, planned_bytes, total_bytes)
+        raise weights_do_not_fit(resolved, planned_bytes, total_bytes, config.data_parallel_size)
     executor = _executor(workers, resolved)
     settings = WorkerSettings.of(resolved)
     progress("load", 0.0, "")
     executor.load(settings)
-    progress("warm up", 0.0, "measuring working memory")
+    progress(WARM_UP, 0.0, "measuring working memory")
     measured = executor.measure()
-    planned, memory = plan_least(config, model_config, resolved, [each.memory for each in measured])
+    memories = [each.memory for each in measured]
+    if free_memory_bytes is not None and resolved.device.device == "cpu":
+        memories = [share_of_memory(each, config.data_parallel_size, free_memory_bytes) for each in memories]
+    planned, memory = plan_least(config, model_config, resolved, memories)
     if resolved.device.device == "cuda":
         warn_about_dropped_sizes(resolved)
     elif planned.memory.kv_cache_bytes + memory.work_bytes > memory.free_bytes:
@@ -71,7 +79,7 @@ def bring_up(
             shown_bytes(planned.memory.kv_cache_bytes),
             shown_bytes(memory.free_bytes),
         )
-    progress("warm up", 1 / 3, "allocating the KV cache")
+    progress(WARM_UP, 1 / 3, "allocating the KV cache")
     num_blocks, num_bytes = planned.memory.num_blocks, planned.memory.kv_cache_bytes
     executor.allocate(CacheSize(num_blocks, num_bytes, planned.model.max_model_len))
     executor.capture()

@@ -336,6 +336,7 @@ class EngineCore:
             step_seconds=end - max(step.start_time, self._last_end_time),
             draft_seconds=result.draft_seconds,
             evicted_blocks=None if pool.residency is None else pool.residency.take_evicted(),
+            experts=result.experts,
         )
         if load is not None and predicted is not None:
             record.predicted_seconds, record.bound = predicted.seconds, predicted.bound

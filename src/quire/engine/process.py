@@ -44,6 +44,7 @@ from quire.messages import (
     UnloadAdapter,
     UseTokenizer,
 )
+from quire.planning import devices
 
 if TYPE_CHECKING:
     from quire.engine.start import StartedEngine  # loads torch
@@ -78,6 +79,8 @@ class EngineProcess:
         from quire.engine.start import start_engine
 
         self._beats.start()
+        if self._launch.config.data_parallel_size > 1:
+            devices.take_gpu(self._launch.engine_index)
         try:
             started = start_engine(
                 self._launch.config,
@@ -86,6 +89,7 @@ class EngineProcess:
                 progress=self._send_progress,
                 is_first=self._launch.is_first,
                 drafter_folder=Path(folder) if (folder := self._launch.drafter_folder) else None,
+                free_memory_bytes=self._launch.free_memory_bytes,
             )
         except QuireError as error:
             self._send(EngineFailed(error.message, error.code))

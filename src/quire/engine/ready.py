@@ -37,9 +37,18 @@ def pace_of(cost: CostModel, limits: SchedulerLimits) -> Pace:
     def prompt_seconds(start: int) -> float:
         return cost.predict(load([start], [count], 1)).seconds
 
-    one = cost.predict(load([min(SHORT_CONTEXT, limits.max_model_len - 1)], [1], 1))
+    short, far, num_rows = min(SHORT_CONTEXT, limits.max_model_len - 1), limits.max_model_len // 2, limits.max_num_seqs
+
+    def answer_seconds(context: int) -> float:
+        return cost.predict(load([context] * num_rows, [1] * num_rows, num_rows)).seconds
+
+    one, many = cost.predict(load([short], [1], 1)), answer_seconds(short)
+    per_kv_token = max(answer_seconds(far) - many, 0.0) / (num_rows * max(far - short, 1))
+    first_row = max(one.seconds - short * per_kv_token, 0.0)
+    per_row = max(many - num_rows * short * per_kv_token - first_row, 0.0) / max(num_rows - 1, 1)
     count = max(min(limits.max_num_batched_tokens, limits.max_model_len // 2), 1)
     start = limits.max_model_len - count
     first = prompt_seconds(0)
     per_pair = max(prompt_seconds(start) - first, 0.0) / max(start * count, 1)
-    return Pace(one.low, one.high, max(first / count - count / 2 * per_pair, 0.0), per_pair)
+    per_token = max(first / count - count / 2 * per_pair, 0.0)
+    return Pace(one.low, one.high, per_token, per_pair, first_row, per_row, per_kv_token)

@@ -22,7 +22,7 @@ from quire.formats.kv_groups import kv_groups, num_tables
 from quire.life_cycle import Worker, WorkerExecutor
 from quire.loader.drafter import load_drafter_config
 from quire.lora.registry import AdapterRegistry
-from quire.messages import EngineReady, Progress
+from quire.messages import WARM_UP, EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config
 from quire.planning.cut_model import ModelCut, check_degree
 from quire.planning.step_costs import (
@@ -73,6 +73,7 @@ def start_engine(
     make_workers: Callable[[ModelConfig, Progress], Sequence[Worker]] | None = None,
     is_first: bool = True,
     drafter_folder: Path | None = None,
+    free_memory_bytes: int | None = None,
 ) -> StartedEngine:
     """Load the model in `model_folder` and make it answer once. Raises QuireErrors fit for the user.
 
@@ -80,6 +81,7 @@ def start_engine(
         make_workers: from the whole model; None: one worker of this process, and a process for each further rank.
         is_first: refuse targets that cannot be reached. An engine that takes over from one that failed keeps them.
         drafter_folder: of the model that drafts for it.
+        free_memory_bytes: of the machine before the first replica began to load; None: there is one replica.
     """
     started = time.monotonic()
     model_config = load_model_config(
@@ -93,7 +95,14 @@ def start_engine(
     workers = make_workers(model_config, progress)
     model_config = ModelCut(model_config, config.tensor_parallel_size).part()
     try:
-        running = bring_up(config, model_config, workers, is_server=is_server, progress=progress)
+        running = bring_up(
+            config,
+            model_config,
+            workers,
+            is_server=is_server,
+            progress=progress,
+            free_memory_bytes=free_memory_bytes,
+        )
     except BaseException:
         for worker in workers:
             worker.close()
@@ -113,7 +122,7 @@ def start_engine(
     if (known := file.read()) is not None:
         cost.calibrate(known)
     predicted = decode_step(cost, 1).seconds
-    progress("warm up", 2 / 3, "producing a token")
+    progress(WARM_UP, 2 / 3, "producing a token")
     laps = produce_tokens(core)
     calibration = None
     # Steps that are much faster than an earlier start has found: that one ran on a busy machine.
@@ -125,7 +134,7 @@ def start_engine(
     waited = max(min(lap.waited for lap in laps), measured.step.waited)
     origin = EARLIER_START if calibration is None else "this start measured steps"
     expected = expectation(schedule.max_num_seqs, cost, origin, waited)
-    progress("warm up", 1.0, "first token produced")
+    progress(WARM_UP, 1.0, "first token produced")
     return StartedEngine(
         core,
         resolved.noting({**expected, **peaks(resolved, arithmetic, running.facts)}),

@@ -1,4 +1,4 @@
-"""AsyncLLM: vLLM's asynchronous API over an engine in a process of its own."""
+"""AsyncLLM: vLLM's asynchronous API over one or more engines in processes of their own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from quire import envs
 from quire.config import EngineConfig
 from quire.entry.launch import open_model, start_async_engine
-from quire.entry.request_arguments import refuse, wants_special_tokens
-from quire.entry.spawn import spawn_engine
+from quire.entry.request_arguments import wants_special_tokens
+from quire.entry.spawn import end, spawn_engines
 from quire.frontend.live_limits import move_limits
 from quire.frontend.prompts import PromptType
 from quire.frontend.tokenizer import Tokenizer
@@ -21,9 +21,9 @@ from quire.sampling_params import SamplingParams
 
 
 class AsyncLLM:
-    """An engine process and its front end, for one event loop.
+    """Engine processes, one for each replica, and their front end, for one event loop.
 
-    The process starts to load at once; the first call that needs it waits until it is ready.
+    The processes start to load at once; the first call that needs them waits until they are ready.
 
     Args:
         model: folder, hub id or GGUF file; None: the bundled demo model.
@@ -32,13 +32,12 @@ class AsyncLLM:
 
     def __init__(self, model: str | None = None, **kwargs: Any) -> None:
         self.config = EngineConfig.from_kwargs(model=model, **kwargs)
-        interpreter = spawn_engine()
+        interpreters = spawn_engines(self.config)
         try:
             parts = open_model(self.config, lambda phase, fraction, detail: None)
-            self._engine, self._process = start_async_engine(self.config, parts, interpreter=interpreter)
+            self._engine, self._processes = start_async_engine(self.config, parts, interpreters=interpreters)
         except BaseException:
-            with interpreter:  # closes the pipe and waits
-                interpreter.kill()
+            end(interpreters)
             raise
         self.model_config = parts.model_config
         self._tokenizer = parts.tokenizer
@@ -73,13 +72,13 @@ class AsyncLLM:
 
         Args:
             tokenization_kwargs: only `add_special_tokens`.
+            data_parallel_rank: the index of the replica that shall compute it; None: the one with the least work.
 
         Raises:
             InvalidRequestError: the request is refused. AdapterError: the adapter of lora_request cannot be read.
             EngineDeadError: the engine has ended, after a part was handed on: EngineRestartedError, if it is started
                 again.
         """
-        refuse(trace_headers=trace_headers, data_parallel_rank=data_parallel_rank or None)
         add_special_tokens = wants_special_tokens(tokenization_kwargs)
         await self.wait_ready()
         adapter = None if lora_request is None else (await self._engine.adapters.ensure(lora_request)).name
@@ -89,9 +88,11 @@ class AsyncLLM:
             sampling_params,
             request_id,
             adapter=adapter,
+            data_parallel_rank=data_parallel_rank,
             priority=priority,
             add_special_tokens=add_special_tokens,
             clamp_max_tokens=True,
+            trace_headers=trace_headers,
         ):
             if output.prompt_logprobs is not None:
                 if prompt_logprobs is None:  # the same with every output
@@ -136,6 +137,6 @@ class AsyncLLM:
         """
         if self._shutdown is None:
             self._engine.close()
-            self._process.stop()
+            self._processes.stop()
             self._shutdown = asyncio.get_running_loop().create_task(self._engine.shutdown(), name="shutdown")
         return self._shutdown

@@ -7,7 +7,7 @@ import secrets
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from quire.frontend.tokenizer_files import (
     load_config,
     load_generation_config,
 )
+from quire.frontend.tracing import check_installed, request_tracer
 from quire.gguf.file import is_gguf
 from quire.kernels import extension
 from quire.loader.drafter import load_drafter_config
@@ -46,6 +47,7 @@ from quire.loader.safetensors_headers import read_headers
 from quire.lora.modules import parse_module
 from quire.messages import EngineLaunch, Progress
 from quire.model_config import ModelConfig, load_model_config
+from quire.planning import devices
 from quire.speculative_config import BY_WORKER, SpeculativeConfig
 
 MAX_SOCKET_PARENT_BYTES = 80  # 107 bytes name a Unix socket, and ours is /quire-12345678/output in it
@@ -104,7 +106,8 @@ def _find_drafter(
 
 def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
     """Find (or download) the model's files and read what the front end needs. Loads no weights. Raises ConfigErrors."""
-    extension.wished_isa()  # said before the download
+    extension.wished_isa()  # this and the next are said before the download
+    check_installed(config)
     folder, name, model_config = find_model(config, progress, weights=config.load_format != "dummy")
     if config.load_format in ("auto", "safetensors") and folder.is_dir():
         read_headers(folder)  # what is broken is told before an engine is started
@@ -205,6 +208,7 @@ class EngineProcessHandle:
     Args:
         interpreter: becomes the first process; without it one is started.
         engine_index: which the messages of the processes carry.
+        free_memory_bytes: see EngineLaunch.
     """
 
     def __init__(
@@ -214,7 +218,9 @@ class EngineProcessHandle:
         interpreter: EngineInterpreter | None = None,
         engine_index: int = 0,
         drafter_folder: Path | None = None,
+        free_memory_bytes: int | None = None,
     ) -> None:
+        self._free_memory_bytes = free_memory_bytes
         self._config, self._model_folder, self._engine_index = config, str(model_folder), engine_index
         self._drafter_folder = None if drafter_folder is None else str(drafter_folder)
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
@@ -232,7 +238,7 @@ class EngineProcessHandle:
         try:
             is_first = self._process is None
             launch = (self._config, self._model_folder, *addresses, self._engine_index, is_first, self._drafter_folder)
-            self._start(EngineLaunch(*launch))
+            self._start(EngineLaunch(*launch, self._free_memory_bytes))
         except OSError:
             client.close()
             raise
@@ -278,11 +284,16 @@ class EngineProcessHandle:
             process.wait()
         self._close_input(process)
 
+    def tell_to_stop(self) -> None:
+        """Close the pipe, which the process takes as the end of this one."""
+        if self._process is not None:
+            self._close_input(self._process)
+
     def stop(self, timeout: float = 5.0) -> None:
         """End the process, politely first, and remove its sockets. May be called again."""
+        self.tell_to_stop()
         process = self._process
         if process is not None:
-            self._close_input(process)
             try:
                 process.wait(timeout)
             except subprocess.TimeoutExpired:
@@ -301,22 +312,58 @@ class EngineProcessHandle:
             self._sockets.cleanup()
 
 
+class EngineProcesses:
+    """The processes of all replicas, by their index."""
+
+    def __init__(self, handles: Sequence[EngineProcessHandle]) -> None:
+        self.handles = handles
+
+    def describe_ends(self) -> str | None:
+        """How processes ended, for people; None while all run and if they left by themselves or were told to."""
+        ends = (handle.describe_end() for handle in self.handles)
+        return " ".join(end for end in ends if end is not None) or None
+
+    def stop(self) -> None:
+        """End all, politely first, and remove their sockets. May be called again."""
+        for handle in self.handles:
+            handle.tell_to_stop()  # they end side by side
+        for handle in self.handles:
+            handle.stop()
+
+
 def start_async_engine(
     config: EngineConfig,
     parts: FrontEndParts,
-    metrics: EngineMetrics | None = None,
+    metrics: Sequence[EngineMetrics] | None = None,
     recovery: RecoveryLimits | None = None,
-    interpreter: EngineInterpreter | None = None,
-) -> tuple[AsyncEngine, EngineProcessHandle]:
-    """An engine process, which begins to load at once, and its front end, which the caller starts.
+    interpreters: Sequence[EngineInterpreter] = (),
+) -> tuple[AsyncEngine, EngineProcesses]:
+    """An engine process for each replica, which begins to load at once, and their front end, which the caller starts.
 
     Args:
-        interpreter: becomes the first process.
-        recovery: when the process counts as failed, and how often it is started again.
+        metrics: one of each replica.
+        interpreters: one of each replica: they become the first processes.
+        recovery: when a process counts as failed, and how often it is started again.
     """
-    handle = EngineProcessHandle(config, parts.model_folder, interpreter, drafter_folder=parts.drafter_folder)
-    outputs = OutputProcessor(parts.tokenizer, metrics, new_draft_metrics=draft_metrics(config))
+    num_replicas = config.data_parallel_size
+    free_memory_bytes = devices.free_memory_bytes() if num_replicas > 1 else None
+    tracer = request_tracer(config, parts.model_name)
     recovery = recovery or RecoveryLimits(start_seconds=envs.ENGINE_READY_TIMEOUT_S.get())
-    replica = Replica(handle.launch(), outputs, starter=handle, recovery=recovery)
+    first: Sequence[EngineInterpreter | None] = interpreters or [None] * num_replicas
+    handles = [
+        EngineProcessHandle(config, parts.model_folder, interpreter, index, parts.drafter_folder, free_memory_bytes)
+        for index, interpreter in enumerate(first)
+    ]
+    processes, replicas = EngineProcesses(handles), []
+    try:
+        for index, handle in enumerate(handles):
+            own_metrics = None if metrics is None else metrics[index]
+            outputs = OutputProcessor(
+                parts.tokenizer, own_metrics, new_draft_metrics=draft_metrics(config), tracer=tracer
+            )
+            replicas.append(Replica(handle.launch(), outputs, index=index, starter=handle, recovery=recovery))
+    except BaseException:
+        processes.stop()
+        raise
     modules = [parse_module(word) for word in config.lora_modules] if config.enable_lora else None
-    return AsyncEngine([replica], parts.input_processor, modules=modules), handle
+    return AsyncEngine(replicas, parts.input_processor, modules=modules, tracer=tracer), processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from quire.frontend.input_processor import InputProcessor
 from quire.frontend.output_processor import OutputProcessor, draft_metrics
 from quire.frontend.prompts import PromptType
 from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.tracing import request_tracer
 from quire.lora.request import LoRARequest
 from quire.messages import Command
 from quire.outputs import RequestOutput
@@ -34,6 +36,15 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig, *, keeps_metrics: bool) -> None:
+        if config.data_parallel_size != 1:
+            raise ConfigError(
+                "An engine in this process is one replica",
+                value=config.data_parallel_size,
+                expected="1",
+                fix="Use AsyncLLM or quire serve, which run replicas, or start this script once for each part of the "
+                "prompts",
+                param="data_parallel_size",
+            )
         self.config = config
         with shown_start(is_quiet=config.disable_log_stats) as progress:
             parts = open_model(config, progress)
@@ -45,9 +56,10 @@ class LLMEngine:
         self.inputs: InputProcessor = parts.input_processor.with_max_model_len(engine.resolved.model.max_model_len)
         self._metrics = engine_metrics(config, engine) if keeps_metrics else None
         own_metrics = None if self._metrics is None else self._metrics.engines[0]
-        self.runner = OfflineRunner(
-            self.core, OutputProcessor(self.tokenizer, own_metrics, new_draft_metrics=draft_metrics(config))
-        )
+        if (tracer := request_tracer(config, parts.model_name)) is not None:
+            weakref.finalize(self, tracer.close)
+        outputs = OutputProcessor(self.tokenizer, own_metrics, new_draft_metrics=draft_metrics(config), tracer=tracer)
+        self.runner = OfflineRunner(self.core, outputs)
         self.adapters = OfflineAdapters(self.runner, is_enabled=config.enable_lora)
         self._unfinished: dict[str, None] = {}  # ids of add_request(), in their order; LLM's own are not among them
 
@@ -77,7 +89,7 @@ class LLMEngine:
         Raises:
             InvalidRequestError: the request is refused, or its id is in use. AdapterError: its adapter cannot be read.
         """
-        refuse(arrival_time=arrival_time, trace_headers=trace_headers, data_parallel_rank=data_parallel_rank or None)
+        refuse(arrival_time=arrival_time, data_parallel_rank=data_parallel_rank or None)
         processed = self.inputs.process(
             request_id,
             prompt,
@@ -85,6 +97,7 @@ class LLMEngine:
             priority=priority,
             add_special_tokens=wants_special_tokens(tokenization_kwargs),
             clamp_max_tokens=True,
+            trace_headers=trace_headers,
         )
         self.runner.enqueue(self.adapters.give([processed], [lora_request]))
         self._unfinished[request_id] = None

@@ -42,6 +42,7 @@ def engine_metrics(config: EngineConfig, engine: StartedEngine) -> PrometheusMet
         engine.resolved.model.max_model_len,
         model=engine.model_config,
         kv_blocks=config.kv_cache_metrics,
+        experts=config.expert_metrics,
         max_draft=max_draft(config),
         has_adapters=config.enable_lora,
     )

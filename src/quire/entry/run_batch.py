@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +110,7 @@ def run_batch(
     engine_config: EngineConfig,
     server_config: ServerConfig,
     files: BatchFiles,
-    interpreter: EngineInterpreter,
+    interpreters: Sequence[EngineInterpreter],
     *,
     is_quiet: bool,
 ) -> int:
@@ -122,13 +122,13 @@ def run_batch(
         progress = start.enter_context(shown_start(is_quiet=is_quiet))
         parts = open_model(engine_config, progress)
         settings = server_settings(engine_config, server_config, parts)
-        engine, process = start_async_engine(engine_config, parts, interpreter=interpreter)
+        engine, processes = start_async_engine(engine_config, parts, interpreters=interpreters)
         engine.on_progress = lambda report: progress(report.phase, report.fraction, report.detail)
         app = create_app(engine, parts.tokenizer, settings)
         try:
             answers = uvloop.run(_run(app, files, start.close, is_quiet=is_quiet))
         finally:
-            process.stop()
+            processes.stop()
     logs.say(f"{answers.num_lines} lines answered, {answers.num_errors} of them with an error: {files.output}")
     return 0
 
@@ -145,7 +145,8 @@ async def _run(app: Starlette, files: BatchFiles, on_ready: Callable[[], None], 
             answers = _Answers(partial)
             with tqdm(total=_num_lines(files.input), disable=is_quiet or None, unit="line", dynamic_ncols=True) as bar:
                 todo = _todo(lines, answers, bar)
-                await asyncio.gather(*(_work(app, state, todo, answers, bar) for _ in range(2 * ready.max_num_seqs)))
+                num_workers = 2 * ready.max_num_seqs * len(state.engine.replicas)
+                await asyncio.gather(*(_work(app, state, todo, answers, bar) for _ in range(num_workers)))
             unsorted = files.output.with_name(files.output.name + ".new")
             answers.write_sorted(unsorted)
         os.replace(unsorted, files.output)

@@ -7,6 +7,7 @@ import logging
 import resource
 import signal
 import stat
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -54,8 +55,8 @@ TLS_POLL_SECONDS = 1.0  # between two looks at the files of the certificates
 LAST_WORDS_SECONDS = 2.0
 
 
-def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreter: EngineInterpreter) -> int:
-    """Serve until told to stop; the engine runs in `interpreter`, which is the caller's to end.
+def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreters: Sequence[EngineInterpreter]) -> int:
+    """Serve until told to stop; the engines run in `interpreters`, which are the caller's to end.
 
     Answers with the exit code: 0 stopped, 1 the engine failed, 2 it could not start for a reason the user can mend.
     Raises ConfigErrors before it serves.
@@ -72,7 +73,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreter:
         parts = open_model(engine_config, display.update)
         settings = server_settings(engine_config, server_config, parts, api_keys)
         listener.listen()
-        process = ServingProcess(engine_config, server_config, settings, parts, listener, display, interpreter)
+        process = ServingProcess(engine_config, server_config, settings, parts, listener, display, interpreters)
         code: int = uvloop.run(process.run())
         return code
     finally:
@@ -217,7 +218,7 @@ def _read_keys(path: Path) -> tuple[str, ...]:
 
 
 class ServingProcess:
-    """One HTTP server over one engine process."""
+    """One HTTP server over the processes of its engines."""
 
     def __init__(
         self,
@@ -227,24 +228,26 @@ class ServingProcess:
         parts: FrontEndParts,
         listener: Listener,
         display: StartDisplay,
-        interpreter: EngineInterpreter,
+        interpreters: Sequence[EngineInterpreter],
     ) -> None:
         self._parts, self._listener, self._display = parts, listener, display
         self._drain_seconds = server_config.shutdown_timeout
         metrics = PrometheusMetrics(
             settings.served_model_names[0],
             parts.model_config.max_model_len,
+            engine_config.data_parallel_size,
             model=parts.model_config,
             legacy_names=server_config.legacy_metric_names,
             kv_blocks=engine_config.kv_cache_metrics,
+            experts=engine_config.expert_metrics,
             max_draft=max_draft(engine_config),
             has_adapters=engine_config.enable_lora,
         )
         self._refreshes_tls = server_config.enable_ssl_refresh
         self._needs_key = bool(settings.api_keys)
-        display.update("start", 0.0, "the engine's process")
-        self._engine, self._process = start_async_engine(
-            engine_config, parts, metrics.engines[0], interpreter=interpreter
+        display.update("start", 0.0, "the engine's process" if len(interpreters) == 1 else "the engines' processes")
+        self._engine, self._processes = start_async_engine(
+            engine_config, parts, metrics.engines, interpreters=interpreters
         )
         self._engine.on_progress = self._show_progress
         if engine_config.enable_lora:
@@ -252,7 +255,7 @@ class ServingProcess:
         try:
             self._app = create_app(self._engine, parts.tokenizer, settings, metrics)
         except BaseException:
-            self._process.stop()
+            self._processes.stop()
             raise
         tls = listener.server_tls()
         self._server = HttpServer(
@@ -285,7 +288,7 @@ class ServingProcess:
             if tls_watcher is not None:
                 tls_watcher.cancel()
             await self._engine.shutdown()
-            self._process.stop()
+            self._processes.stop()
         if self._error is not None:
             return 2 if isinstance(self._error, (ConfigError, AdapterError)) else 1
         logs.say("stopped")
@@ -377,4 +380,4 @@ class ServingProcess:
     async def _how_it_ended(self) -> str | None:
         """The engine's end, if a signal was the reason. It may send its last word shortly before it leaves."""
         await asyncio.sleep(POLL_SECONDS)
-        return self._process.describe_end()
+        return self._processes.describe_ends()

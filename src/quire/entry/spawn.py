@@ -1,4 +1,4 @@
-"""Starts the interpreter of an engine process, which loads its libraries until it is told what to serve.
+"""Starts the interpreters of engine processes, which load their libraries until they are told what to serve.
 
 Most of a start is the import of torch. An interpreter that is started before the settings are final does it beside the
 imports and the tokenizer of its parent.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from quire import envs
+from quire.config import EngineConfig
 
 ENGINE_PROGRAM = ("-m", "quire.engine.process")  # arguments of the interpreter
 
@@ -26,11 +27,33 @@ def spawn_engine() -> EngineInterpreter:
     return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, process_group=0, env=envs.for_children())
 
 
-@contextmanager
-def spawned_engine() -> Iterator[EngineInterpreter]:
-    """The same, for as long as the block runs; whoever it was handed to may have ended it before."""
-    with spawn_engine() as interpreter:
-        try:
-            yield interpreter
-        finally:
+def spawn_engines(config: EngineConfig) -> list[EngineInterpreter]:
+    """One for each replica. Raises ConfigError for more replicas than the machine has room for, and OSError."""
+    if config.data_parallel_size > 1:
+        from quire.planning.replicas import check_machine
+
+        check_machine(config)
+    interpreters: list[EngineInterpreter] = []
+    try:
+        interpreters.extend(spawn_engine() for _ in range(config.data_parallel_size))
+    except BaseException:
+        end(interpreters)
+        raise
+    return interpreters
+
+
+def end(interpreters: Iterable[EngineInterpreter]) -> None:
+    """End them at once, and wait until they are gone."""
+    for interpreter in interpreters:
+        with interpreter:  # closes the pipe and waits
             interpreter.kill()
+
+
+@contextmanager
+def spawned_engines(config: EngineConfig) -> Iterator[list[EngineInterpreter]]:
+    """The same, for as long as the block runs; whoever they were handed to may have ended them before."""
+    interpreters = spawn_engines(config)
+    try:
+        yield interpreters
+    finally:
+        end(interpreters)

@@ -6,14 +6,14 @@ from quire.hf_config.family import Family, GgufForm, by_layer_types
 from quire.hf_config.fields import Fields
 
 
-def _has_rope(fields: Fields, layer: int) -> bool:
+def has_rope(fields: Fields, layer: int) -> bool:
     """`no_rope_layers` holds 1 for a layer that uses rope."""
     flags = fields.sequence("no_rope_layers", int, fields.integer("num_hidden_layers"))
     return (layer + 1) % fields.integer("no_rope_layer_interval") != 0 if flags is None else bool(flags[layer])
 
 
 def _has_window(fields: Fields, layer: int) -> bool:
-    return not _has_rope(fields, layer)
+    return not has_rope(fields, layer)
 
 
 FAMILY = Family(
@@ -29,7 +29,7 @@ FAMILY = Family(
         "eos_token_id": 128_001,
     },
     has_window=by_layer_types(_has_window),
-    has_rope=_has_rope,
+    has_rope=has_rope,
     reads=("mlp_bias", "use_sliding_window"),
     gguf=GgufForm("smollm3", is_interleaved=True),
 )

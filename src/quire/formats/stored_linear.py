@@ -11,7 +11,7 @@ from itertools import groupby
 from math import lcm
 
 from quire.errors import ModelConfigError
-from quire.formats.weight_format import GGUF, K_UNIT, Fp8Format, GroupedFormat, WeightFormat, float_bytes
+from quire.formats.weight_format import GGUF, K_UNIT, MXFP4, Fp8Format, GroupedFormat, WeightFormat, float_bytes
 from quire.gguf.types import FLOAT_TYPES, TensorType
 from quire.hf_config.gguf_types import GgufWeights
 from quire.hf_config.layer_format import LayerFormat, QuantizedCheckpoint
@@ -35,12 +35,12 @@ class StoredLinear:
 
     def num_bytes(self, dtype: str, *, is_packed: bool = True) -> int:
         """Bytes of the weight in memory, for a model in `dtype`. `is_packed`: the compiled kernels pack and pad it."""
-        N, K = self.shape.out_features, self.shape.in_features
+        N, K, count = self.shape.out_features, self.shape.in_features, max(self.shape.num_experts, 1)
         if self.held is None:
-            return float_bytes(N, K, dtype, is_packed=is_packed)
+            return count * float_bytes(N, K, dtype, is_packed=is_packed)
         if isinstance(self.held, Fp8Format):
-            return self.held.num_bytes(N, K, is_packed=is_packed)
-        return self.held.num_bytes(N, K)
+            return count * self.held.num_bytes(N, K, is_packed=is_packed)
+        return count * self.held.num_bytes(N, K)
 
 
 def stored_from(shape: LinearShape, checkpoint: QuantizedCheckpoint | GgufWeights) -> tuple[StoredLinear, ...]:
@@ -52,14 +52,30 @@ def stored_from(shape: LinearShape, checkpoint: QuantizedCheckpoint | GgufWeight
     if isinstance(checkpoint, GgufWeights):
         return _stored_from_gguf(shape, checkpoint)
     shards = [shape.only([index]) for index in range(len(shape.shards))]
-    formats = [checkpoint.format_of(shard.names[0]) for shard in shards]
+    formats = [_format(shard, checkpoint) for shard in shards]
     first = formats[0]
     parts = [shape] if all(f == first for f in formats) and not (first and first.has_order) else shards
     return tuple(_stored(part, checkpoint) for part in parts)
 
 
+def _format(shard: LinearShape, checkpoint: QuantizedCheckpoint) -> LayerFormat | None:
+    """The format of a layer, which all its experts share."""
+    (name,) = shard.names
+    first, *others = checkpoint.formats_of(name, shard.num_experts)
+    for expert, other in enumerate(others, 1):
+        if other != first:
+            described = ["floating point" if each is None else each.describe() for each in (other, first)]
+            raise ModelConfigError(
+                f"{name.format(expert)} has another format than {name.format(0)}",
+                value=described[0],
+                expected=f"{described[1]}, because the experts of a layer have one format",
+                fix="Quantize all experts of a layer alike, or use the unquantized checkpoint with --quantization",
+            )
+    return first
+
+
 def _stored(shape: LinearShape, checkpoint: QuantizedCheckpoint) -> StoredLinear:
-    name = shape.names[0]
+    name = shape.names[0].format(0)
     rule = checkpoint.rule_for(name)
     source = None if rule is None else rule.format
     if source is None:
@@ -103,6 +119,8 @@ def held_form(source: LayerFormat, K: int) -> WeightFormat:
     if source.layout == "fp8":
         columns = K if source.block is None else source.block[1]
         return Fp8Format(columns if columns < K else None)
+    if source.layout == "mxfp4":
+        return MXFP4
     has_groups = source.group_size is not None and source.group_size < K
     return GroupedFormat(
         source.bits,
@@ -125,6 +143,13 @@ def _check_sizes(source: LayerFormat, name: str, N: int, K: int) -> None:
             value=source.block[1],
             expected=f"a multiple of {K_UNIT}",
             fix="Use the unquantized checkpoint of the model with --quantization fp8",
+        )
+    if source.layout == "mxfp4" and K % 32:
+        raise ModelConfigError(
+            f"{name} has a width that is no whole number of MXFP4's blocks",
+            value=K,
+            expected="a multiple of 32",
+            fix="Check that config.json belongs to the checkpoint",
         )
     per_word = 32 // source.bits
     packed_along_K = source.layout == "gptq"

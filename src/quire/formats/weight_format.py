@@ -17,7 +17,7 @@ MAX_GROUP_SIZE = 65_536  # a sum of more 8-bit products could overflow 32 bits
 LORA_PANEL = 16  # columns of a packed B of an adapter: kLoraColumns of csrc/include/quire/kernels/lora.h
 MAX_SUPER_ELEMENTS = 256  # in a super-group: kMaxSuperElements of csrc/include/quire/kernels/grouped_layout.h
 
-_NUMBER_BYTES = {None: 0, "float32": 4, "float16": 2, "int8": 1, "uint8": 1}
+_NUMBER_BYTES = {None: 0, "float32": 4, "float16": 2, "int8": 1, "uint8": 1, "e8m0": 1}
 
 
 def plane_bits(bits: int) -> tuple[int, int]:
@@ -41,12 +41,13 @@ def float_bytes(N: int, K: int, dtype: str, *, is_packed: bool) -> int:
 
 @dataclass(frozen=True)
 class GroupedFormat:
-    """Integer codes with numbers per group of elements along K: see kernels/grouped_weight.py.
+    """Codes with numbers per group of elements along K: see kernels/grouped_weight.py.
 
     Args:
         bits: of a code: 2 to 6 or 8.
         group_size: elements that share a scale; None: the whole row.
-        scales: the type of a stored scale: "float32", "float16", or "int8" (a factor of a super-group's float16).
+        scales: the type of a stored scale: "float32", "float16", "int8" (a factor of a super-group's float16), or
+            "e8m0" (a power of two; the codes are floating-point numbers in e2m1: MXFP4).
         offsets: "uint8": zeros; "float32" or "float16": minima; "int8": minima as factors, with "int8" scales; None.
         super_size: groups per super-group.
         is_ordered: the weight keeps the order of its columns (act-order), as int32.
@@ -91,6 +92,9 @@ class GroupedFormat:
         return -(-(-(-K // group_size) * group_size) // unit) * unit
 
 
+# Blocks of 32 numbers of 4 bits with a power of two: OCP Microscaling Formats 1.0, as in gpt-oss.
+MXFP4 = GroupedFormat(4, 32, "e8m0")
+
 # The forms in memory of GGUF's quantized types. Codes keep the bits of the file.
 GGUF: dict[str, GroupedFormat] = {
     "Q4_0": GroupedFormat(4, 32, "float16"),
@@ -103,6 +107,7 @@ GGUF: dict[str, GroupedFormat] = {
     "Q4_K": GroupedFormat(4, 32, "int8", "int8", 8),
     "Q5_K": GroupedFormat(5, 32, "int8", "int8", 8),
     "Q6_K": GroupedFormat(6, 16, "int8", None, 16),
+    "MXFP4": MXFP4,
 }
 
 

@@ -25,6 +25,7 @@ import math
 from typing import NamedTuple
 
 from quire.errors import QueueFullError, TargetMissedError
+from quire.frontend.router import Backlog
 from quire.frontend.stats import Targets
 from quire.messages import EngineReady, Pace, SetLimits
 from quire.option import shown_duration
@@ -61,15 +62,17 @@ class Admission:
     Attributes:
         limits: of the engine, by the names of SetLimits.
         targets: the targets of times among the limits.
+        pace: of the engine.
     """
 
     def __init__(self) -> None:
         self.limits: dict[str, float | None] = {}
         self.targets = Targets()
-        self._pace = Pace(0.0, 0.0, 0.0, 0.0)
+        self.pace = Pace(0.0, 0.0, 0.0, 0.0)
         self._num_waiting = self._num_running = 0
         self._num_sent = 0  # since the last step
         self._num_places = 1
+        self._num_kv_tokens = 0  # of context that the last step read
         self._step_seconds = self._usual_step_seconds = self._answer_seconds = 0.0
         self._cache_queries = self._cache_hits = 0.0
         self._answer_steps, self._num_ended = float(FIRST_ANSWER_TOKENS), 1.0  # recent ones
@@ -85,7 +88,8 @@ class Admission:
             "max_num_seqs": ready.max_num_seqs,
             "max_num_batched_tokens": ready.max_num_batched_tokens,
         }
-        self._pace = ready.pace or self._pace
+        self.pace = ready.pace or self.pace
+        self._num_places = ready.max_num_seqs
         self._set_targets()
 
     def on_limits(self, limits: SetLimits) -> None:
@@ -101,12 +105,13 @@ class Admission:
     def on_step(self, record: StepRecord) -> None:
         """The engine did a step."""
         self._num_waiting, self._num_running, self._num_sent = record.num_waiting, record.num_running, 0
+        self._num_kv_tokens = max(record.kv_tokens, default=0)
         self._answer_steps += record.num_sampled_tokens - record.num_accepted_tokens
         self._computed_tokens = min(self._computed_tokens + record.num_prefill_tokens, self._prompt_tokens)
         # If the step computed no prompt, waiting requests wait for blocks or for the end of an answer.
         is_full = record.num_waiting > record.num_deferred and not record.num_prefill_tokens
         self._num_places = record.num_running if is_full else int(self.limits.get("max_num_seqs") or 1)
-        pace = self._pace
+        pace = self.pace
         seconds = record.predicted_seconds + record.draft_seconds if record.predicted_seconds else record.step_seconds
         prompts = record.num_prefill_tokens * pace.per_prompt_token
         prompts += max(record.pairs, default=0) * pace.per_prompt_pair if record.num_prefill_tokens else 0.0
@@ -122,7 +127,7 @@ class Admission:
         """`count` continuations of one prompt were sent to the engine. They wait there until its next step."""
         self._num_sent += count
         num_tokens = self._num_new(num_prompt_tokens)
-        sent = _Sent(num_tokens, self._pace.prompt_seconds(num_tokens), self._predicted_ttft(num_prompt_tokens))
+        sent = _Sent(num_tokens, self.pace.prompt_seconds(num_tokens), self._predicted_ttft(num_prompt_tokens))
         self._prompts[request_id] = sent
         self._prompt_tokens += sent.num_tokens
         self._prompt_seconds += sent.seconds
@@ -156,7 +161,7 @@ class Admission:
 
     def on_idle(self) -> None:
         """Reset the predictions: no request is left, and no further step will do it."""
-        self._num_waiting = self._num_running = self._num_sent = 0
+        self._num_waiting = self._num_running = self._num_sent = self._num_kv_tokens = 0
         self._step_seconds = self._answer_seconds = 0.0
         self._prompts.clear()
         self._prompt_tokens = self._prompt_seconds = self._computed_tokens = 0.0
@@ -174,16 +179,28 @@ class Admission:
         """The predicted wait of a new request in whole seconds, at least 1, for a Retry-After header."""
         return _whole(self.predicted_ttft(1))
 
-    def check(self, num_prompt_tokens: int = 1, waited: float = 0.0) -> None:
-        """Refuse a request by the front end's knowledge; the engine checks its queue again.
+    @property
+    def recent_answers(self) -> tuple[float, float]:
+        """Steps that recent answers took, and how many answers these are."""
+        return self._answer_steps, self._num_ended
+
+    def backlog(self, num_rows: int) -> Backlog:
+        """What the engine has yet to compute. `num_rows`: continuations without an end."""
+        num_kv_tokens = self._num_kv_tokens + self._prompt_tokens - self._computed_tokens
+        return Backlog(self._prompts_left(), num_rows, max(self._num_places, 1), num_kv_tokens)
+
+    def refusal(self, num_prompt_tokens: int = 1, waited: float = 0.0) -> QueueFullError | None:
+        """Why a request is refused by the front end's knowledge; the engine checks its queue again.
+
+        A request is accepted if there is no other, because no later moment is better.
 
         Args:
             num_prompt_tokens: 1 if it is not known yet.
             waited: seconds since the arrival.
 
-        Raises:
-            QueueFullError: the queue is full. TargetMissedError: the first token would come too late. A request is
-            accepted if there is no other, because no later moment is better.
+        Returns:
+            QueueFullError: the queue is full. TargetMissedError: the first token would come too late. None: it is
+            accepted.
         """
         limit, target = self.limits.get("max_num_queued_reqs"), self.targets.ttft
         if limit and self.num_waiting >= limit:
@@ -194,10 +211,16 @@ class Admission:
                 fix=f"Retry in {self.retry_after_seconds} s, or raise --max-num-queued-reqs",
             )
             error.retry_after_seconds = self.retry_after_seconds
-            raise error
+            return error
         is_idle = not self.num_waiting + self._num_running
         if target and not is_idle and (predicted := waited + self.predicted_ttft(num_prompt_tokens)) > target:
-            raise _late(predicted, target)
+            return _late(predicted, target)
+        return None
+
+    def check(self, num_prompt_tokens: int = 1, waited: float = 0.0) -> None:
+        """Raise what `refusal` answers."""
+        if (error := self.refusal(num_prompt_tokens, waited)) is not None:
+            raise error
 
     def _num_new(self, num_prompt_tokens: int) -> float:
         """Tokens of a prompt that must be computed, if the share of cached tokens is the recent one."""
@@ -205,15 +228,18 @@ class Admission:
         return num_prompt_tokens * (1 - hit_rate)
 
     def _predicted_ttft(self, num_prompt_tokens: int) -> float:
+        own, share = self.pace.prompt_seconds(self._num_new(num_prompt_tokens)), self._prompt_share()
+        return self._step_seconds + max(self._prompts_left() / share, self._place_seconds()) + own / share
+
+    def _prompts_left(self) -> float:
+        """Seconds of the prompts that were sent and are not computed."""
         num_left = self._prompt_tokens - self._computed_tokens
-        before = self._prompt_seconds * num_left / self._prompt_tokens if self._prompt_tokens else 0.0
-        own, share = self._pace.prompt_seconds(self._num_new(num_prompt_tokens)), self._prompt_share()
-        return self._step_seconds + max(before / share, self._place_seconds()) + own / share
+        return self._prompt_seconds * num_left / self._prompt_tokens if self._prompt_tokens else 0.0
 
     def _prompt_share(self) -> float:
         """The share of a step's time that prompts get beside answers."""
         # Prompts that wait now are answers by then.
-        answers = max(self._answer_seconds, self._pace.usual_step if self._prompts else 0.0)
+        answers = max(self._answer_seconds, self.pace.usual_step if self._prompts else 0.0)
         if not answers:
             return 1.0
         num_tokens = (self.limits.get("max_num_batched_tokens") or 1) - self._num_running
@@ -221,7 +247,7 @@ class Admission:
             prompts = self.targets.itl - answers
         else:
             num_tokens = min(num_tokens, self.limits.get("max_shared_prefill_tokens") or num_tokens)
-            prompts = num_tokens * self._pace.per_prompt_token
+            prompts = num_tokens * self.pace.per_prompt_token
         return max(prompts / (prompts + answers), MIN_SHARE) if prompts > 0 else MIN_SHARE
 
     def _place_seconds(self) -> float:

@@ -13,8 +13,10 @@ from quire.frontend.admission import Refusals
 from quire.frontend.input_processor import InputProcessor, ProcessedRequest, RequestOptions
 from quire.frontend.prompts import PromptType
 from quire.frontend.replica import Replica, as_dead
+from quire.frontend.router import work_seconds
 from quire.frontend.stream import RequestStream
 from quire.frontend.timeline import RequestTimeline
+from quire.frontend.tracing import RequestTracer
 from quire.logs import get_logger
 from quire.lora.modules import LoraModule
 from quire.messages import EngineProgress, EngineReady, SetLimits
@@ -30,14 +32,16 @@ class AsyncEngine:
     """Requests in, streams of outputs out, over one or more engines of the same model and settings.
 
     The first start ends when all replicas are ready. If one cannot start, all end. After it, requests are taken while
-    any replica is ready. If an engine fails, its replica starts the next one and keeps its requests. A replica that
-    gives up leaves its work to the others; without any replica the server ends.
+    any replica is ready. If an engine fails, its replica starts the next one, and other replicas take the requests of
+    which nothing was handed on. A replica that gives up leaves its work to the others; without any replica the server
+    ends.
 
     Args:
         replicas: one or more, by their index; AsyncEngine owns them.
         input_processor: it is replaced when the engines' context length is known.
         modules: adapters that are read before requests are taken; None: the engines compute no adapters.
         clock: monotonic seconds, the same as the replicas'.
+        tracer: the replicas', which ends with the engine.
     """
 
     def __init__(
@@ -47,14 +51,17 @@ class AsyncEngine:
         *,
         modules: Sequence[LoraModule] | None = (),
         clock: Callable[[], float] = time.monotonic,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self.replicas = list(replicas)
         self.input_processor = input_processor
         self.adapters = Adapters(self.replicas, is_enabled=modules is not None)
-        self.on_progress: Callable[[EngineProgress], None] | None = None  # gets every report of a start
+        self.on_progress: Callable[[EngineProgress], None] | None = (
+            None  # gets the slowest replica's reports of a start
+        )
         self.error: QuireError | None = None  # the reason why no engine is left
         self.refusals = Refusals()
-        self._clock = clock
+        self._clock, self._tracer = clock, tracer
         self._settled = asyncio.Event()  # ready or dead
         self._modules = list(modules or ())  # that are not read yet
         self._reading: asyncio.Task[None] | None = None
@@ -62,7 +69,7 @@ class AsyncEngine:
     def start(self) -> None:
         """Begin to receive. It needs a running event loop and is called once."""
         for replica in self.replicas:
-            replica.start(self._on_change, self._on_progress)
+            replica.start(self._on_change, self._show_progress)
 
     async def wait_ready(self, timeout: float | None = None) -> EngineReady:
         """Wait until requests are taken. If an engine fails before this returns, it waits for the next one.
@@ -135,9 +142,9 @@ class AsyncEngine:
 
     @property
     def progress(self) -> EngineProgress | None:
-        """The progress of the first replica that starts; None: no replica starts, or requests are taken."""
-        reports = (replica.progress for replica in self.replicas if replica.progress is not None)
-        return None if self.is_ready else next(reports, None)
+        """The progress of the replica that is furthest from ready; None: no replica starts, or requests are taken."""
+        reports = [replica.progress for replica in self.replicas if replica.progress is not None]
+        return min(reports, key=lambda report: report.stage) if reports and not self.is_ready else None
 
     @property
     def num_unfinished(self) -> int:
@@ -164,19 +171,21 @@ class AsyncEngine:
         request_id: str,
         *,
         adapter: str | None = None,
+        data_parallel_rank: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestStream:
         """Check, tokenize and send one request. The caller must iterate the stream to its end or close it.
 
         Args:
             adapter: a name among `adapters`; None: the base model.
+            data_parallel_rank: the index of the replica that shall compute it; None: the one with the least work.
 
         Raises:
             ModelNotFoundError: there is no such adapter.
             InvalidRequestError, ContextLengthError: the request is refused. QueueFullError: the engine's queue is full.
             NotReadyError, EngineDeadError: there is no engine yet, or no longer.
         """
-        self._pick().check_room()
+        self._pick(data_parallel_rank).check_room()
         arrival_time = self._clock()
 
         def process() -> ProcessedRequest:
@@ -188,24 +197,54 @@ class AsyncEngine:
             sampling_params.bad_words or sampling_params.structured_outputs
         )
         processed = await asyncio.to_thread(process) if is_slow or _is_long(prompt) else process()
-        replica = self._pick()
+        waited = self._clock() - arrival_time
+        replica = self._pick(data_parallel_rank, len(processed.prompt_token_ids), waited)
         if any(request_id in each.output_processor for each in self.replicas):
             raise InvalidRequestError(
                 "The request id is in use", value=request_id, fix="Use another id", param="request_id"
             )
-        replica.check_room(len(processed.prompt_token_ids), self._clock() - arrival_time)
+        replica.check_room(len(processed.prompt_token_ids), waited)
         if adapter is not None:  # as it is now: while the prompt was read it may have been replaced
             processed = processed.with_adapter(self.adapters.find(adapter))
         return replica.add(processed)
 
-    def _pick(self) -> Replica:
-        """The replica for a new request: the ready one with the fewest unfinished requests.
+    def _pick(self, rank: int | None = None, num_prompt_tokens: int = 1, waited: float = 0.0) -> Replica:
+        """The replica for a new request: the one that was asked for, or of those with room the one with least work.
 
-        Raises NotReadyError, EngineDeadError.
+        See Admission.refusal for `num_prompt_tokens` and `waited`.
+
+        Raises InvalidRequestError, NotReadyError, EngineDeadError.
         """
         self.check_running()
-        ready = (replica for replica in self.replicas if replica.is_ready)
-        return min(ready, key=lambda replica: (not replica.client.is_alive, replica.num_unfinished))
+        if rank is not None:
+            return self._of_rank(rank)
+        ready = [replica for replica in self.replicas if replica.is_ready]
+        if len(ready) == 1:
+            return ready[0]
+        recent = [replica.admission.recent_answers for replica in ready]
+        answer_steps = sum(steps for steps, _ in recent) / sum(num_answers for _, num_answers in recent)
+        pace = ready[0].admission.pace
+
+        def rank_of(replica: Replica) -> tuple[bool, bool, float, int]:
+            has_room = replica.has_room(num_prompt_tokens, waited)
+            work = work_seconds(replica.backlog, pace, answer_steps)
+            return not replica.client.is_alive, not has_room, work, replica.num_unfinished
+
+        return min(ready, key=rank_of)
+
+    def _of_rank(self, rank: int) -> Replica:
+        if not 0 <= rank < len(self.replicas):
+            raise InvalidRequestError(
+                "There is no replica of this rank",
+                value=rank,
+                expected=f"0 to {len(self.replicas) - 1}",
+                fix="Leave it out: the replica with the least work is chosen",
+                param="data_parallel_rank",
+            )
+        replica = self.replicas[rank]
+        if not replica.is_ready:
+            raise NotReadyError(f"Replica {rank} has no engine now", fix="Retry, or ask for no replica")
+        return replica
 
     async def generate(
         self,
@@ -214,10 +253,13 @@ class AsyncEngine:
         request_id: str,
         *,
         adapter: str | None = None,
+        data_parallel_rank: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]:
         """`add_request` and its stream as one generator. Errors come at its first step; leaving it aborts."""
-        stream = await self.add_request(prompt, sampling_params, request_id, adapter=adapter, **options)
+        stream = await self.add_request(
+            prompt, sampling_params, request_id, adapter=adapter, data_parallel_rank=data_parallel_rank, **options
+        )
         async with stream:
             async for output in stream:
                 yield output
@@ -255,8 +297,10 @@ class AsyncEngine:
         if self.is_ready:
             self._pick().check_room()
 
-    def _on_progress(self, progress: EngineProgress) -> None:
-        if self.on_progress is not None:
+    def _show_progress(self) -> None:
+        """Once every replica has said how far it is: what is shown never goes back."""
+        is_known = all(replica.is_ready or replica.progress is not None for replica in self.replicas)
+        if self.on_progress is not None and is_known and (progress := self.progress) is not None:
             self.on_progress(progress)
 
     def _on_change(self) -> None:
@@ -269,10 +313,21 @@ class AsyncEngine:
         if self.is_ready:
             max_model_len = min(replica.facts.max_model_len for replica in self.replicas if replica.facts is not None)
             self.input_processor = self.input_processor.with_max_model_len(max_model_len)
+            self._move_requests()
         if self.is_ready or self.error is not None:
             self._settled.set()
         else:
             self._settled.clear()
+
+    def _move_requests(self) -> None:
+        """Give the requests of replicas without an engine to those that have one, if nothing was handed on of them."""
+        if not any(replica.is_ready and replica.client.is_alive for replica in self.replicas):
+            return  # the others are dead as well, and it is not noticed yet
+        for replica in self.replicas:
+            if not replica.is_ready and (released := replica.release()):
+                logger.info("requests of engine %d that go to other engines: %d", replica.index, len(released))
+                for request, stream in released:
+                    self._pick().take_over(request, stream)
 
     def close(self) -> None:
         """Tell the engines to stop, end every stream and free the connections. May be called again."""
@@ -287,6 +342,8 @@ class AsyncEngine:
         self.close()
         for replica in self.replicas:
             await replica.wait_closed()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
 
 def _is_long(prompt: PromptType) -> bool:

@@ -59,6 +59,7 @@ class ProcessedRequest:
     requests: list[AddRequest]
     tokenizer: UseTokenizer | None = None  # what an engine must have got before, if they have a grammar
     adapter: Registration | None = None
+    trace_headers: Mapping[str, str] | None = None  # of the trace that the request belongs to
 
     def with_adapter(self, adapter: Registration) -> ProcessedRequest:
         """The same for an adapter."""
@@ -82,6 +83,7 @@ class RequestOptions(TypedDict, total=False):
     add_special_tokens: bool
     clamp_max_tokens: bool
     truncation: Truncation | None
+    trace_headers: Mapping[str, str] | None
 
 
 def sampling_defaults(
@@ -156,6 +158,7 @@ class InputProcessor:
         add_special_tokens: bool = True,
         clamp_max_tokens: bool = False,
         truncation: Truncation | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> ProcessedRequest:
         """Check a prompt and its parameters, tokenize it, and make one AddRequest per continuation.
 
@@ -166,6 +169,7 @@ class InputProcessor:
             add_special_tokens: BOS and others; False for a rendered chat.
             clamp_max_tokens: lower a max_tokens that does not fit instead of refusing it (offline use).
             truncation: cut the prompt; None: refuse a long prompt.
+            trace_headers: `traceparent` and `tracestate` of the trace that the request belongs to.
 
         Raises:
             InvalidRequestError: a field is illegal. ContextLengthError: prompt and output do not fit the context.
@@ -216,7 +220,7 @@ class InputProcessor:
             for index in range(own.n)
         ]
         tokenizer = None if own.grammar is None else self._use_tokenizer()
-        return ProcessedRequest(request_id, text, ids, own, requests, tokenizer)
+        return ProcessedRequest(request_id, text, ids, own, requests, tokenizer, trace_headers=trace_headers)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. A text that cannot fit the context is refused before tokenization."""

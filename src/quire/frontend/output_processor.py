@@ -17,6 +17,7 @@ from quire.frontend.request_state import Continuation, RequestState
 from quire.frontend.stats import EngineMetrics, NoMetrics, Targets
 from quire.frontend.timeline import Timelines
 from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.tracing import RequestTracer
 from quire.logs import get_logger
 from quire.messages import AddRequest, RequestDelta
 from quire.outputs import FinishReason, RequestOutput, SpecDecodeMetrics
@@ -57,6 +58,7 @@ class OutputProcessor:
         metrics: gets first tokens, tokens and ends.
         clock: monotonic seconds, the clock of the requests' arrival times.
         new_draft_metrics: makes what a request's drafts are counted in; None: they are not counted.
+        tracer: gets each request at its end; the caller closes it.
     """
 
     def __init__(
@@ -65,13 +67,14 @@ class OutputProcessor:
         metrics: EngineMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         new_draft_metrics: Callable[[], SpecDecodeMetrics] | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self.metrics: EngineMetrics = NoMetrics() if metrics is None else metrics
         self.targets = Targets()  # for the metrics
         self.timelines = Timelines()  # of recent requests
         self._clock = clock
-        self._new_draft_metrics = new_draft_metrics
+        self._new_draft_metrics, self._tracer = new_draft_metrics, tracer
         self._requests: dict[str, RequestState] = {}
         self._continuations: dict[str, Continuation] = {}  # by the engine's request id
 
@@ -82,6 +85,11 @@ class OutputProcessor:
     def num_unfinished(self) -> int:
         """Requests (not continuations) without their last output."""
         return len(self._requests)
+
+    @property
+    def num_continuations(self) -> int:
+        """Continuations without an end."""
+        return len(self._continuations)
 
     def add(self, processed: ProcessedRequest) -> None:
         """Expect deltas for this request. Its id must not be in use."""
@@ -135,6 +143,24 @@ class OutputProcessor:
         self.abort(unsaved, "error")
         return unsaved
 
+    def release(self) -> list[RequestState]:
+        """Forget and return the requests that another engine may compute: see lose_engine for the others."""
+        free = [request for request in self._requests.values() if not (request.was_handed_on or request.is_retry)]
+        for request in free:
+            del self._requests[request.request_id]
+            running = [child for child in request.continuations if self._continuations.pop(child.request_id, None)]
+            self.metrics.on_moved(-len(running))
+        return free
+
+    def take_over(self, request: RequestState) -> list[AddRequest]:
+        """Follow a request that was released -> the messages for the engine. Its id must not be in use."""
+        self._requests[request.request_id] = request
+        messages = self._again(request)
+        running = {child.request_id: child for child in request.continuations if child.finish_reason is None}
+        self._continuations |= running
+        self.metrics.on_moved(len(running))
+        return messages
+
     def adapters(self) -> set[tuple[str, str]]:
         """Paths and digests of the adapters of unfinished requests."""
         found = (request.processed.adapter for request in self._requests.values())
@@ -152,15 +178,16 @@ class OutputProcessor:
         Answers of the engine before are forgotten, except complete continuations. The new engine computes the same
         tokens again, and they do not count twice.
         """
-        now = self._clock()
+        return [message for request in self._requests.values() for message in self._again(request)]
+
+    def _again(self, request: RequestState) -> list[AddRequest]:
+        request.is_retry, request.sent_after = True, self._clock() - request.metrics.arrival_time
+        self.metrics.on_retry()
         messages = []
-        for request in self._requests.values():
-            request.is_retry, request.sent_after = True, now - request.metrics.arrival_time
-            self.metrics.on_retry()
-            for child, message in zip(request.continuations, request.processed.requests, strict=True):
-                if child.finish_reason is None:
-                    child.start_again(message, self._tokenizer)
-                    messages.append(msgspec.structs.replace(message, is_retry=True))
+        for child, message in zip(request.continuations, request.processed.requests, strict=True):
+            if child.finish_reason is None:
+                child.start_again(message, self._tokenizer)
+                messages.append(msgspec.structs.replace(message, is_retry=True))
         return messages
 
     def _update(self, child: Continuation, delta: RequestDelta, now: float, result: ProcessedOutputs) -> None:
@@ -225,4 +252,6 @@ class OutputProcessor:
         if request.num_running == 0:
             request.metrics.finished_time = now
             del self._requests[request.request_id]
+            if self._tracer is not None:
+                self._tracer.on_ended(request)
         self.metrics.on_finished(child.summary(reason, now, self.targets))

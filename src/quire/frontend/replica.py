@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +22,8 @@ from quire.frontend.admission import Admission
 from quire.frontend.client import EngineClient
 from quire.frontend.input_processor import ProcessedRequest
 from quire.frontend.output_processor import OutputProcessor, error_of
+from quire.frontend.request_state import RequestState
+from quire.frontend.router import Backlog
 from quire.frontend.stats import FailureReason
 from quire.frontend.stream import RequestStream
 from quire.frontend.supervisor import EngineStarter, RecoveryLimits, Supervisor
@@ -30,6 +32,7 @@ from quire.lora.facts import AdapterFacts
 from quire.messages import (
     Abort,
     AdapterState,
+    AddRequest,
     Command,
     EngineInput,
     EngineMessage,
@@ -89,12 +92,12 @@ class Replica:
         self._operations = itertools.count()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, on_change: Callable[[], None], on_progress: Callable[[EngineProgress], None]) -> None:
+    def start(self, on_change: Callable[[], None], on_progress: Callable[[], None]) -> None:
         """Begin to receive. It needs a running event loop and is called once.
 
         Args:
             on_change: called when the replica becomes ready, loses its engine, or gives up.
-            on_progress: gets every report of a start.
+            on_progress: called with every report of a start.
         """
         assert self._task is None, "started twice"
         self._on_change, self._on_progress = on_change, on_progress
@@ -122,14 +125,24 @@ class Replica:
         return self.output_processor.num_unfinished
 
     def check_room(self, num_prompt_tokens: int = 1, waited: float = 0.0) -> None:
-        """Raise QueueFullError for a request that would wait too long: see Admission.check."""
+        """Raise QueueFullError for a request that would wait too long: see Admission.refusal."""
+        if (error := self._refusal(num_prompt_tokens, waited)) is not None:
+            self._count_refusal(error)
+            raise error
+
+    def has_room(self, num_prompt_tokens: int = 1, waited: float = 0.0) -> bool:
+        """Whether check_room would not raise."""
+        return self._refusal(num_prompt_tokens, waited) is None
+
+    def _refusal(self, num_prompt_tokens: int, waited: float) -> QueueFullError | None:
         if self.num_unfinished == 0:
             self.admission.on_idle()
-        try:
-            self.admission.check(num_prompt_tokens, waited)
-        except QueueFullError as error:
-            self._count_refusal(error)
-            raise
+        return self.admission.refusal(num_prompt_tokens, waited)
+
+    @property
+    def backlog(self) -> Backlog:
+        """What its engine has yet to compute, for the router."""
+        return self.admission.backlog(self.output_processor.num_continuations)
 
     def _count_refusal(self, error: QueueFullError) -> None:
         is_late = isinstance(error, TargetMissedError)
@@ -137,20 +150,47 @@ class Replica:
 
     def add(self, processed: ProcessedRequest) -> RequestStream:
         """Send one request with an unused id. The caller must iterate the stream to its end or close it."""
-        if self.num_unfinished == 0:
-            self._supervisor.watch.on_step(self._clock())
+        self._end_idle_time()
         self.output_processor.add(processed)
         is_delta = processed.sampling_params.output_kind is RequestOutputKind.DELTA
         stream = RequestStream(processed.request_id, is_delta=is_delta, on_leave=self._on_leave)
         self._streams[processed.request_id] = stream
         with suppress(EngineDeadError):  # `receive` reports it too, and the next engine gets the request
-            if processed.tokenizer is not None and self._tokenizer is None:
-                self._tokenizer = processed.tokenizer
-                self.client.send(self._tokenizer)
-            for message in processed.requests:
-                self.client.send(message)
-            self.admission.on_sent(processed.request_id, len(processed.prompt_token_ids), len(processed.requests))
+            self._send_request(processed, processed.requests)
         return stream
+
+    def release(self) -> list[tuple[RequestState, RequestStream]]:
+        """Give up the requests of which nothing was handed on: another replica will take them over."""
+        return [(request, self._streams.pop(request.request_id)) for request in self.output_processor.release()]
+
+    def take_over(self, request: RequestState, stream: RequestStream) -> None:
+        """Compute a request that another replica has released. It was accepted, so the queue's limit does not count."""
+        self._end_idle_time()
+        messages = self.output_processor.take_over(request)
+        stream.move(self._on_leave)
+        self._streams[request.request_id] = stream
+        adapter = request.processed.adapter
+        is_old = adapter is not None and (adapter.path, adapter.digest) not in self._adapters
+        with suppress(EngineDeadError):
+            if adapter is not None and is_old:
+                self.client.send(_known(adapter.path, adapter.digest))
+            self._send_request(request.processed, messages)
+            if adapter is not None and is_old:  # only this request names it
+                self.client.send(UnloadAdapter(adapter.digest, adapter.path))
+
+    def _end_idle_time(self) -> None:
+        """A request comes: until now there may have been no steps."""
+        if self.num_unfinished == 0:
+            self._supervisor.watch.on_step(self._clock())
+
+    def _send_request(self, processed: ProcessedRequest, messages: Sequence[AddRequest]) -> None:
+        """Send all or the remaining continuations. Raises EngineDeadError."""
+        if processed.tokenizer is not None and self._tokenizer is None:
+            self._tokenizer = processed.tokenizer
+            self.client.send(self._tokenizer)
+        for message in messages:
+            self.client.send(message)
+        self.admission.on_sent(processed.request_id, len(processed.prompt_token_ids), len(messages))
 
     def abort(self, request_id: str) -> None:
         """End a request. Its stream ends without a further output. An unknown id is ignored."""
@@ -178,9 +218,14 @@ class Replica:
         given = {name: getattr(limits, name) for name in limits.__struct_fields__}
         self._moved_limits |= {name: value for name, value in given.items() if value is not None}
         self.admission.on_limits(limits)
-        self.output_processor.targets = self.admission.targets
+        self._take_targets()
         if self.is_ready:
             self._send(limits)
+
+    def _take_targets(self) -> None:
+        targets = self.admission.targets
+        self.output_processor.targets = targets
+        self.output_processor.metrics.on_targets(targets)
 
     async def read_adapter(self, path: str) -> AdapterFacts:
         """Let the engine read an adapter and keep it. Raises AdapterError, EngineDeadError."""
@@ -250,14 +295,14 @@ class Replica:
                 self._on_adapter(message)
             case EngineProgress():
                 self.progress = message
-                self._on_progress(message)
+                self._on_progress()
             case EngineReady():
                 if self.is_restarting and self.facts is not None:
                     self._restore(message, self.facts)
                 self.facts, self.is_ready, self.progress = message, True, None
                 self.output_processor.metrics.on_ready(message)
                 self.admission.on_ready(message)
-                self.output_processor.targets = self.admission.targets
+                self._take_targets()
                 self._on_change()
 
     def _restore(self, ready: EngineReady, before: EngineReady) -> None:
@@ -282,7 +327,8 @@ class Replica:
     def on_lost(self, reason: FailureReason) -> None:
         """For the supervisor: the engine is gone with its results, and the next one starts.
 
-        Requests without output that was handed on wait for it, but only once. The others end now.
+        Requests without output that was handed on go to other replicas or wait for it, but only once. The others end
+        now.
         """
         was_ready, self.is_ready = self.is_ready, False
         self._lose_readings(EngineRestartedError("The engine failed while it read the adapter", fix="Load it again"))
@@ -297,7 +343,9 @@ class Replica:
         self._on_change()
 
     def on_gone(self, error: QuireError) -> None:
-        """For the supervisor: no engine is left. All streams end with an error, and no request is taken."""
+        """For the supervisor: no engine is left. Streams that others cannot take end with an error."""
+        self.is_ready = False
+        self._on_change()  # other replicas take what they can
         for _ in self._streams:
             self.output_processor.metrics.on_unsaved("gave_up")
         self._end(error, "error")

@@ -82,8 +82,16 @@ class EngineMetrics(Protocol):
         """The first engine, or a new one after a failure, takes requests."""
         ...
 
+    def on_targets(self, targets: Targets) -> None:
+        """The targets from now on."""
+        ...
+
     def on_request_arrived(self, request: ProcessedRequest) -> None:
         """A request was accepted and sent to the engine."""
+        ...
+
+    def on_moved(self, count: int) -> None:
+        """The engine got `count` continuations of another engine, or lost as many if the number is negative."""
         ...
 
     def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int, num_cached_tokens: int) -> None:
@@ -135,7 +143,13 @@ class NoMetrics:
     def on_ready(self, ready: EngineReady) -> None:
         return None
 
+    def on_targets(self, targets: Targets) -> None:
+        return None
+
     def on_request_arrived(self, request: ProcessedRequest) -> None:
+        return None
+
+    def on_moved(self, count: int) -> None:
         return None
 
     def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int, num_cached_tokens: int) -> None:

@@ -26,6 +26,10 @@ class RequestStream:
         self._is_finished = False  # no further `put` follows
         self._waiter: asyncio.Future[None] | None = None
 
+    def move(self, on_leave: Callable[[str], None]) -> None:
+        """Another replica computes the request from now on."""
+        self._on_leave = on_leave
+
     def put(self, output: RequestOutput) -> None:
         """Add an output, or merge it with an unread one."""
         self._unread = output if self._unread is None else merge_outputs(self._unread, output, self._is_delta)

@@ -6,9 +6,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from quire.hf_config.feed_forward import ExpertsForm, gated_mlp
 from quire.hf_config.fields import Fields
 from quire.hf_config.gguf_metadata import GgufMetadata
-from quire.layer_spec import Cut, Dense, Full, LayerSpec, LinearShape, Norms, NormShape, QkNorm, RopeConfig, Window
+from quire.layer_spec import (
+    Cut,
+    FeedForward,
+    Full,
+    LayerSpec,
+    LinearShape,
+    Norms,
+    NormShape,
+    QkNorm,
+    RopeConfig,
+    Window,
+)
 
 LayerRule = Callable[[Fields, int], bool]  # (file with defaults, layer) -> whether the rule holds for this layer
 
@@ -71,7 +83,7 @@ class LayerFacts:
 
 
 def decoder_layer(facts: LayerFacts, layer: int) -> LayerSpec:
-    """The layer of nearly all families: attention of heads, and a gated MLP."""
+    """The layer of nearly all families: attention of heads, and a gated MLP or experts."""
     names, prefix = facts.family.norms, f"model.layers.{layer}."
 
     def norms(before: str | None, after: str | None) -> Norms:
@@ -80,7 +92,7 @@ def decoder_layer(facts: LayerFacts, layer: int) -> LayerSpec:
 
     return LayerSpec(
         attention=_attention(facts, layer, prefix + "self_attn."),
-        feed_forward=_feed_forward(facts, prefix + "mlp."),
+        feed_forward=_feed_forward(facts, layer, prefix),
         attention_norms=norms(names.before_attention, names.after_attention),
         feed_forward_norms=norms(names.before_feed_forward, names.after_feed_forward),
         residual_multiplier=facts.fields.number("residual_multiplier", 1.0),
@@ -114,18 +126,17 @@ def _attention(facts: LayerFacts, layer: int, prefix: str) -> Full:
     return Window(size=facts.window, **common) if is_local else Full(**common)
 
 
-def _feed_forward(facts: LayerFacts, prefix: str) -> Dense:
-    hidden, inner, bias = facts.hidden_size, facts.intermediate_size, facts.fields.flag("mlp_bias", False)
-    shards: tuple[tuple[str, int], ...] = (("gate_proj", inner), ("up_proj", inner))
-    if facts.family.has_fused_checkpoint:
-        shards = (("gate_up_proj", 2 * inner),)
-    rows = Cut("rows", (inner, inner) if len(shards) == 1 else ())
-    return Dense(
-        gate_up=LinearShape(prefix=prefix, shards=shards, in_features=hidden, bias=bias, cut=rows),
-        down=LinearShape(
-            prefix=prefix, shards=(("down_proj", hidden),), in_features=inner, bias=bias, cut=Cut("joined")
-        ),
-        activation=facts.activation,
+def _feed_forward(facts: LayerFacts, layer: int, prefix: str) -> FeedForward:
+    form, fields = facts.family.experts, facts.fields
+    if form is not None and form.has_experts(fields, layer):
+        return form.experts(fields, prefix, facts.hidden_size, facts.activation)
+    return gated_mlp(
+        f"{prefix}mlp.",
+        facts.hidden_size,
+        facts.intermediate_size,
+        facts.activation,
+        bias=fields.flag("mlp_bias", False),
+        is_fused=facts.family.has_fused_checkpoint,
     )
 
 
@@ -166,6 +177,7 @@ class Family:
         renamed_prefixes: pairs (prefix in the checkpoint, our prefix); the first that fits is used. Our names are
             Llama's: `model.embed_tokens`, `model.layers.<i>.self_attn.q_proj`, ..., `model.norm`, `lm_head`.
         ignored_prefixes: parts of the checkpoint that we do not run.
+        experts: of layers that have some; None: all layers have a gated MLP.
         layer: makes the spec of one layer.
     """
 
@@ -183,6 +195,7 @@ class Family:
     has_fused_checkpoint: bool = False
     renamed_prefixes: tuple[tuple[str, str], ...] = ()
     ignored_prefixes: tuple[str, ...] = ()
+    experts: ExpertsForm | None = None
     layer: Callable[[LayerFacts, int], LayerSpec] = decoder_layer
     gguf: GgufForm | None = None  # None: the family is not read from GGUF files
 
@@ -190,4 +203,5 @@ class Family:
         """The family's own names of modules in a layer, by llama.cpp's names."""
         keys = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
         names = {key: name for key, name in zip(keys, self.norms, strict=True) if name is not None}
+        names |= {} if self.experts is None else self.experts.gguf_names()
         return names | ({"ffn_up": "mlp.gate_up_proj"} if self.has_fused_checkpoint else {})

@@ -46,23 +46,27 @@ CONTROL = 3  # in tokenizer.ggml.token_type
 
 def family_of(file: GgufFile, families: Iterable[Family]) -> tuple[Family, GgufForm]:
     """The family of a file and its form. Raises ModelConfigError for an unknown architecture."""
-    forms = {family.gguf.architecture: (family, family.gguf) for family in families if family.gguf is not None}
+    forms = {
+        (family.gguf.architecture, family.experts is not None): (family, family.gguf)
+        for family in families
+        if family.gguf is not None
+    }
     architecture = file.metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in forms:
+    # Mixtral is a llama with experts.
+    key = (str(architecture), bool(file.metadata.get(f"{architecture}.expert_count")))
+    if key not in forms:
         raise ModelConfigError(
             f"{file.path.name} is of an architecture that is not read from GGUF files",
-            value=architecture,
-            expected="one of " + ", ".join(forms),
+            value=f"{architecture} with experts" if key[1] else architecture,
+            expected="one of " + ", ".join(name for name, has_experts in forms if has_experts == key[1]),
             fix="Name the model's safetensors",
         )
-    return forms[architecture]
+    return forms[key]
 
 
 def to_hf_config(file: GgufFile, family: Family, form: GgufForm) -> dict[str, Any]:
     """The object of a config.json. Raises ModelConfigError for a value that Quire cannot use."""
     metadata, tensors, architecture = file.metadata, file.tensors, form.architecture
-    if metadata.get(f"{architecture}.expert_count"):
-        raise ModelConfigError(f"{file.path.name} is a mixture of experts, which is not in this version")
     if "token_embd.weight" not in tensors:
         raise ModelConfigError(
             f"{file.path.name} has no token embeddings",
@@ -70,6 +74,7 @@ def to_hf_config(file: GgufFile, family: Family, form: GgufForm) -> dict[str, An
         )
     own = GgufMetadata(metadata, architecture, str(file.path))
     config = {field: value for field, key in _FIELDS.items() if (value := own.get(key)) is not None}
+    config |= {} if family.experts is None else family.experts.gguf_fields(own)
     config |= {
         "model_type": family.model_type,
         "dtype": _dtype(file, form),

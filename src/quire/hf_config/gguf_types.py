@@ -40,7 +40,7 @@ def gguf_weights(file: GgufFile, family: Family, form: GgufForm) -> GgufWeights:
     names = {name: hf_name(name, own) for name in file.tensors if is_weight(name)}
     for tensor, name in names.items():
         info = file.tensors[tensor]
-        if name.endswith(".weight") and len(info.shape) == 2:
+        if name.endswith(".weight") and len(info.shape) in (2, 3):  # 3: of all experts
             types[name.removesuffix(".weight")] = info.type
             counts[info.type.name] += math.prod(info.shape)
     return GgufWeights(types, counts, names, form.is_interleaved)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-Layout = Literal["awq", "gptq", "packed", "int8", "fp8"]
+Layout = Literal["awq", "gptq", "packed", "int8", "fp8", "mxfp4"]
 Scales = Literal["tensor", "channel", "group", "block"]
 
 
@@ -21,7 +21,7 @@ class LayerFormat:
 
     Attributes:
         layout: the tensors of AutoAWQ's gemm, of GPTQ, of compressed-tensors' pack-quantized (packed) or int-quantized
-            (int8), or a weight in float8_e4m3fn with its scales (fp8).
+            (int8), a weight in float8_e4m3fn with its scales (fp8), or gpt-oss's blocks with their scales (mxfp4).
         bits: of a weight.
         scales: one scale is for the whole tensor, an output channel, a group along K, or a block of N x K.
         group_size: elements along K, for groups.
@@ -56,7 +56,8 @@ class LayerFormat:
             "group": f"groups of {self.group_size}",
             "block": "blocks of {}x{}".format(*self.block or (0, 0)),
         }[self.scales]
-        parts = [f"{'FP8' if self.layout == 'fp8' else f'{self.bits}-bit'}, {shared}"]
+        names = {"fp8": "FP8", "mxfp4": "MXFP4"}
+        parts = [f"{names.get(self.layout, f'{self.bits}-bit')}, {shared}"]
         if self.has_zeros:
             parts.append("zero points")
         if self.has_order:
@@ -106,7 +107,7 @@ class QuantizedCheckpoint:
     """The description of the weights in config.json. The first rule that covers a layer's name decides.
 
     Args:
-        method: awq, gptq, compressed-tensors or fp8.
+        method: awq, gptq, compressed-tensors, fp8 or mxfp4.
     """
 
     method: str
@@ -120,6 +121,19 @@ class QuantizedCheckpoint:
         """The format of a layer such as `model.layers.0.mlp.down_proj` or `lm_head`; None: floating point."""
         rule = self.rule_for(name)
         return None if rule is None else rule.format
+
+    @cached_property
+    def _formats_of_experts(self) -> dict[tuple[str, int], tuple[LayerFormat | None, ...]]:
+        return {}
+
+    def formats_of(self, name: str, num_experts: int) -> tuple[LayerFormat | None, ...]:
+        """The formats of the experts of a layer, in whose name `{}` is the expert; 0 experts: of an ordinary layer."""
+        if num_experts == 0:
+            return (self.format_of(name),)
+        known, key = self._formats_of_experts, (name, num_experts)
+        if key not in known:
+            known[key] = tuple(self.format_of(name.format(expert)) for expert in range(num_experts))
+        return known[key]
 
     def describe(self) -> str:
         formats = dict.fromkeys(rule.format.describe() for rule in self.rules if rule.format is not None)

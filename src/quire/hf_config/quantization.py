@@ -1,4 +1,4 @@
-"""Reads descriptions of quantized checkpoints: AWQ, GPTQ, compressed-tensors, FP8. No torch.
+"""Reads descriptions of quantized checkpoints: AWQ, GPTQ, compressed-tensors, FP8, MXFP4. No torch.
 
 Each method describes the whole model in its own fields. Here they become rules that give each layer a format.
 """
@@ -28,6 +28,8 @@ QUANTIZATION_NAMES = {
     "gptq_marlin": "gptq",
     "compressed-tensors": "compressed-tensors",
     "fp8": "fp8",
+    "mxfp4": "mxfp4",
+    "gpt_oss_mxfp4": "mxfp4",
     "gguf": "gguf",
 }
 
@@ -236,11 +238,19 @@ def _fp8(fields: Fields) -> Iterable[Rule]:
     )
 
 
+def _mxfp4(fields: Fields) -> Iterable[Rule]:
+    """gpt-oss: only experts. transformers quantizes no other modules with this method."""
+    yield _left_out(fields, "modules_to_not_convert")
+    layer_format = LayerFormat(layout="mxfp4", bits=4, scales="group", group_size=32)
+    yield Rule(format=layer_format, reason="quant_method", parts=("experts",))
+
+
 _PARSERS: dict[str, Callable[[Fields], Iterable[Rule]]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "mxfp4": _mxfp4,
 }
 
 

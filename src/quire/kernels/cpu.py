@@ -4,8 +4,8 @@ A call is a struct of the extension: it is made from tensors and numbers by name
 constant for a layer have their own struct, which is made once and given to each call. The extension reads address,
 sizes, strides and dtype from each tensor (csrc/tensor_view.h).
 
-The functions trust the shapes, dtypes and strides of their arguments: ops, dense, grouped, fp8 and lora check
-them.
+The functions trust the shapes, dtypes and strides of their arguments: ops, dense, grouped, fp8, experts and lora
+check them.
 csrc/bindings_*.cpp refuses numbers that lead out of memory.
 
 Dimensions: M rows, N out-features, K in-features; for the other ops see ops.py.
@@ -29,18 +29,19 @@ from quire.kernels.grouped_weight import GroupedWeight
 
 if TYPE_CHECKING:
     from quire.kernels.layer_rules import AttentionRule, HeadRotation
+    from quire.kernels.routing import Routing, RoutingRule
 
 _C: Any = extension.C  # None: installed without a compiler, so ops run on plain torch
 
 # enum class DType of csrc/include/quire/dtype.h
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # enum class Activation of csrc/include/quire/kernels/activation.h
-ACTIVATION_CODES: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+ACTIVATION_CODES: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 # enums of csrc/include/quire/kernels/experts.h
 SCORING_CODES: dict[str, int] = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sparsemixer": 3}
 GROUP_SCORE_CODES: dict[str, int] = {"max": 0, "top2": 1}
 # enum class GroupNumbers of csrc/include/quire/kernels/grouped_layout.h
-GROUP_NUMBERS_CODES: dict[str | None, int] = {None: 0, "float32": 1, "float16": 2, "int8": 3, "uint8": 4}
+GROUP_NUMBERS_CODES: dict[str | None, int] = {None: 0, "float32": 1, "float16": 2, "int8": 3, "uint8": 4, "e8m0": 5}
 # kMaxHeadDim of csrc/kernels/attention_tile.h; above it ops run on plain torch
 MAX_HEAD_DIM = 256
 _PEAK_ROUNDS = 20_000  # of multiply-adds per reading, which takes less than a millisecond
@@ -197,6 +198,69 @@ def grouped_form(grouped_format: GroupedFormat) -> Any:
     )
 
 
+def routing_rule(rule: RoutingRule) -> Any:
+    """A rule as struct RoutingRule of csrc/include/quire/kernels/experts.h."""
+    return _C.RoutingRule(
+        num_experts=rule.num_experts,
+        num_active=rule.num_active,
+        scoring=SCORING_CODES[rule.scoring],
+        num_groups=rule.num_groups,
+        num_active_groups=rule.num_active_groups,
+        group_score=GROUP_SCORE_CODES[rule.group_score],
+        normalizes=rule.normalizes,
+        scale=rule.scale,
+        jitter=rule.jitter,
+    )
+
+
+def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None, routing: Routing) -> None:
+    """See experts.route. Rows of the logits may be strided."""
+    _C.Route(
+        logits=logits_TE,
+        rule=rule.compiled,
+        bias=bias_E,
+        experts=routing.experts_TS,
+        weights=routing.weights_TS,
+        order=routing.order_P,
+        begins=routing.begins,
+    ).run()
+
+
+def expert_stack(first: Any, num_experts: int) -> Any:
+    """Weights of experts that lie one after the other; `first`: of `packed_weight`, with the number of its own rows."""
+    return _C.ExpertStack(first=first, num_experts=num_experts)
+
+
+def expert_linear(
+    x: Tensor, stack: Any, routing: Routing, of_tokens: bool, bias_EN: Tensor | None, out_PN: Tensor
+) -> None:
+    """See experts.expert_linear. Rows of x and out may be strided. `stack`: from `expert_stack`."""
+    _C.ExpertProduct(
+        x=x,
+        stack=stack,
+        order=routing.order_P,
+        begins=routing.begins,
+        num_slots=routing.num_slots,
+        of_tokens=of_tokens,
+        bias=bias_EN,
+        out=out_PN,
+    ).run()
+
+
+def combine(
+    y_PD: Tensor, routing: Routing, shared_TD: Tensor | None, shared_gate_T1: Tensor | None, out_TD: Tensor
+) -> None:
+    """See experts.combine. Rows of all but the routing may be strided."""
+    _C.CombineExperts(
+        y=y_PD,
+        order=routing.order_P,
+        weights=routing.weights_TS,
+        shared=shared_TD,
+        shared_gate=shared_gate_T1,
+        out=out_TD,
+    ).run()
+
+
 def fp8_quantize(weight_NK: Tensor, codes_NK: Tensor, scales_N: Tensor) -> None:
     """See fp8.quantize_fp8."""
     _C.gemm_fp8_quantize(weight=weight_NK, codes=codes_NK, scales=scales_N)
@@ -284,25 +348,21 @@ def rms_norm(
     _C.RmsNorm(x=x_TD, residual=residual_TD, weight=weight_D, eps=eps, weight_offset=weight_offset, out=out_TD).run()
 
 
-def attention_rule(scale: float, sliding_window: int, soft_cap: float) -> Any:
+def attention_rule(scale: float, sliding_window: int, soft_cap: float, chunk: int) -> Any:
     """See layer_rules.AttentionRule."""
-    return _C.AttentionRule(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
+    return _C.AttentionRule(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, chunk=chunk)
 
 
-def head_rotation(
-    cos_sin_PR: Tensor | None,
-    q_norm_weight_E: Tensor | None,
-    k_norm_weight_E: Tensor | None,
-    norm_eps: float,
-    norm_weight_offset: float,
-) -> Any:
-    """See layer_rules.HeadRotation. The caller keeps the tensors alive."""
+def head_rotation(rotation: HeadRotation) -> Any:
+    """The extension's form. The caller keeps the tensors alive."""
     return _C.HeadRotation(
-        cos_sin=cos_sin_PR,
-        q_norm_weight=q_norm_weight_E,
-        k_norm_weight=k_norm_weight_E,
-        norm_eps=norm_eps,
-        norm_weight_offset=norm_weight_offset,
+        cos_sin=rotation.cos_sin_PR,
+        q_norm_weight=rotation.q_norm_weight_E,
+        k_norm_weight=rotation.k_norm_weight_E,
+        norm_eps=rotation.norm_eps,
+        norm_weight_offset=rotation.norm_weight_offset,
+        temperature=rotation.temperature,
+        temperature_floor=rotation.temperature_floor,
     )
 
 
@@ -343,6 +403,7 @@ def paged_attention(
     cu_seqlens_q_S1: Tensor,
     rule: AttentionRule,
     out_THE: Tensor,
+    sinks_H: Tensor | None = None,
 ) -> None:
     """See ops.paged_attention."""
     _C.PagedAttention(
@@ -352,13 +413,17 @@ def paged_attention(
         seq_lens=seq_lens_S,
         cu_seqlens_q=cu_seqlens_q_S1,
         rule=rule.compiled,
+        sinks=sinks_H,
         out=out_THE,
     ).run()
 
 
-def gated_activation(name: str, x_T2I: Tensor, out_TI: Tensor) -> None:
-    """out = activation(first half of x) * second half; `name` is a key of ACTIVATION_CODES. Rows may be strided."""
-    _C.GatedActivation(activation=ACTIVATION_CODES[name], x=x_T2I, out=out_TI).run()
+def gated_activation(
+    name: str, x_T2I: Tensor, out_TI: Tensor, factors_F: Tensor | None = None, order_T: Tensor | None = None
+) -> None:
+    """See ops.gated_activation; `name` is a key of ACTIVATION_CODES. Rows may be strided."""
+    code = ACTIVATION_CODES[name]
+    _C.GatedActivation(activation=code, x=x_T2I, factors=factors_F, order=order_T, out=out_TI).run()
 
 
 def lora_table(words_SP4: Tensor, dtype: torch.dtype, K: int, columns: Sequence[int]) -> Any:

@@ -1,4 +1,4 @@
-"""The ops of mixture-of-experts layers: plain torch for now around the products of one expert.
+"""The ops of mixture-of-experts layers: compiled kernels on CPU, Triton on GPU, plain torch otherwise.
 
 A row's bits depend on the row alone: the bits of its expert's product are those of `linear` with that expert's weight.
 Arguments are checked as in ops.py.
@@ -10,15 +10,16 @@ in-features, N out-features, D hidden.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.kernels import cpu, reference, reference_experts
+from quire.kernels import cpu, gpu, reference, reference_experts
 from quire.kernels.dense import PackedLinear, linear
 from quire.kernels.expert_stack import Packed, PackedStack
 from quire.kernels.fp8 import PackedFp8, fp8_linear
-from quire.kernels.grouped import grouped_linear
+from quire.kernels.grouped import PackedGrouped, grouped_linear
 from quire.kernels.guards import check_contiguous, check_dtype, check_last_stride, check_places, check_shape
 from quire.kernels.product import check_result_dtype
 from quire.kernels.routing import Routing, RoutingRule
@@ -45,7 +46,18 @@ def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None) ->
         check_contiguous(bias=bias_E)
         if rule.scoring == "sparsemixer":
             raise ValueError("a bias with the scoring sparsemixer, expected none")
-    return reference_experts.route(logits_TE, rule, bias_E)
+    kernels: Any = gpu.kernels() if gpu.takes(logits_TE) else cpu if cpu.takes(logits_TE) else None
+    if kernels is None:
+        return reference_experts.route(logits_TE, rule, bias_E)
+    T, S, device = logits_TE.shape[0], rule.num_active, logits_TE.device
+    routing = Routing(
+        torch.empty((T, S), dtype=torch.int32, device=device),
+        torch.empty((T, S), dtype=torch.float32, device=device),
+        torch.empty((T * S,), dtype=torch.int32, device=device),
+        torch.empty((E + 1,), dtype=torch.int32, device=device),
+    )
+    kernels.route(logits_TE, rule, bias_E, routing)
+    return routing
 
 
 def expert_linear(
@@ -80,12 +92,39 @@ def expert_linear(
     dtype = out_dtype or x.dtype
     check_result_dtype(dtype)
     y_PN = torch.empty((T * S, stack.N), dtype=dtype, device=x.device)
-    reference.check_rows(routing.order_P, T * S)
-    for e, (begin, end) in enumerate(pairwise(routing.begins.tolist())):
+    if gpu.takes(x):
+        _multiply_on_gpu(x, stack, routing, of_tokens, bias_EN, y_PN)
+        return y_PN
+    if stack.is_packed and cpu.takes(x):
+        cpu.expert_linear(x, stack.panels, routing, of_tokens, bias_EN, y_PN)
+        return y_PN
+    for e, (begin, end) in enumerate(pairwise(reference_experts.check_pairs(routing, stack.E))):
         if begin < end:
             rows_X = routing.order_P[begin:end] // S if of_tokens else torch.arange(begin, end, device=x.device)
             y_PN[begin:end] = _product(x[rows_X], stack.expert(e), None if bias_EN is None else bias_EN[e], dtype)
     return y_PN
+
+
+def _multiply_on_gpu(
+    x: Tensor, stack: PackedStack, routing: Routing, of_tokens: bool, bias_EN: Tensor | None, y_PN: Tensor
+) -> None:
+    weight, S = stack.weight, routing.num_slots
+    if isinstance(weight, PackedGrouped) and weight.order_K is not None:
+        pairs_P = routing.order_P.long()
+        x = (x[pairs_P // S] if of_tokens else x).gather(
+            1, weight.order_K[routing.experts_TS.flatten()[pairs_P]].long()
+        )
+        of_tokens = False
+    rows = gpu.kernels().ExpertRows(routing.begins, routing.order_P, stack.E, S, of_tokens)
+    match weight:
+        case PackedLinear():
+            gpu.kernels().linear(x, weight.data, bias_EN, y_PN, rows)
+        case PackedFp8():
+            assert weight.weight is not None
+            codes_NK, scales_NG = weight.weight.codes_NK, weight.weight.scales_NG
+            gpu.kernels().fp8_linear(x, codes_NK, scales_NG, weight.group_size, bias_EN, y_PN, rows)
+        case _:
+            gpu.kernels().grouped_linear(x, weight.data, stack.N, weight.format, bias_EN, y_PN, rows)
 
 
 def _product(x_TK: Tensor, packed: Packed, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -122,7 +161,12 @@ def combine(
             raise ValueError("shared_gate without shared, expected both")
         check_shape("shared_gate", shared_gate_T1, T, 1)
         check_dtype("shared_gate", shared_gate_T1, torch.float32)
-    reference.check_rows(routing.order_P, T * S)
+    kernels: Any = gpu.kernels() if gpu.takes(y_PD) else cpu if cpu.takes(y_PD) else None
+    if kernels is not None:
+        out_TD = torch.empty((T, y_PD.shape[1]), dtype=y_PD.dtype, device=y_PD.device)
+        kernels.combine(y_PD, routing, shared_TD, shared_gate_T1, out_TD)
+        return out_TD
+    reference.check_indices("order", routing.order_P, T * S)
     return reference_experts.combine(y_PD, routing, shared_TD, shared_gate_T1)
 
 

@@ -113,6 +113,6 @@ def _in_runs(x: Tensor, count: int) -> Tensor:
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
+    dtype = torch.uint8 if name == "e8m0" else getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype

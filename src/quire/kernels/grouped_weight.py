@@ -1,4 +1,4 @@
-"""An integer weight in groups along K: every integer format becomes this form before it is packed.
+"""A weight of short codes in groups along K: every integer format, and MXFP4, becomes this form before it is packed.
 
 Dimensions: N out-features, K in-features, G groups of group_size along K (the last may be cut), S super-groups.
 """
@@ -15,10 +15,15 @@ from torch import Tensor
 from quire.formats.weight_format import MAX_GROUP_SIZE, MAX_SUPER_ELEMENTS, GroupedFormat
 from quire.kernels.guards import check_dtype, check_filled, check_places, check_shape
 
+# The numbers of MXFP4's codes. A zero has no sign, because products of integers have none.
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedWeight:
     """weight[n, k] = scale * (code - zero), or scale * code - minimum, with scale, zero and minimum of k's group.
+
+    Or, in MXFP4, scale * E2M1[code], with a scale 2^(s - 127) for each 32 elements (OCP Microscaling Formats 1.0).
 
     Scales and minima are numbers, or all of them are int8 factors of one number per super-group, as in GGUF's K-quants.
     Both forms are exact in float32. A super-group has at most MAX_SUPER_ELEMENTS elements.
@@ -28,7 +33,7 @@ class GroupedWeight:
         bits: 2 to 6 or 8.
         group_size: elements along K that share a scale: a multiple of 16, at most MAX_GROUP_SIZE. With 3 and 5 bits it
             is 16 or a multiple of 32, and the number of elements of a super-group is a multiple of 32.
-        scales_NG: float32 or float16, or int8 factors of `super_scales_NS`.
+        scales_NG: float32 or float16, int8 factors of `super_scales_NS`, or, of MXFP4, uint8: s above; 255 is NaN.
         zeros_NG: uint8, the codes of the value 0; None: 2^(bits - 1), unless there are minima.
         minima_NG: float32 or float16, or int8 factors of `super_minima_NS`; they exclude zeros.
         super_scales_NS: float16.
@@ -65,7 +70,8 @@ class GroupedWeight:
                 check_dtype(name, x, torch.float16)
         for name in ("scales_NG", "minima_NG"):
             if name in tensors:
-                check_dtype(name, tensors[name], torch.float32, torch.float16, torch.int8)
+                powers = (torch.uint8,) if name == "scales_NG" else ()
+                check_dtype(name, tensors[name], torch.float32, torch.float16, torch.int8, *powers)
         for factors_NG, x_NS in ((self.scales_NG, self.super_scales_NS), (self.minima_NG, self.super_minima_NS)):
             is_factors = factors_NG is not None and factors_NG.dtype == torch.int8
             _require(is_factors == (x_NS is not None), "int8 factors without numbers per super-group, or the reverse")
@@ -87,6 +93,10 @@ class GroupedWeight:
             _require(
                 is_plain, f"super_size is {self.super_size} without super_scales_NS, expected 1 and no super_minima_NS"
             )
+        if self.has_floats:
+            is_mxfp4 = (self.bits, self.group_size, self.zeros_NG, self.minima_NG) == (4, 32, None, None)
+            got = f"{self.bits} bits in groups of {self.group_size}"
+            _require(is_mxfp4, f"{got} with scales of 8 bits, expected MXFP4: 4 bits in groups of 32, no offsets")
         if self.order_K is not None:
             check_shape("order_K", self.order_K, K)
             check_dtype("order_K", self.order_K, torch.int64)
@@ -98,13 +108,23 @@ class GroupedWeight:
         return N, K
 
     @property
+    def has_floats(self) -> bool:
+        """Whether it is MXFP4."""
+        return self.scales_NG.dtype == torch.uint8
+
+    @property
+    def float_scales(self) -> Tensor:
+        """The scales in float32 [N, G]; int8 ones stay factors."""
+        return (self.scales_NG.view(torch.float8_e8m0fnu) if self.has_floats else self.scales_NG).float()
+
+    @property
     def format(self) -> GroupedFormat:
         """The format of its packed form."""
         offsets_NG = self.zeros_NG if self.minima_NG is None else self.minima_NG
         return GroupedFormat(
             bits=self.bits,
             group_size=self.group_size,
-            scales=_name(self.scales_NG),
+            scales="e8m0" if self.has_floats else _name(self.scales_NG),
             offsets=None if offsets_NG is None else _name(offsets_NG),
             super_size=self.super_size,
             is_ordered=self.order_K is not None,

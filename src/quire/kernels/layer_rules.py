@@ -22,6 +22,8 @@ class AttentionRule:
         scale: of the products of q and k, above 0.
         sliding_window: a token sees the positions > its own - sliding_window; 0: all positions before it.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0: they do not change.
+        chunk: a token sees the positions before it in its own chunk of this size; 0: there are no chunks. It excludes a
+            window.
 
     Raises:
         ValueError: a number is out of its range.
@@ -30,8 +32,12 @@ class AttentionRule:
     scale: float
     sliding_window: int = 0
     soft_cap: float = 0.0
+    chunk: int = 0
 
     def __post_init__(self) -> None:
+        if self.chunk < 0 or (self.chunk > 0 and self.sliding_window > 0):
+            numbers = f"chunk {self.chunk}, sliding_window {self.sliding_window}"
+            raise ValueError(f"{numbers}: expected neither of them below 0, and one of them 0")
         if not (self.scale > 0 and self.sliding_window >= 0 and self.soft_cap >= 0):
             numbers = f"scale {self.scale}, sliding_window {self.sliding_window}, soft_cap {self.soft_cap}"
             raise ValueError(f"{numbers}: expected a scale above 0, and neither of the others below 0")
@@ -39,7 +45,13 @@ class AttentionRule:
     @cached_property
     def compiled(self) -> Any:
         """The form of the CPU kernels."""
-        return cpu.attention_rule(self.scale, self.sliding_window, self.soft_cap)
+        return cpu.attention_rule(self.scale, self.sliding_window, self.soft_cap, self.chunk)
+
+    def first_visible(self, positions: Tensor) -> Tensor:
+        """The first position that a token at each of these positions sees."""
+        if self.chunk > 0:
+            return positions // self.chunk * self.chunk
+        return (positions - self.sliding_window + 1).clamp(min=0) if self.sliding_window > 0 else positions * 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +63,9 @@ class HeadRotation:
         q_norm_weight_E, k_norm_weight_E: dtype of q, or float32; None: no norm.
         norm_eps: of both norms.
         norm_weight_offset: added to the weights.
+        temperature: q at position p is multiplied by 1 + temperature * log(1 + floor((p + 1) / temperature_floor)), for
+            long contexts (Llama 4; arXiv 2501.19399). 0: it is not.
+        temperature_floor: tokens, above 0.
     """
 
     cos_sin_PR: Tensor | None = None
@@ -58,10 +73,10 @@ class HeadRotation:
     k_norm_weight_E: Tensor | None = None
     norm_eps: float = 0.0
     norm_weight_offset: float = 0.0
+    temperature: float = 0.0
+    temperature_floor: float = 1.0
 
     @cached_property
     def compiled(self) -> Any:
         """The form of the CPU kernels."""
-        return cpu.head_rotation(
-            self.cos_sin_PR, self.q_norm_weight_E, self.k_norm_weight_E, self.norm_eps, self.norm_weight_offset
-        )
+        return cpu.head_rotation(self)

@@ -95,25 +95,47 @@ def check_norm(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, out: 
     check_last_stride(x=x_TD, residual=residual_TD, weight=weight_D, out=out)
 
 
-def gated_activation(name: str, x_T2I: Tensor, out: Tensor | None = None) -> Tensor:
+def gated_activation(
+    name: str,
+    x_T2I: Tensor,
+    out: Tensor | None = None,
+    factors_F: Tensor | None = None,
+    order_T: Tensor | None = None,
+) -> Tensor:
     """f(first half of each row) * second half, float32 inside, rounded once; Shazeer, arXiv 2002.05202.
 
     Args:
-        name: f is silu, gelu (exact, by erf) or gelu_tanh (its tanh form).
+        name: f is silu, gelu (exact, by erf) or gelu_tanh (its tanh form). Or clamped_swiglu, of gpt-oss: with g the
+            first half, at most 7, and u the second half, from -7 to 7, it is g * sigmoid(1.702 * g) * (u + 1).
+        factors_F, order_T: row t of x is multiplied by factors[order[t]] first (float32, and int32 in [0, F)).
     """
     check_gated(name, x_T2I)
+    check_factors(x_T2I, factors_F, order_T)
     shape = (x_T2I.shape[0], x_T2I.shape[1] // 2)
     if out is not None:
         check_places(x=x_T2I, out=out)
         check_shape("out", out, *shape)
         check_dtype("out", out, x_T2I.dtype)
     if (kernels := _kernels(x_T2I)) is None:
-        y_TI = reference.gated_activation(name, x_T2I)
+        y_TI = reference.gated_activation(name, x_T2I, factors_F, order_T)
         return y_TI if out is None else out.copy_(y_TI)
     out = torch.empty(shape, dtype=x_T2I.dtype, device=x_T2I.device) if out is None else out
     check_last_stride(x=x_T2I, out=out)
-    kernels.gated_activation(name, x_T2I, out)
+    kernels.gated_activation(name, x_T2I, out, factors_F, order_T)
     return out
+
+
+def check_factors(x_T2I: Tensor, factors_F: Tensor | None, order_T: Tensor | None) -> None:
+    """Check the factors of rows of `gated_activation`."""
+    if (factors_F is None) != (order_T is None):
+        raise ValueError("factors without an order, or the reverse: expected both or none")
+    if factors_F is not None and order_T is not None:
+        check_places(x=x_T2I, factors=factors_F, order=order_T)
+        check_filled("factors", factors_F, "F")
+        check_dtype("factors", factors_F, torch.float32)
+        check_shape("order", order_T, x_T2I.shape[0])
+        check_dtype("order", order_T, torch.int32)
+        check_contiguous(factors=factors_F, order=order_T)
 
 
 def check_gated(name: str, x_T2I: Tensor) -> None:
@@ -171,6 +193,7 @@ def paged_attention(
     cu_seqlens_q_S1: Tensor,
     rule: AttentionRule,
     out_THE: Tensor | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention over a paged KV cache for any mix of prefill and decode; head h reads KV head h // (H / G).
 
@@ -179,7 +202,8 @@ def paged_attention(
     softmax is in float32, and a token's bits do not depend on the other tokens of the call. q may be strided (last
     dimension contiguous). The cache has q's dtype or holds codes (see kv_codes), int8 with scales. seq_lens are below
     2^24. Other slots of the cache are never used. Entries of the tables before the first position that a sequence sees
-    may be any numbers. Tokens of q after the last sequence have no result.
+    may be any numbers. Tokens of q after the last sequence have no result. `sinks_H`: a score of each head, in q's
+    dtype. It takes a part of the weights, and has no value (StreamingLLM, arXiv 2309.17453; learned in gpt-oss).
     """
     _check_cache(q_THE, cache)
     check_places(q=q_THE, block_tables=block_tables_SM, seq_lens=seq_lens_S, cu_seqlens_q=cu_seqlens_q_S1, out=out_THE)
@@ -194,16 +218,20 @@ def paged_attention(
         raise ValueError(f"block_tables is {list(block_tables_SM.shape)}, expected [{S}, M]")
     for name, x in (("block_tables", block_tables_SM), ("seq_lens", seq_lens_S), ("cu_seqlens_q", cu_seqlens_q_S1)):
         check_dtype(name, x, torch.int32)
+    if sinks_H is not None:
+        check_places(q=q_THE, sinks=sinks_H)
+        check_shape("sinks", sinks_H, H)
+        check_dtype("sinks", sinks_H, q_THE.dtype)
     if out_THE is not None:
         check_shape("out", out_THE, T, H, E)
         check_dtype("out", out_THE, q_THE.dtype)
     if (kernels := _attention_kernels(q_THE)) is None:
-        y_THE = reference.paged_attention(q_THE, cache, block_tables_SM, seq_lens_S, cu_seqlens_q_S1, rule)
+        y_THE = reference.paged_attention(q_THE, cache, block_tables_SM, seq_lens_S, cu_seqlens_q_S1, rule, sinks_H)
         return y_THE if out_THE is None else out_THE.copy_(y_THE)
     out_THE = torch.empty((T, H, E), dtype=q_THE.dtype, device=q_THE.device) if out_THE is None else out_THE
     check_last_stride(q=q_THE, out=out_THE)
-    check_last_stride(block_tables=block_tables_SM, seq_lens=seq_lens_S, cu_seqlens_q=cu_seqlens_q_S1)
-    kernels.paged_attention(q_THE, cache, block_tables_SM, seq_lens_S, cu_seqlens_q_S1, rule, out_THE)
+    check_last_stride(block_tables=block_tables_SM, seq_lens=seq_lens_S, cu_seqlens_q=cu_seqlens_q_S1, sinks=sinks_H)
+    kernels.paged_attention(q_THE, cache, block_tables_SM, seq_lens_S, cu_seqlens_q_S1, rule, out_THE, sinks_H=sinks_H)
     return out_THE
 
 

@@ -19,7 +19,7 @@ from quire.formats.weight_format import Fp8Format
 from quire.forward_batch import LayerCache
 from quire.kernels import kv_codes
 from quire.kernels.fp8_weight import Fp8Weight
-from quire.kernels.grouped_weight import GroupedWeight
+from quire.kernels.grouped_weight import E2M1, GroupedWeight
 from quire.kernels.layer_rules import AttentionRule, HeadRotation
 
 if TYPE_CHECKING:
@@ -44,14 +44,15 @@ def _check_numbers(
     raise error(f"{name}{first} is {x[tuple(first)].item()}, expected {expected}")
 
 
-def _check_indices(name: str, x: Tensor, end: int) -> None:
+def check_indices(name: str, x: Tensor, end: int) -> None:
+    """Raise IndexError for a number that is not in [0, end)."""
     expected = f"0 or more, and less than {end}"
     _check_numbers(name, x, lambda x: (x >= 0) & (x < end), expected, IndexError)
 
 
 def check_rows(rows_T: Tensor, N: int) -> None:
     """Raise IndexError for a row that is not in [0, N)."""
-    _check_indices("rows", rows_T, N)
+    check_indices("rows", rows_T, N)
 
 
 def linear(
@@ -67,7 +68,7 @@ def add_lora(base_TN: Tensor, x: Tensor, slots_T: Tensor, table: LoraTable, out_
     expected = f"-1 or more, and less than {num_slots}"
     _check_numbers("slots", slots_T, lambda x: (x >= -1) & (x < num_slots), expected, IndexError)
     if table.looks_up:
-        _check_indices("token_ids", x, table.K)
+        check_indices("token_ids", x, table.K)
     y_TN = base_TN.clone()
     for slot in sorted(set(slots_T.tolist())):
         rows = slots_T == slot
@@ -118,11 +119,13 @@ def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> GroupedWe
 def dequantize_grouped(weight: GroupedWeight) -> Tensor:
     """weight_NK in float32, with columns in the order of the in-features."""
     N, K = weight.shape
-    scales_NG, minima_NG = weight.scales_NG.float(), weight.minima_NG
+    scales_NG, minima_NG = weight.float_scales, weight.minima_NG
     if weight.super_scales_NS is not None:
         scales_NG = scales_NG * _per_group(weight.super_scales_NS, weight)
     codes_NGS = _in_groups(weight.codes_NK.float(), weight.group_size)
-    if minima_NG is not None:
+    if weight.has_floats:
+        weight_NGS = E2M1.to(codes_NGS.device)[codes_NGS.long()] * scales_NG[:, :, None]
+    elif minima_NG is not None:
         minima_NG = minima_NG.float()
         if weight.super_minima_NS is not None:
             minima_NG = minima_NG * _per_group(weight.super_minima_NS, weight)
@@ -165,10 +168,19 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 
     return y.to(x_TD.dtype)
 
 
-def gated_activation(name: str, x_T2I: Tensor) -> Tensor:
-    """activation(first half of each row) * second half; name is "silu", "gelu" or "gelu_tanh"."""
+def gated_activation(
+    name: str, x_T2I: Tensor, factors_F: Tensor | None = None, order_T: Tensor | None = None
+) -> Tensor:
+    """activation(first half of each row) * second half; name is a key of cpu.ACTIVATION_CODES."""
     gate_TI, up_TI = x_T2I.float().chunk(2, dim=-1)
-    if name == "silu":
+    if factors_F is not None and order_T is not None:
+        check_indices("order", order_T, len(factors_F))
+        factors_T1 = factors_F[order_T.long(), None]
+        gate_TI, up_TI = gate_TI * factors_T1, up_TI * factors_T1
+    if name == "clamped_swiglu":
+        gate_TI, up_TI = gate_TI.clamp(max=7), up_TI.clamp(-7, 7) + 1
+        activated_TI = gate_TI * torch.sigmoid(1.702 * gate_TI)
+    elif name == "silu":
         activated_TI = F.silu(gate_TI)
     else:
         activated_TI = F.gelu(gate_TI, approximate="tanh" if name == "gelu_tanh" else "none")
@@ -187,7 +199,7 @@ def rope_and_cache(
     """Per-head norm, rotation of the first R dimensions: q in place, k and v to the cache. See ops.rope_and_cache."""
     cos_sin_PR, block_size = rotation.cos_sin_PR, cache.k_BGPE.shape[2]
     if cos_sin_PR is not None:
-        _check_indices("positions", positions_T, len(cos_sin_PR))
+        check_indices("positions", positions_T, len(cos_sin_PR))
     num_slots = cache.k_BGPE.shape[0] * block_size
     expected = f"less than the {num_slots} slots of the cache"
     _check_numbers("slot_mapping", slot_mapping_T, lambda x: x < num_slots, expected, IndexError)
@@ -199,6 +211,9 @@ def rope_and_cache(
     if cos_sin_PR is not None:
         cos_T1H, sin_T1H = cos_sin_PR[positions_T].unsqueeze(1).chunk(2, dim=-1)
         q, k = _rotate(q, cos_T1H, sin_T1H), _rotate(k, cos_T1H, sin_T1H)
+    if rotation.temperature != 0:
+        steps_T = ((positions_T.float() + 1) / rotation.temperature_floor).floor()
+        q = q * (1 + rotation.temperature * steps_T.log1p())[:, None, None]
     q_THE.copy_(q)
     is_written_T = slot_mapping_T >= 0
     slots = slot_mapping_T[is_written_T]
@@ -229,14 +244,15 @@ def paged_attention(
     seq_lens_S: Tensor,
     cu_seqlens_q_S1: Tensor,
     rule: AttentionRule,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Dense softmax attention of each sequence over its gathered keys and values; see ops.paged_attention."""
-    H, (B, G, P), window = q_THE.shape[1], cache.k_BGPE.shape[:3], rule.sliding_window
-    firsts_S = seq_lens_S - cu_seqlens_q_S1.diff() - window + 1 if window > 0 else seq_lens_S * 0
+    H, (B, G, P) = q_THE.shape[1], cache.k_BGPE.shape[:3]
+    firsts_S = rule.first_visible(seq_lens_S - cu_seqlens_q_S1.diff())
     _check_batch(len(q_THE), B, P, block_tables_SM, firsts_S, seq_lens_S, cu_seqlens_q_S1)
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     starts = cu_seqlens_q_S1.tolist()
-    for s, (first, seq_len) in enumerate(zip(firsts_S.clamp(min=0).tolist(), seq_lens_S.tolist(), strict=True)):
+    for s, (first, seq_len) in enumerate(zip(firsts_S.tolist(), seq_lens_S.tolist(), strict=True)):
         tokens = slice(starts[s], starts[s + 1])
         first_block = first // P
         blocks = block_tables_SM[s, first_block : -(-seq_len // P)].long()
@@ -254,10 +270,13 @@ def paged_attention(
             scores_HQL = rule.soft_cap * torch.tanh(scores_HQL / rule.soft_cap)
         key_L = torch.arange(first, seq_len, device=q_THE.device)
         query_Q1 = torch.arange(seq_len - (starts[s + 1] - starts[s]), seq_len, device=q_THE.device).unsqueeze(1)
-        is_visible_QL = key_L <= query_Q1
-        if rule.sliding_window > 0:
-            is_visible_QL &= key_L > query_Q1 - rule.sliding_window
-        probabilities_HQL = scores_HQL.masked_fill(~is_visible_QL, float("-inf")).softmax(dim=-1)
+        is_visible_QL = (key_L <= query_Q1) & (key_L >= rule.first_visible(query_Q1))
+        scores_HQL = scores_HQL.masked_fill(~is_visible_QL, float("-inf"))
+        if sinks_H is not None:
+            sinks_HQ1 = sinks_H.float()[:, None, None].expand(-1, scores_HQL.shape[1], 1)
+            probabilities_HQL = torch.cat((scores_HQL, sinks_HQ1), dim=-1).softmax(dim=-1)[:, :, :-1]
+        else:
+            probabilities_HQL = scores_HQL.softmax(dim=-1)
         out_THE[tokens] = (probabilities_HQL @ v_HLE).transpose(0, 1).to(q_THE.dtype)
     return out_THE
 
@@ -275,12 +294,12 @@ def _check_batch(
     _check_numbers("seq_lens", seq_lens_S, lambda x: (x >= query_lens_S) & (x <= most), expected)
     begin_M = torch.arange(M, device=seq_lens_S.device) * P
     is_unused_SM = (begin_M >= seq_lens_S[:, None]) | (begin_M + P <= firsts_S[:, None])
-    _check_indices("block_tables", block_tables_SM.masked_fill(is_unused_SM, 0), B)
+    check_indices("block_tables", block_tables_SM.masked_fill(is_unused_SM, 0), B)
 
 
 def forbid_tokens(logits_RV: Tensor, masks_MW: Tensor, rows_M: Tensor) -> None:
     """-inf where the bit of a token is 0. See ops.forbid_tokens."""
-    _check_indices("rows", rows_M, logits_RV.shape[0])
+    check_indices("rows", rows_M, logits_RV.shape[0])
     bits = torch.arange(32, dtype=torch.int32, device=masks_MW.device)
     is_forbidden_MV = (masks_MW[:, :, None] >> bits & 1).flatten(1)[:, : logits_RV.shape[1]] == 0
     for row, is_forbidden_V in zip(rows_M.tolist(), is_forbidden_MV, strict=True):
@@ -339,7 +358,7 @@ def sampling_units(logits_V: Tensor, temperature: float, top_k: int, top_p: floa
 
 def logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-softmax at the given and at the highest tokens. See ops.logprobs."""
-    _check_indices("token_ids", token_ids_R, logits_RV.shape[1])
+    check_indices("token_ids", token_ids_R, logits_RV.shape[1])
     logprobs_RV = logits_RV.double().log_softmax(dim=-1).float()
     logits_R1 = logits_RV.gather(1, token_ids_R.unsqueeze(1))
     ranks_R = (logits_RV > logits_R1).sum(dim=-1) + 1

@@ -6,10 +6,12 @@ Dimensions: see experts.py; G groups of experts.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from quire.kernels.reference import check_indices
 from quire.kernels.routing import Routing, RoutingRule
 
 _SMALLEST_SUM = 1e-20  # added to sums of weights: the weights of scores that are all zero stay zero
@@ -73,6 +75,20 @@ def _sparsemixer(logits_TE: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
         weights.append(near_TE.softmax(1).gather(1, expert_T1))
         left_TE = left_TE.scatter(1, expert_T1, -math.inf)
     return torch.cat(experts, 1), torch.cat(weights, 1)
+
+
+def check_pairs(routing: Routing, num_experts: int) -> list[int]:
+    """`begins`. Raises IndexError or ValueError for numbers that do not cut the pairs into ranges of experts."""
+    P = len(routing.order_P)
+    check_indices("order", routing.order_P, P)
+    check_indices("begins", routing.begins, P + 1)
+    begins: list[int] = routing.begins.tolist()
+    for e, (begin, end) in enumerate(pairwise(begins)):
+        if begin > end:
+            raise ValueError(f"begins[{e + 1}] is {end}, expected {begin} or more, like the number before it")
+    if (begins[0], begins[num_experts]) != (0, P):
+        raise ValueError(f"begins go from {begins[0]} to {begins[num_experts]}, expected 0 to {P}")
+    return begins
 
 
 def combine(y_PD: Tensor, routing: Routing, shared_TD: Tensor | None, shared_gate_T1: Tensor | None) -> Tensor:

@@ -6,6 +6,8 @@ Dimensions: T tokens, E experts, S slots (active experts of a token), P = T * S 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -64,6 +66,11 @@ class RoutingRule:
             raise ValueError(f"{groups} groups with the scoring sparsemixer, expected 1")
         if not self.jitter >= 0:
             raise ValueError(f"the jitter is {self.jitter}, expected 0 or more")
+
+    @cached_property
+    def compiled(self) -> Any:
+        """The form of the CPU kernels."""
+        return cpu.routing_rule(self)
 
     @property
     def chooses_by_logits(self) -> bool:

@@ -11,7 +11,7 @@ from quire.kernels.fp8 import Rows, gated_activation_to_fp8
 from quire.layers.joined import JoinedLinear
 from quire.layers.linear import Projection
 
-_NAMES = ("silu", "gelu", "gelu_tanh")
+_NAMES = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
 
 
 def gated_activation(name: str, feeds: Projection | JoinedLinear) -> Callable[[Tensor], Rows]:

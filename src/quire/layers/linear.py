@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.errors import WeightsError
 from quire.formats.stored_linear import StoredLinear
 from quire.kernels import cpu, gpu
 from quire.kernels.fp8 import PackedFp8, Rows, quantizes_activations
 from quire.kernels.lora import LoraTable, add_lora
 from quire.kernels.weight_memory import WEIGHTS, Memory
 from quire.layer_spec import LinearShape
+from quire.layers.rope import halves_from_pairs
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 from quire.quantization.scheme import CheckedTensor, LinearLayer, QuantScheme, ShardedTensor
 from quire.quantization.select import select_scheme
@@ -40,7 +42,8 @@ class Linear:
 
     def __init__(self, shape: LinearShape, *, dtype: torch.dtype, scheme: QuantScheme) -> None:
         self.in_features, self.out_features = shape.in_features, shape.out_features
-        self.shards = shape.shards
+        self.shards, self.is_adaptable = shape.shards, shape.is_adaptable
+        self._paired_heads = shape.paired_heads or (0,) * len(shape.shards)
         self.dtype = dtype
         self.scheme = scheme
         self.tensors: dict[str, ShardedTensor] = {}
@@ -135,8 +138,15 @@ class Linear:
                 yield f"{shard}.{suffix}", _slot(checked, index, load, is_required=False)
 
     def _loader(self, tensor: ShardedTensor, shard: int) -> Callable[[Tensor], None]:
+        num_heads, num_rows = self._paired_heads[shard], self.shards[shard][1]
+
         def load(piece: Tensor) -> None:
-            tensor.load(shard, piece)
+            if num_heads and len(piece) != num_rows:
+                raise WeightsError(
+                    "its rows are not the layer's outputs, so heads that rotate in pairs cannot be reordered",
+                    fix="Use the unquantized checkpoint of the model with --quantization",
+                )
+            tensor.load(shard, halves_from_pairs(piece, num_heads) if num_heads else piece)
             self._finish_if_complete()
 
         return load

@@ -41,6 +41,13 @@ class RMSNorm:
             return rms_norm_to_fp8(x_TD, residual_TD, self.weight_D, self.eps, self.offset)
         return add_rms_norm(x_TD, residual_TD, self.weight_D, self.eps, self.offset)
 
+    @staticmethod
+    def without_weights(size: int, eps: float, dtype: torch.dtype, device: torch.device) -> RMSNorm:
+        """A norm whose weights are 1 in every model."""
+        norm = RMSNorm(size, eps, 0.0, dtype)
+        norm.weight_D = torch.ones(size, dtype=dtype, device=device)
+        return norm
+
     def slots(self) -> WeightSlots:
         yield "weight", WeightSlot(tuple(self.weight_D.shape), self._load)
 

@@ -13,6 +13,17 @@ from torch import Tensor
 from quire.layer_spec import RopeConfig
 
 
+def halves_from_pairs(weight: Tensor, num_heads: int) -> Tensor:
+    """Reorder each head's rows from neighbouring pairs, which some checkpoints rotate, to two halves.
+
+    A weight without such rows is not changed: the layer that expects it reports the shape.
+    """
+    if weight.shape[0] % (2 * num_heads):
+        return weight
+    pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)
+
+
 def cos_sin_table(rope: RopeConfig, max_model_len: int) -> Tensor:
     """cos_sin_LR float32 for positions 0 .. max_model_len - 1.
 

@@ -1,9 +1,10 @@
-"""The place in a layer for one tensor of a checkpoint."""
+"""The places in a layer for tensors of a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,4 +24,37 @@ class WeightSlot:
     is_loaded: bool = False
 
 
+@dataclass(slots=True)
+class StackedSlots:
+    """The slots of one tensor of each expert of a layer. A slot is made when it is asked for.
+
+    Attributes:
+        like: a slot of one expert, whose `load` is not used.
+        load: takes the tensor of an expert.
+        loaded: the experts whose tensor came.
+        stacked: the name of a tensor that holds those of all experts, and of others; empty: there is none.
+        rows: the place of these rows in it.
+        is_transposed: it is [num_experts, columns, rows].
+    """
+
+    num_experts: int
+    like: WeightSlot
+    load: Callable[[int, Tensor], None]
+    stacked: str = ""
+    rows: range = range(0)
+    is_transposed: bool = False
+    loaded: set[int] = field(default_factory=set)
+
+    def of_expert(self, expert: int) -> WeightSlot:
+        """The slot of one expert, as it is now."""
+        like, is_loaded = self.like, expert in self.loaded
+        load = partial(self._load, expert)
+        return WeightSlot(like.shape, load, like.accepts, like.is_required, like.other_shapes, is_loaded)
+
+    def _load(self, expert: int, tensor: Tensor) -> None:
+        self.loaded.add(expert)
+        self.load(expert, tensor)
+
+
 WeightSlots = Iterable[tuple[str, WeightSlot]]  # (name relative to the layer, slot)
+AnySlots = Iterable[tuple[str, WeightSlot | StackedSlots]]

@@ -14,6 +14,7 @@ from quire.gguf.file import GgufFile, TensorInfo, open_gguf
 from quire.gguf.types import FLOAT_TYPES
 from quire.hf_config.gguf_types import GgufWeights
 from quire.layer_spec import Full
+from quire.layers.rope import halves_from_pairs
 from quire.loader.safetensors import Checkpoint
 from quire.loader.safetensors_headers import TensorEntry
 from quire.messages import Progress
@@ -33,15 +34,26 @@ class GgufCheckpoint:
         self._names = config.quantized.names
         self._num_heads = dict(_rotating(config)) if config.quantized.is_interleaved else {}
         self._norm_offset = config.norm_offset
+        self._gates = {part.shared_gate.names[0] for part in config.experts() if part.shared_gate is not None}
 
     @property
     def files(self) -> list[Path]:
         return list(self._file.parts)
 
+    def headers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor without values)."""
+        return self._in_hf_form(self._in_file_form().headers())
+
     def tensors(self, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) in file order. Tensors are views of the mapped file, as in `Checkpoint.tensors`."""
+        return self._in_hf_form(self._in_file_form().tensors(progress))
+
+    def _in_file_form(self) -> Checkpoint:
         entries = {path: [_entry(info) for info in infos] for path, infos in self._file.parts.items()}
-        for name, tensor in Checkpoint(self._file.path.parent, entries).tensors(progress):
+        return Checkpoint(self._file.path.parent, entries)
+
+    def _in_hf_form(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
             if name in self._names:
                 yield self._converted(self._names[name], tensor)
             del tensor
@@ -50,7 +62,9 @@ class GgufCheckpoint:
         """The tensor and its name in Hugging Face's form."""
         module = name.rpartition(".")[0]  # empty for a name without dots
         if module in self._num_heads:
-            tensor = _half_split(tensor, self._num_heads[module])
+            tensor = halves_from_pairs(tensor, self._num_heads[module])
+        if tensor.dim() == 1 and module in self._gates:
+            tensor = tensor.unsqueeze(0)
         if self._norm_offset and module.endswith("norm"):
             tensor = tensor.float() - self._norm_offset
         return name, tensor
@@ -73,14 +87,3 @@ def _entry(info: TensorInfo) -> TensorEntry:
         return TensorEntry(info.name, FLOAT_TYPES[info.type.name], info.shape, info.begin, info.end)
     row_bytes = info.shape[-1] // info.type.block_size * info.type.block_bytes
     return TensorEntry(info.name, "uint8", (*info.shape[:-1], row_bytes), info.begin, info.end)
-
-
-def _half_split(weight: Tensor, num_heads: int) -> Tensor:
-    """Reorder each head's rows from neighbouring pairs, which llama.cpp's llama models rotate, to two halves.
-
-    A weight without such rows is not changed: the layer that expects it reports the shape.
-    """
-    if weight.shape[0] % (2 * num_heads):
-        return weight
-    pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape)

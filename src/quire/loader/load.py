@@ -81,6 +81,8 @@ def load_model(
         sources = (stored.source for stored in config.stored_linears())
         if any(isinstance(source, LayerFormat) and source.has_input_scale for source in sources):
             logger.info("the checkpoint's scales for activations are not used: activations stay in %s", dtype)
+    if isinstance(model, Decoder) and checkpoint is not None:
+        model.check_weights(checkpoint.headers())
     if settings.packed_weights_cache:
         if isinstance(model, Decoder) and checkpoint is not None and extension.is_used() and place == CPU:
             _load_cached(model, PackedCache(config, dtype, quantization, checkpoint.files), checkpoint, progress)

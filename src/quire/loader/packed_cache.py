@@ -30,6 +30,7 @@ from torch import Tensor
 from quire.formats.weight_format import GroupedFormat
 from quire.kernels import extension
 from quire.kernels.dense import PackedLinear
+from quire.kernels.expert_stack import PackedStack
 from quire.kernels.fp8 import PackedFp8
 from quire.kernels.grouped import PackedGrouped
 from quire.loader.safetensors_headers import MAX_HEADER_BYTES
@@ -48,7 +49,7 @@ HUGE_PAGE = 2 << 20
 MADV_POPULATE_READ = 22  # asm-generic/mman-common.h; not in Python 3.11
 PIECE_BYTES = 64 << 20  # bytes between two reports of progress
 THREAD_NAME = "packed weights"
-FORMS = {form.__name__: form for form in (PackedLinear, PackedGrouped, PackedFp8, GroupedFormat)}
+FORMS = {form.__name__: form for form in (PackedLinear, PackedGrouped, PackedFp8, PackedStack, GroupedFormat)}
 
 Held = Mapping[str, Mapping[str, Any]]  # a model's loaded weights by part and attribute
 
@@ -220,9 +221,9 @@ def _restored(description: Any, data: Tensor) -> Any:
     return data[begin:end].view(dtype).view(shape)
 
 
-def _check_order(order_K: Tensor, K: int) -> None:
-    """Raise ValueError for a wrong order, because kernels use it as index."""
-    if not torch.equal(order_K.sort().values, torch.arange(K, dtype=torch.int32)):
+def _check_order(order: Tensor, K: int) -> None:
+    """Raise ValueError for a wrong order, of one weight or of all experts, because kernels use it as index."""
+    if not (order.sort(-1).values == torch.arange(K, dtype=torch.int32)).all():
         raise ValueError("the order of a weight's in-features is damaged")
 
 

@@ -35,6 +35,12 @@ class Checkpoint:
     def names(self) -> list[str]:
         return [entry.name for entries in self.files.values() for entry in entries]
 
+    def headers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor without values)."""
+        for entries in self.files.values():
+            for entry in entries:
+                yield entry.name, torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+
     def some(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors with these names, like `tensors`."""
         for path, entries in self.files.items():

@@ -36,6 +36,7 @@ _CHUNK = 32_768  # elements that torch handles in one thread: loading leaves the
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
 _BASE = re.compile(r"(.+)\.base_layer\.weight")
+_OF_EXPERTS = re.compile(r"\.experts\.|block_sparse_moe|\.(shared_expert_)?gate\.|\.router\.")
 _AGAIN = "Copy the adapter's folder again"
 _MAKE_SAFETENSORS = "If you trust the file, load it with PEFT and save it with save_pretrained(safe_serialization=True)"
 
@@ -154,6 +155,8 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     shapes = {EMBEDDINGS: (config.hidden_size, config.vocab_size)}
     for layer in config.layers:
         for linear in layer.linears():
+            if not linear.is_adaptable:
+                continue
             sizes = (num_outputs for _, num_outputs in linear.shards)
             shapes |= {name: (size, linear.in_features) for name, size in zip(linear.names, sizes, strict=True)}
     return shapes | {OUTPUT: (config.vocab_size, config.hidden_size)}
@@ -244,7 +247,9 @@ def _added_tokens(name: str, got: tuple[int, ...], expected: tuple[int, ...]) ->
 def _foreign(name: str, shapes: dict[str, tuple[int, int]]) -> AdapterError:
     endings = sorted({known.rpartition(".")[2] for known in shapes})
     kind, fix = "a module that the model does not have", "Load the adapter into the model that it was trained on"
-    if "lora_magnitude_vector" in name:
+    if _OF_EXPERTS.search(name):
+        kind, fix = "a module of experts or of their router, which adapters do not change here", MERGE
+    elif "lora_magnitude_vector" in name:
         kind, fix = "a DoRA tensor", MERGE
     elif name.endswith(".bias"):
         kind, fix = "a bias", MERGE

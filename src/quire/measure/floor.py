@@ -77,7 +77,8 @@ def floor(
     num_decoded = sum(count for _, count in decoded)
     num_tokens = num_decoded + sum(count for _, count in prompts)
     demand = arithmetic.demand(Load(num_tokens, num_decoded, total_output, kv_tokens, pairs))
-    num_bytes = num_steps * arithmetic.weight_bytes + demand.kv_bytes
+    tokens_of_step = -(-total_output // max(num_steps, 1))
+    num_bytes = num_steps * arithmetic.weight_bytes(tokens_of_step) + demand.kv_bytes
     num_flops = demand.linear_flops + demand.attention_flops
     by_memory = num_bytes / machine.read_bandwidth
     by_arithmetic = num_flops / machine.peak_flops + demand.linear_int8_ops / machine.peak_int8_ops

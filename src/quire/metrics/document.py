@@ -9,6 +9,7 @@ from quire.metrics.legacy import LEGACY_METRICS, LegacyMetric
 from quire.metrics.registry import (
     CACHE_CONFIG_INFO,
     CACHE_CONFIG_LABELS,
+    EXPERT_METRICS,
     HTTP_DURATION,
     HTTP_DURATION_LABELS,
     HTTP_METHODS,
@@ -45,6 +46,8 @@ its dashboards and alerts work. vLLM does not have the metrics that begin with `
   also if the client left or the engine failed. Tokens that are computed again after a failure count once.
 - The metrics `vllm:kv_block_*` are there only with `--kv-cache-metrics`. They follow a share of the blocks:
   `--kv-cache-metrics-sample`.
+- The metrics `quire_expert_*` and `quire_distinct_experts` are there only with `--expert-metrics`, for a model with
+  experts on a CPU.
 - The metrics `vllm:spec_decode_*` and `quire_spec_decode_*` are there only with `--speculative-config`.
 - The metrics `vllm:lora_requests_info` and `quire_lora_*` are there only with `--enable-lora`. The names of adapters in
   use are labels, as in vLLM, and `vllm:lora_requests_info` never has more than one series.
@@ -68,7 +71,8 @@ def markdown() -> str:
     """The whole page."""
     cache = f"Labels of `{CACHE_CONFIG_INFO.name}`: {', '.join(f'`{label}`' for label in CACHE_CONFIG_LABELS)}."
     rows = [
-        _row(metric, _label(metric)) for metric in (*METRICS, *KV_BLOCK_METRICS, *SPECULATION_METRICS, *LORA_METRICS)
+        _row(metric, _label(metric))
+        for metric in (*METRICS, *KV_BLOCK_METRICS, *EXPERT_METRICS, *SPECULATION_METRICS, *LORA_METRICS)
     ]
     labels = ", ".join(f"`{label}`" for label in LORA_REQUESTS_LABELS)
     rows.append(_row(LORA_REQUESTS_INFO, f"none of the two, but {labels}"))
@@ -81,7 +85,9 @@ def markdown() -> str:
     )
     assert HTTP_REQUESTS_LABELS == ("method", "status", "handler"), "the row above names these"
     histograms = [
-        metric for metric in (*METRICS, *KV_BLOCK_METRICS, *LORA_METRICS, HTTP_DURATION) if metric.kind == "histogram"
+        metric
+        for metric in (*METRICS, *KV_BLOCK_METRICS, *EXPERT_METRICS, *LORA_METRICS, HTTP_DURATION)
+        if metric.kind == "histogram"
     ]
     parts = [
         _HEAD,

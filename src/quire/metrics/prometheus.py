@@ -29,6 +29,7 @@ from quire.metrics.log_line import StatsLine
 from quire.metrics.registry import (
     CACHE_CONFIG_INFO,
     CACHE_CONFIG_LABELS,
+    EXPERT_METRICS,
     KV_BLOCK_METRICS,
     LORA_METRICS,
     LORA_REQUESTS_INFO,
@@ -93,6 +94,15 @@ class EndedRequest(Protocol):
     def seconds_per_output_token(self) -> float | None: ...
 
 
+class TargetTimes(Protocol):
+    """The part of the front end's Targets that is read: seconds; 0: no target."""
+
+    @property
+    def ttft(self) -> float: ...
+    @property
+    def itl(self) -> float: ...
+
+
 class PrometheusMetrics:
     """Every family in its own registry. Label values come from closed sets, so the number of series never grows.
 
@@ -103,6 +113,7 @@ class PrometheusMetrics:
         model: for estimates of work; None: there are none.
         legacy_names: show the old names too.
         kv_blocks: show the lifetimes of KV blocks.
+        experts: show where tokens go.
         max_draft: tokens of the longest draft; 0: there are no drafts, and no metrics of drafts.
         has_adapters: show what is known of adapters.
 
@@ -119,12 +130,15 @@ class PrometheusMetrics:
         *,
         legacy_names: bool = False,
         kv_blocks: bool = False,
+        experts: bool = False,
         max_draft: int = 0,
         has_adapters: bool = False,
     ) -> None:
         self.registry = CollectorRegistry()
         self._max_model_len = max_model_len
         declared = METRICS + (KV_BLOCK_METRICS if kv_blocks else ()) + (LORA_METRICS if has_adapters else ())
+        if experts:
+            declared += EXPERT_METRICS
         if max_draft:
             positions = tuple(map(str, range(max_draft)))
             declared += tuple(
@@ -237,6 +251,12 @@ class EngineSeries:
         """A request was sent to the engine. The engine may still refuse it."""
         self._num_unfinished += len(request.requests)
 
+    def on_moved(self, count: int) -> None:
+        """The engine got `count` continuations of another engine, or lost as many if the number is negative."""
+        self._num_unfinished += count
+        if self._num_unfinished == 0:
+            self._set_idle()
+
     def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """A continuation has its first tokens. The prompt counts with the first continuation of a request."""
         self._observe("vllm:time_to_first_token_seconds", seconds)
@@ -309,6 +329,11 @@ class EngineSeries:
             self._observe("vllm:kv_block_idle_before_evict_seconds", block.idle_seconds)
             for gap in block.reuse_gaps_seconds:
                 self._observe("vllm:kv_block_reuse_gap_seconds", gap)
+        if use := record.experts:
+            for count in use.tokens:
+                self._observe("quire_expert_tokens", count)
+            self._observe("quire_distinct_experts", use.distinct)
+            self._set("quire_expert_balancedness", use.balancedness)
         if ("quire_lora_adapters", "known") in self._gauges:
             self._set("quire_lora_adapters", record.num_adapters, "known")
             self._set("quire_lora_adapters", record.num_adapters_in_memory, "in_memory")
@@ -317,6 +342,11 @@ class EngineSeries:
             self._recent_tokens.add(record.num_prefill_tokens, record.num_sampled_tokens)
         if self._num_unfinished == 0:
             self._set_idle()  # the step was running when the last caller left
+
+    def on_targets(self, targets: TargetTimes) -> None:
+        """The targets from now on."""
+        self._set("quire_slo_target_seconds", targets.ttft, "ttft")
+        self._set("quire_slo_target_seconds", targets.itl, "itl")
 
     def on_rejected(self, reason: str) -> None:
         """A request was refused because the server has no room."""

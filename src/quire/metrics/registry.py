@@ -32,6 +32,7 @@ _REQUEST = (
 # Few, because each method and route has its own series: prometheus-fastapi-instrumentator's 0.1, 0.5, 1 and neighbours.
 _HTTP = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
 _STEP_TOKENS = tuple(float(n) for n in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
+_STEP_EXPERTS = tuple(float(1 << n) for n in range(13))
 _LAG = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _RESIDENCY = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
@@ -150,6 +151,14 @@ METRICS: tuple[Metric, ...] = (
         "was in time, and of the other tokens at most one and 1 - --slo-attainment of them were late.",
         label="met",
         values=("true", "false"),
+    ),
+    Metric(
+        "quire_slo_target_seconds",
+        "gauge",
+        "seconds",
+        "The targets (--slo-ttft, --slo-itl), which may move while serving. 0: there is no such target.",
+        label="target",
+        values=("ttft", "itl"),
     ),
     Metric(
         "quire_step_predicted_seconds",
@@ -363,6 +372,30 @@ KV_BLOCK_METRICS = (
     ),
 )
 
+# Only with --expert-metrics.
+EXPERT_METRICS = (
+    Metric(
+        "quire_expert_tokens",
+        "histogram",
+        "tokens",
+        "Tokens of a step that go to one expert, of the experts that it hits in one layer. The layers take turns.",
+        buckets=_STEP_EXPERTS,
+    ),
+    Metric(
+        "quire_distinct_experts",
+        "histogram",
+        "experts",
+        "Experts of a layer that a step hits: the mean over layers. A step reads the weights of these experts.",
+        buckets=_STEP_EXPERTS,
+    ),
+    Metric(
+        "quire_expert_balancedness",
+        "gauge",
+        "share, 0 to 1",
+        "Tokens of an expert by the tokens of the busiest expert of its layer, in the last step: the mean over all.",
+    ),
+)
+
 # Only servers that speculate have these, as in vLLM. Values of the label are the positions up to the longest draft.
 POSITION = "position"
 SPECULATION_METRICS = (
@@ -409,6 +442,7 @@ LORA_REQUESTS_INFO = Metric(
     "gauge",
     "",
     "Adapters of the unfinished requests, as labels; the value is the time of the scrape, in Unix seconds.",
+    common=(),
 )
 LORA_REQUESTS_LABELS = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
 

@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend, AttentionSpec
-from quire.attention.layer import Attention
+from quire.attention.layer import Attention, Sinks
 from quire.distributed.group import Group
 from quire.forward_batch import ForwardBatch
 from quire.kernels.fp8 import Rows
-from quire.layer_spec import Dense, Full, LayerSpec, LinearShape, NormShape, RopeConfig, Window
+from quire.layer_spec import Chunked, Dense, Experts, Full, LayerSpec, LinearShape, NormShape, RopeConfig, Window
 from quire.layers.activation import gated_activation
 from quire.layers.joined import JoinedLinear, JoinedNorm
-from quire.layers.linear import Projection, make_linear
+from quire.layers.linear import Linear, Projection, make_linear
 from quire.layers.norm import RMSNorm
-from quire.layers.weight_slot import WeightSlots
+from quire.layers.weight_slot import AnySlots
 from quire.model_config import ModelConfig
+from quire.moe.layer import ChoiceBias, MoE
+from quire.moe.stack import ExpertStack, SplitStack, make_stack
 
 
 class Weighted(Protocol):
@@ -35,7 +37,7 @@ class Weighted(Protocol):
         """Names of the attributes that hold the loaded weights."""
         ...
 
-    def slots(self) -> WeightSlots: ...
+    def slots(self) -> AnySlots: ...
 
     def weight_bytes(self) -> int: ...
 
@@ -44,8 +46,8 @@ class Mixer(Protocol):
     """The computation of a layer between two norms."""
 
     @property
-    def reader(self) -> Projection:
-        """The only linear layer that reads the input."""
+    def reader(self) -> Projection | None:
+        """The only linear layer that reads the input; None: there are several."""
         ...
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor: ...
@@ -134,11 +136,13 @@ class LayerBuilder:
     spec: LayerSpec
     cache: int  # index of the layer's cache in ForwardBatch.caches
     dtype: torch.dtype
+    device: torch.device
     quantization: str | None
     rope_table: Callable[[RopeConfig], Tensor]  # cos_sin_LR
     backend: Callable[[AttentionSpec], AttentionBackend]
     group: Group | None  # the ranks that share the layer
     parts: list[tuple[str, Weighted]] = field(default_factory=list)  # (prefix of its tensors' names, part)
+    mixtures: list[MoE] = field(default_factory=list)
 
     def sublayers(self) -> list[Sublayer]:
         """All sublayers of the layer."""
@@ -177,30 +181,66 @@ class LayerBuilder:
             return [partial(_in_place, norm) for norm in norms]
         return [JoinedNorm(norm, share, shard, self.group) for shard, norm in enumerate(norms)]
 
+    def gate(self, shape: LinearShape) -> Linear:
+        """A layer of one tensor, which decides about others."""
+        linear = self.linear(shape)
+        assert isinstance(linear, Linear)
+        return linear
+
     def attention(self, spec: Full) -> SelfAttention:
-        """Self-attention with or without a window."""
+        """Self-attention to all earlier tokens, or to those in a window or a chunk."""
         qkv, output = self.linear(spec.qkv), self.joined(spec.output)
+        kind, size = spec.kv_spec.kind, spec.kv_spec.window
         backend = self.backend(
             AttentionSpec(
                 num_q_heads=spec.num_q_heads,
                 num_kv_heads=spec.num_kv_heads,
                 head_dim=spec.head_dim,
                 scale=spec.scale,
-                sliding_window=spec.kv_spec.window,
+                sliding_window=size if kind == "window" else 0,
                 soft_cap=spec.soft_cap,
                 dtype=self.dtype,
+                chunk=size if kind == "chunked" else 0,
+                has_sinks=spec.sinks,
             )
         )
+        sinks = None
+        if spec.sinks:
+            sinks = Sinks(spec.num_q_heads, self.dtype)
+            self.parts.append((spec.qkv.prefix, sinks))
         norms = [self.norm(shape) for shape in spec.norms]
         head_norms, wide_norms = ([], norms) if spec.qk_norm == "full" else (norms, [])
         table = None if spec.rope is None else self.rope_table(spec.rope)
-        attention = Attention(self.cache, backend, table, *head_norms)
+        if spec.qk_norm == "unit":
+            eps = self.config.rms_norm_eps
+            head_norms = [RMSNorm.without_weights(spec.head_dim, eps, self.dtype, self.device)] * 2
+        q_norm, k_norm = head_norms or (None, None)
+        temperature = (spec.temperature, spec.temperature_floor)
+        attention = Attention(self.cache, backend, table, q_norm, k_norm, sinks, *temperature)
         return SelfAttention(spec, attention, qkv, output, self.wide_norms(spec, wide_norms))
 
     def mlp(self, spec: Dense) -> MLP:
         """A gated MLP."""
         gate_up, down = self.linear(spec.gate_up), self.joined(spec.down)
         return MLP(gate_up, gated_activation(spec.activation, feeds=down), down)
+
+    def stack(self, shape: LinearShape) -> ExpertStack | SplitStack:
+        """The linear layers of all experts."""
+        stack = make_stack(self.config.stored(shape, self.quantization), self.dtype)
+        self.parts += [(shape.prefix, part) for part in stack.parts]
+        return stack
+
+    def experts(self, spec: Experts) -> MoE:
+        """Experts and their router."""
+        router, choice_bias = self.gate(spec.router.linear), None
+        if spec.router.has_bias_for_choice:
+            choice_bias = ChoiceBias(spec.num_experts)
+            self.parts.append((f"{spec.router.linear.names[0]}.", choice_bias))
+        gate_up, down = self.stack(spec.expert.gate_up), self.stack(spec.expert.down)
+        shared = None if spec.shared is None else self.mlp(spec.shared)
+        shared_gate = None if spec.shared_gate is None else self.gate(spec.shared_gate)
+        self.mixtures.append(MoE(spec, router, choice_bias, gate_up, down, shared, shared_gate))
+        return self.mixtures[-1]
 
 
 def _in_place(norm: RMSNorm, x_TN: Tensor) -> Tensor:
@@ -210,5 +250,7 @@ def _in_place(norm: RMSNorm, x_TN: Tensor) -> Tensor:
 _MIXERS: dict[type, Callable[[LayerBuilder, Any], Mixer]] = {
     Full: LayerBuilder.attention,
     Window: LayerBuilder.attention,
+    Chunked: LayerBuilder.attention,
     Dense: LayerBuilder.mlp,
+    Experts: LayerBuilder.experts,
 }

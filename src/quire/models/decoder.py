@@ -26,10 +26,11 @@ from quire.layers.joined import JoinedLookup
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import cos_sin_table
-from quire.layers.weight_slot import WeightSlot
+from quire.layers.weight_slot import StackedSlots, WeightSlot
 from quire.model_config import ModelConfig
 from quire.models.block import LayerBuilder, Sublayer, Weighted
 from quire.models.weights import WeightTable
+from quire.moe.layer import MoE
 
 EMBEDDINGS = "model.embed_tokens"
 
@@ -80,6 +81,7 @@ class Decoder:
         self.device = device
         self.mapped_bytes = 0
         self._parts: list[tuple[str, Weighted]] = []
+        self._mixtures: list[MoE] = []
         self._backends = SharedBackends(table_of_layer(kv_groups(config)), device, attention_backend, cache_dtype)
         self._output: OutputProjection
         self._embed: Lookup = self._make_embeddings(quantization)
@@ -136,6 +138,7 @@ class Decoder:
                 spec=spec,
                 cache=num_caches,
                 dtype=self.dtype,
+                device=self.device,
                 quantization=quantization,
                 rope_table=rope_table,
                 backend=partial(self._backends.get, num_caches),
@@ -143,14 +146,23 @@ class Decoder:
             )
             yield build.sublayers()
             self._parts += build.parts
+            self._mixtures += build.mixtures
             num_caches += spec.kv_spec is not None
 
-    def _slots(self) -> dict[str, WeightSlot]:
+    def _slots(self) -> dict[str, WeightSlot | StackedSlots]:
         return {prefix + name: slot for prefix, part in self._parts for name, slot in part.slots()}
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors that `load_weights` needs, by their names in the checkpoint."""
         return self._weights.expected()
+
+    def check_weights(self, headers: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise WeightsError like `load_weights`, before anything is read.
+
+        Args:
+            headers: the names of a checkpoint, and tensors without values (on torch's device `meta`).
+        """
+        self._weights.check(headers)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take the tensors of a checkpoint by their Hugging Face names, in any order.
@@ -201,6 +213,14 @@ class Decoder:
             parts += sublayers
         self._parts_of_pass = parts
 
+    def watch_experts(self) -> list[Tensor]:
+        """A tensor for each layer with experts. From now on each pass leaves Routing.begins there, int32 [E + 1]."""
+        watched = []
+        for mixture in self._mixtures:
+            mixture.begins = torch.zeros(mixture.num_experts + 1, dtype=torch.int32, device=self.device)
+            watched.append(mixture.begins)
+        return watched
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the step's tokens after the final norm. Their K and V go to `batch.caches`."""
         if batch.host is not None:
@@ -229,7 +249,7 @@ class Decoder:
         hidden_size, vocab_size = self.config.hidden_size, self.config.vocab_size
         yield Adaptable(self._embed, ((EMBEDDINGS, hidden_size),), vocab_size, looks_up=True)
         for prefix, part in self._parts:
-            if isinstance(part, Linear) and not isinstance(part, OutputProjection):
+            if isinstance(part, Linear) and part.is_adaptable and not isinstance(part, OutputProjection):
                 yield Adaptable(part, tuple((prefix + name, size) for name, size in part.shards), part.in_features)
         yield Adaptable(self._output, ((OUTPUT, vocab_size),), hidden_size)
 

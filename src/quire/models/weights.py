@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from quire.errors import WeightsError
-from quire.layers.weight_slot import WeightSlot
+from quire.layers.weight_slot import StackedSlots, WeightSlot
 from quire.logs import get_logger
 
 # Buffers that old versions of transformers saved. They follow from the config.
@@ -24,6 +25,7 @@ _KV_SCALE_SUFFIXES = (
     *(".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale"),
     *(".k_proj.output_scale", ".v_proj.output_scale"),
 )
+_EXPERT = re.compile(r"(.*\.)(\d{1,6})(\.[^.]+\.[^.]+)")  # the number of an expert, before module and tensor
 _MAX_NAMES = 5
 
 logger = get_logger(__name__)
@@ -47,66 +49,127 @@ def without_kv_scales(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[s
 
 
 class WeightTable:
-    """All slots of a model by name, and the family's names of tensors."""
+    """All slots of a model by name, and the family's names of tensors. Names of stacks have `{}` for the expert."""
 
     def __init__(
         self,
-        slots: dict[str, WeightSlot],
+        slots: dict[str, WeightSlot | StackedSlots],
         renamed_prefixes: tuple[tuple[str, str], ...] = (),
         ignored_prefixes: tuple[str, ...] = (),
     ) -> None:
-        self._slots = slots
+        self._slots = {name: slot for name, slot in slots.items() if isinstance(slot, WeightSlot)}
+        self._stacks = {name: slots for name, slots in slots.items() if isinstance(slots, StackedSlots)}
+        self._stacked: dict[str, list[str]] = {}  # name of a tensor of all experts: the stacks with parts of it
+        for name, stack in self._stacks.items():
+            self._stacked[name] = [name]
+            if stack.stacked:
+                self._stacked.setdefault(stack.stacked, []).append(name)
         self._renamed_prefixes = renamed_prefixes
         self._ignored_prefixes = ignored_prefixes
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors that a checkpoint must hold, by name."""
-        return {name: slot.shape for name, slot in self._slots.items() if slot.is_required}
+        return {name: slot.shape for name, slot in self._all() if slot.is_required}
 
     def missing(self) -> list[str]:
-        return [name for name, slot in self._slots.items() if slot.is_required and not slot.is_loaded]
+        return [name for name, slot in self._all() if slot.is_required and not slot.is_loaded]
 
     def mark_loaded(self) -> None:
         """Mark every slot as loaded: the weights came from a cache."""
         for slot in self._slots.values():
             slot.is_loaded = True
+        for stack in self._stacks.values():
+            stack.loaded.update(range(stack.num_experts))
+
+    def check(self, headers: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise like `load` for tensors that will not fit. Nothing is loaded.
+
+        Args:
+            headers: the names of a checkpoint, and tensors without values (on torch's device `meta`).
+        """
+        self._take((pair for pair in headers if not pair[0].endswith(_KV_SCALE_SUFFIXES)), is_real=False)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take (checkpoint name, tensor) pairs. Raises WeightsError with missing, unexpected and unfit names."""
+        self._take(without_kv_scales(weights), is_real=True)
+
+    def _take(self, weights: Iterable[tuple[str, Tensor]], is_real: bool) -> None:
         unexpected: list[str] = []
         unfit: list[str] = []
-        for checkpoint_name, tensor in without_kv_scales(weights):
+        seen: set[str] = set()
+        for checkpoint_name, tensor in self._of_one_expert(weights, unfit):
             if checkpoint_name.startswith(self._ignored_prefixes) or checkpoint_name.endswith(_IGNORED_SUFFIXES):
                 continue
-            slot = self._slots.get(renamed(checkpoint_name, self._renamed_prefixes))
+            name = renamed(checkpoint_name, self._renamed_prefixes)
+            slot = self._slot(name)
             if slot is None:
                 if not _is_void(checkpoint_name, tensor):
                     unexpected.append(checkpoint_name)
-            elif slot.is_loaded:
+            elif name in seen:
                 unfit.append(f"{checkpoint_name} comes twice")
             elif tuple(tensor.shape) not in (slot.shape, *slot.other_shapes):
                 unfit.append(f"{checkpoint_name} has shape {list(tensor.shape)} instead of {list(slot.shape)}")
             elif tensor.dtype not in slot.accepts:
                 expected = " or ".join(_shown(dtype) for dtype in slot.accepts)
                 unfit.append(f"{checkpoint_name} has dtype {_shown(tensor.dtype)} instead of {expected}")
-            else:
+            elif is_real:
                 try:
                     slot.load(tensor)
                 except WeightsError as error:
                     unfit.append(f"{checkpoint_name}: {error.what}")
                 slot.is_loaded = True
-        missing = [] if unfit else self.missing()  # an unfit tensor is missing too
-        check_fit({"unfit": unfit, "missing": missing, "unexpected": unexpected})
+            seen.add(name)
+        missing = [] if unfit else [n for n, slot in self._all() if slot.is_required and n not in seen]
+        check_fit({"unfit": unfit, "missing": missing, "unexpected": unexpected})  # an unfit tensor is missing too
 
     def own_name(self, checkpoint_name: str) -> str | None:
         """Our name of a tensor of the checkpoint; None: the model does not use it."""
         name = renamed(checkpoint_name, self._renamed_prefixes)
-        return name if name in self._slots and not checkpoint_name.startswith(self._ignored_prefixes) else None
+        is_used = self._slot(name) is not None and not checkpoint_name.startswith(self._ignored_prefixes)
+        return name if is_used else None
 
     def load_some(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take some tensors by our names. Each must fit."""
         for name, tensor in weights:
-            self._slots[name].load(tensor)
+            slot = self._slot(name)
+            assert slot is not None, name
+            slot.load(tensor)
+
+    def _all(self) -> Iterator[tuple[str, WeightSlot]]:
+        yield from self._slots.items()
+        for name, stack in self._stacks.items():
+            yield from ((name.format(expert), stack.of_expert(expert)) for expert in range(stack.num_experts))
+
+    def _slot(self, name: str) -> WeightSlot | None:
+        if name in self._slots or not self._stacks:
+            return self._slots.get(name)
+        match = _EXPERT.fullmatch(name)
+        if match is None or (stack := self._stacks.get(f"{match[1]}{{}}{match[3]}")) is None:
+            return None
+        expert = int(match[2])
+        return stack.of_expert(expert) if expert < stack.num_experts and str(expert) == match[2] else None
+
+    def _of_one_expert(self, weights: Iterable[tuple[str, Tensor]], unfit: list[str]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, with those of all experts in their parts: views, one expert after the other."""
+        for checkpoint_name, tensor in weights:
+            names = self._stacked.get(renamed(checkpoint_name, self._renamed_prefixes))
+            if names is None:
+                yield checkpoint_name, tensor
+                continue
+            stacks = [self._stacks[name] for name in names]
+            rows = [stack.rows for stack in stacks]
+            parts = [slice(None)] if len(names) == 1 else [slice(each.start, each.stop, each.step) for each in rows]
+            first = stacks[0]
+            num_rows = sum(stack.like.shape[0] for stack in stacks)
+            shape = (first.num_experts, num_rows, *first.like.shape[1:])
+            shape = (shape[0], *reversed(shape[1:])) if first.is_transposed else shape
+            if tuple(tensor.shape) != shape:
+                unfit.append(f"{checkpoint_name} has shape {list(tensor.shape)} instead of {list(shape)}")
+                continue
+            tensor = tensor.transpose(1, 2) if first.is_transposed else tensor
+            for expert, of_expert in enumerate(tensor):
+                for name, part in zip(names, parts, strict=True):
+                    yield name.format(expert), of_expert[part]
 
 
 def renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:
@@ -128,8 +191,8 @@ def check_fit(names_by_problem: Mapping[str, Sequence[str]], messages: Sequence[
 
 
 def _is_void(name: str, tensor: Tensor) -> bool:
-    """Whether it is a bias of zeros. Old quantizers saved one for layers without bias."""
-    return name.endswith(".bias") and not tensor.any()
+    """Whether it is a bias of zeros, or may be one. Old quantizers saved one for layers without bias."""
+    return name.endswith(".bias") and (tensor.is_meta or not tensor.any())
 
 
 def _shown(dtype: torch.dtype) -> str:

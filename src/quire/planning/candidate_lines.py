@@ -56,6 +56,7 @@ class RankedPlan:
             "candidates": [row.as_dict() for row in found.rows],
             "refused": found.refused,
             "best": None if found.best is None else found.best.as_dict(),
+            "copies": [] if found.best is None else [row.as_dict() for row in found.cuts_of(found.best)],
             "changes": list(self._changes()),
             "check": self.check_code,
         }
@@ -116,8 +117,7 @@ class RankedPlan:
 
     def _best(self, best: Candidate) -> Iterator[str]:
         command = " ".join(("quire serve", shlex.quote(self.model_name), *best.flags))
-        where = f"{best.copies} x " * (best.copies > 1)
-        yield f"best      {where}{command}"
+        yield f"best      {command}"
         if not best.meets:
             yield "          it comes closest, and does not meet what is asked"
         elif not best.is_runnable:
@@ -130,6 +130,7 @@ class RankedPlan:
             for term in memory_terms(best)
         ]
         yield from labelled("memory", terms)
+        yield from labelled("copies", list(self._comparison(best)))
         longest = best.max_model_len
         yield (
             f"fits      {best.copies * best.num_requests:,} requests of your workload at <= 1 % preemption, "
@@ -157,6 +158,25 @@ class RankedPlan:
         yield "Nine of ten measurements should lie in the intervals."
         yield f"Speeds are {best.origin}."
         yield ""
+
+    def _comparison(self, best: Candidate) -> Iterator[str]:
+        """Replicas beside copies on several devices; no line if there is no choice."""
+        cuts = self.candidates.cuts_of(best)
+        if len(cuts) < 2:
+            return
+        for row in cuts:
+            alone = points(row)[0][1]
+            times = f"TTFT {1e3 * alone.ttft.value:.3g} ms, ITL {1e3 * alone.itl.value:.3g} ms"
+            yield f"{_copies(row)}: {row.requests_per_second:.3g} requests/s; a request alone: {times}"
+        most, fewest = cuts[0], cuts[-1]
+        if most.requests_per_second and fewest.requests_per_second:
+            more = most.requests_per_second / fewest.requests_per_second
+            faster = points(most)[0][1].itl.value / points(fewest)[0][1].itl.value
+            which = "one copy" if fewest.copies == 1 else f"{fewest.copies} replicas"
+            yield (
+                f"{most.copies} replicas: {more:.2g} x the requests/s of {which}, which answers one request "
+                f"{faster:.2g} x as fast"
+            )
 
     def _missing(self) -> Iterator[str]:
         closest, demand = self.candidates.closest, self.candidates.demand
@@ -198,6 +218,12 @@ class RankedPlan:
         yield _other(half, "prompts half as long", best)
         if best.hardware.facts.gpu is not None and (larger := found.with_larger_devices(best)) is not None:
             yield _other(larger, larger.hardware.name, best)
+
+
+def _copies(row: Candidate) -> str:
+    number = f"{row.copies} replicas" if row.copies > 1 else "one copy"
+    devices = f"{row.degree} devices" if row.degree > 1 else "1 device"
+    return f"{number} on {devices}{' each' * (row.copies > 1)}{'' if row.is_runnable else '*'}"
 
 
 def _ranked(row: Candidate, has_price: bool) -> list[str]:

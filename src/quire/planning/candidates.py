@@ -10,7 +10,7 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.cost.arithmetic import StepArithmetic
 from quire.cost.collectives import AllReduces
-from quire.errors import ModelConfigError
+from quire.errors import ConfigError, ModelConfigError
 from quire.formats.weight_format import packs_floats
 from quire.model_config import DTYPE_BYTES, ModelConfig, WeightBytes
 from quire.planning.cut_model import ModelCut, check_degree
@@ -70,10 +70,11 @@ class Candidate:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Of `quire serve`, for one copy."""
+        """Of `quire serve`, for all copies."""
         length = ("--max-model-len", str(self.max_model_len)) if self.is_cut else ()
         degree = ("--tensor-parallel-size", str(self.degree)) if self.degree > 1 else ()
-        return self.fit.form.flags + length + degree
+        copies = ("--data-parallel-size", str(self.copies)) if self.copies > 1 else ()
+        return self.fit.form.flags + length + degree + copies
 
     @property
     def is_cut(self) -> bool:
@@ -244,8 +245,9 @@ class Candidates:
 
     Args:
         degree: the only number of devices per copy to look at; None: all that are legal.
+        copies: the only number of copies to look at; None: all that are legal.
 
-    Raises ConfigError for settings that contradict each other or the model, and for a degree that is not legal.
+    Raises ConfigError for settings that contradict each other or the model, and for numbers that are not legal.
     """
 
     def __init__(
@@ -255,13 +257,25 @@ class Candidates:
         hardware: Sequence[Hardware],
         demand: Demand,
         degree: int | None = None,
+        copies: int | None = None,
     ) -> None:
         self._engine, self._model, self.demand, self._degree = engine, model, demand, degree
+        self._copies = copies
         self._parts: dict[Hashable, Part | None] = {}
         self._pages: dict[Hashable, KvPages] = {}
         self._arithmetic: dict[Hashable, StepArithmetic] = {}
         self.refused: dict[str, str] = {}
         self.rows = sorted((row for each in hardware for row in self._on(each)), key=Candidate.rank)
+
+        if not self.rows:
+            counts = ", ".join(f"{each.name} has {each.count}" for each in hardware)
+            raise ConfigError(
+                "No hardware can be shared equally by so many copies",
+                value=copies,
+                expected=f"a part of the number of devices: {counts}",
+                fix="Leave --data-parallel-size out to compare all numbers of copies",
+                param="data_parallel_size",
+            )
 
     @property
     def best(self) -> Candidate | None:
@@ -272,6 +286,11 @@ class Candidates:
     def closest(self) -> Candidate:
         """Where the fewest bytes are missing on all devices of a copy."""
         return min(self.rows, key=lambda row: row.missing_bytes * row.degree)
+
+    def cuts_of(self, row: Candidate) -> list[Candidate]:
+        """The same formats on the same hardware: from many copies to one on all devices, as far as they fit."""
+        others = (other for other in self.rows if other.hardware == row.hardware and other.fit.form == row.fit.form)
+        return sorted((other for other in others if other.fits), key=lambda other: other.degree)
 
     def with_larger_devices(self, row: Candidate) -> Candidate | None:
         """The first row on the next larger GPUs that fits; None: none of the table does."""
@@ -344,7 +363,11 @@ class Candidates:
 
     def _degrees(self, count: int) -> Iterator[int]:
         wanted = range(1, count + 1) if self._degree is None else (self._degree,)
-        return (degree for degree in wanted if count % degree == 0)
+        return (
+            degree
+            for degree in wanted
+            if count % degree == 0 and (self._copies is None or count // degree == self._copies)
+        )
 
     def _candidate(self, hardware: Hardware, form: Form, degree: int, demand: Demand) -> Candidate | None:
         """None: the model in these formats cannot be cut in so many parts."""

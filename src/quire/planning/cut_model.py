@@ -54,6 +54,8 @@ class ModelCut:
     def _attention(self, part: Attention, rank: int) -> Attention:
         if not isinstance(part, Full):
             raise self._impossible("its attention is not of heads with keys and values of their own")
+        if part.sinks or part.qkv.paired_heads:
+            raise self._impossible("its heads have sinks, or rows in another order, which ranks do not share yet")
         size, unit = part.head_dim, self._unit(part.qkv)
         heads = head_shares(part.num_q_heads, part.num_kv_heads, self._num_parts, lcm(unit, size) // size)
         if not all(own for own, _ in heads):

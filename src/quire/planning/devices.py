@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,14 @@ def free_memory_bytes() -> int:
     return max(free, 0)
 
 
+def taken_memory_bytes() -> int:
+    """RAM that this process has taken, without pages of files; on macOS the most it had, files included."""
+    for line in (_read_text(Path("/proc/self/status")) or "").splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def num_cores() -> int:
     """Physical cores this process may use: affinity without SMT siblings, cut by the cgroup's CPU quota.
 
@@ -122,6 +131,24 @@ def cpu_name() -> str:
 def has_gpu() -> bool:
     """Whether a driver for GPUs of NVIDIA or AMD is loaded."""
     return any(file.exists() for file in _GPU_FILES)
+
+
+def num_gpus() -> int:
+    """GPUs of NVIDIA that this process may see; 0: none, or the driver does not tell."""
+    if not has_gpu():
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def take_gpu(index: int) -> None:
+    """Let this process see one GPU only, by its index among those it may see. Call it before torch looks for GPUs."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if num_gpus() > 0:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
 
 
 def ask_gpu() -> GpuFacts | str:

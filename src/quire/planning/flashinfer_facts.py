@@ -27,12 +27,15 @@ def flashinfer_version() -> str | None:
         return "of unknown version"
 
 
-def why_not_flashinfer(head_dims: Collection[int], dtype: str, cache_dtype: str, is_deterministic: bool) -> str | None:
+def why_not_flashinfer(
+    head_dims: Collection[int], dtype: str, cache_dtype: str, is_deterministic: bool, others: Collection[str] = ()
+) -> str | None:
     """Why FlashInfer does not do such attention on a GPU here, or None.
 
     Args:
         head_dims: of all layers.
         dtype, cache_dtype: by torch's names.
+        others: what else the layers have, of "chunks", "sinks".
     """
     if flashinfer_version() is None:
         return "it is not installed (pip install flashinfer-python)"
@@ -40,8 +43,10 @@ def why_not_flashinfer(head_dims: Collection[int], dtype: str, cache_dtype: str,
         return "it builds its kernels with nvcc, which is not found, and flashinfer-jit-cache is not installed"
     if is_deterministic:
         return "it splits sequences by the batch, and --deterministic is set"
-    if others := [head_dim for head_dim in sorted(head_dims) if head_dim not in HEAD_DIMS]:
-        return f"it takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {', '.join(map(str, others))}"
+    if others:
+        return f"our attention with {' and '.join(sorted(others))} does not run on it"
+    if unknown := [head_dim for head_dim in sorted(head_dims) if head_dim not in HEAD_DIMS]:
+        return f"it takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {', '.join(map(str, unknown))}"
     if dtype not in DTYPES:
         return f"it takes {' and '.join(DTYPES)}, not {dtype}"
     if cache_dtype != dtype and cache_dtype not in CODE_DTYPES:

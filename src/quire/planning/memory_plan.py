@@ -14,7 +14,7 @@ from quire.errors import MemoryPlanError
 from quire.formats.kv_format import KvFormat, kv_format
 from quire.formats.kv_groups import KvGroup, kv_groups, longest_request, page_bytes, pages_for
 from quire.formats.weight_format import packs_floats
-from quire.layer_spec import Dense, Full, LayerSpec
+from quire.layer_spec import Dense, Experts, Full, LayerSpec
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source
 from quire.resolve import GIB, DeviceFacts, shown_bytes
@@ -48,6 +48,7 @@ class MemoryFacts:
     drafter_weight_bytes: int = 0  # the part of weight_bytes that is the drafter's
     draft_text_bytes: int = 0  # of the host's memory, for texts in which drafts are searched; on a CPU a part of work
     lora_bytes: int = 0  # the part of work_bytes for adapters
+    taken_bytes: int = 0  # by this process so far, weights included; on a CPU
 
 
 def logits_bytes(model: ModelConfig, num_rows: int) -> int:
@@ -79,11 +80,24 @@ def _buffer_width(model: ModelConfig, layer: LayerSpec) -> int:
             inner = part.qkv.out_features + part.output.in_features + model.hidden_size
         elif isinstance(part, Dense):  # both inputs of the activation, and its result
             inner = part.width + part.down.in_features
+        elif isinstance(part, Experts):  # of each active expert; then their results beside the shared expert's, and out
+            inner = part.num_active * _of_mlp(part.expert, model.hidden_size)
+            results = part.num_active * model.hidden_size
+            if part.shared is not None:
+                inner = max(inner, results + _of_mlp(part.shared, model.hidden_size))
+                results += model.hidden_size
+            inner = max(inner, results + model.hidden_size)
         else:
             inner = sum(linear.out_features for linear in layer.active_linears())
         own_norm = 0 if norms.before is None else model.hidden_size
         widest = max(widest, own_norm + inner, own_norm + 2 * model.hidden_size)  # at last the result and its norm
     return model.hidden_size + widest
+
+
+def _of_mlp(part: Dense, hidden_size: int) -> int:
+    """Elements per token: both inputs of the activation and its result; then that and the result."""
+    inner = part.down.in_features
+    return inner + max(part.width, hidden_size)
 
 
 def planned_weight_bytes(resolved: Resolved, model: ModelConfig) -> int:
@@ -424,17 +438,22 @@ class _Shortage:
         return self.blocks_needed * KvPages.of(self.resolved, self.model, kv).page_bytes
 
 
-def weights_do_not_fit(resolved: Resolved, weight_bytes: int, total_bytes: int) -> MemoryPlanError:
-    """The error for a model whose weights alone are more than the machine has."""
+def weights_do_not_fit(
+    resolved: Resolved, weight_bytes: int, total_bytes: int, num_replicas: int = 1
+) -> MemoryPlanError:
+    """The error for a model whose weights alone are more than the machine has for each of its replicas."""
     fix = "Use a smaller model, or a machine with more memory"
     if resolved.model.quantization is None and weight_bytes // 4 < total_bytes:
         fix = "Use --quantization int8, fp8 or int4 (a half or a quarter of bfloat16), or a smaller model"
     if resolved.model.dtype == "float32" and resolved.model.quantization is None and weight_bytes // 2 < total_bytes:
         fix = "Use --dtype bfloat16 (halves the weights), or a smaller model"
+    each = ""
+    if num_replicas > 1:
+        each, fix = f" for each of {num_replicas} replicas", f"Lower --data-parallel-size. {fix}"
     return MemoryPlanError(
         f"The weights do not fit into memory: they take {shown_bytes(weight_bytes)} in "
         f"{resolved.model.quantization or resolved.model.dtype}, "
-        f"and there are {shown_bytes(total_bytes)}",
+        f"and there are {shown_bytes(total_bytes)}{each}",
         fix=fix,
         param="model",
     )

@@ -13,6 +13,7 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.cost.step_time import StepTime
 from quire.formats.kv_format import kv_format
+from quire.layer_spec import distinct_experts
 from quire.model_config import ModelConfig, WeightBytes
 from quire.planning.estimate import Estimate, table
 from quire.planning.fits import Fit, WeightsForm, fit_of, possible_forms, weight_bytes
@@ -22,6 +23,8 @@ from quire.resolve import DeviceFacts, shown_bytes
 from quire.settings import Resolved
 from quire.speculative_config import SUFFIX_SHARED_BYTES
 
+STEPS = (1, 8, 32)  # tokens of steps whose experts are shown
+
 
 @dataclass(frozen=True)
 class WeightsRow:
@@ -29,11 +32,13 @@ class WeightsRow:
 
     Args:
         num_bytes: in memory, by kind.
+        expert_bytes: of the largest expert of a layer; 0: there are none.
         step: of one request in a short context; None: the speed of the device is not known.
     """
 
     form: WeightsForm
     num_bytes: WeightBytes
+    expert_bytes: int
     step: StepTime | None
 
 
@@ -77,6 +82,16 @@ class ModelPlan:
             "name": self.model_name,
             "architecture": self.model.architecture,
             "num_parameters": self.model.num_parameters(),
+            "num_active_parameters": self.model.num_active_parameters(),
+            "experts": [
+                {
+                    "num_layers": num_layers,
+                    "num_experts": num_experts,
+                    "num_active": num_active,
+                    "hits": {str(rows): distinct_experts(num_experts, num_active, rows) for rows in STEPS},
+                }
+                for (num_experts, num_active), num_layers in self.model.expert_counts().items()
+            ],
             "is_exact": self.model.is_native,
             "max_model_len": self.resolved.model.max_model_len,
             "block_size": self.resolved.model.block_size,
@@ -91,6 +106,7 @@ class ModelPlan:
                     "quantization": row.form.quantization,
                     "num_bytes": sum(row.num_bytes),
                     **{f"{kind}_bytes": count for kind, count in row.num_bytes._asdict().items()},
+                    "expert_bytes": row.expert_bytes,
                     "tokens_per_second": None if row.step is None else _per_second(row.step).as_dict(),
                 }
                 for row in self.weights
@@ -108,11 +124,17 @@ class ModelPlan:
         model = self.model
         about = "" if model.is_native else "about "
         parameters = f"{about}{model.num_parameters() / 1e6:,.1f} M parameters"
+        if model.experts():
+            parameters += f" ({model.num_active_parameters() / 1e6:,.1f} M active)"
         checkpoint = model.describe_checkpoint()
         yield f"model    {self.model_name}: {model.architecture}, {parameters}, checkpoint in {checkpoint}"
         work, budget = shown_bytes(self.fits[0].memory.work_bytes), self.resolved.scheduler.max_num_batched_tokens
         requests = f"{self.resolved.scheduler.max_num_seqs:,} requests"
         share = self.resolved.device.gpu_memory_utilization
+        for (num_experts, num_active), num_layers in model.expert_counts().items():
+            hits = (f"{distinct_experts(num_experts, num_active, rows):.3g} at {rows}" for rows in STEPS)
+            yield f"experts  {num_layers} layers of {num_experts}, {num_active} active per token; a step hits in each,"
+            yield f"         if all are equally likely, at so many tokens: {', '.join(hits)}"
         yield f"memory   {self.memory_name}" + ("" if share is None else f", {share} of it in use")
         at_least = "" if self.resolved.device.device == "cpu" else "at least "  # a GPU has graphs too
         yield f"work     {at_least}{work}: a step of {budget:,} tokens, logits of {requests}"
@@ -137,10 +159,13 @@ class ModelPlan:
 
     def _weights_table(self) -> Iterator[str]:
         head = ["weights", "blocks", "output", "embeddings", "norms, biases", "together"]
+        has_experts = bool(self.model.experts())
+        head += ["one expert"] * has_experts
         is_known = self.weights[0].step is not None
         lines = []
         for row in self.weights:
             line = [row.form.name, *(shown_bytes(count) for count in row.num_bytes), shown_bytes(sum(row.num_bytes))]
+            line += [shown_bytes(row.expert_bytes)] * has_experts
             lines.append(line + ([_per_second(row.step).text()] if row.step is not None else []))
         yield from table(head + ["tokens/s of one request"] * is_known, lines)
         if self.speed_origin:
@@ -226,7 +251,9 @@ def plan(
         if form.weights not in rows:
             known = None if cost_of is None else cost_of(form.resolved)
             step = None if known is None else decode_step(known.cost, 1)
-            rows[form.weights] = WeightsRow(form.weights, weight_bytes(form, model), step)
+            of_experts = model.expert_bytes(form.weights.dtype, form.weights.quantization)
+            largest = max((num_bytes for _, num_bytes in of_experts), default=0)
+            rows[form.weights] = WeightsRow(form.weights, weight_bytes(form, model), largest, step)
             origins += [] if known is None else [known.origin]
         pages = KvPages.of(form.resolved, model)
         fits.append(fit_of(form, model, device, rows[form.weights].num_bytes, pages))

@@ -41,7 +41,7 @@ class GgufBlocks(Grouped):
                 value=weight.codes_NK.shape[1],
                 expected=str(layer.in_features),
             )
-        numbers = weight.scales_NG if weight.super_scales_NS is None else weight.super_scales_NS
+        numbers = weight.float_scales if weight.super_scales_NS is None else weight.super_scales_NS
         offsets = weight.minima_NG if weight.super_minima_NS is None else weight.super_minima_NS
         check_finite(numbers)
         if offsets is not None:

@@ -17,6 +17,7 @@ from quire.gguf.types import TensorType
 from quire.kernels import pages
 from quire.kernels.grouped_weight import GroupedWeight
 
+_SCALES = {"float16": torch.float16, "int8": torch.int8, "e8m0": torch.uint8}
 _CHUNK_BYTES = 1 << 20  # codes that are decoded at a time, so that intermediate tensors stay in the processor's cache
 
 
@@ -39,7 +40,7 @@ def unpack_blocks(raw_NR: Tensor, tensor_type: TensorType) -> GroupedWeight:
     G = K // form.group_size_of(K)
     is_two_level, has_minima = form.scales == "int8", form.offsets is not None
     codes_NK = pages.scratch((N, K), torch.uint8, raw_NR.device)
-    scales_NG = raw_NR.new_empty((N, G), dtype=torch.int8 if is_two_level else torch.float16)
+    scales_NG = raw_NR.new_empty((N, G), dtype=_SCALES[form.scales])
     minima_NG = torch.empty_like(scales_NG) if has_minima else None
     super_scales_NS = raw_NR.new_empty((N, G // form.super_size), dtype=torch.float16) if is_two_level else None
     super_minima_NS = torch.empty_like(super_scales_NS) if super_scales_NS is not None and has_minima else None
@@ -152,6 +153,10 @@ def _q6_k(blocks: Tensor) -> _Decoded:
     return _Decoded(codes, factors, super_scales=_halves(blocks, 208))
 
 
+def _mxfp4(blocks: Tensor) -> _Decoded:
+    return _Decoded(_nibbles(blocks[:, 1:], 16), blocks[:, :1])
+
+
 _DECODERS: dict[str, Callable[[Tensor], _Decoded]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -163,4 +168,5 @@ _DECODERS: dict[str, Callable[[Tensor], _Decoded]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }

@@ -21,7 +21,12 @@ def unpack(words_W: Tensor, bits: int) -> Tensor:
     """int32 [..., W] -> uint8 [..., W * 32 / bits], a copy: codes of 4 or 8 bits, a word's lowest first."""
     assert words_W.dtype == torch.int32 and bits in (4, 8)
     codes = words_W.reshape(-1).view(torch.uint8).view(*words_W.shape[:-1], -1)  # one word may have any strides
-    return codes.clone() if bits == 8 else torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    return codes.clone() if bits == 8 else unpack_bytes(codes)
+
+
+def unpack_bytes(bytes_B: Tensor) -> Tensor:
+    """uint8 [..., B] -> uint8 [..., 2 B], a copy: codes of 4 bits, that in the low half of a byte first."""
+    return torch.stack([bytes_B & 15, bytes_B >> 4], dim=-1).flatten(-2)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

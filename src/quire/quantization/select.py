@@ -11,6 +11,7 @@ from quire.quantization.fp8 import Fp8Checkpoint, Fp8OnLoad
 from quire.quantization.gguf import GgufBlocks
 from quire.quantization.gptq import GPTQ
 from quire.quantization.grouped import GroupedCheckpoint, Layout, QuantizedOnLoad
+from quire.quantization.mxfp4 import Mxfp4
 from quire.quantization.scheme import QuantScheme
 from quire.quantization.unquantized import Unquantized
 
@@ -27,4 +28,6 @@ def select_scheme(stored: StoredLinear) -> QuantScheme:
         return GgufBlocks(stored.source)
     if isinstance(stored.held, Fp8Format):
         return Fp8Checkpoint(stored.source, stored.held)
+    if stored.source.layout == "mxfp4":
+        return Mxfp4()
     return GroupedCheckpoint(_LAYOUTS[stored.source.layout], stored.source, stored.held)

@@ -22,6 +22,7 @@ from quire.planning.memory_plan import (
     plan_kv_cache,
     predict_memory,
 )
+from quire.planning.replicas import share_of_machine
 from quire.planning.step_costs import expectation, known_cost, peaks
 from quire.resolve import GIB, DeviceFacts, resolve, resolve_server, shown_bytes
 from quire.screen.layer_kernels import LayerKernel, layer_kernels
@@ -60,6 +61,7 @@ class Explanation:
                 "name": self.model_name,
                 "architecture": self.model.architecture,
                 "num_parameters": self.model.num_parameters(),
+                "num_active_parameters": self.model.num_active_parameters(),
                 "weight_bytes": self.settings["weight_bytes"].value,
                 "kv_bytes_per_token": self._kv_bytes_per_token(),
                 "max_model_len": self.model.max_model_len,
@@ -88,6 +90,8 @@ class Explanation:
     def _lines(self) -> Iterator[str]:
         dtype = self.settings["dtype"].value
         parameters = f"{self.model.num_parameters() / 1e6:,.1f} M parameters"
+        if self.model.experts():
+            parameters += f" ({self.model.num_active_parameters() / 1e6:,.1f} M active)"
         kv = self._kv_bytes_per_token()
         yield f"model    {self.model_name}: {self.model.architecture}, {parameters}, {dtype}, KV {kv:,} bytes per token"
         if ignored := self.model.ignored_fields:
@@ -97,6 +101,8 @@ class Explanation:
         if (gpu := self.device.gpu) is not None:
             memory = f"{shown_bytes(gpu.total_memory_bytes)}, {shown_bytes(gpu.free_memory_bytes)} free now"
             yield f"gpu      {gpu.name}, {gpu.isa}, {memory}"
+        if (count := self.settings["data_parallel_size"].value) > 1:
+            yield f"replicas {count}, and the lines below are of one of them"
         yield from self._kv_groups()
         if "num_blocks" in self.settings:
             yield from self._memory()
@@ -128,7 +134,8 @@ class Explanation:
         alike: dict[tuple[str, str, str, str], list[str]] = {}
         for layer in self.layers:
             key = (layer.weight, layer.why, layer.kernel, layer.kernel_why)
-            alike.setdefault(key, []).append(f"{layer.count} x {'+'.join(layer.names)}")
+            experts = f" of {layer.num_experts} experts" if layer.num_experts else ""
+            alike.setdefault(key, []).append(f"{layer.count} x {'+'.join(layer.names)}{experts}")
         label = "layers"
         for (weight, why, kernel, kernel_why), names in alike.items():
             yield f"{label:<8} {', '.join(names)}"
@@ -180,7 +187,9 @@ def explain(
     """
     check_degree(model, engine.tensor_parallel_size)
     model = ModelCut(model, engine.tensor_parallel_size).part()
-    device = device.shared_by(engine.tensor_parallel_size)
+    machine, device = device, share_of_machine(device, engine).shared_by(engine.tensor_parallel_size)
+    if read_bandwidth is not None:
+        read_bandwidth /= engine.data_parallel_size * engine.tensor_parallel_size
     resolved = resolve(engine, model, device, is_server=True)
     memory = predict_memory(resolved, model, device)
     error = None
@@ -197,7 +206,7 @@ def explain(
     layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
     pages = KvPages.of(resolved, model)
     return Explanation(
-        model_name, model, device, settings, layers, pages, _next_costs(resolved, model, pages, memory), error
+        model_name, model, machine, settings, layers, pages, _next_costs(resolved, model, pages, memory), error
     )
 
 

@@ -109,6 +109,7 @@ def show_ready(
             url=address.name,
             model=model_name,
             memory=memory.as_dict(),
+            replicas=settings["data_parallel_size"]["value"],
             chosen=choices,
             speculation=settings["speculative_config"]["value"],
             expected={name: settings[name]["value"] for name in EXPECTED},
@@ -120,6 +121,7 @@ def show_ready(
     items = [f"{name} {_shown(made['value'])} ({made['source']})" for name, made in chosen.items()]
     lines = [
         "",
+        *_labelled("replicas", _replicas(settings), style),
         *_labelled("memory", [memory.plan()], style),
         *_labelled("fits", memory.capacity(), style),
         *_labelled("chosen", _flowed([*items, WHY]), style),
@@ -137,6 +139,14 @@ def show_ready(
         "",
     ]
     _print(lines)
+
+
+def _replicas(settings: dict[str, Any]) -> Iterator[str]:
+    """Their number; no line for one."""
+    if (count := settings["data_parallel_size"]["value"]) > 1:
+        threads = settings["num_threads"]["value"]
+        share = f", each with {threads} {'thread' if threads == 1 else 'threads'}"
+        yield f"{count} engines{share * (settings['device']['value'] == 'cpu')}; the lines below are of one of them"
 
 
 def _drafts(setting: dict[str, Any]) -> Iterator[str]:

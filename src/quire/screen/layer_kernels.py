@@ -42,11 +42,12 @@ class LayerKernel:
     Args:
         names: of their tensors' modules; several are fused.
         count: number of layers.
-        num_bytes: of one weight.
+        num_bytes: of one weight, with all its experts.
         weight: its form in memory.
         kernel: the kernel that multiplies by it.
         why: the source of the form.
         kernel_why: the reason for this kernel instead of a faster one.
+        num_experts: stacked in a weight; 0: it is an ordinary layer. Sizes are of one expert.
     """
 
     names: tuple[str, ...]
@@ -58,6 +59,7 @@ class LayerKernel:
     kernel: str
     why: str
     kernel_why: str
+    num_experts: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The object for JSON."""
@@ -74,6 +76,8 @@ def layer_kernels(
     for stored in model.stored_linears(quantization):
         shape = stored.shape
         kernel, kernel_why = _kernel(stored, dtype, isa, is_deterministic)
+        if shape.num_experts:
+            kernel = f"grouped by expert: {kernel}"
         counts[
             LayerKernel(
                 names=tuple(name for name, _ in shape.shards),
@@ -85,6 +89,7 @@ def layer_kernels(
                 kernel=kernel,
                 why=stored.reason,
                 kernel_why=kernel_why,
+                num_experts=shape.num_experts,
             )
         ] += 1
     return [LayerKernel(**(asdict(kind) | {"count": count})) for kind, count in counts.items()]
@@ -94,6 +99,8 @@ def _held(held: WeightFormat) -> str:
     shared = "output channel" if held.group_size is None else f"group of {held.group_size}"
     if isinstance(held, Fp8Format):
         return f"FP8 codes (e4m3), a float32 scale per {shared}"
+    if held.scales == "e8m0":
+        return f"4-bit floats (e2m1), a power of two per {shared} (MXFP4)"
     parts = [f"{held.bits}-bit codes", f"a {held.scales} scale per {shared}"]
     if held.offsets is not None:
         parts.append("zero points" if held.offsets == "uint8" else f"{held.offsets} minima")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
@@ -19,6 +20,9 @@ from quire.server.sse import EventStream, run_until_disconnect
 from quire.server.state import ServerState, request_id_of, state_of
 from quire.server.text.events import Content, Event
 from quire.server.text.parser import AnswerParser
+
+RANK_HEADER = "X-data-parallel-rank"
+MAX_RANK_DIGITS = 9
 
 B = TypeVar("B", bound=GenerationRequest)
 W = TypeVar("W")
@@ -77,6 +81,22 @@ async def respond(
     return await respond_by(answer_now, request, decode, prepare, names)
 
 
+def _data_parallel_rank(request: Request) -> int | None:
+    """The replica that vLLM's header asks for. Raises InvalidRequestError."""
+    text = request.headers.get(RANK_HEADER)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_RANK_DIGITS):
+        raise InvalidRequestError(
+            f"{RANK_HEADER} is no index of a replica",
+            value=text[:64],
+            expected="a whole number from 0",
+            fix="Leave it out: the replica with the least work is chosen",
+            param="data_parallel_rank",
+        )
+    return int(text)
+
+
 async def respond_by(
     write: Callable[[ServerState, B, Generation, W, dict[str, str]], Awaitable[Response]],
     request: Request,
@@ -93,6 +113,8 @@ async def respond_by(
             await lora_admin.resolve(state, body.model)
             generation.check(state, body, ignored)
             asked, writer = await prepare(state, body, ignored, request_id_of(request.scope))
+            if (rank := _data_parallel_rank(request)) is not None:
+                asked = replace(asked, data_parallel_rank=rank)
             return await write(state, body, asked, writer, generation.ignored_headers(ignored))
         except InvalidRequestError as error:
             own_names = {"max_tokens": body.max_tokens_name, "structured_outputs": body.constraint_name}

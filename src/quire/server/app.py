@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.errors import QueueFullError, QuireError
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.tokenizer import Tokenizer
-from quire.logs import get_logger
+from quire.frontend.tracing import TRACE_HEADERS
+from quire.logs import current_request_id, get_logger
 from quire.metrics import log_line
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.server import (
@@ -43,7 +44,14 @@ from quire.server.chat import chat_completions, render_chat
 from quire.server.completions import completions
 from quire.server.errors import error_response, internal_error_body, on_http_exception, on_quire_error
 from quire.server.http_metrics import CountRequests
-from quire.server.state import REQUEST_ID_KEY, ServerSettings, ServerState, new_request_id, sane_request_id
+from quire.server.state import (
+    REQUEST_ID_KEY,
+    ServerSettings,
+    ServerState,
+    new_request_id,
+    sane_request_id,
+    trace_headers,
+)
 
 logger = get_logger(__name__)
 
@@ -76,7 +84,7 @@ def create_app(
         *(Route(alias, generation[path], methods=["POST"]) for alias, path in openapi.ALIASES.items()),
         Route("/v1/chat/completions/render", render_chat, methods=["POST"]),
         Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
-        Route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"]),
+        Route("/v1/responses/{response_id}", responses.stored, methods=["GET", "DELETE"]),
         Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
         Route("/v1/models", models.list_models, methods=["GET"]),
         Route("/v1/config", config_api.config, methods=["GET", "POST"]),
@@ -162,9 +170,14 @@ class RequestContext:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), None)
+        headers = dict(reversed(scope["headers"]))  # of several with one name the first counts
+        given = headers.get(b"x-request-id")
         request_id = sane_request_id(None if given is None else given.decode("latin-1")) or new_request_id()
         scope[REQUEST_ID_KEY] = request_id
+        current_request_id.set(request_id)
+        trace_headers.set(
+            {name: headers[name.encode()].decode("latin-1") for name in TRACE_HEADERS if name.encode() in headers}
+        )
         id_header = (b"x-request-id", request_id.encode())
         is_body_held = (b"expect", b"100-continue") in ((name, value.lower()) for name, value in scope["headers"])
         has_started = False

@@ -83,6 +83,7 @@ async def _search(state: ServerState, body: GenerationRequest, asked: Generation
             priority=asked.priority,
             adapter=asked.adapter,
             cache_salt=asked.cache_salt,
+            data_parallel_rank=asked.data_parallel_rank,
             add_special_tokens=False,
             max_tokens_is_default=True,
         )

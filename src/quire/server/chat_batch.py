@@ -41,22 +41,27 @@ async def _prepare(
     for messages in body.messages:
         one = msgspec.structs.replace(body, messages=messages)
         parts.append(await chat.prepare(state, one, ignored if not parts else [], request_id))
-    prompts = [prompt for asked, _ in parts for prompt in asked.prompts]
-    return replace(parts[0][0], prompts=prompts), _BatchWriter([writer for _, writer in parts])
+    return parts[0][0], _BatchWriter(parts)
 
 
 async def _answer(
     state: ServerState, body: BatchChatRequest, asked: Generation, writer: _BatchWriter, headers: dict[str, str]
 ) -> Response:
-    outputs = await generation.collect(await generation.start(state, asked))
+    chats = [replace(each, data_parallel_rank=asked.data_parallel_rank) for each in writer.chats]
+    outputs = await generation.collect(await generation.start(state, *chats))
     return await generation.write(lambda: writer.response(outputs, headers), outputs)
 
 
 class _BatchWriter:
-    """Puts the answers of several chats into one."""
+    """Puts the answers of several chats into one.
 
-    def __init__(self, writers: Sequence[ChatWriter]) -> None:
-        self._writers = writers
+    Attributes:
+        chats: what each asks of the engine. Its prompt decides on its grammar and its budget for thinking.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Generation, ChatWriter]]) -> None:
+        self.chats = [asked for asked, _ in parts]
+        self._writers = [writer for _, writer in parts]
 
     def response(self, outputs: Sequence[RequestOutput], headers: dict[str, str]) -> Response:
         """The whole answer: choice i of chat k has the index k * n + i."""

@@ -15,7 +15,7 @@ from quire.frontend.stream import RequestStream
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.protocol.common import GenerationRequest, StreamOptions
-from quire.server.state import ServerState, sane_request_id
+from quire.server.state import ServerState, sane_request_id, trace_headers
 from quire.server.text.parser import AnswerParser
 
 T = TypeVar("T")
@@ -32,6 +32,7 @@ class Generation:
         request_id: of the HTTP request, under which its timeline is found; None: it has none.
         adapter: its name; None: the base model.
         new_parser: makes the parser of a continuation's text; None: all of it is content.
+        data_parallel_rank: of the replica that shall compute it; None: the one with the least work.
     """
 
     response_id: str
@@ -45,27 +46,35 @@ class Generation:
     request_id: str | None = None
     adapter: str | None = None
     new_parser: Callable[[], AnswerParser] | None = None
+    data_parallel_rank: int | None = None
 
 
-async def start(state: ServerState, generation: Generation) -> list[RequestStream]:
-    """Send every prompt; none is left running if one is refused."""
-    check_fan_out(state, generation)
-    parts = [] if generation.request_id is None else state.recent.add(generation.response_id, generation.request_id)
+async def start(state: ServerState, *generations: Generation) -> list[RequestStream]:
+    """Send every prompt of one HTTP request, in order; none is left running if one is refused.
+
+    Args:
+        generations: with one response id and one request id.
+    """
+    check_fan_out(state, *generations)
+    first = generations[0]
+    parts = [] if first.request_id is None else state.recent.add(first.response_id, first.request_id)
     streams: list[RequestStream] = []
     try:
-        for prompt in generation.prompts:
-            engine_id = state.engine_request_id(generation.response_id)
+        for generation, prompt in ((each, prompt) for each in generations for prompt in each.prompts):
+            engine_id = state.engine_request_id(first.response_id)
             parts.append(engine_id)
             stream = await state.engine.add_request(
                 prompt,
                 generation.params,
                 engine_id,
                 adapter=generation.adapter,
+                data_parallel_rank=generation.data_parallel_rank,
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
                 add_special_tokens=generation.add_special_tokens,
                 clamp_max_tokens=generation.max_tokens_is_default,
                 truncation=generation.truncation,
+                trace_headers=trace_headers.get(),
             )
             streams.append(stream)
             await asyncio.sleep(0)  # the streams of others go on between two prompts
@@ -75,17 +84,18 @@ async def start(state: ServerState, generation: Generation) -> list[RequestStrea
     return streams
 
 
-def check_fan_out(state: ServerState, generation: Generation) -> None:
+def check_fan_out(state: ServerState, *generations: Generation) -> None:
     """Refuse more prompts, or prompts times n, than one request may have."""
-    num_sequences = len(generation.prompts) * generation.params.n
+    num_prompts = sum(len(generation.prompts) for generation in generations)
+    num_sequences = sum(len(generation.prompts) * generation.params.n for generation in generations)
     limits = state.settings.limits
-    if len(generation.prompts) > limits.max_prompts or num_sequences > limits.max_sequences:
+    if num_prompts > limits.max_prompts or num_sequences > limits.max_sequences:
         raise InvalidRequestError(
             "The request asks for too many continuations",
             value=num_sequences,
             expected=f"at most {limits.max_prompts} prompts, and {limits.max_sequences} prompts times n",
             fix="Split it into several requests",
-            param="prompt" if len(generation.prompts) > 1 else "n",
+            param="prompt" if num_prompts > 1 else "n",
         )
 
 

@@ -30,7 +30,7 @@ from quire.server.protocol.messages import (
     MessagesRequest,
     TokenCount,
 )
-from quire.server.protocol.responses import ResponseEvent, ResponseObject, ResponsesRequest
+from quire.server.protocol.responses import DeletedResponse, ResponseEvent, ResponseObject, ResponsesRequest
 from quire.server.protocol.steps import StepLine
 from quire.server.protocol.timeline import TimelineResponse
 from quire.server.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
@@ -134,6 +134,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
             "stream": {"type": "boolean", "default": False},
             "starting_after": {"type": "integer", "minimum": 0, "maximum": MAX_SEQUENCE_NUMBER},
         },
+    ),
+    ("DELETE", "/v1/responses/{response_id}"): Operation(
+        "Forget a stored response; one in the background ends", None, DeletedResponse, errors=(404,)
     ),
     ("POST", "/v1/responses/{response_id}/cancel"): Operation(
         "End a response in the background", None, ResponseObject, errors=(400, 404)

@@ -27,7 +27,9 @@ class StoredResponse:
 
     def __init__(self, answer: ResponseObject, conversation: list[dict[str, Any]]) -> None:
         self.answer, self.conversation = answer, conversation
-        self.num_bytes = 0
+        self.num_bytes = 0  # counted by the store
+        self.is_deleted = False
+        self._num_event_bytes = 0
         self._events: list[bytes] = []
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -52,8 +54,9 @@ class StoredResponse:
             await asyncio.wait([self._task])
 
     def add_events(self, data: bytes) -> None:
-        """Further events, for those who follow."""
+        """Further events, for those who follow. Whoever keeps the response counts them with ResponseStore.grow."""
         self._events += [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]
+        self._num_event_bytes += len(data)
         self._news.set()
         self._news = asyncio.Event()
 
@@ -67,11 +70,9 @@ class StoredResponse:
                 return
             await self._news.wait()
 
-    def grow(self) -> int:
-        """Measure the bytes that it holds -> how many have been added since the last time."""
-        before = self.num_bytes
-        self.num_bytes = len(msgspec.json.encode((self.answer, self.conversation))) + sum(map(len, self._events))
-        return self.num_bytes - before
+    def measure(self) -> int:
+        """The bytes that it holds."""
+        return len(msgspec.json.encode((self.answer, self.conversation))) + self._num_event_bytes
 
 
 class ResponseStore:
@@ -108,15 +109,37 @@ class ResponseStore:
         return stored.conversation
 
     def keep(self, stored: StoredResponse) -> None:
-        """Keep a response, or count what it has grown by. Others leave if there is no room."""
-        with self._lock:
-            self._stored[stored.answer.id] = stored
-            self._num_bytes += stored.grow()
-            for response_id, oldest in list(self._stored.items()):
+        """Keep a response, or measure it again, unless it was deleted. Others leave if there is no room."""
+        if not stored.is_deleted:
+            with self._lock:
+                self._stored[stored.answer.id] = stored
+                self._count(stored, stored.measure() - stored.num_bytes)
+
+    def grow(self, stored: StoredResponse, num_bytes: int) -> None:
+        """Count further events of a response that runs. Others leave if there is no room."""
+        if stored.answer.id in self._stored:
+            with self._lock:
+                self._count(stored, num_bytes)
+
+    def _count(self, stored: StoredResponse, num_bytes: int) -> None:
+        stored.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+        if len(self._stored) <= self._max_responses and self._num_bytes <= self._max_bytes:
+            return
+        for response_id, oldest in list(self._stored.items()):
+            if not oldest.is_running:
+                self._num_bytes -= self._stored.pop(response_id).num_bytes
                 if len(self._stored) <= self._max_responses and self._num_bytes <= self._max_bytes:
                     return
-                if not oldest.is_running:
-                    self._num_bytes -= self._stored.pop(response_id).num_bytes
+
+    async def delete(self, response_id: str) -> None:
+        """Forget a response; one in the background ends first. Raises HttpError."""
+        stored = self.get(response_id)
+        stored.is_deleted = True
+        await stored.cancel()
+        with self._lock:
+            if self._stored.pop(response_id, None) is not None:
+                self._num_bytes -= stored.num_bytes
 
     async def close(self) -> None:
         """End what runs."""

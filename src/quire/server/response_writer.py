@@ -143,6 +143,8 @@ class ResponseWriter:
             async with aclosing(self._events(generation.merged(streams))) as events:
                 async for data in events:
                     self._stored.add_events(data)
+                    if self._store is not None:
+                        self._store.grow(self._stored, len(data))
         except QuireError as error:
             self._stored.add_events(self._failure(error.message))
         except Exception:

@@ -16,6 +16,7 @@ from quire.server.generation import Generation
 from quire.server.protocol.fields import REFUSED_IN_RESPONSES, BodyDecoder
 from quire.server.protocol.responses import (
     SHARED_FIELDS,
+    DeletedResponse,
     FunctionTool,
     NamedFunction,
     ResponsesChat,
@@ -42,7 +43,19 @@ async def create(request: Request) -> Response:
     return await respond_by(_answer, request, _decode, _prepare, _NAMES)
 
 
-async def retrieve(request: Request) -> Response:
+async def stored(request: Request) -> Response:
+    """One route for both, so that a wrong method is told of both."""
+    return await (_delete if request.method == "DELETE" else _retrieve)(request)
+
+
+async def _delete(request: Request) -> Response:
+    """Forget a stored response. One in the background ends."""
+    response_id = request.path_params["response_id"]
+    await state_of(request).responses.delete(response_id)
+    return Response(msgspec.json.encode(DeletedResponse(response_id)), media_type="application/json")
+
+
+async def _retrieve(request: Request) -> Response:
     """A stored response as it is now; with ?stream=true the events of one in the background, from the first on."""
     stored = state_of(request).responses.get(request.path_params["response_id"])
     if request.query_params.get("stream") != "true":

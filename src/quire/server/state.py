@@ -6,6 +6,7 @@ import difflib
 import re
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -33,6 +34,9 @@ from quire.server.text.parser import marks
 SYSTEM_FINGERPRINT = f"quire-{__version__}"
 # Where the middleware leaves the request's id in the ASGI scope.
 REQUEST_ID_KEY = "quire.request_id"
+
+# Those of the HTTP request that is served, by lower-case name.
+trace_headers: ContextVar[Mapping[str, str] | None] = ContextVar("trace_headers", default=None)
 
 MOST_NAMES = 20  # of models in an error
 

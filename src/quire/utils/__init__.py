@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 
-from quire.cli.flags import Parser as FlexibleArgumentParser
+from quire.cli.script_parser import FlexibleArgumentParser
 
 __all__ = ["FlexibleArgumentParser", "random_uuid"]
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from quire.formats.kv_groups import kv_groups, num_tables
 from quire.forward_batch import LayerCache
 from quire.life_cycle import Measured, WorkerSettings
-from quire.messages import Progress
+from quire.messages import WARM_UP, Progress
 from quire.metrics.stopwatch import Lap
 from quire.model_config import ModelConfig
 from quire.models.registry import CausalLM
@@ -101,7 +101,7 @@ class OnGpu:
             if not (sizes := paddings(settings)):
                 return None
             graphs = StepGraphs(model, caches, inputs, self._accelerator, sizes)
-            graphs.capture(lambda done, total: progress("warm up", (1 + done / total) / 3, f"graph {done} of {total}"))
+            graphs.capture(lambda done, total: progress(WARM_UP, (1 + done / total) / 3, f"graph {done} of {total}"))
             return graphs
 
         streams = streams_for(model, drafter, settings)

@@ -21,6 +21,7 @@ from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import kv_cache
 from quire.worker.accelerator import Host
 from quire.worker.drafters import drafter_of, streams_for
+from quire.worker.expert_use import ExpertCounter
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_cache import PagedCache
 from quire.worker.live_buffers import LiveBuffers
@@ -60,6 +61,7 @@ class OnHost:
             work_bytes=work_bytes(buffer_bytes, "cpu") + logits + settings.hidden_bytes(model.config),
             logits_bytes=logits,
             drafter_weight_bytes=drafter_bytes,
+            taken_bytes=devices.taken_memory_bytes() + mapped_bytes,
         )
         return Measured(memory, num_tokens, step)
 
@@ -81,7 +83,9 @@ class OnHost:
             recorded = _recorded(drafter, inputs, cache.drafter_layers)
             drafts = drafter_of(drafter, streams, cache, inputs, device, recorded, settings)
         recorded = _recorded(model, inputs, cache.layers)
-        return ModelRunner(model, cache, inputs, form.logprobs_mode, device, recorded, drafts, self._group)
+        watched = model.watch_experts() if form.expert_metrics and isinstance(model, Decoder) else []
+        experts = ExpertCounter(watched) if watched else None
+        return ModelRunner(model, cache, inputs, form.logprobs_mode, device, recorded, drafts, experts, self._group)
 
 
 def _recorded(model: CausalLM, inputs: InputBatch, caches: list[LayerCache]) -> RecordedSteps | None:

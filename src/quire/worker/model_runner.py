@@ -32,6 +32,7 @@ from quire.worker.accelerator import Device, Download, device_failed
 from quire.worker.captured_steps import CapturedSteps
 from quire.worker.drafter import ANY_TOKEN, Drafted, Drafter
 from quire.worker.drafts import Drafts, Verify, verify
+from quire.worker.expert_use import ExpertCounter
 from quire.worker.forward_pass import ForwardPass
 from quire.worker.input_batch import ExpectedTokens, InputBatch, StagedStep, StepRows
 from quire.worker.kv_cache import PagedCache
@@ -106,6 +107,7 @@ class ModelRunner:
     Args:
         captured: forward passes that are repeated instead of run; None: every kernel is launched by itself.
         drafter: makes the drafts that a batch leaves to the worker.
+        experts: counts the tokens of experts, on a CPU.
         group: the ranks that share the model.
     """
 
@@ -118,9 +120,11 @@ class ModelRunner:
         device: Device,
         captured: CapturedSteps | None = None,
         drafter: Drafter | None = None,
+        experts: ExpertCounter | None = None,
         group: Group | None = None,
     ) -> None:
         self.model = model
+        self._experts = experts
         self.cache = cache
         self.input_batch = input_batch
         state = input_batch.sampling
@@ -175,6 +179,8 @@ class ModelRunner:
             masks = self.sampler.start_masks(sampled_rows, before)
         start = device.mark()
         hidden_TD = self.forward_pass.hidden(step, staged)
+        if self._experts is not None:
+            result.experts = self._experts.count()
         launched = _Launched(sampling.tolist(), drafts)
         if len(sampling):
             logits_RV = self.forward_pass.logits(staged, hidden_TD)

@@ -19,8 +19,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quire.formats.weight_format import GGUF, GroupedFormat
-from quire.kernels.triton import activation, attention, dense, fp8, grouped, lora, norm, parts, rope_cache, sampling
+from quire.formats.weight_format import GGUF, MXFP4, GroupedFormat
+from quire.kernels.triton import (
+    activation,
+    attention,
+    dense,
+    experts,
+    fp8,
+    grouped,
+    lora,
+    norm,
+    parts,
+    rope_cache,
+    sampling,
+)
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -46,6 +58,8 @@ def attention_case(
     is_deterministic: bool = False,
     window: int = 0,
     has_soft_cap: bool = False,
+    chunk: int = 0,
+    has_sinks: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
     """The kernel with the tiles of such a batch."""
@@ -64,6 +78,7 @@ def attention_case(
         "BLOCK_Q": shape.block_m // group,
         "TILE": shape.tile,
         "WINDOW": window,
+        "CHUNK": chunk,
         "HAS_SOFT_CAP": has_soft_cap,
         "SEGMENTS": shape.segments,
         "RANGE": shape.range_len,
@@ -79,6 +94,8 @@ def attention_case(
         types |= {"k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"}
     else:
         constants |= {"k_scales_ptr": None, "v_scales_ptr": None}
+    if not has_sinks:
+        constants["sinks_ptr"] = None
     if shape.segments > 1:
         types["out_ptr"] = "*fp32"
     else:
@@ -105,13 +122,63 @@ POINTERS = {
 }
 
 
+# Constants of a product without experts.
+ONE_WEIGHT = {"begins_ptr": None, "order_ptr": None, "EXPERTS": 0, "OF_TOKENS": False}
+
+
+def of_experts(case: dict[str, Any]) -> dict[str, Any]:
+    """The same product with a stack of 128 experts."""
+    constants = {name: value for name, value in case["constants"].items() if name not in ("begins_ptr", "order_ptr")}
+    constants |= {"EXPERTS": 128, "OF_TOKENS": True}
+    return case | {"constants": constants, "types": case["types"] | {"begins_ptr": "*i32", "order_ptr": "*i32"}}
+
+
+def expert_cases(sm: int) -> dict[str, dict[str, Any]]:
+    """Products with stacks of experts, routing, and sums."""
+    is_wgmma, bf16 = sm == 90, torch.bfloat16
+    found = {}
+    for M in (1, 64):
+        found[f"experts, dense, {M} rows"] = of_experts(dense_case(M, False, bf16, is_wgmma))
+        found[f"experts, FP8, {M} rows"] = of_experts(fp8_case(M, False, False, is_wgmma))
+        found[f"experts, FP8 in blocks, {M} rows"] = of_experts(fp8_case(M, False, True, is_wgmma))
+        for name, form in (("AWQ", GroupedFormat(4, 128, "float16", "uint8")), ("Q4_K", GGUF["Q4_K"])):
+            found[f"experts, {name}, {M} rows"] = of_experts(grouped_case(form, M, False, bf16, is_wgmma))
+    for scoring, groups, is_top2 in (("softmax", 1, False), ("sigmoid", 8, True), ("softmax_of_chosen", 8, False)):
+        found[f"route by {scoring} in {groups} groups"] = {
+            "kernel": experts._route_kernel,
+            "constants": {"S": 8, "SCORING": scoring, "GROUPS": groups, "ACTIVE_GROUPS": max(groups // 2, 1)}
+            | {"IS_TOP2": is_top2, "NORMALIZES": True, "BLOCK_E": 256, "BLOCK_S": 8}
+            | ({} if groups > 1 else {"bias_ptr": None}),
+            "types": dict.fromkeys(("logits_ptr", "bias_ptr", "weights_ptr"), "*fp32")
+            | {"experts_ptr": "*i32", "scale": "fp32", "jitter": "fp32"},
+            "options": {"num_warps": 1},
+        }
+    found["route by sparsemixer"] = {
+        "kernel": experts._route_kernel,
+        "constants": {"S": 2, "SCORING": "sparsemixer", "GROUPS": 1, "ACTIVE_GROUPS": 1, "IS_TOP2": False}
+        | {"NORMALIZES": False, "BLOCK_E": 16, "BLOCK_S": 2, "bias_ptr": None},
+        "types": {"logits_ptr": "*fp32", "weights_ptr": "*fp32", "experts_ptr": "*i32"}
+        | {"scale": "fp32", "jitter": "fp32"},
+        "options": {"num_warps": 1},
+    }
+    ints = dict.fromkeys(("experts_ptr", "order_ptr", "begins_ptr", "places_ptr"), "*i32")
+    found["sort pairs"] = {"kernel": experts._sort_kernel, "constants": {"BLOCK_P": experts._BLOCK_P}, "types": ints}
+    found["places"] = {"kernel": experts._places_kernel, "constants": {"BLOCK_P": experts._BLOCK_P}, "types": ints}
+    found["combine"] = {
+        "kernel": experts._combine_kernel,
+        "constants": {"S": 8, "BLOCK_D": experts._BLOCK_D},
+        "types": ints | {"weights_ptr": "*fp32", "gate_ptr": "*fp32"},
+    }
+    return found
+
+
 def grouped_case(
     weight_format: GroupedFormat, M: int, is_split: bool, dtype: torch.dtype, wgmma: bool, is_even: bool = True
 ) -> dict[str, Any]:
     """The product of M rows with a weight cut into parts; `is_even`: of whole tiles of K, and panels in pairs."""
     assert weight_format.group_size is not None
     tile = parts.choose_tile(M, 4096 if is_even else 64, dtype, wgmma)
-    scales = getattr(torch, weight_format.scales)
+    scales = torch.uint8 if weight_format.scales == "e8m0" else getattr(torch, weight_format.scales)
     offsets = getattr(torch, weight_format.offsets or "", None)
     types = {"x_ptr": POINTERS[dtype], "words_ptr": "*i32", "scales_ptr": POINTERS[scales], "halves_ptr": "*fp16"}
     types |= {"offsets_ptr": POINTERS.get(offsets, ""), "out_ptr": "*fp32" if is_split else POINTERS[dtype]}
@@ -121,6 +188,7 @@ def grouped_case(
         "BITS": weight_format.bits,
         "ROWS": max(tile.block_k // weight_format.group_size, 1),
         "SCALE_BYTES": scales.itemsize,
+        "HAS_FLOATS": weight_format.scales == "e8m0",
         "OFFSETS": {None: "none", "uint8": "zeros"}.get(weight_format.offsets, "minima"),
         "OFFSET_BYTES": offsets.itemsize if offsets else 1,
         "PARTS": 8,
@@ -128,6 +196,7 @@ def grouped_case(
         "HAS_BIAS": False,
         "EVEN_K": is_even,
         "UPCAST": False,
+        **ONE_WEIGHT,
     }
     return tiled_case(grouped._grouped_kernel, constants, types, tile)
 
@@ -141,6 +210,7 @@ def dense_case(M: int, is_split: bool, dtype: torch.dtype, wgmma: bool, is_even:
         "HAS_BIAS": False,
         "EVEN_K": is_even,
         "UPCAST": False,
+        **ONE_WEIGHT,
     }
     types = dict.fromkeys(("x_ptr", "weight_ptr"), POINTERS[dtype])
     types["out_ptr"] = "*fp32" if is_split else POINTERS[dtype]
@@ -157,6 +227,7 @@ def fp8_case(M: int, is_split: bool, is_grouped: bool, wgmma: bool) -> dict[str,
         "HAS_BIAS": False,
         "EVEN_K": True,
         "UPCAST": False,
+        **ONE_WEIGHT,
     }
     types = {"codes_ptr": "*i8", "scales_ptr": "*fp32", "out_ptr": "*fp32" if is_split else "*bf16"}
     tile = parts.choose_tile(M, 4096, torch.bfloat16, wgmma)
@@ -197,7 +268,7 @@ def deterministic_cases(sm: int) -> dict[str, dict[str, Any]]:
     }
     found["join ranges"] = {
         "kernel": attention._join_ranges_kernel,
-        "constants": {"H": 32, "E": 128, "BLOCK_E": 128, "SEGMENTS": 32},
+        "constants": {"H": 32, "E": 128, "BLOCK_E": 128, "SEGMENTS": 32, "sinks_ptr": None},
         "types": {"partial_ptr": "*fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32"},
         "options": {"enable_fp_fusion": False},
     }
@@ -265,6 +336,7 @@ def product_cases(sm: int) -> dict[str, dict[str, Any]]:
         "Q5_K": GGUF["Q5_K"],
         "Q6_K": GGUF["Q6_K"],
         "8 bits": GroupedFormat(8, 4096),
+        "MXFP4": MXFP4,
     }
     found = {
         f"{name}, {M} rows": grouped_case(form, M, is_split, torch.bfloat16, sm == 90)
@@ -308,12 +380,12 @@ def sampling_case(kernel: Any, **constants: Any) -> dict[str, Any]:
 
 def rope_case(codes: str) -> dict[str, Any]:
     constants = {"H": 32, "G": 8, "E": 128, "P": 16, "R": 128, "BLOCK_E": 128, "HAS_Q_NORM": True, "HAS_K_NORM": True}
+    constants["HAS_TEMPERATURE"] = True
     types = {
         "positions_ptr": "*i64",
         "slots_ptr": "*i64",
         "cos_sin_ptr": "*fp32",
-        "eps": "fp32",
-        "weight_offset": "fp32",
+        **dict.fromkeys(("eps", "weight_offset", "temperature", "temperature_floor"), "fp32"),
     }
     if codes != "none":
         types |= {"k_cache_ptr": "*i8", "v_cache_ptr": "*i8"}
@@ -362,12 +434,21 @@ def cases() -> dict[str, dict[str, Any]]:
         "rope to int8": rope_case("int8"),
         "prefill": attention_case(2048, 4, 4, 128),
         "prefill of wide heads": attention_case(2048, 4, 2, 256),
+        "prefill with window and sinks": attention_case(2048, 4, 8, 64, window=128, has_sinks=True),
+        "decode with window and sinks": attention_case(256, 256, 8, 64, window=128, has_sinks=True),
+        "prefill with chunks": attention_case(2048, 4, 5, 128, chunk=8192),
+        "decode with chunks": attention_case(256, 256, 5, 128, chunk=8192),
         "prefill with window and cap": attention_case(2048, 4, 2, 256, window=4096, has_soft_cap=True),
         "decode with window and cap": attention_case(256, 256, 2, 256, window=4096, has_soft_cap=True),
         "decode of wide heads": attention_case(256, 256, 2, 256),
         "decode": attention_case(256, 256, 4, 128),
         "split decode": attention_case(1, 1, 4, 128),
         "join": {
+            "kernel": attention._join_segments_kernel,
+            "constants": join | {"sinks_ptr": None},
+            "types": {"partial_ptr": "*fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32"},
+        },
+        "join with sinks": {
             "kernel": attention._join_segments_kernel,
             "constants": join,
             "types": {"partial_ptr": "*fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32"},
@@ -390,7 +471,18 @@ def cases() -> dict[str, dict[str, Any]]:
             "types": {"eps": "fp32", "weight_offset": "fp32"},
             "options": {"num_warps": 8},
         },
-        "silu": {"kernel": activation._gated_activation_kernel, "constants": {"NAME": "silu", "BLOCK": 1024}},
+        **{
+            name: {
+                "kernel": activation._gated_activation_kernel,
+                "constants": {"NAME": name, "BLOCK": 1024, "factors_ptr": None, "order_ptr": None},
+            }
+            for name in ("silu", "clamped_swiglu")
+        },
+        "silu with factors": {
+            "kernel": activation._gated_activation_kernel,
+            "constants": {"NAME": "silu", "BLOCK": 1024},
+            "types": {"factors_ptr": "*fp32", "order_ptr": "*i32"},
+        },
         "greedy": {
             "kernel": sampling._highest_kernel,
             "constants": {"SLICE": sampling.SLICE},
@@ -446,7 +538,14 @@ def compiled(case: dict[str, Any], capability: int) -> dict[str, Any]:
 
 
 def all_cases(sm: int) -> dict[str, dict[str, Any]]:
-    return {**cases(), **code_cases(sm), **model_cases(sm), **product_cases(sm), **deterministic_cases(sm)}
+    return {
+        **cases(),
+        **code_cases(sm),
+        **model_cases(sm),
+        **product_cases(sm),
+        **deterministic_cases(sm),
+        **expert_cases(sm),
+    }
 
 
 def compiled_by_name(name: str, sm: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ TOLERANCES = {torch.float32: (5e-6, 1e-5), torch.float16: (2e-3, 2e-3), torch.bf
 
 
 def make(
-    H: int, G: int, E: int, P: int, rows: list[tuple[int, int]], dtype: torch.dtype, window: int = 0
+    H: int, G: int, E: int, P: int, rows: list[tuple[int, int]], dtype: torch.dtype, window: int = 0, chunk: int = 0
 ) -> tuple[Tensor, LayerCache, Tensor, Tensor, Tensor]:
     """Arguments for rows of (query tokens, length): q as a view of a fused tensor, unseen slots of the cache NaN."""
     generator = torch.Generator().manual_seed(H * 31 + E)
@@ -36,6 +36,7 @@ def make(
     tables = torch.full((len(rows), max(num_blocks) + 1), -1, dtype=torch.int32)
     for s, ((query_len, length), count) in enumerate(zip(rows, num_blocks, strict=True)):
         first = max(length - query_len - window + 1, 0) if window else 0
+        first = (length - query_len) // chunk * chunk if chunk else first
         tables[s, first // P : count] = order[sum(num_blocks[:s]) :][first // P : count]
         positions = torch.arange(first, length)  # what no token of the call sees is nowhere
         blocks, offsets = tables[s].long()[positions // P], positions % P
@@ -146,6 +147,19 @@ def test_the_tiles_that_are_chosen(dtype: torch.dtype) -> None:
         out = torch.full_like(expected, math.nan)
         paged_attention(*arguments, AttentionRule(0.3), out)
         torch.testing.assert_close(out, expected, atol=TOLERANCES[dtype][0], rtol=TOLERANCES[dtype][1])
+
+
+@pytest.mark.parametrize(("segments", "window", "chunk"), [(1, 0, 24), (1, 20, 0), (4, 0, 40)])
+def test_sinks_and_chunks(segments: int, window: int, chunk: int) -> None:
+    rows = [(1, 3), (1, 200), (1, 121)] + [(19, 50), (30, 30)] * (segments == 1)
+    arguments = make(6, 2, 32, 16, rows, torch.float32, window, chunk)
+    rule, sinks_H = AttentionRule(0.2, window, chunk=chunk), torch.linspace(-3, 12, 6, device=DEVICE)
+    expected = reference.paged_attention(*arguments, rule, sinks_H)
+    for range_len in (0, 64):
+        out = torch.full_like(expected, math.nan)
+        shape = AttentionShape(16, 16, segments, 4, 2, range_len)
+        paged_attention(*arguments, rule, out, shape, sinks_H)
+        torch.testing.assert_close(out, expected, atol=5e-6, rtol=1e-5)
 
 
 def test_few_decodes_are_split_and_many_are_not() -> None:

@@ -62,7 +62,7 @@ def test_add_rms_norm(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "clamped_swiglu"])
 def test_gated_activation(name: str, dtype: torch.dtype) -> None:
     x_T2I = 3 * randn(4, 2 * 1100, dtype=dtype)
     out_TI = torch.empty(4, 1100, dtype=dtype, device=DEVICE)
@@ -70,6 +70,15 @@ def test_gated_activation(name: str, dtype: torch.dtype) -> None:
     atol, rtol = TOLERANCES[dtype]
     expected_TI = reference.gated_activation(name, x_T2I)
     torch.testing.assert_close(out_TI, expected_TI, atol=max(atol, 2e-6), rtol=rtol)
+
+
+def test_gated_activation_with_factors() -> None:
+    x_T2I, factors_F = randn(4, 2 * 40, dtype=torch.float32), torch.tensor([0.5, 3.0, -2.0], device=DEVICE)
+    order_T = torch.tensor([2, 0, 0, 1], dtype=torch.int32, device=DEVICE)
+    out_TI = torch.empty(4, 40, device=DEVICE)
+    gated_activation("silu", x_T2I, out_TI, factors_F, order_T)
+    expected_TI = reference.gated_activation("silu", x_T2I, factors_F, order_T)
+    torch.testing.assert_close(out_TI, expected_TI, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -9,15 +9,19 @@
 namespace quire {
 
 // The numbers are part of the Python interface (kernels/cpu.py).
-enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2 };
+enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2, clamped_swiglu = 3 };
 
-// out[t, i] = activation(x[t, i]) * x[t, i + inner].
+// out[t, i] = activation(x[t, i]) * x[t, i + inner]; clamped_swiglu has its own formula of both. With factors, row t of x
+// is multiplied by factors[order[t]] first.
 struct ActivationArgs {
   DType dtype;
   Activation activation;
   StridedRows<const void> x;  // [rows, 2 * inner]
   StridedRows<void> out;      // [rows, inner]
   int64_t rows, inner;
+  const float* factors;  // [num_factors] or null
+  int64_t num_factors;
+  const int32_t* order;  // [rows]
 };
 
 struct ActivationKernels {

@@ -1,6 +1,7 @@
 // Causal attention over a paged KV cache, for any mix of prefill and decode in one call.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "quire/dtype.h"
@@ -14,6 +15,13 @@ struct AttentionRule {
   float scale;
   int sliding_window;  // attends to positions > pos - sliding_window; 0 = all
   float soft_cap;      // scores become soft_cap * tanh(score / soft_cap); 0 = off
+  int chunk;           // attends to positions in the own one of the chunks of this size; 0 = all
+
+  // The first position that a token at `position` attends to.
+  int first_visible(int position) const {
+    if (chunk > 0) return position / chunk * chunk;
+    return sliding_window > 0 ? std::max(position - sliding_window + 1, 0) : 0;
+  }
 };
 
 // T tokens, H query heads, E head_dim, S sequences, M blocks per table row.
@@ -27,6 +35,7 @@ struct AttentionArgs {
   const int32_t* cu_seqlens_q;  // [S + 1] the tokens cu[s] to cu[s + 1] are the last positions of sequence s
   int num_tokens, num_seqs, num_q_heads, head_dim;
   AttentionRule rule;
+  const void* sinks;       // [H] of dtype: a score that takes weight and has no value; nullptr: there are none
   StridedHeads<void> out;  // [T, H, E]
 };
 

@@ -52,6 +52,7 @@ struct GemmArgs {
   DType bias_dtype;
   StridedRows<void> out;  // [m, n]
   DType out_dtype;
+  const int32_t* x_rows = nullptr;  // [m]: row i of the product reads x[x_rows[i]]; nullptr: x[i]
 };
 
 // Rows of a packed weight, each in [0, weight.n), rounded to dtype. A weight that is neither grouped nor FP8 has this
@@ -106,6 +107,11 @@ struct GemmKernels {
   int64_t (*rows_per_block)(int64_t k);  // rows that stay in the L2 cache in prepared form; a multiple of row_unit
   void (*run)(const GemmBlock& block);
 };
+
+// The kernels for a product on the active instruction set.
+const GemmKernels& gemm_kernels_for(const GemmArgs& args);
+// `dtype`: of a weight that is neither grouped nor FP8.
+int64_t gemm_panel_bytes(const PackedWeight& weight, DType dtype);
 
 const GemmKernels& gemm_f32_kernels();          // every dtype, by float arithmetic
 const GemmKernels& gemm_bf16_kernels();         // vdpbf16ps or bfmmla; run == nullptr if the active ISA has neither

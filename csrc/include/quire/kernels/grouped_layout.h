@@ -1,6 +1,7 @@
 // Integer weights in groups along K ("grouped"), and their layout in memory. Codes have 2 to 6 or 8 bits without sign:
 //   weight = scale * (code - zero)       zero 2^(bits - 1), or one number of 8 bits per group; or
-//   weight = scale * code - minimum.
+//   weight = scale * code - minimum; or
+//   weight = scale * e2m1(code)          4 bits, scale a power of two in 8 bits (e8m0): MXFP4 of the OCP MX formats.
 // Scales and minima are numbers (float, half). Or both are 8-bit factors with sign, which multiply a half per
 // super-group of `super_size` groups, as in GGUF's K-quants; this product is exact in float.
 //
@@ -49,7 +50,7 @@ struct CodePlanes {
 inline constexpr int64_t kMaxSuperElements = 256;  // of a super-group: the limit of 32-bit sums, see above
 
 // The storage of the numbers of groups. The values are part of the Python interface (kernels/cpu.py).
-enum class GroupNumbers : int { none = 0, f32 = 1, f16 = 2, i8 = 3, u8 = 4 };
+enum class GroupNumbers : int { none = 0, f32 = 1, f16 = 2, i8 = 3, u8 = 4, e8m0 = 5 };
 
 constexpr int64_t size_of(GroupNumbers numbers) {
   switch (numbers) {
@@ -61,20 +62,30 @@ constexpr int64_t size_of(GroupNumbers numbers) {
       return 2;
     case GroupNumbers::i8:
     case GroupNumbers::u8:
+    case GroupNumbers::e8m0:
       return 1;
   }
   return 0;
 }
 
+// Products take a code of 4 bits in e2m1 as an integer without sign: twice its value, plus kE2m1Zero. Scales are halved
+// where they are decoded. Both are exact.
+inline constexpr int kE2m1Zero = 12, kE2m1Bits = 5;  // of such an integer
+alignas(16) inline constexpr uint8_t kE2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
 // With 3 and 5 bits, super-groups of several groups are multiples of 32 elements, like whole planes.
 struct GroupedForm {
   int bits = 0;                               // of a code: 2 to 6 or 8; 0: the weight is not grouped
   int64_t group_size = 0;                     // a multiple of 16; with 3 and 5 bits 16, or a multiple of 32
-  GroupNumbers scales = GroupNumbers::f32;    // f32, f16, or i8: factors
+  GroupNumbers scales = GroupNumbers::f32;    // f32, f16, e8m0: codes are e2m1, or i8: factors
   GroupNumbers offsets = GroupNumbers::none;  // u8: zeros; f32, f16, or, beside factors, i8 (factors): minima
   int64_t super_size = 1;                     // groups that share the numbers behind factors
 
   bool has_factors() const { return scales == GroupNumbers::i8; }
+  bool has_floats() const { return scales == GroupNumbers::e8m0; }
+  // Of the integers that products take: their bits, and the zero if groups have none of their own.
+  int product_bits() const { return has_floats() ? kE2m1Bits : bits; }
+  int middle() const { return has_floats() ? kE2m1Zero : 1 << (bits - 1); }
 };
 
 // Byte offsets and sizes in a panel of the packed layout.

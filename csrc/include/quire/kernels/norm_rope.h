@@ -27,6 +27,8 @@ struct HeadRotation {
   const void *q_norm_weight, *k_norm_weight;  // [E] or null, before the rotation
   DType norm_weight_dtype;                    // that of q, or f32
   float norm_eps, norm_weight_offset;
+  // q at position p is multiplied by 1 + temperature * log(1 + floor((p + 1) / temperature_floor)) (Llama 4); 0 = off
+  float temperature, temperature_floor;
 };
 
 // T tokens, H query heads, G KV heads, E head_dim.

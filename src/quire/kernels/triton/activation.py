@@ -22,27 +22,42 @@ def _gated(gate, up, NAME: tl.constexpr):
         gate = gate * tl.sigmoid(gate)
     elif NAME == "gelu":
         gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))  # sqrt(1/2)
+    elif NAME == "clamped_swiglu":  # of gpt-oss; NaN stays NaN
+        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        gate = gate * tl.sigmoid(1.702 * gate)
+        up = tl.minimum(up, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
     else:  # gelu_tanh; tanh(u) = 2 * sigmoid(2 * u) - 1, and 0.7978845608 = sqrt(2 / pi)
         gate = gate * tl.sigmoid(2.0 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))
     return gate * up
 
 
 @triton.jit
-def _gated_activation_kernel(x_ptr, out_ptr, x_stride, out_stride, inner, NAME: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_activation_kernel(
+    x_ptr, out_ptr, factors_ptr, order_ptr, x_stride, out_stride, inner, NAME: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < inner
     gate = tl.load(x_ptr + row * x_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + inner + columns, mask=is_inside, other=0.0).to(tl.float32)
+    if factors_ptr is not None:
+        factor = tl.load(factors_ptr + tl.load(order_ptr + row))
+        gate, up = gate * factor, up * factor
     y = _gated(gate, up, NAME)
     tl.store(out_ptr + row * out_stride + columns, y.to(out_ptr.dtype.element_ty), mask=is_inside)
 
 
-def gated_activation(name: str, x_T2I: Tensor, out_TI: Tensor) -> None:
-    """See ops.gated_activation."""
+def gated_activation(
+    name: str, x_T2I: Tensor, out_TI: Tensor, factors_F: Tensor | None = None, order_T: Tensor | None = None
+) -> None:
+    """See ops.gated_activation. Numbers in `order` are not checked, because the host would wait for the device."""
     T, inner = out_TI.shape
     _gated_activation_kernel[(T, ceil_div(inner, _BLOCK))](
-        x_T2I, out_TI, x_T2I.stride(0), out_TI.stride(0), inner, NAME=name, BLOCK=_BLOCK, num_warps=4
+        *(x_T2I, out_TI, factors_F, order_T, x_T2I.stride(0), out_TI.stride(0), inner),
+        NAME=name,
+        BLOCK=_BLOCK,
+        num_warps=4,
     )
 
 

@@ -76,13 +76,14 @@ def _attend(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     CODES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Maxima (of log2) and sums [BLOCK_M], unnormalised output [BLOCK_M, BLOCK_E] over the keys begin .. end.
 
-    With a window, keys before `first` are not read.
+    With a window or chunks, keys before `first` are not read.
     """
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -92,7 +93,7 @@ def _attend(
     for start in range(begin, end, TILE):
         key = start + tl.arange(0, TILE)
         is_key = key < end
-        if WINDOW > 0:
+        if WINDOW > 0 or CHUNK > 0:
             is_key = is_key & (key >= first)
         page = tl.load(table_ptr + key // P, mask=is_key, other=0).to(tl.int64)
         at = page * cache_stride_b + at_head + (key % P) * E
@@ -113,6 +114,8 @@ def _attend(
         is_visible = key[None, :] <= position[:, None]
         if WINDOW > 0:
             is_visible = is_visible & (key[None, :] > position[:, None] - WINDOW)
+        if CHUNK > 0:
+            is_visible = is_visible & (key[None, :] >= position[:, None] // CHUNK * CHUNK)
         scores = tl.where(is_visible & is_key[None, :], scores * 1.4426950408889634, float("-inf"))  # log2(e)
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         safe_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -140,6 +143,15 @@ def _join(maximum, total, acc, part_maximum, part_total, part_acc):
 
 
 @triton.jit
+def _join_sink(maximum, total, acc, sink):
+    """Join a score of each row that has no value."""
+    sink = sink.to(tl.float32) * 1.4426950408889634  # log2(e)
+    new_maximum = tl.maximum(maximum, sink)
+    weight = tl.exp2(maximum - new_maximum)
+    return new_maximum, total * weight + tl.exp2(sink - new_maximum), acc * weight[:, None]
+
+
+@triton.jit
 def _attention_kernel(
     q_ptr,
     k_cache_ptr,
@@ -152,6 +164,7 @@ def _attention_kernel(
     sum_ptr,
     k_scales_ptr,
     v_scales_ptr,
+    sinks_ptr,
     num_seqs,
     scale,
     soft_cap,
@@ -171,6 +184,7 @@ def _attention_kernel(
     BLOCK_Q: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     SEGMENTS: tl.constexpr,
     RANGE: tl.constexpr,
@@ -207,6 +221,8 @@ def _attention_kernel(
     first = 0  # the first row sees keys from here: earlier slots may hold anything, and their blocks may be illegal
     if WINDOW > 0:
         first = tl.maximum(seq_len - query_len + first_query - WINDOW + 1, 0)
+    if CHUNK > 0:
+        first = (seq_len - query_len + first_query) // CHUNK * CHUNK
     begin = first // TILE * TILE
     if SEGMENTS > 1:
         segment_len = RANGE if RANGE > 0 else tl.cdiv(tl.cdiv(seq_len, SEGMENTS), TILE) * TILE
@@ -244,6 +260,7 @@ def _attention_kernel(
                 BLOCK_M,
                 TILE,
                 WINDOW,
+                CHUNK,
                 HAS_SOFT_CAP,
                 CODES,
                 UPCAST,
@@ -272,6 +289,7 @@ def _attention_kernel(
             BLOCK_M,
             TILE,
             WINDOW,
+            CHUNK,
             HAS_SOFT_CAP,
             CODES,
             UPCAST,
@@ -283,6 +301,9 @@ def _attention_kernel(
         tl.store(sum_ptr + row, total, mask=is_row)
         tl.store(out_ptr + row[:, None] * E + e[None, :], acc, mask=is_row[:, None] & is_e[None, :])
     else:
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0)
+            maximum, total, acc = _join_sink(maximum, total, acc, sink)
         y = acc / total[:, None]
         out_ptrs = out_ptr + token[:, None] * out_stride_t + head[:, None] * out_stride_h + e[None, :]
         tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_e[None, :])
@@ -293,6 +314,7 @@ def _join_segments_kernel(
     partial_ptr,
     max_ptr,
     sum_ptr,
+    sinks_ptr,
     out_ptr,
     out_stride_t,
     out_stride_h,
@@ -308,8 +330,14 @@ def _join_segments_kernel(
     e = tl.arange(0, BLOCK_E)
     is_e = e < E
     maxima = tl.load(max_ptr + first + segment)
-    weights = tl.exp2(maxima - tl.max(maxima, axis=0))
+    maximum = tl.max(maxima, axis=0)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634  # log2(e)
+        maximum = tl.maximum(maximum, sink)
+    weights = tl.exp2(maxima - maximum)
     total = tl.sum(weights * tl.load(sum_ptr + first + segment), axis=0)
+    if sinks_ptr is not None:
+        total += tl.exp2(sink - maximum)
     partials = tl.load(partial_ptr + (first + segment)[:, None] * E + e[None, :], mask=is_e[None, :], other=0.0)
     y = tl.sum(partials * weights[:, None], axis=0) / total
     out_ptrs = out_ptr + token * out_stride_t + head * out_stride_h + e
@@ -321,6 +349,7 @@ def _join_ranges_kernel(
     partial_ptr,
     max_ptr,
     sum_ptr,
+    sinks_ptr,
     out_ptr,
     out_stride_t,
     out_stride_h,
@@ -341,6 +370,9 @@ def _join_ranges_kernel(
         part_acc = tl.load(partial_ptr + (row + segment)[:, None] * E + e, mask=e < E, other=0.0)
         part_maximum, part_total = tl.load(max_ptr + row + segment), tl.load(sum_ptr + row + segment)
         maximum, total, acc = _join(maximum, total, acc, part_maximum, part_total, part_acc)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head + tl.arange(0, 1))
+        maximum, total, acc = _join_sink(maximum, total, acc, sink)
     y = acc / total[:, None]
     out_ptrs = out_ptr + token * out_stride_t + head * out_stride_h + e
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=e < E)
@@ -453,6 +485,7 @@ def paged_attention(
     rule: AttentionRule,
     out_THE: Tensor,
     shape: AttentionShape | None = None,
+    sinks_H: Tensor | None = None,
 ) -> None:
     """See ops.paged_attention. `shape`: tiles instead of those of `choose_shape`.
 
@@ -494,6 +527,7 @@ def paged_attention(
         sums_THK,
         cache.k_scales_BGP,
         cache.v_scales_BGP,
+        sinks_H if shape.segments == 1 else None,  # the last kernel joins them
         S,
         rule.scale,
         rule.soft_cap,
@@ -510,6 +544,7 @@ def paged_attention(
         BLOCK_Q=block_q,
         TILE=shape.tile,
         WINDOW=rule.sliding_window,
+        CHUNK=rule.chunk,
         HAS_SOFT_CAP=rule.soft_cap > 0,
         SEGMENTS=shape.segments,
         RANGE=shape.range_len,
@@ -526,6 +561,7 @@ def paged_attention(
             partial,
             maxima_THK,
             sums_THK,
+            sinks_H,
             out_THE,
             *out_THE.stride()[:2],
             H=H,

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import has_wgmma
-from quire.kernels.triton.parts import Launch, Tile, choose_tile
+from quire.kernels.triton.parts import ExpertRows, Launch, Tile, choose_tile, expert_rows, rows_of_tiles
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -24,6 +24,10 @@ def _dense_kernel(
     weight_ptr,
     bias_ptr,
     out_ptr,
+    begins_ptr,
+    order_ptr,
+    num_experts,
+    num_slots,
     M,
     N,
     K,
@@ -35,6 +39,8 @@ def _dense_kernel(
     IS_SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    OF_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -45,14 +51,21 @@ def _dense_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     is_m, is_n = m < M, n < N
-    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
-    weight_ptrs = weight_ptr + n.to(tl.int64)[:, None] * weight_stride + k[None, :]
+    row_of_x, column, length = m, n.to(tl.int64), K
+    if EXPERTS > 0:
+        expert, m, is_m, row_of_x = expert_rows(
+            tl.program_id(0), begins_ptr, order_ptr, num_experts, num_slots, EXPERTS, OF_TOKENS, BLOCK_M
+        )
+        column += expert * N
+        length = tl.where(tl.max(is_m.to(tl.int32), axis=0) > 0, K, 0)
+    x_ptrs = x_ptr + row_of_x.to(tl.int64)[:, None] * x_stride + k[None, :]
+    weight_ptrs = weight_ptr + column[:, None] * weight_stride + k[None, :]
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for turn in range(1 if IS_SPLIT else PARTS):
         part = tl.program_id(2) if IS_SPLIT else turn
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(part * part_len, tl.minimum(K, (part + 1) * part_len), BLOCK_K):
+        for start in range(part * part_len, tl.minimum(length, (part + 1) * part_len), BLOCK_K):
             if EVEN_K:
                 x = tl.load(x_ptrs + start, mask=is_m[:, None], other=0.0)
                 w = tl.load(weight_ptrs + start, mask=is_n[:, None], other=0.0)
@@ -69,6 +82,8 @@ def _dense_kernel(
     if IS_SPLIT:
         out_ptrs += tl.program_id(2).to(tl.int64) * M * N
     if HAS_BIAS:
+        if EXPERTS > 0:
+            bias_ptr += expert * N
         total += tl.load(bias_ptr + n, mask=is_n, other=0.0).to(tl.float32)[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & is_n[None, :])
 
@@ -78,17 +93,23 @@ def for_dense(tile: Tile) -> Tile:
     return replace(tile, num_warps=8) if tile.block_m == 64 else tile
 
 
-def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor) -> None:
-    """out = x @ weight.T + bias, float32 sums rounded once. The last dimension of every tensor is contiguous."""
+def linear(
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor, experts: ExpertRows | None = None
+) -> None:
+    """out = x @ weight.T + bias, float32 sums rounded once. The last dimension of every tensor is contiguous.
+
+    With experts, weight and bias have the rows of all of them, and out has their pairs.
+    """
     M, K = x_MK.shape
-    N = weight_NK.shape[0]
-    tile = for_dense(choose_tile(M, N, x_MK.dtype, has_wgmma(x_MK.device)))
-    launch = Launch(tile, x_MK, N, bias_N, out_MN)
+    N = out_MN.shape[1]
+    tile = for_dense(choose_tile(rows_of_tiles(M, experts), N, x_MK.dtype, has_wgmma(x_MK.device)))
+    launch = Launch(tile, x_MK, N, bias_N, out_MN, experts)
     _dense_kernel[launch.grid](
         x_MK,
         weight_NK,
         launch.bias_N,
         launch.out,
+        *launch.experts,
         M,
         N,
         K,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels.triton import codes
 from quire.kernels.triton.launch import has_wgmma, next_power_of_2
-from quire.kernels.triton.parts import Launch, Tile, choose_tile
+from quire.kernels.triton.parts import ExpertRows, Launch, Tile, choose_tile, expert_rows, rows_of_tiles
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -27,6 +27,10 @@ def _fp8_kernel(
     scales_ptr,
     bias_ptr,
     out_ptr,
+    begins_ptr,
+    order_ptr,
+    num_experts,
+    num_slots,
     M,
     N,
     K,
@@ -41,6 +45,8 @@ def _fp8_kernel(
     IS_SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    OF_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -51,15 +57,22 @@ def _fp8_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     is_m, is_n = m < M, n < N
-    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
-    code_ptrs = codes_ptr + n.to(tl.int64)[:, None] * codes_stride + k[None, :]
-    scale_ptrs = scales_ptr + n.to(tl.int64) * scales_stride
+    row_of_x, column, length = m, n.to(tl.int64), K
+    if EXPERTS > 0:
+        expert, m, is_m, row_of_x = expert_rows(
+            tl.program_id(0), begins_ptr, order_ptr, num_experts, num_slots, EXPERTS, OF_TOKENS, BLOCK_M
+        )
+        column += expert * N
+        length = tl.where(tl.max(is_m.to(tl.int32), axis=0) > 0, K, 0)
+    x_ptrs = x_ptr + row_of_x.to(tl.int64)[:, None] * x_stride + k[None, :]
+    code_ptrs = codes_ptr + column[:, None] * codes_stride + k[None, :]
+    scale_ptrs = scales_ptr + column * scales_stride
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for turn in range(1 if IS_SPLIT else PARTS):
         part = tl.program_id(2) if IS_SPLIT else turn
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(part * part_len, tl.minimum(K, (part + 1) * part_len), BLOCK_K):
+        for start in range(part * part_len, tl.minimum(length, (part + 1) * part_len), BLOCK_K):
             if EVEN_K:
                 x = tl.load(x_ptrs + start, mask=is_m[:, None], other=0.0)
                 w = tl.load(code_ptrs + start, mask=is_n[:, None], other=0)
@@ -83,6 +96,8 @@ def _fp8_kernel(
     if IS_SPLIT:
         out_ptrs += tl.program_id(2).to(tl.int64) * M * N
     if HAS_BIAS:
+        if EXPERTS > 0:
+            bias_ptr += expert * N
         total += tl.load(bias_ptr + n, mask=is_n, other=0.0).to(tl.float32)[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & is_n[None, :])
 
@@ -93,21 +108,31 @@ def in_groups(tile: Tile, group_size: int) -> Tile:
 
 
 def fp8_linear(
-    x_MK: Tensor, codes_NK: Tensor, scales_NG: Tensor, group_size: int, bias_N: Tensor | None, out_MN: Tensor
+    x_MK: Tensor,
+    codes_NK: Tensor,
+    scales_NG: Tensor,
+    group_size: int,
+    bias_N: Tensor | None,
+    out_MN: Tensor,
+    experts: ExpertRows | None = None,
 ) -> None:
-    """out = x @ weight.T + bias. See kernels.fp8. The last dimension of every tensor is contiguous."""
+    """out = x @ weight.T + bias. See kernels.fp8. The last dimension of every tensor is contiguous.
+
+    With experts, weight and bias have the rows of all of them, and out has their pairs.
+    """
     M, K = x_MK.shape
-    N = codes_NK.shape[0]
+    N = out_MN.shape[1]
     is_grouped = scales_NG.shape[1] > 1
-    tile = choose_tile(M, N, x_MK.dtype, has_wgmma(x_MK.device))
+    tile = choose_tile(rows_of_tiles(M, experts), N, x_MK.dtype, has_wgmma(x_MK.device))
     tile = in_groups(tile, group_size) if is_grouped else tile
-    launch = Launch(tile, x_MK, N, bias_N, out_MN)
+    launch = Launch(tile, x_MK, N, bias_N, out_MN, experts)
     _fp8_kernel[launch.grid](
         x_MK,
         codes_NK.view(torch.int8),
         scales_NG,
         launch.bias_N,
         launch.out,
+        *launch.experts,
         M,
         N,
         K,

@@ -20,9 +20,17 @@ from torch import Tensor
 
 from quire.formats.weight_format import GroupedFormat
 from quire.kernels.triton.launch import ceil_div, has_wgmma
-from quire.kernels.triton.parts import Launch, choose_tile
+from quire.kernels.triton.parts import ExpertRows, Launch, choose_tile, expert_rows, rows_of_tiles
 
 _PANEL_WIDTH = 64  # kPanelWidth of grouped_layout.h
+
+
+@triton.jit
+def _power_of_two(exponent):
+    """2^(exponent - 128): half of the scale, because codes are taken twice. 255 is NaN."""
+    bits = tl.maximum(exponent.to(tl.int32) << 23, 0x00400000)
+    bits = tl.where(bits == 0x7F800000, 0x7FC00000, bits)
+    return bits.to(tl.float32, bitcast=True) * 0.5
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -34,6 +42,10 @@ def _grouped_kernel(
     halves_ptr,
     bias_ptr,
     out_ptr,
+    begins_ptr,
+    order_ptr,
+    num_experts,
+    num_slots,
     M,
     N,
     K,
@@ -51,12 +63,15 @@ def _grouped_kernel(
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
+    HAS_FLOATS: tl.constexpr,
     OFFSETS: tl.constexpr,
     OFFSET_BYTES: tl.constexpr,
     PARTS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    OF_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -77,13 +92,20 @@ def _grouped_kernel(
     panel = (n // 64).to(tl.int64)
     column = n % 64
     is_m = m < M
+    row_of_x, length = m, K
+    if EXPERTS > 0:
+        expert, m, is_m, row_of_x = expert_rows(
+            tl.program_id(0), begins_ptr, order_ptr, num_experts, num_slots, EXPERTS, OF_TOKENS, BLOCK_M
+        )
+        panel += expert * tl.cdiv(N, 64)
+        length = tl.where(tl.max(is_m.to(tl.int32), axis=0) > 0, K, 0)
     k = tl.arange(0, BLOCK_K)
     word = tl.arange(0, BLOCK_K // CODES)
     row = tl.arange(0, ROWS) * (BLOCK_K // ROWS)
     # bytes of a word hold codes 0 to 3; of fewer bits: in their lowest bits, and 4 to 7 in those above
     quad = tl.arange(0, CODES // 4)
     byte = tl.arange(0, 4) * 8
-    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    x_ptrs = x_ptr + row_of_x.to(tl.int64)[:, None] * x_stride + k[None, :]
     word_ptrs = words_ptr + (panel * (panel_bytes // 4) + codes_at // 4 + column)[None, :]
     word_ptrs += (word // WORDS * PITCH + word % WORDS)[:, None] * 64
     to_high = (WORDS - word % WORDS)[:, None] * 64
@@ -92,14 +114,14 @@ def _grouped_kernel(
         offset_ptrs = (
             offsets_ptr + (panel * (panel_bytes // OFFSET_BYTES) + offsets_at // OFFSET_BYTES + column)[None, :]
         )
-    if SCALE_BYTES == 1 or (OFFSETS == "minima" and OFFSET_BYTES == 1):
+    if (SCALE_BYTES == 1 and not HAS_FLOATS) or (OFFSETS == "minima" and OFFSET_BYTES == 1):
         half_ptrs = halves_ptr + (panel * (panel_bytes // 2) + supers_at // 2 + column)[None, :]
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for turn in range(1 if IS_SPLIT else PARTS):
         part = tl.program_id(2) if IS_SPLIT else turn
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(part * part_len, tl.minimum(K, (part + 1) * part_len), BLOCK_K):
+        for start in range(part * part_len, tl.minimum(length, (part + 1) * part_len), BLOCK_K):
             group = ((start + row) // group_size)[:, None]
             tile_ptrs = word_ptrs + start // (CODES * WORDS) * (PITCH * 64)
             if EVEN_K:
@@ -115,8 +137,12 @@ def _grouped_kernel(
                 if HIGH_BITS != 0:
                     highs = tl.load(tile_ptrs + to_high, mask=is_word, other=0)
                 group = tl.minimum(group, (K - 1) // group_size)
-            scale = tl.load(scale_ptrs + group * (group_bytes // SCALE_BYTES)).to(tl.float32)
-            if SCALE_BYTES == 1:
+            scale = tl.load(scale_ptrs + group * (group_bytes // SCALE_BYTES))
+            if HAS_FLOATS:
+                scale = _power_of_two(scale)
+            else:
+                scale = scale.to(tl.float32)
+            if SCALE_BYTES == 1 and not HAS_FLOATS:
                 scale = scale * tl.load(half_ptrs + group // super_size * (super_bytes // 2)).to(tl.float32)
             codes = words.reshape(ROWS, BLOCK_K // CODES // ROWS, 1, 1, BLOCK_N)
             if BITS != 8:
@@ -128,11 +154,16 @@ def _grouped_kernel(
                 highs = highs >> (quad * HIGH_BITS)[None, None, :, None, None]
                 codes |= (highs & (0x01010101 * ((1 << HIGH_BITS) - 1))) << LOW_BITS
             codes = (codes >> byte[None, None, None, :, None]) & 0xFF
+            if HAS_FLOATS:  # twice the value, plus 16
+                magnitude = codes & 7
+                exponent = tl.maximum(magnitude >> 1, 1) - 1
+                double = tl.where(magnitude < 2, magnitude, (2 + (magnitude & 1)) << exponent)
+                codes = tl.where(codes > 7, 16 - double, 16 + double)
             # a code in the lowest bits of 2^23, as float32: 2^23 + code
             w = (codes | 0x4B000000).to(tl.float32, bitcast=True)
             scale = scale[:, None, None, None, :]
             if OFFSETS == "none":
-                w = (w - (8388608.0 + (1 << (BITS - 1)))) * scale
+                w = (w - (8388608.0 + (16 if HAS_FLOATS else 1 << (BITS - 1)))) * scale
             else:
                 offset = tl.load(offset_ptrs + group * (group_bytes // OFFSET_BYTES)).to(tl.float32)
                 if OFFSETS == "zeros":
@@ -153,6 +184,8 @@ def _grouped_kernel(
     if IS_SPLIT:
         out_ptrs += tl.program_id(2).to(tl.int64) * M * N
     if HAS_BIAS:
+        if EXPERTS > 0:
+            bias_ptr += expert * N
         total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & (n < N)[None, :])
 
@@ -164,16 +197,19 @@ def grouped_linear(
     weight_format: GroupedFormat,
     bias_N: Tensor | None,
     out_MN: Tensor,
+    experts: ExpertRows | None = None,
 ) -> None:
     """out = x @ w.T + bias, where w is the weight rounded to x's dtype; sums in float32. See kernels.grouped.
 
-    x has the order of the packed columns. The last dimension of x, bias and out is contiguous.
+    x has the order of the packed columns. The last dimension of x, bias and out is contiguous. With experts of N rows
+    each, weight and bias have the rows of all of them, and out has their pairs.
     """
     M, K = x_MK.shape
-    tile = choose_tile(M, N, x_MK.dtype, has_wgmma(x_MK.device))
-    launch = Launch(tile, x_MK, N, bias_N, out_MN)
+    tile = choose_tile(rows_of_tiles(M, experts), N, x_MK.dtype, has_wgmma(x_MK.device))
+    launch = Launch(tile, x_MK, N, bias_N, out_MN, experts)
     assert weight_format.group_size is not None
-    sections = _Sections(weight_format, packed, N, K)
+    num_panels = ceil_div(N, _PANEL_WIDTH) * (1 if experts is None else experts.num_experts)
+    sections = _Sections(weight_format, packed, num_panels, K)
     step = min(weight_format.group_size & -weight_format.group_size, tile.block_k)
     _grouped_kernel[launch.grid](
         x_MK,
@@ -183,6 +219,7 @@ def grouped_linear(
         packed.view(torch.float16) if sections.super_bytes else None,
         launch.bias_N,
         launch.out,
+        *launch.experts,
         M,
         N,
         K,
@@ -200,6 +237,7 @@ def grouped_linear(
         BITS=weight_format.bits,
         ROWS=tile.block_k // step,
         SCALE_BYTES=sections.scales.itemsize,
+        HAS_FLOATS=weight_format.scales == "e8m0",
         OFFSETS=sections.kind,
         OFFSET_BYTES=1 if sections.offsets is None else sections.offsets.itemsize,
         **launch.constants,
@@ -210,10 +248,10 @@ def grouped_linear(
 class _Sections:
     """Bytes and dtypes of a panel: see GroupedLayout in grouped_layout.h."""
 
-    def __init__(self, weight_format: GroupedFormat, packed: Tensor, N: int, K: int) -> None:
+    def __init__(self, weight_format: GroupedFormat, packed: Tensor, num_panels: int, K: int) -> None:
         assert weight_format.group_size is not None
         num_groups = ceil_div(K, weight_format.group_size)
-        self.scales: torch.dtype = getattr(torch, weight_format.scales)
+        self.scales = torch.uint8 if weight_format.scales == "e8m0" else getattr(torch, weight_format.scales)
         self.offsets: torch.dtype | None = (
             None if weight_format.offsets is None else getattr(torch, weight_format.offsets)
         )
@@ -222,5 +260,5 @@ class _Sections:
         self.group_bytes = self.offsets_at + (0 if self.offsets is None else _PANEL_WIDTH * self.offsets.itemsize)
         self.super_bytes = 2 * _PANEL_WIDTH * ((self.scales == torch.int8) + (self.offsets == torch.int8))
         self.supers_at = num_groups * self.group_bytes
-        self.panel_bytes = packed.numel() // ceil_div(N, _PANEL_WIDTH)
+        self.panel_bytes = packed.numel() // num_panels
         self.codes_at = self.panel_bytes - _PANEL_WIDTH * weight_format.padded(K) * weight_format.bits // 8

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div
+from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, next_power_of_2
 
 # A launch should have this number of programs: four for each multiprocessor of an H100, which hide each other's waits.
 _PROGRAMS_WANTED = 528
@@ -59,6 +59,68 @@ def is_split(tile: Tile, M: int, N: int) -> bool:
     return num_programs < _PROGRAMS_WANTED
 
 
+@dataclass(frozen=True)
+class ExpertRows:
+    """The rows of a product with a stack of experts: see kernels.routing.Routing.
+
+    Attributes:
+        begins: int32 [num_experts + 1].
+        order_P: int32; row p of the result reads row order_P[p] // num_slots of x if `of_tokens`, else row p.
+    """
+
+    begins: Tensor
+    order_P: Tensor
+    num_experts: int
+    num_slots: int
+    of_tokens: bool
+
+    def num_tiles(self, block_m: int) -> int:
+        """The most tiles that any routing has: the host does not know the ranges of experts."""
+        P = len(self.order_P)
+        return P // block_m + min(P, self.num_experts)
+
+
+def rows_of_tiles(M: int, experts: ExpertRows | None) -> int:
+    """The number of rows for which tiles are chosen: M, or the mean of an expert.
+
+    Tiles of experts have at most 64 rows: larger ones stay half empty more often, and some spill on sm_80.
+    """
+    if experts is None:
+        return M
+    mean: int = ceil_div(len(experts.order_P), experts.num_experts)
+    return min(mean, 64)
+
+
+@triton.jit
+def expert_rows(
+    tile,
+    begins_ptr,
+    order_ptr,
+    num_experts,
+    num_slots,
+    EXPERTS: tl.constexpr,
+    OF_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Of a tile by its number: its expert, rows of the result, whether they exist, and rows of x.
+
+    Tiles are counted from expert to expert. A number after the last tile gets no rows.
+    """
+    e = tl.arange(0, EXPERTS)
+    is_e = e < num_experts
+    begins = tl.load(begins_ptr + e, mask=is_e, other=0)
+    tiles = tl.cdiv(tl.load(begins_ptr + e + 1, mask=is_e, other=0) - begins, BLOCK_M)
+    ends = tl.cumsum(tiles, axis=0)
+    expert = tl.minimum(tl.sum((ends <= tile).to(tl.int32), axis=0), num_experts - 1)
+    first = tl.sum(tl.where(e == expert, ends - tiles, 0), axis=0)
+    m = tl.load(begins_ptr + expert) + (tile - first) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_m = m < tl.load(begins_ptr + expert + 1)
+    row = m
+    if OF_TOKENS:
+        row = tl.load(order_ptr + m, mask=is_m, other=0) // num_slots
+    return expert.to(tl.int64), m, is_m, row
+
+
 class Launch:
     """The common part of the launches of all products.
 
@@ -67,15 +129,22 @@ class Launch:
         part_len: elements of K in a part.
         bias_N: for the kernel; None if there is none, or if it is added when the parts are joined.
         out: the kernel writes here: out_MN, or float32 [parts, M, N].
+        experts: arguments of the kernel.
         constants: of the kernel, and options of the compiler.
     """
 
-    def __init__(self, tile: Tile, x_MK: Tensor, N: int, bias_N: Tensor | None, out_MN: Tensor) -> None:
+    def __init__(
+        self, tile: Tile, x_MK: Tensor, N: int, bias_N: Tensor | None, out_MN: Tensor, experts: ExpertRows | None
+    ) -> None:
         M, K = x_MK.shape
         self.part_len = part_length(N, K)
         parts = ceil_div(K, self.part_len)
-        splits = parts > 1 and is_split(tile, M, N)
-        self.grid = ceil_div(M, tile.block_m), ceil_div(N, tile.block_n), parts if splits else 1
+        splits = parts > 1 and experts is None and is_split(tile, M, N)
+        num_tiles = ceil_div(M, tile.block_m) if experts is None else experts.num_tiles(tile.block_m)
+        self.grid = num_tiles, ceil_div(N, tile.block_n), parts if splits else 1
+        self.experts: tuple[Tensor | None, Tensor | None, int, int] = (None, None, 0, 0)
+        if experts is not None:
+            self.experts = (experts.begins, experts.order_P, experts.num_experts, experts.num_slots)
         self._own_bias_N, self._out_MN = bias_N, out_MN
         self.bias_N = None if splits else bias_N
         self.out = torch.empty((parts, M, N), dtype=torch.float32, device=x_MK.device) if splits else out_MN
@@ -84,6 +153,8 @@ class Launch:
             "IS_SPLIT": splits,
             "HAS_BIAS": self.bias_N is not None,
             "EVEN_K": K % tile.block_k == 0,
+            "EXPERTS": 0 if experts is None else next_power_of_2(experts.num_experts),
+            "OF_TOKENS": experts is not None and experts.of_tokens,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "BLOCK_K": tile.block_k,

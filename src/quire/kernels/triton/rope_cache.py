@@ -95,6 +95,8 @@ def _rope_and_cache_kernel(
     scales_stride_b,
     eps,
     weight_offset,
+    temperature,
+    temperature_floor,
     H: tl.constexpr,
     G: tl.constexpr,
     E: tl.constexpr,
@@ -103,6 +105,7 @@ def _rope_and_cache_kernel(
     BLOCK_E: tl.constexpr,
     HAS_Q_NORM: tl.constexpr,
     HAS_K_NORM: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
     CODES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -117,6 +120,9 @@ def _rope_and_cache_kernel(
         x = _normed_and_rotated(
             x_ptr, q_weight_ptr, cos_sin_ptr, position, eps, weight_offset, E, R, BLOCK_E, HAS_Q_NORM
         )
+        if HAS_TEMPERATURE:
+            steps = tl.floor((tl.load(positions_ptr + token) + 1).to(tl.float32) / temperature_floor)
+            x = x * (1.0 + temperature * tl.log(1.0 + steps))
         tl.store(x_ptr + e, x.to(q_ptr.dtype.element_ty), mask=is_inside)
     else:
         group = head - H
@@ -182,6 +188,8 @@ def rope_and_cache(
         0 if cache.k_scales_BGP is None else cache.k_scales_BGP.stride(0),
         rotation.norm_eps,
         rotation.norm_weight_offset,
+        rotation.temperature,
+        rotation.temperature_floor,
         H=H,
         G=G,
         E=E,
@@ -190,6 +198,7 @@ def rope_and_cache(
         BLOCK_E=next_power_of_2(E),
         HAS_Q_NORM=rotation.q_norm_weight_E is not None,
         HAS_K_NORM=rotation.k_norm_weight_E is not None,
+        HAS_TEMPERATURE=rotation.temperature != 0,
         CODES=name,
         num_warps=1,
         enable_fp_fusion=False,  # codes of int8 are rounded products, as in the twin

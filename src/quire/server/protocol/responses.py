@@ -207,6 +207,14 @@ class IncompleteDetails(msgspec.Struct):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
+class DeletedResponse(msgspec.Struct):
+    """A stored response that is forgotten."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
 class ResponseObject(msgspec.Struct, kw_only=True):
     """The answer, whatever has become of it so far."""
 

@@ -1,0 +1,127 @@
+// Python names of the kernels of mixture-of-experts layers.
+#include <stdexcept>
+#include <string>
+
+#include "bindings.h"
+#include "checks.h"
+#include "quire/kernels/experts.h"
+
+namespace nb = nanobind;
+
+namespace quire {
+namespace {
+
+void run(const RouteArgs& args) { route(args); }
+using Route = CallOf<RouteArgs, run>;
+
+void check_begins(const ExpertProductArgs& args) {
+  const int32_t* const begins = args.begins;
+  const int64_t count = args.stack.num_experts + 1;
+  check_indices({"begins"}, begins, count, args.num_pairs + 1);
+  for (int64_t e = 0; e + 1 < count; ++e)
+    if (begins[e] > begins[e + 1])
+      throw std::invalid_argument("begins[" + std::to_string(e + 1) + "] is " + std::to_string(begins[e + 1]) +
+                                  ", expected " + std::to_string(begins[e]) + " or more, like the number before it");
+  if (begins[0] != 0 || begins[count - 1] != args.num_pairs)
+    throw std::invalid_argument("begins go from " + std::to_string(begins[0]) + " to " +
+                                std::to_string(begins[count - 1]) + ", expected 0 to " +
+                                std::to_string(args.num_pairs));
+}
+
+void run(const ExpertProductArgs& args) {
+  check_indices({"order"}, args.order, args.num_pairs, args.num_pairs);
+  check_begins(args);
+  multiply_experts(args);
+}
+using ExpertProduct = CallOf<ExpertProductArgs, run>;
+
+void run(const CombineArgs& args) {
+  check_indices({"order"}, args.order, args.rows * args.num_slots, args.rows * args.num_slots);
+  combine_experts(args);
+}
+using CombineExperts = CallOf<CombineArgs, run>;
+
+void bind_routing(nb::module_& m) {
+  bind_struct<RoutingRule>(
+      m, "RoutingRule",
+      [](RoutingRule* self, int64_t num_experts, int64_t num_active, int scoring, int64_t num_groups,
+         int64_t num_active_groups, int group_score, bool normalizes, float scale, float jitter) {
+        new (self) RoutingRule{.num_experts = num_experts,
+                               .num_active = num_active,
+                               .scoring = static_cast<Scoring>(scoring),
+                               .num_groups = num_groups,
+                               .num_active_groups = num_active_groups,
+                               .group_score = static_cast<GroupScore>(group_score),
+                               .normalizes = normalizes,
+                               .scale = scale,
+                               .jitter = jitter};
+      },
+      "num_experts"_a, "num_active"_a, "scoring"_a, "num_groups"_a, "num_active_groups"_a, "group_score"_a,
+      "normalizes"_a, "scale"_a, "jitter"_a);
+  bind_struct<Route, KernelCall>(
+      m, "Route",
+      [](Route* self, TensorView logits, const RoutingRule& rule, TensorView bias, TensorView experts,
+         TensorView weights, TensorView order, TensorView begins) {
+        new (self) Route({.logits = logits.rows<const float>(),
+                          .rows = logits.size(0),
+                          .rule = rule,
+                          .bias = bias.data<const float>(),
+                          .experts = experts.data<int32_t>(),
+                          .weights = weights.data<float>(),
+                          .order = order.data<int32_t>(),
+                          .begins = begins.data<int32_t>()});
+      },
+      "logits"_a, "rule"_a, "bias"_a.none(), "experts"_a, "weights"_a, "order"_a, "begins"_a);
+}
+
+void bind_products(nb::module_& m) {
+  bind_struct<ExpertStack>(
+      m, "ExpertStack",
+      [](ExpertStack* self, const PackedWeight& first, int64_t num_experts) {
+        new (self) ExpertStack{.first = first, .num_experts = num_experts};
+      },
+      "first"_a, "num_experts"_a);
+  bind_struct<ExpertProduct, KernelCall>(
+      m, "ExpertProduct",
+      [](ExpertProduct* self, TensorView x, const ExpertStack& stack, TensorView order, TensorView begins,
+         int64_t num_slots, bool of_tokens, TensorView bias, TensorView out) {
+        new (self) ExpertProduct({.x = x.rows<const void>(),
+                                  .dtype = x.dtype(),
+                                  .stack = stack,
+                                  .order = order.data<const int32_t>(),
+                                  .begins = begins.data<const int32_t>(),
+                                  .num_pairs = order.size(0),
+                                  .num_slots = num_slots,
+                                  .of_tokens = of_tokens,
+                                  .bias = bias.data<const void>(),
+                                  .bias_dtype = bias.is_given() ? bias.dtype() : DType::f32,
+                                  .out = out.rows<void>(),
+                                  .out_dtype = out.dtype()});
+      },
+      "x"_a, "stack"_a, "order"_a, "begins"_a, "num_slots"_a, "of_tokens"_a, "bias"_a.none(), "out"_a);
+}
+
+}  // namespace
+
+void bind_experts(nb::module_& m) {
+  bind_routing(m);
+  bind_products(m);
+  bind_struct<CombineExperts, KernelCall>(
+      m, "CombineExperts",
+      [](CombineExperts* self, TensorView y, TensorView order, TensorView weights, TensorView shared,
+         TensorView shared_gate, TensorView out) {
+        new (self) CombineExperts({.y = y.rows<const void>(),
+                                   .dtype = y.dtype(),
+                                   .order = order.data<const int32_t>(),
+                                   .weights = weights.data<const float>(),
+                                   .rows = weights.size(0),
+                                   .num_slots = weights.size(1),
+                                   .columns = y.size(1),
+                                   .shared = shared.rows<const void>(),
+                                   .shared_gate = shared_gate.rows<const float>(),
+                                   .out = out.rows<void>()});
+      },
+      "y"_a, "order"_a, "weights"_a, "shared"_a.none(), "shared_gate"_a.none(), "out"_a);
+}
+
+}  // namespace quire

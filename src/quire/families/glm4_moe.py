@@ -1,0 +1,65 @@
+"""GLM-4.5 and GLM-4.6: Llama with a partial rotation and experts in all layers but the first ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from quire.hf_config.family import Family, LayerFacts, decoder_layer
+from quire.hf_config.feed_forward import ExpertsForm, group_routing
+from quire.hf_config.fields import Fields
+from quire.layer_spec import Full, LayerSpec, QkNorm
+
+
+def _has_experts(fields: Fields, layer: int) -> bool:
+    return layer >= fields.integer("first_k_dense_replace", minimum=0)
+
+
+def _routing(fields: Fields) -> dict[str, Any]:
+    return {
+        **group_routing(fields),
+        "has_bias_for_choice": True,
+        "group_score": "top2",
+        "normalizes": fields.flag("norm_topk_prob", True),
+        "scale": fields.number("routed_scaling_factor", 1.0),
+    }
+
+
+def _shared_width(fields: Fields) -> int:
+    return fields.integer("n_shared_experts", 1, minimum=0) * fields.integer("moe_intermediate_size")
+
+
+def _layer(facts: LayerFacts, layer: int) -> LayerSpec:
+    """The output projection of attention has no bias; some models have norms of q and k."""
+    spec = decoder_layer(facts, layer)
+    assert isinstance(spec.attention, Full)
+    output = replace(spec.attention.output, bias=False)
+    qk_norm: QkNorm = "head" if facts.fields.flag("use_qk_norm", False) else "none"
+    return replace(spec, attention=replace(spec.attention, output=output, qk_norm=qk_norm))
+
+
+FAMILY = Family(
+    model_type="glm4_moe",
+    architectures=("Glm4MoeForCausalLM",),
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": None,
+        "partial_rotary_factor": 0.5,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+    },
+    reads=("partial_rotary_factor",),
+    experts=ExpertsForm(
+        count=("num_local_experts", "n_routed_experts"),
+        has_experts=_has_experts,
+        scoring="sigmoid",
+        routing=_routing,
+        shared="shared_experts",
+        shared_width=_shared_width,
+    ),
+    layer=_layer,
+)

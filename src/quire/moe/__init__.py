@@ -1,0 +1,1 @@
+"""Mixture of experts: the layer, and the weights of its experts."""

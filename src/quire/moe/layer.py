@@ -1,0 +1,106 @@
+"""The feed-forward part of a layer with experts.
+
+Dimensions: T tokens, E experts, P pairs of a token and an expert, D hidden, I width of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.forward_batch import ForwardBatch
+from quire.kernels import ops
+from quire.kernels.experts import combine, route
+from quire.kernels.fp8 import Rows
+from quire.kernels.routing import RoutingRule
+from quire.layer_spec import Experts
+from quire.layers.linear import Linear
+from quire.layers.weight_slot import WeightSlot
+from quire.moe.stack import ExpertStack, SplitStack
+
+
+class ChoiceBias:
+    """What is added to the scores of experts for the choice."""
+
+    held = ("bias_E",)
+
+    def __init__(self, num_experts: int) -> None:
+        self.bias_E = torch.empty(num_experts)
+
+    def slots(self) -> Iterator[tuple[str, WeightSlot]]:
+        yield "e_score_correction_bias", WeightSlot(tuple(self.bias_E.shape), self._load)
+
+    def _load(self, bias_E: Tensor) -> None:
+        self.bias_E = bias_E.to(torch.float32, copy=True)
+
+    def weight_bytes(self) -> int:
+        return self.bias_E.nbytes
+
+
+class MoE:
+    """Each token goes through the experts that the router chooses for it. Input [T, D], output [T, D].
+
+    Args:
+        router: hidden -> logits.
+        shared: the expert for every token.
+        shared_gate: hidden -> 1.
+    """
+
+    reader = None  # several layers read the input
+
+    def __init__(
+        self,
+        spec: Experts,
+        router: Linear,
+        choice_bias: ChoiceBias | None,
+        gate_up: ExpertStack | SplitStack,
+        down: ExpertStack | SplitStack,
+        shared: Callable[[Tensor, ForwardBatch], Tensor] | None,
+        shared_gate: Linear | None,
+    ) -> None:
+        rule, self.num_experts = spec.router, spec.num_experts
+        self._rule = RoutingRule(
+            num_experts=spec.num_experts,
+            num_active=spec.num_active,
+            scoring=rule.scoring,
+            num_groups=rule.num_groups,
+            num_active_groups=rule.num_active_groups,
+            group_score=rule.group_score,
+            normalizes=rule.normalizes,
+            scale=rule.scale,
+            jitter=rule.jitter,
+        )
+        self._router, self._choice_bias = router, choice_bias
+        self._gate_up, self._down, self._activation = gate_up, down, spec.expert.activation
+        self._weighs_input, self._units_TS = rule.weighs_input, torch.empty(0)
+        self._shared, self._shared_gate = shared, shared_gate
+        self.begins: Tensor | None = None  # takes Routing.begins of each step, for somebody who watches
+
+    def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
+        assert isinstance(x_TD, Tensor), "no norm quantizes for several readers"
+        bias_E = None if self._choice_bias is None else self._choice_bias.bias_E
+        routing = route(self._router(x_TD, torch.float32), self._rule, bias_E)
+        if self.begins is not None:
+            self.begins.copy_(routing.begins)
+        # No name holds the wide results: each is freed as soon as it was read.
+        factors: dict[str, Tensor] = {}
+        if self._weighs_input:  # the layer before the activation has no bias, so its result may be multiplied instead
+            factors = {"factors_F": routing.weights_TS.view(-1), "order_T": routing.order_P}
+            routing = replace(routing, weights_TS=self._units(routing.weights_TS))
+        y_PD = self._down(
+            ops.gated_activation(self._activation, self._gate_up(x_TD, routing, of_tokens=True), **factors),
+            routing,
+            of_tokens=False,
+        )
+        shared_TD = None if self._shared is None else self._shared(x_TD, batch)
+        gate_T1 = None if self._shared_gate is None else self._shared_gate(x_TD, torch.float32)
+        return combine(y_PD, routing, shared_TD, gate_T1)
+
+    def _units(self, like_TS: Tensor) -> Tensor:
+        """Weights of 1. Their memory only grows, so recorded steps make none."""
+        if len(self._units_TS) < len(like_TS):
+            self._units_TS = torch.ones_like(like_TS)
+        return self._units_TS.narrow(0, 0, len(like_TS))

@@ -1,0 +1,167 @@
+"""The same linear layer of all experts. It takes their tensors in any order and packs each expert as it is complete.
+
+Dimensions: T tokens, E experts, P pairs of a token and an expert, K in-features, N out-features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from quire.errors import WeightsError
+from quire.formats.stored_linear import StoredLinear
+from quire.kernels.expert_stack import PackedStack, StackBuilder
+from quire.kernels.experts import expert_linear
+from quire.kernels.grouped import PackedGrouped, pack_grouped
+from quire.kernels.grouped_panels import rows_of_panels
+from quire.kernels.routing import Routing
+from quire.layers.linear import Linear
+from quire.layers.weight_slot import StackedSlots, WeightSlot
+from quire.quantization.select import select_scheme
+
+
+class ExpertStack:
+    """y = x W_e^T + b_e, with the expert e of each row.
+
+    The layer of one expert exists only while its tensors come. The packed weight lies in the stack from the start.
+
+    Args:
+        stored: of all experts.
+        dtype: of weight, input and output.
+    """
+
+    held = ("stack", "bias_EN")
+
+    def __init__(self, stored: StoredLinear, dtype: torch.dtype) -> None:
+        shape = stored.shape
+        self.out_features, self._num_experts = shape.out_features, shape.num_experts
+        self._shape, self._dtype, self._scheme = shape, dtype, select_scheme(stored)
+        self._builder = StackBuilder(shape.num_experts, shape.out_features)
+        self._arriving: dict[int, Linear] = {}
+        self._scales = ""  # the type of stored scales of integer weights, of all experts that came
+        self.stack: PackedStack | None = None
+        self.bias_EN: Tensor | None = None
+
+    def __call__(self, x: Tensor, routing: Routing, *, of_tokens: bool) -> Tensor:
+        """[P, N] in the order of the routing. x: [T, K] if `of_tokens`, else [P, K] in that order."""
+        assert self.stack is not None
+        return expert_linear(x, self.stack, routing, of_tokens=of_tokens, bias_EN=self.bias_EN)
+
+    def slots(self) -> Iterator[tuple[str, StackedSlots]]:
+        """The slots of all experts under one name each, with `{}` for the expert in the prefix."""
+        shape = self._shape
+        for name, like in self._layer(0).slots():
+            shard, _, tensor = name.rpartition(".")
+            suffix = "" if tensor == "weight" else f"_{tensor}"
+            yield (
+                name,
+                StackedSlots(
+                    self._num_experts,
+                    like,
+                    self._loader(name, like),
+                    shape.stacked + suffix if shape.stacked else "",
+                    self._rows[shard],
+                    is_transposed=tensor == "weight" and shape.stacked_form != "rows",
+                ),
+            )
+
+    @cached_property
+    def _rows(self) -> dict[str, range]:
+        """The outputs of each shard in a tensor of all experts."""
+        shards, end = self._shape.shards, self.out_features
+        if self._shape.stacked_form == "turns":
+            return {name: range(first, end, len(shards)) for first, (name, _) in enumerate(shards)}
+        begins = accumulate((size for _, size in shards), initial=0)
+        return {name: range(begin, begin + size) for (name, size), begin in zip(shards, begins, strict=False)}
+
+    def _layer(self, expert: int) -> Linear:
+        return Linear(self._shape.of_expert(expert), dtype=self._dtype, scheme=self._scheme)
+
+    def _loader(self, name: str, like: WeightSlot) -> Callable[[int, Tensor], None]:
+        def load(expert: int, tensor: Tensor) -> None:
+            if not like.is_required:  # it is only checked, and may come when the expert is complete
+                like.load(tensor)
+                return
+            if expert not in self._arriving:
+                self._arriving[expert] = layer = self._layer(expert)
+                layer.weight_memory = partial(self._memory, expert)
+            layer = self._arriving[expert]
+            dict(layer.slots())[name].load(tensor)
+            if layer.weight is not None:
+                self._take(expert, self._arriving.pop(expert))
+
+        return load
+
+    def _memory(self, expert: int, num_bytes: int) -> Tensor:
+        try:
+            return self._builder.memory(expert)(num_bytes)
+        except ValueError:  # it is of another size than the experts before it
+            return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def _take(self, expert: int, layer: Linear) -> None:
+        weight = layer.weight
+        if isinstance(weight, PackedGrouped) and weight.format.scales != (self._scales or weight.format.scales):
+            weight = self._with_same_scales(weight)
+        elif isinstance(weight, PackedGrouped):
+            self._scales = weight.format.scales
+        try:
+            self._builder.put(expert, weight)
+        except ValueError as error:
+            raise WeightsError(str(error)) from None
+        if layer.bias is not None:
+            if self.bias_EN is None:
+                self.bias_EN = layer.bias.new_empty((self._num_experts, self.out_features))
+            self.bias_EN[expert] = layer.bias
+        if self._builder.is_complete:
+            self.stack = self._builder.finished()
+
+    def _with_same_scales(self, weight: PackedGrouped) -> PackedGrouped:
+        """Scales of one expert that float16 cannot hold make those of all experts float32."""
+        if self._scales == "float32":
+            return _with_float32_scales(weight)
+        self._scales, before = "float32", self._builder
+        self._builder = StackBuilder(self._num_experts, self.out_features)
+        for expert, packed in before.experts():
+            assert isinstance(packed, PackedGrouped)
+            self._builder.put(expert, _with_float32_scales(packed))
+        return weight
+
+    @property
+    def parts(self) -> tuple[ExpertStack, ...]:
+        """Only this stack; SplitStack has several."""
+        return (self,)
+
+    def weight_bytes(self) -> int:
+        """Bytes held after loading."""
+        assert self.stack is not None
+        return self.stack.nbytes + (0 if self.bias_EN is None else self.bias_EN.nbytes)
+
+
+def _with_float32_scales(packed: PackedGrouped) -> PackedGrouped:
+    weight = packed.weight
+    if packed.data is not None:
+        every_row = torch.arange(packed.N, device=packed.data.device)
+        weight = rows_of_panels(packed.data, packed.order_K, packed.format, packed.N, packed.K, every_row)
+    assert weight is not None
+    return pack_grouped(replace(weight, scales_NG=weight.scales_NG.float()))
+
+
+class SplitStack:
+    """A stack of several parts that are stored differently. Their outputs lie side by side."""
+
+    def __init__(self, parts: Sequence[ExpertStack]) -> None:
+        self.parts = tuple(parts)
+
+    def __call__(self, x: Tensor, routing: Routing, *, of_tokens: bool) -> Tensor:
+        return torch.cat([part(x, routing, of_tokens=of_tokens) for part in self.parts], dim=1)
+
+
+def make_stack(stored: Sequence[StoredLinear], dtype: torch.dtype) -> ExpertStack | SplitStack:
+    """A stack from ModelConfig.stored's answer, which has one entry or one per shard."""
+    parts = [ExpertStack(part, dtype) for part in stored]
+    return parts[0] if len(parts) == 1 else SplitStack(parts)

@@ -1,0 +1,128 @@
+"""The shares of replicas: together they are never more than the machine, in whatever order the replicas load."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire import LLM
+from quire.config import EngineConfig, ServerConfig
+from quire.errors import ConfigError
+from quire.planning import devices
+from quire.planning.memory_plan import MemoryFacts, plan_kv_cache
+from quire.planning.replicas import check_machine, share_of_machine, share_of_memory
+from quire.resolve import GpuFacts, resolve
+from quire.screen.explain import explain
+from tests.test_resolve import DEVICE, GIB, MIB, MODEL
+
+FIVE_CORES = replace(DEVICE, num_cores=5)
+
+
+def config_of(count: int, **arguments: Any) -> EngineConfig:
+    return EngineConfig(data_parallel_size=count, **arguments)
+
+
+def test_share_of_machine() -> None:
+    assert share_of_machine(FIVE_CORES, config_of(1)) is FIVE_CORES
+    share = share_of_machine(FIVE_CORES, config_of(2))
+    assert (share.num_cores, share.total_memory_bytes, share.free_memory_bytes) == (2, 4 * GIB, 3 * GIB)
+    with_gpu = replace(FIVE_CORES, gpu=GpuFacts("H100", 90, 80 * GIB, 79 * GIB))
+    assert share_of_machine(with_gpu, config_of(2)).gpu == with_gpu.gpu, "each has one of its own"
+
+
+def test_more_replicas_than_cores_or_gpus(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(
+        ConfigError, match=r"more replicas than cores.*Got 6. Expected at most 5.*--data-parallel-size to 5"
+    ):
+        share_of_machine(FIVE_CORES, config_of(6))
+    monkeypatch.setattr(devices, "num_cores", lambda: 2)
+    monkeypatch.setattr(devices, "num_gpus", lambda: 0)
+    with pytest.raises(ConfigError, match="more replicas than cores"):
+        check_machine(config_of(3))
+    with caplog.at_level(logging.WARNING):
+        check_machine(config_of(2, num_threads=1))
+        assert not caplog.records
+        check_machine(config_of(2, num_threads=2))
+    assert "2 replicas with 4 threads in all share 2 cores" in caplog.text
+    monkeypatch.setattr(devices, "num_gpus", lambda: 1)
+    with pytest.raises(ConfigError, match=r"more replicas than GPUs.*Leave --data-parallel-size out, or use --device"):
+        check_machine(config_of(2))
+    check_machine(config_of(2, device="cpu"))
+
+
+@given(
+    st.integers(2, 5),
+    st.integers(1, 64),
+    st.integers(0, 60),
+    st.lists(st.booleans(), min_size=5, max_size=5),
+)
+def test_replicas_never_plan_for_more_than_is_free(count: int, free: int, taken: int, are_there: list[bool]) -> None:
+    """Whether the others have taken their part before a replica measures, or not."""
+    planned = 0
+    for index in range(count):
+        by_others = sum(are_there[other] for other in range(count) if other != index) * taken
+        measured = MemoryFacts(64 * GIB, (free - taken - by_others) * GIB, taken * GIB, 0, taken_bytes=taken * GIB)
+        share = share_of_memory(measured, count, free * GIB)
+        assert share.free_bytes <= measured.free_bytes
+        planned += taken * GIB + max(share.free_bytes, 0)
+    assert planned <= max(free, count * taken) * GIB
+
+
+def test_each_plans_with_its_share() -> None:
+    """Utilization is of the share, and so is the reserve."""
+    config = config_of(2, gpu_memory_utilization=0.5, max_num_seqs=8)
+    facts = share_of_machine(FIVE_CORES, config)
+    resolved = resolve(config, MODEL, facts, is_server=True)
+    assert resolved.device.num_threads == 2
+    assert "for each of 2 replicas" in resolved.settings["num_threads"].detail
+    measured = MemoryFacts(8 * GIB, 5 * GIB, 512 * MIB, 100 * MIB, taken_bytes=GIB)
+    planned = plan_kv_cache(config, MODEL, resolved, share_of_memory(measured, 2, 6 * GIB))
+    assert "0.5 x 4,294,967,296 total" in planned.settings["num_blocks"].detail
+
+
+def test_explain_has_the_share_and_shows_the_machine() -> None:
+    one, two = (explain("demo", config_of(count), ServerConfig(), MODEL, DEVICE) for count in (1, 2))
+    assert [found.settings["num_threads"].value for found in (one, two)] == [4, 2]
+    assert two.settings["unplanned_bytes"].value < one.settings["unplanned_bytes"].value - 2 * GIB
+    assert two.device.num_cores == 4
+    assert "replicas 2, and the lines below are of one of them" in two.text()
+    assert "replicas" not in one.text().partition("layers")[0]
+
+
+def test_settings_that_are_refused() -> None:
+    assert config_of(2, data_parallel_size_local=2).data_parallel_size == 2
+    with pytest.raises(ConfigError, match="on other machines"):
+        config_of(2, data_parallel_size_local=1)
+    with pytest.raises(ConfigError, match="Ray is not used in this version"):
+        config_of(2, data_parallel_backend="ray")
+    with pytest.raises(ConfigError, match="Illegal value of data_parallel_size"):
+        config_of(0)
+    with pytest.raises(ConfigError, match=r"data_parallel_rank is not supported: a server runs all of its replicas"):
+        EngineConfig.from_kwargs(data_parallel_rank=1)
+    assert EngineConfig.from_kwargs(data_parallel_rpc_port=29550).data_parallel_size == 1
+
+
+def test_llm_is_one_replica() -> None:
+    with pytest.raises(ConfigError, match=r"An engine in this process is one replica.*Use AsyncLLM or quire serve"):
+        LLM(data_parallel_size=2)
+
+
+def test_taken_memory() -> None:
+    before = devices.taken_memory_bytes()
+    held = bytearray(b"x" * (64 * MIB))
+    assert devices.taken_memory_bytes() - before > 60 * MIB
+    del held
+
+
+def test_gpus_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert devices.num_gpus() == 2
+    devices.take_gpu(1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
