@@ -38,6 +38,7 @@ void bind_activation(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_experts(nanobind::module_& m);
 void bind_gemm(nanobind::module_& m);
+void bind_group(nanobind::module_& m);
 void bind_kv_cache(nanobind::module_& m);
 void bind_latent(nanobind::module_& m);
 void bind_limits(nanobind::module_& m);

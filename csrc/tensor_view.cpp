@@ -73,8 +73,10 @@ int64_t TensorView::size(int dim) const {
   return tensor_.shape[dim];
 }
 
+int64_t TensorView::item_bytes() const { return tensor_.dtype.bits / 8; }
+
 int64_t TensorView::bytes() const {
-  int64_t bytes = tensor_.dtype.bits / 8;
+  int64_t bytes = item_bytes();
   for (int i = 0; i < tensor_.ndim; ++i) bytes *= tensor_.shape[i];
   return bytes;
 }

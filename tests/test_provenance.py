@@ -128,6 +128,8 @@ OTHER_VALUES: dict[str, Any] = {
     "speculative_config": {"method": "suffix", "num_speculative_tokens": 3},
     "enable_lora": True,
     "lora_modules": ("a=b",),
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "mp",
     "max_loras": 3,
     "max_lora_rank": 64,
     "max_cpu_loras": 5,
@@ -139,7 +141,7 @@ OTHER_VALUES: dict[str, Any] = {
 }
 # One legal value each in this version; `slo` and `spec_...`, which become others; what means nothing by itself.
 FIXED = {
-    "trust_remote_code", "quantization", "tensor_parallel_size", "slo", "spec_method", "spec_model", "spec_tokens",
+    "trust_remote_code", "quantization", "slo", "spec_method", "spec_model", "spec_tokens",
     "per_request_spec_decode_metrics", "data_parallel_backend",
 }  # fmt: skip
 

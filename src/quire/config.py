@@ -43,6 +43,7 @@ from quire.speculative_config import SpeculativeConfig
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
+MOST_RANKS = 64  # kMaxRanks of csrc/include/quire/shared_group.h
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 ATTENTION_BACKENDS = ("auto", "FLASHINFER", "TRITON_ATTN", "CPU_ATTN")
 
@@ -262,7 +263,14 @@ class EngineConfig:
     otlp_traces_endpoint: str | None = option(
         None, "Collector that gets a trace of each request: http://host:4317; needs quire[otel]."
     )
-    tensor_parallel_size: int = option(1, "Devices per replica; 1 in this version.", flags=("-tp",))
+    tensor_parallel_size: int = option(
+        1, "Ranks that share one copy of the model: processes of this machine, with its cores divided.", flags=("-tp",)
+    )
+    distributed_executor_backend: str | None = option(
+        None,
+        "mp: each rank but the first is a process of its own; uni: one process, for one rank. none: as ranks need it.",
+        choices=("mp", "uni"),
+    )
     data_parallel_size: int = option(
         1,
         "Replicas of the model behind one API. Each has an equal share of the cores and of the memory, or a GPU.",
@@ -647,12 +655,11 @@ def _check_engine(config: EngineConfig) -> None:
             fix="Leave --quantization out: a quantized checkpoint says what it is",
             param="quantization",
         )
-    if config.tensor_parallel_size != 1:
+    if not 1 <= config.tensor_parallel_size <= MOST_RANKS:
         raise ConfigError(
-            "Tensor parallelism is not supported in this version",
+            "Illegal number of ranks",
             value=config.tensor_parallel_size,
-            expected="1",
-            fix="Leave --tensor-parallel-size out",
+            expected=f"1 to {MOST_RANKS}",
             param="tensor_parallel_size",
         )
     local = config.data_parallel_size_local

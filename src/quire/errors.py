@@ -116,6 +116,10 @@ class EngineDeadError(QuireError):
     code, status = "engine_dead", 503
 
 
+class PeerLostError(EngineDeadError):
+    """A rank cannot go on, because another rank of its engine has failed. That one's error says more."""
+
+
 class EngineRestartedError(EngineDeadError):
     """The engine ended during a request that cannot be retried. A new engine will serve other requests soon."""
 

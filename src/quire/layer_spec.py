@@ -5,7 +5,7 @@ The costs of a model are sums over its layers. Dimensions: N out-features, K in-
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -52,20 +52,41 @@ class Cut:
     """The way in which several devices may share a linear layer.
 
     Attributes:
-        by: `rows`: each has some of the outputs. `columns`: each has some of the inputs, and the results are added.
-            `experts`: each has some whole experts. `none`: each has the whole layer.
-        unit: the number of outputs or inputs that stay together, for example of a head.
+        by: `rows`: each has some of the outputs, and goes on with them. `joined`: each has some of the outputs; inputs
+            and outputs of all devices are joined. `experts`: each has some whole experts. `none`: each has the whole
+            layer.
         sections: sizes of the sections of the outputs; each section is shared. Empty: the shards are the sections.
-        may_repeat: several devices may hold the same unit, if there are fewer units than devices: heads of k and v.
     """
 
-    by: Literal["none", "rows", "columns", "experts"]
-    unit: int = 1
+    by: Literal["none", "rows", "joined", "experts"]
     sections: tuple[int, ...] = ()
-    may_repeat: bool = False
 
 
 WHOLE = Cut("none")
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a linear layer that one of several ranks holds: some of the outputs, with all inputs.
+
+    Attributes:
+        rows: of each shard, and of each rank: rows of the tensor in the checkpoint.
+        tensor_rows: of each shard: the number of rows of that tensor. Shards of one name are parts of one tensor.
+        inputs: in-features that each rank has before they are joined; empty: every rank has all.
+    """
+
+    rank: int
+    rows: tuple[tuple[range, ...], ...]
+    tensor_rows: tuple[int, ...]
+    inputs: tuple[int, ...] = ()
+
+    def own_rows(self, shard: int) -> range:
+        """The rows of this rank."""
+        return self.rows[shard][self.rank]
+
+    def widths(self, shard: int) -> tuple[int, ...]:
+        """Out-features of each rank."""
+        return tuple(map(len, self.rows[shard]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +99,8 @@ class LinearShape:
         shards: (name, N) in the order of the outputs: (("q_proj", 64), ("k_proj", 16), ("v_proj", 16)).
         in_features: K.
         bias: every shard has one.
-        cut: the way to cut the layer; stored_linear.legal_cuts checks that its stored form allows it.
+        cut: the way to cut the layer; planning/cut_model.py checks that its stored form allows it.
+        share: the shape is that of the part of one rank; None: it is the whole layer.
         paired_heads: for each shard, the number of heads that rotate neighbouring dimensions in the checkpoint; 0 or no
             entry: none. Here halves of a head rotate, so loading reorders their rows.
         num_experts: as many layers of this shape are stacked; 0: an ordinary layer. Sizes are of one of them.
@@ -96,6 +118,7 @@ class LinearShape:
     in_features: int
     bias: bool = False
     cut: Cut = WHOLE
+    share: Share | None = None
     paired_heads: tuple[int, ...] = ()
     num_experts: int = 0
     stacked: str = ""
@@ -121,6 +144,23 @@ class LinearShape:
     def names(self) -> tuple[str, ...]:
         """The names of the modules in the checkpoint."""
         return tuple(self.prefix + shard for shard, _ in self.shards)
+
+    def only(self, shards: Sequence[int]) -> LinearShape:
+        """The layer with some of its shards, given by their indexes."""
+        share = self.share and replace(
+            self.share,
+            rows=tuple(self.share.rows[index] for index in shards),
+            tensor_rows=tuple(self.share.tensor_rows[index] for index in shards),
+        )
+        heads = tuple(self.paired_heads[index] for index in shards) if self.paired_heads else ()
+        return replace(self, shards=tuple(self.shards[index] for index in shards), share=share, paired_heads=heads)
+
+    def whole(self) -> LinearShape:
+        """The layer that this is a part of. Its shards are the tensors of the checkpoint."""
+        if self.share is None:
+            return self
+        sizes = {name: size for (name, _), size in zip(self.shards, self.share.tensor_rows, strict=True)}
+        return replace(self, shards=tuple(sizes.items()), share=None)
 
     @property
     def is_adaptable(self) -> bool:
@@ -200,8 +240,9 @@ class Full:
         """The norms of q and k."""
         if self.qk_norm in ("none", "unit"):
             return ()
-        names, heads = ("q_norm", "k_norm"), (self.num_q_heads, self.num_kv_heads)
-        sizes = (self.head_dim * (1 if self.qk_norm == "head" else count) for count in heads)
+        names, sizes = ("q_norm", "k_norm"), [self.head_dim] * 2
+        if self.qk_norm == "full":
+            sizes = [num_outputs for _, num_outputs in self.qkv.whole().shards[:2]]
         return tuple(NormShape(self.qkv.prefix + name, size) for name, size in zip(names, sizes, strict=True))
 
     @property

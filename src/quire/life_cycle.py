@@ -145,6 +145,10 @@ class Worker(Protocol):
         """Give an adapter's memory back: no later step has it."""
         ...
 
+    def close(self) -> None:
+        """End what the worker has started: no step follows."""
+        ...
+
 
 class WorkerExecutor(Executor, Protocol):
     """Takes all ranks through the life of a worker.

@@ -24,7 +24,7 @@ from quire.hf_config.json_file import read_object
 from quire.hf_config.layer_format import QuantizedCheckpoint
 from quire.hf_config.quantization import OUTPUT, SEPARATE_FILES, parse_description
 from quire.hf_config.translate import merge, translate
-from quire.layer_spec import Cut, DraftHead, Experts, KvSpec, LayerSpec, LinearShape, RopeConfig
+from quire.layer_spec import Cut, DraftHead, Experts, KvSpec, LayerSpec, LinearShape, RopeConfig, Share
 
 __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeConfig", "load_model_config"]
 
@@ -70,6 +70,7 @@ class ModelConfig:
     hf_overrides: dict[str, Any] = field(default_factory=dict, hash=False)  # merged over config.json
     drafter: ModelConfig | None = field(default=None, repr=False)  # a model or a head that drafts for it
     head: DraftHead | None = None  # it is no model of its own, but a head that drafts for one
+    vocab_share: Share | None = None  # of the rank that holds a part of the model; None: it is a whole model
 
     @property
     def num_layers(self) -> int:
@@ -187,9 +188,12 @@ class ModelConfig:
         """The embeddings, if they are their own table of integers; None: they are shared, or in the model's dtype."""
         if self.tie_word_embeddings or not isinstance(self.quantized, GgufWeights):
             return None
-        shape = LinearShape(prefix="model.", shards=(("embed_tokens", self.vocab_size),), in_features=self.hidden_size)
-        (table,) = stored_from(shape, self.quantized)
+        (table,) = stored_from(self.embeddings(), self.quantized)
         return table if table.held is not None else None
+
+    def embeddings(self) -> LinearShape:
+        """The table of embeddings, as if it were a linear layer with the tokens as outputs."""
+        return self._over_vocabulary("model.", "embed_tokens", self.vocab_size)
 
     def linears(self) -> Iterator[LinearShape]:
         """All linear layers; layers with the same input are fused."""
@@ -207,13 +211,17 @@ class ModelConfig:
     def output_linear(self) -> LinearShape:
         """hidden -> logits."""
         prefix, name = ("model.", "embed_tokens") if self.tie_word_embeddings else ("", OUTPUT)
-        shards = ((name, self.vocab_size if self.head is None else self.head.num_tokens),)
-        return LinearShape(prefix=prefix, shards=shards, in_features=self.hidden_size, cut=Cut("rows"))
+        return self._over_vocabulary(prefix, name, self.vocab_size if self.head is None else self.head.num_tokens)
+
+    def _over_vocabulary(self, prefix: str, name: str, num_tokens: int) -> LinearShape:
+        share = self.vocab_share
+        shards = ((name, num_tokens if share is None else len(share.own_rows(0))),)
+        return LinearShape(prefix=prefix, shards=shards, in_features=self.hidden_size, cut=Cut("rows"), share=share)
 
     def _num_looked_up_parameters(self) -> int:
         """Elements of the embeddings; 0 if they are the output projection too, or the target's."""
         is_shared = self.tie_word_embeddings if self.head is None else not self.head.owns_embeddings
-        return 0 if is_shared else self.vocab_size * self.hidden_size
+        return 0 if is_shared else self.embeddings().num_weights
 
     def _looked_up_bytes(self, dtype: str) -> int:
         """Bytes in memory of `_num_looked_up_parameters`."""

@@ -79,6 +79,15 @@ class DeviceFacts:
         assert facts is not None, "a device that was not found"
         return facts.total_memory_bytes, facts.free_memory_bytes
 
+    def shared_by(self, num_ranks: int) -> DeviceFacts:
+        """What one of several ranks on this machine has of it."""
+        return replace(
+            self,
+            num_cores=max(self.num_cores // num_ranks, 1),
+            total_memory_bytes=self.total_memory_bytes // num_ranks,
+            free_memory_bytes=self.free_memory_bytes // num_ranks,
+        )
+
 
 @dataclass(frozen=True)
 class _Form:
@@ -105,6 +114,10 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
 
     kind = put("device", *_device(config, device))
     gpu = device.gpu if kind == "cuda" else None
+    if (num_ranks := config.tensor_parallel_size) > 1:
+        _check_ranks(config, model, kind)
+        why = "processes of this machine, with its cores divided; tokens and logprobs are those of one rank, to the bit"
+        put("tensor_parallel_size", num_ranks, config.sources["tensor_parallel_size"], why)
     if gpu is not None:
         isa = put("isa", gpu.isa, "device", gpu.name)
     else:
@@ -124,6 +137,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         why = "physical cores allowed by affinity and cgroup quota"
         if config.data_parallel_size > 1:
             why += f", for each of {config.data_parallel_size} replicas"
+        if num_ranks > 1:
+            why += f", divided by {num_ranks} ranks"
         num_threads = put_or("num_threads", config.num_threads, device.num_cores, "device", why)
     max_model_len = put("max_model_len", *_max_model_len(config, model))
 
@@ -305,6 +320,28 @@ def _device(config: EngineConfig, device: DeviceFacts) -> Choice[str]:
         )
     detail = "" if device.gpu is None else f"there is {device.gpu.name}"
     return config.device, config.sources["device"], f"{detail}; {NEVER_RUN}" if config.device == "cuda" else detail
+
+
+def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
+    """ConfigError for what ranks that share a model cannot do in this version."""
+    num_ranks, backend = config.tensor_parallel_size, config.distributed_executor_backend
+    refused = (
+        (device != "cpu", "a GPU", "Use --device cpu"),
+        (backend == "uni", "--distributed-executor-backend uni, which is one process", "Leave it out, or give mp"),
+        (config.enable_lora, "adapters", "Leave --enable-lora out"),
+        (model.drafter is not None, "a model that drafts", "Use ngram or suffix in --speculative-config"),
+        (config.model_impl == "transformers", "transformers' modelling code", "Leave --model-impl out"),
+        (config.attention_backend == "reference", "the reference attention", "Leave --attention-backend out"),
+    )
+    for is_refused, what, fix in refused:
+        if is_refused:
+            raise ConfigError(
+                f"Tensor parallelism does not go together with {what} in this version",
+                value=num_ranks,
+                expected="tensor_parallel_size 1",
+                fix=f"{fix}, or leave --tensor-parallel-size out",
+                param="tensor_parallel_size",
+            )
 
 
 def _enforce_eager(config: EngineConfig, model: ModelConfig) -> Choice[bool]:

@@ -92,7 +92,7 @@ def test_bad_human_numbers(text: str) -> None:
         ("max_num_seqs", 0),
         ("trust_remote_code", True),
         ("quantization", "bitsandbytes"),
-        ("tensor_parallel_size", 2),
+        ("tensor_parallel_size", 0),
         ("scheduling_policy", "lifo"),
         ("no_such_argument", 1),
     ],

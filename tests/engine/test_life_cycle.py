@@ -91,6 +91,8 @@ class NotedWorker:
     def drop_adapter(self, digest: str) -> None:
         self._note("drop_adapter", digest)
 
+    def close(self) -> None: ...
+
     def _note(self, step: str, what: Any = None) -> None:
         self.told.append((step, what))
         self.threads.add(threading.get_ident())

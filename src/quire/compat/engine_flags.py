@@ -138,7 +138,7 @@ PARALLELISM: tuple[Foreign, ...] = (
     *accepted(
         ONE_DEVICE,
         values="""
-            distributed_executor_backend master_addr master_port node_rank distributed_timeout_seconds
+            master_addr master_port node_rank distributed_timeout_seconds
             cpu_distributed_timeout_seconds dcp_comm_backend dcp_kv_cache_interleave_size
             cp_kv_cache_interleave_size all2all_backend ubatch_size elastic_ep_max_dp_size
             dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config expert_placement_strategy

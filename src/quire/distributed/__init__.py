@@ -1,4 +1,4 @@
-"""vLLM's path of what its scripts call between two engines in one process."""
+"""Ranks that share one model. Here is also what vLLM's scripts call between two engines in one process."""
 
 from __future__ import annotations
 

@@ -48,9 +48,11 @@ def bring_up(
     """Settle everything and get the workers ready. Raises ConfigError, WeightsError or MemoryPlanError.
 
     Args:
+        model_config: of the largest part, if the workers share the model.
         free_memory_bytes: of the machine before the first replica began to load; None: there is one replica.
     """
     facts = share_of_machine(least_facts(InlineExecutor(workers).facts(config.device != "cpu")), config)
+    facts = facts.shared_by(config.tensor_parallel_size)
     resolved = resolve(config, model_config, facts, is_server=is_server)
     total_bytes, _ = facts.memory_of(resolved.device.device)
     if free_memory_bytes is not None and resolved.device.device == "cpu":

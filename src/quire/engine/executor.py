@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Generic, TypeVar
 
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import EngineDeadError, PeerLostError, QuireError
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, WorkerSettings
 from quire.logs import get_logger
 from quire.lora.facts import AdapterFacts
@@ -60,7 +60,8 @@ class InlineExecutor:
         return _together([worker.submit(batch) for worker in self.workers])
 
     def shutdown(self) -> None:
-        """Nothing to stop."""
+        for worker in self.workers:
+            worker.close()
 
     def _run_on(self, rank: int, task: Callable[[], None]) -> None:
         """Let a rank do it after the steps that were submitted, and before later ones."""
@@ -87,6 +88,7 @@ class ThreadExecutor(InlineExecutor):
     def shutdown(self) -> None:
         for thread in self._threads:
             thread.shutdown(wait=True)
+        super().shutdown()
 
     def _run_on(self, rank: int, task: Callable[[], None]) -> None:
         self._threads[rank].submit(task).add_done_callback(_log_failure)
@@ -157,13 +159,13 @@ def _results(pending: Sequence[Pending[T]]) -> list[T]:
     for other, less in errors:
         if other != rank:
             logger.error("worker %d of %d failed too: %s", other + 1, len(pending), less)
-    if len(pending) == 1 or _weight(worst) < 2:
+    if len(pending) == 1 or _weight(worst) < 3:
         raise worst
     raise RuntimeError(f"Worker {rank + 1} of {len(pending)} failed: {type(worst).__name__}: {worst}") from worst
 
 
 def _weight(error: Exception) -> int:
-    """0: nothing goes on; 1: the error is fit for the user; 2: another one."""
+    """0: nothing goes on; 1: because of another rank; 2: the error is fit for the user; 3: another one."""
     if isinstance(error, EngineDeadError):
-        return 0
-    return 1 if isinstance(error, (QuireError, RowsFailedError)) else 2
+        return int(isinstance(error, PeerLostError))
+    return 2 if isinstance(error, (QuireError, RowsFailedError)) else 3

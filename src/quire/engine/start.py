@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from quire.config import EngineConfig
@@ -13,6 +14,7 @@ from quire.cost.model import CostModel
 from quire.engine.bring_up import RunningWorkers, bring_up
 from quire.engine.calibration import Calibration
 from quire.engine.core import EngineCore
+from quire.engine.ranks import start_ranks
 from quire.engine.ready import check_targets, ready_message
 from quire.engine.warm_up import produce_tokens
 from quire.formats.kv_format import kv_format
@@ -22,6 +24,7 @@ from quire.loader.drafter import load_drafter_config
 from quire.lora.registry import AdapterRegistry
 from quire.messages import WARM_UP, EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config
+from quire.planning.cut_model import ModelCut, check_degree
 from quire.planning.step_costs import (
     EARLIER_START,
     assumed_fit,
@@ -34,7 +37,6 @@ from quire.planning.step_costs import (
 )
 from quire.scheduler.from_settings import scheduler_of
 from quire.settings import Planned
-from quire.worker.worker import DeviceWorker
 
 MOST_OVERESTIMATE = 1.5  # by which a kept calibration may be slower than a step is now
 CALIBRATION_SHARE = 0.1  # of a start, that measuring steps may add to it; the rest is measured while nobody waits
@@ -62,18 +64,13 @@ class StartedEngine:
         return ready_message(self.resolved, self.core.cost, self.core.scheduler.limits)
 
 
-def one_worker(model_config: ModelConfig, progress: Progress) -> Sequence[Worker]:
-    """A device of this machine."""
-    return [DeviceWorker(model_config, progress)]
-
-
 def start_engine(
     config: EngineConfig,
     model_folder: Path,
     *,
     is_server: bool,
     progress: Progress,
-    make_workers: Callable[[ModelConfig, Progress], Sequence[Worker]] = one_worker,
+    make_workers: Callable[[ModelConfig, Progress], Sequence[Worker]] | None = None,
     is_first: bool = True,
     drafter_folder: Path | None = None,
     free_memory_bytes: int | None = None,
@@ -81,6 +78,7 @@ def start_engine(
     """Load the model in `model_folder` and make it answer once. Raises QuireErrors fit for the user.
 
     Args:
+        make_workers: from the whole model; None: one worker of this process, and a process for each further rank.
         is_first: refuse targets that cannot be reached. An engine that takes over from one that failed keeps them.
         drafter_folder: of the model that drafts for it.
         free_memory_bytes: of the machine before the first replica began to load; None: there is one replica.
@@ -92,15 +90,23 @@ def start_engine(
     if drafter_folder is not None and config.speculative_config is not None:
         drafter = load_drafter_config(drafter_folder, config.speculative_config, model_config)
         model_config = replace(model_config, drafter=drafter)
+    check_degree(model_config, config.tensor_parallel_size)
+    make_workers = make_workers or partial(start_ranks, config, model_folder, is_server=is_server)
     workers = make_workers(model_config, progress)
-    running = bring_up(
-        config,
-        model_config,
-        workers,
-        is_server=is_server,
-        progress=progress,
-        free_memory_bytes=free_memory_bytes,
-    )
+    model_config = ModelCut(model_config, config.tensor_parallel_size).part()
+    try:
+        running = bring_up(
+            config,
+            model_config,
+            workers,
+            is_server=is_server,
+            progress=progress,
+            free_memory_bytes=free_memory_bytes,
+        )
+    except BaseException:
+        for worker in workers:
+            worker.close()
+        raise
     resolved, measured = running.resolved, running.measured
     schedule = resolved.scheduler
     arithmetic = step_arithmetic(resolved, model_config)

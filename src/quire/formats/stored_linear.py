@@ -6,8 +6,8 @@ Dimensions: N out-features, K in-features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from dataclasses import dataclass
+from itertools import groupby
 from math import lcm
 
 from quire.errors import ModelConfigError
@@ -15,7 +15,7 @@ from quire.formats.weight_format import GGUF, K_UNIT, MXFP4, Fp8Format, GroupedF
 from quire.gguf.types import FLOAT_TYPES, TensorType
 from quire.hf_config.gguf_types import GgufWeights
 from quire.hf_config.layer_format import LayerFormat, QuantizedCheckpoint
-from quire.layer_spec import WHOLE, LinearShape
+from quire.layer_spec import LinearShape
 
 TAKEN_APART = "taken apart into matrices of heads in the model's dtype"
 
@@ -57,7 +57,7 @@ def stored_from(shape: LinearShape, checkpoint: QuantizedCheckpoint | GgufWeight
         return (replace(whole, shape=shape, held=None, reason=f"{whole.reason}; {TAKEN_APART}"),)
     if isinstance(checkpoint, GgufWeights):
         return _stored_from_gguf(shape, checkpoint)
-    shards = [replace(shape, shards=(shard,)) for shard in shape.shards]
+    shards = [shape.only([index]) for index in range(len(shape.shards))]
     formats = [_format(shard, checkpoint) for shard in shards]
     first = formats[0]
     parts = [shape] if all(f == first for f in formats) and not (first and first.has_order) else shards
@@ -100,7 +100,7 @@ def _stored(shape: LinearShape, checkpoint: QuantizedCheckpoint) -> StoredLinear
 def _stored_from_gguf(shape: LinearShape, weights: GgufWeights) -> tuple[StoredLinear, ...]:
     """Fuse neighbouring shards that have one type. Many files store v in a better type than q and k."""
     parts = []
-    for tensor_type, shards in groupby(shape.shards, key=lambda shard: weights.type_of(shape.prefix + shard[0])):
+    for tensor_type, shards in groupby(range(len(shape.shards)), key=lambda index: weights.type_of(shape.names[index])):
         is_float = tensor_type is None or tensor_type.name in FLOAT_TYPES
         if tensor_type is not None and shape.in_features % tensor_type.block_size:
             raise ModelConfigError(
@@ -111,7 +111,7 @@ def _stored_from_gguf(shape: LinearShape, weights: GgufWeights) -> tuple[StoredL
             )
         parts.append(
             StoredLinear(
-                shape=replace(shape, shards=tuple(shards)),
+                shape=shape.only(tuple(shards)),
                 source=None if is_float else tensor_type,
                 held=None if tensor_type is None or is_float else GGUF[tensor_type.name],
                 reason="not in the GGUF file" if tensor_type is None else f"{tensor_type.name} in the GGUF file",
@@ -168,94 +168,9 @@ def _check_sizes(source: LayerFormat, name: str, N: int, K: int) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """The part of a layer that one of several devices holds.
-
-    Attributes:
-        stored: a layer with the sizes of the piece, in the same form.
-        ranges: rows of the whole weight, or columns if the layer is cut by columns.
-    """
-
-    stored: StoredLinear
-    ranges: tuple[range, ...]
-
-
-def legal_cuts(stored: StoredLinear, num_parts: int) -> tuple[Piece, ...]:
-    """The pieces of a layer for several devices, all of one size. Its shape and its stored form say how to cut it.
-
-    Raises ModelConfigError if the pieces would not have whole heads, or whole groups, blocks or words of the form.
-    """
-    shape, cut = stored.shape, stored.shape.cut
-    if num_parts == 1 or cut.by in ("none", "experts"):
-        whole = range(shape.out_features)
-        return (Piece(stored=stored, ranges=(whole,)),) * num_parts
-    if cut.by == "columns":
-        if stored.held is not None and not isinstance(stored.held, Fp8Format) and stored.held.is_ordered:
-            raise _illegal_cut(stored, num_parts, "in-features in their stored order", "a layer without act-order")
-        columns = _ranges(stored, shape.in_features, num_parts, _column_unit(stored))
-        return tuple(_piece(stored, (part,), shape.shards, len(part)) for part in columns)
-    sections = cut.sections or tuple(num_outputs for _, num_outputs in shape.shards)
-    starts = accumulate(sections, initial=0)
-    by_section = [
-        _ranges(stored, size, num_parts, _row_unit(stored), start)
-        for start, size in zip(starts, sections, strict=False)
-    ]
-    return tuple(_row_piece(stored, ranges) for ranges in zip(*by_section, strict=True))
-
-
-def _row_piece(stored: StoredLinear, ranges: tuple[range, ...]) -> Piece:
-    sizes, shards = [len(part) for part in ranges], stored.shape.shards
-    names = [name for name, _ in shards]
-    cut_shards = ((names[0], sum(sizes)),) if stored.shape.cut.sections else tuple(zip(names, sizes, strict=True))
-    return _piece(stored, ranges, cut_shards, stored.shape.in_features)
-
-
-def _piece(
-    stored: StoredLinear, ranges: tuple[range, ...], shards: tuple[tuple[str, int], ...], in_features: int
-) -> Piece:
-    shape = replace(stored.shape, shards=shards, in_features=in_features, cut=WHOLE)
-    return Piece(stored=replace(stored, shape=shape), ranges=ranges)
-
-
-def _ranges(stored: StoredLinear, size: int, num_parts: int, form_unit: int, start: int = 0) -> list[range]:
-    """Equal ranges of whole units, one per part. Several parts may have the same range if units may repeat."""
-    cut = stored.shape.cut
-    num_units = size // cut.unit
-    num_ranges = num_units if cut.may_repeat and num_units < num_parts and not num_parts % num_units else num_parts
-    if num_units % num_ranges:
-        raise _illegal_cut(stored, num_parts, f"{num_units} units of {cut.unit}", "a divisor of their number")
-    length = size // num_ranges
-    if length % form_unit:
-        raise _illegal_cut(stored, num_parts, f"{length} of {size} per part", f"a multiple of {form_unit} per part")
-    indexes = (part * num_ranges // num_parts for part in range(num_parts))
-    return [range(start + index * length, start + (index + 1) * length) for index in indexes]
-
-
-def _column_unit(stored: StoredLinear) -> int:
-    """The number of in-features that the forms in the checkpoint and in memory keep together."""
-    units, source, held = [1], stored.source, stored.held
-    if isinstance(source, TensorType):
-        units.append(source.block_size)
-    elif source is not None and source.layout in ("gptq", "packed"):
-        units.append(32 // source.bits)
-    if held is not None and held.group_size is not None:
-        units.append(held.group_size * (1 if isinstance(held, Fp8Format) else held.super_size))
-    return lcm(*units)
-
-
-def _row_unit(stored: StoredLinear) -> int:
-    """The number of out-features that the checkpoint's form keeps together. In memory each part has its own panels."""
+def row_unit(stored: StoredLinear) -> int:
+    """The number of out-features that the checkpoint's form keeps together."""
     source = stored.source
     if not isinstance(source, LayerFormat):
         return 1
     return lcm(32 // source.bits if _packs_rows(source) else 1, source.block[0] if source.block else 1)
-
-
-def _illegal_cut(stored: StoredLinear, num_parts: int, got: str, expected: str) -> ModelConfigError:
-    return ModelConfigError(
-        f"{stored.shape.names[0]} cannot be cut in {num_parts}: {stored.reason}",
-        value=got,
-        expected=expected,
-        fix="Use fewer devices for one copy of the model",
-    )

@@ -109,8 +109,7 @@ def _attention(facts: LayerFacts, layer: int, prefix: str) -> Full:
     qkv_bias, output_bias = (has_bias, has_bias) if family.qkv_bias is None else (family.qkv_bias, False)
     is_local = bool(facts.window) and family.has_window(fields, layer)
     rope = facts.local_rope if is_local else facts.rope
-    rows = Cut("rows", facts.head_dim, (q_width, kv_width, kv_width) if len(shards) == 1 else (), may_repeat=True)
-    columns = Cut("columns", facts.head_dim)
+    rows = Cut("rows", (q_width, kv_width, kv_width) if len(shards) == 1 else ())
     common: dict[str, Any] = {
         "num_q_heads": facts.num_q_heads,
         "num_kv_heads": facts.num_kv_heads,
@@ -121,7 +120,7 @@ def _attention(facts: LayerFacts, layer: int, prefix: str) -> Full:
         "qk_norm": family.qk_norm,
         "qkv": LinearShape(prefix=prefix, shards=shards, in_features=hidden, bias=qkv_bias, cut=rows),
         "output": LinearShape(
-            prefix=prefix, shards=(("o_proj", hidden),), in_features=q_width, bias=output_bias, cut=columns
+            prefix=prefix, shards=(("o_proj", hidden),), in_features=q_width, bias=output_bias, cut=Cut("joined")
         ),
     }
     return Window(size=facts.window, **common) if is_local else Full(**common)

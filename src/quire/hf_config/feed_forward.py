@@ -37,7 +37,7 @@ def gated_mlp(
     rows = Cut("rows", sections=(inner, inner) if len(shards) == 1 else ())
     return Dense(
         gate_up=LinearShape(prefix=prefix, shards=shards, in_features=hidden, bias=bias, cut=rows),
-        down=LinearShape(prefix=prefix, shards=((down, hidden),), in_features=inner, bias=bias, cut=Cut("columns")),
+        down=LinearShape(prefix=prefix, shards=((down, hidden),), in_features=inner, bias=bias, cut=Cut("joined")),
         activation=activation,
     )
 

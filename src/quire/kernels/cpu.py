@@ -58,7 +58,7 @@ def _load() -> bool:
 
 
 _available = _load()
-_recording = threading.RLock()  # one thread at a time
+_recording = threading.Lock()  # of threads that begin or end a recording
 
 
 def available() -> bool:
@@ -72,20 +72,21 @@ def takes(x: Tensor) -> bool:
 
 
 class _RecordedExtension:
-    """Replaces the extension while it records the kernel calls of this thread. Calls of other threads only run."""
+    """Replaces the extension while threads record their kernel calls. Calls of other threads only run."""
 
-    def __init__(self, recorded: Any, calls: list[Callable[[], Any]]) -> None:
-        self._recorded, self._calls, self._thread = recorded, calls, threading.get_ident()
+    def __init__(self, recorded: Any) -> None:
+        self._recorded = recorded
+        self.calls: dict[int, list[Callable[[], Any]]] = {}  # by thread
 
     def __getattr__(self, name: str) -> Any:
         member = getattr(self._recorded, name)
-        is_kernel = isinstance(member, type) and issubclass(member, self._recorded.KernelCall)
-        if not is_kernel or threading.get_ident() != self._thread:
+        calls = self.calls.get(threading.get_ident())
+        if calls is None or not (isinstance(member, type) and issubclass(member, self._recorded.KernelCall)):
             return member
 
         def make(**fields: Any) -> Any:
             call = member(**fields)
-            self._calls.append(call.run)
+            calls.append(call.run)
             return call
 
         return make
@@ -93,18 +94,25 @@ class _RecordedExtension:
 
 @contextmanager
 def recorded_calls() -> Iterator[list[Callable[[], Any]]]:
-    """Run the block and append all its kernel calls to a list, for repetition on the same addresses.
+    """Run the block and append all kernel calls of this thread to a list, for repetition on the same addresses.
 
     A call owns its addresses, sizes and numbers, and nothing changes them. It does not keep tensors alive.
     """
     global _C
     calls: list[Callable[[], Any]] = []
+    thread = threading.get_ident()
     with _recording:
-        recorded, _C = _C, _RecordedExtension(_C, calls)
-        try:
-            yield calls
-        finally:
-            _C = recorded
+        if not isinstance(_C, _RecordedExtension):
+            _C = _RecordedExtension(_C)
+        assert thread not in _C.calls, "a thread makes one recording at a time"
+        _C.calls[thread] = calls
+    try:
+        yield calls
+    finally:
+        with _recording:
+            del _C.calls[thread]
+            if not _C.calls:
+                _C = _C._recorded
 
 
 def isas() -> list[str]:
@@ -319,6 +327,14 @@ def peak_int8_ops(bits: int = 8, repeats: int = 3) -> float:
         bits: of a code: 2 to 6 or 8. Only AVX2, and AVX-512 without VNNI, multiply fewer bits faster.
     """
     return max(float(_C.peak_int8_ops(bits, _PEAK_ROUNDS)) for _ in range(repeats))
+
+
+GroupError: type[Exception] = RuntimeError if _C is None else _C.GroupError  # another rank has failed
+
+
+def gather(group: Any, part: Tensor, widths: Sequence[int], out: Tensor | None) -> None:
+    """See distributed.group.Group. `out`: None if this rank does not want the result. Raises GroupError."""
+    _C.Gather(group=group, widths=widths, part=part, out=out).run()
 
 
 def advise_huge_pages(x: Tensor) -> None:

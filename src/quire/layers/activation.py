@@ -8,12 +8,13 @@ from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.fp8 import Rows, gated_activation_to_fp8
+from quire.layers.joined import JoinedLinear
 from quire.layers.linear import Projection
 
 _NAMES = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
 
 
-def gated_activation(name: str, feeds: Projection) -> Callable[[Tensor], Rows]:
+def gated_activation(name: str, feeds: Projection | JoinedLinear) -> Callable[[Tensor], Rows]:
     """The function for Dense.activation. Its result is already quantized if `feeds`, its reader, would quantize it."""
     assert name in _NAMES, name
 

@@ -15,6 +15,7 @@ from quire.formats.stored_linear import StoredLinear
 from quire.kernels import gpu
 from quire.kernels.lora import LoraTable, add_lora
 from quire.kernels.pages import copied
+from quire.layer_spec import LinearShape
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 from quire.quantization.select import select_scheme
@@ -43,13 +44,21 @@ def _adds(lora: LoraTable | None, x: Tensor) -> bool:
 
 
 class Embedding(Lookup):
-    """Row lookup in its own table."""
+    """Row lookup in its own table.
+
+    Args:
+        shape: with the tokens as out-features; a rank has some of them.
+    """
 
     held = ("weight_VD",)
 
-    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: LinearShape, dtype: torch.dtype) -> None:
         self.weight_VD = torch.empty(0, dtype=dtype)
-        self._shape = (vocab_size, hidden_size)
+        self._shape = (shape.whole().out_features, shape.in_features)
+        self._rows_held = slice(None)
+        if shape.share is not None:
+            rows = shape.share.own_rows(0)
+            self._rows_held = slice(rows.start, rows.stop)
 
     def _rows(self, token_ids_T: Tensor) -> Tensor:
         return F.embedding(token_ids_T, self.weight_VD)
@@ -58,7 +67,7 @@ class Embedding(Lookup):
         yield "weight", WeightSlot(self._shape, self._load)
 
     def _load(self, weight_VD: Tensor) -> None:
-        self.weight_VD = copied(weight_VD, self.weight_VD.dtype)
+        self.weight_VD = copied(weight_VD[self._rows_held], self.weight_VD.dtype)
 
     def weight_bytes(self) -> int:
         return self.weight_VD.nbytes

@@ -6,6 +6,8 @@ Dimensions: T tokens, K in-features, N out-features.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +55,9 @@ class Linear:
         scheme.create_weights(self)
         bias_shapes = [(num_outputs,) for _, num_outputs in shape.shards]
         self._bias_tensor = ShardedTensor(bias_shapes, dtype) if shape.bias else None
+        self._share = shape.share
+        # Says what the checkpoint has; it never holds anything.
+        self._whole = None if shape.share is None else Linear(shape.whole(), dtype=dtype, scheme=scheme)
         self._apply: Callable[..., Tensor] = scheme.apply
 
     def __call__(
@@ -112,10 +117,18 @@ class Linear:
         self._apply = watched
 
     def slots(self) -> WeightSlots:
-        """The slots of the checkpoint's tensors, named `<shard>.<tensor>`."""
+        """The slots of the checkpoint's tensors, named `<shard>.<tensor>`. A slot takes what is ours of its tensor."""
         named = dict(self.tensors)
         if self._bias_tensor is not None:
             named["bias"] = self._bias_tensor
+        if self._whole is not None:
+            for name, slot in self._whole.slots():
+                shard, _, suffix = name.rpartition(".")
+                if suffix in named:
+                    shapes = (slot.shape, *slot.other_shapes)
+                    slot = replace(slot, load=partial(self._load_share, named[suffix], shard, shapes))
+                yield name, slot
+            return
         for index, (shard, _) in enumerate(self.shards):
             for suffix, tensor in named.items():
                 load = self._loader(tensor, index)
@@ -137,6 +150,20 @@ class Linear:
             self._finish_if_complete()
 
         return load
+
+    def _load_share(self, tensor: ShardedTensor, name: str, shapes: tuple[tuple[int, ...], ...], whole: Tensor) -> None:
+        """Take views of the rows of this rank from a tensor of the checkpoint, which has one of these shapes."""
+        assert self._share is not None
+        form = shapes.index(tuple(whole.shape))
+        for index, (shard, _) in enumerate(self.shards):
+            if shard != name:
+                continue
+            part, first, num_rows = whole, self._share.own_rows(index).start, self._share.tensor_rows[index]
+            for dim, (size, whole_size) in enumerate(zip(tensor.shapes(index)[form], whole.shape, strict=True)):
+                if size != whole_size:  # rows, or words or blocks of several rows
+                    part = part.narrow(dim, first * whole_size // num_rows, size)
+            tensor.load(index, part)
+        self._finish_if_complete()
 
     def _finish_if_complete(self) -> None:
         bias = self._bias_tensor

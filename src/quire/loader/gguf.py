@@ -74,8 +74,11 @@ def _rotating(config: ModelConfig) -> Iterator[tuple[str, int]]:
     """Modules with rotated outputs, and their numbers of heads."""
     for attention in (layer.attention for layer in config.layers):
         if isinstance(attention, Full):
-            heads = (attention.num_q_heads, attention.num_kv_heads)
-            yield from zip(attention.qkv.names, heads, strict=False)  # v, the third name, does not rotate
+            whole = attention.qkv.whole()  # of the file's tensors
+            for name, (_, num_rows) in zip(
+                whole.names[:2], whole.shards, strict=False
+            ):  # v, the third, does not rotate
+                yield name, num_rows // attention.head_dim
 
 
 def _entry(info: TensorInfo) -> TensorEntry:

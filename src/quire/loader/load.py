@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from quire.distributed.group import Group
 from quire.errors import ConfigError
 from quire.hf_config.gguf_types import GgufWeights
 from quire.hf_config.layer_format import LayerFormat
@@ -29,6 +30,7 @@ def load_model(
     device: DeviceSettings,
     progress: Progress | None = None,
     target: CausalLM | None = None,
+    group: Group | None = None,
 ) -> CausalLM:
     """Build the model of a config, load its weights from `config.model` and finalize it.
 
@@ -39,6 +41,7 @@ def load_model(
         device: the model's device and attention backend.
         progress: called with ("load", fraction, text with the bytes).
         target: of a head that drafts; a native model.
+        group: the ranks that share the model; the config is that of this rank's part.
 
     Raises:
         WeightsError: weights are missing, malformed, or do not fit the config.
@@ -74,7 +77,7 @@ def load_model(
             logger.warning("config.json's %s: not applied, because %s does not read it", fields, config.architecture)
         cache_dtype: torch.dtype = getattr(torch, settings.cache_dtype)
         of = target if isinstance(target, Decoder) else None
-        model = build_model(config, dtype, quantization, place, device.attention_backend, cache_dtype, of)
+        model = build_model(config, dtype, quantization, place, device.attention_backend, cache_dtype, of, group)
         sources = (stored.source for stored in config.stored_linears())
         if any(isinstance(source, LayerFormat) and source.has_input_scale for source in sources):
             logger.info("the checkpoint's scales for activations are not used: activations stay in %s", dtype)

@@ -67,6 +67,8 @@ class PackedCache:
         self, config: ModelConfig, dtype: torch.dtype, quantization: str | None, files: Iterable[Path]
     ) -> None:
         form = f"{dtype} {quantization}"
+        if (share := config.vocab_share) is not None:
+            form += f" rank {share.rank} of {len(share.rows[0])}"
         self._key = {
             "files": [file_identity(path) for path in files],
             "config": digest(repr(dataclasses.replace(config, max_model_len=0))),

@@ -5,8 +5,9 @@ Dimensions: T tokens, D hidden, H query heads, G kv heads, E head dim, I interme
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from quire.attention.backend import AttentionBackend, AttentionSpec
 from quire.attention.layer import Attention, Sinks
+from quire.distributed.group import Group
 from quire.forward_batch import ForwardBatch
 from quire.kernels.fp8 import Rows
 from quire.kernels.layer_rules import LatentRotation
@@ -30,6 +32,7 @@ from quire.layer_spec import (
     Window,
 )
 from quire.layers.activation import gated_activation
+from quire.layers.joined import JoinedLinear, JoinedNorm
 from quire.layers.linear import Linear, Projection, make_linear
 from quire.layers.norm import RMSNorm
 from quire.layers.up_projection import UpProjection
@@ -101,24 +104,25 @@ class SelfAttention:
         spec: Full,
         attention: Attention,
         qkv: Projection,
-        output: Projection,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
+        output: Projection | JoinedLinear,
+        wide_norms: Sequence[Callable[[Tensor], Tensor]] = (),
     ) -> None:
         self._heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
         self._num_heads, self._head_dim = sum(self._heads), spec.head_dim
         self._q_width, self._kv_width = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._attention, self.reader, self._output = attention, qkv, output
-        self._q_norm, self._k_norm = q_norm, k_norm
+        self._wide_norms = wide_norms  # OLMo 2: over all q heads, and over all k heads
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
         qkv = self.reader(x_TD, adapter_slots_T=batch.adapter_slots_T)
-        if self._q_norm is not None and self._k_norm is not None:  # OLMo 2: over all q heads, and over all k heads
-            q, k, _ = qkv.split_with_sizes((self._q_width, self._kv_width, self._kv_width), 1)
-            self._q_norm(q, out=q)
-            self._k_norm(k, out=k)
         num_tokens = qkv.shape[0]
         q_THE, k_TGE, v_TGE = qkv.view(num_tokens, self._num_heads, self._head_dim).split_with_sizes(self._heads, 1)
+        if self._wide_norms:
+            q, k, _ = qkv.split_with_sizes((self._q_width, self._kv_width, self._kv_width), 1)
+            normed = (norm(x) for norm, x in zip(self._wide_norms, (q, k), strict=True))
+            q_THE, k_TGE = (
+                x.view(num_tokens, heads, self._head_dim) for x, heads in zip(normed, self._heads, strict=False)
+            )
         out_THE = self._attention(q_THE, k_TGE, v_TGE, batch)
         out_TW = out_THE.view(num_tokens, self._q_width)
         return self._output(out_TW, adapter_slots_T=batch.adapter_slots_T)
@@ -127,7 +131,9 @@ class SelfAttention:
 class MLP:
     """Gated MLP. Input [T, D], output [T, D]."""
 
-    def __init__(self, gate_up: Projection, activation: Callable[[Tensor], Rows], down: Projection) -> None:
+    def __init__(
+        self, gate_up: Projection, activation: Callable[[Tensor], Rows], down: Projection | JoinedLinear
+    ) -> None:
         self.reader, self._activation, self._down = gate_up, activation, down
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
@@ -148,6 +154,7 @@ class LayerBuilder:
     quantization: str | None
     rope_table: Callable[[RopeConfig], Tensor]  # cos_sin_LR
     backend: Callable[[AttentionSpec], AttentionBackend]
+    group: Group | None  # the ranks that share the layer
     parts: list[tuple[str, Weighted]] = field(default_factory=list)  # (prefix of its tensors' names, part)
     mixtures: list[MoE] = field(default_factory=list)
 
@@ -174,6 +181,21 @@ class LayerBuilder:
         self.parts += [(shape.prefix, part) for part in linear.parts]
         return linear
 
+    def joined(self, shape: LinearShape) -> Projection | JoinedLinear:
+        """A linear layer whose input is what ranks have made of cut outputs."""
+        linear = self.linear(shape)
+        if self.group is None:
+            return linear
+        assert shape.share is not None, "what a rank has is a part"
+        return JoinedLinear(linear, shape.share, self.group)
+
+    def wide_norms(self, spec: Full, norms: Sequence[RMSNorm]) -> list[Callable[[Tensor], Tensor]]:
+        """Norms over all heads of q, and over all heads of k."""
+        share = spec.qkv.share
+        if self.group is None or share is None:
+            return [partial(_in_place, norm) for norm in norms]
+        return [JoinedNorm(norm, share, shard, self.group) for shard, norm in enumerate(norms)]
+
     def gate(self, shape: LinearShape) -> Linear:
         """A layer of one tensor, which decides about others."""
         linear = self.linear(shape)
@@ -182,7 +204,7 @@ class LayerBuilder:
 
     def attention(self, spec: Full) -> SelfAttention:
         """Self-attention to all earlier tokens, or to those in a window or a chunk."""
-        qkv, output = self.linear(spec.qkv), self.linear(spec.output)
+        qkv, output = self.linear(spec.qkv), self.joined(spec.output)
         kind, size = spec.kv_spec.kind, spec.kv_spec.window
         backend = self.backend(
             AttentionSpec(
@@ -210,7 +232,7 @@ class LayerBuilder:
         q_norm, k_norm = head_norms or (None, None)
         temperature = (spec.temperature, spec.temperature_floor)
         attention = Attention(self.cache, backend, table, q_norm, k_norm, sinks, *temperature)
-        return SelfAttention(spec, attention, qkv, output, *wide_norms)
+        return SelfAttention(spec, attention, qkv, output, self.wide_norms(spec, wide_norms))
 
     def latent(self, spec: Latent) -> LatentAttention:
         """Multi-head latent attention."""
@@ -244,7 +266,7 @@ class LayerBuilder:
 
     def mlp(self, spec: Dense) -> MLP:
         """A gated MLP."""
-        gate_up, down = self.linear(spec.gate_up), self.linear(spec.down)
+        gate_up, down = self.linear(spec.gate_up), self.joined(spec.down)
         return MLP(gate_up, gated_activation(spec.activation, feeds=down), down)
 
     def stack(self, shape: LinearShape) -> ExpertStack | SplitStack:
@@ -264,6 +286,10 @@ class LayerBuilder:
         shared_gate = None if spec.shared_gate is None else self.gate(spec.shared_gate)
         self.mixtures.append(MoE(spec, router, choice_bias, gate_up, down, shared, shared_gate, self.device))
         return self.mixtures[-1]
+
+
+def _in_place(norm: RMSNorm, x_TN: Tensor) -> Tensor:
+    return norm(x_TN, out=x_TN)
 
 
 _MIXERS: dict[type, Callable[[LayerBuilder, Any], Mixer]] = {

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from quire.attention.select import SharedBackends
+from quire.distributed.group import Group
 from quire.formats.kv_groups import kv_groups, table_of_layer
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.hf_config.quantization import OUTPUT
 from quire.kernels.fp8 import Rows
 from quire.layer_spec import RopeConfig
 from quire.layers.embedding import Embedding, Lookup, OutputProjection, PackedEmbedding
+from quire.layers.joined import JoinedLookup
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import cos_sin_table
@@ -61,6 +63,7 @@ class Decoder:
         device: the model runs there, and `load_weights` brings the tensors there.
         attention_backend: see attention.select.
         cache_dtype: of the KV cache; None: dtype.
+        group: the ranks that share the model, if the config is that of a part.
     """
 
     def __init__(
@@ -71,8 +74,9 @@ class Decoder:
         device: torch.device,
         attention_backend: str = "auto",
         cache_dtype: torch.dtype | None = None,
+        group: Group | None = None,
     ) -> None:
-        self.config = config
+        self.config, self._group = config, group
         self.dtype = dtype
         self.device = device
         self.mapped_bytes = 0
@@ -81,6 +85,9 @@ class Decoder:
         self._backends = SharedBackends(table_of_layer(kv_groups(config)), device, attention_backend, cache_dtype)
         self._output: OutputProjection
         self._embed: Lookup = self._make_embeddings(quantization)
+        if group is not None:
+            assert config.vocab_share is not None, "a rank has a part of the model"
+            self._embed = JoinedLookup(self._embed, config.vocab_share, group)
         self._layers = list(self._make_layers(quantization))
         final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset, dtype)
         self._parts.append(("model.norm.", final_norm))
@@ -112,7 +119,7 @@ class Decoder:
         return self._make_own_embeddings()
 
     def _make_own_embeddings(self) -> Embedding:
-        table = Embedding(self.config.vocab_size, self.config.hidden_size, self.dtype)
+        table = Embedding(self.config.embeddings(), self.dtype)
         self._parts.append((f"{EMBEDDINGS}.", table))
         return table
 
@@ -135,6 +142,7 @@ class Decoder:
                 quantization=quantization,
                 rope_table=rope_table,
                 backend=partial(self._backends.get, num_caches),
+                group=self._group,
             )
             yield build.sublayers()
             self._parts += build.parts
@@ -266,7 +274,7 @@ class Decoder:
         _run(self._layers[layer][0].input_norm, self._layers[layer], residual_TD, batch)
 
     def compute_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
-        """logits_RV in float32, with the family's scale and soft cap."""
+        """logits_RV in float32, with the family's scale and soft cap. Of several ranks only the first one gets them."""
         logits_RV = self._output.logits(hidden_RD, adapter_slots_R)
         config = self.config
         if config.logits_scaling != 1.0:
@@ -274,7 +282,10 @@ class Decoder:
         if config.logits_soft_cap:
             cap = config.logits_soft_cap
             logits_RV = logits_RV.div_(cap).tanh_().mul_(cap)
-        return logits_RV
+        share = config.vocab_share
+        if self._group is None or share is None:
+            return logits_RV
+        return self._group.gather_to_first(logits_RV, share.widths(0))
 
 
 def _run(first_norm: RMSNorm | None, parts: Sequence[_PartOfPass], residual_TD: Tensor, batch: ForwardBatch) -> Rows:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quire.distributed.group import Group
 from quire.errors import ModelConfigError
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.model_config import ModelConfig
@@ -62,11 +63,13 @@ def build_model(
     attention_backend: str = "auto",
     cache_dtype: torch.dtype | None = None,
     target: Decoder | None = None,
+    group: Group | None = None,
 ) -> Decoder:
     """The native model of a config, without weights yet. `quantization`: a key of ON_LOAD, or None.
 
     Args:
         target: of a head that drafts.
+        group: the ranks that share the model, if the config is that of a part.
 
     `config.max_model_len` bounds the positions: the caller sets it to the length that is served. Raises
     ModelConfigError for an architecture without native implementation.
@@ -78,4 +81,6 @@ def build_model(
             fix="Use --model-impl transformers to run it through transformers' modelling code",
         )
     form = (dtype, quantization, device, attention_backend, cache_dtype)
-    return Decoder(config, *form) if config.head is None or target is None else Head(config, target, *form)
+    if config.head is not None and target is not None:
+        return Head(config, target, *form)
+    return Decoder(config, *form, group)

@@ -17,7 +17,7 @@ from quire.planning.cut_model import ModelCut, check_degree
 from quire.planning.estimate import Estimate
 from quire.planning.fits import Fit, Form, fit_of, possible_forms, weight_bytes
 from quire.planning.hardware import Hardware, listed, next_larger
-from quire.planning.memory_plan import KvPages, logits_bytes
+from quire.planning.memory_plan import KvPages
 from quire.planning.request_lengths import RequestLengths
 from quire.planning.service import Goals, Point, Service
 from quire.planning.step_costs import KnownCost, described_cost, known_cost, step_arithmetic
@@ -355,7 +355,7 @@ class Candidates:
         forms, refused = possible_forms(self._engine, self._model, hardware.facts)
         self.refused |= refused
         if self._degree is not None:
-            check_degree(self._model, forms[0].weights.quantization, self._degree, hardware.count)
+            check_degree(self._model, self._degree, hardware.count)
         for form in forms:
             for degree in self._degrees(hardware.count):
                 if (row := self._candidate(hardware, form, degree, self.demand)) is not None:
@@ -375,8 +375,6 @@ class Candidates:
         if part is None:
             return None
         fit = fit_of(form, part[0], hardware.facts, part[1], self._pages_of(form, part[0], degree))
-        if degree > 1:
-            fit = _with_all_logits(fit, self._model)
         longest = min(fit.pages.longest(fit.num_blocks), form.resolved.model.max_model_len)
         row = Candidate(hardware, degree, fit, longest, 0, demand, None, "", self._model.is_native)
         if row.missing_bytes:
@@ -394,7 +392,7 @@ class Candidates:
         key = (form.weights.dtype, form.weights.quantization, is_packed, degree)
         if key not in self._parts:
             try:
-                part = ModelCut(self._model, form.weights.quantization, degree).part()
+                part = ModelCut(self._model, degree).part()
                 self._parts[key] = (part, weight_bytes(form, part))
             except ModelConfigError:
                 self._parts[key] = None
@@ -418,13 +416,6 @@ class Candidates:
             self._arithmetic[key] = step_arithmetic(form.resolved, part[0])
         arithmetic = self._arithmetic[key]
         return described_cost(arithmetic, hardware.ceilings(arithmetic.is_fp8), is_gpu=hardware.facts.gpu is not None)
-
-
-def _with_all_logits(fit: Fit, model: ModelConfig) -> Fit:
-    """One device gathers the logits of the whole vocabulary."""
-    more = logits_bytes(model, fit.form.resolved.scheduler.num_logits_rows) - fit.memory.logits_bytes
-    memory = replace(fit.memory, work_bytes=fit.memory.work_bytes + more, logits_bytes=fit.memory.logits_bytes + more)
-    return replace(fit, memory=memory, num_bytes=fit.num_bytes - more)
 
 
 def _is_alike(one: Candidate, other: Candidate) -> bool:

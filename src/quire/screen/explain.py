@@ -13,6 +13,7 @@ from quire.errors import MemoryPlanError
 from quire.formats.kv_format import KvFormat, kv_format
 from quire.formats.weight_format import packs_floats
 from quire.model_config import DTYPE_BYTES, ModelConfig
+from quire.planning.cut_model import ModelCut, check_degree
 from quire.planning.memory_plan import (
     KvPages,
     MemoryFacts,
@@ -175,6 +176,8 @@ def explain(
 ) -> Explanation:
     """The settings of a server that would start now. No weights are loaded: their bytes come from config.json.
 
+    Of several ranks it is the one that has the most.
+
     Args:
         read_bandwidth: measured bytes per second that all cores together read from memory; None: not measured.
         waited: the share of that time in which the measurement had no core.
@@ -182,9 +185,11 @@ def explain(
 
     Raises ConfigError for settings that contradict each other. Too little memory is part of the answer.
     """
-    machine, device = device, share_of_machine(device, engine)
+    check_degree(model, engine.tensor_parallel_size)
+    model = ModelCut(model, engine.tensor_parallel_size).part()
+    machine, device = device, share_of_machine(device, engine).shared_by(engine.tensor_parallel_size)
     if read_bandwidth is not None:
-        read_bandwidth /= engine.data_parallel_size
+        read_bandwidth /= engine.data_parallel_size * engine.tensor_parallel_size
     resolved = resolve(engine, model, device, is_server=True)
     memory = predict_memory(resolved, model, device)
     error = None

@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.distributed.group import Group
 from quire.formats.kv_groups import kv_groups, pages_alone
 from quire.kernels import gpu
 from quire.logs import get_logger
 from quire.models.registry import CausalLM
+from quire.sampling.following import SharedSampler
 from quire.sampling.logprobs import entries, scores
 from quire.sampling.sampler import LaunchedTokens, Sampler
 from quire.sampling_params import SamplingParams
@@ -106,6 +108,7 @@ class ModelRunner:
         captured: forward passes that are repeated instead of run; None: every kernel is launched by itself.
         drafter: makes the drafts that a batch leaves to the worker.
         experts: counts the tokens of experts, on a CPU.
+        group: the ranks that share the model.
     """
 
     def __init__(
@@ -118,12 +121,15 @@ class ModelRunner:
         captured: CapturedSteps | None = None,
         drafter: Drafter | None = None,
         experts: ExpertCounter | None = None,
+        group: Group | None = None,
     ) -> None:
         self.model = model
         self._experts = experts
         self.cache = cache
         self.input_batch = input_batch
-        self.sampler = Sampler(input_batch.sampling, logprobs_mode=logprobs_mode)
+        state = input_batch.sampling
+        self.sampler = Sampler(state, logprobs_mode) if group is None else SharedSampler(state, logprobs_mode, group)
+        self._has_logits = group is None or group.rank == 0
         self.device = device
         self.drafter = drafter
         self.forward_pass = ForwardPass(model, cache.layers, input_batch, captured)
@@ -276,6 +282,8 @@ class ModelRunner:
                 places, slots_T = slice(offset + begin, offset + end), staged.adapter_slots_T
                 slots_X = None if slots_T is None else slots_T[places]
                 logits_XV = self.model.compute_logits(hidden_TD[places], slots_X)
+                if not self._has_logits:
+                    continue
                 next_ids_X = torch.from_numpy(inputs.token_ids[row, begin + 1 : end + 1].copy())
                 numbers = scores(logits_XV, gpu.place(next_ids_X, logits_XV.device), num_top, as_logits=False)
                 yield _PromptPiece(position, next_ids_X, list(numbers))

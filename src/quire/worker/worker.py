@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
 import torch
+from msgspec import structs
 
-from quire.errors import MemoryPlanError
+from quire.distributed.group import AgreedError, Group, GroupError
+from quire.errors import EngineDeadError, MemoryPlanError, PeerLostError
 from quire.kernels import cpu, extension, gpu, gpu_facts
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, WorkerSettings
 from quire.loader.load import load_model
@@ -66,12 +70,18 @@ class DeviceWorker:
         model_config: of the model it will load.
         progress: how far loading and capturing are.
         accelerator: makes the GPU's.
+        group: the ranks that share the model. The config is that of this rank's part.
     """
 
     def __init__(
-        self, model_config: ModelConfig, progress: Progress, accelerator: Callable[[], Accelerator] = Cuda
+        self,
+        model_config: ModelConfig,
+        progress: Progress,
+        accelerator: Callable[[], Accelerator] = Cuda,
+        group: Group | None = None,
     ) -> None:
         self._model_config, self._progress, self._accelerator = model_config, progress, accelerator
+        self._group = group
         # Each is made by its step.
         self.settings: WorkerSettings
         self.place: Place
@@ -99,14 +109,15 @@ class DeviceWorker:
             gpu.be_deterministic()
         config = replace(self._model_config, max_model_len=form.max_model_len)
         share = 1.0 if settings.drafter is None else LOADED_BEFORE_DRAFTER
-        model = load_model(config, form, device, self._loading(0.0, share))
+        with self._as_rank():
+            model = load_model(config, form, device, self._loading(0.0, share), group=self._group)
         self.settings, self.model = settings, model
         self.adapters = None
         if settings.lora is not None:
             assert isinstance(model, Decoder), "resolve refuses adapters for others"
             self.adapters = WorkerAdapters(model, settings.lora)
         self.drafter = self._load_drafter(model, settings)
-        self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost()
+        self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost(self._group)
         name = form.quantization or form.dtype
         name = name if is_on_gpu or not cpu.available() else f"packed {name}"
         self._progress("load", 1.0, f"{shown_bytes(model.weight_bytes())} of {name}")
@@ -123,7 +134,8 @@ class DeviceWorker:
         return lambda phase, share, detail: self._progress(phase, first + share * (last - first), detail)
 
     def measure(self) -> Measured:
-        self.measured = self.place.measure(self.model, self.drafter, self.settings)
+        with self._as_rank():
+            self.measured = self.place.measure(self.model, self.drafter, self.settings)
         return self.measured
 
     def allocate(self, size: CacheSize) -> None:
@@ -152,12 +164,48 @@ class DeviceWorker:
         return self.runner.submit(batch)
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        return self.runner.execute(batch)
+        if self._group is None:
+            return self.runner.execute(batch)
+        with self._as_rank(in_step=True):
+            return self.runner.execute(batch if self._samples else _without_grammars(batch))
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    @property
+    def _samples(self) -> bool:
+        """Other ranks learn the tokens."""
+        return self._group is None or self._group.rank == 0
+
+    @contextmanager
+    def _as_rank(self, *, in_step: bool = False) -> Iterator[None]:
+        """The other ranks learn of an error in the block, instead of waiting for this one."""
+        group = self._group
+        try:
+            yield
+        except AgreedError as error:
+            raise error.__cause__ or error from None
+        except GroupError as error:
+            raise PeerLostError(f"Rank {0 if group is None else group.rank} cannot go on: {error}") from error
+        except Exception as error:
+            if group is None:
+                raise
+            group.fail()
+            if not in_step:
+                raise
+            what = f"{type(error).__name__}: {error}"
+            raise EngineDeadError(f"Rank {group.rank} of {group.size} failed in a step: {what}") from error
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
+        if not self._samples:
+            return
         self.runner.input_batch.grammars.use_tokenizer(tokenizer, eos_token_ids)
 
     def prepare_grammar(self, text: str) -> Polled[None]:
+        if not self._samples:
+            ready: Future[None] = Future()
+            ready.set_result(None)
+            return ready
         return self.runner.input_batch.grammars.prepare(text)
 
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
@@ -171,3 +219,11 @@ class DeviceWorker:
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         """Takes memory of the KV cache that will be needed soon."""
         return self._prefault.step(num_blocks_ever_used)
+
+
+def _without_grammars(batch: ScheduledBatch) -> ScheduledBatch:
+    """The batch for a rank that does not sample."""
+    if all(new.sampling_params.grammar is None for new in batch.new_rows):
+        return batch
+    rows = [replace(new, sampling_params=structs.replace(new.sampling_params, grammar=None)) for new in batch.new_rows]
+    return replace(batch, new_rows=rows)

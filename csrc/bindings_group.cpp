@@ -1,0 +1,58 @@
+// Python names of the group of ranks.
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <vector>
+
+#include "bindings.h"
+#include "quire/shared_group.h"
+
+namespace nb = nanobind;
+
+namespace quire {
+namespace {
+
+void run(const GatherArgs& args) { args.group->gather(args); }
+using Gather = CallOf<GatherArgs, run>;
+
+void check(bool is_legal, const char* what) {
+  if (!is_legal) throw nb::value_error(what);
+}
+
+}  // namespace
+
+void bind_group(nb::module_& m) {
+  nb::exception<GroupError>(m, "GroupError", PyExc_RuntimeError);
+  nb::class_<SharedGroup>(m, "SharedGroup")
+      .def(
+          "__init__",
+          [](SharedGroup* self, int fd, int rank, int size, int64_t slot_bytes, int spin_microseconds,
+             double timeout_seconds) {
+            check(size >= 1 && size <= kMaxRanks, "the number of ranks is not in 1 to 64");
+            check(rank >= 0 && rank < size, "the rank is not below their number");
+            check(slot_bytes >= 64 && slot_bytes % 64 == 0, "slots are multiples of 64 bytes");
+            new (self) SharedGroup(fd, rank, size, slot_bytes, spin_microseconds, timeout_seconds);
+          },
+          nb::kw_only(), "fd"_a, "rank"_a, "size"_a, "slot_bytes"_a, "spin_microseconds"_a, "timeout_seconds"_a)
+      .def_static("num_bytes", &SharedGroup::num_bytes, "size"_a, "slot_bytes"_a)
+      .def("abort", &SharedGroup::abort, "rank"_a, "Makes all ranks leave what they wait for, now and later")
+      .def_prop_ro("aborted", &SharedGroup::aborted, "The rank that has failed; -1: none");
+  bind_struct<Gather, KernelCall>(
+      m, "Gather",
+      [](Gather* self, SharedGroup* group, const std::vector<int64_t>& widths, TensorView part, TensorView out) {
+        check(widths.size() <= kMaxRanks, "there are more widths than ranks can be");
+        GatherArgs args{.group = group, .widths = {}, .rows = part.size(0), .part = {}, .out = {}};
+        const int64_t bytes = part.item_bytes();
+        for (size_t i = 0; i < widths.size(); ++i) args.widths[i] = widths[i] * bytes;
+        const auto part_rows = part.rows<const char>();
+        args.part = {part_rows.data, part_rows.stride * bytes};
+        if (out.is_given()) {
+          const auto out_rows = out.rows<char>();
+          args.out = {out_rows.data, out_rows.stride * bytes};
+        }
+        new (self) Gather(args);
+      },
+      "group"_a, "widths"_a, "part"_a, "out"_a.none());
+}
+
+}  // namespace quire

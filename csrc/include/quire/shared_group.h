@@ -1,0 +1,71 @@
+// Ranks of one model on one machine, which join their results through memory that they share.
+//
+// The memory begins with a page for the group and a cache line pair per rank. Then come two slots per rank. In turn n a
+// rank writes to its slot n % 2, says so, and reads the slots of the others. Nobody writes to a slot that is still read:
+// a rank that is in turn n + 2 has seen all others in turn n + 1, and they have read the slots of turn n before.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <stdexcept>
+
+#include "quire/strided.h"
+
+namespace quire {
+
+inline constexpr int kMaxRanks = 64;
+
+// A rank has failed, is late, or does something else than this one.
+class GroupError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+struct RankWords;
+
+struct GatherArgs;
+
+class SharedGroup {
+ public:
+  // Maps `fd`, which has at least num_bytes(size, slot_bytes) of zeros when the first rank comes. A rank that waits looks
+  // for `spin_microseconds` before it sleeps. After `timeout_seconds` it raises GroupError. Throws
+  // std::system_error if the memory cannot be mapped.
+  SharedGroup(int fd, int rank, int size, int64_t slot_bytes, int spin_microseconds, double timeout_seconds);
+  ~SharedGroup();
+  SharedGroup(const SharedGroup&) = delete;
+  SharedGroup& operator=(const SharedGroup&) = delete;
+
+  static int64_t num_bytes(int size, int64_t slot_bytes);
+
+  // Columns of all ranks side by side. Throws GroupError. Every rank calls it with the same number of rows and widths.
+  void gather(const GatherArgs& args);
+
+  // Says that a rank has failed. All ranks leave what they wait for, now and later. The first one counts.
+  void abort(int rank);
+  int aborted() const;  // the rank that has failed; -1: none
+
+ private:
+  void arrive(uint64_t signature);
+  void wait_for(int rank, uint64_t signature);
+  bool has_arrived(int rank) const;
+  void check_aborted() const;
+  char* slot(int rank) const;
+  RankWords& words(int rank) const;
+
+  char* memory_;
+  int rank_, size_;
+  int64_t slot_bytes_;
+  int spin_microseconds_;
+  double timeout_seconds_;
+  uint32_t turn_ = 0;
+};
+
+struct GatherArgs {
+  SharedGroup* group;
+  std::array<int64_t, kMaxRanks> widths;  // bytes of a row of each rank
+  int64_t rows;
+  StridedRows<const char> part;  // [rows, width of this rank], strides in bytes
+  StridedRows<char> out;         // [rows, sum of widths], strides in bytes; nullptr: this rank does not want it
+};
+
+}  // namespace quire

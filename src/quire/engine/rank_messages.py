@@ -1,0 +1,102 @@
+"""What the first rank of an engine says to the other processes of its ranks, and what they answer. Never pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from quire import errors
+from quire.config import EngineConfig
+from quire.errors import EngineDeadError, QuireError
+from quire.life_cycle import CacheSize, Measured, WorkerSettings
+from quire.resolve import DeviceFacts
+from quire.schedule import ScheduledBatch
+
+
+class RankLaunch(msgspec.Struct, tag=True):
+    """The first message to a new process.
+
+    Attributes:
+        memory: file descriptor of distributed.shared_memory.
+        dies_with_parent: the system kills it when the thread ends that has started it.
+    """
+
+    config: EngineConfig
+    model_folder: str
+    rank: int
+    memory: int
+    dies_with_parent: bool
+
+
+class AskFacts(msgspec.Struct, tag=True):
+    """See life_cycle.Worker.facts; likewise for the next ones."""
+
+    wants_gpu: bool
+
+
+class Load(msgspec.Struct, tag=True):
+    settings: WorkerSettings
+
+
+class Measure(msgspec.Struct, tag=True):
+    pass
+
+
+class Allocate(msgspec.Struct, tag=True):
+    size: CacheSize
+
+
+class Capture(msgspec.Struct, tag=True):
+    pass
+
+
+class Execute(msgspec.Struct, tag=True):
+    batch: ScheduledBatch
+
+
+class UseIdleTime(msgspec.Struct, tag=True):
+    num_blocks_ever_used: int
+
+
+class Answer(msgspec.Struct, tag=True, omit_defaults=True):
+    """What a method gave, if the first rank wants to know it."""
+
+    facts: DeviceFacts | None = None
+    measured: Measured | None = None
+    has_more: bool = False
+
+
+class Failed(msgspec.Struct, tag=True):
+    """An error of a rank: the name and the fields of a QuireError, or the text of another one."""
+
+    kind: str
+    what: str
+    value: Any = None
+    expected: str | None = None
+    fix: str | None = None
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        if isinstance(error, QuireError):
+            value = error.value if isinstance(error.value, (int, float, str, type(None))) else repr(error.value)
+            return cls(type(error).__name__, error.what, value, error.expected, error.fix, error.param)
+        return cls("", f"{type(error).__name__}: {error}")
+
+    def error(self) -> Exception:
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, QuireError)):
+            return RuntimeError(self.what)
+        if issubclass(kind, EngineDeadError):
+            return kind(self.what)
+        return kind(self.what, value=self.value, expected=self.expected, fix=self.fix, param=self.param)
+
+
+ToRank = RankLaunch | AskFacts | Load | Measure | Allocate | Capture | Execute | UseIdleTime
+FromRank = Answer | Failed
+
+encode: Callable[[ToRank | FromRank], bytes] = msgspec.msgpack.Encoder().encode
+decode_to_rank: Callable[[bytes], ToRank] = msgspec.msgpack.Decoder(ToRank).decode
+decode_from_rank: Callable[[bytes], FromRank] = msgspec.msgpack.Decoder(FromRank).decode

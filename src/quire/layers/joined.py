@@ -1,0 +1,59 @@
+"""Layers whose outputs are cut over ranks, which join what they have before and after.
+
+Dimensions: T tokens, K in-features, N out-features, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.distributed.group import Group
+from quire.kernels.fp8 import Rows
+from quire.layer_spec import Share
+from quire.layers.embedding import Lookup
+from quire.layers.linear import Projection
+from quire.layers.norm import RMSNorm
+
+
+class JoinedLinear:
+    """Each rank brings some in-features and computes some out-features; all ranks get all of them."""
+
+    def __init__(self, linear: Projection, share: Share, group: Group) -> None:
+        self._linear, self._inputs, self._outputs, self._group = linear, share.inputs, share.widths(0), group
+
+    def __call__(self, x_TK: Rows, *, adapter_slots_T: Tensor | None = None) -> Tensor:
+        """[T, K of this rank] -> [T, N]."""
+        assert isinstance(x_TK, Tensor) and adapter_slots_T is None, "ranks have neither GPUs nor adapters"
+        return self._group.gather(self._linear(self._group.gather(x_TK, self._inputs)), self._outputs)
+
+    def quantizes(self, x: Tensor) -> bool:
+        """See Linear: ranks join rows that are not quantized."""
+        return False
+
+
+class JoinedNorm:
+    """A norm over heads of all ranks. Every rank computes all of it, and goes on with its own heads."""
+
+    def __init__(self, norm: RMSNorm, share: Share, shard: int, group: Group) -> None:
+        self._norm, self._own, self._widths, self._group = norm, share.own_rows(shard), share.widths(shard), group
+
+    def __call__(self, x_TN: Tensor) -> Tensor:
+        """The columns of this rank, normed."""
+        all_TN = self._group.gather(x_TN, self._widths)
+        return self._norm(all_TN, out=all_TN).narrow(1, self._own.start, len(self._own))
+
+
+class JoinedLookup(Lookup):
+    """Each rank has the rows of some tokens. All ranks get all rows that are asked for."""
+
+    def __init__(self, lookup: Lookup, share: Share, group: Group) -> None:
+        self._lookup, self._own, self._group = lookup, share.own_rows(0), group
+        self._starts = torch.tensor([rows.start for rows in share.rows[0][1:]])
+
+    def _rows(self, token_ids_T: Tensor) -> Tensor:
+        own_TD = self._lookup(token_ids_T.clamp(self._own.start, self._own.stop - 1) - self._own.start)
+        T, D = own_TD.shape
+        all_TRD = self._group.gather(own_TD, [D] * self._group.size).view(T, self._group.size, D)
+        ranks_T = torch.bucketize(token_ids_T, self._starts, right=True)
+        return all_TRD[torch.arange(T), ranks_T]

@@ -1,0 +1,62 @@
+"""Sampling on ranks that share a model: the first one samples, the others learn its tokens.
+
+Dimensions: R rows of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.distributed.group import AgreedError, Group
+from quire.sampling.batch_params import SamplingState
+from quire.sampling.grammars import GrammarMasks
+from quire.sampling.sampler import LaunchedTokens, Sampler
+
+_IS_VALID, _HAS_ERROR, _ALL_FAILED = 0, 1, 2  # what the first rank says of a token
+
+
+class SharedSampler(Sampler):
+    """A Sampler of one of several ranks. All of them know tokens, and which rows have failed; the first one why."""
+
+    def __init__(self, state: SamplingState, logprobs_mode: str, group: Group) -> None:
+        super().__init__(state, logprobs_mode)
+        self._group = group
+
+    def host_parameters(
+        self, rows: NDArray[np.int64], offsets_R: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[Any], ...]:
+        return super().host_parameters(rows, offsets_R) if self._group.rank == 0 else ()
+
+    def launch(
+        self,
+        logits_RV: Tensor,
+        rows: Sequence[int],
+        parameters: Sequence[Tensor],
+        before: Sequence[Sequence[int]] = (),
+        masks: GrammarMasks | None = None,
+    ) -> LaunchedTokens:
+        """As Sampler.launch. An error of the first rank becomes an AgreedError on all of them."""
+        if self._group.rank != 0:
+            told_R2 = self._tell(torch.empty((len(rows), 0), dtype=torch.int64))
+            if (told_R2[:, 1] == _ALL_FAILED).any():
+                raise AgreedError("the first rank could not sample")
+            chosen_R = torch.zeros(len(rows)).masked_fill_(told_R2[:, 1] == _HAS_ERROR, torch.nan)
+            return LaunchedTokens(told_R2[:, 0].contiguous(), chosen_R, None)
+        try:
+            launched = super().launch(logits_RV, rows, parameters, before, masks)
+        except Exception as error:
+            self._tell(torch.full((len(rows), 2), _ALL_FAILED))
+            raise AgreedError(str(error)) from error
+        has_error_R = ~launched.chosen_R.isfinite() | (launched.token_ids_R < 0)
+        has_error_R[list(launched.failed)] = True
+        self._tell(torch.stack([launched.token_ids_R, has_error_R.long()], 1))
+        return launched
+
+    def _tell(self, part: Tensor) -> Tensor:
+        return self._group.gather(part, [2] + [0] * (self._group.size - 1))

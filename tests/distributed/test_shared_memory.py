@@ -1,0 +1,151 @@
+"""Ranks that join their columns through shared memory: as threads, which share nothing else."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from quire.distributed import shared_memory
+from quire.distributed.group import GroupError
+from quire.distributed.shared_memory import SharedMemoryGroup, make_memory
+from quire.kernels import cpu
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
+
+LEAVES_WITHIN = 2.0  # seconds
+
+
+def groups_of(size: int, **arguments: Any) -> list[SharedMemoryGroup]:
+    memory = make_memory(size)
+    groups = [SharedMemoryGroup(memory, rank, size, has_own_cores=False, **arguments) for rank in range(size)]
+    os.close(memory)
+    return groups
+
+
+def together(groups: list[SharedMemoryGroup], run: Callable[[SharedMemoryGroup], Any]) -> list[Any]:
+    """What each rank gives; an exception is its result."""
+    with ThreadPoolExecutor(len(groups)) as threads:
+        futures = [threads.submit(run, group) for group in groups]
+        return [future.exception() or future.result() for future in futures]
+
+
+def part_of(rank: int, turn: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(1000 * turn + rank)
+    return torch.randint(0, 100, (rows, width), generator=draw).to(dtype)
+
+
+@pytest.mark.parametrize("slot_bytes", [64, 1 << 20])
+@pytest.mark.parametrize(
+    ("widths", "rows", "dtype"),
+    [
+        ((5, 7), 3, torch.bfloat16),
+        ((64, 64, 61), 33, torch.float32),
+        ((0, 3, 1, 0), 17, torch.int64),
+        ((2, 0), 1, torch.uint8),
+        ((0, 0), 4, torch.float32),
+        ((9,), 2, torch.float16),
+    ],
+)
+def test_columns_lie_side_by_side(
+    slot_bytes: int, widths: tuple[int, ...], rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turn after turn, in slots that hold everything and in slots that hold a part of a row."""
+    monkeypatch.setattr(shared_memory, "SLOT_BYTES", slot_bytes)
+    size, turns = len(widths), range(5)
+
+    def run(group: SharedMemoryGroup) -> list[torch.Tensor]:
+        found = []
+        for turn in turns:
+            wide = part_of(group.rank, turn, rows, widths[group.rank] + 4, dtype)
+            gather = group.gather_to_first if turn == 3 else group.gather
+            found.append(gather(wide[:, : widths[group.rank]], widths))
+        return found
+
+    for rank, found in enumerate(together(groups_of(size), run)):
+        for turn in turns:
+            parts = [part_of(each, turn, rows, widths[each] + 4, dtype)[:, : widths[each]] for each in range(size)]
+            expected = torch.cat(parts, 1)
+            if turn == 3 and rank > 0:
+                expected = expected[:, :0]
+            assert torch.equal(found[turn], expected)
+
+
+def test_more_ranks_than_cores() -> None:
+    """Those that wait sleep, so that the others get on."""
+
+    def run(group: SharedMemoryGroup) -> int:
+        mine, seen = torch.tensor([[group.rank]]), 0
+        for turn in range(500):
+            seen += int(group.gather(mine + turn, [1] * 4).sum())
+        return seen
+
+    assert together(groups_of(4), run) == [sum(6 + 4 * turn for turn in range(500))] * 4
+
+
+def test_a_recorded_call_joins_again() -> None:
+    """As captured steps do: on the same addresses, by several ranks of a process at once."""
+
+    def run(group: SharedMemoryGroup) -> list[int]:
+        part = torch.tensor([[group.rank]])
+        with cpu.recorded_calls() as calls:
+            out = group.gather(part, (1, 1))
+        (call,) = calls
+        part += 10
+        call()
+        return [int(number) for number in out[0]]
+
+    assert together(groups_of(2), run) == [[10, 11]] * 2
+
+
+@pytest.mark.parametrize("waits", [0.0, 0.3])
+def test_a_rank_that_fails_is_not_waited_for(waits: float) -> None:
+    """Whether the others sleep already or come later; and never again."""
+    groups, left = groups_of(3), []
+
+    def run(group: SharedMemoryGroup) -> None:
+        if group.rank == 1:
+            time.sleep(waits)
+            group.fail()
+            return
+        for _ in range(2):
+            with pytest.raises(GroupError, match="rank 1 of 3 has failed"):
+                group.gather(torch.zeros(1, 1), (1, 1, 1))
+        left.append(time.monotonic())
+
+    start = time.monotonic()
+    assert together(groups, run) == [None] * 3
+    assert max(left) - start < waits + LEAVES_WITHIN
+    assert {group.failed_rank for group in groups} == {1}
+
+
+def test_others_can_say_that_a_rank_is_gone() -> None:
+    first, second = groups_of(2)
+    threading.Timer(0.2, second.fail_for, (1,)).start()
+    with pytest.raises(GroupError, match="rank 1 of 2 has failed"):
+        first.gather(torch.zeros(2, 1), (1, 1))
+
+
+def test_a_rank_that_does_not_come() -> None:
+    first, _ = groups_of(2, timeout_seconds=0.3)
+    with pytest.raises(GroupError, match="rank 1 of 2 has failed"):
+        first.gather(torch.zeros(2, 1), (1, 1))
+
+
+@pytest.mark.parametrize(("rows", "widths"), [((2, 3), ((1, 1), (1, 1))), ((2, 2), ((1, 1), (1, 2)))])
+def test_ranks_that_do_different_things(rows: tuple[int, int], widths: tuple[tuple[int, int], ...]) -> None:
+    """An error, not a wrong result or a hang."""
+
+    def run(group: SharedMemoryGroup) -> None:
+        own = widths[group.rank]
+        group.gather(torch.zeros(rows[group.rank], own[group.rank]), own)
+
+    for error in together(groups_of(2), run):
+        assert isinstance(error, GroupError)
+        assert "does something else" in str(error) or "has failed" in str(error)

@@ -1,0 +1,136 @@
+"""Ranks as processes: the tokens of one rank, and what happens when a process is killed, stopped or left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire.demo
+from quire import envs
+from quire.config import EngineConfig
+from quire.engine.ranks import RankProcess
+from quire.engine.start import StartedEngine, start_engine
+from quire.errors import EngineDeadError, WeightsError
+from quire.kernels import cpu
+from quire.sampling_params import SamplingParams
+from tests.engine.harness import Prompt, run
+from tests.engine.ranks import LIMITS, ignore, started
+from tests.engine.test_sameness import brief
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
+
+ENDLESS = Prompt((5, 7, 9), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
+
+
+def in_processes(folder: Path | None = None, **arguments: Any) -> StartedEngine:
+    config = EngineConfig.from_kwargs(**LIMITS | {"tensor_parallel_size": 2} | arguments)
+    return start_engine(config, folder or quire.demo.path("target"), is_server=False, progress=ignore)
+
+
+def process_of(engine: StartedEngine) -> subprocess.Popen[bytes]:
+    (_, second) = engine.executor.workers  # type: ignore[attr-defined]
+    assert isinstance(second, RankProcess)
+    return second._process
+
+
+def is_there(pid: int) -> bool:
+    """A process that has ended and was not waited for is not there."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Any, seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+@pytest.fixture
+def engine() -> Iterator[StartedEngine]:
+    engine = in_processes()
+    yield engine
+    engine.core.shutdown()
+    assert process_of(engine).returncode is not None, "the process is left behind"
+
+
+def test_a_process_per_rank_gives_the_tokens_of_one(engine: StartedEngine) -> None:
+    assert run(engine.core, brief()) == run(started(1).core, brief())
+    process = process_of(engine)
+    engine.core.shutdown()
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL"),
+        pytest.param(signal.SIGSTOP, "was stopped by a signal", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_lost_is_named(number: signal.Signals, words: str, engine: StartedEngine) -> None:
+    """In the middle of steps: the first rank leaves what it waits for."""
+    pid = process_of(engine).pid
+
+    def hit(core: Any, step: int) -> None:
+        if step == 20:
+            os.kill(pid, number)
+
+    with pytest.raises(EngineDeadError, match=rf"Rank 1 of 2 \(process {pid} on .*\) (was killed|was stopped|rank 1)"):
+        run(engine.core, [ENDLESS], before_step=hit)
+
+
+def test_an_error_of_another_rank_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its type and its words; no process is left."""
+    for file in quire.demo.path("target").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.unlink()
+    weights.write_bytes(whole[:-100])
+    with pytest.raises(WeightsError):
+        in_processes(tmp_path)
+    assert wait_for(lambda: not _children())
+
+
+def _children() -> list[str]:
+    """Of this process."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == os.getpid() and b"rank_process" in (folder / "cmdline").read_bytes():
+                found.append(folder.name)
+    return found
+
+
+PARENT = """
+import sys, time
+from quire import LLM
+llm = LLM(tensor_parallel_size=2, max_model_len=256, max_num_seqs=4, num_gpu_blocks_override=50, device="cpu")
+print(llm.llm_engine.core.executor.workers[1]._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_end_with_their_parent() -> None:
+    """Killed, so that it can say nothing. Its memory has no name that could stay."""
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=envs.for_children()) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_there(pid)
+        parent.kill()
+    assert wait_for(lambda: not is_there(pid), 5.0)

@@ -1,0 +1,209 @@
+"""One, two, three and four ranks give the same tokens and logprobs, to the bit, in every form of the weights.
+
+Ranks are threads here; tests/engine/test_rank_processes.py has processes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+
+import quire.demo
+from quire.engine.core import EngineCore
+from quire.errors import ConfigError
+from quire.kernels import cpu
+from quire.messages import AddRequest
+from tests.covering import covering
+from tests.engine.harness import CHECKPOINT_FORMAT, EOS, run
+from tests.engine.ranks import started
+from tests.engine.test_sameness import brief
+from tests.gguf.writing import write_gguf
+from tests.models.tiny_models import SIZES
+from tests.quantization import fp8_checkpoints
+from tests.quantization.checkpoints import Format, write_quantized
+from tests.quantization.fp8_checkpoints import Fp8Form
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
+
+Answer = list[tuple[list[int], list[Any]]]
+
+
+def answers(core: EngineCore) -> Answer:
+    """Tokens and logprobs of the brief prompts, which run together; prompt logprobs of one of them."""
+    found: dict[str, tuple[list[int], list[Any]]] = {}
+    for index, prompt in enumerate(brief()):
+        params = structs.replace(prompt.params, logprobs=3, prompt_logprobs=2 if index == 1 else None)
+        core.add(AddRequest(f"r{index}", list(prompt.token_ids), params, 8, stop_token_ids=[EOS]))
+        found[f"r{index}"] = ([], [])
+    while core.has_work():
+        for delta in core.step():
+            assert delta.error is None, delta.error
+            tokens, logprobs = found[delta.request_id]
+            tokens += delta.token_ids
+            for each in (delta.prompt_logprobs, delta.logprobs):
+                logprobs += each or []
+    return list(found.values())
+
+
+def of_ranks(num_ranks: int, folder: Path | None = None, **arguments: Any) -> Answer:
+    engine = started(num_ranks, folder, **arguments)
+    try:
+        return answers(engine.core)
+    finally:
+        engine.core.shutdown()
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "float32": {"dtype": "float32"},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "fp8": {"quantization": "fp8"},
+}
+
+
+@cache
+def expected(form: str, isa: str) -> Answer:
+    return of_ranks(1, **FORMS[form])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("form", ["bfloat16", "float32"])
+def test_floats(form: str, num_ranks: int) -> None:
+    assert of_ranks(num_ranks, **FORMS[form]) == expected(form, cpu.isa())
+
+
+@pytest.mark.parametrize(("isa", "form", "num_ranks"), covering(cpu.isas(), [*FORMS], [2, 3, 4]))
+def test_every_instruction_set(isa: str, form: str, num_ranks: int) -> None:
+    """With chunks of prompts and two batches in flight."""
+    best = cpu.isa()
+    cpu.set_isa(isa)
+    try:
+        found = of_ranks(num_ranks, max_num_batched_tokens=17, async_scheduling=True, **FORMS[form])
+        assert found == expected(form, isa)
+    finally:
+        cpu.set_isa(best)
+
+
+def _gguf(folder: Path) -> Path:
+    write_gguf(folder / "m.gguf", quire.demo.path("target"), "Q4_K")
+    return folder / "m.gguf"
+
+
+def _quantized(form: Format) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        write_quantized(quire.demo.path("target"), folder, form)
+        return folder
+
+    return write
+
+
+def _fp8_blocks(folder: Path) -> Path:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=5000,
+        hidden_size=384,
+        intermediate_size=640,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=128,
+        tie_word_embeddings=False,
+    )
+    fp8_checkpoints.write(folder, config, Fp8Form(scales="block"))
+    return folder
+
+
+CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
+    "GPTQ with act-order": _quantized(CHECKPOINT_FORMAT),
+    "AWQ": _quantized(Format(method="awq", group_size=128, has_zeros=True)),
+    "int8 of whole rows": _quantized(Format(method="int-quantized", bits=8)),
+    "pack-quantized": _quantized(Format(method="pack-quantized", group_size=32, has_zeros=True)),
+    "Q4_K": _gguf,
+    "FP8 blocks": _fp8_blocks,
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
+    """Groups, blocks and act-order are never cut: every rank has whole rows."""
+    folder = CHECKPOINTS[name](tmp_path)
+    one = of_ranks(1, folder)
+    assert len({tuple(tokens) for tokens, _ in one}) > 1
+    for num_ranks in (2, 3):
+        assert of_ranks(num_ranks, folder) == one, num_ranks
+
+
+@pytest.mark.parametrize("family", ["olmo2", "phi3", "gemma2", "qwen2"])
+def test_families(family: str, tmp_path: Path) -> None:
+    """A norm over all heads, fused tensors, norms behind layers with caps, and biases; sizes that fill no panel."""
+    import transformers
+
+    sizes = SIZES | {"vocab_size": 5000, "intermediate_size": 200}
+    config = transformers.AutoConfig.for_model(family, **sizes).to_dict()
+    config["architectures"] = [f"{family.capitalize()}ForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    one = of_ranks(1, tmp_path, load_format="dummy", max_model_len=128)
+    assert len({tuple(tokens) for tokens, _ in one}) > 1
+    assert of_ranks(2, tmp_path, load_format="dummy", max_model_len=128) == one
+
+
+def test_a_step_that_cannot_be_sampled_is_void_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is computed again: the tokens are those of a run without a failure."""
+    engine, one = started(2), started(1)
+    runner = engine.executor.workers[0].runner  # type: ignore[attr-defined]
+    choose, calls = runner.sampler.choose, []
+
+    def fail_once(*arguments: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 3:
+            raise OSError("no numbers today")
+        return choose(*arguments)
+
+    monkeypatch.setattr(runner.sampler, "choose", fail_once)
+    assert run(engine.core, brief()) == run(one.core, brief())
+    assert len(calls) > 3
+    engine.core.shutdown()
+
+
+def test_a_row_that_fails_is_known_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits that are not numbers end one request; the others have the tokens that they have without it."""
+    engine, one = started(2), started(1)
+    model = engine.executor.workers[0].runner.model  # type: ignore[attr-defined]
+    logits, calls = model.compute_logits, []
+
+    def spoil(*arguments: Any) -> torch.Tensor:
+        found = logits(*arguments)
+        calls.append(len(found))
+        if len(calls) == 6:
+            found[0] = torch.nan
+        return found
+
+    monkeypatch.setattr(model, "compute_logits", spoil)
+    found = run(engine.core, brief(), failing="r0")
+    expected = run(one.core, brief())
+    assert found[1:] == expected[1:]
+    assert found[0] == expected[0][: len(found[0])]
+    assert len(found[0]) < len(expected[0])
+    engine.core.shutdown()
+
+
+def test_what_cannot_be_shared_is_refused_before_weights_are_read() -> None:
+    with pytest.raises(ConfigError, match="it has 4 heads") as error:
+        started(5, load_format="safetensors")
+    assert "one of 1, 2, 3, 4" in error.value.message
+    for arguments, words in (
+        ({"enable_lora": True}, "adapters"),
+        ({"distributed_executor_backend": "uni"}, "uni"),
+        ({"tensor_parallel_size": 65}, "1 to 64"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            started(2, **arguments)
