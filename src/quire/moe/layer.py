@@ -75,7 +75,8 @@ class MoE:
         )
         self._router, self._choice_bias = router, choice_bias
         self._gate_up, self._down, self._activation = gate_up, down, spec.expert.activation
-        self._weighs_input, self._units_TS = rule.weighs_input, torch.empty(0)
+        self._weighs_input = rule.weighs_input
+        self._ones: list[Tensor] = []
         self._shared, self._shared_gate = shared, shared_gate
         self.begins: Tensor | None = None  # takes Routing.begins of each step, for somebody who watches
 
@@ -100,7 +101,8 @@ class MoE:
         return combine(y_PD, routing, shared_TD, gate_T1)
 
     def _units(self, like_TS: Tensor) -> Tensor:
-        """Weights of 1. Their memory only grows, so recorded steps make none."""
-        if len(self._units_TS) < len(like_TS):
-            self._units_TS = torch.ones_like(like_TS)
-        return self._units_TS.narrow(0, 0, len(like_TS))
+        """Weights of 1. Memory that was handed out stays: recorded steps read it."""
+        if not self._ones or self._ones[-1].shape[0] < like_TS.shape[0]:
+            more = 2 * self._ones[-1].shape[0] if self._ones else 0
+            self._ones.append(like_TS.new_ones((max(like_TS.shape[0], more), like_TS.shape[1])))
+        return self._ones[-1].narrow(0, 0, like_TS.shape[0])
