@@ -141,6 +141,19 @@ def test_decode_steps_are_recorded(family: str) -> None:
     assert len(recorded._recordings) == 1
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "llama4_text"])
+def test_recorded_steps_read_their_own_memory(family: str) -> None:
+    """A longer prompt comes after the recording, and others take the memory that is free then."""
+    engine, short = core(family, "float32", Schedule()), prompts()[0]
+    want = expected(family, "float32", cpu.isa())[0]
+    assert run(engine, [short], prefix="first") == [want]
+    longer = Prompt(short.token_ids * 5, SamplingParams(temperature=0.0, max_tokens=1))
+    run(engine, [longer], prefix="longer")
+    taken = [torch.full((size,), torch.nan) for size in range(1, 64) for _ in range(8)]
+    assert run(engine, [short], prefix="again") == [want]
+    assert taken
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_row_without_numbers_ends_alone(depth: int) -> None:
     """NaN reaches the router of that row; the others get their tokens."""

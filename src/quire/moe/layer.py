@@ -78,7 +78,8 @@ class MoE:
         )
         self._router, self._choice_bias = router, choice_bias
         self._gate_up, self._down, self._activation = gate_up, down, spec.expert.activation
-        self._weighs_input, self._units_TS = rule.weighs_input, torch.ones(_FIRST_UNITS, spec.num_active, device=device)
+        self._weighs_input = rule.weighs_input
+        self._units = [torch.ones(_FIRST_UNITS, spec.num_active, device=device)]
         self._shared, self._shared_gate = shared, shared_gate
         self.begins: Tensor | None = None  # takes Routing.begins of each step, for somebody who watches
 
@@ -92,7 +93,7 @@ class MoE:
         factors: dict[str, Tensor] = {}
         if self._weighs_input:  # the layer before the activation has no bias, so its result may be multiplied instead
             factors = {"factors_F": routing.weights_TS.view(-1), "order_T": routing.order_P}
-            routing = replace(routing, weights_TS=self._units(routing.weights_TS))
+            routing = replace(routing, weights_TS=self._ones(routing.weights_TS))
         y_PD = self._down(
             ops.gated_activation(self._activation, self._gate_up(x_TD, routing, of_tokens=True), **factors),
             routing,
@@ -102,9 +103,8 @@ class MoE:
         gate_T1 = None if self._shared_gate is None else self._shared_gate(x_TD, torch.float32)
         return combine(y_PD, routing, shared_TD, gate_T1)
 
-    def _units(self, like_TS: Tensor) -> Tensor:
-        """Weights of 1. Steps that are recorded or captured make none."""
-        num_tokens = like_TS.shape[0]
-        if self._units_TS.shape[0] < num_tokens:
-            self._units_TS = torch.ones_like(like_TS)
-        return self._units_TS.narrow(0, 0, num_tokens)
+    def _ones(self, like_TS: Tensor) -> Tensor:
+        """Weights of 1. Memory that was handed out stays: recorded steps read it."""
+        if self._units[-1].shape[0] < like_TS.shape[0]:
+            self._units.append(torch.ones_like(like_TS))
+        return self._units[-1].narrow(0, 0, like_TS.shape[0])
