@@ -6,7 +6,7 @@ Dimensions: N out-features, K in-features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import lcm
 

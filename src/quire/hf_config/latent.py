@@ -35,7 +35,7 @@ def latent_attention(facts: LayerFacts, prefix: str, is_interleaved: bool) -> La
     if has_bias and not has_low_rank:
         raise fields.illegal("attention_bias", "false where q_lora_rank is null")
     q_width, query = heads * (nope_dim + rope_dim), None
-    name, width, rows = "q_proj", q_width, Cut("rows", nope_dim + rope_dim)
+    name, width, rows = "q_proj", q_width, Cut("rows")
     if has_low_rank:
         name, width = "q_a_proj", fields.integer("q_lora_rank")
         query = LinearShape(prefix=prefix, shards=(("q_b_proj", q_width),), in_features=width, cut=rows)
@@ -59,7 +59,7 @@ def latent_attention(facts: LayerFacts, prefix: str, is_interleaved: bool) -> La
             prefix=prefix,
             shards=(("kv_b_proj", heads * (nope_dim + value_dim)),),
             in_features=rank,
-            cut=Cut("rows", nope_dim + value_dim),
+            cut=Cut("rows"),
             matrices=((heads, rank, nope_dim), (heads, value_dim, rank)),
         ),
         output=LinearShape(
@@ -67,7 +67,7 @@ def latent_attention(facts: LayerFacts, prefix: str, is_interleaved: bool) -> La
             shards=(("o_proj", hidden),),
             in_features=heads * value_dim,
             bias=has_bias,
-            cut=Cut("columns", value_dim),
+            cut=Cut("joined"),
         ),
         query_norm=NormShape(f"{prefix}q_a_layernorm", width) if has_low_rank else None,
         row_norm=NormShape(f"{prefix}kv_a_layernorm", rank),
