@@ -285,7 +285,7 @@ vllm serve meta-llama/Llama-3.3-70B-Instruct \
   --pipeline-parallel-size 2
 """,
         {"--pipeline-parallel-size": "refused"},
-        says="one device serves the model",
+        says="each replica runs on one device",
     ),
     Line(
         "S4-18",
