@@ -34,8 +34,9 @@ from tests.models.tiny_models import QUANTIZED_ACTIVATIONS_TOLERANCE, SIZES, hf_
 TOLERANCE = 1e-4
 # bfloat16 has 8 bits of mantissa; three layers of rounding at other places than transformers' leave about this much.
 BF16_TOLERANCE = 0.15
-# norms per head, windows with a cap on scores, layers without rotation, latent rows: what the GPU kernels tell apart
-INTERPRETED = ("qwen3", "gemma2", "smollm3", "deepseek_v3-halves")
+# norms per head, windows with a cap on scores, layers without rotation, experts, latent rows: what the GPU kernels tell
+# apart
+INTERPRETED = ("qwen3", "gemma2", "smollm3", "qwen2_moe", "deepseek_v3-halves")
 NUM_DECODE = 12
 
 LLAMA3_ROPE = {
@@ -409,9 +410,7 @@ def test_whole_prompt_equals_chunks(name, path, expected):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "name", sorted(CASES.keys() - {"qwen2_moe", "glm4_moe", "llama4_text", "deepseek_v3"})
-)  # torch's sigmoid differs by place
+@pytest.mark.parametrize("name", CASES)
 def test_kernels_give_the_same_bits_for_any_chunks_and_mates(name, dtype, expected):
     """Batch invariance of the whole model: what a token gets does not depend on what else is computed with it."""
     if not cpu.available():
@@ -571,11 +570,13 @@ def test_extended_families_compute_what_the_other_does(family, tmp_path, expecte
 
 
 @pytest.mark.parametrize("prefixes", [("language_model.model.", "language_model."), ("model.language_model.", "")])
-def test_gemma3_with_vision_tower_runs_its_text_part(prefixes, expected, tmp_path, path):
+@pytest.mark.parametrize(("name", "architecture"), [("gemma3", "Gemma3"), ("llama4_text", "Llama4")])
+def test_a_model_with_vision_tower_runs_its_text_part(name, architecture, prefixes, expected, tmp_path, path):
     """The nested config and both ways of naming; the tower's weights are left alone."""
-    want = expected("gemma3")
+    want = expected(name)
     inner = json.loads((want.folder / "config.json").read_text())
-    raw = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": inner}
+    raw = {"architectures": [f"{architecture}ForConditionalGeneration"], "model_type": architecture.lower()}
+    raw["text_config"] = inner
     (tmp_path / "config.json").write_text(json.dumps(raw))
     model = build_model(load_model_config(tmp_path), torch.float32)
     model_prefix, head_prefix = prefixes
@@ -583,7 +584,8 @@ def test_gemma3_with_vision_tower_runs_its_text_part(prefixes, expected, tmp_pat
         name.replace("model.", model_prefix, 1) if name.startswith("model.") else head_prefix + name: tensor
         for name, tensor in load_file(want.folder / "model.safetensors").items()
     }
-    weights["vision_tower.vision_model.embeddings.weight"] = torch.zeros(3)
+    tower = "vision_tower.vision_model" if name == "gemma3" else "vision_model"
+    weights[f"{tower}.embeddings.weight"] = torch.zeros(3)
     model.load_weights(weights.items())
     logits = PagedRun(model, torch.float32).step({0: want.tokens[0]})[0]
     torch.testing.assert_close(logits, want.logits[0], atol=TOLERANCE, rtol=0)
@@ -634,4 +636,5 @@ def test_defaults_are_those_of_transformers(config_class, tmp_path):
     if layer_types is None:
         assert max(windows) == (window or 0)
     else:
-        assert windows == [window or 0 if kind == "sliding_attention" else 0 for kind in layer_types]
+        bounds = {"sliding_attention": window or 0, "chunked_attention": getattr(theirs, "attention_chunk_size", 0)}
+        assert windows == [bounds.get(kind, 0) for kind in layer_types]

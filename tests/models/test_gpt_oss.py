@@ -81,5 +81,5 @@ def test_faults_are_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
         save_file(tensors | {name: wrong.contiguous()}, tmp_path / "model.safetensors")
         with pytest.raises(WeightsError, match=message):
             load(tmp_path)
-    with pytest.raises(ModelConfigError, match=r"illegal swiglu_limit.*got 5.*expected 7"):
+    with pytest.raises(ModelConfigError, match=r"illegal swiglu_limit.*Got 5.0. Expected 7.0"):
         load(tmp_path, {"swiglu_limit": 5.0})

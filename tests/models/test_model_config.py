@@ -328,6 +328,77 @@ GRANITE_3_3_8B = {
     "vocab_size": 49159,
 }
 
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 201088,
+}
+LLAMA_4_SCOUT = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "model_type": "llama4",
+    "text_config": {
+        "attention_chunk_size": 8192,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": 4,
+        "eos_token_id": [200001, 200007, 200008],
+        "floor_scale": 8192,
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "max_position_embeddings": 10485760,
+        "model_type": "llama4_text",
+        "num_attention_heads": 40,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 16.0,
+            "high_freq_factor": 1.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "use_qk_norm": True,
+        "vocab_size": 202048,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1408, "model_type": "llama4_vision_model"},
+}
+
 # name -> (config.json, head_dim, KV bytes per token in bf16, parameters as published, context, rope type)
 PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int, int, str]] = {
     "Llama-3.2-1B": (LLAMA_3_2_1B, 64, 32_768, 1_235_814_400, 131_072, "llama3"),
@@ -346,6 +417,9 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int, int, str]] = {
     "SmolLM3-3B": (SMOLLM3_3B, 128, 73_728, 3_075_098_624, 65_536, "default"),
     "OLMo-2-1124-7B": (OLMO_2_7B, 128, 524_288, 7_298_617_344, 4096, "default"),
     "granite-3.3-8b": (GRANITE_3_3_8B, 128, 163_840, 8_170_864_640, 131_072, "default"),
+    "gpt-oss-20b": (GPT_OSS_20B, 64, 49_152, 20_914_757_184, 131_072, "yarn"),
+    # the text part; 108,641,793,536 with the vision tower and its projector
+    "Llama-4-Scout-17B-16E": (LLAMA_4_SCOUT, 128, 196_608, 107_769_861_120, 10_485_760, "llama3"),
 }
 
 
@@ -382,6 +456,14 @@ def test_llama3_rope(load):
     assert (rope.theta, rope.factor, rope.low_freq_factor, rope.high_freq_factor) == (500_000.0, 32.0, 1.0, 4.0)
     assert rope.original_max_position == 8192
     assert rope.rotary_dim == 64
+
+
+def test_experts_of_gpt_oss_keep_their_four_bits(load):
+    """17 bytes for 32 weights, and nothing for padding but half a panel of each router."""
+    config = load({**GPT_OSS_20B, "quantization_config": {"quant_method": "mxfp4"}})
+    experts = 24 * 32 * 3 * 2880 * 2880
+    routers = 24 * 32 * 2880 * 2
+    assert config.weight_bytes("bfloat16") == experts * 17 // 32 + 2 * (config.num_parameters() - experts) + routers
 
 
 def test_rope_parameters_of_transformers_5_mean_the_same(load):

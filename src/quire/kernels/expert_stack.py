@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.kernels import cpu
 from quire.kernels.dense import PackedLinear
 from quire.kernels.fp8 import PackedFp8
-from quire.kernels.grouped import PackedGrouped
+from quire.kernels.grouped import PackedGrouped, pack_grouped, unpack_grouped
 from quire.kernels.weight_memory import WEIGHTS, Memory
 
 Packed = PackedLinear | PackedFp8 | PackedGrouped
@@ -86,13 +86,14 @@ class StackBuilder:
     def _place(self, e: int, num_bytes: int) -> Tensor:
         if self._panels is None:
             self._panels = WEIGHTS(self._E * num_bytes)
-        if len(self._panels) != self._E * num_bytes:
-            size = len(self._panels) // self._E
-            raise ValueError(f"expert {e} takes {num_bytes} bytes, expected {size} like the experts before it")
+        if len(self._panels) != self._E * num_bytes:  # of another form: `put` decides
+            return torch.empty(num_bytes, dtype=torch.uint8)
         return self._panels[e * num_bytes : (e + 1) * num_bytes]
 
     def put(self, e: int, packed: Packed) -> None:
         """Take the weight of expert `e`.
+
+        If some experts have scales in float16 and others in float32, all get float32.
 
         Raises ValueError if it has another form than the experts before it, or came already.
         """
@@ -100,19 +101,32 @@ class StackBuilder:
             raise ValueError(f"expert {e} came already, or is not in [0, {self._E})")
         if packed.N != self._N:
             raise ValueError(f"expert {e} has {packed.N} out-features, expected {self._N}")
+        if self._stack is not None and _form(packed) != _form(like := self._stack.expert(e)):
+            if _form(packed, "float32") != _form(like, "float32"):
+                expected = f"{_form(like)} like the experts before it"
+                raise ValueError(f"expert {e} has {_form(packed)}, expected {expected}")
+            if _form(like) != _form(like, "float32"):
+                self._widen(self._stack)
+            packed = _widened(packed)
+        self._copy(e, packed)
+        self._missing.remove(e)
+
+    def _widen(self, stack: PackedStack) -> None:
+        """Pack the experts that are there with scales in float32."""
+        self._stack = self._panels = None
+        for e in set(range(self._E)) - self._missing:
+            self._copy(e, _widened(stack.expert(e)))
+
+    def _copy(self, e: int, packed: Packed) -> None:
         if self._stack is None:
             self._stack = self._empty_like(packed)
-        place = self._stack.expert(e)
-        if (form := _form(packed)) != (expected := _form(place)):
-            raise ValueError(f"expert {e} has {form}, expected {expected} like the experts before it")
         tensors = _tensors(packed)
-        for name, to in _tensors(place).items():
+        for name, to in _tensors(self._stack.expert(e)).items():
             if to.data_ptr() != tensors[name].data_ptr():
                 to.view(-1).view(torch.uint8).copy_(tensors[name].reshape(-1).view(torch.uint8))
         order_EK, order_K = _order(self._stack.weight), _order(packed)
         if order_EK is not None and order_K is not None:
             order_EK[e] = order_K
-        self._missing.remove(e)
 
     def _empty_like(self, packed: Packed) -> PackedStack:
         tensors, order_K = _tensors(packed), _order(packed)
@@ -170,12 +184,21 @@ def _with_tensors(packed: Packed, tensors: dict[str, Any], N: int, order: Tensor
             return replace(packed, data=tensors["data"], N=N, order_K=order)
 
 
-def _form(packed: Packed) -> str:
+def _form(packed: Packed, scales: str | None = None) -> str:
+    """`scales`: their dtype in place of float16 or float32."""
     match packed:
         case PackedLinear():
             form = str(packed.dtype)
         case PackedFp8():
             form = f"FP8 in groups of {packed.group_size}"
         case PackedGrouped():
-            form = str(packed.format)
+            held = packed.format
+            form = str(held if held.scales == "int8" else replace(held, scales=scales or held.scales))
     return f"{packed.K} in-features in {form}"
+
+
+def _widened(packed: Packed) -> Packed:
+    """The same weight with scales in float32."""
+    assert isinstance(packed, PackedGrouped)
+    weight = unpack_grouped(packed)
+    return pack_grouped(replace(weight, scales_NG=weight.scales_NG.float()))

@@ -162,9 +162,16 @@ def grouped_rows(packed: PackedGrouped, rows_T: Tensor, dtype: torch.dtype) -> T
         cpu.weight_rows(packed.panels, rows_T.contiguous(), out_TK)
         return out_TK
     reference.check_rows(rows_T, packed.N)
+    return reference.dequantize_grouped(_unpacked_rows(packed, rows_T)).to(dtype)
+
+
+def unpack_grouped(packed: PackedGrouped) -> GroupedWeight:
+    """The reverse of `pack_grouped`, in plain torch."""
+    return _unpacked_rows(packed, torch.arange(packed.N, device=packed.tensor.device))
+
+
+def _unpacked_rows(packed: PackedGrouped, rows_T: Tensor) -> GroupedWeight:
     if packed.data is None:
         assert packed.weight is not None
-        weight = packed.weight.rows(rows_T)
-    else:
-        weight = rows_of_panels(packed.data, packed.order_K, packed.format, packed.N, packed.K, rows_T)
-    return reference.dequantize_grouped(weight).to(dtype)
+        return packed.weight.rows(rows_T)
+    return rows_of_panels(packed.data, packed.order_K, packed.format, packed.N, packed.K, rows_T)
