@@ -151,8 +151,8 @@ class Bf16Path {
   static constexpr int kMaxRows = kAmx ? 256 : 128;
   static constexpr int kTilesTogether = kAmx ? 2 : 1;  // row tiles that need the same range of positions
 
-  // Whether the functions for a range of lanes accept these sizes of keys and values, and whether they are faster for this number of
-  // rows of one KV head.
+  // Whether the functions for a range of lanes accept these sizes of keys and values, and whether they are faster for
+  // this number of rows of one KV head.
   static bool has_lanes(int head_dim, int value_dim) {
     return kAmx || (is_whole<Bf16Rows<C>>(head_dim) && is_whole<Bf16Rows<C>>(value_dim));
   }
@@ -173,9 +173,9 @@ class Bf16Path {
                                kMostPanelDwords + kBlockFloats) +
            256;
   }
-  // Floats per row of an output tile: the size of values, and padding. In 32 columns, the first 16 places hold the low halves of
-  // the 8-column groups (columns 0-3, 8-11, 16-19, 24-27), because interleaving two rows inside 128-bit lanes leaves
-  // them so. The other places hold the rest.
+  // Floats per row of an output tile: the size of values, and padding. In 32 columns, the first 16 places hold the low
+  // halves of the 8-column groups (columns 0-3, 8-11, 16-19, 24-27), because interleaving two rows inside 128-bit lanes
+  // leaves them so. The other places hold the rest.
   static int width(int value_dim) { return round_up(value_dim, 2 * kTile); }
 
   // Writes a row of an output tile, times scale.

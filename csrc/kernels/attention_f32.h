@@ -41,8 +41,8 @@ class F32Path {
 
   struct Session {};
 
-  // Whether the functions for a range of lanes accept these sizes of keys and values, and whether they are faster for this number of
-  // rows of one KV head.
+  // Whether the functions for a range of lanes accept these sizes of keys and values, and whether they are faster for
+  // this number of rows of one KV head.
   static bool has_lanes(int head_dim, int value_dim) {
     return is_whole<F32Rows<T>>(head_dim) && is_whole<F32Rows<T>>(value_dim);
   }

@@ -257,13 +257,7 @@ CASES = {
             "topk_method": "group_limited_greedy",
         },
     ),
-    "deepseek_v2-greedy": Case(
-        "DeepseekV2Config",
-        LATENT
-        | DEEPSEEK_EXPERTS
-        | {"kv_lora_rank": 22, "num_hidden_layers": 2, "num_experts_per_tok": 2, "n_shared_experts": 1}
-        | {"routed_scaling_factor": 1.0},
-    ),
+    "deepseek_v2-greedy": Case("DeepseekV2Config", LATENT | DEEPSEEK_EXPERTS | {"kv_lora_rank": 22, "q_lora_rank": 27}),
     "deepseek_v3": Case("DeepseekV3Config", LATENT | DEEPSEEK_EXPERTS | {"q_lora_rank": 27, "attention_bias": True}),
     "deepseek_v3-halves": Case(
         "DeepseekV3Config", LATENT | {"q_lora_rank": None, "rope_interleave": False, "rms_norm_eps": 1e-3}
