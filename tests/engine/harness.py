@@ -163,6 +163,13 @@ def _speculation(schedule: Schedule) -> Speculation | None:
     return Speculation(schedule.proposer, MOST_DRAFTS, max_tokens=max_tokens, waits=schedule.waits)
 
 
+class _Worker(ModelRunner):
+    """A runner without the life of a worker around it."""
+
+    def close(self) -> None:
+        self.shutdown()
+
+
 def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: PagedCache) -> Executor:
     tables = num_tables(kv_groups(config))
     sizes = (schedule.max_num_seqs, config.max_model_len, schedule.block_size, config.vocab_size, tables)
@@ -170,7 +177,7 @@ def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: P
         inputs = InputBatch(*sizes, schedule.adapters)
         recorded = RecordedSteps(model, inputs, cache.layers) if isinstance(model, Decoder) else None
         drafter = _drafter(schedule, _streams(schedule, model), cache, inputs, Host())
-        runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), recorded, drafter)
+        runner = _Worker(model, cache, inputs, "raw_logprobs", Host(), recorded, drafter)
         return runner if schedule.depth == 1 else ThreadExecutor([runner])
     max_tokens = max(schedule.chunk, *sizes[:1])
     inputs = DeviceInputBatch(
