@@ -14,7 +14,7 @@ from quire.errors import MemoryPlanError
 from quire.formats.kv_format import KvFormat, kv_format
 from quire.formats.kv_groups import KvGroup, kv_groups, longest_request, page_bytes, pages_for
 from quire.formats.weight_format import packs_floats
-from quire.layer_spec import Dense, Experts, Full, LayerSpec
+from quire.layer_spec import Dense, Experts, Full, Latent, LayerSpec
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source
 from quire.resolve import GIB, DeviceFacts, shown_bytes
@@ -78,6 +78,10 @@ def _buffer_width(model: ModelConfig, layer: LayerSpec) -> int:
     for part, norms in layer.parts:
         if isinstance(part, Full):  # q, k and v, the heads' results, and the output
             inner = part.qkv.out_features + part.output.in_features + model.hidden_size
+        elif isinstance(part, Latent):  # queries and rows, also in the space of the latents; then the heads' results
+            inner = part.input.out_features + (0 if part.query is None else part.query.out_features)
+            inner += part.num_heads * (part.rank + part.rope_dim)
+            inner += part.output.in_features + max(part.num_heads * part.rank, model.hidden_size)
         elif isinstance(part, Dense):  # both inputs of the activation, and its result
             inner = part.width + part.down.in_features
         elif isinstance(part, Experts):  # of each active expert; then their results beside the shared expert's, and out
