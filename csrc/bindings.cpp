@@ -69,6 +69,7 @@ NB_MODULE(_C, m) {
   quire::bind_attention(m);
   quire::bind_experts(m);
   quire::bind_gemm(m);
+  quire::bind_latent(m);
   quire::bind_limits(m);
   quire::bind_lora(m);
   quire::bind_norm_rope(m);

@@ -39,6 +39,7 @@ void bind_attention(nanobind::module_& m);
 void bind_experts(nanobind::module_& m);
 void bind_gemm(nanobind::module_& m);
 void bind_kv_cache(nanobind::module_& m);
+void bind_latent(nanobind::module_& m);
 void bind_limits(nanobind::module_& m);
 void bind_lora(nanobind::module_& m);
 void bind_norm_rope(nanobind::module_& m);

@@ -67,6 +67,7 @@ void bind_attention(nanobind::module_& m) {
                                    .num_seqs = static_cast<int>(seq_lens.size(0)),
                                    .num_q_heads = static_cast<int>(q.size(1)),
                                    .head_dim = static_cast<int>(q.size(2)),
+                                   .value_dim = static_cast<int>(out.size(2)),
                                    .rule = rule,
                                    .sinks = sinks.data<const void>(),
                                    .out = out.heads<void>()});

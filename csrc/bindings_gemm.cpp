@@ -22,6 +22,9 @@ void run(const WeightRowsArgs& args) {
 }
 using WeightRows = CallOf<WeightRowsArgs, run>;
 
+void run(const HeadGemmArgs& args) { gemm_heads(args); }
+using HeadGemm = CallOf<HeadGemmArgs, run>;
+
 PlainWeight plain(const TensorView& weight) {
   return {.rows = weight.rows<const void>(), .dtype = weight.dtype(), .n = weight.size(0), .k = weight.size(1)};
 }
@@ -69,6 +72,17 @@ void bind_products(nb::module_& m) {
                          .out_dtype = out.dtype()});
       },
       "x"_a, "weight"_a, "bias"_a.none(), "out"_a);
+  bind_struct<HeadGemm, KernelCall>(
+      m, "HeadGemm",
+      [](HeadGemm* self, TensorView x, const PackedWeight& weight, TensorView out) {
+        new (self) HeadGemm({.x = x.heads<const void>(),
+                             .dtype = x.dtype(),
+                             .num_tokens = x.size(0),
+                             .num_heads = x.size(1),
+                             .weight = weight,
+                             .out = out.heads<void>()});
+      },
+      "x"_a, "weight"_a, "out"_a);
   bind_struct<WeightRows, KernelCall>(
       m, "WeightRows",
       [](WeightRows* self, const PackedWeight& weight, TensorView rows, TensorView out) {

@@ -205,4 +205,41 @@ void gemm(const GemmArgs& args) {
   }
 }
 
+// A task has some heads, or a block of tokens of one head: it prepares their rows and multiplies them.
+void gemm_heads(const HeadGemmArgs& args) {
+  const auto element_bytes = static_cast<int64_t>(size_of(args.dtype));
+  const int64_t weight_bytes = gemm_packed_bytes(args.dtype, args.weight.n, args.weight.k);
+  GemmArgs first = {.x = {args.x.data, args.x.token_stride},
+                    .dtype = args.dtype,
+                    .m = args.num_tokens,
+                    .weight = args.weight,
+                    .bias = nullptr,
+                    .bias_dtype = DType::f32,
+                    .out = {args.out.data, args.out.token_stride},
+                    .out_dtype = args.dtype};
+  const GemmKernels& kernels = gemm_kernels_for(first);
+  const int64_t most_rows = std::min(kRowsPerChunk, kernels.rows_per_block(args.weight.k));
+  const int64_t blocks = ceil_div(args.num_tokens, most_rows);
+  const int64_t rows = round_up(ceil_div(args.num_tokens, std::max<int64_t>(blocks, 1)), kernels.row_unit);
+  const int64_t macs = std::min(rows, args.num_tokens) * args.weight.n * args.weight.k;
+  const int64_t per_task = std::clamp<int64_t>(kMinTaskMacs / std::max<int64_t>(macs, 1), 1, args.num_heads);
+  const int64_t groups = ceil_div(args.num_heads, per_task);
+  parallel_for(static_cast<int>(groups * blocks), [&](int task, int) {
+    const int64_t group = task / blocks, row = task % blocks * rows;
+    for (int64_t head = group * per_task; head < std::min(args.num_heads, (group + 1) * per_task); ++head) {
+      GemmArgs part = first;
+      part.m = std::min(rows, args.num_tokens - row);
+      if (part.m <= 0) return;
+      const int64_t x = row * args.x.token_stride + head * args.x.head_stride;
+      const int64_t out = row * args.out.token_stride + head * args.out.head_stride;
+      part.x.data = static_cast<const char*>(args.x.data) + x * element_bytes;
+      part.out.data = static_cast<char*>(args.out.data) + out * element_bytes;
+      part.weight.data = static_cast<const char*>(args.weight.data) + head * weight_bytes;
+      void* const input = scratch(Scratch::gemm_head, kernels.input_bytes(part));
+      kernels.prepare(part, 0, part.m, input);
+      kernels.run({&part, input, 0, part.m, 0, ceil_div(args.weight.n, kPanelWidth)});
+    }
+  });
+}
+
 }  // namespace quire

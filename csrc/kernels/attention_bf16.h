@@ -151,9 +151,11 @@ class Bf16Path {
   static constexpr int kMaxRows = kAmx ? 256 : 128;
   static constexpr int kTilesTogether = kAmx ? 2 : 1;  // row tiles that need the same range of positions
 
-  // Whether the functions for a range of lanes accept this head size, and whether they are faster for this number of
+  // Whether the functions for a range of lanes accept these sizes of keys and values, and whether they are faster for this number of
   // rows of one KV head.
-  static bool has_lanes(int head_dim) { return kAmx || is_whole<Bf16Rows<C>>(head_dim); }
+  static bool has_lanes(int head_dim, int value_dim) {
+    return kAmx || (is_whole<Bf16Rows<C>>(head_dim) && is_whole<Bf16Rows<C>>(value_dim));
+  }
   static bool wants_lanes(int rows) { return !kAmx && rows <= kLanes / 2; }
 
   // It lives as long as one task.
@@ -171,25 +173,26 @@ class Bf16Path {
                                kMostPanelDwords + kBlockFloats) +
            256;
   }
-  // Floats per row of an output tile: head_dim and padding. In 32 columns, the first 16 places hold the low halves of
+  // Floats per row of an output tile: the size of values, and padding. In 32 columns, the first 16 places hold the low halves of
   // the 8-column groups (columns 0-3, 8-11, 16-19, 24-27), because interleaving two rows inside 128-bit lanes leaves
   // them so. The other places hold the rest.
-  static int width(int head_dim) { return round_up(head_dim, 2 * kTile); }
+  static int width(int value_dim) { return round_up(value_dim, 2 * kTile); }
 
   // Writes a row of an output tile, times scale.
-  static void write_row(void* row, DType, const float* values, F32 scale, int head_dim) {
+  static void write_row(void* row, DType, const float* values, F32 scale, int value_dim) {
     bf16* out = static_cast<bf16*>(row);
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    for (int e = 0; e < head_dim; e += 2 * kLanes) {
+    for (int e = 0; e < value_dim; e += 2 * kLanes) {
       const F32 low = load(values + e) * scale, high = load(values + e + kLanes) * scale;
-      store_part(out + e, {_mm512_permutex2var_ps(low.v, first, high.v)}, head_dim - e);
-      store_part(out + e + kLanes, {_mm512_permutex2var_ps(low.v, second, high.v)}, head_dim - e - kLanes);
+      store_part(out + e, {_mm512_permutex2var_ps(low.v, first, high.v)}, value_dim - e);
+      store_part(out + e + kLanes, {_mm512_permutex2var_ps(low.v, second, high.v)}, value_dim - e - kLanes);
     }
   }
 
-  Bf16Path(int head_dim, int num_rows, Carver& scratch)
+  Bf16Path(int head_dim, int value_dim, int num_rows, Carver& scratch)
       : head_dim_(head_dim),
+        value_dim_(value_dim),
         num_rows_(num_rows),
         queries_(scratch.take<uint32_t>(static_cast<size_t>(round_up(num_rows, kLanes)) * query_pairs(head_dim))),
         keys_(scratch.take<uint32_t>(kKeyDwords)),
@@ -281,7 +284,7 @@ class Bf16Path {
   // at a time stay in the first-level cache for all row tiles.
   void weighted_values(Rows<C> value_rows, Range range, const float* probabilities, const Range* tile_ranges,
                        float* out, Prefetcher& prefetcher) {
-    const int row_tiles = ceil_div(num_rows_, kLanes), stride = width(head_dim_);
+    const int row_tiles = ceil_div(num_rows_, kLanes), stride = width(value_dim_);
     const int panels = stride / kTile, most_panels = row_tiles > 1 ? 2 : 4;
     for (int panel = 0; panel < panels; panel += most_panels) {
       const int count = std::min(panels - panel, most_panels);
@@ -299,7 +302,7 @@ class Bf16Path {
   void weighted_values_of_lanes(Rows<C> value_rows, Range range, LaneRange lanes, const float* probabilities,
                                 float* out, Prefetcher& prefetcher) {
     constexpr int kMostPanels = 4;
-    const int stride = width(head_dim_), panels = stride / kTile;
+    const int stride = width(value_dim_), panels = stride / kTile;
     for (int panel = 0; panel < panels; panel += kMostPanels) {
       const int count = std::min(panels - panel, kMostPanels);
       load_values(value_rows, range, panel * kTile, count, prefetcher);
@@ -337,7 +340,7 @@ class Bf16Path {
   // at a time stay in the first-level cache for all row tiles.
   void weighted_values(Rows<C> value_rows, Range range, const float* probabilities, const Range* tile_ranges,
                        float* out, Prefetcher& prefetcher) {
-    const int stride = width(head_dim_), panels = stride / kTile, row_tiles = ceil_div(num_rows_, kLanes);
+    const int stride = width(value_dim_), panels = stride / kTile, row_tiles = ceil_div(num_rows_, kLanes);
     constexpr int kMostPanels = 2;  // a cache line of the values
     for (int panel = 0; panel < panels; panel += kMostPanels) {
       const int count = std::min(panels - panel, kMostPanels);
@@ -372,8 +375,8 @@ class Bf16Path {
   // The same for a range of lanes of one row tile; the other rows of `out` are kept.
   void weighted_values_of_lanes(Rows<C> value_rows, Range range, LaneRange lanes, const float* probabilities,
                                 float* out, Prefetcher& prefetcher) {
-    const int stride = width(head_dim_);
-    values_of_rows<Bf16Rows<C>>(value_rows, range, head_dim_, probabilities + lanes.first, lanes.count,
+    const int stride = width(value_dim_);
+    values_of_rows<Bf16Rows<C>>(value_rows, range, value_dim_, probabilities + lanes.first, lanes.count,
                                 out + lanes.first * stride, stride, prefetcher);
   }
 
@@ -394,12 +397,12 @@ class Bf16Path {
     return values_ + (panel * (kSplit / 2) + position / 2) * kTile;
   }
 
-  // Fills `count` panels (an even number) with the columns from e on, and zeros after head_dim.
+  // Fills `count` panels (an even number) with the columns from e on, and zeros after value_dim.
   void load_values(Rows<C> rows, Range range, int e, int count, Prefetcher& prefetcher) {
     for (int p = range.begin; p < range.end; p += 2) {
       prefetcher.follow(2 * count * kTile * static_cast<int>(sizeof(C)));
       for (int i = 0; i < count; i += 2) {
-        const int left = head_dim_ - e - i * kTile;
+        const int left = value_dim_ - e - i * kTile;
         const __m512i even = rows.load_bf16(p, e + i * kTile, left), odd = rows.load_bf16(p + 1, e + i * kTile, left);
         _mm512_store_si512(value_pairs(i, p), _mm512_unpacklo_epi16(even, odd));
         _mm512_store_si512(value_pairs(i + 1, p), _mm512_unpackhi_epi16(even, odd));
@@ -485,7 +488,7 @@ class Bf16Path {
   }
 #endif
 
-  int head_dim_, num_rows_;
+  int head_dim_, value_dim_, num_rows_;
   uint32_t* queries_;  // [row tile][query_pairs][lane]
   uint32_t* keys_;     // copies of keys, [kTile or 4 * kTile][kKeyStride]
   uint32_t* values_;   // up to 4 panels [kSplit / 2][kTile]

@@ -41,9 +41,11 @@ class F32Path {
 
   struct Session {};
 
-  // Whether the functions for a range of lanes accept this head size, and whether they are faster for this number of
+  // Whether the functions for a range of lanes accept these sizes of keys and values, and whether they are faster for this number of
   // rows of one KV head.
-  static bool has_lanes(int head_dim) { return is_whole<F32Rows<T>>(head_dim); }
+  static bool has_lanes(int head_dim, int value_dim) {
+    return is_whole<F32Rows<T>>(head_dim) && is_whole<F32Rows<T>>(value_dim);
+  }
   static bool wants_lanes(int rows) { return rows <= std::max(kLanes / 2, kRowsAtOnce); }
 
   static size_t scratch_bytes(int head_dim, int row_tiles) {
@@ -51,19 +53,20 @@ class F32Path {
                             kTile * kLanes) +
            256;
   }
-  // Floats per row of an output tile: head_dim and padding.
-  static int width(int head_dim) { return round_up(head_dim, kTile); }
+  // Floats per row of an output tile: the size of values, and padding.
+  static int width(int value_dim) { return round_up(value_dim, kTile); }
 
   // Writes a row of an output tile, times scale.
-  static void write_row(void* out, DType dtype, const float* values, F32 scale, int head_dim) {
+  static void write_row(void* out, DType dtype, const float* values, F32 scale, int value_dim) {
     with_type_of(dtype, [&]<class Q>(Q) {
       Q* row = static_cast<Q*>(out);
-      for (int e = 0; e < head_dim; e += kLanes) store_part(row + e, load(values + e) * scale, head_dim - e);
+      for (int e = 0; e < value_dim; e += kLanes) store_part(row + e, load(values + e) * scale, value_dim - e);
     });
   }
 
-  F32Path(int head_dim, int num_rows, Carver& scratch)
+  F32Path(int head_dim, int value_dim, int num_rows, Carver& scratch)
       : head_dim_(head_dim),
+        value_dim_(value_dim),
         num_rows_(num_rows),
         queries_(scratch.take<float>(static_cast<size_t>(round_up(num_rows, kLanes)) * head_dim)),
         keys_(scratch.take<float>(kTile * kKeyStride)),
@@ -112,7 +115,7 @@ class F32Path {
   // at a time stay in the first-level cache for all row tiles.
   void weighted_values(Rows<T> value_rows, Range range, const float* probabilities, const Range* tile_ranges,
                        float* out, Prefetcher& prefetcher) {
-    const int stride = width(head_dim_);
+    const int stride = width(value_dim_);
     for (int e = 0; e < stride; e += kTile) {
       load_values(value_rows, range, e, prefetcher);
       for (int t = 0; t * kLanes < num_rows_; ++t) {
@@ -128,8 +131,8 @@ class F32Path {
   // The same for a range of lanes of one row tile; the other rows of `out` are kept.
   void weighted_values_of_lanes(Rows<T> value_rows, Range range, LaneRange lanes, const float* probabilities,
                                 float* out, Prefetcher& prefetcher) {
-    const int stride = width(head_dim_);
-    values_of_rows<F32Rows<T>>(value_rows, range, head_dim_, probabilities + lanes.first, lanes.count,
+    const int stride = width(value_dim_);
+    values_of_rows<F32Rows<T>>(value_rows, range, value_dim_, probabilities + lanes.first, lanes.count,
                                out + lanes.first * stride, stride, prefetcher);
   }
 
@@ -145,12 +148,12 @@ class F32Path {
     outer<F32Lanes, kAlongK>(a, b, stride, size, out);
   }
 
-  // Columns e to e + kTile - 1 of the values, and zeros after head_dim.
+  // Columns e to e + kTile - 1 of the values, and zeros after value_dim.
   void load_values(Rows<T> rows, Range range, int e, Prefetcher& prefetcher) {
     for (int p = range.begin; p < range.end; ++p) {
       if (p % 2 == 0) prefetcher.follow(2 * kTile * sizeof(T));
       for (int i = 0; i < kTile; i += kLanes) {
-        store(values_ + p * kTile + i, rows.load(p, e + i, head_dim_ - e - i));
+        store(values_ + p * kTile + i, rows.load(p, e + i, value_dim_ - e - i));
       }
     }
   }
@@ -160,7 +163,7 @@ class F32Path {
     for (int e = 0; e < head_dim_; e += kLanes) store(dst + e, rows.load(row, e, head_dim_ - e));
   }
 
-  int head_dim_, num_rows_;
+  int head_dim_, value_dim_, num_rows_;
   float* queries_;  // [row tile][head_dim][lane]
   float* keys_;     // [kTile][kKeyStride]
   float* values_;   // [kSplit][kTile], or words of keys

@@ -84,8 +84,12 @@ class Pieces {
     } else {
       return now;
     }
-    prefetcher.start(then.addresses(), then.range, now.addresses(), now.range,
-                     a_.head_dim * static_cast<int>(sizeof(C)));
+    // Values that are beginnings of keys have just been used.
+    const bool is_near = split < unit_.num_splits && part >= heads_ && a_.cache.v.data == a_.cache.k.data;
+    if (!is_near) {
+      prefetcher.start(then.addresses(), then.range, now.addresses(), now.range,
+                       a_.head_dim * static_cast<int>(sizeof(C)));
+    }
     return now;
   }
 

@@ -95,7 +95,8 @@ inline void make_plan(const AttentionArgs& a, Plan& plan) {
   constexpr int kUnitsPerThread = 4;
   const int threads = num_threads(), wanted = threads > 1 ? threads * kUnitsPerThread : 1;
   const int group = query_group(a), max_rows = choose_rows(a, Path::kMaxRows, wanted);
-  const int width = Path::width(a.head_dim), most_heads = Path::has_lanes(a.head_dim) ? choose_heads(a, wanted) : 1;
+  const int width = Path::width(a.value_dim);
+  const int most_heads = Path::has_lanes(a.head_dim, a.value_dim) ? choose_heads(a, wanted) : 1;
   plan.items.clear();
   plan.units.clear();
   plan.split_items.clear();

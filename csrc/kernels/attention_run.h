@@ -17,12 +17,12 @@ template <class Path>
 void run_unit(const AttentionArgs& a, const Plan& plan, const Unit& unit, const Unit* next, float* partials) {
   using C = typename Path::Cache;
   const Item& item = plan.items[unit.item];
-  const int width = Path::width(a.head_dim), row_tiles = ceil_div(item.num_rows, kLanes);
+  const int width = Path::width(a.value_dim), row_tiles = ceil_div(item.num_rows, kLanes);
   const int rows = row_tiles * kLanes, num_heads = item.num_heads();
-  const bool by_lanes = num_heads > 1 || (Path::wants_lanes(item.num_rows) && Path::has_lanes(a.head_dim));
+  const bool by_lanes = num_heads > 1 || (Path::wants_lanes(item.num_rows) && Path::has_lanes(a.head_dim, a.value_dim));
   const size_t own_bytes = sizeof(float) * static_cast<size_t>(rows) * (kSplit + 2 * width + 2) + 512;
   Carver scratch(quire::scratch(Scratch::attention_unit, Path::scratch_bytes(a.head_dim, row_tiles) + own_bytes));
-  Path path(a.head_dim, item.num_rows, scratch);
+  Path path(a.head_dim, a.value_dim, item.num_rows, scratch);
   float* scores = scratch.take<float>(static_cast<size_t>(rows) * kSplit);
   float* split_values = scratch.take<float>(static_cast<size_t>(rows) * width);
   float* maxima = scratch.take<float>(rows);
@@ -106,7 +106,7 @@ void run_unit(const AttentionArgs& a, const Plan& plan, const Unit& unit, const 
 // Merges the splits of an item that several units computed, in the order of a single unit.
 template <class Path>
 void merge_item(const AttentionArgs& a, const Item& item, float* partials) {
-  const int width = Path::width(a.head_dim);
+  const int width = Path::width(a.value_dim);
   Carver scratch(quire::scratch(Scratch::attention_merge, sizeof(float) * kLanes * (width + 2) + 256));
   const TileState state{scratch.take<float>(kLanes), scratch.take<float>(kLanes), scratch.take<float>(kLanes * width)};
   for (int t = 0; t * kLanes < item.num_rows; ++t) {

@@ -161,7 +161,7 @@ inline void write_output(const AttentionArgs& a, const Item& item, int first_row
     const int64_t token = a.cu_seqlens_q[item.sequence] + row.token;
     const int64_t element = token * a.out.token_stride + row.head * a.out.head_stride;
     char* out = static_cast<char*>(a.out.data) + element * static_cast<int64_t>(size_of(a.dtype));
-    Path::write_row(out, a.dtype, state.values + i * width, broadcast(weights[i] / state.sum[i]), a.head_dim);
+    Path::write_row(out, a.dtype, state.values + i * width, broadcast(weights[i] / state.sum[i]), a.value_dim);
   }
 }
 

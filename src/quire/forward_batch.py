@@ -17,6 +17,7 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """KV cache of one layer: both tensors [num_blocks, num_kv_heads, block_size, head_dim], contiguous in a block.
+    Values may be a view of the beginnings of the keys: the rows of latent attention.
 
     They hold the model's dtype or codes of 8 bits (float8_e4m3fn, float8_e5m2, int8). int8 codes have a float32 scale
     per token and KV head, in the same blocks: [num_blocks, num_kv_heads, block_size]. Blocks of other layers lie
@@ -30,6 +31,11 @@ class LayerCache:
     table: int = 0  # index in ForwardBatch.tables of the table with its blocks
     compiled: Any = field(default=None, init=False, repr=False, compare=False)
     """The CPU kernels' form of this cache. They make it at their first call."""
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether values are the beginnings of keys."""
+        return self.v_BGPE.data_ptr() == self.k_BGPE.data_ptr()
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the layer. The first dimension of each is the block."""

@@ -87,6 +87,8 @@ class LinearShape:
         stacked_form: `columns`: that tensor is [num_experts, K, N]. `turns`: so too, and in all of them the outputs of
             the shards take turns.
         is_gate: its few outputs decide about others, so it stays in floating point, and adapters do not change it.
+        matrices: the weight is taken apart after loading. These matrices, (count, N, K), are held in the model's dtype,
+            whatever form the checkpoint has. Empty: the weight is held as it is.
     """
 
     prefix: str
@@ -99,6 +101,7 @@ class LinearShape:
     stacked: str = ""
     stacked_form: StackedForm = "rows"
     is_gate: bool = False
+    matrices: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def out_features(self) -> int:
@@ -142,10 +145,10 @@ class KvSpec:
 
     Attributes:
         kind: `full`: keys and values of all tokens. `window`: of the last `window` tokens. `chunked`: of the position's
-            own chunk of `window` tokens. `latent`: one row per token, which gives keys and values. `state`: no rows,
-            but `state_bytes` per sequence.
+            own chunk of `window` tokens. `latent`: one row per token: it is the key, and its beginning is the value.
+            `state`: no rows, but `state_bytes` per sequence.
         window: tokens; 0 for other kinds.
-        head_dim_k, head_dim_v: elements of a key and of a value of one head. A latent row counts as a key.
+        head_dim_k, head_dim_v: elements of a key and of a value of one head.
     """
 
     kind: KvKind
@@ -157,8 +160,8 @@ class KvSpec:
 
     def bytes_per_token(self, kv: KvFormat) -> int:
         """Bytes of one token in one layer, with scales."""
-        rows = (kv.row_bytes(head_dim) for head_dim in (self.head_dim_k, self.head_dim_v) if head_dim)
-        return self.num_kv_heads * sum(rows)
+        own_rows = (self.head_dim_k,) if self.kind == "latent" else (self.head_dim_k, self.head_dim_v)
+        return self.num_kv_heads * sum(kv.row_bytes(head_dim) for head_dim in own_rows if head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,23 +247,52 @@ class Chunked(Full):
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek): the cache holds one row per token for all heads.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the cache holds one row per token for all heads.
 
     Attributes:
-        rank: elements of a row that give keys and values of all heads.
+        rank: elements of a row, the latents, that give keys and values of all heads.
         rope_dim: elements of a row that rotate: they are a part of the key, and all heads share it.
+        nope_dim: elements of a head's query that do not rotate. The first ones: nope_dim + rope_dim.
+        value_dim: elements of a head's value.
+        scale: factor on q.k.
+        is_interleaved: the checkpoint rotates dimensions 2 i and 2 i + 1 together, else i and i + rope_dim / 2.
+        input: its last shard gives the row, and the one before it the queries, or what `query` makes them of.
+        query: None: `input` gives the queries.
+        up: the latents to the keys and values of all heads, head by head.
+        query_norm: of the input of `query`.
+        row_norm: of the latents.
+        norm_eps: of both.
     """
 
     num_heads: int
     rank: int
     rope_dim: int
+    nope_dim: int
+    value_dim: int
+    scale: float
     rope: RopeConfig
-    linears: tuple[LinearShape, ...]
-    norms: tuple[NormShape, ...]
+    is_interleaved: bool
+    input: LinearShape
+    query: LinearShape | None
+    up: LinearShape
+    output: LinearShape
+    query_norm: NormShape | None
+    row_norm: NormShape
+    norm_eps: float
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        query = () if self.query is None else (self.query,)
+        return self.input, *query, self.up, self.output
+
+    @property
+    def norms(self) -> tuple[NormShape, ...]:
+        """The norms of the queries' input and of the latents."""
+        return (*(() if self.query_norm is None else (self.query_norm,)), self.row_norm)
 
     @property
     def kv_spec(self) -> KvSpec:
-        return KvSpec(kind="latent", num_kv_heads=1, head_dim_k=self.rank + self.rope_dim, head_dim_v=0)
+        return KvSpec(kind="latent", num_kv_heads=1, head_dim_k=self.rank + self.rope_dim, head_dim_v=self.rank)
 
     @property
     def flops_per_pair(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from quire.families import FAMILIES
 from quire.formats.kv_format import KvFormat
-from quire.formats.stored_linear import StoredLinear, stored_from
+from quire.formats.stored_linear import TAKEN_APART, StoredLinear, stored_from
 from quire.formats.weight_format import DTYPE_BYTES, ON_LOAD
 from quire.gguf.file import is_gguf, open_gguf
 from quire.hf_config import head as head_config
@@ -175,6 +175,8 @@ class ModelConfig:
         held, reason = None, f"the checkpoint is in {self.dtype}"
         if self.quantized is not None:
             reason = "shared with the embeddings, which are not quantized"
+        elif linear.matrices:
+            reason = f"{reason}; {TAKEN_APART}"
         elif quantization is not None:
             on_load = ON_LOAD[quantization]
             held = on_load.output if is_output else on_load.linear

@@ -400,8 +400,9 @@ def _attention_backend(
     elif not model.is_native or config.model_impl == "transformers":
         problem = "transformers' modelling code runs"
     else:
-        head_dims = {spec.head_dim_k for spec in model.kv_specs()}
-        others = {"chunks" for spec in model.kv_specs() if spec.kind == "chunked"}
+        specs = model.kv_specs()
+        head_dims, kinds = {spec.head_dim_k for spec in specs}, {"chunked": "chunks", "latent": "latent rows"}
+        others = {kinds[spec.kind] for spec in specs if spec.kind in kinds}
         others |= {"sinks" for layer in model.layers if isinstance(layer.attention, Full) and layer.attention.sinks}
         problem = why_not_flashinfer(head_dims, dtype, cache_dtype, is_deterministic, others)
     if chosen == "FLASHINFER" and problem is not None:

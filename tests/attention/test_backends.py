@@ -86,7 +86,7 @@ def make_batch(
 
 
 def run(backend: AttentionBackend, batch: ForwardBatch, queries: Tensor) -> Tensor:
-    return backend.forward(queries, queries, queries, batch.caches[0], batch)
+    return backend.forward(queries, batch.caches[0], batch)
 
 
 @pytest.fixture(params=["reference", "CPU_ATTN"])

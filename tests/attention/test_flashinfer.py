@@ -82,8 +82,8 @@ def test_equals_the_reference(name: str, rows: list[tuple[int, int]]) -> None:
     backend = FlashInferAttention(spec)
     backend._has_tensor_cores = True  # groups of any size
     backend.prepare(host_step(batch, rows), batch.caches[0])
-    actual = backend.forward(wide[:, 1:-1], q_THE, q_THE, batch.caches[0], batch)
-    expected = ReferenceAttention(spec).forward(q_THE, q_THE, q_THE, batch.caches[0], batch)
+    actual = backend.forward(wide[:, 1:-1], batch.caches[0], batch)
+    expected = ReferenceAttention(spec).forward(q_THE, batch.caches[0], batch)
     is_exact = spec.dtype == torch.float32
     torch.testing.assert_close(actual, expected, atol=1e-5 if is_exact else 1e-2, rtol=1e-5 if is_exact else 1e-2)
 
@@ -95,8 +95,8 @@ def test_a_cache_of_codes(codes: torch.dtype) -> None:
     cache = LayerCache(*(x.nan_to_num().to(codes) for x in batch.caches[0].tensors()))
     backend = FlashInferAttention(spec)
     backend.prepare(host_step(batch, MIXED), cache)
-    actual = backend.forward(q_THE, q_THE, q_THE, cache, batch)
-    expected = ReferenceAttention(spec).forward(q_THE, q_THE, q_THE, cache, batch)
+    actual = backend.forward(q_THE, cache, batch)
+    expected = ReferenceAttention(spec).forward(q_THE, cache, batch)
     torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-3)
 
 
@@ -107,7 +107,7 @@ def test_one_plan_serves_all_layers_and_each_kind_of_step_has_its_wrapper() -> N
         batch, _, _, q_THE = make_batch(spec, BLOCK_SIZE, rows)
         backend.prepare(host_step(batch, rows), batch.caches[0])
         for _ in range(3):
-            backend.forward(q_THE, q_THE, q_THE, batch.caches[0], batch)
+            backend.forward(q_THE, batch.caches[0], batch)
     assert backend._prefill is not None
     assert backend._decode is not None
     assert (backend._prefill.flashinfer.num_plans, backend._decode.flashinfer.num_plans) == (2, 2)
@@ -135,8 +135,8 @@ def test_captured_steps_read_buffers_that_stay() -> None:
         tables[step.rows_S, :count] = batch.tables[0].block_tables_SM.numpy()
         backend.prepare(replace(step, block_tables_NCM=tables[None]), batch.caches[0])
         padded = torch.cat((q_THE, torch.zeros(size - len(q_THE), *q_THE.shape[1:])))
-        actual = backend.forward(padded, padded, padded, batch.caches[0], batch)[: len(q_THE)]
-        expected = ReferenceAttention(spec).forward(q_THE, q_THE, q_THE, batch.caches[0], batch)
+        actual = backend.forward(padded, batch.caches[0], batch)[: len(q_THE)]
+        expected = ReferenceAttention(spec).forward(q_THE, batch.caches[0], batch)
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     wrappers = [wrapper.flashinfer for wrapper in backend._captured.values()]
     assert [len(wrapper._buffers[2]) for wrapper in wrappers] == [8, 4]
@@ -158,7 +158,7 @@ def assert_replays_follow_plans(
     for size in (8, 4):
         q_THE = torch.zeros(size, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
         out_THE = torch.empty_like(q_THE)
-        forward = partial(backend.forward, q_THE, q_THE, q_THE, cache, batch)
+        forward = partial(backend.forward, q_THE, cache, batch)
         backend.prepare(HostStep(nothing, nothing, nothing, tables_CM[None], size), cache)
         forward()
         captured[size] = q_THE, out_THE, capture(lambda out=out_THE, run=forward: out.copy_(run()))
@@ -182,7 +182,7 @@ def assert_replays_follow_plans(
             seq_lens_S=torch.tensor(lens, dtype=torch.int32),
             tables=(StepTable(batch.token_ids_T, batch.tables[0].block_tables_SM[rows]),),
         )
-        want_SHE = ReferenceAttention(spec).forward(queries_SHE, queries_SHE, queries_SHE, batch.caches[0], step)
+        want_SHE = ReferenceAttention(spec).forward(queries_SHE, batch.caches[0], step)
         torch.testing.assert_close(out_THE[: len(rows)].cpu(), want_SHE, atol=tolerance, rtol=tolerance)
 
 

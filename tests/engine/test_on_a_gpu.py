@@ -161,12 +161,12 @@ def test_flashinfer_equals_the_reference(
     """What the fake of tests/attention stands for: tables, windows, caps and scales as FlashInfer itself takes them."""
     spec = AttentionSpec(num_q_heads, 2, 64, 0.11, window, soft_cap, torch.float16)
     batch, _, _, q_THE = make_batch(spec, BLOCK_SIZE, rows)
-    want_THE = ReferenceAttention(spec).forward(q_THE, q_THE, q_THE, batch.caches[0], batch)
+    want_THE = ReferenceAttention(spec).forward(q_THE, batch.caches[0], batch)
     cache = LayerCache(*(tensor.nan_to_num().cuda() for tensor in batch.caches[0].tensors()))
     backend = FlashInferAttention(spec)
     backend.prepare(host_step(batch, rows), cache)
     q_THE = q_THE.cuda()
-    actual_THE = backend.forward(q_THE, q_THE, q_THE, cache, batch)
+    actual_THE = backend.forward(q_THE, cache, batch)
     torch.testing.assert_close(actual_THE.cpu(), want_THE, atol=4e-3, rtol=4e-3)
 
 

@@ -11,11 +11,19 @@ import pytest
 import torch
 
 from quire.engine.core import EngineCore
+from quire.formats.kv_groups import kv_groups, num_tables
 from quire.formats.weight_format import ON_LOAD
 from quire.kernels import cpu
 from quire.model_config import ModelConfig, load_model_config
+from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.sampling_params import SamplingParams
+from quire.schedule import NewRow, ScheduledBatch
+from quire.worker import kv_cache
+from quire.worker.accelerator import Host
+from quire.worker.input_batch import InputBatch
+from quire.worker.model_runner import ModelRunner
+from quire.worker.recorded_steps import RecordedSteps
 from tests.covering import covering
 from tests.engine.harness import Prompt, Schedule, core_over, dtype_of, run
 from tests.loading import load_model
@@ -23,7 +31,7 @@ from tests.models.test_families import CASES, random_hf_model
 from tests.models.tiny_models import SIZES
 from tests.worker.fake_accelerator import FakeAccelerator
 
-FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "llama4_text")
+FAMILIES = ("qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss", "llama4_text")
 PRECISIONS = ("bfloat16", "float32", *ON_LOAD)
 POISON = 99  # a token whose embedding has no numbers, in one test
 SCHEDULES = {
@@ -107,6 +115,22 @@ def test_every_instruction_set(isa: str, precision: str) -> None:
         assert run(engine, prompts()) == expected("qwen3_moe", precision, isa)
     finally:
         cpu.set_isa(best)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="plain torch is not recorded")
+@pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "qwen3_moe"])
+def test_decode_steps_are_recorded(family: str) -> None:
+    """With shared experts and their gate, with biases for the choice, and with layers of other kinds."""
+    config, model = loaded(family, "bfloat16")
+    assert isinstance(model, Decoder)
+    cache = kv_cache.allocate(kv_groups(config), 8, 16, torch.bfloat16, torch.device("cpu"))
+    inputs = InputBatch(4, config.max_model_len, 16, config.vocab_size, num_tables(kv_groups(config)))
+    recorded = RecordedSteps(model, inputs, cache.layers)
+    runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), recorded)
+    row = NewRow("r", [5, 6, 7, 8], 4, prompts()[0].params, [0])
+    runner.execute(ScheduledBatch(0, ["r"], [0], [3], num_logits=[0], new_block_ids=[[]], new_rows=[row]))
+    runner.execute(ScheduledBatch(1, ["r"], [3], [1], num_logits=[1], new_block_ids=[[]]))
+    assert len(recorded._recordings) == 2
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -638,6 +638,9 @@ def mixtures() -> Iterator[Case]:
     product.add(ValueError, "bias is [1, 70], expected [2, 70]", "bias of one expert", bias_EN=torch.ones(1, N))
     product.add(ValueError, "bias has strides", "bias of columns", bias_EN=_columns)
     product.add(TypeError, "is torch.float64", "a result of another dtype", out_dtype=torch.float64)
+    product.add(ValueError, "out is [5, 70], expected [6, 70]", "out too short", out=torch.empty(5, N))
+    product.add(ValueError, "out has strides", "out of columns", out=_columns(torch.empty(6, N)))
+    product.add(TypeError, "is torch.int8", "out of another dtype", out=torch.empty(6, N).char())
     combined = Table(
         "combine", combination, lambda: {"y_PD": torch.ones(6, 5), "shared_TD": torch.ones(3, 5)} | routing()
     )

@@ -26,11 +26,13 @@ class PagedRun:
         config = model.config
         spec = config.kv_specs()[0]
         shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim_k)
-        # NaN where nothing was written: reading a foreign slot shows at once
-        self.caches = [
-            LayerCache(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
-            for _ in range(config.num_layers)
-        ]
+
+        def cache() -> LayerCache:
+            # NaN where nothing was written: reading a foreign slot shows at once
+            k_BGPE, v_BGPE = torch.full((2, *shape), torch.nan, dtype=dtype)
+            return LayerCache(k_BGPE, k_BGPE[..., : spec.head_dim_v] if spec.kind == "latent" else v_BGPE)
+
+        self.caches = [cache() for _ in range(config.num_layers)]
         self.model, self.block_size, self.adapter_slot = model, block_size, adapter_slot
         self.rope_offset = config.rope.switches_after(config.max_model_len) or 0
         self.free = random.Random(0).sample(range(num_blocks), num_blocks)

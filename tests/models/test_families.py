@@ -23,6 +23,7 @@ from quire.families import FAMILIES
 from quire.formats.weight_format import ON_LOAD, Fp8Format
 from quire.hf_config.translate import OPTIONAL_FIELDS
 from quire.kernels import cpu, gpu, reference
+from quire.layer_spec import Latent
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.registry import CausalLM, build_model
 from tests.covering import covering
@@ -33,8 +34,9 @@ from tests.models.tiny_models import QUANTIZED_ACTIVATIONS_TOLERANCE, SIZES, hf_
 TOLERANCE = 1e-4
 # bfloat16 has 8 bits of mantissa; three layers of rounding at other places than transformers' leave about this much.
 BF16_TOLERANCE = 0.15
-# norms per head, windows with a cap on scores, layers without rotation: what the GPU kernels tell apart
-INTERPRETED = ("qwen3", "gemma2", "smollm3")
+# norms per head, windows with a cap on scores, layers without rotation, experts, latent rows: what the GPU kernels tell
+# apart
+INTERPRETED = ("qwen3", "gemma2", "smollm3", "qwen2_moe", "deepseek_v3-halves")
 NUM_DECODE = 12
 
 LLAMA3_ROPE = {
@@ -63,6 +65,27 @@ LONGROPE = {
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+
+DEEPSEEK_YARN = YARN | {"mscale": 0.8, "mscale_all_dim": 0.7}
+LATENT = {
+    "num_key_value_heads": 6,
+    "head_dim": 6,
+    "kv_lora_rank": 21,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 11,
+    "first_k_dense_replace": 3,
+}
+DEEPSEEK_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 40,
+    "routed_scaling_factor": 1.5,
 }
 
 
@@ -223,6 +246,28 @@ CASES = {
             "attention_bias": True,
         },
     ),
+    "deepseek_v2": Case(
+        "DeepseekV2Config",
+        LATENT
+        | DEEPSEEK_EXPERTS
+        | {
+            "kv_lora_rank": 22,
+            "q_lora_rank": None,
+            "rope_parameters": DEEPSEEK_YARN,
+            "topk_method": "group_limited_greedy",
+        },
+    ),
+    "deepseek_v2-greedy": Case(
+        "DeepseekV2Config",
+        LATENT
+        | DEEPSEEK_EXPERTS
+        | {"kv_lora_rank": 22, "num_hidden_layers": 2, "num_experts_per_tok": 2, "n_shared_experts": 1}
+        | {"routed_scaling_factor": 1.0},
+    ),
+    "deepseek_v3": Case("DeepseekV3Config", LATENT | DEEPSEEK_EXPERTS | {"q_lora_rank": 27, "attention_bias": True}),
+    "deepseek_v3-halves": Case(
+        "DeepseekV3Config", LATENT | {"q_lora_rank": None, "rope_interleave": False, "rms_norm_eps": 1e-3}
+    ),
 }
 
 
@@ -300,7 +345,8 @@ def round_weight(name: str, weight_NK: Tensor, config: ModelConfig, quantization
     if weight_NK.dim() == 3:
         return torch.stack([round_weight(name, weight, config, quantization) for weight in weight_NK])
     is_output = name.endswith("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight")
-    if not is_output and not name.endswith(("proj.weight", "w1.weight", "w2.weight", "w3.weight", "put_linear.weight")):
+    names = ("proj.weight", "proj_with_mqa.weight", "w1.weight", "w2.weight", "w3.weight", "put_linear.weight")
+    if not is_output and (not name.endswith(names) or name.endswith("kv_b_proj.weight")):
         return weight_NK
     weight_format = ON_LOAD[quantization].output if is_output else ON_LOAD[quantization].linear
     if isinstance(weight_format, Fp8Format):
@@ -370,9 +416,7 @@ def test_whole_prompt_equals_chunks(name, path, expected):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "name", sorted(CASES.keys() - {"qwen2_moe", "glm4_moe", "llama4_text"})
-)  # torch's sigmoid differs by place
+@pytest.mark.parametrize("name", CASES)
 def test_kernels_give_the_same_bits_for_any_chunks_and_mates(name, dtype, expected):
     """Batch invariance of the whole model: what a token gets does not depend on what else is computed with it."""
     if not cpu.available():
@@ -564,19 +608,26 @@ def test_defaults_are_those_of_transformers(config_class, tmp_path):
         "intermediate_size": 72,
         "num_hidden_layers": 3,
         "num_attention_heads": 32,
+        "first_k_dense_replace": 3,
     }
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "model_type": model_type}))
     ours: ModelConfig = load_model_config(tmp_path)
     theirs = hf_class(**sizes)
     attention = ours.layers[0].attention
-    assert attention.num_kv_heads == theirs.num_key_value_heads
-    assert attention.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    if isinstance(attention, Latent):
+        assert (attention.nope_dim, attention.value_dim) == (theirs.qk_nope_head_dim, theirs.v_head_dim)
+        assert (attention.rank, attention.rope_dim) == (theirs.kv_lora_rank, theirs.qk_rope_head_dim)
+        assert attention.query is not None
+        assert attention.query.in_features == theirs.q_lora_rank
+    else:
+        head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        assert (attention.num_kv_heads, attention.head_dim) == (theirs.num_key_value_heads, head_dim)
+        assert attention.soft_cap == (getattr(theirs, "attn_logit_softcapping", None) or 0.0)
     assert ours.max_model_len == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     eos = theirs.eos_token_id
     assert ours.eos_token_ids == (() if eos is None else (eos,))
-    assert attention.soft_cap == (getattr(theirs, "attn_logit_softcapping", None) or 0.0)
     assert ours.logits_soft_cap == (getattr(theirs, "final_logit_softcapping", None) or 0.0)
     rope = theirs.rope_parameters
     if "full_attention" in rope:

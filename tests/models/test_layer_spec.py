@@ -122,14 +122,20 @@ def test_latent_attention_keeps_one_row() -> None:
         num_heads=num_heads,
         rank=rank,
         rope_dim=rope_dim,
+        nope_dim=128,
+        value_dim=128,
+        scale=1.0,
         rope=RopeConfig(rope_dim),
-        linears=(
-            linear("q", hidden, num_heads * (128 + rope_dim)),
-            linear("kv_a", hidden, rank + rope_dim),
-            linear("kv_b", rank, num_heads * (128 + 128)),
-            linear("o", num_heads * 128, hidden),
+        is_interleaved=True,
+        input=linear("q_and_kv_a", hidden, num_heads * (128 + rope_dim) + rank + rope_dim),
+        query=None,
+        up=replace(
+            linear("kv_b", rank, num_heads * (128 + 128)), matrices=((num_heads, rank, 128), (num_heads, 128, rank))
         ),
-        norms=(NormShape("kv_a_norm", rank),),
+        output=linear("o", num_heads * 128, hidden),
+        query_norm=None,
+        row_norm=NormShape("kv_a_norm", rank),
+        norm_eps=1e-6,
     )
     dense = LayerSpec(
         attention=latent,
@@ -142,6 +148,11 @@ def test_latent_attention_keeps_one_row() -> None:
     assert deepseek.num_parameters() == 15_706_484_224
     assert deepseek.kv_bytes_per_token(BF16) == 27 * 576 * 2
     assert deepseek.kv_bytes_per_token(INT8) == 27 * (576 + 4), "one row, one scale"
+    of_heads = heads(hidden, num_heads, num_heads, 128 + rope_dim).kv_spec  # values padded to the size of keys
+    assert 10 * deepseek.kv_bytes_per_token(BF16) < 27 * of_heads.bytes_per_token(BF16)
+    int4 = replace(deepseek, layers=(dense,))
+    (up,) = int4.stored(latent.up, "int4")
+    assert up.num_bytes("bfloat16") == 2 * rank * num_heads * (128 + 128), "in the model's dtype"
     assert sparse.width == 2 * (6 + 2) * 1408
 
 

@@ -256,6 +256,9 @@ def write_model(
     for name, parameter in model.named_parameters():
         if name not in quantized and ".experts." not in name:
             tensors[name] = parameter.detach().clone()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            tensors[name] = buffer.clone()
     if model_config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     folder.mkdir(exist_ok=True)

@@ -35,7 +35,6 @@ WIDTHS_OF_06B = {
     "head_dim": 128,
 }
 
-EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe")  # plain torch computes them
 needs_kernels = pytest.mark.skipif(not cpu.available(), reason="plain torch has buffers of its own")
 
 
@@ -71,7 +70,7 @@ def test_demo(arguments: dict[str, Any]) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", [name for name in CASES if name not in EXPERTS])
+@pytest.mark.parametrize("name", CASES)
 def test_families(tmp_path: Path, name: str) -> None:
     """Norms before or behind, of heads or of all of them, and factors."""
     case = CASES[name]

@@ -10,6 +10,7 @@ enum class Scratch : int {
   gemm_input,
   gemm_tiles,
   gemm_row,
+  gemm_head,
   attention_unit,
   attention_partials,
   attention_merge,

@@ -1,6 +1,6 @@
 """The contract of an attention backend.
 
-Dimensions: T tokens, H query heads, G kv heads, E head dim.
+Dimensions: T tokens, H query heads, E head dim, V elements of a value.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class AttentionSpec:
     chunk: int = 0  # a token sees the positions of its own chunk of this size; 0: there are no chunks
     has_sinks: bool = False  # each head has a score without a value: see ops.paged_attention
     cache_dtype: torch.dtype | None = None  # of the KV cache; None: dtype
+    value_dim: int | None = None  # latent attention: the first elements of a key are the value; None: it has its own
 
 
 class AttentionBackend(Protocol):
@@ -43,18 +44,9 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def forward(
-        self,
-        q_THE: Tensor,
-        k_TGE: Tensor,
-        v_TGE: Tensor,
-        cache: LayerCache,
-        batch: ForwardBatch,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of the step's tokens -> [T, H, E], contiguous.
+    def forward(self, q_THE: Tensor, cache: LayerCache, batch: ForwardBatch, sinks_H: Tensor | None = None) -> Tensor:
+        """Attention of the step's tokens -> [T, H, V], contiguous. q is rotated. K and V are in the cache already.
 
-        q and k are rotated. k and v are in the cache already; some backends read these tensors instead of the cache.
         `sinks_H`: of q's dtype, given if the spec has sinks.
         """
         ...

@@ -103,7 +103,8 @@ class FlashInferAttention:
         if not gpu.serves(device):
             return f"it runs on CUDA, not on {device.type}"
         dtype, cache_dtype = (str(each).removeprefix("torch.") for each in (spec.dtype, spec.cache_dtype or spec.dtype))
-        others = [name for name, has in (("chunks", spec.chunk > 0), ("sinks", spec.has_sinks)) if has]
+        features = {"chunks": spec.chunk > 0, "sinks": spec.has_sinks, "latent rows": spec.value_dim is not None}
+        others = [name for name, has in features.items() if has]
         return why_not_flashinfer([spec.head_dim], dtype, cache_dtype, gpu.is_deterministic(), others)
 
     def prepare(self, step: HostStep, cache: LayerCache) -> None:
@@ -168,15 +169,7 @@ class FlashInferAttention:
             self._captured[size] = _Wrapper(wrapper)
         return self._captured[size]
 
-    def forward(
-        self,
-        q_THE: Tensor,
-        k_TGE: Tensor,
-        v_TGE: Tensor,
-        cache: LayerCache,
-        batch: ForwardBatch,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, q_THE: Tensor, cache: LayerCache, batch: ForwardBatch, sinks_H: Tensor | None = None) -> Tensor:
         assert self._planned is not None, "a step that was not prepared"
         out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
         self._planned.run(q_THE, (cache.k_BGPE, cache.v_BGPE), out=out_THE)

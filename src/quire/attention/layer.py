@@ -71,8 +71,8 @@ class Attention:
         slots_T = batch.tables[cache.table].slot_mapping_T
         rope_and_cache(q_THE, k_TGE, v_TGE, batch.positions_T, slots_T, cache, self._head_rotation())
         if self._sinks is None:
-            return self._attend(q_THE, k_TGE, v_TGE, cache, batch)
-        return self._attend(q_THE, k_TGE, v_TGE, cache, batch, self._sinks.scores_H)
+            return self._attend(q_THE, cache, batch)
+        return self._attend(q_THE, cache, batch, self._sinks.scores_H)
 
     def _head_rotation(self) -> HeadRotation:
         """The rotation. It is made again after the norms got other weights."""

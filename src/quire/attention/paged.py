@@ -1,6 +1,6 @@
 """Attention by Quire's own kernels. They read the tensors of the batch and the cache directly.
 
-Dimensions: T tokens, H query heads, G kv heads, E head dim.
+Dimensions: T tokens, H query heads, E head dim.
 """
 
 from __future__ import annotations
@@ -35,15 +35,7 @@ class PagedAttention:
     def prepare(self, step: HostStep, cache: LayerCache) -> None:
         """There is nothing to prepare."""
 
-    def forward(
-        self,
-        q_THE: Tensor,
-        k_TGE: Tensor,
-        v_TGE: Tensor,
-        cache: LayerCache,
-        batch: ForwardBatch,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, q_THE: Tensor, cache: LayerCache, batch: ForwardBatch, sinks_H: Tensor | None = None) -> Tensor:
         tables_SM = batch.tables[cache.table].block_tables_SM
         return self.attend(
             q_THE, cache, tables_SM, batch.seq_lens_S, batch.cu_seqlens_q_S1, self._rule, sinks_H=sinks_H

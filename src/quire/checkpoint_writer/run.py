@@ -23,6 +23,7 @@ from quire.errors import ConfigError
 from quire.frontend.tokenizer import Tokenizer
 from quire.hf_config.quantization import OUTPUT
 from quire.kernels import cpu
+from quire.layer_spec import Latent
 from quire.loader.safetensors import Checkpoint, open_checkpoint
 from quire.messages import Progress
 from quire.model_config import DTYPE_BYTES, ModelConfig
@@ -166,6 +167,13 @@ def _check_model(config: ModelConfig) -> None:
         )
     if not config.is_native:
         raise ConfigError(f"{config.architecture} has no native implementation, which quantizing needs", param="model")
+    if any(isinstance(layer.attention, Latent) for layer in config.layers):
+        raise ConfigError(
+            "The model has latent attention, whose layers this command cannot quantize yet",
+            value=config.architecture,
+            fix="Quantize while loading, with --quantization",
+            param="model",
+        )
 
 
 def _check_sizes(linear: LayerLinear, chosen: Method) -> None:

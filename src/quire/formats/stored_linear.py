@@ -17,6 +17,8 @@ from quire.hf_config.gguf_types import GgufWeights
 from quire.hf_config.layer_format import LayerFormat, QuantizedCheckpoint
 from quire.layer_spec import WHOLE, LinearShape
 
+TAKEN_APART = "taken apart into matrices of heads in the model's dtype"
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredLinear:
@@ -24,7 +26,7 @@ class StoredLinear:
 
     Attributes:
         source: the format of its tensors in the checkpoint; None: one weight in floating point.
-        held: the format of its weight in memory; None: the model's dtype.
+        held: the format of its weight in memory; None: the model's dtype, in which a quantized one is unpacked.
         reason: explains the choice.
     """
 
@@ -37,7 +39,8 @@ class StoredLinear:
         """Bytes of the weight in memory, for a model in `dtype`. `is_packed`: the compiled kernels pack and pad it."""
         N, K, count = self.shape.out_features, self.shape.in_features, max(self.shape.num_experts, 1)
         if self.held is None:
-            return count * float_bytes(N, K, dtype, is_packed=is_packed)
+            parts = self.shape.matrices or ((count, N, K),)
+            return sum(count * float_bytes(N, K, dtype, is_packed=is_packed) for count, N, K in parts)
         if isinstance(self.held, Fp8Format):
             return count * self.held.num_bytes(N, K, is_packed=is_packed)
         return count * self.held.num_bytes(N, K)
@@ -49,6 +52,9 @@ def stored_from(shape: LinearShape, checkpoint: QuantizedCheckpoint | GgufWeight
     Shards cannot be fused if their formats differ, or if each has its own order of the in-features.
     Raises ModelConfigError if the format does not allow the sizes of the layer.
     """
+    if shape.matrices:
+        (whole,) = stored_from(replace(shape, matrices=()), checkpoint)
+        return (replace(whole, shape=shape, held=None, reason=f"{whole.reason}; {TAKEN_APART}"),)
     if isinstance(checkpoint, GgufWeights):
         return _stored_from_gguf(shape, checkpoint)
     shards = [replace(shape, shards=(shard,)) for shard in shape.shards]

@@ -170,6 +170,7 @@ class Family:
     Attributes:
         defaults: of transformers' config class.
         has_window: used only if the file sets a sliding_window.
+        head_dim_field: the field with the size of a head, or of its part that rotates.
         qkv_bias: None: attention_bias of the file decides for q, k, v and o; else it is fixed, and o has no bias.
         norm_offset: added to every norm weight. GGUF files hold the sum.
         reads: the OPTIONAL_FIELDS that matter. The others change nothing, as in the family's own modelling code.
@@ -190,6 +191,7 @@ class Family:
     qk_norm: QkNorm = "none"
     norms: NormNames = PRE_NORM
     norm_offset: float = 0.0
+    head_dim_field: str = "head_dim"
     qkv_bias: bool | None = None
     reads: tuple[str, ...] = ()
     scales_embeddings: bool = False

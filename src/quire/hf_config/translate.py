@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quire.errors import ModelConfigError
@@ -193,9 +193,9 @@ def _facts(fields: Fields, family: Family, is_native: bool) -> dict[str, Any]:
     num_kv_heads = fields.integer("num_key_value_heads", default=num_q_heads)
     if num_q_heads % num_kv_heads:
         raise fields.illegal("num_key_value_heads", f"a divisor of num_attention_heads = {num_q_heads}")
-    head_dim = fields.integer("head_dim", default=hidden_size // num_q_heads)
+    head_dim = fields.integer(family.head_dim_field, default=hidden_size // num_q_heads)
     if head_dim % 2:
-        raise fields.illegal("head_dim", f"an even number (hidden_size / num_attention_heads is {head_dim})")
+        raise fields.illegal(family.head_dim_field, f"an even number (hidden_size / num_attention_heads is {head_dim})")
     rope, local_rope = parse_rope(fields, head_dim) if is_native else (RopeConfig(head_dim), None)
     facts = LayerFacts(
         fields=fields,
@@ -221,7 +221,7 @@ def _facts(fields: Fields, family: Family, is_native: bool) -> dict[str, Any]:
         "logits_soft_cap": fields.number("final_logit_softcapping", 0.0, minimum=0.0),
         "norm_offset": family.norm_offset,
         "renamed_prefixes": family.renamed_prefixes,
-        "ignored_prefixes": family.ignored_prefixes,
+        "ignored_prefixes": family.ignored_prefixes + tuple(_drafting_layers(fields, num_layers)),
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, minimum=0.0),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
         "embedding_multiplier": (
@@ -229,6 +229,12 @@ def _facts(fields: Fields, family: Family, is_native: bool) -> dict[str, Any]:
         ),
         "logits_scaling": fields.number("logits_scaling", 1.0, minimum=1e-6),
     }
+
+
+def _drafting_layers(fields: Fields, num_layers: int) -> Iterator[str]:
+    """Prefixes of the layers for multi-token prediction that checkpoints number on behind the others."""
+    for layer in range(fields.integer("num_nextn_predict_layers", 0, minimum=0, maximum=_MAX_LAYERS)):
+        yield f"model.layers.{num_layers + layer}."
 
 
 def _attention_scale(fields: Fields, head_dim: int) -> float:

@@ -28,7 +28,7 @@ from quire.kernels import extension
 from quire.kernels.grouped_weight import GroupedWeight
 
 if TYPE_CHECKING:
-    from quire.kernels.layer_rules import AttentionRule, HeadRotation
+    from quire.kernels.layer_rules import AttentionRule, HeadRotation, LatentRotation
     from quire.kernels.routing import Routing, RoutingRule
 
 _C: Any = extension.C  # None: installed without a compiler, so ops run on plain torch
@@ -43,7 +43,7 @@ GROUP_SCORE_CODES: dict[str, int] = {"max": 0, "top2": 1}
 # enum class GroupNumbers of csrc/include/quire/kernels/grouped_layout.h
 GROUP_NUMBERS_CODES: dict[str | None, int] = {None: 0, "float32": 1, "float16": 2, "int8": 3, "uint8": 4, "e8m0": 5}
 # kMaxHeadDim of csrc/kernels/attention_tile.h; above it ops run on plain torch
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 _PEAK_ROUNDS = 20_000  # of multiply-adds per reading, which takes less than a millisecond
 
 
@@ -169,6 +169,11 @@ def gemm(x_MK: Tensor, weight: Any, bias_N: Tensor | None, out_MN: Tensor) -> No
     `weight`: from `packed_weight`.
     """
     _C.Gemm(x=x_MK, weight=weight, bias=bias_N, out=out_MN).run()
+
+
+def gemm_heads(x_THK: Tensor, weight: Any, out_THN: Tensor) -> None:
+    """out[:, h] = x[:, h] @ weight[h].T. The last dimension of x and out is contiguous; `weight`: of the first head."""
+    _C.HeadGemm(x=x_THK, weight=weight, out=out_THN).run()
 
 
 def weight_rows(weight: Any, rows_T: Tensor, out_TK: Tensor) -> None:
@@ -376,6 +381,28 @@ def rope_and_cache(
         slot_mapping=slot_mapping_T,
         cache=_kv_cache(cache),
         rotation=rotation.compiled,
+    ).run()
+
+
+def latent_rope_and_cache(
+    q_THR: Tensor,
+    rows_TL: Tensor,
+    positions_T: Tensor,
+    slot_mapping_T: Tensor,
+    cache: LayerCache,
+    rotation: LatentRotation,
+    out_THR: Tensor,
+) -> None:
+    """See ops.latent_rope_and_cache."""
+    _C.LatentRopeAndCache(
+        q=q_THR,
+        rows=rows_TL,
+        positions=positions_T,
+        slot_mapping=slot_mapping_T,
+        cache=_kv_cache(cache),
+        cos_sin=rotation.cos_sin_PR,
+        is_interleaved=rotation.is_interleaved,
+        out=out_THR,
     ).run()
 
 

@@ -68,6 +68,7 @@ def expert_linear(
     of_tokens: bool,
     bias_EN: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """y_PN = a row of x @ weight.T + bias of the expert of each pair, in the order of routing.order_P.
 
@@ -78,6 +79,7 @@ def expert_linear(
         x: any of the three dtypes, for a dense stack its dtype; rows may be strided.
         of_tokens: x is [T, K], and a pair reads the row of its token; else x is [P, K] in that order.
         bias_EN: any of the three dtypes.
+        out: takes the result; rows may be strided.
     """
     T, S = _check_routing(routing, stack.E)
     rows = T if of_tokens else T * S
@@ -89,9 +91,16 @@ def expert_linear(
         check_shape("bias", bias_EN, stack.E, stack.N)
         check_dtype("bias", bias_EN, *cpu.DTYPE_CODES)
         check_contiguous(bias=bias_EN)
-    dtype = out_dtype or x.dtype
-    check_result_dtype(dtype)
-    y_PN = torch.empty((T * S, stack.N), dtype=dtype, device=x.device)
+    if out is None:
+        dtype = out_dtype or x.dtype
+        check_result_dtype(dtype)
+        y_PN = torch.empty((T * S, stack.N), dtype=dtype, device=x.device)
+    else:
+        check_places(x=x, out=out)
+        check_shape("out", out, T * S, stack.N)
+        check_dtype("out", out, *((out_dtype,) if out_dtype else cpu.DTYPE_CODES))
+        check_last_stride(out=out)
+        y_PN, dtype = out, out.dtype
     if gpu.takes(x):
         _multiply_on_gpu(x, stack, routing, of_tokens, bias_EN, y_PN)
         return y_PN

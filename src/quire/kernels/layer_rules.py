@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quire.kernels import cpu
+from quire.kernels.guards import check_contiguous, check_dtype, check_filled
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,29 @@ class AttentionRule:
         if self.chunk > 0:
             return positions // self.chunk * self.chunk
         return (positions - self.sliding_window + 1).clamp(min=0) if self.sliding_window > 0 else positions * 0
+
+
+@dataclass(frozen=True, eq=False)
+class LatentRotation:
+    """The rotation of latent attention.
+
+    Attributes:
+        cos_sin_PR: float32 rows [R / 2 cosines, R / 2 sines], contiguous.
+        is_interleaved: dimensions 2 i and 2 i + 1 of q and of rows are a pair, else i and i + R / 2.
+
+    Raises:
+        ValueError: the table has another form.
+    """
+
+    cos_sin_PR: Tensor
+    is_interleaved: bool
+
+    def __post_init__(self) -> None:
+        check_dtype("cos_sin", self.cos_sin_PR, torch.float32)
+        check_filled("cos_sin", self.cos_sin_PR, "PR")
+        check_contiguous(cos_sin=self.cos_sin_PR)
+        if self.cos_sin_PR.shape[0] == 0 or self.cos_sin_PR.shape[1] % 2:
+            raise ValueError(f"cos_sin is {list(self.cos_sin_PR.shape)}, expected [P, R] with R even, P above 0")
 
 
 @dataclass(frozen=True, eq=False)

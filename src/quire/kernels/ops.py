@@ -29,7 +29,7 @@ from quire.kernels.guards import (
     check_shape,
 )
 from quire.kernels.kv_codes import CODE_DTYPES
-from quire.kernels.layer_rules import AttentionRule, HeadRotation
+from quire.kernels.layer_rules import AttentionRule, HeadRotation, LatentRotation
 
 
 def _kernels(x: Tensor) -> Any:
@@ -166,6 +166,7 @@ def rope_and_cache(
     holds codes (see kv_codes), int8 with scales.
     """
     _check_cache(q_THE, cache)
+    check_shape("v_cache", cache.v_BGPE, *cache.k_BGPE.shape)
     _check_rotation(q_THE, rotation)
     check_places(q=q_THE, k=k_TGE, v=v_TGE, positions=positions_T, slot_mapping=slot_mapping_T)
     T, _, E = q_THE.shape
@@ -185,6 +186,51 @@ def rope_and_cache(
     kernels.rope_and_cache(q_THE, k_TGE, v_TGE, positions_T, slot_mapping_T, cache, rotation)
 
 
+def latent_rope_and_cache(
+    q_THR: Tensor,
+    rows_TL: Tensor,
+    positions_T: Tensor,
+    slot_mapping_T: Tensor,
+    cache: LayerCache,
+    rotation: LatentRotation,
+    out_THR: Tensor,
+) -> None:
+    """Latent attention between its projections and attention: rotary embedding, write to the KV cache.
+
+    q holds the parts of the heads that rotate. A row of L elements holds the normed latents and, in the last R
+    elements, the part of the key that rotates; it goes to its slot of a cache with one KV head whose values are the
+    beginnings of its keys. `out` gets the rotated q, in the order of dimensions of the rotated keys: halves. All may be
+    strided (last dimension contiguous). For the rest see `rope_and_cache`.
+    """
+    cos_sin_PR = rotation.cos_sin_PR
+    check_filled("q", q_THR, "THR")
+    check_filled("rows", rows_TL, "TL")
+    (T, H, R), L = q_THR.shape, rows_TL.shape[1]
+    check_shape("q", q_THR, T, H, cos_sin_PR.shape[1])
+    check_shape("rows", rows_TL, T, max(L, R + 1))
+    check_shape("out", out_THR, T, H, R)
+    if cache.compiled is None:
+        _check_memory(rows_TL, cache)
+    check_shape("k_cache", cache.k_BGPE, cache.k_BGPE.shape[0], 1, cache.k_BGPE.shape[2], L)
+    check_shape("v_cache", cache.v_BGPE, *cache.k_BGPE.shape[:3], L - R)
+    places = {"positions": positions_T, "slot_mapping": slot_mapping_T}
+    check_places(q=q_THR, rows=rows_TL, k_cache=cache.k_BGPE, cos_sin=cos_sin_PR, out=out_THR, **places)
+    check_dtype("q", q_THR, *cpu.DTYPE_CODES)
+    for name, x in (("rows", rows_TL), ("out", out_THR)):
+        check_dtype(name, x, q_THR.dtype)
+    check_dtype("k_cache", cache.k_BGPE, q_THR.dtype, *CODE_DTYPES)
+    for name, x_T in places.items():
+        check_shape(name, x_T, T)
+        check_dtype(name, x_T, torch.int64)
+    arguments = (q_THR, rows_TL, positions_T, slot_mapping_T, cache, rotation, out_THR)
+    if (cpu.takes(q_THR) and L > cpu.MAX_HEAD_DIM) or (kernels := _kernels(q_THR)) is None:
+        reference.latent_rope_and_cache(*arguments)
+        return
+    check_last_stride(q=q_THR, rows=rows_TL, out=out_THR)
+    check_contiguous(**places)
+    kernels.latent_rope_and_cache(*arguments)
+
+
 def paged_attention(
     q_THE: Tensor,
     cache: LayerCache,
@@ -196,6 +242,8 @@ def paged_attention(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention over a paged KV cache for any mix of prefill and decode; head h reads KV head h // (H / G).
+
+    The result [T, H, V] has the size of the cache's values: E, or less if they are the beginnings of the keys.
 
     The query tokens cu_seqlens_q[s] .. cu_seqlens_q[s + 1] are the last positions of sequence s. seq_lens[s] is its
     length with these tokens. Position i lies in block block_tables[s, i // P] (tables, lengths and sums: int32). The
@@ -218,20 +266,25 @@ def paged_attention(
         raise ValueError(f"block_tables is {list(block_tables_SM.shape)}, expected [{S}, M]")
     for name, x in (("block_tables", block_tables_SM), ("seq_lens", seq_lens_S), ("cu_seqlens_q", cu_seqlens_q_S1)):
         check_dtype(name, x, torch.int32)
+    V = cache.v_BGPE.shape[3]
     if sinks_H is not None:
         check_places(q=q_THE, sinks=sinks_H)
         check_shape("sinks", sinks_H, H)
         check_dtype("sinks", sinks_H, q_THE.dtype)
     if out_THE is not None:
-        check_shape("out", out_THE, T, H, E)
+        check_shape("out", out_THE, T, H, V)
         check_dtype("out", out_THE, q_THE.dtype)
     if (kernels := _attention_kernels(q_THE)) is None:
         y_THE = reference.paged_attention(q_THE, cache, block_tables_SM, seq_lens_S, cu_seqlens_q_S1, rule, sinks_H)
         return y_THE if out_THE is None else out_THE.copy_(y_THE)
-    out_THE = torch.empty((T, H, E), dtype=q_THE.dtype, device=q_THE.device) if out_THE is None else out_THE
+    out_THE = torch.empty((T, H, V), dtype=q_THE.dtype, device=q_THE.device) if out_THE is None else out_THE
     check_last_stride(q=q_THE, out=out_THE)
     check_last_stride(block_tables=block_tables_SM, seq_lens=seq_lens_S, cu_seqlens_q=cu_seqlens_q_S1, sinks=sinks_H)
-    kernels.paged_attention(q_THE, cache, block_tables_SM, seq_lens_S, cu_seqlens_q_S1, rule, out_THE, sinks_H=sinks_H)
+    arguments = (q_THE, cache, block_tables_SM, seq_lens_S, cu_seqlens_q_S1, rule, out_THE)
+    if V == E or cpu.takes(q_THE):  # on a CPU one kernel has both forms
+        kernels.paged_attention(*arguments, sinks_H=sinks_H)
+    else:
+        kernels.latent_attention(*arguments)
     return out_THE
 
 
@@ -247,13 +300,15 @@ def _check_cache(q_THE: Tensor, cache: LayerCache) -> None:
     check_dtype("k_cache", k_BGPE, q_THE.dtype, *CODE_DTYPES)
 
 
-def _check_memory(q_THE: Tensor, cache: LayerCache) -> None:
+def _check_memory(x: Tensor, cache: LayerCache) -> None:
+    """Check that the tensors of a cache fit each other, and x: heads or rows of its size."""
     k_BGPE, scales = cache.k_BGPE, {"k_scales": cache.k_scales_BGP, "v_scales": cache.v_scales_BGP}
-    check_places(q=q_THE, k_cache=k_BGPE, v_cache=cache.v_BGPE, **scales)
+    check_places(x=x, k_cache=k_BGPE, v_cache=cache.v_BGPE, **scales)
     check_filled("k_cache", k_BGPE, "BGPE")
-    check_shape("k_cache", k_BGPE, *k_BGPE.shape[:3], q_THE.shape[2])
-    check_shape("v_cache", cache.v_BGPE, *k_BGPE.shape)
-    check_dtype("k_cache", k_BGPE, q_THE.dtype, *CODE_DTYPES)
+    check_shape("k_cache", k_BGPE, *k_BGPE.shape[:3], x.shape[-1])
+    check_filled("v_cache", cache.v_BGPE, "BGPE")
+    check_shape("v_cache", cache.v_BGPE, *k_BGPE.shape[:3], (cache.v_BGPE if cache.is_latent else k_BGPE).shape[3])
+    check_dtype("k_cache", k_BGPE, x.dtype, *CODE_DTYPES)
     check_dtype("v_cache", cache.v_BGPE, k_BGPE.dtype)
     for name, cache_BGPE in (("k_cache", k_BGPE), ("v_cache", cache.v_BGPE)):
         if cache_BGPE.stride()[2:] != (k_BGPE.shape[3], 1):

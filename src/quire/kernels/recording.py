@@ -47,6 +47,7 @@ class Arena:
 
 # A recorded run may do this beside kernels: look at tensors and make views of them.
 _HARMLESS = {
+    Tensor.data_ptr,
     Tensor.dim,
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
     Tensor.device.__get__,

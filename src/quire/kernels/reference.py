@@ -20,7 +20,7 @@ from quire.forward_batch import LayerCache
 from quire.kernels import kv_codes
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.grouped_weight import E2M1, GroupedWeight
-from quire.kernels.layer_rules import AttentionRule, HeadRotation
+from quire.kernels.layer_rules import AttentionRule, HeadRotation, LatentRotation
 
 if TYPE_CHECKING:
     from quire.kernels.lora import LoraTable
@@ -61,6 +61,11 @@ def linear(
     """y_TN = x @ weight.T + bias, accumulated in float32, rounded once to `out_dtype` (default: x's dtype)."""
     y_TN = F.linear(x_TK.float(), weight_NK.float(), None if bias_N is None else bias_N.float())
     return y_TN.to(out_dtype or x_TK.dtype)
+
+
+def head_linear(x_THK: Tensor, weight_HNK: Tensor) -> Tensor:
+    """y_THN: each head of x times a matrix of its own, accumulated in float32, rounded once to x's dtype."""
+    return torch.einsum("thk,hnk->thn", x_THK.float(), weight_HNK.float()).to(x_THK.dtype)
 
 
 def add_lora(base_TN: Tensor, x: Tensor, slots_T: Tensor, table: LoraTable, out_dtype: torch.dtype) -> Tensor:
@@ -197,12 +202,8 @@ def rope_and_cache(
     rotation: HeadRotation,
 ) -> None:
     """Per-head norm, rotation of the first R dimensions: q in place, k and v to the cache. See ops.rope_and_cache."""
-    cos_sin_PR, block_size = rotation.cos_sin_PR, cache.k_BGPE.shape[2]
-    if cos_sin_PR is not None:
-        check_indices("positions", positions_T, len(cos_sin_PR))
-    num_slots = cache.k_BGPE.shape[0] * block_size
-    expected = f"less than the {num_slots} slots of the cache"
-    _check_numbers("slot_mapping", slot_mapping_T, lambda x: x < num_slots, expected, IndexError)
+    cos_sin_PR = rotation.cos_sin_PR
+    _check_step(positions_T, slot_mapping_T, cache, cos_sin_PR)
     q, k = q_THE.float(), k_TGE.float()
     if rotation.q_norm_weight_E is not None:
         q = rms_norm(q, rotation.q_norm_weight_E, rotation.norm_eps, rotation.norm_weight_offset)
@@ -215,20 +216,52 @@ def rope_and_cache(
         steps_T = ((positions_T.float() + 1) / rotation.temperature_floor).floor()
         q = q * (1 + rotation.temperature * steps_T.log1p())[:, None, None]
     q_THE.copy_(q)
-    is_written_T = slot_mapping_T >= 0
+    _write(k, cache.k_BGPE, cache.k_scales_BGP, slot_mapping_T)
+    _write(v_TGE, cache.v_BGPE, cache.v_scales_BGP, slot_mapping_T)
+
+
+def latent_rope_and_cache(
+    q_THR: Tensor,
+    rows_TL: Tensor,
+    positions_T: Tensor,
+    slot_mapping_T: Tensor,
+    cache: LayerCache,
+    rotation: LatentRotation,
+    out_THR: Tensor,
+) -> None:
+    """Rotation of q to `out`, and of the end of each row, which goes to the cache. See ops.latent_rope_and_cache."""
+    _check_step(positions_T, slot_mapping_T, cache, rotation.cos_sin_PR)
+    R = rotation.cos_sin_PR.shape[1]
+    cos_T1H, sin_T1H = rotation.cos_sin_PR[positions_T].unsqueeze(1).chunk(2, dim=-1)
+
+    def rotated(x: Tensor) -> Tensor:
+        x = x.reshape(*x.shape[:-1], -1, 2).mT.flatten(-2) if rotation.is_interleaved else x
+        return _rotate(x.float(), cos_T1H, sin_T1H)
+
+    rows_T1L = rows_TL.unsqueeze(1).float()
+    out_THR.copy_(rotated(q_THR))
+    rotated_T1L = torch.cat((rows_T1L[..., :-R], rotated(rows_T1L[..., -R:])), dim=-1)
+    _write(rotated_T1L, cache.k_BGPE, cache.k_scales_BGP, slot_mapping_T)
+
+
+def _check_step(positions_T: Tensor, slot_mapping_T: Tensor, cache: LayerCache, cos_sin_PR: Tensor | None) -> None:
+    if cos_sin_PR is not None:
+        check_indices("positions", positions_T, len(cos_sin_PR))
+    num_slots = cache.k_BGPE.shape[0] * cache.k_BGPE.shape[2]
+    expected = f"less than the {num_slots} slots of the cache"
+    _check_numbers("slot_mapping", slot_mapping_T, lambda x: x < num_slots, expected, IndexError)
+
+
+def _write(x_TGE: Tensor, cache_BGPE: Tensor, scales_BGP: Tensor | None, slot_mapping_T: Tensor) -> None:
+    """Rows to their slots, as codes if the cache holds codes."""
+    is_written_T, block_size = slot_mapping_T >= 0, cache_BGPE.shape[2]
     slots = slot_mapping_T[is_written_T]
     blocks, offsets = slots // block_size, slots % block_size
-    for x, cache_BGPE, scales_BGP in (
-        (k, cache.k_BGPE, cache.k_scales_BGP),
-        (v_TGE, cache.v_BGPE, cache.v_scales_BGP),
-    ):
-        rows, dtype = x[is_written_T], cache_BGPE.dtype
-        codes, scales = (
-            kv_codes.encode(rows.float(), dtype) if dtype in kv_codes.CODE_DTYPES else (rows.to(dtype), None)
-        )
-        cache_BGPE[blocks, :, offsets] = codes
-        if scales_BGP is not None and scales is not None:
-            scales_BGP[blocks, :, offsets] = scales
+    rows, dtype = x_TGE[is_written_T], cache_BGPE.dtype
+    codes, scales = kv_codes.encode(rows.float(), dtype) if dtype in kv_codes.CODE_DTYPES else (rows.to(dtype), None)
+    cache_BGPE[blocks, :, offsets] = codes
+    if scales_BGP is not None and scales is not None:
+        scales_BGP[blocks, :, offsets] = scales
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -250,7 +283,7 @@ def paged_attention(
     H, (B, G, P) = q_THE.shape[1], cache.k_BGPE.shape[:3]
     firsts_S = rule.first_visible(seq_lens_S - cu_seqlens_q_S1.diff())
     _check_batch(len(q_THE), B, P, block_tables_SM, firsts_S, seq_lens_S, cu_seqlens_q_S1)
-    out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
+    out_THE = q_THE.new_empty((*q_THE.shape[:2], cache.v_BGPE.shape[3]))
     starts = cu_seqlens_q_S1.tolist()
     for s, (first, seq_len) in enumerate(zip(firsts_S.tolist(), seq_lens_S.tolist(), strict=True)):
         tokens = slice(starts[s], starts[s + 1])

@@ -33,6 +33,7 @@ from quire.kernels.dense import PackedLinear
 from quire.kernels.expert_stack import PackedStack
 from quire.kernels.fp8 import PackedFp8
 from quire.kernels.grouped import PackedGrouped
+from quire.kernels.head_linear import PackedHeads
 from quire.loader.safetensors_headers import MAX_HEADER_BYTES
 from quire.logs import get_logger
 from quire.messages import Progress
@@ -49,7 +50,8 @@ HUGE_PAGE = 2 << 20
 MADV_POPULATE_READ = 22  # asm-generic/mman-common.h; not in Python 3.11
 PIECE_BYTES = 64 << 20  # bytes between two reports of progress
 THREAD_NAME = "packed weights"
-FORMS = {form.__name__: form for form in (PackedLinear, PackedGrouped, PackedFp8, PackedStack, GroupedFormat)}
+_FORMS = (PackedLinear, PackedGrouped, PackedFp8, PackedStack, PackedHeads, GroupedFormat)
+FORMS = {form.__name__: form for form in _FORMS}
 
 Held = Mapping[str, Mapping[str, Any]]  # a model's loaded weights by part and attribute
 

@@ -16,12 +16,26 @@ from quire.attention.backend import AttentionBackend, AttentionSpec
 from quire.attention.layer import Attention, Sinks
 from quire.forward_batch import ForwardBatch
 from quire.kernels.fp8 import Rows
-from quire.layer_spec import Chunked, Dense, Experts, Full, LayerSpec, LinearShape, NormShape, RopeConfig, Window
+from quire.kernels.layer_rules import LatentRotation
+from quire.layer_spec import (
+    Chunked,
+    Dense,
+    Experts,
+    Full,
+    Latent,
+    LayerSpec,
+    LinearShape,
+    NormShape,
+    RopeConfig,
+    Window,
+)
 from quire.layers.activation import gated_activation
 from quire.layers.linear import Linear, Projection, make_linear
 from quire.layers.norm import RMSNorm
+from quire.layers.up_projection import UpProjection
 from quire.layers.weight_slot import AnySlots
 from quire.model_config import ModelConfig
+from quire.models.latent import LatentAttention
 from quire.moe.layer import ChoiceBias, MoE
 from quire.moe.stack import ExpertStack, SplitStack, make_stack
 
@@ -147,9 +161,10 @@ class LayerBuilder:
             sublayers.append(Sublayer(mixer, before, after, self.spec.residual_multiplier))
         return sublayers
 
-    def norm(self, shape: NormShape) -> RMSNorm:
-        """One RMS norm of the layer."""
-        norm = RMSNorm(shape.size, self.config.rms_norm_eps, self.config.norm_offset, self.dtype)
+    def norm(self, shape: NormShape, eps: float | None = None) -> RMSNorm:
+        """One RMS norm of the layer. `eps`: None: the model's."""
+        eps = self.config.rms_norm_eps if eps is None else eps
+        norm = RMSNorm(shape.size, eps, self.config.norm_offset, self.dtype)
         self.parts.append((f"{shape.name}.", norm))
         return norm
 
@@ -197,6 +212,36 @@ class LayerBuilder:
         attention = Attention(self.cache, backend, table, q_norm, k_norm, sinks, *temperature)
         return SelfAttention(spec, attention, qkv, output, *wide_norms)
 
+    def latent(self, spec: Latent) -> LatentAttention:
+        """Multi-head latent attention."""
+        (stored_up,) = self.config.stored(spec.up, self.quantization)
+        up = UpProjection(stored_up, self.dtype)
+        self.parts.append((spec.up.prefix, up))
+        backend = self.backend(
+            AttentionSpec(
+                num_q_heads=spec.num_heads,
+                num_kv_heads=1,
+                head_dim=spec.rank + spec.rope_dim,
+                value_dim=spec.rank,
+                scale=spec.scale,
+                sliding_window=0,
+                soft_cap=0.0,
+                dtype=self.dtype,
+            )
+        )
+        return LatentAttention(
+            spec,
+            self.cache,
+            backend,
+            LatentRotation(self.rope_table(spec.rope), spec.is_interleaved),
+            reader=self.linear(spec.input),
+            row_norm=self.norm(spec.row_norm, spec.norm_eps),
+            up=up,
+            output=self.linear(spec.output),
+            query=None if spec.query is None else self.linear(spec.query),
+            query_norm=None if spec.query_norm is None else self.norm(spec.query_norm, spec.norm_eps),
+        )
+
     def mlp(self, spec: Dense) -> MLP:
         """A gated MLP."""
         gate_up, down = self.linear(spec.gate_up), self.linear(spec.down)
@@ -225,6 +270,7 @@ _MIXERS: dict[type, Callable[[LayerBuilder, Any], Mixer]] = {
     Full: LayerBuilder.attention,
     Window: LayerBuilder.attention,
     Chunked: LayerBuilder.attention,
+    Latent: LayerBuilder.latent,
     Dense: LayerBuilder.mlp,
     Experts: LayerBuilder.experts,
 }

@@ -47,10 +47,10 @@ class ExpertStack:
         self.stack: PackedStack | None = None
         self.bias_EN: Tensor | None = None
 
-    def __call__(self, x: Tensor, routing: Routing, *, of_tokens: bool) -> Tensor:
+    def __call__(self, x: Tensor, routing: Routing, *, of_tokens: bool, out: Tensor | None = None) -> Tensor:
         """[P, N] in the order of the routing. x: [T, K] if `of_tokens`, else [P, K] in that order."""
         assert self.stack is not None
-        return expert_linear(x, self.stack, routing, of_tokens=of_tokens, bias_EN=self.bias_EN)
+        return expert_linear(x, self.stack, routing, of_tokens=of_tokens, bias_EN=self.bias_EN, out=out)
 
     def slots(self) -> Iterator[tuple[str, StackedSlots]]:
         """The slots of all experts under one name each, with `{}` for the expert in the prefix."""
@@ -158,7 +158,13 @@ class SplitStack:
         self.parts = tuple(parts)
 
     def __call__(self, x: Tensor, routing: Routing, *, of_tokens: bool) -> Tensor:
-        return torch.cat([part(x, routing, of_tokens=of_tokens) for part in self.parts], dim=1)
+        # Only kernels run here, so a decode step can be recorded.
+        sizes = [part.out_features for part in self.parts]
+        shape = (routing.num_tokens * routing.num_slots, sum(sizes))
+        out_PN = torch.empty(shape, dtype=x.dtype, device=x.device)
+        for part, columns_PN in zip(self.parts, out_PN.split_with_sizes(sizes, 1), strict=True):
+            part(x, routing, of_tokens=of_tokens, out=columns_PN)
+        return out_PN
 
 
 def make_stack(stored: Sequence[StoredLinear], dtype: torch.dtype) -> ExpertStack | SplitStack:

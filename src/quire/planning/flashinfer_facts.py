@@ -35,7 +35,7 @@ def why_not_flashinfer(
     Args:
         head_dims: of all layers.
         dtype, cache_dtype: by torch's names.
-        others: what else the layers have, of "chunks", "sinks".
+        others: what else the layers have, of "chunks", "sinks", "latent rows".
     """
     if flashinfer_version() is None:
         return "it is not installed (pip install flashinfer-python)"

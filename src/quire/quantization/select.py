@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.formats.stored_linear import StoredLinear
+from quire.formats.stored_linear import StoredLinear, held_form
 from quire.formats.weight_format import Fp8Format
 from quire.gguf.types import TensorType
 from quire.quantization.awq import AWQ
@@ -20,14 +20,16 @@ _LAYOUTS: dict[str, Layout] = {"awq": AWQ(), "gptq": GPTQ(), "packed": PackQuant
 
 def select_scheme(stored: StoredLinear) -> QuantScheme:
     """The scheme that loads the layer's tensors, holds its weight and multiplies by it."""
-    if stored.held is None:
-        return Unquantized()
+    held = stored.held
     if stored.source is None:
-        return Fp8OnLoad() if isinstance(stored.held, Fp8Format) else QuantizedOnLoad(stored.held)
+        if held is None:
+            return Unquantized()
+        return Fp8OnLoad() if isinstance(held, Fp8Format) else QuantizedOnLoad(held)
     if isinstance(stored.source, TensorType):
         return GgufBlocks(stored.source)
-    if isinstance(stored.held, Fp8Format):
-        return Fp8Checkpoint(stored.source, stored.held)
+    held = held or held_form(stored.source, stored.shape.in_features)
+    if isinstance(held, Fp8Format):
+        return Fp8Checkpoint(stored.source, held)
     if stored.source.layout == "mxfp4":
         return Mxfp4()
-    return GroupedCheckpoint(_LAYOUTS[stored.source.layout], stored.source, stored.held)
+    return GroupedCheckpoint(_LAYOUTS[stored.source.layout], stored.source, held)

@@ -107,7 +107,7 @@ def _empty_pages(num_pages: int, num_bytes: int, device: torch.device) -> Tensor
 
 
 def _layer_cache(pages: Tensor, spec: KvSpec, block_size: int, dtype: torch.dtype, table: int) -> LayerCache:
-    """Views of the bytes that each page begins with."""
+    """Views of the bytes that each page begins with. Values of a latent row are the beginning of its key."""
     begin = 0
 
     def view(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -118,6 +118,10 @@ def _layer_cache(pages: Tensor, spec: KvSpec, block_size: int, dtype: torch.dtyp
         return piece.view(len(pages), *shape)
 
     rows = (spec.num_kv_heads, block_size)
+    if spec.kind == "latent":
+        rows_BGPE = view(dtype, *rows, spec.head_dim_k)
+        scales_BGP = view(torch.float32, *rows) if dtype == torch.int8 else None
+        return LayerCache(rows_BGPE, rows_BGPE[..., : spec.head_dim_v], scales_BGP, scales_BGP, table)
     k_BGPE, v_BGPE = view(dtype, *rows, spec.head_dim_k), view(dtype, *rows, spec.head_dim_v)
     if dtype != torch.int8:
         return LayerCache(k_BGPE, v_BGPE, table=table)

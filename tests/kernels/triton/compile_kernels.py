@@ -27,6 +27,7 @@ from quire.kernels.triton import (
     experts,
     fp8,
     grouped,
+    latent,
     lora,
     norm,
     parts,
@@ -400,6 +401,49 @@ def rope_case(codes: str) -> dict[str, Any]:
     }
 
 
+def latent_cases() -> dict[str, dict[str, Any]]:
+    """Latent attention of DeepSeek's models, and the rotation before it."""
+    found = {}
+    sizes = {"V": 512, "R": 64, "P": 16}
+    for codes in ("none", "e4m3", "e5m2", "int8"):
+        types: dict[str, str] = {"cache_ptr": "*bf16" if codes == "none" else "*i8", "scales_ptr": "*fp32"}
+        no_scales = {} if codes == "int8" else {"scales_ptr": None}
+        for name, H, segments, dtype in (
+            ("latent prompts", 16, 1, torch.bfloat16),
+            ("latent decodes, split", 128, 8, torch.bfloat16),
+            ("latent prompts, float32", 16, 1, torch.float32),
+        ):
+            if dtype == torch.float32 and codes != "none":
+                continue
+            no_sums = {"max_ptr": None, "sum_ptr": None} if segments == 1 else {}
+            cache = POINTERS[dtype] if codes == "none" else "*i8"
+            tables = dict.fromkeys(("block_tables_ptr", "seq_lens_ptr", "cu_seqlens_ptr"), "*i32")
+            sums = dict.fromkeys(("max_ptr", "sum_ptr"), "*fp32")
+            found[f"{name} of {codes}"] = {
+                "kernel": latent._latent_attention_kernel,
+                "constants": sizes
+                | no_scales
+                | no_sums
+                | latent.blocks(H, 512, 64, dtype)
+                | {"H": H, "SEGMENTS": segments, "RANGE": 1024, "CODES": codes, "UPCAST": False},
+                "types": types
+                | tables
+                | sums
+                | {"q_ptr": POINTERS[dtype], "cache_ptr": cache, "scale": "fp32"}
+                | {"out_ptr": POINTERS[dtype] if segments == 1 else "*fp32"},
+                "options": latent.options(dtype),
+            }
+        found[f"latent rope to {codes}"] = {
+            "kernel": latent._latent_rope_and_cache_kernel,
+            "constants": sizes
+            | no_scales
+            | {"H": 16, "BLOCK_L": 1024, "BLOCK_R": 32, "STEP": 2, "SECOND": 1, "CODES": codes},
+            "types": types | {"positions_ptr": "*i64", "slots_ptr": "*i64", "cos_sin_ptr": "*fp32"},
+            "options": {"num_warps": 4, "enable_fp_fusion": False},
+        }
+    return found
+
+
 def lora_cases() -> dict[str, dict[str, Any]]:
     """Additions to q, k and v, and to embeddings, at two sizes of rank."""
     found = {}
@@ -427,87 +471,97 @@ def lora_cases() -> dict[str, dict[str, Any]]:
 
 def cases() -> dict[str, dict[str, Any]]:
     join = {"H": 32, "E": 128, "BLOCK_E": 128, "SEGMENTS": 32}
-    return lora_cases() | {
-        "rope": rope_case("none"),
-        "rope to e4m3": rope_case("e4m3"),
-        "rope to e5m2": rope_case("e5m2"),
-        "rope to int8": rope_case("int8"),
-        "prefill": attention_case(2048, 4, 4, 128),
-        "prefill of wide heads": attention_case(2048, 4, 2, 256),
-        "prefill with window and sinks": attention_case(2048, 4, 8, 64, window=128, has_sinks=True),
-        "decode with window and sinks": attention_case(256, 256, 8, 64, window=128, has_sinks=True),
-        "prefill with chunks": attention_case(2048, 4, 5, 128, chunk=8192),
-        "decode with chunks": attention_case(256, 256, 5, 128, chunk=8192),
-        "prefill with window and cap": attention_case(2048, 4, 2, 256, window=4096, has_soft_cap=True),
-        "decode with window and cap": attention_case(256, 256, 2, 256, window=4096, has_soft_cap=True),
-        "decode of wide heads": attention_case(256, 256, 2, 256),
-        "decode": attention_case(256, 256, 4, 128),
-        "split decode": attention_case(1, 1, 4, 128),
-        "join": {
-            "kernel": attention._join_segments_kernel,
-            "constants": join | {"sinks_ptr": None},
-            "types": {"partial_ptr": "*fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32"},
-        },
-        "join with sinks": {
-            "kernel": attention._join_segments_kernel,
-            "constants": join,
-            "types": {"partial_ptr": "*fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32"},
-        },
-        "norm to FP8": {
-            "kernel": norm._rms_norm_kernel,
-            "constants": {"D": 4096, "BLOCK_D": 4096, "HAS_RESIDUAL": True, "IS_QUANTIZED": True},
-            "types": {"eps": "fp32", "weight_offset": "fp32", "out_ptr": "*i8", "scales_ptr": "*fp32"},
-            "options": {"num_warps": 8},
-        },
-        "silu to FP8": {
-            "kernel": activation._quantized_activation_kernel,
-            "constants": {"NAME": "silu", "BLOCK": 16384},
-            "types": {"codes_ptr": "*i8", "scales_ptr": "*fp32"},
-            "options": {"num_warps": 16},
-        },
-        "norm": {
-            "kernel": norm._rms_norm_kernel,
-            "constants": {"D": 4096, "BLOCK_D": 4096, "HAS_RESIDUAL": True, "IS_QUANTIZED": False, "scales_ptr": None},
-            "types": {"eps": "fp32", "weight_offset": "fp32"},
-            "options": {"num_warps": 8},
-        },
-        **{
-            name: {
-                "kernel": activation._gated_activation_kernel,
-                "constants": {"NAME": name, "BLOCK": 1024, "factors_ptr": None, "order_ptr": None},
-            }
-            for name in ("silu", "clamped_swiglu")
-        },
-        "silu with factors": {
-            "kernel": activation._gated_activation_kernel,
-            "constants": {"NAME": "silu", "BLOCK": 1024},
-            "types": {"factors_ptr": "*fp32", "order_ptr": "*i32"},
-        },
-        "greedy": {
-            "kernel": sampling._highest_kernel,
-            "constants": {"SLICE": sampling.SLICE},
-            "types": {"logits_ptr": "*fp32", "highest_ptr": "*fp32", "token_ptr": "*i32"},
-        },
-        "forbid tokens": {
-            "kernel": sampling._forbid_kernel,
-            "constants": {"SLICE": sampling.SLICE},
-            "types": {"logits_ptr": "*fp32", "masks_ptr": "*i32", "rows_ptr": "*i32"},
-        },
-        "join greedy": {
-            "kernel": sampling._join_highest_kernel,
-            "constants": {"BLOCK_B": 64},
-            "types": {
-                **dict.fromkeys(("highest_ptr", "row_highest_ptr"), "*fp32"),
-                "token_ptr": "*i32",
-                "row_token_ptr": "*i64",
+    return (
+        lora_cases()
+        | latent_cases()
+        | {
+            "rope": rope_case("none"),
+            "rope to e4m3": rope_case("e4m3"),
+            "rope to e5m2": rope_case("e5m2"),
+            "rope to int8": rope_case("int8"),
+            "prefill": attention_case(2048, 4, 4, 128),
+            "prefill of wide heads": attention_case(2048, 4, 2, 256),
+            "prefill with window and sinks": attention_case(2048, 4, 8, 64, window=128, has_sinks=True),
+            "decode with window and sinks": attention_case(256, 256, 8, 64, window=128, has_sinks=True),
+            "prefill with chunks": attention_case(2048, 4, 5, 128, chunk=8192),
+            "decode with chunks": attention_case(256, 256, 5, 128, chunk=8192),
+            "prefill with window and cap": attention_case(2048, 4, 2, 256, window=4096, has_soft_cap=True),
+            "decode with window and cap": attention_case(256, 256, 2, 256, window=4096, has_soft_cap=True),
+            "decode of wide heads": attention_case(256, 256, 2, 256),
+            "decode": attention_case(256, 256, 4, 128),
+            "split decode": attention_case(1, 1, 4, 128),
+            "join": {
+                "kernel": attention._join_segments_kernel,
+                "constants": join | {"sinks_ptr": None},
+                "types": {"partial_ptr": "*fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32"},
             },
-        },
-        "search of top-k": sampling_case(sampling._search_k_kernel, ROUND=7),
-        "search of top-p": sampling_case(sampling._search_p_kernel, ROUND=7),
-        "total": sampling_case(sampling._total_kernel),
-        "slices": sampling_case(sampling._weigh_slices_kernel),
-        "draw": sampling_case(sampling._draw_kernel, BLOCK_B=64),
-    }
+            "join with sinks": {
+                "kernel": attention._join_segments_kernel,
+                "constants": join,
+                "types": {"partial_ptr": "*fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32"},
+            },
+            "norm to FP8": {
+                "kernel": norm._rms_norm_kernel,
+                "constants": {"D": 4096, "BLOCK_D": 4096, "HAS_RESIDUAL": True, "IS_QUANTIZED": True},
+                "types": {"eps": "fp32", "weight_offset": "fp32", "out_ptr": "*i8", "scales_ptr": "*fp32"},
+                "options": {"num_warps": 8},
+            },
+            "silu to FP8": {
+                "kernel": activation._quantized_activation_kernel,
+                "constants": {"NAME": "silu", "BLOCK": 16384},
+                "types": {"codes_ptr": "*i8", "scales_ptr": "*fp32"},
+                "options": {"num_warps": 16},
+            },
+            "norm": {
+                "kernel": norm._rms_norm_kernel,
+                "constants": {
+                    "D": 4096,
+                    "BLOCK_D": 4096,
+                    "HAS_RESIDUAL": True,
+                    "IS_QUANTIZED": False,
+                    "scales_ptr": None,
+                },
+                "types": {"eps": "fp32", "weight_offset": "fp32"},
+                "options": {"num_warps": 8},
+            },
+            **{
+                name: {
+                    "kernel": activation._gated_activation_kernel,
+                    "constants": {"NAME": name, "BLOCK": 1024, "factors_ptr": None, "order_ptr": None},
+                }
+                for name in ("silu", "clamped_swiglu")
+            },
+            "silu with factors": {
+                "kernel": activation._gated_activation_kernel,
+                "constants": {"NAME": "silu", "BLOCK": 1024},
+                "types": {"factors_ptr": "*fp32", "order_ptr": "*i32"},
+            },
+            "greedy": {
+                "kernel": sampling._highest_kernel,
+                "constants": {"SLICE": sampling.SLICE},
+                "types": {"logits_ptr": "*fp32", "highest_ptr": "*fp32", "token_ptr": "*i32"},
+            },
+            "forbid tokens": {
+                "kernel": sampling._forbid_kernel,
+                "constants": {"SLICE": sampling.SLICE},
+                "types": {"logits_ptr": "*fp32", "masks_ptr": "*i32", "rows_ptr": "*i32"},
+            },
+            "join greedy": {
+                "kernel": sampling._join_highest_kernel,
+                "constants": {"BLOCK_B": 64},
+                "types": {
+                    **dict.fromkeys(("highest_ptr", "row_highest_ptr"), "*fp32"),
+                    "token_ptr": "*i32",
+                    "row_token_ptr": "*i64",
+                },
+            },
+            "search of top-k": sampling_case(sampling._search_k_kernel, ROUND=7),
+            "search of top-p": sampling_case(sampling._search_p_kernel, ROUND=7),
+            "total": sampling_case(sampling._total_kernel),
+            "slices": sampling_case(sampling._weigh_slices_kernel),
+            "draw": sampling_case(sampling._draw_kernel, BLOCK_B=64),
+        }
+    )
 
 
 def compiled(case: dict[str, Any], capability: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ struct AttentionRule {
   }
 };
 
-// T tokens, H query heads, E head_dim, S sequences, M blocks per table row.
+// T tokens, H query heads, E head_dim, V value_dim, S sequences, M blocks per table row.
 struct AttentionArgs {
   DType dtype;                 // of q and out
   StridedHeads<const void> q;  // [T, H, E]
@@ -34,9 +34,10 @@ struct AttentionArgs {
   const int32_t* seq_lens;                  // [S] positions in the cache, this call's tokens included
   const int32_t* cu_seqlens_q;  // [S + 1] the tokens cu[s] to cu[s + 1] are the last positions of sequence s
   int num_tokens, num_seqs, num_q_heads, head_dim;
+  int value_dim;  // V, at most E: below E the values are the first elements of the keys
   AttentionRule rule;
   const void* sinks;       // [H] of dtype: a score that takes weight and has no value; nullptr: there are none
-  StridedHeads<void> out;  // [T, H, E]
+  StridedHeads<void> out;  // [T, H, V]
 };
 
 struct AttentionKernels {

@@ -88,6 +88,16 @@ void gemm_grouped_quantize(const PlainWeight& weight, int bits, int64_t group_si
 
 void gemm(const GemmArgs& args);
 
+// Products of each head of x with a matrix of its own: out[t, h, :] = weight[h] * x[t, h, :]. T tokens, H heads.
+struct HeadGemmArgs {
+  StridedHeads<const void> x;  // [T, H, k]
+  DType dtype;                 // of x, out and the weights
+  int64_t num_tokens, num_heads;
+  PackedWeight weight;     // [n, k] of the first head, in the model's dtype; those of the others follow
+  StridedHeads<void> out;  // [T, H, n]
+};
+void gemm_heads(const HeadGemmArgs& args);
+
 // ---- between the driver (csrc/gemm.cpp) and the kernels of one instruction set (csrc/kernels/gemm_*.cpp)
 
 // A rectangle of the output: rows [row_begin, row_end) of the prepared input, panels [panel_begin, panel_end).

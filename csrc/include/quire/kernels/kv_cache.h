@@ -11,7 +11,8 @@ namespace quire {
 // B blocks, G KV heads, P block_size, E head_dim.
 struct KvCache {
   CacheType type;
-  StridedBlocks<void> k, v;                 // [B, G, P, E]
+  // [B, G, P, E]. v may be the beginnings of the rows of k.
+  StridedBlocks<void> k, v;
   StridedBlocks<float> k_scales, v_scales;  // [B, G, P], a factor for each row of E codes; null but for int8
   int64_t num_blocks;                       // B
   int num_kv_heads, block_size;             // G, P

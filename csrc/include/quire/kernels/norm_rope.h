@@ -43,7 +43,7 @@ struct RopeCacheArgs {
   HeadRotation rotation;
   int64_t num_tokens, num_q_heads, head_dim;
 };
-inline constexpr int kMaxRopeHeadDim = 256;  // equal to kMaxHeadDim of attention, so that both run or neither
+inline constexpr int kMaxRopeHeadDim = 576;  // equal to kMaxHeadDim of attention, so that both run or neither
 
 struct NormRopeKernels {
   void (*rms_norm)(const RmsNormArgs&);

@@ -8,6 +8,7 @@ from quire.kernels.triton.dense import linear
 from quire.kernels.triton.experts import combine, route
 from quire.kernels.triton.fp8 import fp8_linear, quantize_rows
 from quire.kernels.triton.grouped import grouped_linear
+from quire.kernels.triton.latent import latent_attention, latent_rope_and_cache
 from quire.kernels.triton.lora import add_lora
 from quire.kernels.triton.norm import rms_norm, rms_norm_to_fp8
 from quire.kernels.triton.parts import ExpertRows
@@ -24,6 +25,8 @@ __all__ = [
     "gated_activation_to_fp8",
     "greedy",
     "grouped_linear",
+    "latent_attention",
+    "latent_rope_and_cache",
     "linear",
     "paged_attention",
     "quantize_rows",

@@ -1,0 +1,33 @@
+// Multi-head latent attention between its projections and attention: rotary embedding, KV cache write.
+#pragma once
+
+#include <cstdint>
+
+#include "quire/dtype.h"
+#include "quire/kernels/kv_cache.h"
+#include "quire/strided.h"
+
+namespace quire {
+
+// T tokens, H query heads, L rank, R rotary dims.
+struct LatentCacheArgs {
+  DType dtype;                  // of q, rows and out
+  StridedHeads<const void> q;   // [T, H, R] the parts that rotate
+  StridedRows<const void> rows;  // [T, L + R] normed latents, and then the part of the key that rotates
+  const int64_t* positions;     // [T]
+  const int64_t* slot_mapping;  // [T] block * block_size + offset; negative = do not write
+  KvCache cache;                // one KV head, rows of L + R
+  const float* cos_sin;         // [num_positions, R]: R / 2 cosines, then R / 2 sines
+  int64_t num_positions, rotary_dim;
+  bool is_interleaved;     // dimensions 2 i and 2 i + 1 are a pair, else i and i + R / 2; in results always the latter
+  StridedHeads<void> out;  // [T, H, R] the rotated parts of q
+  int64_t num_tokens, num_heads, rank;
+};
+inline constexpr int kMaxLatentRow = 576;  // equal to kMaxHeadDim of attention, so that both run or neither
+
+struct LatentKernels {
+  void (*rope_and_cache)(const LatentCacheArgs&);
+};
+const LatentKernels& latent_kernels();
+
+}  // namespace quire

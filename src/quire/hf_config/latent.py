@@ -1,0 +1,84 @@
+"""Multi-head latent attention from config.json, in the names of DeepSeek-V2's modelling code. No torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from quire.hf_config.family import LayerFacts
+from quire.hf_config.fields import Fields
+from quire.layer_spec import Cut, Latent, LinearShape, NormShape
+
+# Fields of config.json with their defaults in DeepSeek's config classes.
+DEFAULTS: dict[str, Any] = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+NORM_EPS = 1e-6  # their norms inside attention have the default of the class, whatever rms_norm_eps is
+
+
+def latent_attention(facts: LayerFacts, prefix: str, is_interleaved: bool) -> Latent:
+    """Latent attention of one layer.
+
+    Args:
+        prefix: of the names of its modules.
+    """
+    fields, hidden, heads = facts.fields, facts.hidden_size, facts.num_q_heads
+    if facts.num_kv_heads != heads:
+        raise fields.illegal("num_key_value_heads", f"num_attention_heads = {heads}, for latent attention")
+    nope_dim, value_dim = fields.integer("qk_nope_head_dim"), fields.integer("v_head_dim")
+    rank, rope_dim = fields.integer("kv_lora_rank"), facts.rope.rotary_dim
+    has_low_rank, has_bias = fields.has("q_lora_rank"), fields.flag("attention_bias", False)
+    if has_bias and not has_low_rank:
+        raise fields.illegal("attention_bias", "false where q_lora_rank is null")
+    q_width, query = heads * (nope_dim + rope_dim), None
+    name, width, rows = "q_proj", q_width, Cut("rows", nope_dim + rope_dim)
+    if has_low_rank:
+        name, width = "q_a_proj", fields.integer("q_lora_rank")
+        query = LinearShape(prefix=prefix, shards=(("q_b_proj", q_width),), in_features=width, cut=rows)
+    return Latent(
+        num_heads=heads,
+        rank=rank,
+        rope_dim=rope_dim,
+        nope_dim=nope_dim,
+        value_dim=value_dim,
+        scale=_scale(fields, nope_dim + rope_dim, facts.rope.type),
+        rope=facts.rope,
+        is_interleaved=is_interleaved,
+        input=LinearShape(
+            prefix=prefix,
+            shards=((name, width), ("kv_a_proj_with_mqa", rank + rope_dim)),
+            in_features=hidden,
+            bias=has_bias,
+        ),
+        query=query,
+        up=LinearShape(
+            prefix=prefix,
+            shards=(("kv_b_proj", heads * (nope_dim + value_dim)),),
+            in_features=rank,
+            cut=Cut("rows", nope_dim + value_dim),
+            matrices=((heads, rank, nope_dim), (heads, value_dim, rank)),
+        ),
+        output=LinearShape(
+            prefix=prefix,
+            shards=(("o_proj", hidden),),
+            in_features=heads * value_dim,
+            bias=has_bias,
+            cut=Cut("columns", value_dim),
+        ),
+        query_norm=NormShape(f"{prefix}q_a_layernorm", width) if has_low_rank else None,
+        row_norm=NormShape(f"{prefix}kv_a_layernorm", rank),
+        norm_eps=NORM_EPS,
+    )
+
+
+def _scale(fields: Fields, head_dim: int, rope_type: str) -> float:
+    """The factor on q.k. Scaled ropes raise it by YaRN's factor for `mscale_all_dim`."""
+    scaling = fields.object("rope_parameters") if fields.has("rope_parameters") else fields.object("rope_scaling")
+    weight = 0.0 if rope_type == "default" else scaling.number("mscale_all_dim", 0.0, 0.0, 1e6)
+    factor = scaling.number("factor", 1.0, 1e-6, 1e6)
+    mscale = 1.0 if not weight or factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+    return mscale * mscale / math.sqrt(head_dim)

@@ -1,0 +1,400 @@
+"""Latent attention on GPUs: rotation with the cache write, and causal attention over the paged rows.
+
+A program of attention takes BLOCK_M rows: BLOCK_Q query tokens of one sequence times up to HEADS heads, which all read
+the same rows. A tile of rows is loaded once: it is the key, and without its rotating end the value. Keys are summed in
+ranges of RANGE, and ranges are joined in order, by one program or by a second kernel, so a row's bits depend only on
+its own query and keys: there is one form, which is deterministic. Lengths are read on the device, so a launch can be
+captured in a CUDA graph. For the rest see attention.py.
+
+Dimensions: T tokens, H heads, L elements of a row, V latents, R rotary dims, P block size, S sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.forward_batch import LayerCache
+from quire.kernels.layer_rules import AttentionRule, LatentRotation
+from quire.kernels.triton import attention, codes
+from quire.kernels.triton.attention import _join, _sequence_of
+from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, next_power_of_2
+from quire.kernels.triton.rope_cache import _store
+
+_BLOCK_M = 16  # rows of a program; of more, two outputs of 512 elements would not fit into registers
+_PROGRAMS_WANTED = 264  # as in attention.py
+_SHORTEST_RANGE, _MOST_RANGES = 1024, 32
+
+
+@triton.jit
+def _attend(
+    q,
+    q_rope,
+    position,
+    begin,
+    end,
+    table_ptr,
+    cache_ptr,
+    scales_ptr,
+    scale,
+    cache_stride_b,
+    scales_stride_b,
+    V: tl.constexpr,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    CODES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Maxima (of log2) and sums [BLOCK_M], unnormalised output [BLOCK_M, BLOCK_V] over the rows begin .. end."""
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    e, r = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_R)
+    for start in range(begin, end, TILE):
+        key = start + tl.arange(0, TILE)
+        is_key = key < end
+        page = tl.load(table_ptr + key // P, mask=is_key, other=0).to(tl.int64)
+        at = page * cache_stride_b + (key % P) * (V + R)
+        latents = tl.load(cache_ptr + at[:, None] + e[None, :], mask=is_key[:, None] & (e < V)[None, :], other=0)
+        k_rope = tl.load(cache_ptr + at[None, :] + V + r[:, None], mask=is_key[None, :] & (r < R)[:, None], other=0)
+        if CODES != "none":
+            latents = codes.decode(latents, CODES).to(q.dtype)
+            k_rope = codes.decode(k_rope, CODES).to(q.dtype)
+        if UPCAST:
+            scores = tl.dot(q.to(tl.float32), tl.trans(latents).to(tl.float32))
+            scores += tl.dot(q_rope.to(tl.float32), k_rope.to(tl.float32))
+        else:
+            scores = tl.dot(q, tl.trans(latents), input_precision="ieee")
+            scores = tl.dot(q_rope, k_rope, scores, input_precision="ieee")
+        scores *= scale
+        if CODES == "int8":
+            row_scales = tl.load(scales_ptr + page * scales_stride_b + key % P, mask=is_key, other=0.0)
+            scores *= row_scales[None, :]
+        is_visible = (key[None, :] <= position[:, None]) & is_key[None, :]
+        scores = tl.where(is_visible, scores * 1.4426950408889634, float("-inf"))  # log2(e)
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        safe_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        p = tl.exp2(scores - safe_maximum[:, None])
+        decay = tl.exp2(maximum - safe_maximum)
+        total = total * decay + tl.sum(p, axis=1)
+        if CODES == "int8":
+            p *= row_scales[None, :]
+        if UPCAST:
+            acc = acc * decay[:, None] + tl.dot(p.to(latents.dtype).to(tl.float32), latents.to(tl.float32))
+        else:
+            acc = tl.dot(p.to(latents.dtype), latents, acc * decay[:, None], input_precision="ieee")
+        maximum = new_maximum
+    return maximum, total, acc
+
+
+@triton.jit
+def _latent_attention_kernel(
+    q_ptr,
+    cache_ptr,
+    scales_ptr,
+    block_tables_ptr,
+    seq_lens_ptr,
+    cu_seqlens_ptr,
+    out_ptr,
+    max_ptr,
+    sum_ptr,
+    num_seqs,
+    scale,
+    q_stride_t,
+    q_stride_h,
+    out_stride_t,
+    out_stride_h,
+    cache_stride_b,
+    scales_stride_b,
+    table_stride,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TILE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    RANGE: tl.constexpr,
+    CODES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Without segments: out [T, H, V]. With: float32 out [T, H, SEGMENTS, V], maxima and sums [T, H, SEGMENTS]."""
+    block = tl.program_id(0)
+    s = _sequence_of(cu_seqlens_ptr, block, num_seqs, BLOCK_Q)
+    first_token = tl.load(cu_seqlens_ptr + s)
+    query_len = tl.load(cu_seqlens_ptr + s + 1) - first_token
+    first_query = (block - (first_token // BLOCK_Q + s)) * BLOCK_Q
+    if first_query >= query_len:
+        return
+    seq_len = tl.load(seq_lens_ptr + s)
+
+    m = tl.arange(0, BLOCK_M)
+    query = first_query + m // HEADS
+    head = tl.program_id(1) * HEADS + m % HEADS
+    is_row = (m < BLOCK_Q * HEADS) & (query < query_len) & (head < H)
+    token = (first_token + query).to(tl.int64)
+    position = seq_len - query_len + query
+    e, r = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_R)
+    q_row = q_ptr + token * q_stride_t + head * q_stride_h
+    q = tl.load(q_row[:, None] + e[None, :], mask=is_row[:, None] & (e < V)[None, :], other=0.0)
+    q_rope = tl.load(q_row[:, None] + V + r[None, :], mask=is_row[:, None] & (r < R)[None, :], other=0.0)
+
+    end = seq_len - query_len + tl.minimum(first_query + BLOCK_Q, query_len)  # the last row sees the keys before it
+    table_ptr = block_tables_ptr + s.to(tl.int64) * table_stride
+    first_range = 0
+    end_range = tl.cdiv(end, RANGE)
+    if SEGMENTS > 1:
+        first_range = tl.program_id(2)
+        end_range = first_range + 1
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    for part in range(first_range, end_range):
+        part_maximum, part_total, part_acc = _attend(
+            q,
+            q_rope,
+            position,
+            part * RANGE,
+            tl.minimum(end, (part + 1) * RANGE),
+            table_ptr,
+            cache_ptr,
+            scales_ptr,
+            scale,
+            cache_stride_b,
+            scales_stride_b,
+            V,
+            R,
+            P,
+            BLOCK_V,
+            BLOCK_R,
+            BLOCK_M,
+            TILE,
+            CODES,
+            UPCAST,
+        )
+        if SEGMENTS > 1:
+            maximum, total, acc = part_maximum, part_total, part_acc
+        else:
+            maximum, total, acc = _join(maximum, total, acc, part_maximum, part_total, part_acc)
+
+    is_out = is_row[:, None] & (e < V)[None, :]
+    if SEGMENTS > 1:
+        row = (token * H + head) * SEGMENTS + first_range
+        tl.store(max_ptr + row, maximum, mask=is_row)
+        tl.store(sum_ptr + row, total, mask=is_row)
+        tl.store(out_ptr + row[:, None] * V + e[None, :], acc, mask=is_out)
+    else:
+        out_row = out_ptr + token * out_stride_t + head * out_stride_h
+        tl.store(out_row[:, None] + e[None, :], (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_out)
+
+
+def blocks(H: int, V: int, R: int, dtype: torch.dtype) -> dict[str, int]:
+    """The tiles of a launch: the same for every batch."""
+    heads = min(H, _BLOCK_M)
+    return {
+        "HEADS": heads,
+        "BLOCK_V": max(16, next_power_of_2(V)),
+        "BLOCK_R": max(16, next_power_of_2(R)),
+        "BLOCK_M": _BLOCK_M,
+        "BLOCK_Q": _BLOCK_M // heads,
+        "TILE": 16 if dtype == torch.float32 else 32,
+    }
+
+
+def options(dtype: torch.dtype) -> dict[str, Any]:
+    """The compiler's. One program or a separate kernel joins ranges with equal bits: products and sums stay apart."""
+    num_stages = 1 if dtype == torch.float32 else 2
+    return {"num_warps": 8, "num_stages": num_stages, "maxnreg": 255, "enable_fp_fusion": False}
+
+
+def latent_attention(
+    q_THL: Tensor,
+    cache: LayerCache,
+    block_tables_SM: Tensor,
+    seq_lens_S: Tensor,
+    cu_seqlens_q_S1: Tensor,
+    rule: AttentionRule,
+    out_THV: Tensor,
+    range_len: int | None = None,
+) -> None:
+    """See ops.paged_attention: of a cache whose values are the beginnings of its keys, without window and cap.
+
+    Args:
+        range_len: instead of one chosen by the room of the tables.
+    """
+    T, H, L = q_THL.shape
+    V, S, P, device = out_THV.shape[2], seq_lens_S.shape[0], cache.k_BGPE.shape[2], q_THL.device
+    if rule.sliding_window or rule.soft_cap or rule.chunk:
+        raise ValueError(f"the rule is {rule}, expected no window, chunk or cap for latent rows")
+    rows, name = cache.k_BGPE, codes.NAMES.get(cache.k_BGPE.dtype, "none")
+    if name != "none":
+        rows = rows.view(torch.int8)
+    max_keys = block_tables_SM.shape[1] * P
+    range_len = range_len or max(_SHORTEST_RANGE, next_power_of_2(ceil_div(max_keys, _MOST_RANGES)))
+    tiles = blocks(H, V, L - V, q_THL.dtype)
+    head_blocks = ceil_div(H, tiles["HEADS"])
+    is_split = T <= S and S * head_blocks < _PROGRAMS_WANTED
+    segments = ceil_div(max_keys, range_len) if is_split else 1
+    maxima_THK = sums_THK = None
+    partial = out_THV
+    if segments > 1:
+        maxima_THK, sums_THK = torch.empty((2, T, H, segments), dtype=torch.float32, device=device)
+        partial = torch.empty((T, H, segments, V), dtype=torch.float32, device=device)
+    _latent_attention_kernel[(T // tiles["BLOCK_Q"] + S, head_blocks, segments)](
+        q_THL,
+        rows,
+        cache.k_scales_BGP,
+        block_tables_SM,
+        seq_lens_S,
+        cu_seqlens_q_S1,
+        partial,
+        maxima_THK,
+        sums_THK,
+        S,
+        rule.scale,
+        *q_THL.stride()[:2],
+        *out_THV.stride()[:2],
+        rows.stride(0),
+        0 if cache.k_scales_BGP is None else cache.k_scales_BGP.stride(0),
+        block_tables_SM.stride(0),
+        H=H,
+        V=V,
+        R=L - V,
+        P=P,
+        SEGMENTS=segments,
+        RANGE=range_len,
+        CODES=name,
+        UPCAST=IS_INTERPRETED,
+        **tiles,
+        **options(q_THL.dtype),
+    )
+    if segments > 1:
+        attention._join_ranges_kernel[(T, H)](
+            partial,
+            maxima_THK,
+            sums_THK,
+            None,
+            out_THV,
+            *out_THV.stride()[:2],
+            H=H,
+            E=V,
+            BLOCK_E=tiles["BLOCK_V"],
+            SEGMENTS=segments,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+
+@triton.jit
+def _latent_rope_and_cache_kernel(
+    q_ptr,
+    rows_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    slots_ptr,
+    cache_ptr,
+    scales_ptr,
+    out_ptr,
+    q_stride_t,
+    q_stride_h,
+    rows_stride,
+    cache_stride_b,
+    scales_stride_b,
+    out_stride_t,
+    out_stride_h,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    STEP: tl.constexpr,
+    SECOND: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """Pair i of the rotating elements: STEP * i and STEP * i + SECOND. In results: i and i + R / 2."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    HALF: tl.constexpr = R // 2
+    angles_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * R
+    if head < H:
+        i = tl.arange(0, BLOCK_R)
+        is_pair = i < HALF
+        x_ptr = q_ptr + token * q_stride_t + head * q_stride_h + i * STEP
+        x = tl.load(x_ptr, mask=is_pair, other=0.0).to(tl.float32)
+        y = tl.load(x_ptr + SECOND, mask=is_pair, other=0.0).to(tl.float32)
+        cos = tl.load(angles_ptr + i, mask=is_pair, other=1.0)
+        sin = tl.load(angles_ptr + HALF + i, mask=is_pair, other=0.0)
+        y_ptr = out_ptr + token * out_stride_t + head * out_stride_h + i
+        tl.store(y_ptr, (x * cos - y * sin).to(out_ptr.dtype.element_ty), mask=is_pair)
+        tl.store(y_ptr + HALF, (y * cos + x * sin).to(out_ptr.dtype.element_ty), mask=is_pair)
+    else:
+        slot = tl.load(slots_ptr + token)
+        if slot >= 0:
+            e = tl.arange(0, BLOCK_L)
+            row_ptr = rows_ptr + token * rows_stride
+            latents = tl.load(row_ptr + e, mask=e < V, other=0.0).to(tl.float32)
+            is_rope = (e >= V) & (e < V + R)
+            is_first = e < V + HALF
+            i = tl.where(is_first, e - V, e - V - HALF)
+            x = tl.load(row_ptr + V + i * STEP, mask=is_rope, other=0.0).to(tl.float32)
+            y = tl.load(row_ptr + V + i * STEP + SECOND, mask=is_rope, other=0.0).to(tl.float32)
+            cos = tl.load(angles_ptr + i, mask=is_rope, other=1.0)
+            sin = tl.load(angles_ptr + HALF + i, mask=is_rope, other=0.0)
+            row = tl.where(is_rope, tl.where(is_first, x * cos - y * sin, y * cos + x * sin), latents)
+            at = (slot // P) * cache_stride_b + (slot % P) * (V + R)
+            _store(cache_ptr, scales_ptr, row, at, (slot // P) * scales_stride_b + slot % P, V + R, BLOCK_L, CODES)
+
+
+def latent_rope_and_cache(
+    q_THR: Tensor,
+    rows_TL: Tensor,
+    positions_T: Tensor,
+    slot_mapping_T: Tensor,
+    cache: LayerCache,
+    rotation: LatentRotation,
+    out_THR: Tensor,
+) -> None:
+    """See ops.latent_rope_and_cache. Positions and slots are not checked: the host would have to wait."""
+    (T, H, R), L = q_THR.shape, rows_TL.shape[1]
+    rows_BGPE, name = cache.k_BGPE, codes.NAMES.get(cache.k_BGPE.dtype, "none")
+    if name != "none":
+        rows_BGPE = rows_BGPE.view(torch.int8)
+    _latent_rope_and_cache_kernel[(T, H + 1)](
+        q_THR,
+        rows_TL,
+        positions_T,
+        rotation.cos_sin_PR,
+        slot_mapping_T,
+        rows_BGPE,
+        cache.k_scales_BGP,
+        out_THR,
+        *q_THR.stride()[:2],
+        rows_TL.stride(0),
+        rows_BGPE.stride(0),
+        0 if cache.k_scales_BGP is None else cache.k_scales_BGP.stride(0),
+        *out_THR.stride()[:2],
+        H=H,
+        V=L - R,
+        R=R,
+        P=rows_BGPE.shape[2],
+        BLOCK_L=next_power_of_2(L),
+        BLOCK_R=next_power_of_2(R // 2),
+        STEP=2 if rotation.is_interleaved else 1,
+        SECOND=1 if rotation.is_interleaved else R // 2,
+        CODES=name,
+        num_warps=4,
+        enable_fp_fusion=False,  # codes of int8 are rounded products, as in the twin
+    )

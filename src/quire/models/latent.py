@@ -1,0 +1,66 @@
+"""Multi-head latent attention with absorbed matrices: attention over latent rows, with one arithmetic for all steps.
+
+Dimensions: T tokens, D hidden, H heads, L latents and rotating elements of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.attention.backend import AttentionBackend
+from quire.forward_batch import ForwardBatch
+from quire.kernels.fp8 import Rows
+from quire.kernels.layer_rules import LatentRotation
+from quire.kernels.ops import latent_rope_and_cache
+from quire.layer_spec import Latent
+from quire.layers.linear import Projection
+from quire.layers.norm import RMSNorm
+from quire.layers.up_projection import UpProjection
+
+
+class LatentAttention:
+    """Input [T, D], output [T, D].
+
+    Args:
+        layer: index of the layer's cache in ForwardBatch.caches.
+        query, query_norm: None: `reader` gives the queries.
+    """
+
+    def __init__(
+        self,
+        spec: Latent,
+        layer: int,
+        backend: AttentionBackend,
+        rotation: LatentRotation,
+        reader: Projection,
+        row_norm: RMSNorm,
+        up: UpProjection,
+        output: Projection,
+        query: Projection | None,
+        query_norm: RMSNorm | None,
+    ) -> None:
+        self._layer, self._attend, self._rotation = layer, backend.forward, rotation
+        self.reader, self._row_norm, self._up, self._output = reader, row_norm, up, output
+        self._query, self._query_norm = query, query_norm
+        self._num_heads, self._head_dims = spec.num_heads, (spec.nope_dim, spec.rope_dim)
+        self._row = (spec.rank, spec.rope_dim)
+        self._widths = (spec.input.out_features - sum(self._row), sum(self._row))
+
+    def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
+        slots_T = batch.adapter_slots_T
+        q, rows_TL = self.reader(x_TD, adapter_slots_T=slots_T).split_with_sizes(self._widths, 1)
+        if self._query is not None and self._query_norm is not None:
+            q = self._query(self._query_norm(q), adapter_slots_T=slots_T)
+        T, (rank, rope_dim) = q.shape[0], self._row
+        latents = rows_TL.narrow(1, 0, rank)
+        self._row_norm(latents, out=latents)
+        q_nope, q_rope = q.view(T, self._num_heads, sum(self._head_dims)).split_with_sizes(self._head_dims, 2)
+        absorbed_THL = torch.empty((T, self._num_heads, rank + rope_dim), dtype=q.dtype, device=q.device)
+        to_latents, to_rope = absorbed_THL.split_with_sizes(self._row, 2)
+        self._up.to_latents(q_nope, to_latents)
+        cache = batch.caches[self._layer]
+        cache_slots_T = batch.tables[cache.table].slot_mapping_T
+        latent_rope_and_cache(q_rope, rows_TL, batch.positions_T, cache_slots_T, cache, self._rotation, to_rope)
+        values = self._up.to_values(self._attend(absorbed_THL, cache, batch))
+        return self._output(values.view(T, values.shape[1] * values.shape[2]), adapter_slots_T=slots_T)
