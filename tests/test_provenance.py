@@ -123,6 +123,7 @@ OTHER_VALUES: dict[str, Any] = {
     "num_threads": 2,
     "disable_log_stats": True,
     "expert_metrics": True,
+    "otlp_traces_endpoint": "http://localhost:4317",
     "kv_cache_metrics": True,
     "kv_cache_metrics_sample": 0.5,
     "speculative_config": {"method": "suffix", "num_speculative_tokens": 3},
