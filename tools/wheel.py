@@ -54,7 +54,8 @@ def bill_of_materials(project: dict[str, Any], *, is_compiled: bool) -> dict[str
         ]
     names = [re.match(r"[\w.-]+", requirement)[0] for requirement in project["dependencies"]]
     required = [
-        {"type": "library", "name": name, "purl": f"pkg:pypi/{name.lower()}", "scope": "required"} for name in names
+        {"type": "library", "bom-ref": purl, "name": name, "purl": purl, "scope": "required"}
+        for name, purl in ((name, f"pkg:pypi/{name.lower()}") for name in names)
     ]
     own = f"pkg:pypi/{project['name']}@{project['version']}"
     return {

@@ -252,7 +252,8 @@ _SGLANG = (
     _to("--revision", "revision"),
     _to("--download-dir", "download_dir"),
     _to("--device", "device"),
-    _to("--tp-size --tp --tensor-parallel-size", "tensor_parallel_size", "1 in this version"),
+    _to("--tp-size --tp --tensor-parallel-size", "tensor_parallel_size"),
+    _to("--dp-size --dp --data-parallel-size", "data_parallel_size"),
     _to("--api-key", "api_key", convert=_listed),
     _to("--log-level", "log_level", convert=lambda value: str(value).upper()),
     _to("--chat-template", "chat_template"),
@@ -312,9 +313,9 @@ _SGLANG = (
     *_none("requests are counted in /metrics, not logged", switches="--log-requests"),
     *_no("the KV cache is sized in bytes", "Use --kv-cache-memory-bytes", "--max-total-tokens"),
     *_no(
-        "there is one device and one machine in this version",
+        "there is one machine, and it has no pipeline and no expert parallelism in this version",
         "Leave it out",
-        "--dp-size,--dp --pp-size,--pp --ep-size,--ep --nnodes",
+        "--pp-size,--pp --ep-size,--ep --nnodes",
         off=(1,),
     ),
     *_no(

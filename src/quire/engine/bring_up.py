@@ -56,7 +56,7 @@ def bring_up(
     resolved = resolve(config, model_config, facts, is_server=is_server)
     total_bytes, _ = facts.memory_of(resolved.device.device)
     if free_memory_bytes is not None and resolved.device.device == "cpu":
-        total_bytes = min(total_bytes, free_memory_bytes // config.data_parallel_size)
+        total_bytes = min(total_bytes, free_memory_bytes // (config.data_parallel_size * config.tensor_parallel_size))
     # Refused before minutes are spent on reading them.
     planned_bytes = planned_weight_bytes(resolved, model_config)
     if planned_bytes >= total_bytes:
@@ -69,7 +69,8 @@ def bring_up(
     measured = executor.measure()
     memories = [each.memory for each in measured]
     if free_memory_bytes is not None and resolved.device.device == "cpu":
-        memories = [share_of_memory(each, config.data_parallel_size, free_memory_bytes) for each in memories]
+        own_bytes = free_memory_bytes // config.tensor_parallel_size
+        memories = [share_of_memory(each, config.data_parallel_size, own_bytes) for each in memories]
     planned, memory = plan_least(config, model_config, resolved, memories)
     if resolved.device.device == "cuda":
         warn_about_dropped_sizes(resolved)

@@ -79,7 +79,8 @@ class EngineProcess:
         from quire.engine.start import start_engine
 
         self._beats.start()
-        if self._launch.config.data_parallel_size > 1:
+        config = self._launch.config
+        if config.data_parallel_size > 1 and config.device != "cpu":
             devices.take_gpu(self._launch.engine_index)
         try:
             started = start_engine(

@@ -102,7 +102,7 @@ def _exporter(endpoint: str) -> SpanExporter:
     if envs.OTLP_TRACES_PROTOCOL.get() == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-        return OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https://"))
+        return OTLPSpanExporter(endpoint, insecure=True if endpoint.startswith("http://") else None)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
     return HttpExporter(endpoint)

@@ -149,6 +149,8 @@ class ExpertsForm:
         router = Router(linear=linear, scoring=self.scoring, **self.routing(fields))
         if num_experts % router.num_groups:
             raise fields.illegal("n_group", f"a divisor of the {num_experts} experts")
+        if router.num_groups > 1 and router.group_score == "top2" and num_experts < 2 * router.num_groups:
+            raise fields.illegal("n_group", f"groups of 2 or more of the {num_experts} experts")
         in_groups = num_experts // router.num_groups * router.num_active_groups
         if num_active > in_groups:
             raise fields.illegal("num_experts_per_tok", f"at most the {in_groups} experts of the active groups")

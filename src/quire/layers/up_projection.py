@@ -33,6 +33,7 @@ class UpProjection:
     def __init__(self, stored: StoredLinear, dtype: torch.dtype) -> None:
         self._stacks = stored.shape.matrices
         self._arriving = Linear(stored.shape, dtype=dtype, scheme=select_scheme(stored))
+        self._arriving.weight_memory = _passing_memory
         self.keys: PackedHeads | None = None
         self.values: PackedHeads | None = None
 
@@ -63,3 +64,8 @@ class UpProjection:
 
     def weight_bytes(self) -> int:
         return sum(stack.nbytes for stack in (self.keys, self.values) if stack is not None)
+
+
+def _passing_memory(num_bytes: int) -> Tensor:
+    """uint8 [num_bytes] that is free again with the tensor; regions of weights stay until their last tensor is gone."""
+    return torch.empty(num_bytes, dtype=torch.uint8)

@@ -225,7 +225,7 @@ def _restored(description: Any, data: Tensor) -> Any:
 
 def _check_order(order: Tensor, K: int) -> None:
     """Raise ValueError for a wrong order, of one weight or of all experts, because kernels use it as index."""
-    if not (order.sort(-1).values == torch.arange(K, dtype=torch.int32)).all():
+    if order.shape[-1:] != (K,) or 0 in order.shape or not (order.sort(-1).values == torch.arange(K)).all():
         raise ValueError("the order of a weight's in-features is damaged")
 
 

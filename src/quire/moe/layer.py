@@ -106,5 +106,5 @@ class MoE:
     def _ones(self, like_TS: Tensor) -> Tensor:
         """Weights of 1. Memory that was handed out stays: recorded steps read it."""
         if self._units[-1].shape[0] < like_TS.shape[0]:
-            self._units.append(torch.ones_like(like_TS))
+            self._units.append(like_TS.new_ones((2 * like_TS.shape[0], like_TS.shape[1])))
         return self._units[-1].narrow(0, 0, like_TS.shape[0])
