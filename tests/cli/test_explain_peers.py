@@ -111,7 +111,7 @@ def test_commands(title: str, text: str, command: str) -> None:
         ("llama.cpp", "llama-server -c 0", "-c", "no effect", "asks for what happens anyway"),
         ("Ollama", "FROM llama3.2", "--from", "refused", "Name the same model on the hub"),
         ("Ollama", "FROM ./m.gguf\nSYSTEM Be short.", "--system", "refused", "Send a message with the role system"),
-        ("SGLang", "sglang serve --tp 2", "--tp", "refused", "Tensor parallelism"),
+        ("SGLang", "sglang serve --tp 2", "--tp", "translated", "--tensor-parallel-size 2"),
         ("TGI", "text-generation-launcher --max-batch-total-tokens 9", "--max-batch-total-tokens", "refused", "bytes"),
     ],
 )

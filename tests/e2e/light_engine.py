@@ -102,6 +102,9 @@ class LightWorker:
     def drop_adapter(self, digest: str) -> None:
         """There is no memory to give back."""
 
+    def close(self) -> None:
+        """Nothing to give back."""
+
 
 class Loaded(Future[AdapterFacts]):
     """Nothing is kept."""

@@ -75,7 +75,7 @@ def test_an_id_in_use_is_refused_and_its_request_goes_on(engine: LLMEngine) -> N
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("trace_headers", {"a": "b"}), ("tokenization_kwargs", {"truncation": True}), ("arrival_time", 1.0)],
+    [("tokenization_kwargs", {"truncation": True}), ("arrival_time", 1.0)],
 )
 def test_unsupported_arguments_are_refused(engine: LLMEngine, argument: str, value: Any) -> None:
     with pytest.raises(UnsupportedFieldError) as caught:

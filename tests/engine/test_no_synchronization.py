@@ -97,9 +97,10 @@ class MetaKernels:
     def __getattr__(self, name: str) -> Callable[..., None]:
         assert name in triton_kernels.__all__
 
-        def kernel(*arguments: Any) -> None:
+        def kernel(*arguments: Any, **named: Any) -> None:
             self.called.add(name)
-            assert all(x.device == META for x in arguments if isinstance(x, Tensor)), f"{name} of tensors on the host"
+            given = (x for x in (*arguments, *named.values()) if isinstance(x, Tensor))
+            assert all(x.device == META for x in given), f"{name} of tensors on the host"
 
         return kernel
 

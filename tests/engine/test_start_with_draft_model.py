@@ -118,7 +118,7 @@ def test_the_plan_is_what_is_allocated_and_it_serves() -> None:
 def test_on_a_gpu(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_model("bfloat16", None)[1], "config", WITH_DRAFT)
 
-    def load(config: ModelConfig, *rest: Any) -> Any:
+    def load(config: ModelConfig, *rest: Any, **more: Any) -> Any:
         is_draft = config.num_layers == DRAFT.num_layers
         return (demo_draft() if is_draft else demo_model("bfloat16", None))[1]
 

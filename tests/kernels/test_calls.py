@@ -30,6 +30,10 @@ def kv_cache() -> Any:
     return cpu._C.KvCache(k=KEYS, v=VALUES, k_scales=None, v_scales=None)
 
 
+def latent_cache() -> Any:
+    return cpu._C.KvCache(k=KEYS[:, :1], v=KEYS[:, :1, :, : E - 2], k_scales=None, v_scales=None)
+
+
 def rotation() -> Any:
     norms = {"q_norm_weight": None, "k_norm_weight": None, "norm_eps": 0.0, "norm_weight_offset": 0.0}
     return cpu._C.HeadRotation(cos_sin=None, **norms, temperature=0.0, temperature_floor=1.0)
@@ -106,6 +110,17 @@ FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
         **{"y": torch.ones(2 * T, E), "order": ints(*range(2 * T)), "weights": torch.ones(T, 2), "shared": None},
         **{"shared_gate": None, "out": torch.empty(T, E)},
     },
+    "HeadGemm": lambda: {"x": torch.ones(T, 1, E), "weight": packed().panels, "out": torch.empty(T, 1, V)},
+    "LatentRopeAndCache": lambda: {
+        **{"q": torch.ones(T, 1, 2), "rows": torch.ones(T, E), "positions": torch.arange(T)},
+        **{
+            "slot_mapping": torch.arange(T),
+            "cache": latent_cache(),
+            "cos_sin": torch.ones(T, 2),
+            "is_interleaved": False,
+        },
+        "out": torch.empty(T, 1, 2),
+    },
     "Greedy": lambda: {"logits": torch.ones(T, V), "token_ids": torch.empty(T, dtype=torch.int64)},
     "Sample": lambda: {
         **{"logits": torch.ones(T, V), "temperature": torch.ones(T), "top_k": ints(0, 0, 0), "top_p": torch.ones(T)},
@@ -120,8 +135,8 @@ FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def structs() -> set[str]:
-    """Those that kernels are called by: not the indexes of text, which draft."""
-    others = {"KernelCall", "NgramIndex", "SuffixIndex", "SharedTexts"}
+    """Those that kernels are called by: not the indexes of text, which draft, nor what ranks share."""
+    others = {"KernelCall", "NgramIndex", "SuffixIndex", "SharedTexts", "SharedGroup", "GroupError", "Gather"}
     return {name for name, member in vars(cpu._C).items() if isinstance(member, type)} - others
 
 

@@ -44,7 +44,8 @@ def test_every_format_has_a_row() -> None:
     of_files = [f"GGUF {name}" for name in ("F16", *GGUF_32, *GGUF_K)]
     assert list(DOCUMENTED) == [*quality.ON_LOAD, *quality.WRITTEN, *of_files]
     assert all(cells[-1].endswith(" of 200") for cells in DOCUMENTED.values())
-    for tensor_type in quire.formats.weight_format.GGUF:
+    # llama.cpp writes MXFP4 for gpt-oss alone, and no converter makes it from the demo model.
+    for tensor_type in quire.formats.weight_format.GGUF.keys() - {"MXFP4"}:
         assert any(name.startswith(f"GGUF {tensor_type}") for name in of_files), tensor_type
 
 
