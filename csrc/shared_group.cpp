@@ -84,9 +84,8 @@ void copy_rows(const char* from, int64_t from_stride, char* to, int64_t to_strid
     for (int64_t row = begin; row < end; ++row) std::memcpy(to + row * to_stride, from + row * from_stride, width);
   };
   if (num_tasks == 1 || num_threads() == 1) return copy(0, rows);
-  parallel_for(static_cast<int>(num_tasks), [&](int task, int) {
-    copy(rows * task / num_tasks, rows * (task + 1) / num_tasks);
-  });
+  parallel_for(static_cast<int>(num_tasks),
+               [&](int task, int) { copy(rows * task / num_tasks, rows * (task + 1) / num_tasks); });
 }
 
 }  // namespace

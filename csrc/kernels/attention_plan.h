@@ -37,9 +37,7 @@ struct Plan {
   int64_t partials_size = 0;     // floats
 };
 
-inline int first_visible(const AttentionArgs& a, int position) {
-  return a.rule.first_visible(position);
-}
+inline int first_visible(const AttentionArgs& a, int position) { return a.rule.first_visible(position); }
 
 inline int query_group(const AttentionArgs& a) { return a.num_q_heads / a.cache.num_kv_heads; }
 

@@ -12,8 +12,7 @@ void run(const GemmBlock& block) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
   // Products of few rows wait for memory. From 3 tiles on, the loads of rows of x cost more than the order brings
   // (benchmarks/NOTES.md, Zen 4).
-  if (follows_streams() && block.row_end - block.row_begin <= 2 * kMaxRows)
-    return run_row_tiles<DotTiles<true>>(block);
+  if (follows_streams() && block.row_end - block.row_begin <= 2 * kMaxRows) return run_row_tiles<DotTiles<true>>(block);
 #endif
   run_row_tiles<DotTile>(block);
 }

@@ -1,8 +1,8 @@
 // Ranks of one model on one machine, which join their results through memory that they share.
 //
 // The memory begins with a page for the group and a cache line pair per rank. Then come two slots per rank. In turn n a
-// rank writes to its slot n % 2, says so, and reads the slots of the others. Nobody writes to a slot that is still read:
-// a rank that is in turn n + 2 has seen all others in turn n + 1, and they have read the slots of turn n before.
+// rank writes to its slot n % 2, says so, and reads the slots of the others. Nobody writes to a slot that is still
+// read: a rank that is in turn n + 2 has seen all others in turn n + 1, and they have read the slots of turn n before.
 #pragma once
 
 #include <array>
@@ -27,8 +27,8 @@ struct GatherArgs;
 
 class SharedGroup {
  public:
-  // Maps `fd`, which has at least num_bytes(size, slot_bytes) of zeros when the first rank comes. A rank that waits looks
-  // for `spin_microseconds` before it sleeps. After `timeout_seconds` it raises GroupError. Throws
+  // Maps `fd`, which has at least num_bytes(size, slot_bytes) of zeros when the first rank comes. A rank that waits
+  // looks for `spin_microseconds` before it sleeps. After `timeout_seconds` it raises GroupError. Throws
   // std::system_error if the memory cannot be mapped.
   SharedGroup(int fd, int rank, int size, int64_t slot_bytes, int spin_microseconds, double timeout_seconds);
   ~SharedGroup();

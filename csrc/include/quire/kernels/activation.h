@@ -11,8 +11,8 @@ namespace quire {
 // The numbers are part of the Python interface (kernels/cpu.py).
 enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2, clamped_swiglu = 3 };
 
-// out[t, i] = activation(x[t, i]) * x[t, i + inner]; clamped_swiglu has its own formula of both. With factors, row t of x
-// is multiplied by factors[order[t]] first.
+// out[t, i] = activation(x[t, i]) * x[t, i + inner]; clamped_swiglu has its own formula of both. With factors, row t of
+// x is multiplied by factors[order[t]] first.
 struct ActivationArgs {
   DType dtype;
   Activation activation;
