@@ -140,7 +140,7 @@ def _rope(own: GgufMetadata, file: GgufFile, head_dim: int, yarn: Mapping[str, A
                 "attention_factor": attention_factor,
             }
     if not scaling and kind in ("linear", "yarn"):
-        scaling = {"rope_type": kind, "factor": factor} | (yarn if kind == "yarn" else {})
+        scaling = {"rope_type": kind, "factor": factor} | (dict(yarn) if kind == "yarn" else {})
         if kind == "yarn" and attention_factor != 1.0:
             scaling["attention_factor"] = attention_factor * (0.1 * math.log(factor) + 1.0)
     if scaling and given.has("original"):
