@@ -11,6 +11,27 @@ namespace nb = nanobind;
 namespace quire {
 namespace {
 
+void check_size(const char* name, int64_t size, int64_t expected) {
+  if (size != expected)
+    throw std::invalid_argument(name + (" has the size " + std::to_string(size)) + ", expected " +
+                                std::to_string(expected));
+}
+
+void check_rows(const char* name, const TensorView& tensor, int64_t rows, int64_t columns) {
+  check_size(name, tensor.size(0), rows);
+  check_size(name, tensor.size(1), columns);
+}
+
+void check_rule(const RoutingRule& rule) {
+  const bool has_groups = rule.num_experts >= 1 && rule.num_groups >= 1 && rule.num_experts % rule.num_groups == 0 &&
+                          rule.num_active_groups >= 1 && rule.num_active_groups <= rule.num_groups;
+  if (!has_groups || rule.num_active < 1 ||
+      rule.num_active > rule.num_experts / rule.num_groups * rule.num_active_groups)
+    throw std::invalid_argument(std::to_string(rule.num_active) + " of " + std::to_string(rule.num_experts) +
+                                " experts in " + std::to_string(rule.num_groups) +
+                                " groups, expected groups of equal size, and experts in the active ones");
+}
+
 void run(const RouteArgs& args) { route(args); }
 using Route = CallOf<RouteArgs, run>;
 
@@ -55,6 +76,7 @@ void bind_routing(nb::module_& m) {
                                .normalizes = normalizes,
                                .scale = scale,
                                .jitter = jitter};
+        check_rule(*self);
       },
       "num_experts"_a, "num_active"_a, "scoring"_a, "num_groups"_a, "num_active_groups"_a, "group_score"_a,
       "normalizes"_a, "scale"_a, "jitter"_a);
@@ -62,8 +84,15 @@ void bind_routing(nb::module_& m) {
       m, "Route",
       [](Route* self, TensorView logits, const RoutingRule& rule, TensorView bias, TensorView experts,
          TensorView weights, TensorView order, TensorView begins) {
+        const int64_t rows = logits.size(0);
+        check_rows("logits", logits, rows, rule.num_experts);
+        if (bias.is_given()) check_size("bias", bias.size(0), rule.num_experts);
+        check_rows("experts", experts, rows, rule.num_active);
+        check_rows("weights", weights, rows, rule.num_active);
+        check_size("order", order.size(0), rows * rule.num_active);
+        check_size("begins", begins.size(0), rule.num_experts + 1);
         new (self) Route({.logits = logits.rows<const float>(),
-                          .rows = logits.size(0),
+                          .rows = rows,
                           .rule = rule,
                           .bias = bias.data<const float>(),
                           .experts = experts.data<int32_t>(),
@@ -78,6 +107,7 @@ void bind_products(nb::module_& m) {
   bind_struct<ExpertStack>(
       m, "ExpertStack",
       [](ExpertStack* self, const PackedWeight& first, int64_t num_experts) {
+        if (num_experts < 1) throw std::invalid_argument("a stack of " + std::to_string(num_experts) + " experts");
         new (self) ExpertStack{.first = first, .num_experts = num_experts};
       },
       "first"_a, "num_experts"_a);
@@ -85,12 +115,20 @@ void bind_products(nb::module_& m) {
       m, "ExpertProduct",
       [](ExpertProduct* self, TensorView x, const ExpertStack& stack, TensorView order, TensorView begins,
          int64_t num_slots, bool of_tokens, TensorView bias, TensorView out) {
+        const int64_t num_pairs = order.size(0);
+        if (num_slots < 1 || num_pairs % num_slots)
+          throw std::invalid_argument(std::to_string(num_pairs) + " pairs with " + std::to_string(num_slots) +
+                                      " slots of a token, expected a multiple of 1 or more");
+        check_size("begins", begins.size(0), stack.num_experts + 1);
+        check_rows("x", x, of_tokens ? num_pairs / num_slots : num_pairs, stack.first.k);
+        check_rows("out", out, num_pairs, stack.first.n);
+        if (bias.is_given()) check_rows("bias", bias, stack.num_experts, stack.first.n);
         new (self) ExpertProduct({.x = x.rows<const void>(),
                                   .dtype = x.dtype(),
                                   .stack = stack,
                                   .order = order.data<const int32_t>(),
                                   .begins = begins.data<const int32_t>(),
-                                  .num_pairs = order.size(0),
+                                  .num_pairs = num_pairs,
                                   .num_slots = num_slots,
                                   .of_tokens = of_tokens,
                                   .bias = bias.data<const void>(),
@@ -110,13 +148,19 @@ void bind_experts(nb::module_& m) {
       m, "CombineExperts",
       [](CombineExperts* self, TensorView y, TensorView order, TensorView weights, TensorView shared,
          TensorView shared_gate, TensorView out) {
+        const int64_t rows = weights.size(0), num_slots = weights.size(1), columns = y.size(1);
+        check_size("order", order.size(0), rows * num_slots);
+        check_rows("y", y, rows * num_slots, columns);
+        check_rows("out", out, rows, columns);
+        if (shared.is_given()) check_rows("shared", shared, rows, columns);
+        if (shared_gate.is_given()) check_rows("shared_gate", shared_gate, rows, 1);
         new (self) CombineExperts({.y = y.rows<const void>(),
                                    .dtype = y.dtype(),
                                    .order = order.data<const int32_t>(),
                                    .weights = weights.data<const float>(),
-                                   .rows = weights.size(0),
-                                   .num_slots = weights.size(1),
-                                   .columns = y.size(1),
+                                   .rows = rows,
+                                   .num_slots = num_slots,
+                                   .columns = columns,
                                    .shared = shared.rows<const void>(),
                                    .shared_gate = shared_gate.rows<const float>(),
                                    .out = out.rows<void>()});

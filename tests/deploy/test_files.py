@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -18,14 +21,20 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 
 
-def _instructions(text: str) -> list[tuple[str, str]]:
-    joined = re.sub(r"\\\n\s*", "", text)
-    lines = [line for line in joined.splitlines() if line.strip() and not line.startswith("#")]
-    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in lines]
+@pytest.fixture(scope="module")
+def container() -> ModuleType:
+    """The tool that runs the instructions in a chroot."""
+    spec = importlib.util.spec_from_file_location("container", ROOT / "tools" / "container.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks there
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_the_container_file() -> None:
-    instructions = _instructions((DEPLOY / "Containerfile").read_text())
+def test_the_container_file(container: ModuleType) -> None:
+    instructions = container.instructions((DEPLOY / "Containerfile").read_text())
     last = instructions[[name for name, _ in instructions].index("FROM", 2) :]  # of the image that remains
     found = dict(last)
     assert found["USER"] == "10001:10001"

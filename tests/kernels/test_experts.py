@@ -214,6 +214,46 @@ def test_no_tokens() -> None:
     assert combine(y_PN, routing).shape == (0, 70)
 
 
+@pytest.mark.skipif(not cpu.available(), reason="needs the compiled kernels")
+def test_the_bindings_believe_no_size() -> None:
+    """Without the checks of `expert_linear` and `combine` before them."""
+    E, N, K, T, S = 3, 70, 64, 5, 2
+    stack, routing = stack_of(FORMS["float32"], E, N, K), random_routing(T, E, S)
+    x, y, out = torch.rand(T, K), torch.rand(T * S, N), torch.rand(T, N)
+
+    def product_of(**changes: object) -> None:
+        arguments = {"x": x, "stack": stack.panels, "routing": routing, "of_tokens": True, "bias_EN": None, "out_PN": y}
+        cpu.expert_linear(*(arguments | changes).values())
+
+    product_of()
+    cpu.combine(y, routing, None, None, out)
+    cut = {name: tensor[:-1] for name, tensor in vars(routing).items()}
+    for wrong in (
+        lambda: product_of(x=x[:-1]),
+        lambda: product_of(x=x[:, :-1]),
+        lambda: product_of(of_tokens=False),
+        lambda: product_of(bias_EN=torch.rand(E - 1, N)),
+        lambda: product_of(bias_EN=torch.rand(E, N + 1)),
+        lambda: product_of(out_PN=y[:-1]),
+        lambda: product_of(out_PN=torch.rand(T * S, N - 1)),
+        lambda: product_of(routing=replace(routing, begins=cut["begins"])),
+        lambda: product_of(routing=replace(routing, order_P=cut["order_P"])),
+        lambda: product_of(stack=cpu.expert_stack(stack.expert(0).panels, 0)),
+        lambda: cpu.combine(y[:-1], routing, None, None, out),
+        lambda: cpu.combine(y, replace(routing, order_P=cut["order_P"]), None, None, out),
+        lambda: cpu.combine(y, replace(routing, weights_TS=cut["weights_TS"]), None, None, out),
+        lambda: cpu.combine(y, routing, torch.rand(T - 1, N), None, out),
+        lambda: cpu.combine(y, routing, torch.rand(T, N), torch.rand(T, 2), out),
+        lambda: cpu.combine(y, routing, None, None, out[:, :-1]),
+        lambda: cpu.route(torch.rand(T, E + 1), RoutingRule(E, S), None, routing),
+        lambda: cpu.route(torch.rand(T, E), RoutingRule(E, S), torch.rand(E - 1), routing),
+        lambda: cpu.route(torch.rand(T, E), RoutingRule(E, S + 1), None, routing),
+        lambda: cpu.route(torch.rand(T, E), RoutingRule(E, S), None, replace(routing, **cut)),
+    ):
+        with pytest.raises(ValueError, match=r"expected|0 experts"):
+            wrong()
+
+
 RULES = {
     "softmax": RoutingRule(16, 4),
     "softmax, normalized": RoutingRule(16, 4, normalizes=True, scale=2.5),

@@ -22,8 +22,10 @@ from quire import private_cache
 from quire.formats.weight_format import ON_LOAD
 from quire.kernels import cpu
 from quire.kernels.dense import linear, pack_linear
-from quire.kernels.grouped import grouped_linear, pack_grouped
+from quire.kernels.expert_stack import StackBuilder
+from quire.kernels.grouped import PackedGrouped, grouped_linear, pack_grouped
 from quire.kernels.grouped_weight import GroupedWeight
+from quire.kernels.head_linear import pack_heads
 from quire.loader import packed_cache
 from quire.loader.packed_cache import PackedCache
 from quire.model_config import load_model_config
@@ -129,6 +131,40 @@ def test_a_damaged_order_of_in_features_is_not_used(model_folder: Path, cache: P
     changed[5] = entry
     kept(cache).write_bytes(data.replace(order, changed.numpy().tobytes()))
     assert kept_weights.read() is None
+
+
+def test_sizes_of_experts_have_to_fit_their_data(model_folder: Path) -> None:
+    """Kernels would read behind the end."""
+    E, N, K = 3, 64, 32
+    weight = GroupedWeight(
+        codes_NK=torch.randint(16, (N, K), dtype=torch.uint8),
+        bits=4,
+        group_size=K,
+        scales_NG=torch.rand(N, 1),
+        order_K=torch.randperm(K),
+    )
+    builder = StackBuilder(E, N)
+    for e in range(E):
+        builder.put(e, pack_grouped(weight))
+    stack = builder.finished()
+    held = stack.weight
+    assert isinstance(held, PackedGrouped)
+    assert held.order_K is not None
+    dense, heads = pack_linear(torch.rand(N, K)), pack_heads(torch.rand(2, N, K))
+    kept_weights = PackedCache(load_model_config(model_folder), torch.float32, None, [])
+    for is_legal, form in (
+        (True, stack),
+        (False, replace(stack, E=4, weight=replace(held, N=4 * N, order_K=held.order_K.repeat(2, 1)[:4]))),
+        (False, replace(stack, weight=replace(held, order_K=held.order_K[:2]))),
+        (False, replace(stack, weight=replace(held, order_K=held.order_K[0]))),
+        (False, replace(stack, E=1)),
+        (True, (dense, heads)),
+        (False, (replace(dense, N=2 * N), heads)),
+        (False, (dense, replace(heads, H=3))),
+    ):
+        kept_weights.write({"a": {"weight": form}})
+        join()
+        assert (kept_weights.read() is not None) == is_legal
 
 
 def test_a_form_that_is_not_known_is_not_kept(model_folder: Path, cache: Path) -> None:

@@ -192,6 +192,14 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         pack({"x": entry(0, 1000, [2, 2**63 + 500])}, bytes(1000)),
         "does not fit its bytes",
     ),
+    "no elements, but strides beyond 64 bits": (
+        pack({"x": entry(0, 0, [2**62, 4, 0])}),
+        "tensor x has a shape that is too large",
+    ),
+    "no elements, but a size beyond 64 bits": (
+        pack({"x": entry(0, 0, [2**63, 0])}),
+        "tensor x has a shape that is too large",
+    ),
     "overlap": (pack({"x": entry(0, 4), "y": entry(2, 6)}, bytes(6)), "tensor y overlaps"),
     "same bytes twice": (pack({"x": entry(0, 4), "y": entry(0, 4)}, bytes(4)), "overlaps"),
     "gap": (pack({"x": entry(0, 4), "y": entry(6, 8)}, bytes(8)), "tensor y leaves a gap"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.errors import AdapterError, ModelConfigError, WeightsError
+from quire.formats.stored_linear import StoredLinear
 from quire.formats.weight_format import ON_LOAD
 from quire.kernels import cpu
+from quire.layer_spec import Cut, LinearShape
+from quire.layers.weight_slot import StackedSlots
 from quire.loader.safetensors import Checkpoint
 from quire.lora.adapter import read_adapter
 from quire.model_config import load_model_config
 from quire.models.registry import CausalLM, build_model
+from quire.models.weights import WeightTable
+from quire.moe.stack import ExpertStack, make_stack
 from tests.loader.test_packed_cache import join
 from tests.loading import load_model
 from tests.lora.adapters import write_adapter
@@ -89,6 +95,33 @@ def test_the_order_of_tensors_does_not_matter(quantization: str | None, folder: 
         model.load_weights(tensors[index] for index in order.tolist())
         found.append(logits(model))
     assert torch.equal(*found)
+
+
+def test_shards_that_are_stored_apart_have_no_tensor_of_all() -> None:
+    """Both would read its first rows."""
+    shape = LinearShape(
+        prefix="experts.{}.",
+        shards=(("gate", 4), ("up", 4)),
+        in_features=8,
+        num_experts=2,
+        stacked="experts.gate_up",
+        cut=Cut("experts"),
+    )
+    fused, apart = (
+        WeightTable(dict(slot for part in make_stack(stored, torch.float32).parts for slot in _named(part)))
+        for stored in (
+            [StoredLinear(shape=shape, source=None, held=None, reason="")],
+            [StoredLinear(shape=shape.only([index]), source=None, held=None, reason="") for index in range(2)],
+        )
+    )
+    headers = [("experts.gate_up", torch.empty(2, 8, 8, device="meta"))]
+    fused.check(headers)
+    with pytest.raises(WeightsError, match=r"4 missing .*1 unexpected \(experts.gate_up\)"):
+        apart.check(headers)
+
+
+def _named(part: ExpertStack) -> Iterator[tuple[str, StackedSlots]]:
+    return ((f"experts.{{}}.{name}", slots) for name, slots in part.slots())
 
 
 def zeros(*shape: int) -> Tensor:

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from quire.formats.weight_format import GroupedFormat
-from quire.kernels import extension
+from quire.kernels import cpu, extension
 from quire.kernels.dense import PackedLinear
-from quire.kernels.expert_stack import PackedStack
+from quire.kernels.expert_stack import Packed, PackedStack
 from quire.kernels.fp8 import PackedFp8
 from quire.kernels.grouped import PackedGrouped
 from quire.kernels.head_linear import PackedHeads
@@ -211,10 +211,7 @@ def _restored(description: Any, data: Tensor) -> Any:
         return tuple(_restored(item, data) for item in description["tuple"])
     if "form" in description:
         fields = {key: _restored(item, data) for key, item in description["fields"].items()}
-        form = FORMS[description["form"]](**fields)
-        if isinstance(form, PackedGrouped) and form.order_K is not None:
-            _check_order(form.order_K, form.K)
-        return form
+        return FORMS[description["form"]](**fields)
     name, shape, begin = description["tensor"]
     dtype = _dtype(name)
     end = begin + torch.Size(shape).numel() * dtype.itemsize
@@ -223,10 +220,42 @@ def _restored(description: Any, data: Tensor) -> Any:
     return data[begin:end].view(dtype).view(shape)
 
 
-def _check_order(order: Tensor, K: int) -> None:
-    """Raise ValueError for a wrong order, of one weight or of all experts, because kernels use it as index."""
-    if order.shape[-1:] != (K,) or 0 in order.shape or not (order.sort(-1).values == torch.arange(K)).all():
-        raise ValueError("the order of a weight's in-features is damaged")
+def _checked(value: Any) -> Any:
+    """The value of an attribute. Raises ValueError for sizes that do not fit its data, because kernels believe them."""
+    match value:
+        case tuple():
+            for each in value:
+                _checked(each)
+        case PackedStack(weight, E, N, K):
+            if (weight.N, weight.K) != (E * N, K):
+                raise ValueError("the sizes of experts are not those of their weight")
+            _check_weight(weight, E, N, (E, K))
+        case PackedLinear() | PackedFp8() | PackedGrouped():
+            _check_weight(value, 1, value.N, (value.K,))
+        case PackedHeads(data, H, N, K, dtype):
+            _check_length(data, H * cpu.gemm_packed_bytes(dtype, N, K))
+    return value
+
+
+def _check_weight(weight: Packed, count: int, N: int, order_shape: tuple[int, ...]) -> None:
+    """`count` weights of N rows, one after the other."""
+    if isinstance(weight, PackedLinear):
+        num_bytes = cpu.gemm_packed_bytes(weight.dtype, N, weight.K)
+    elif isinstance(weight, PackedFp8):
+        num_bytes = cpu.fp8_packed_bytes(N, weight.K, weight.group_size)
+    else:
+        num_bytes = cpu.grouped_packed_bytes(N, weight.K, cpu.grouped_form(weight.format))
+    _check_length(weight.data, count * num_bytes)
+    order = weight.order_K if isinstance(weight, PackedGrouped) else None
+    if order is not None:
+        columns = torch.arange(weight.K)
+        if order.shape != order_shape or 0 in order_shape or not (order.sort(-1).values == columns).all():
+            raise ValueError("the order of a weight's in-features is damaged")
+
+
+def _check_length(data: Tensor | None, num_bytes: int) -> None:
+    if data is None or data.nbytes != num_bytes:
+        raise ValueError("the data of a weight has another length than its sizes need")
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -247,7 +276,7 @@ def _map(file: BinaryIO, header: dict[str, Any], progress: Progress | None) -> H
         if progress:
             progress("load", end / len(data), f"{shown_bytes(end)} of {shown_bytes(len(data))}, packed before")
     return {
-        name: {key: _restored(description, data[header["start"] :]) for key, description in part.items()}
+        name: {key: _checked(_restored(description, data[header["start"] :])) for key, description in part.items()}
         for name, part in header["parts"].items()
     }
 

@@ -24,6 +24,7 @@ SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 16 << 20
 MAX_ENTRIES = 65_536
 MAX_DIMS = 16
+MAX_ELEMENTS = (1 << 59) - 1  # torch counts bytes and strides in 64 bits
 # A parsed header takes up to 30 times its bytes, so its brackets and values are counted first. A matrix has 3 brackets,
 # and 9 commas and colons with the comma after it.
 MAX_BRACKETS = 4 * MAX_ENTRIES
@@ -209,6 +210,10 @@ def _parse_entry(path: Path, name: str, fields: Any, data_start: int) -> TensorE
         raise fail(
             "has a shape that does not fit its bytes", offsets, f"{num_bytes} bytes for {fields['dtype']}{shape}"
         )
+    if (
+        math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS
+    ):  # a size of 0 hides the others from the number of bytes
+        raise fail("has a shape that is too large", shape, f"a product of at most {MAX_ELEMENTS}")
     return TensorEntry(name, dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
 

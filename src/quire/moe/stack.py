@@ -6,6 +6,7 @@ Dimensions: T tokens, E experts, P pairs of a token and an expert, K in-features
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -133,6 +134,11 @@ class SplitStack:
 
 
 def make_stack(stored: Sequence[StoredLinear], dtype: torch.dtype) -> ExpertStack | SplitStack:
-    """A stack from ModelConfig.stored's answer, which has one entry or one per shard."""
-    parts = [ExpertStack(part, dtype) for part in stored]
-    return parts[0] if len(parts) == 1 else SplitStack(parts)
+    """A stack from ModelConfig.stored's answer, which has one entry or one per shard.
+
+    Shards that are stored apart have a tensor for each expert: one tensor of all experts and shards cannot have their
+    different forms. So its name is not expected, and a checkpoint with it is refused.
+    """
+    if len(stored) == 1:
+        return ExpertStack(stored[0], dtype)
+    return SplitStack([ExpertStack(replace(part, shape=replace(part.shape, stacked="")), dtype) for part in stored])
