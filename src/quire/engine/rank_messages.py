@@ -9,10 +9,11 @@ import msgspec
 
 from quire import errors
 from quire.config import EngineConfig
-from quire.errors import EngineDeadError, QuireError
+from quire.distributed.group import StepVoid
+from quire.errors import EngineDeadError, QuireError, is_out_of_memory
 from quire.life_cycle import CacheSize, Measured, WorkerSettings
 from quire.resolve import DeviceFacts
-from quire.schedule import ScheduledBatch
+from quire.schedule import RowsFailedError, ScheduledBatch
 
 
 class RankLaunch(msgspec.Struct, tag=True):
@@ -69,7 +70,11 @@ class Answer(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """An error of a rank: the name and the fields of a QuireError, or the text of another one."""
+    """An error of a rank: the name and the fields of a QuireError, or the text of another one.
+
+    Attributes:
+        value: of a RowsFailedError: the requests.
+    """
 
     kind: str
     what: str
@@ -83,16 +88,24 @@ class Failed(msgspec.Struct, tag=True):
         if isinstance(error, QuireError):
             value = error.value if isinstance(error.value, (int, float, str, type(None))) else repr(error.value)
             return cls(type(error).__name__, error.what, value, error.expected, error.fix, error.param)
-        return cls("", f"{type(error).__name__}: {error}")
+        if isinstance(error, RowsFailedError):
+            return cls("RowsFailedError", str(error), error.request_ids)
+        if isinstance(error, StepVoid):
+            return cls("StepVoid", str(error))
+        return cls("MemoryError" if is_out_of_memory(error) else "", f"{type(error).__name__}: {error}")
 
     def error(self) -> Exception:
-        kind = getattr(errors, self.kind, None)
-        if not (isinstance(kind, type) and issubclass(kind, QuireError)):
-            return RuntimeError(self.what)
+        if self.kind == "RowsFailedError":
+            return RowsFailedError(self.value, self.what)
+        if self.kind in _PLAIN:
+            return _PLAIN[self.kind](self.what)
+        kind: type[QuireError] = getattr(errors, self.kind)
         if issubclass(kind, EngineDeadError):
             return kind(self.what)
         return kind(self.what, value=self.value, expected=self.expected, fix=self.fix, param=self.param)
 
+
+_PLAIN: dict[str, type[Exception]] = {"": RuntimeError, "MemoryError": MemoryError, "StepVoid": StepVoid}
 
 ToRank = RankLaunch | AskFacts | Load | Measure | Allocate | Capture | Execute | UseIdleTime
 FromRank = Answer | Failed
