@@ -164,4 +164,4 @@ def group_routing(fields: Fields) -> dict[str, Any]:
 
 
 def _stack(linear: LinearShape, num_experts: int, stacked: str, form: StackedForm) -> LinearShape:
-    return replace(linear, num_experts=num_experts, stacked=stacked, stacked_form=form, cut=Cut("experts"))
+    return replace(linear, num_experts=num_experts, stacked=stacked, stacked_form=form)

@@ -162,8 +162,7 @@ class Linear:
             for dim, (size, whole_size) in enumerate(zip(tensor.shapes(index)[form], whole.shape, strict=True)):
                 if size != whole_size:  # rows, or words or blocks of several rows
                     part = part.narrow(dim, first * whole_size // num_rows, size)
-            tensor.load(index, part)
-        self._finish_if_complete()
+            self._loader(tensor, index)(part)
 
     def _finish_if_complete(self) -> None:
         bias = self._bias_tensor
