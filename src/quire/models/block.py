@@ -281,9 +281,9 @@ class LayerBuilder:
         if spec.router.has_bias_for_choice:
             choice_bias = ChoiceBias(spec.num_experts)
             self.parts.append((f"{spec.router.linear.names[0]}.", choice_bias))
-        gate_up, down, join = self.stack(spec.expert.gate_up), self.stack(spec.expert.down), None
-        share = spec.expert.down.share
-        if self.group is not None and share is not None:
+        gate_up, join = self.stack(spec.expert.gate_up), None
+        down: ExpertStack | SplitStack | JoinedStack = self.stack(spec.expert.down)
+        if self.group is not None and (share := spec.expert.down.share) is not None:
             down, join = JoinedStack(down, share, self.group), partial(self.group.gather, widths=share.widths(0))
         shared = None if spec.shared is None else self.mlp(spec.shared, keeps_part=True)
         shared_gate = None if spec.shared_gate is None else self.gate(spec.shared_gate)
