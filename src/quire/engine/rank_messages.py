@@ -12,6 +12,7 @@ from quire.config import EngineConfig
 from quire.distributed.group import StepVoid
 from quire.errors import EngineDeadError, QuireError, is_out_of_memory
 from quire.life_cycle import CacheSize, Measured, WorkerSettings
+from quire.lora.facts import AdapterFacts
 from quire.resolve import DeviceFacts
 from quire.schedule import RowsFailedError, ScheduledBatch
 
@@ -21,6 +22,7 @@ class RankLaunch(msgspec.Struct, tag=True):
 
     Attributes:
         memory: file descriptor of distributed.shared_memory.
+        adapters: file descriptor of a connection for LoadAdapter, each of which has its answer there when it is read.
         dies_with_parent: the system kills it when the thread ends that has started it.
     """
 
@@ -28,6 +30,7 @@ class RankLaunch(msgspec.Struct, tag=True):
     model_folder: str
     rank: int
     memory: int
+    adapters: int
     dies_with_parent: bool
 
 
@@ -61,12 +64,28 @@ class UseIdleTime(msgspec.Struct, tag=True):
     num_blocks_ever_used: int
 
 
+class LoadAdapter(msgspec.Struct, tag=True):
+    path: str
+    digest: str | None
+
+
+class AddAdapter(msgspec.Struct, tag=True):
+    """One that was read. Adapters are added in the order in which they were read."""
+
+    digest: str
+
+
+class DropAdapter(msgspec.Struct, tag=True):
+    digest: str
+
+
 class Answer(msgspec.Struct, tag=True, omit_defaults=True):
     """What a method gave, if the first rank wants to know it."""
 
     facts: DeviceFacts | None = None
     measured: Measured | None = None
     has_more: bool = False
+    adapter: AdapterFacts | None = None
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -107,7 +126,19 @@ class Failed(msgspec.Struct, tag=True):
 
 _PLAIN: dict[str, type[Exception]] = {"": RuntimeError, "MemoryError": MemoryError, "StepVoid": StepVoid}
 
-ToRank = RankLaunch | AskFacts | Load | Measure | Allocate | Capture | Execute | UseIdleTime
+ToRank = (
+    RankLaunch
+    | AskFacts
+    | Load
+    | Measure
+    | Allocate
+    | Capture
+    | Execute
+    | UseIdleTime
+    | LoadAdapter
+    | AddAdapter
+    | DropAdapter
+)
 FromRank = Answer | Failed
 
 encode: Callable[[ToRank | FromRank], bytes] = msgspec.msgpack.Encoder().encode

@@ -29,8 +29,8 @@ class JoinedLinear:
 
     def __call__(self, x_TK: Rows, *, adapter_slots_T: Tensor | None = None) -> Tensor:
         """[T, K of this rank] -> [T, N]."""
-        assert isinstance(x_TK, Tensor) and adapter_slots_T is None, "ranks have neither GPUs nor adapters"
-        part_TN = self._linear(self._group.gather(x_TK, self._inputs))
+        assert isinstance(x_TK, Tensor), "ranks have no GPUs"
+        part_TN = self._linear(self._group.gather(x_TK, self._inputs), adapter_slots_T=adapter_slots_T)
         return part_TN if self._keeps_part else self._group.gather(part_TN, self._outputs)
 
     def quantizes(self, x: Tensor) -> bool:

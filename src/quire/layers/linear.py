@@ -176,6 +176,12 @@ class Linear:
             tensor.clear()
 
     @property
+    def own_rows(self) -> tuple[range, ...] | None:
+        """Of each shard: the rows of its tensor that a rank has; None: all."""
+        share = self._share
+        return None if share is None else tuple(share.own_rows(index) for index in range(len(self.shards)))
+
+    @property
     def parts(self) -> tuple[Linear, ...]:
         """Only this layer; SplitLinear has several."""
         return (self,)

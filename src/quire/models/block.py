@@ -281,10 +281,10 @@ class LayerBuilder:
         if spec.router.has_bias_for_choice:
             choice_bias = ChoiceBias(spec.num_experts)
             self.parts.append((f"{spec.router.linear.names[0]}.", choice_bias))
-        gate_up, join = self.stack(spec.expert.gate_up), None
-        down: ExpertStack | SplitStack | JoinedStack = self.stack(spec.expert.down)
+        gate_up, stack, join = self.stack(spec.expert.gate_up), self.stack(spec.expert.down), None
+        down: ExpertStack | SplitStack | JoinedStack = stack
         if self.group is not None and (share := spec.expert.down.share) is not None:
-            down, join = JoinedStack(down, share, self.group), partial(self.group.gather, widths=share.widths(0))
+            down, join = JoinedStack(stack, share, self.group), partial(self.group.gather, widths=share.widths(0))
         shared = None if spec.shared is None else self.mlp(spec.shared, keeps_part=True)
         shared_gate = None if spec.shared_gate is None else self.gate(spec.shared_gate)
         parts = (gate_up, down, shared, shared_gate)
