@@ -21,6 +21,7 @@ from quire.engine.ranks import RankProcess
 from quire.engine.start import StartedEngine, start_engine
 from quire.errors import EngineDeadError, WeightsError
 from quire.kernels import cpu
+from quire.messages import AddRequest
 from quire.sampling_params import SamplingParams
 from tests.engine.harness import Prompt, run
 from tests.engine.ranks import LIMITS, ignore, started
@@ -70,6 +71,15 @@ def test_a_process_per_rank_gives_the_tokens_of_one(engine: StartedEngine) -> No
     process = process_of(engine)
     engine.core.shutdown()
     assert process.returncode == 0
+
+
+def test_a_request_that_cannot_be_prepared_ends_alone(engine: StartedEngine) -> None:
+    """Each process refuses it, and says why."""
+    vector = AddRequest("vector", [5, 7, 9], SamplingParams(temperature=0.0), 8, wants_vector=True)
+    engine.core.add(vector)
+    (delta,) = [delta for _ in range(2) for delta in engine.core.step()]
+    assert delta.error == "The model gives tokens, and no vector of a prompt."
+    assert run(engine.core, [brief()[0]]) == run(started(1).core, [brief()[0]])
 
 
 @pytest.mark.parametrize(
