@@ -39,6 +39,7 @@ from quire.life_cycle import AdapterLoad
 from quire.model_config import load_model_config
 from quire.planning import devices
 from quire.planning.cut_model import ModelCut
+from quire.planning.replicas import has_own_cores
 from quire.worker.worker import DeviceWorker
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -49,7 +50,9 @@ logger = logs.get_logger("quire.engine.rank_process")
 def _worker(launch: RankLaunch) -> DeviceWorker:
     config = launch.config
     size = config.tensor_parallel_size
-    group = SharedMemoryGroup(launch.memory, launch.rank, size, has_own_cores=devices.num_cores() >= size)
+    group = SharedMemoryGroup(
+        launch.memory, launch.rank, size, has_own_cores=has_own_cores(config, devices.num_cores())
+    )
     os.close(launch.memory)
     is_any = config.model_impl in ("auto", "transformers")
     model = load_model_config(Path(launch.model_folder), config.hf_overrides, any_architecture=is_any)

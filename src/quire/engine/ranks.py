@@ -44,6 +44,7 @@ from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.planning import devices
 from quire.planning.cut_model import ModelCut
+from quire.planning.replicas import has_own_cores
 from quire.resolve import DeviceFacts
 from quire.schedule import Pending, Polled, ScheduledBatch, StepResult
 from quire.worker.worker import DeviceWorker
@@ -68,7 +69,7 @@ def start_ranks(
         return [DeviceWorker(model_config, progress)]
     memory = make_memory(size)
     try:
-        group = SharedMemoryGroup(memory, 0, size, has_own_cores=devices.num_cores() >= size)
+        group = SharedMemoryGroup(memory, 0, size, has_own_cores=has_own_cores(config, devices.num_cores()))
         others = [
             RankProcess(config, model_folder, rank, memory, group, dies_with_parent=is_server)
             for rank in range(1, size)
