@@ -16,6 +16,7 @@ from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime, StepSecon
 from quire.scheduler.draft_depth import Acceptance, best_depths, chances
 from quire.scheduler.speculation import Speculation
 from quire.spec_decode.by_worker import DraftedByWorker
+from tests.covering import covering
 from tests.examples import examples
 
 MOST = 7
@@ -206,10 +207,10 @@ def test_short_answers_lose_at_most_four_steps_though_costs_of_drafts_are_not_kn
     assert stream.run(96, stream.adaptive(adaptive), settle) > 0.96 * fixed_rate(96, case, 0)
 
 
-@pytest.mark.parametrize("acceptance", [0.1, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0])
-@pytest.mark.parametrize("num_requests", [1, 2, 8])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("costs", ["bfloat16", "int4"])
+@pytest.mark.parametrize(
+    ("costs", "drafter", "num_requests", "acceptance"),
+    covering(["bfloat16", "int4"], [*DRAFTERS], [1, 2, 8], [0.1, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0]),
+)
 def test_depths_are_nearly_as_fast_as_the_best_fixed_one(
     costs: str, drafter: str, num_requests: int, acceptance: float
 ) -> None:
