@@ -142,7 +142,7 @@ class RankProcess:
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
         """Only the first rank has grammars."""
 
-    def prepare_grammar(self, text: str) -> Polled[None]:
+    def prepare_grammar(self, text: str) -> Polled[object]:
         raise NotImplementedError("only the first rank has grammars")
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:

@@ -85,7 +85,9 @@ class OnHost:
         recorded = _recorded(model, inputs, cache.layers)
         watched = model.watch_experts() if form.expert_metrics and isinstance(model, Decoder) else []
         experts = ExpertCounter(watched) if watched else None
-        return ModelRunner(model, cache, inputs, form.logprobs_mode, device, recorded, drafts, experts, self._group)
+        takes_forced = settings.steps_in_flight == 1 and drafter is None and self._group is None
+        mode, group = form.logprobs_mode, self._group
+        return ModelRunner(model, cache, inputs, mode, device, recorded, drafts, experts, group, takes_forced)
 
 
 def _recorded(model: CausalLM, inputs: InputBatch, caches: list[LayerCache]) -> RecordedSteps | None:
