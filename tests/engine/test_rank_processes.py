@@ -32,9 +32,10 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the comp
 ENDLESS = Prompt((5, 7, 9), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
 
 
-def in_processes(folder: Path | None = None, **arguments: Any) -> StartedEngine:
+def in_processes(folder: Path | None = None, drafter_folder: Path | None = None, **arguments: Any) -> StartedEngine:
     config = EngineConfig.from_kwargs(**LIMITS | {"tensor_parallel_size": 2} | arguments)
-    return start_engine(config, folder or quire.demo.path("target"), is_server=False, progress=ignore)
+    folder = folder or quire.demo.path("target")
+    return start_engine(config, folder, is_server=False, progress=ignore, drafter_folder=drafter_folder)
 
 
 def process_of(engine: StartedEngine) -> subprocess.Popen[bytes]:

@@ -28,6 +28,7 @@ class RankLaunch(msgspec.Struct, tag=True):
 
     config: EngineConfig
     model_folder: str
+    drafter_folder: str | None
     rank: int
     memory: int
     adapters: int

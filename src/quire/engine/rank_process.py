@@ -36,7 +36,7 @@ from quire.engine.rank_messages import (
     encode,
 )
 from quire.life_cycle import AdapterLoad
-from quire.model_config import load_model_config
+from quire.loader.drafter import load_with_drafter
 from quire.planning import devices
 from quire.planning.cut_model import ModelCut
 from quire.planning.replicas import has_own_cores
@@ -54,8 +54,8 @@ def _worker(launch: RankLaunch) -> DeviceWorker:
         launch.memory, launch.rank, size, has_own_cores=has_own_cores(config, devices.num_cores())
     )
     os.close(launch.memory)
-    is_any = config.model_impl in ("auto", "transformers")
-    model = load_model_config(Path(launch.model_folder), config.hf_overrides, any_architecture=is_any)
+    drafter_folder = None if launch.drafter_folder is None else Path(launch.drafter_folder)
+    model = load_with_drafter(Path(launch.model_folder), drafter_folder, config)
     return DeviceWorker(ModelCut(model, size).part(launch.rank), lambda phase, share, detail: None, group=group)
 
 

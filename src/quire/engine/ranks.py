@@ -57,7 +57,13 @@ logger = get_logger(__name__)
 
 
 def start_ranks(
-    config: EngineConfig, model_folder: Path, model_config: ModelConfig, progress: Progress, *, is_server: bool
+    config: EngineConfig,
+    model_folder: Path,
+    model_config: ModelConfig,
+    progress: Progress,
+    *,
+    drafter_folder: Path | None,
+    is_server: bool,
 ) -> list[Worker]:
     """The ranks of an engine on this machine. The processes load their libraries when this returns.
 
@@ -71,7 +77,7 @@ def start_ranks(
     try:
         group = SharedMemoryGroup(memory, 0, size, has_own_cores=has_own_cores(config, devices.num_cores()))
         others = [
-            RankProcess(config, model_folder, rank, memory, group, dies_with_parent=is_server)
+            RankProcess(config, (model_folder, drafter_folder), rank, memory, group, dies_with_parent=is_server)
             for rank in range(1, size)
         ]
     finally:
@@ -83,6 +89,7 @@ class RankProcess:
     """A Worker in another process. Each method waits for its answer.
 
     Args:
+        folders: of the model, and of its drafter.
         memory, dies_with_parent: see RankLaunch.
         group: of the first rank; it learns that the process has ended.
     """
@@ -90,7 +97,7 @@ class RankProcess:
     def __init__(
         self,
         config: EngineConfig,
-        model_folder: Path,
+        folders: tuple[Path, Path | None],
         rank: int,
         memory: int,
         group: SharedMemoryGroup,
@@ -104,7 +111,8 @@ class RankProcess:
         command = [sys.executable, "-P", *PROGRAM, str(theirs.fileno())]
         fds = (theirs.fileno(), their_adapters.fileno(), memory)
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, env=envs.for_children())
-        launch = RankLaunch(config, str(model_folder), rank, memory, their_adapters.fileno(), dies_with_parent)
+        model, drafter = str(folders[0]), None if folders[1] is None else str(folders[1])
+        launch = RankLaunch(config, model, drafter, rank, memory, their_adapters.fileno(), dies_with_parent)
         theirs.close()
         their_adapters.close()
         self._is_closing = threading.Event()

@@ -285,7 +285,11 @@ class Decoder:
         if config.logits_soft_cap:
             cap = config.logits_soft_cap
             logits_RV = logits_RV.div_(cap).tanh_().mul_(cap)
-        share = config.vocab_share
+        return self.join_logits(logits_RV)
+
+    def join_logits(self, logits_RV: Tensor) -> Tensor:
+        """Of all tokens, from those of a rank's tokens: for the first rank, others get none."""
+        share = self.config.vocab_share
         if self._group is None or share is None:
             return logits_RV
         return self._group.gather_to_first(logits_RV, share.widths(0))

@@ -33,12 +33,10 @@ class ModelCut:
     def part(self, rank: int = 0) -> ModelConfig:
         """What one rank holds; the first one holds the most. Raises ModelConfigError if the model cannot be cut so."""
         model = self._model
-        if self._num_parts == 1:
+        if self._num_parts == 1 or not model.is_shared:
             return model
         if not model.is_native:
             raise self._impossible("transformers' modelling code runs it, which is not cut")
-        if model.drafter is not None or model.head is not None:
-            raise self._impossible("a model that drafts is not cut, and not run beside one that is")
         layers = tuple(
             replace(
                 layer,
@@ -49,7 +47,15 @@ class ModelCut:
         )
         unit = lcm(self._unit(model.output_linear()), self._unit(model.embeddings()))
         rows = self._ranges("the vocabulary", model.vocab_size, unit)
-        return replace(model, layers=layers, vocab_share=Share(rank, (tuple(rows),), (model.vocab_size,)))
+        share = Share(rank, (tuple(rows),), (model.vocab_size,))
+        return replace(model, layers=layers, vocab_share=share, drafter=self._drafter(rank))
+
+    def _drafter(self, rank: int) -> ModelConfig | None:
+        """A model that drafts is cut too. Every rank has all of one that cannot be cut, and of a head."""
+        drafter = self._model.drafter
+        if drafter is None or why_not_cut(drafter, self._num_parts) is not None:
+            return drafter
+        return ModelCut(drafter, self._num_parts).part(rank)
 
     def _attention(self, part: Attention, rank: int) -> Attention:
         if isinstance(part, Latent):

@@ -116,7 +116,8 @@ class DeviceWorker:
         if settings.lora is not None:
             assert isinstance(model, Decoder), "resolve refuses adapters for others"
             self.adapters = WorkerAdapters(model, settings.lora)
-        self.drafter = self._load_drafter(model, settings)
+        with self._as_rank():
+            self.drafter = self._load_drafter(model, settings)
         self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost(self._group)
         name = form.quantization or form.dtype
         name = name if is_on_gpu or not cpu.available() else f"packed {name}"
@@ -127,7 +128,9 @@ class DeviceWorker:
         if config is None or drafter is None:
             return None
         config = replace(config, max_model_len=drafter.form.max_model_len)
-        return load_model(config, drafter.form, settings.device, self._loading(LOADED_BEFORE_DRAFTER, 1.0), target)
+        group = self._group if config.vocab_share is not None else None
+        progress = self._loading(LOADED_BEFORE_DRAFTER, 1.0)
+        return load_model(config, drafter.form, settings.device, progress, target, group)
 
     def _loading(self, first: float, last: float) -> Progress:
         """Progress of a part of loading."""
