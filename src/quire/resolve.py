@@ -329,7 +329,6 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
         (device != "cpu", "a GPU", "Use --device cpu"),
         (backend == "uni", "--distributed-executor-backend uni, which is one process", "Leave it out, or give mp"),
         (config.model_impl == "transformers", "transformers' modelling code", "Leave --model-impl out"),
-        (config.attention_backend == "reference", "the reference attention", "Leave --attention-backend out"),
     )
     for is_refused, what, fix in refused:
         if is_refused:

@@ -8,14 +8,15 @@ Dimensions: T rows, N columns of all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+from quire.kernels import extension
 
-from quire.kernels import cpu
+if TYPE_CHECKING:
+    from torch import Tensor
 
-GroupError = cpu.GroupError  # another rank has failed, is late, or does something else: the group cannot go on
-StepVoid = cpu.StepVoid  # another rank has left the step: all ranks leave it, and go on with the next one
+GroupError = extension.GroupError  # another rank has failed, is late, or does something else: the group cannot go on
+StepVoid = extension.StepVoid  # another rank has left the step: all ranks leave it, and go on with the next one
 
 
 class Group(Protocol):
