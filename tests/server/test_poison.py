@@ -22,7 +22,7 @@ from quire.server.openapi import ALIASES
 from quire.server.protocol.chat import BatchChatRequest, ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
-from quire.server.protocol.responses import ResponsesRequest
+from quire.server.protocol.responses import InputTokensRequest, ResponsesRequest
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.examples import IS_FULL
 from tests.server.serving import RunningServer
@@ -49,6 +49,7 @@ BODIES: dict[str, tuple[type, list[dict[str, Any]]]] = {
     "/v1/messages": (MessagesRequest, [{"messages": MESSAGES, "max_tokens": 1}]),
     "/v1/messages/count_tokens": (CountTokensRequest, [{"messages": MESSAGES}]),
     "/v1/responses": (ResponsesRequest, [{"input": "Hi", "max_output_tokens": 1}]),
+    "/v1/responses/input_tokens": (InputTokensRequest, [{"input": "Hi"}]),
     "/tokenize": (TokenizeRequest, [{"prompt": "Hi"}, {"messages": MESSAGES}]),
     "/detokenize": (DetokenizeRequest, [{"tokens": [1]}]),
     "/v1/config": (SetLimits, [{}]),
@@ -56,7 +57,7 @@ BODIES: dict[str, tuple[type, list[dict[str, Any]]]] = {
 # Most of their fields have one definition: in `make test`, every value meets a field in one of the two.
 BOTH = ("/v1/chat/completions", "/v1/completions")
 # Their fields are those of the two: in `make test`, a quarter of the values is enough.
-SAME = ("/v1/chat/completions/batch", "/invocations")
+SAME = ("/v1/chat/completions/batch", "/invocations", "/v1/responses/input_tokens")
 PATH_PARAMETERS = {
     "/v1/models/{model:path}": "model:path",
     "/v1/requests/{request_id}/timeline": "request_id",
