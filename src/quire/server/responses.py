@@ -125,9 +125,7 @@ def _chat_fields(body: InputTokensRequest) -> dict[str, Any]:
         "messages": [{"role": "user", "content": body.input}]
         if isinstance(body.input, str)
         else chat_messages(body.input),
-        "response_format": None
-        if body.text is None or body.text.format is None
-        else body.text.format.response_format(),
+        "response_format": None if form is None else form.response_format(),
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         "tools": None if body.tools is None else [_function(tool) for tool in body.tools],
         "tool_choice": _function(choice) if isinstance(choice, NamedFunction) else choice,
