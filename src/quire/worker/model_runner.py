@@ -133,7 +133,7 @@ class ModelRunner:
         self.input_batch = input_batch
         state = input_batch.sampling
         self.sampler = Sampler(state, logprobs_mode) if group is None else SharedSampler(state, logprobs_mode, group)
-        self._has_logits = group is None or group.rank == 0
+        self._has_logits, self._group = group is None or group.rank == 0, group
         self.device = device
         self.drafter = drafter
         self.forward_pass = ForwardPass(model, cache.layers, input_batch, captured)
@@ -209,6 +209,8 @@ class ModelRunner:
         except torch.AcceleratorError:
             raise
         except Exception as error:  # as for drafts
+            if self._group is not None:
+                raise
             self.device.synchronize()
             result.draft_error = _failed((), error).error
 
@@ -230,6 +232,8 @@ class ModelRunner:
         except torch.AcceleratorError:
             raise
         except Exception as error:  # whatever it is: the target needs no drafts
+            if self._group is not None:  # ranks draft together, and leave the step together
+                raise
             self.device.synchronize()  # raises if it is the device that has failed
             drafted = _failed(counts, error)
         draft_token_ids = list(batch.draft_token_ids)
