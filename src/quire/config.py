@@ -665,6 +665,15 @@ def _check_engine(config: EngineConfig) -> None:
             expected=f"1 to {MOST_RANKS}",
             param="tensor_parallel_size",
         )
+    drafts = config.speculative_config
+    if drafts is not None and drafts.draft_tensor_parallel_size not in (None, 1, config.tensor_parallel_size):
+        raise ConfigError(
+            "Illegal number of ranks for the drafter",
+            value=drafts.draft_tensor_parallel_size,
+            expected=f"1, or tensor_parallel_size = {config.tensor_parallel_size}",
+            fix="Leave draft_tensor_parallel_size out of --speculative-config",
+            param="speculative_config",
+        )
     local = config.data_parallel_size_local
     if local not in (None, config.data_parallel_size):
         raise ConfigError(
