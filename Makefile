@@ -14,7 +14,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cpp' -o -nam
 MODEL ?=
 ARGS ?=
 
-.PHONY: run setup test test-full test-sanitize test-arm check format dashboards wheel docs release bench bench-gpu test-gpu clean
+.PHONY: run setup test test-full test-sanitize test-avx-vnni test-arm check format dashboards wheel docs release bench bench-gpu test-gpu clean
 
 run: setup  ## server on the bundled demo model (or MODEL=...), with the playground at /
 	$(BIN)/quire serve $(MODEL) $(ARGS)
@@ -57,6 +57,15 @@ test-sanitize: $(VENV)/.installed-dev  ## the tests of what is compiled with Add
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		QUIRE_SANITIZED=1 QUIRE_OTHER_EXTENSION=$(SANITIZED) $(BIN)/python -m pytest -q -p tests.other_extension tests/kernels \
 		tests/spec_decode --ignore=tests/kernels/triton $(ARGS)
+
+EVEX_VNNI := build/evex_vnni
+
+test-avx-vnni: $(VENV)/.installed-dev  ## the products of the step avx_vnni on a CPU with AVX-512 VNNI, where only the encoding differs
+	$(BIN)/cmake -S . -B $(EVEX_VNNI) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+		-DPython_EXECUTABLE=$(abspath $(BIN)/python) -DQUIRE_EVEX_VNNI=ON
+	$(BIN)/cmake --build $(EVEX_VNNI)
+	QUIRE_OTHER_EXTENSION=$(EVEX_VNNI) $(BIN)/python -m pytest -q -p tests.other_extension tests/kernels/test_grouped.py \
+		-k "avx_vnni or every_instruction_set" $(ARGS)
 
 test-arm: $(VENV)/.installed-dev  ## the kernels for ARM64 in an emulator (Debian: g++-aarch64-linux-gnu, qemu-user; the first run downloads 250 MB)
 	$(BIN)/python tools/test_arm.py $(ARGS)

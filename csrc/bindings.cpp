@@ -19,8 +19,10 @@ namespace {
 
 std::vector<std::string> isas() {
   std::vector<std::string> names;
-  for (int i = 0; i <= static_cast<int>(quire::best_isa()); ++i)
-    names.emplace_back(quire::isa_name(static_cast<quire::Isa>(i)));
+  for (int i = 0; i < quire::kNumIsas; ++i) {
+    const auto isa = static_cast<quire::Isa>(i);
+    if (quire::has_isa(isa)) names.emplace_back(quire::isa_name(isa));
+  }
   return names;
 }
 

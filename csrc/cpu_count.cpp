@@ -1,10 +1,11 @@
 // The number of threads for this process: on Linux physical cores of its CPU affinity, limited by the cgroup CPU quota;
-// on macOS performance cores.
+// performance cores where there are two kinds.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <fstream>
 #include <set>
+#include <sstream>
 #include <string>
 #include <thread>
 
@@ -21,12 +22,29 @@ namespace {
 
 #if defined(__linux__)
 
+// The numbers of a list like "0-3,8", as Linux writes it.
+std::set<int> numbers_of_list(const std::string& list) {
+  std::set<int> numbers;
+  std::istringstream ranges(list);
+  for (std::string range; std::getline(ranges, range, ',');) {
+    const size_t dash = range.find('-');
+    const int first = std::atoi(range.c_str());
+    const int last = dash == std::string::npos ? first : std::atoi(range.c_str() + dash + 1);
+    for (int number = first; number <= last; ++number) numbers.insert(number);
+  }
+  return numbers;
+}
+
 int physical_cores_of_affinity(const std::string& root) {
   cpu_set_t cpus;
   if (sched_getaffinity(0, sizeof(cpus), &cpus) != 0) return static_cast<int>(std::thread::hardware_concurrency());
+  std::string fast_list;  // of Intel's CPUs with two kinds of cores
+  std::ifstream(root + "/sys/devices/cpu_core/cpus") >> fast_list;
+  const std::set<int> fast = numbers_of_list(fast_list);
+  const bool has_fast = std::any_of(fast.begin(), fast.end(), [&](int cpu) { return CPU_ISSET(cpu, &cpus); });
   std::set<std::string> cores;  // hyper-threads of one core have the same list of siblings
   for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-    if (!CPU_ISSET(cpu, &cpus)) continue;
+    if (!CPU_ISSET(cpu, &cpus) || (has_fast && fast.count(cpu) == 0)) continue;
     std::ifstream file(root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
     std::string siblings;
     if (!(file >> siblings)) siblings = std::to_string(cpu);

@@ -3,6 +3,7 @@
 #include "quire/isa.h"
 
 #include <atomic>
+#include <bit>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -22,6 +23,10 @@
 namespace quire {
 namespace {
 
+using IsaSet = unsigned;  // a bit for each step of the ladder
+
+constexpr IsaSet only(Isa isa) { return 1u << static_cast<int>(isa); }
+
 #if defined(__x86_64__)
 
 constexpr bool has_bits(unsigned long long value, unsigned long long bits) { return (value & bits) == bits; }
@@ -38,31 +43,43 @@ bool request_amx() {
 #endif
 }
 
-Isa detect() {
+IsaSet detect() {
+  IsaSet found = only(Isa::scalar);
   unsigned eax, ebx, ecx, edx;
-  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return Isa::scalar;
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return found;
   constexpr unsigned kFma = bit(12), kOsxsave = bit(27), kAvx = bit(28), kF16c = bit(29);
-  if (!has_bits(ecx, kFma | kOsxsave | kAvx | kF16c)) return Isa::scalar;
+  if (!has_bits(ecx, kFma | kOsxsave | kAvx | kF16c)) return found;
   unsigned xcr0_low, xcr0_high;
   __asm__ volatile("xgetbv" : "=a"(xcr0_low), "=d"(xcr0_high) : "c"(0));
   constexpr unsigned kYmmState = 0x6, kZmmState = 0xe6, kTileState = 0x60000;
-  if (!has_bits(xcr0_low, kYmmState)) return Isa::scalar;
+  if (!has_bits(xcr0_low, kYmmState)) return found;
 
-  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return Isa::scalar;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return found;
   constexpr unsigned kBmi1 = bit(3), kAvx2 = bit(5), kBmi2 = bit(8);
-  if (!has_bits(ebx, kBmi1 | kAvx2 | kBmi2)) return Isa::scalar;
+  if (!has_bits(ebx, kBmi1 | kAvx2 | kBmi2)) return found;
+  found |= only(Isa::avx2);
   constexpr unsigned kF = bit(16), kDq = bit(17), kCd = bit(28), kBw = bit(30), kVl = bit(31);
-  if (!has_bits(ebx, kF | kDq | kCd | kBw | kVl) || !has_bits(xcr0_low, kZmmState)) return Isa::avx2;
+  const bool has_avx512 = has_bits(ebx, kF | kDq | kCd | kBw | kVl) && has_bits(xcr0_low, kZmmState);
   constexpr unsigned kVbmi = bit(1), kVnni = bit(11);                             // in ecx
   constexpr unsigned kAmxBf16 = bit(22), kAmxTile = bit(24), kAmxInt8 = bit(25);  // in edx
-  const bool has_bytes = has_bits(ecx, kVbmi | kVnni);
+  const bool has_vbmi = has_bits(ecx, kVbmi), has_vnni = has_avx512 && has_bits(ecx, kVnni);
   const bool has_amx = has_bits(edx, kAmxBf16 | kAmxTile | kAmxInt8) && has_bits(xcr0_low, kTileState);
+  if (has_avx512) found |= only(Isa::avx512);
+  if (has_vnni) found |= only(Isa::avx512_vnni);
 
-  if (!__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) return Isa::avx512;
+  if (!__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) eax = 0;
+#ifdef QUIRE_EVEX_VNNI
+  const bool has_avx_vnni = has_vnni;
+#else
+  const bool has_avx_vnni = has_bits(eax, bit(4));
+#endif
+  if (has_avx_vnni) found |= only(Isa::avx_vnni);
   constexpr unsigned kAvx512Bf16 = bit(5);  // in eax
   // Among CPUs with bfloat16, only Cooper Lake lacks VBMI (lookups in tables of 128 bytes).
-  if (!has_bytes || !has_bits(eax, kAvx512Bf16)) return Isa::avx512;
-  return has_amx && request_amx() ? Isa::amx : Isa::avx512_bf16;
+  if (!has_vnni || !has_vbmi || !has_bits(eax, kAvx512Bf16)) return found;
+  found |= only(Isa::avx512_bf16);
+  if (has_amx && request_amx()) found |= only(Isa::amx);
+  return found;
 }
 
 bool is_zen4() {
@@ -102,17 +119,24 @@ bool has_bf16() { return false; }
 
 #endif
 
-Isa detect() {
-  if (!has_dotprod()) return Isa::neon;  // every ARM64 CPU has it
+IsaSet detect() {
+  IsaSet found = only(Isa::scalar) | only(Isa::neon);  // every ARM64 CPU has it
+  if (!has_dotprod()) return found;
+  found |= only(Isa::neon_dotprod);
   // From Armv8.6 on both are mandatory, and no CPU so far has only one of them.
-  return has_i8mm() && has_bf16() ? Isa::neon_i8mm : Isa::neon_dotprod;
+  return has_i8mm() && has_bf16() ? found | only(Isa::neon_i8mm) : found;
 }
 
 #else
 
-Isa detect() { return Isa::scalar; }
+IsaSet detect() { return only(Isa::scalar); }
 
 #endif
+
+IsaSet runnable() {
+  static const IsaSet found = detect();
+  return found;
+}
 
 std::atomic<int>& active() {
   static std::atomic<int> isa{static_cast<int>(best_isa())};
@@ -125,15 +149,15 @@ const char* isa_name(Isa isa) {
 #if defined(__aarch64__)
   constexpr const char* kNames[kNumIsas] = {"scalar", "neon", "neon_dotprod", "neon_i8mm"};
 #else
-  constexpr const char* kNames[kNumIsas] = {"scalar", "avx2", "avx512", "avx512_bf16", "amx"};
+  constexpr const char* kNames[kNumIsas] = {"scalar",      "avx2",        "avx_vnni", "avx512",
+                                            "avx512_vnni", "avx512_bf16", "amx"};
 #endif
   return kNames[static_cast<int>(isa)];
 }
 
-Isa best_isa() {
-  static const Isa best = detect();
-  return best;
-}
+bool has_isa(Isa isa) { return (runnable() & only(isa)) != 0; }
+
+Isa best_isa() { return static_cast<Isa>(std::bit_width(runnable()) - 1); }
 
 bool follows_streams() {
 #if defined(__x86_64__)
@@ -147,7 +171,7 @@ bool follows_streams() {
 Isa active_isa() { return static_cast<Isa>(active().load(std::memory_order_relaxed)); }
 
 bool set_active_isa(Isa isa) {
-  if (static_cast<int>(isa) < 0 || isa > best_isa()) return false;
+  if (!has_isa(isa)) return false;
   active().store(static_cast<int>(isa), std::memory_order_relaxed);
   return true;
 }

@@ -236,6 +236,15 @@ def test_weights_that_do_not_fit() -> None:
     assert "--dtype" not in weights_do_not_fit(resolved, 20 * GIB, 8 * GIB).message
 
 
+def test_threads_are_performance_cores() -> None:
+    for num_efficient, why in (
+        (0, "physical cores allowed by affinity and cgroup quota"),
+        (8, "performance cores allowed by affinity and cgroup quota, without 8 efficient cores"),
+    ):
+        resolved = resolve(EngineConfig(), MODEL, replace(DEVICE, num_efficient_cores=num_efficient), is_server=True)
+        assert (resolved.device.num_threads, resolved.settings["num_threads"].detail) == (4, why)
+
+
 @pytest.mark.parametrize(("is_server", "limits"), [(True, (128, 256)), (False, (256, 512))])
 def test_batch_limits(is_server: bool, limits: tuple[int, int]) -> None:
     resolved = resolve(EngineConfig(), MODEL, DEVICE, is_server=is_server)

@@ -1,8 +1,8 @@
-// Matrix product with grouped integer weights in vector registers: VNNI of 512 bits (vpdpbusd), products of bytes that
-// need more instructions (gemm_grouped_words.h), NEON (gemm_grouped_neon.h), or plain loops.
+// Matrix product with grouped integer weights in vector registers: VNNI of 512 bits (vpdpbusd), VNNI of 256 bits or
+// products of bytes that need more instructions (gemm_grouped_words.h), NEON (gemm_grouped_neon.h), or plain loops.
 #include "quire/isa.h"
 
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_VNNI
 #include "gemm_grouped_vnni_factors.h"
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 #include "gemm_grouped_words.h"
@@ -15,7 +15,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_VNNI
 
 constexpr int kVectors = 4, kLanes = sizeof(I32) / 4;
 

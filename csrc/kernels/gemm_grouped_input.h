@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kPaddedRows = 16;  // tiles read whole tiles
 
 // Tiles keep sums of products in 16 bits, see gemm_grouped_words.h.
-constexpr bool kHasWords = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2 && QUIRE_ISA_LEVEL < QUIRE_LEVEL_AVX512_BF16;
+constexpr bool kHasWords = QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2 || QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX512;
 constexpr int64_t kPieceSize = 16;  // elements that share a sum for the zero there
 
 // The correction of a sum for a weight's form: a zero in the middle of the codes, a zero per group, or a minimum per

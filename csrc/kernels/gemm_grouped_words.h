@@ -1,11 +1,12 @@
-// Tiles of the product with grouped integer weights where one instruction cannot add four products of bytes to 32 bits.
-// AVX2, and AVX-512 without VNNI, multiply
+// Tiles of the product with grouped integer weights where no instruction of 512 bits adds four products of bytes to 32
+// bits. AVX-VNNI has one of 256 bits (vpdpbusd): its sums have 32 bits from the start. AVX2, and AVX-512 without VNNI,
+// multiply
 //   codes up to 6 bits   by vpmaddubsw. Its sums of two products stay in 16 bits for as many quads as cannot overflow:
 //   8
 //                        with codes up to 4 bits, 4 with 5 bits, 2 with 6.
 //   codes of 8 bits      by vpmaddwd, widened to 16 bits, because vpmaddubsw would saturate. Rows of x are widened once
 //                        per block.
-// Both give exact sums.
+// All give exact sums.
 #pragma once
 
 #include "gemm_grouped_blocks.h"
@@ -39,12 +40,16 @@ inline I32 odd_signed(I32 x) { return _mm256_srai_epi16(x, 8); }
 inline I32 ones() { return _mm256_set1_epi16(1); }
 #endif
 
+#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX_VNNI
+inline I32 add_byte_products(I32 sums, I32 w, I32 x) { return dot_bytes(sums, w, x); }
+#else
 // Assembly, because g++ 12 would add the products of two steps first, and spill them.
 inline I32 add_byte_products(I32 words, I32 w, I32 x) {
   I32 products;
   __asm__("vpmaddubsw %2, %3, %1\n\tvpaddw %1, %0, %0" : "+v"(words), "=&v"(products) : "v"(x), "v"(w));
   return words;
 }
+#endif
 inline I32 add_pair_products(I32 sums, I32 w, I32 x) {
   I32 products;
   __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+v"(sums), "=&v"(products) : "v"(x), "v"(w));
@@ -104,7 +109,7 @@ inline void fetch(Prefetch& prefetch, int quads) {
   for (int i = 0; i < (is_packed(kCodes) ? quads / 2 : quads); ++i) prefetch.fetch();
 }
 
-// One quad of kRows rows of x times one of the weights, in 16 bits.
+// One quad of kRows rows of x times one of the weights, in 16 bits; with AVX-VNNI in 32.
 template <int kRows, int kVectors>
 inline void add_quad(const Quads<kRows, false>& x, int64_t quad, const Sums<1, kVectors>& w,
                      Sums<kRows, kVectors>& words) {
@@ -164,7 +169,7 @@ inline void add_wide(const Quads<kRows, true>& x, int64_t first, int64_t count, 
 }
 
 template <Codes kCodes>
-constexpr bool kIsWide = kCodes == Codes::bytes;
+constexpr bool kIsWide = kHasWords && kCodes == Codes::bytes;
 
 // Quads with sums that fit into 16 bits, for codes without sign.
 template <Codes kCodes>
@@ -194,6 +199,8 @@ inline void add_quads(const Quads<kRows, kIsWide<kCodes>>& x, int64_t first, int
                       Prefetch& prefetch, Sums<kRows, kVectors>& sums) {
   if constexpr (kIsWide<kCodes>) {
     add_wide<kRows, kVectors>(x, first, count, w, prefetch, sums);
+  } else if constexpr (!kHasWords) {
+    add_words<kCodes, 4, kRows, kVectors>(x, first, count, w, prefetch, sums);
   } else if (kCodes == Codes::unpacked && bits == 6) {
     add_chunks<kCodes, 2, kRows, kVectors>(x, first, count, 2, w, prefetch, sums);
   } else {
@@ -269,13 +276,15 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
 //
 // A zero in the middle is taken off before the products, so that the sums of a piece fit although its codes have 6
 // bits: 32 * 127 * 8 < 2^15. On the way to them sums wrap around.
+//
+// With AVX-VNNI sums of a whole group have 32 bits, and a chunk is a group.
 template <int kRows, Codes kCodes, Offset kOffset, int kUnit>
 void add_supers(const SuperRun& run, int64_t chunk, int32_t* supers, Prefetch prefetch) {
   constexpr int kVectors = num_vectors(kRows);
   constexpr int64_t kHalves = is_packed(kCodes) ? 2 : 1;
   const QuantizedRows& input = *run.input;
   const int8_t* codes = input.codes + run.row * input.stride + run.first_group() * run.group_quads * kQuad;
-  const int32_t* pieces = input.zero_sums + input.at(run.row, run.first_super * input.sums_per_scale);
+  const int32_t* zeros = input.zero_sums + input.at(run.row, run.first_super * input.sums_per_scale);
   const uint8_t* weights = run.weights;
   FactorNumbers numbers = run.numbers;
   for (int64_t super = 0; super < run.num_supers; ++super, numbers.next_super(run.super_groups)) {
@@ -291,17 +300,18 @@ void add_supers(const SuperRun& run, int64_t chunk, int32_t* supers, Prefetch pr
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
           factors[v] = load_factors(factors_of_group + v * kLanes);
-          factors[v] = join_pairs(factors[v], factors[v]);
+          if constexpr (kHasWords) factors[v] = join_pairs(factors[v], factors[v]);
         }
         for (const int64_t group_end = quad + run.group_quads; quad < group_end;) {
           const int64_t count = std::min(chunk, group_end - quad);
           Sums<kRows, kVectors> words;
           if constexpr (kOffset == Offset::middle) {
+            const int32_t* const zero_of_chunk = zeros + quad / chunk * input.number_pitch;
 #pragma GCC unroll 8
             for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
               for (int v = 0; v < kVectors; ++v)
-                words[r][v] = broadcast_i32(pieces[quad * kQuad / kPieceSize * input.number_pitch + r]);
+                words[r][v] = broadcast_i32(kHasWords ? zero_of_chunk[r] : -zero_of_chunk[r]);
           } else {
             set_zero<kRows, kVectors>(words);
           }
@@ -313,7 +323,9 @@ void add_supers(const SuperRun& run, int64_t chunk, int32_t* supers, Prefetch pr
             for (int v = 0; v < kVectors; ++v) {
               int32_t* const sum = to + r * kPanelWidth + v * kLanes;
               const I32 before = quad == 0 ? zero_i32() : load_i32(sum);
-              store_i32(sum, add(before, multiply_pairs(words[r][v], factors[v])));
+              const I32 times_factor =
+                  kHasWords ? multiply_pairs(words[r][v], factors[v]) : multiply(words[r][v], factors[v]);
+              store_i32(sum, add(before, times_factor));
             }
           quad += count;
         }
@@ -324,13 +336,15 @@ void add_supers(const SuperRun& run, int64_t chunk, int32_t* supers, Prefetch pr
     add_super_of_rows<kOffset>(run, numbers, super, kRows, supers);
     codes += quads * kQuad;
     weights += quads / kHalves * kQuadBytes;
-    pieces += input.sums_per_scale * input.number_pitch;
+    zeros += input.sums_per_scale * input.number_pitch;
   }
 }
 
 template <int kRows, Codes kCodes, Offset kOffset>
 void add_supers(const SuperRun& run, int32_t* supers, const Prefetch& prefetch) {
-  if (kOffset == Offset::middle) {
+  if (!kHasWords) {
+    add_supers<kRows, kCodes, kOffset, 4>(run, run.group_quads, supers, prefetch);
+  } else if (kOffset == Offset::middle) {
     add_supers<kRows, kCodes, kOffset, 4>(run, kPieceSize / kQuad, supers, prefetch);
   } else if (kCodes == Codes::unpacked && run.bits == 6) {
     add_supers<kRows, kCodes, kOffset, 2>(run, 2, supers, prefetch);

@@ -132,12 +132,15 @@ inline int64_t multiply_quads(int64_t rounds) {
 
 #endif
 
-// The instructions of gemm_grouped: vpdpbusd, or else (gemm_grouped_words.h) vpmaddwd for 8 bits and vpmaddubsw for
-// fewer; on ARM64 smmla, sdot, or products of 16 bits.
+// The instructions of gemm_grouped: vpdpbusd of 512 or 256 bits, or else (gemm_grouped_words.h) vpmaddwd for 8 bits and
+// vpmaddubsw for fewer; on ARM64 smmla, sdot, or products of 16 bits.
 int64_t multiply_codes([[maybe_unused]] int bits, int64_t rounds) {
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_VNNI
   run_chains(rounds, _mm512_set1_epi8(1), [](__m512i sum, __m512i x) { return _mm512_dpbusd_epi32(sum, x, x); });
   return rounds * kChains * 64 * 2;
+#elif QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX_VNNI
+  run_chains(rounds, _mm256_set1_epi8(1), [](__m256i sum, __m256i x) { return dot_bytes(sum, x, x); });
+  return rounds * kChains * 32 * 2;
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
   if (bits <= 4) return multiply_quads<8>(rounds);
   if (bits == 5) return multiply_quads<4>(rounds);

@@ -94,8 +94,8 @@ ISA = Variable(
     "QUIRE_ISA",
     "",
     str,
-    "instruction set of the CPU kernels: scalar, avx2, avx512, avx512_bf16, amx, or on ARM64 scalar, neon, "
-    "neon_dotprod, neon_i8mm; empty = best present",
+    "instruction set of the CPU kernels: scalar, avx2, avx_vnni, avx512, avx512_vnni, avx512_bf16, amx, or on ARM64 "
+    "scalar, neon, neon_dotprod, neon_i8mm; empty = best present",
 )
 NUM_THREADS = Variable(
     "QUIRE_NUM_THREADS", 0, int, "threads of the CPU kernels; 0 = physical cores allowed by affinity and cgroup"

@@ -72,6 +72,7 @@ class DeviceFacts:
     free_memory_bytes: int
     gpu: GpuFacts | None = None
     no_gpu: str = NO_DRIVER  # why there is none that can be used
+    num_efficient_cores: int = 0  # of the machine, beside num_cores: slower
 
     def memory_of(self, device: str) -> tuple[int, int]:
         """Total and free bytes of what holds weights and KV cache on this device, `cpu` or `cuda`."""
@@ -135,6 +136,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         num_threads = put_or("num_threads", config.num_threads, threads, "environment", envs.NUM_THREADS.name)
     else:
         why = "physical cores allowed by affinity and cgroup quota"
+        if device.num_efficient_cores:
+            why = f"performance {why.removeprefix('physical ')}, without {device.num_efficient_cores} efficient cores"
         if config.data_parallel_size > 1:
             why += f", for each of {config.data_parallel_size} replicas"
         if num_ranks > 1:

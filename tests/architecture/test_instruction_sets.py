@@ -54,6 +54,7 @@ def test_families_have_steps_of_the_ladder(architecture: str) -> None:
     for family, steps in of_family.items():
         assert steps[0] == "scalar", f"the dispatcher of {family} is compiled with its scalar variant"
         assert steps == [step for step in ladder if step in steps], f"{family}: unknown steps, or another order"
+        assert "avx_vnni" not in steps or "avx512" in steps, f"{family}: CPUs with AVX-512 may lack AVX-VNNI"
     assert {f"FLAGS_{step}" for step in ladder} - {"FLAGS_scalar"} <= set(lists)
 
 

@@ -139,6 +139,15 @@ def test_default_counts_hyper_threads_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_default_counts_performance_cores_where_there_are_two_kinds(tmp_path: Path) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    fast = "sys/devices/cpu_core/cpus"
+    assert described(tmp_path / "one", {fast: f"{cpus[0]}"}) == 1
+    assert described(tmp_path / "all", {fast: f"{cpus[0]}-{cpus[-1]},4000"}) == len(cpus)
+    assert described(tmp_path / "none", {fast: "4000-4003"}) == len(cpus), "the process has slower cores only"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 @pytest.mark.parametrize(
     ("files", "limit"),
     [

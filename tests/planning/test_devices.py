@@ -224,6 +224,33 @@ def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_facts.detect() == L4
 
 
+@pytest.mark.parametrize(
+    ("fast", "allowed", "cores", "efficient"),
+    [
+        (None, range(12), 8, 0),
+        ("0-7", range(12), 4, 4),
+        ("0-1,4-5", range(12), 2, 6),
+        ("0-7", range(4, 10), 2, 2),
+        ("0-7", range(8, 12), 4, 0),  # the process has efficient cores only
+    ],
+)
+def test_efficient_cores_do_not_count(
+    fast: str | None, allowed: range, cores: int, efficient: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four cores with two threads each, and four with one, as on Alder Lake."""
+
+    def read(path: Path) -> str | None:
+        if path == Path("/sys/devices/cpu_core/cpus"):
+            return fast and fast + "\n"
+        if path.name == "thread_siblings_list" and (number := int(path.parts[-3].removeprefix("cpu"))) < 8:
+            return f"{number // 2 * 2}-{number // 2 * 2 + 1}\n"
+        return None
+
+    monkeypatch.setattr(devices, "_read_text", read)
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda pid: set(allowed), raising=False)
+    assert (devices.num_cores(), devices.num_efficient_cores()) == (cores, efficient)
+
+
 def test_facts_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of Linux is there; macOS' names are answered as on an M1 with 8 GB and half of the memory in use."""
     pages = os.sysconf("SC_PAGE_SIZE")
@@ -232,9 +259,11 @@ def test_facts_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
         f"vm.page_{kind}_count": (number // pages).to_bytes(4, sys.byteorder) for kind, number in numbers.items()
     }
     answers["hw.physicalcpu"], answers["hw.perflevel0.physicalcpu"] = b"\x08\0\0\0", b"\x04\0\0\0"
+    answers["hw.perflevel1.physicalcpu"] = b"\x04\0\0\0"
     answers["machdep.cpu.brand_string"] = b"Apple M1\0"
     monkeypatch.setattr(devices, "_read_text", lambda path: None)
     monkeypatch.setattr(devices, "_sysctl", answers.get)
     assert (devices.num_cores(), devices.free_memory_bytes(), devices.cpu_name()) == (4, 4 * GIB, "Apple M1")
+    assert devices.num_efficient_cores() == 4
     del answers["hw.perflevel0.physicalcpu"]  # a Mac with Intel's CPU
     assert devices.num_cores() == 8

@@ -20,16 +20,17 @@
 
 namespace quire {
 
-// The ladder of this architecture; each step includes those before it.
+// The ladder of this architecture; each step includes those before it, but avx512 does not include avx_vnni.
 #if defined(__aarch64__)
 enum class Isa : int { scalar = 0, neon = 1, neon_dotprod = 2, neon_i8mm = 3 };
 inline constexpr int kNumIsas = 4;
 #else
-enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx = 4 };
-inline constexpr int kNumIsas = 5;
+enum class Isa : int { scalar = 0, avx2 = 1, avx_vnni = 2, avx512 = 3, avx512_vnni = 4, avx512_bf16 = 5, amx = 6 };
+inline constexpr int kNumIsas = 7;
 #endif
 
 const char* isa_name(Isa isa);
+bool has_isa(Isa isa);         // this CPU and operating system can run it
 Isa best_isa();                // the best instruction set that this CPU and operating system can run
 Isa active_isa();              // best_isa() until set_active_isa
 bool set_active_isa(Isa isa);  // returns false and changes nothing if the CPU cannot run it
@@ -53,14 +54,18 @@ inline const Kernels& select_variant(const Kernels* const (&variants)[kNumIsas])
 #define QUIRE_LEVEL_NEON_DOTPROD 2
 #define QUIRE_LEVEL_NEON_I8MM 3
 #define QUIRE_LEVEL_AVX2 100
+#define QUIRE_LEVEL_AVX_VNNI 100
 #define QUIRE_LEVEL_AVX512 100
+#define QUIRE_LEVEL_AVX512_VNNI 100
 #define QUIRE_LEVEL_AVX512_BF16 100
 #define QUIRE_LEVEL_AMX 100
 #else
 #define QUIRE_LEVEL_AVX2 1
-#define QUIRE_LEVEL_AVX512 2
-#define QUIRE_LEVEL_AVX512_BF16 3
-#define QUIRE_LEVEL_AMX 4
+#define QUIRE_LEVEL_AVX_VNNI 2
+#define QUIRE_LEVEL_AVX512 3
+#define QUIRE_LEVEL_AVX512_VNNI 4
+#define QUIRE_LEVEL_AVX512_BF16 5
+#define QUIRE_LEVEL_AMX 6
 #define QUIRE_LEVEL_NEON 100
 #define QUIRE_LEVEL_NEON_DOTPROD 100
 #define QUIRE_LEVEL_NEON_I8MM 100
@@ -74,12 +79,26 @@ inline const Kernels& select_variant(const Kernels* const (&variants)[kNumIsas])
 #define QUIRE_DECLARE_avx2(type, table)
 #define QUIRE_VARIANT_avx2(table) nullptr
 #endif
+#ifdef QUIRE_HAVE_avx_vnni
+#define QUIRE_DECLARE_avx_vnni(type, table) namespace avx_vnni { extern const type table; }
+#define QUIRE_VARIANT_avx_vnni(table) &avx_vnni::table
+#else
+#define QUIRE_DECLARE_avx_vnni(type, table)
+#define QUIRE_VARIANT_avx_vnni(table) nullptr
+#endif
 #ifdef QUIRE_HAVE_avx512
 #define QUIRE_DECLARE_avx512(type, table) namespace avx512 { extern const type table; }
 #define QUIRE_VARIANT_avx512(table) &avx512::table
 #else
 #define QUIRE_DECLARE_avx512(type, table)
 #define QUIRE_VARIANT_avx512(table) nullptr
+#endif
+#ifdef QUIRE_HAVE_avx512_vnni
+#define QUIRE_DECLARE_avx512_vnni(type, table) namespace avx512_vnni { extern const type table; }
+#define QUIRE_VARIANT_avx512_vnni(table) &avx512_vnni::table
+#else
+#define QUIRE_DECLARE_avx512_vnni(type, table)
+#define QUIRE_VARIANT_avx512_vnni(table) nullptr
 #endif
 #ifdef QUIRE_HAVE_avx512_bf16
 #define QUIRE_DECLARE_avx512_bf16(type, table) namespace avx512_bf16 { extern const type table; }
@@ -123,10 +142,11 @@ inline const Kernels& select_variant(const Kernels* const (&variants)[kNumIsas])
 #define QUIRE_VARIANTS(table) QUIRE_VARIANT_neon(table), QUIRE_VARIANT_neon_dotprod(table), QUIRE_VARIANT_neon_i8mm(table)
 #else
 #define QUIRE_DECLARE_VARIANTS(type, table) \
-  QUIRE_DECLARE_avx2(type, table) QUIRE_DECLARE_avx512(type, table) QUIRE_DECLARE_avx512_bf16(type, table) \
-  QUIRE_DECLARE_amx(type, table)
+  QUIRE_DECLARE_avx2(type, table) QUIRE_DECLARE_avx_vnni(type, table) QUIRE_DECLARE_avx512(type, table) \
+  QUIRE_DECLARE_avx512_vnni(type, table) QUIRE_DECLARE_avx512_bf16(type, table) QUIRE_DECLARE_amx(type, table)
 #define QUIRE_VARIANTS(table) \
-  QUIRE_VARIANT_avx2(table), QUIRE_VARIANT_avx512(table), QUIRE_VARIANT_avx512_bf16(table), QUIRE_VARIANT_amx(table)
+  QUIRE_VARIANT_avx2(table), QUIRE_VARIANT_avx_vnni(table), QUIRE_VARIANT_avx512(table), \
+  QUIRE_VARIANT_avx512_vnni(table), QUIRE_VARIANT_avx512_bf16(table), QUIRE_VARIANT_amx(table)
 #endif
 // clang-format on
 

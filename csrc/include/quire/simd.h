@@ -182,6 +182,17 @@ inline void store(int8_t* p, F32 a) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(halves, halves));
 }
 
+#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX_VNNI
+// sums + the products of four bytes without sign and four with a sign, in each lane
+inline __m256i dot_bytes(__m256i sums, __m256i unsigned_bytes, __m256i signed_bytes) {
+#ifdef __AVXVNNI__
+  return _mm256_dpbusd_avx_epi32(sums, unsigned_bytes, signed_bytes);
+#else  // QUIRE_EVEX_VNNI of CMakeLists.txt
+  return _mm256_dpbusd_epi32(sums, unsigned_bytes, signed_bytes);
+#endif
+}
+#endif
+
 // For every mask the numbers of its set bits, one byte each.
 struct SetBits {
   uint64_t of[256] = {};

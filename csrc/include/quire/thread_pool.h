@@ -9,8 +9,8 @@
 
 namespace quire {
 
-// Physical cores this process may use: CPU affinity without hyper-thread siblings, limited by the cgroup CPU quota; on
-// macOS performance cores.
+// Physical cores this process may use: CPU affinity without hyper-thread siblings, limited by the cgroup CPU quota.
+// Performance cores where there are two kinds (Intel's CPUs on Linux, macOS).
 int default_num_threads();
 // The same with /proc and /sys under `root`, where tests describe other machines.
 int num_threads_described_in(const std::string& root);

@@ -23,7 +23,7 @@ class Ceilings:
 # of AMX (16 x 16 x 32 in 16 cycles), FMA and bfloat16 matrix products of NEON (2 x 4 lanes x 2, 2 x 16 x 2). The
 # numbers are from Intel's, AMD's and ARM's optimization manuals. A start measures what the machine really reaches.
 _FLOPS_PER_CORE = {
-    "avx512_bf16": 384e9, "amx": 3072e9, "avx512": 192e9, "avx2": 96e9,
+    "avx512_bf16": 384e9, "amx": 3072e9, "avx512_vnni": 192e9, "avx512": 192e9, "avx_vnni": 96e9, "avx2": 96e9,
     "neon": 48e9, "neon_dotprod": 48e9, "neon_i8mm": 192e9,
 }  # fmt: skip
 _LEAST_FLOPS_PER_CORE = 24e9  # of plain torch

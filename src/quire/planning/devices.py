@@ -15,6 +15,7 @@ from quire.resolve import NO_DRIVER, DeviceFacts, GpuFacts
 
 LEAST_CAPABILITY = 80  # of a GPU's kernels: bfloat16 in tensor cores
 _CGROUP = Path("/sys/fs/cgroup")
+_FAST_CPUS = Path("/sys/devices/cpu_core/cpus")  # Linux writes it for Intel's CPUs with two kinds of cores
 _GPU_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/kfd"))
 _ASK_SECONDS = 60.0  # loading torch from a slow disk takes the longest
 _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a huge number for "no limit"
@@ -99,18 +100,42 @@ def taken_memory_bytes() -> int:
 def num_cores() -> int:
     """Physical cores this process may use: affinity without SMT siblings, cut by the cgroup's CPU quota.
 
-    On macOS performance cores.
+    Performance cores where there are two kinds (Intel's CPUs on Linux, macOS), as csrc/cpu_count.cpp counts.
     """
     # Level 0 has the performance cores. Macs with Intel's CPUs have no levels.
     if fast := _sysctl_number("hw.perflevel0.physicalcpu") or _sysctl_number("hw.physicalcpu"):
         return fast
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores, quota = _physical_cores(_allowed_cpus() - _efficient_cpus()), cpu_quota()
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def num_efficient_cores() -> int:
+    """Cores beside them that are slower; 0 where all cores are of one kind."""
+    return _sysctl_number("hw.perflevel1.physicalcpu") or _physical_cores(_efficient_cpus())
+
+
+def _allowed_cpus() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _efficient_cpus() -> set[int]:
+    """CPUs of this process that are slower than others of it."""
+    allowed = _allowed_cpus()
+    fast: set[int] = set()
+    for numbers in (_read_text(_FAST_CPUS) or "").split(","):
+        first, _, last = numbers.strip().partition("-")
+        if first:
+            fast |= allowed & set(range(int(first), int(last or first) + 1))
+    return allowed - fast if fast else set()
+
+
+def _physical_cores(cpus: set[int]) -> int:
+    """Cores with these CPUs: SMT siblings count once."""
     cores = set()
-    for cpu in allowed:
+    for cpu in cpus:
         siblings = _read_text(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
         cores.add(siblings.strip() if siblings else str(cpu))
-    quota = cpu_quota()
-    return len(cores) if quota is None else max(1, min(len(cores), int(quota)))
+    return len(cores)
 
 
 def cpu_quota() -> float | None:
@@ -176,6 +201,7 @@ def detect(isa: str, gpu: GpuFacts | str = "none was looked for") -> DeviceFacts
         name=cpu_name(),
         isa=isa,
         num_cores=num_cores(),
+        num_efficient_cores=num_efficient_cores(),
         total_memory_bytes=total_memory_bytes(),
         free_memory_bytes=free_memory_bytes(),
         gpu=gpu if isinstance(gpu, GpuFacts) else None,

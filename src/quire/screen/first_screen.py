@@ -35,7 +35,9 @@ WHY = "why: quire explain"
 _ISA_NAMES = {
     "amx": "AMX",
     "avx512_bf16": "AVX-512 BF16",
+    "avx512_vnni": "AVX-512 VNNI",
     "avx512": "AVX-512",
+    "avx_vnni": "AVX-VNNI",
     "avx2": "AVX2",
     "neon_i8mm": "NEON I8MM",
     "neon_dotprod": "NEON DOTPROD",

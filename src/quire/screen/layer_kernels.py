@@ -17,6 +17,8 @@ from quire.model_config import ModelConfig
 _INTEGER_KERNELS = {
     "amx": "AMX tiles for batches, VNNI dot products for few rows",
     "avx512_bf16": "VNNI dot products",
+    "avx512_vnni": "VNNI dot products",
+    "avx_vnni": "VNNI dot products of 256 bits",
     "avx512": "16-bit multiply-adds",
     "avx2": "16-bit multiply-adds",
     "neon_i8mm": "8-bit matrix products",
