@@ -1,13 +1,16 @@
 // Ranks of one model on one machine, which join their results through memory that they share.
 //
-// The memory begins with a page for the group and a cache line pair per rank. Then come two slots per rank. In turn n a
-// rank writes to its slot n % 2, says so, and reads the slots of the others. Nobody writes to a slot that is still
+// The memory begins with a page for all ranks, which says who has failed. Then come the parts of the groups: a rank may
+// be in several. A part has a cache line pair per rank, and then two slots per rank. In turn n a rank writes to its slot
+// n % 2, says so, and reads the slots of the others. Nobody writes to a slot that is still
 // read: a rank that is in turn n + 2 has seen all others in turn n + 1, and they have read the slots of turn n before.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "quire/strided.h"
 
@@ -27,22 +30,26 @@ struct GatherArgs;
 
 class SharedGroup {
  public:
-  // Maps `fd`, which has at least num_bytes(size, slot_bytes) of zeros when the first rank comes. A rank that waits
-  // looks for `spin_microseconds` before it sleeps. After `timeout_seconds` it raises GroupError. Throws
-  // std::system_error if the memory cannot be mapped.
-  SharedGroup(int fd, int rank, int size, int64_t slot_bytes, int spin_microseconds, double timeout_seconds);
+  // Maps `fd`, which has zeros when the first rank comes. The group's part of num_bytes(size, slot_bytes) begins at
+  // `begin`, which is kFirstPart or behind other parts. `members` are the numbers of its ranks among all ranks, and
+  // `rank` is the place of this one in them. A rank that waits looks for `spin_microseconds` before it sleeps. After
+  // `timeout_seconds` it raises GroupError. Throws std::system_error if the memory cannot be mapped.
+  SharedGroup(int fd, int64_t begin, std::vector<int> members, int rank, int64_t slot_bytes, int spin_microseconds,
+              double timeout_seconds);
   ~SharedGroup();
   SharedGroup(const SharedGroup&) = delete;
   SharedGroup& operator=(const SharedGroup&) = delete;
 
+  static constexpr int64_t kFirstPart = 4096;
   static int64_t num_bytes(int size, int64_t slot_bytes);
 
   // Columns of all ranks side by side. Throws GroupError. Every rank calls it with the same number of rows and widths.
   void gather(const GatherArgs& args);
 
-  // Says that a rank has failed. All ranks leave what they wait for, now and later. The first one counts.
-  void abort(int rank);
-  int aborted() const;  // the rank that has failed; -1: none
+  // Says that a rank has failed, by its number among all ranks. All ranks of all groups leave what they wait for, now
+  // and later. The first one counts.
+  void abort(int number);
+  int aborted() const;  // the number of the rank that has failed; -1: none
 
  private:
   void arrive(uint64_t signature);
@@ -52,7 +59,11 @@ class SharedGroup {
   char* slot(int rank) const;
   RankWords& words(int rank) const;
 
+  std::string name(int rank) const;
+
   char* memory_;
+  int64_t begin_;
+  std::vector<int> members_;
   int rank_, size_;
   int64_t slot_bytes_;
   int spin_microseconds_;

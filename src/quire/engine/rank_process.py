@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from quire import logs
-from quire.distributed.shared_memory import SharedMemoryGroup
+from quire.distributed.shared_memory import ranks_on
 from quire.engine.rank_messages import (
     Allocate,
     Answer,
@@ -33,7 +33,7 @@ from quire.engine.rank_messages import (
 )
 from quire.model_config import load_model_config
 from quire.planning import devices
-from quire.planning.cut_model import ModelCut
+from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.worker.worker import DeviceWorker
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -43,12 +43,13 @@ logger = logs.get_logger("quire.engine.rank_process")
 
 def _worker(launch: RankLaunch) -> DeviceWorker:
     config = launch.config
-    size = config.tensor_parallel_size
-    group = SharedMemoryGroup(launch.memory, launch.rank, size, has_own_cores=devices.num_cores() >= size)
+    grid = grid_of(config)
+    ranks = ranks_on(launch.memory, launch.rank, grid, has_own_cores=devices.num_cores() >= grid.size)
     os.close(launch.memory)
     is_any = config.model_impl in ("auto", "transformers")
     model = load_model_config(Path(launch.model_folder), config.hf_overrides, any_architecture=is_any)
-    return DeviceWorker(ModelCut(model, size).part(launch.rank), lambda phase, share, detail: None, group=group)
+    part = part_of_rank(model, config, launch.rank)
+    return DeviceWorker(part, lambda phase, share, detail: None, ranks=ranks)
 
 
 def _obey(worker: DeviceWorker, message: ToRank) -> Answer:

@@ -15,7 +15,9 @@ from pathlib import Path
 
 from quire import envs
 from quire.config import EngineConfig
-from quire.distributed.shared_memory import SharedMemoryGroup, make_memory
+from quire.distributed.group import Failing
+from quire.distributed.layout import Grid
+from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.rank_messages import (
     Allocate,
     Answer,
@@ -37,7 +39,7 @@ from quire.logs import get_logger
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.planning import devices
-from quire.planning.cut_model import ModelCut
+from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.resolve import DeviceFacts
 from quire.schedule import Pending, Polled, ScheduledBatch, StepResult
 from quire.worker.worker import DeviceWorker
@@ -57,30 +59,33 @@ def start_ranks(
     Args:
         model_config: of the whole model.
     """
-    size = config.tensor_parallel_size
-    if size == 1:
+    grid = grid_of(config)
+    if grid.size == 1:
         return [DeviceWorker(model_config, progress)]
-    memory = make_memory(size)
+    memory = make_memory(grid)
     try:
-        group = SharedMemoryGroup(memory, 0, size, has_own_cores=devices.num_cores() >= size)
+        ranks = ranks_on(memory, 0, grid, has_own_cores=devices.num_cores() >= grid.size)
         others = [
-            RankProcess(RankLaunch(config, str(model_folder), rank, memory, is_server), group)
-            for rank in range(1, size)
+            RankProcess(RankLaunch(config, str(model_folder), rank, memory, is_server), grid, ranks.failing)
+            for rank in range(1, grid.size)
         ]
     finally:
         os.close(memory)
-    return [DeviceWorker(ModelCut(model_config, size).part(), progress, group=group), *others]
+    return [DeviceWorker(part_of_rank(model_config, config, 0), progress, ranks=ranks), *others]
 
 
 class RankProcess:
     """A Worker in another process. Each method waits for its answer.
 
     Args:
-        group: of the first rank; it learns that the process has ended.
+        failing: learns that the process has ended.
     """
 
-    def __init__(self, launch: RankLaunch, group: SharedMemoryGroup) -> None:
-        self._rank, self._group = launch.rank, group
+    def __init__(self, launch: RankLaunch, grid: Grid, failing: Failing) -> None:
+        self._rank, self._failing = launch.rank, failing
+        self._name = f"Rank {launch.rank} of {grid.size}"
+        if grid.num_stages > 1:
+            self._name += f", in stage {grid.stage(launch.rank)} of {grid.num_stages}"
         self._connection, theirs = multiprocessing.Pipe()
         # -P: a module of the current folder must not stand in for one of ours or of the standard library.
         command = [sys.executable, "-P", *PROGRAM, str(theirs.fileno())]
@@ -90,7 +95,7 @@ class RankProcess:
         theirs.close()
         self._is_closing = threading.Event()
         self._connection.send_bytes(encode(launch))
-        watch = (self._process, self._rank, group, self._is_closing)
+        watch = (self._process, self._rank, self._name, failing, self._is_closing)
         threading.Thread(target=_watch, args=watch, name=f"rank {self._rank} watch", daemon=True).start()
 
     def facts(self, wants_gpu: bool) -> DeviceFacts:
@@ -150,22 +155,24 @@ class RankProcess:
             self._connection.send_bytes(encode(message))
             answer = decode_from_rank(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
-            self._group.fail_for(self._rank)
-            raise EngineDeadError(_end_of(self._process, self._rank, self._group.size)) from error
+            self._failing.fail_for(self._rank)
+            raise EngineDeadError(_end_of(self._process, self._name)) from error
         if isinstance(answer, Failed):
             raise answer.error()
         return answer
 
 
-def _watch(process: subprocess.Popen[bytes], rank: int, group: SharedMemoryGroup, is_closing: threading.Event) -> None:
-    """Tell the group when the process ends, or has been stopped for two looks."""
+def _watch(
+    process: subprocess.Popen[bytes], rank: int, name: str, failing: Failing, is_closing: threading.Event
+) -> None:
+    """Tell the others when the process ends, or has been stopped for two looks."""
     num_stopped = 0
     while process.poll() is None and num_stopped < 2:
         num_stopped = num_stopped + 1 if _is_stopped(process.pid) else 0
         time.sleep(LOOK_SECONDS)
     if process.returncode != 0 and not is_closing.is_set():
-        group.fail_for(rank)
-        logger.error("%s", _end_of(process, rank, group.size))
+        failing.fail_for(rank)
+        logger.error("%s", _end_of(process, name))
         process.kill()  # one that is stopped
         process.wait()
 
@@ -177,9 +184,9 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _end_of(process: subprocess.Popen[bytes], rank: int, size: int) -> str:
+def _end_of(process: subprocess.Popen[bytes], name: str) -> str:
     """Who has ended, where, and how."""
-    who = f"Rank {rank} of {size} (process {process.pid} on {platform.node()})"
+    who = f"{name} (process {process.pid} on {platform.node()})"
     if _is_stopped(process.pid):
         return f"{who} was stopped by a signal"
     try:

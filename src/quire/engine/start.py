@@ -24,7 +24,8 @@ from quire.loader.drafter import load_drafter_config
 from quire.lora.registry import AdapterRegistry
 from quire.messages import WARM_UP, EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config
-from quire.planning.cut_model import ModelCut, check_degree
+from quire.planning.cut_model import ModelCut
+from quire.planning.cut_stages import check_cuts, part_of_rank
 from quire.planning.step_costs import (
     EARLIER_START,
     assumed_fit,
@@ -90,9 +91,10 @@ def start_engine(
     if drafter_folder is not None and config.speculative_config is not None:
         drafter = load_drafter_config(drafter_folder, config.speculative_config, model_config)
         model_config = replace(model_config, drafter=drafter)
-    check_degree(model_config, config.tensor_parallel_size)
+    check_cuts(model_config, config)
     make_workers = make_workers or partial(start_ranks, config, model_folder, is_server=is_server)
     workers = make_workers(model_config, progress)
+    parts = [part_of_rank(model_config, config, rank) for rank in range(len(workers))]
     model_config = ModelCut(model_config, config.tensor_parallel_size).part()
     try:
         running = bring_up(
@@ -102,6 +104,7 @@ def start_engine(
             is_server=is_server,
             progress=progress,
             free_memory_bytes=free_memory_bytes,
+            parts=parts,
         )
     except BaseException:
         for worker in workers:

@@ -22,16 +22,20 @@ _IS_VALID, _HAS_ERROR, _ALL_FAILED = 0, 1, 2  # what the first rank says of a to
 
 
 class SharedSampler(Sampler):
-    """A Sampler of one of several ranks. All of them know tokens, and which rows have failed; the first one why."""
+    """A Sampler of one of several ranks. All of them know tokens, and which rows have failed; the first one why.
 
-    def __init__(self, state: SamplingState, logprobs_mode: str, group: Group) -> None:
+    Args:
+        group: the ranks of the last stage; None: there is one, and the other stages need not know at once.
+    """
+
+    def __init__(self, state: SamplingState, logprobs_mode: str, group: Group | None) -> None:
         super().__init__(state, logprobs_mode)
-        self._group = group
+        self._group, self._is_first = group, group is None or group.rank == 0
 
     def host_parameters(
         self, rows: NDArray[np.int64], offsets_R: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[Any], ...]:
-        return super().host_parameters(rows, offsets_R) if self._group.rank == 0 else ()
+        return super().host_parameters(rows, offsets_R) if self._is_first else ()
 
     def launch(
         self,
@@ -42,7 +46,7 @@ class SharedSampler(Sampler):
         masks: GrammarMasks | None = None,
     ) -> LaunchedTokens:
         """As Sampler.launch. An error of the first rank becomes an AgreedError on all of them."""
-        if self._group.rank != 0:
+        if not self._is_first:
             told_R2 = self._tell(torch.empty((len(rows), 0), dtype=torch.int64))
             if (told_R2[:, 1] == _ALL_FAILED).any():
                 raise AgreedError("the first rank could not sample")
@@ -59,4 +63,6 @@ class SharedSampler(Sampler):
         return launched
 
     def _tell(self, part: Tensor) -> Tensor:
+        if self._group is None:
+            return part
         return self._group.gather(part, [2] + [0] * (self._group.size - 1))

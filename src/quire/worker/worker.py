@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from msgspec import structs
 
-from quire.distributed.group import AgreedError, Group, GroupError
+from quire.distributed.group import AgreedError, GroupError, Ranks
 from quire.errors import EngineDeadError, MemoryPlanError, PeerLostError
 from quire.kernels import cpu, extension, gpu, gpu_facts
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, WorkerSettings
@@ -70,7 +70,7 @@ class DeviceWorker:
         model_config: of the model it will load.
         progress: how far loading and capturing are.
         accelerator: makes the GPU's.
-        group: the ranks that share the model. The config is that of this rank's part.
+        ranks: that share the model. The config is that of this rank's part.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class DeviceWorker:
         model_config: ModelConfig,
         progress: Progress,
         accelerator: Callable[[], Accelerator] = Cuda,
-        group: Group | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._model_config, self._progress, self._accelerator = model_config, progress, accelerator
-        self._group = group
+        self._ranks = ranks
         # Each is made by its step.
         self.settings: WorkerSettings
         self.place: Place
@@ -110,14 +110,21 @@ class DeviceWorker:
         config = replace(self._model_config, max_model_len=form.max_model_len)
         share = 1.0 if settings.drafter is None else LOADED_BEFORE_DRAFTER
         with self._as_rank():
-            model = load_model(config, form, device, self._loading(0.0, share), group=self._group)
+            model = load_model(
+                config,
+                form,
+                device,
+                self._loading(0.0, share),
+                group=None if self._ranks is None else self._ranks.group,
+                before=None if self._ranks is None else self._ranks.before,
+            )
         self.settings, self.model = settings, model
         self.adapters = None
         if settings.lora is not None:
             assert isinstance(model, Decoder), "resolve refuses adapters for others"
             self.adapters = WorkerAdapters(model, settings.lora)
         self.drafter = self._load_drafter(model, settings)
-        self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost(self._group)
+        self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost(self._ranks)
         name = form.quantization or form.dtype
         name = name if is_on_gpu or not cpu.available() else f"packed {name}"
         self._progress("load", 1.0, f"{shown_bytes(model.weight_bytes())} of {name}")
@@ -164,7 +171,7 @@ class DeviceWorker:
         return self.runner.submit(batch)
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        if self._group is None:
+        if self._ranks is None:
             return self.runner.execute(batch)
         with self._as_rank(in_step=True):
             return self.runner.execute(batch if self._samples else _without_grammars(batch))
@@ -175,26 +182,26 @@ class DeviceWorker:
     @property
     def _samples(self) -> bool:
         """Other ranks learn the tokens."""
-        return self._group is None or self._group.rank == 0
+        return self._ranks is None or self._ranks.samples
 
     @contextmanager
     def _as_rank(self, *, in_step: bool = False) -> Iterator[None]:
         """The other ranks learn of an error in the block, instead of waiting for this one."""
-        group = self._group
+        ranks = self._ranks
         try:
             yield
         except AgreedError as error:
             raise error.__cause__ or error from None
         except GroupError as error:
-            raise PeerLostError(f"Rank {0 if group is None else group.rank} cannot go on: {error}") from error
+            raise PeerLostError(f"Rank {0 if ranks is None else ranks.rank} cannot go on: {error}") from error
         except Exception as error:
-            if group is None:
+            if ranks is None:
                 raise
-            group.fail()
+            ranks.fail()
             if not in_step:
                 raise
             what = f"{type(error).__name__}: {error}"
-            raise EngineDeadError(f"Rank {group.rank} of {group.size} failed in a step: {what}") from error
+            raise EngineDeadError(f"Rank {ranks.rank} of {ranks.grid.size} failed in a step: {what}") from error
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
         if not self._samples:
