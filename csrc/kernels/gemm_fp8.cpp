@@ -3,6 +3,7 @@
 #include "gemm_bf16_tile.h"
 #include "gemm_f32_tiles.h"
 #include "gemm_fp8_blocks.h"
+#include "gemm_fp8_few_rows.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -49,6 +50,11 @@ void prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* inp
 int64_t rows_per_block(int64_t) { return 120; }
 
 void run(const GemmBlock& block) {
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+  // measured on Zen 4 only (benchmarks/NOTES.md)
+  if (takes_dots(*block.args) && follows_streams() && block.row_end - block.row_begin <= kMostFewRows)
+    return run_fp8_few_rows(block);
+#endif
 #if QUIRE_HAS_BF16_PRODUCTS
   if (takes_dots(*block.args)) return run_fp8<VectorRows<DotTile>>(block, kBlocking);
 #endif

@@ -4,35 +4,22 @@
 #include <algorithm>
 
 #include "kv_codes.h"
-#include "quire/round_up.h"
-#include "quire/simd.h"
-#include "quire/thread_pool.h"
+#include "rows.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int kLanes = F32::kWidth;
-constexpr int64_t kElementsPerTask = 16384;  // as in norm_rope.cpp
 
 // Elements as float32. `to` has room for whole vectors.
 template <class T>
 inline void load_row(const T* from, int64_t count, float* to) {
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const int64_t left = count - i;
-    store(to + i, left >= kLanes ? load(from + i) : load_n(from + i, static_cast<int>(left)));
-  }
+  for (int64_t i = 0; i < count; i += kLanes) store(to + i, load_part(from + i, count - i));
 }
 
 template <class T>
 inline void store_row(const float* from, int64_t count, T* to) {
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const int64_t left = count - i;
-    if (left >= kLanes) {
-      store(to + i, load(from + i));
-    } else {
-      store_n(to + i, load(from + i), static_cast<int>(left));
-    }
-  }
+  for (int64_t i = 0; i < count; i += kLanes) store_part(to + i, load(from + i), count - i);
 }
 
 // out[i], out[i + R / 2] = the rotated pair i of x. `out` is not x.
@@ -76,29 +63,13 @@ void rope_and_cache_token(const LatentCacheArgs& a, int64_t token) {
 template <class T, class C>
 void rope_and_cache_to(const LatentCacheArgs& a) {
   const int64_t elements = a.num_heads * a.rotary_dim + a.rank + a.rotary_dim;
-  const int64_t per_task = std::max<int64_t>(kElementsPerTask / elements, 1);
-  parallel_for(static_cast<int>(ceil_div(a.num_tokens, per_task)), [&](int task, int) {
-    const int64_t end = std::min(a.num_tokens, (task + 1) * per_task);
-    for (int64_t token = task * per_task; token < end; ++token) rope_and_cache_token<T, C>(a, token);
-  });
-}
-
-template <class T>
-void rope_and_cache_of(const LatentCacheArgs& a) {
-  switch (a.cache.type) {
-    case CacheType::model:
-      return rope_and_cache_to<T, T>(a);
-    case CacheType::e4m3:
-      return rope_and_cache_to<T, e4m3>(a);
-    case CacheType::e5m2:
-      return rope_and_cache_to<T, e5m2>(a);
-    case CacheType::int8:
-      return rope_and_cache_to<T, int8_t>(a);
-  }
+  for_rows(a.num_tokens, elements, [&](int64_t token) { rope_and_cache_token<T, C>(a, token); });
 }
 
 void rope_and_cache(const LatentCacheArgs& a) {
-  with_type_of(a.dtype, [&]<class T>(T) { rope_and_cache_of<T>(a); });
+  with_type_of(a.dtype, [&]<class T>(T) {
+    with_type_of_cache<T>(a.cache.type, [&]<class C>(C) { rope_and_cache_to<T, C>(a); });
+  });
 }
 
 }  // namespace

@@ -6,44 +6,12 @@
 #include <cmath>
 
 #include "kv_codes.h"
-#include "quire/round_up.h"
-#include "quire/simd.h"
-#include "quire/thread_pool.h"
+#include "rows.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int kLanes = F32::kWidth;
-// Number of elements below which waking other threads costs more than it saves (a few microseconds of work).
-constexpr int64_t kElementsPerTask = 16384;
-
-// Runs row(i) for every row, in tasks of at least kElementsPerTask elements.
-template <class Fn>
-void for_rows(int64_t rows, int64_t elements_per_row, const Fn& row) {
-  const int64_t rows_per_task = std::max<int64_t>(kElementsPerTask / elements_per_row, 1);
-  const auto tasks = static_cast<int>(ceil_div(rows, rows_per_task));
-  if (tasks <= 1) {
-    for (int64_t i = 0; i < rows; ++i) row(i);
-    return;
-  }
-  parallel_for(tasks, [&](int task, int) {
-    const int64_t end = std::min(rows, (task + 1) * rows_per_task);
-    for (int64_t i = task * rows_per_task; i < end; ++i) row(i);
-  });
-}
-
-template <class T>
-inline F32 load_part(const T* p, int64_t left) {
-  return left >= kLanes ? load(p) : load_n(p, static_cast<int>(left));
-}
-template <class T>
-inline void store_part(T* p, F32 x, int64_t left) {
-  if (left >= kLanes) {
-    store(p, x);
-  } else {
-    store_n(p, x, static_cast<int>(left));
-  }
-}
 
 // 1 / sqrt(mean(x^2) + eps). next(i, left) gives kLanes values from i on, and zeros after the end. Four sums hide the
 // latency of the addition; their order depends only on dim.
@@ -205,22 +173,10 @@ void rope_and_cache_to(const RopeCacheArgs& a) {
   }
 }
 
-template <class T>
-void rope_and_cache_of(const RopeCacheArgs& a) {
-  switch (a.cache.type) {
-    case CacheType::model:
-      return rope_and_cache_to<T, T>(a);
-    case CacheType::e4m3:
-      return rope_and_cache_to<T, e4m3>(a);
-    case CacheType::e5m2:
-      return rope_and_cache_to<T, e5m2>(a);
-    case CacheType::int8:
-      return rope_and_cache_to<T, int8_t>(a);
-  }
-}
-
 void rope_and_cache(const RopeCacheArgs& a) {
-  with_type_of(a.dtype, [&]<class T>(T) { rope_and_cache_of<T>(a); });
+  with_type_of(a.dtype, [&]<class T>(T) {
+    with_type_of_cache<T>(a.cache.type, [&]<class C>(C) { rope_and_cache_to<T, C>(a); });
+  });
 }
 
 }  // namespace

@@ -171,6 +171,51 @@ CASES = {
         extra={**EXPERT_KEYS, "expert_feed_forward_length": 32},
     ),
     "olmoe": Case("OlmoeConfig", {**EXPERTS, "head_dim": 8}, extra=EXPERT_KEYS),
+    "gpt-oss": Case(
+        "GptOssConfig",
+        {
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 300.0, "truncate": False, **YARN},
+        },
+        extra={
+            **EXPERT_KEYS,
+            "attention.sliding_window": 9,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 32,
+        },
+    ),
+    "glm4moe": Case(
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+        },
+        extra={
+            "expert_count": 4,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 32,
+            "expert_shared_count": 2,
+            "expert_group_count": 2,
+            "expert_group_used_count": 1,
+            "expert_gating_func": 2,
+            "expert_weights_scale": 1.5,
+            "leading_dense_block_count": 1,
+            "rope.dimension_count": 8,
+        },
+    ),
     "granitemoe": Case(
         "GraniteMoeConfig",
         {"num_local_experts": 3, "num_experts_per_tok": 2, "attention_multiplier": 0.2, "head_dim": 8},
@@ -332,6 +377,21 @@ def test_quantized_experts(overrides: dict[str, str], tmp_path: Path) -> None:
     model = make(tmp_path, "Qwen3MoeConfig", settings | {"moe_intermediate_size": 256})
     extra = {"expert_count": 3, "expert_used_count": 3, "expert_feed_forward_length": 256}
     held = write_gguf(tmp_path / "m.gguf", tmp_path, "Q4_K", overrides=overrides, extra=extra)
+    model.load_state_dict(held)
+    loaded, logits = found_logits(tmp_path / "m.gguf")
+    expected = hf_logits(model, PROMPT)
+    assert (logits - expected).norm() < 0.05 * expected.norm()
+    if cpu.available():
+        assert loaded.weight_bytes() == loaded.config.weight_bytes("float32"), "not the planned bytes are held"
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    """Experts in MXFP4 with biases in float32, the rest in Q8_0. All experts are active."""
+    settings = {**WIDE, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 9}
+    rope = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 300.0, "truncate": False, **YARN}}
+    model = make(tmp_path, "GptOssConfig", settings | rope)
+    extra = CASES["gpt-oss"].extra | {"expert_used_count": 3}
+    held = write_gguf(tmp_path / "m.gguf", tmp_path, "Q8_0", overrides={"_exps.": "MXFP4"}, extra=extra)
     model.load_state_dict(held)
     loaded, logits = found_logits(tmp_path / "m.gguf")
     expected = hf_logits(model, PROMPT)

@@ -16,11 +16,14 @@ from torch import Tensor
 
 ARCHITECTURES = {
     "gemma3_text": "gemma3",
+    "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
 }
 _EXPERT = re.compile(r"(.+\.experts)\.(\d)\.(.+)")
+_OF_GPT_OSS = [f"{part}_proj.{kind}" for part in ("gate", "up", "down") for kind in ("weight", "bias")]
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
 
@@ -85,7 +88,7 @@ def file_type(kind: str) -> gguf.LlamaFileType:
 
 def kind_of(name: str, weight: Tensor, kind: str, overrides: Mapping[str, str]) -> str:
     """The type of one tensor: `kind`, but for vectors, and for tensors whose names have a part of `overrides`."""
-    if weight.dim() == 1 or "ffn_gate_inp" in name:
+    if weight.dim() == 1 or "ffn_gate_inp" in name or name.endswith("bias"):
         return "F32"
     return next((own for part, own in overrides.items() if part in name), kind)
 
@@ -163,8 +166,10 @@ def write_gguf(
     held = {}
     weights = stacked_experts(load_file(folder / "model.safetensors"))
     for seed, (hf_name, weight) in enumerate(sorted(weights.items())):
-        name = tensor_names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+        named = hf_name.replace("correction_bias", "correction.bias")
+        name = tensor_names.get_name(named, try_suffixes=(".weight", ".bias"))
         assert name is not None, f"the package has no name for {hf_name}"
+        name += ".weight" if name.endswith("sinks") else ""
         heads = {"attn_q.": "num_attention_heads", "attn_k.": "num_key_value_heads"}
         head_key = next((key for part, key in heads.items() if part in name), None)
         stored = weight.float().squeeze()
@@ -197,11 +202,25 @@ def stacked_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif name.endswith("input_linear.weight"):
             prefix = name.removesuffix("input_linear.weight")
             result |= zip((f"{prefix}experts.w1.weight", f"{prefix}experts.w3.weight"), weight.chunk(2, 1), strict=True)
+        elif ".experts.gate_up_proj" in name:  # gpt-oss: gate and up take turns
+            parts = (f"experts.{part}_proj.{'bias' if name.endswith('bias') else 'weight'}" for part in ("gate", "up"))
+            result |= {
+                name.replace(f"experts.{name.rpartition('.')[2]}", part): _by_rows(weight[..., first::2])
+                for first, part in enumerate(parts)
+            }
+        elif name.endswith(("experts.down_proj", "experts.down_proj_bias")):
+            part = "down_proj.bias" if name.endswith("bias") else "down_proj.weight"
+            result[name.replace(name.rpartition(".")[2], part)] = _by_rows(weight)
         elif name.endswith("output_linear.weight"):
             result[name.replace("output_linear", "experts.w2")] = weight
         else:
             result[name] = weight
     return result | {name: torch.stack(each) for name, each in experts.items()}
+
+
+def _by_rows(weight: Tensor) -> Tensor:
+    """Matrices [E, K, N] as [E, N, K]; biases [E, N] as they are."""
+    return weight.transpose(1, 2).contiguous() if weight.dim() == 3 else weight
 
 
 def single_experts(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -210,10 +229,25 @@ def single_experts(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
         for name in [name for name in held if name.endswith(f"experts.{gate}.weight")]:
             prefix = name.removesuffix(f"{gate}.weight")
+            if f"{prefix}{gate}.bias" in held:
+                result |= _turns(result, prefix)
+                continue
             own = prefix.replace("block_sparse_moe", "mlp") if gate == "w1" else prefix
             result[f"{own}gate_up_proj"] = torch.cat([result.pop(f"{prefix}{part}.weight") for part in (gate, up)], 1)
             result[f"{own}down_proj"] = result.pop(f"{prefix}{down}.weight")
     return result
+
+
+def _turns(result: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """gpt-oss' experts: weights [E, K, N], and gate and up take turns."""
+    taken = {name: result.pop(f"{prefix}{name}") for name in _OF_GPT_OSS}
+    gate_up = [torch.stack([taken[f"gate_proj.{kind}"], taken[f"up_proj.{kind}"]], 2) for kind in ("weight", "bias")]
+    return {
+        f"{prefix}gate_up_proj": gate_up[0].flatten(1, 2).transpose(1, 2),
+        f"{prefix}gate_up_proj_bias": gate_up[1].flatten(1, 2),
+        f"{prefix}down_proj": taken["down_proj.weight"].transpose(1, 2),
+        f"{prefix}down_proj_bias": taken["down_proj.bias"],
+    }
 
 
 def deinterleave(weight: Tensor, num_heads: int) -> Tensor:

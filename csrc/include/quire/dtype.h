@@ -112,5 +112,20 @@ inline void with_type_of(DType dtype, const Fn& fn) {
   }
 }
 
+// Calls fn with a value of the C++ type of the elements of a KV cache. T is the model's type.
+template <class T, class Fn>
+inline void with_type_of_cache(CacheType type, const Fn& fn) {
+  switch (type) {
+    case CacheType::model:
+      return fn(T{});
+    case CacheType::e4m3:
+      return fn(e4m3{});
+    case CacheType::e5m2:
+      return fn(e5m2{});
+    case CacheType::int8:
+      return fn(int8_t{});
+  }
+}
+
 }  // namespace
 }  // namespace quire

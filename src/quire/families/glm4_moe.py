@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire.hf_config.family import Family, LayerFacts, decoder_layer
-from quire.hf_config.feed_forward import ExpertsForm, group_routing
+from quire.hf_config.family import Family, GgufForm, LayerFacts, decoder_layer
+from quire.hf_config.feed_forward import ExpertsForm, group_routing, group_routing_of_gguf
 from quire.hf_config.fields import Fields
+from quire.hf_config.gguf_metadata import GgufMetadata
 from quire.layer_spec import Full, LayerSpec, QkNorm
 
 
@@ -38,6 +39,14 @@ def _layer(facts: LayerFacts, layer: int) -> LayerSpec:
     return replace(spec, attention=replace(spec.attention, output=output, qk_norm=qk_norm))
 
 
+def _gguf_fields(metadata: GgufMetadata, sizes: Fields) -> dict[str, Any]:
+    """The files count the layers that predict further tokens with the others."""
+    drafting = metadata.fields(count="nextn_predict_layers").integer("count", 0, minimum=0)
+    layers = sizes.integer("num_hidden_layers", minimum=drafting + 1)
+    own = {"num_nextn_predict_layers": drafting, "num_hidden_layers": layers - drafting}
+    return group_routing_of_gguf(metadata) | own
+
+
 FAMILY = Family(
     model_type="glm4_moe",
     architectures=("Glm4MoeForCausalLM",),
@@ -62,4 +71,5 @@ FAMILY = Family(
         shared_width=_shared_width,
     ),
     layer=_layer,
+    gguf=GgufForm("glm4moe", _gguf_fields, names={"post_attention_norm": "post_attention_layernorm"}),
 )

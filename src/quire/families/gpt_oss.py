@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from quire.hf_config.family import Family, LayerFacts, by_layer_types, decoder_layer
+from quire.hf_config.family import Family, GgufForm, LayerFacts, by_layer_types, decoder_layer
 from quire.hf_config.feed_forward import ExpertsForm
 from quire.hf_config.fields import Fields
+from quire.hf_config.gguf_metadata import GgufMetadata
 from quire.layer_spec import Full, LayerSpec
 
 _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # of the kernels
@@ -14,6 +16,10 @@ _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # of the kernels
 
 def _has_window(fields: Fields, layer: int) -> bool:
     return layer % 2 == 0
+
+
+def _gguf_fields(metadata: GgufMetadata, sizes: Fields) -> dict[str, Any]:
+    return {}  # `_has_window` says which layers have the file's window
 
 
 def _layer(facts: LayerFacts, layer: int) -> LayerSpec:
@@ -58,4 +64,10 @@ FAMILY = Family(
         scoring="softmax_of_chosen",
     ),
     layer=_layer,
+    gguf=GgufForm(
+        "gpt-oss",
+        _gguf_fields,
+        names={"post_attention_norm": "post_attention_layernorm"},
+        yarn={"truncate": False},
+    ),
 )

@@ -18,15 +18,21 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Names with their ending, where Hugging Face's has none or another one.
+_TENSORS = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}
 # Tensors that hold numbers of the configuration, or numbers that follow from it.
 CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _DERIVED = re.compile(r"blk\.\d+\.(attn_rot_embd|rope_freqs|rope_factors_(long|short))\.weight")
+_DRAFT = re.compile(r"blk\.\d+\.nextn\..+")  # of layers that predict tokens further ahead
 _BLOCK_NAME = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 
 
 def is_weight(name: str) -> bool:
-    """Whether the tensor is a weight of the model and not a part of its configuration."""
-    return name not in CONFIG_TENSORS and not _DERIVED.fullmatch(name)
+    """Whether the tensor is a weight of the model, and not a part of its configuration or of a drafter."""
+    return name not in CONFIG_TENSORS and not _DERIVED.fullmatch(name) and not _DRAFT.fullmatch(name)
 
 
 def hf_name(name: str, own: Mapping[str, str]) -> str:
@@ -42,4 +48,5 @@ def hf_name(name: str, own: Mapping[str, str]) -> str:
         return name
     layer, part, suffix = match.groups()
     ours = own.get(part, _BLOCK.get(part))
-    return name if ours is None else f"model.layers.{int(layer)}.{ours}.{suffix}"
+    tensor = _TENSORS.get(f"{part}.{suffix}", ours and f"{ours}.{suffix}")
+    return name if tensor is None else f"model.layers.{int(layer)}.{tensor}"

@@ -154,12 +154,16 @@ class GgufForm:
         fields: makes fields of config.json that have no key of their own, from the metadata and the other fields.
         is_interleaved: heads in these files rotate neighbouring dimensions; converters reorder the rows of q and k.
         fits_float16: whether activations fit into float16.
+        names: of modules in a layer, by these files' names, where they are the family's own.
+        yarn: fields of a YaRN scaling that have no key.
     """
 
     architecture: str
     fields: Callable[[GgufMetadata, Fields], dict[str, Any]] = _no_windows
     is_interleaved: bool = False
     fits_float16: bool = True
+    names: Mapping[str, str] = field(default_factory=dict)
+    yarn: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,4 +210,5 @@ class Family:
         keys = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
         names = {key: name for key, name in zip(keys, self.norms, strict=True) if name is not None}
         names |= {} if self.experts is None else self.experts.gguf_names()
+        names |= {} if self.gguf is None else self.gguf.names
         return names | ({"ffn_up": "mlp.gate_up_proj"} if self.has_fused_checkpoint else {})

@@ -163,5 +163,21 @@ def group_routing(fields: Fields) -> dict[str, Any]:
     return {"num_groups": num_groups, "num_active_groups": fields.integer("topk_group", 1, maximum=num_groups)}
 
 
+def group_routing_of_gguf(metadata: GgufMetadata) -> dict[str, Any]:
+    """Fields of DeepSeek's routing and layers from llama.cpp's keys. Its numbers of scoring functions start at 1."""
+    keys = {
+        "first_k_dense_replace": "leading_dense_block_count",
+        "n_shared_experts": "expert_shared_count",
+        "n_group": "expert_group_count",
+        "topk_group": "expert_group_used_count",
+        "norm_topk_prob": "expert_weights_norm",
+        "routed_scaling_factor": "expert_weights_scale",
+    }
+    fields = {field: value for field, key in keys.items() if (value := metadata.get(key)) is not None}
+    scoring = {1: "softmax", 2: "sigmoid"}
+    number = metadata.get("expert_gating_func")
+    return fields if number is None else fields | {"scoring_func": scoring.get(number, f"number {number}")}
+
+
 def _stack(linear: LinearShape, num_experts: int, stacked: str, form: StackedForm) -> LinearShape:
     return replace(linear, num_experts=num_experts, stacked=stacked, stacked_form=form, cut=Cut("experts"))

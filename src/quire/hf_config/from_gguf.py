@@ -9,7 +9,7 @@ import array
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quire.errors import ModelConfigError
@@ -82,12 +82,13 @@ def to_hf_config(file: GgufFile, family: Family, form: GgufForm) -> dict[str, An
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
         "eos_token_id": _end_tokens(metadata),
     }
     sizes = Fields(config, str(file.path))
     width = sizes.integer("hidden_size") // sizes.integer("num_attention_heads")  # of a head, unless head_dim is given
     head_dim = sizes.integer("head_dim", width)
-    return config | _rope(own, file, head_dim) | form.fields(own, sizes)
+    return config | _rope(own, file, head_dim, form.yarn) | form.fields(own, sizes)
 
 
 def _dtype(file: GgufFile, form: GgufForm) -> str:
@@ -115,7 +116,7 @@ def _end_tokens(metadata: dict[str, Any]) -> list[int]:
     return list(dict.fromkeys(ends))
 
 
-def _rope(own: GgufMetadata, file: GgufFile, head_dim: int) -> dict[str, Any]:
+def _rope(own: GgufMetadata, file: GgufFile, head_dim: int, yarn: Mapping[str, Any]) -> dict[str, Any]:
     """Partial rotation and stretched contexts."""
     given = own.fields(
         rotary_dim="rope.dimension_count",
@@ -139,7 +140,7 @@ def _rope(own: GgufMetadata, file: GgufFile, head_dim: int) -> dict[str, Any]:
                 "attention_factor": attention_factor,
             }
     if not scaling and kind in ("linear", "yarn"):
-        scaling = {"rope_type": kind, "factor": factor}
+        scaling = {"rope_type": kind, "factor": factor} | (dict(yarn) if kind == "yarn" else {})
         if kind == "yarn" and attention_factor != 1.0:
             scaling["attention_factor"] = attention_factor * (0.1 * math.log(factor) + 1.0)
     if scaling and given.has("original"):

@@ -5,7 +5,6 @@ Dimensions: E experts, N out-features and K in-features of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -107,7 +106,7 @@ class StackBuilder:
                 raise ValueError(f"expert {e} has {_form(packed)}, expected {expected}")
             if _form(like) != _form(like, "float32"):
                 self._widen(self._stack)
-            packed = _widened(packed)
+            packed = _widened(packed, self.memory(e))
         self._copy(e, packed)
         self._missing.remove(e)
 
@@ -115,7 +114,7 @@ class StackBuilder:
         """Pack the experts that are there with scales in float32."""
         self._stack = self._panels = None
         for e in set(range(self._E)) - self._missing:
-            self._copy(e, _widened(stack.expert(e)))
+            self._copy(e, _widened(stack.expert(e), self.memory(e)))
 
     def _copy(self, e: int, packed: Packed) -> None:
         if self._stack is None:
@@ -137,11 +136,6 @@ class StackBuilder:
             stacked = {name: x.new_empty((self._E * len(x), *x.shape[1:])) for name, x in tensors.items()}
         order_EK = None if order_K is None else order_K.new_empty((self._E, packed.K), dtype=torch.int32)
         return PackedStack(_with_tensors(packed, stacked, self._E * self._N, order_EK), self._E, self._N, packed.K)
-
-    def experts(self) -> Iterator[tuple[int, Packed]]:
-        """The experts that came, and their weights."""
-        if self._stack is not None:
-            yield from ((e, self._stack.expert(e)) for e in range(self._E) if e not in self._missing)
 
     def finished(self) -> PackedStack:
         """The stack, which must be complete."""
@@ -197,8 +191,8 @@ def _form(packed: Packed, scales: str | None = None) -> str:
     return f"{packed.K} in-features in {form}"
 
 
-def _widened(packed: Packed) -> Packed:
-    """The same weight with scales in float32."""
+def _widened(packed: Packed, memory: Memory) -> Packed:
+    """The same weight with scales in float32, packed in `memory` by the CPU kernels."""
     assert isinstance(packed, PackedGrouped)
     weight = unpack_grouped(packed)
-    return pack_grouped(replace(weight, scales_NG=weight.scales_NG.float()))
+    return pack_grouped(replace(weight, scales_NG=weight.scales_NG.float()), memory)

@@ -152,7 +152,8 @@ class WeightTable:
     def _of_one_expert(self, weights: Iterable[tuple[str, Tensor]], unfit: list[str]) -> Iterator[tuple[str, Tensor]]:
         """The tensors, with those of all experts in their parts: views, one expert after the other."""
         for checkpoint_name, tensor in weights:
-            names = self._stacked.get(renamed(checkpoint_name, self._renamed_prefixes))
+            own = renamed(checkpoint_name, self._renamed_prefixes)
+            names = self._stacked.get(own)
             if names is None:
                 yield checkpoint_name, tensor
                 continue
@@ -162,11 +163,12 @@ class WeightTable:
             first = stacks[0]
             num_rows = sum(stack.like.shape[0] for stack in stacks)
             shape = (first.num_experts, num_rows, *first.like.shape[1:])
-            shape = (shape[0], *reversed(shape[1:])) if first.is_transposed else shape
+            is_transposed = first.is_transposed and own == first.stacked
+            shape = (shape[0], *reversed(shape[1:])) if is_transposed else shape
             if tuple(tensor.shape) != shape:
                 unfit.append(f"{checkpoint_name} has shape {list(tensor.shape)} instead of {list(shape)}")
                 continue
-            tensor = tensor.transpose(1, 2) if first.is_transposed else tensor
+            tensor = tensor.transpose(1, 2) if is_transposed else tensor
             for expert, of_expert in enumerate(tensor):
                 for name, part in zip(names, parts, strict=True):
                     yield name.format(expert), of_expert[part]

@@ -6,8 +6,7 @@ Dimensions: T tokens, E experts, P pairs of a token and an expert, K in-features
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -17,8 +16,6 @@ from quire.errors import WeightsError
 from quire.formats.stored_linear import StoredLinear
 from quire.kernels.expert_stack import PackedStack, StackBuilder
 from quire.kernels.experts import expert_linear
-from quire.kernels.grouped import PackedGrouped, pack_grouped
-from quire.kernels.grouped_panels import rows_of_panels
 from quire.kernels.routing import Routing
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import StackedSlots, WeightSlot
@@ -43,7 +40,6 @@ class ExpertStack:
         self._shape, self._dtype, self._scheme = shape, dtype, select_scheme(stored)
         self._builder = StackBuilder(shape.num_experts, shape.out_features)
         self._arriving: dict[int, Linear] = {}
-        self._scales = ""  # the type of stored scales of integer weights, of all experts that came
         self.stack: PackedStack | None = None
         self.bias_EN: Tensor | None = None
 
@@ -89,7 +85,7 @@ class ExpertStack:
                 return
             if expert not in self._arriving:
                 self._arriving[expert] = layer = self._layer(expert)
-                layer.weight_memory = partial(self._memory, expert)
+                layer.weight_memory = self._builder.memory(expert)
             layer = self._arriving[expert]
             dict(layer.slots())[name].load(tensor)
             if layer.weight is not None:
@@ -97,20 +93,9 @@ class ExpertStack:
 
         return load
 
-    def _memory(self, expert: int, num_bytes: int) -> Tensor:
-        try:
-            return self._builder.memory(expert)(num_bytes)
-        except ValueError:  # it is of another size than the experts before it
-            return torch.empty(num_bytes, dtype=torch.uint8)
-
     def _take(self, expert: int, layer: Linear) -> None:
-        weight = layer.weight
-        if isinstance(weight, PackedGrouped) and weight.format.scales != (self._scales or weight.format.scales):
-            weight = self._with_same_scales(weight)
-        elif isinstance(weight, PackedGrouped):
-            self._scales = weight.format.scales
         try:
-            self._builder.put(expert, weight)
+            self._builder.put(expert, layer.weight)
         except ValueError as error:
             raise WeightsError(str(error)) from None
         if layer.bias is not None:
@@ -119,17 +104,6 @@ class ExpertStack:
             self.bias_EN[expert] = layer.bias
         if self._builder.is_complete:
             self.stack = self._builder.finished()
-
-    def _with_same_scales(self, weight: PackedGrouped) -> PackedGrouped:
-        """Scales of one expert that float16 cannot hold make those of all experts float32."""
-        if self._scales == "float32":
-            return _with_float32_scales(weight)
-        self._scales, before = "float32", self._builder
-        self._builder = StackBuilder(self._num_experts, self.out_features)
-        for expert, packed in before.experts():
-            assert isinstance(packed, PackedGrouped)
-            self._builder.put(expert, _with_float32_scales(packed))
-        return weight
 
     @property
     def parts(self) -> tuple[ExpertStack, ...]:
@@ -140,15 +114,6 @@ class ExpertStack:
         """Bytes held after loading."""
         assert self.stack is not None
         return self.stack.nbytes + (0 if self.bias_EN is None else self.bias_EN.nbytes)
-
-
-def _with_float32_scales(packed: PackedGrouped) -> PackedGrouped:
-    weight = packed.weight
-    if packed.data is not None:
-        every_row = torch.arange(packed.N, device=packed.data.device)
-        weight = rows_of_panels(packed.data, packed.order_K, packed.format, packed.N, packed.K, every_row)
-    assert weight is not None
-    return pack_grouped(replace(weight, scales_NG=weight.scales_NG.float()))
 
 
 class SplitStack:

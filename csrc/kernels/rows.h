@@ -1,0 +1,47 @@
+// Rows of elements: their beginnings and ends in vectors, and tasks of whole rows.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "quire/round_up.h"
+#include "quire/simd.h"
+#include "quire/thread_pool.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+// Number of elements below which waking other threads costs more than it saves (a few microseconds of work).
+constexpr int64_t kElementsPerTask = 16384;
+
+// Runs row(i) for every row, in tasks of at least kElementsPerTask elements.
+template <class Fn>
+void for_rows(int64_t rows, int64_t elements_per_row, const Fn& row) {
+  const int64_t rows_per_task = std::max<int64_t>(kElementsPerTask / elements_per_row, 1);
+  const auto tasks = static_cast<int>(ceil_div(rows, rows_per_task));
+  if (tasks <= 1) {
+    for (int64_t i = 0; i < rows; ++i) row(i);
+    return;
+  }
+  parallel_for(tasks, [&](int task, int) {
+    const int64_t end = std::min(rows, (task + 1) * rows_per_task);
+    for (int64_t i = task * rows_per_task; i < end; ++i) row(i);
+  });
+}
+
+// A vector of which the first `left` elements exist (at least one, or more than it has). Loads zeros for the others.
+template <class T>
+inline F32 load_part(const T* p, int64_t left) {
+  return left >= F32::kWidth ? load(p) : load_n(p, static_cast<int>(left));
+}
+template <class T>
+inline void store_part(T* p, F32 x, int64_t left) {
+  if (left >= F32::kWidth) {
+    store(p, x);
+  } else {
+    store_n(p, x, static_cast<int>(left));
+  }
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA
