@@ -258,7 +258,6 @@ def test_what_cannot_be_shared_is_refused_before_weights_are_read() -> None:
         started(5, load_format="safetensors")
     assert "one of 1, 2, 3, 4" in error.value.message
     for arguments, words in (
-        ({"attention_backend": "reference"}, "the reference attention"),
         ({"distributed_executor_backend": "uni"}, "uni"),
         ({"tensor_parallel_size": 65}, "1 to 64"),
     ):
