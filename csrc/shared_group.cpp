@@ -43,7 +43,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kPageBytes = 4096;
-constexpr auto kNap = std::chrono::milliseconds(100);  // a sleeper looks whether somebody has failed
+constexpr auto kNap = std::chrono::milliseconds(100);   // a sleeper looks whether somebody has failed
 constexpr auto kLook = std::chrono::microseconds(100);  // between two looks whether all have left a void step
 constexpr int kPausesPerClockRead = 64;
 constexpr int64_t kMinCopyBytes = 256 * 1024;  // worth a wake-up of another thread

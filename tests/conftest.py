@@ -8,6 +8,7 @@ import importlib
 import os
 import shutil
 import tempfile
+from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,9 +33,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays. A collection of garbage, which every capture of graphs asks for, need not look at it."""
+    """What is there now stays. A collection of garbage, which every capture of graphs asks for, need not look at it.
+
+    Nor need it be counted, which every capture asks for too.
+    """
     gc.collect()
     gc.freeze()
+    gc.get_freeze_count = cache(gc.get_freeze_count)
 
 
 # The machine that runs the tests may be busy.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 import os
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 
@@ -22,14 +25,13 @@ def why_not() -> str | None:
 
 
 def quicken() -> None:
-    """Leave out what the interpreter does again for every call of a device function.
-
-    It replaces what triton.language holds by what it interprets: for a kernel, and again for each function that the
-    kernel calls, where the kernel's replacements are in place.
-    """
+    """Leave out what the interpreter does again and again, and what nobody looks at."""
+    import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
+    # It replaces what triton.language holds by what it interprets: for a kernel, and again for each function that the
+    # kernel calls, where the kernel's replacements are in place.
     patch = interpreter._patch_lang
 
     def patch_once(fn: Any) -> Any:
@@ -38,6 +40,40 @@ def quicken() -> None:
         return interpreter._LangPatchScope() if is_in_place else patch(fn)
 
     interpreter._patch_lang = patch_once
+
+    # It computes whether integers overflow, and then asserts nothing, because it does not debug.
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+    # It lists all types for every look at one, and writes the shape of every value anew.
+    np_dtype = cache(interpreter._get_np_dtype)
+    addresses = np.dtype(np.uint64)
+    interpreter._get_np_dtype = lambda type: addresses if type.scalar.is_ptr() else np_dtype(type.scalar)
+
+    @cache
+    def shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.constexpr(math.prod(sizes)), tl.core.tuple([tl.constexpr(size) for size in sizes])
+
+    @cache
+    def block_of(sizes: tuple[int, ...], name: str) -> dict[str, Any]:
+        block = object.__new__(tl.block_type)
+        make_block(block, tl.float32, list(sizes))
+        return {"shape": block.shape, "numel": block.numel, "name": f"<{block.shape}, {name}>"}
+
+    make_block = tl.block_type.__init__
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+        self.__dict__ |= block_of(sizes, str(element_ty))
+        self.element_ty = element_ty
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = shape_of(tuple(type.shape) if type.is_block() else ())
+
+    tl.block_type.__init__ = init_block
+    tl.core.tensor.__init__ = init_tensor
 
 
 if os.environ.get("TRITON_INTERPRET") == "1" and why_not() is None:

@@ -339,7 +339,6 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
         (device != "cpu", "a GPU", "Use --device cpu"),
         (backend == "uni", "--distributed-executor-backend uni, which is one process", "Leave it out, or give mp"),
         (config.model_impl == "transformers", "transformers' modelling code", "Leave --model-impl out"),
-        (config.attention_backend == "reference", "the reference attention", "Leave --attention-backend out"),
         (has_stages and config.enable_lora, "adapters", "Leave --enable-lora out"),
         (
             has_stages and model.drafter is not None,

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 
+from quire.config import EngineConfig
 from quire.engine import process
 from quire.engine.deterministic import DeterministicExecutor
 from quire.errors import AdapterChangedError, AdapterNotFoundError
@@ -112,11 +113,27 @@ class Loaded(Future[AdapterFacts]):
     def add(self) -> None: ...
 
 
+class Ranks(ModuleType):
+    """Stands for quire.engine.ranks, which loads torch."""
+
+    @staticmethod
+    def start_ranks(
+        config: EngineConfig,
+        model_folder: Path,
+        model_config: ModelConfig,
+        progress: Progress,
+        *,
+        drafter_folder: Path | None,
+        is_server: bool,
+    ) -> list[LightWorker]:
+        assert config.tensor_parallel_size == 1, "one light worker is all ranks"
+        assert "torch" not in sys.modules, "a light engine has loaded torch, and starts as slowly as a real one"
+        return [LightWorker(model_config, progress)]
+
+
 def without_torch() -> None:
     """From now on, quire.engine.start finds this worker."""
-    module = ModuleType("quire.worker.worker")
-    module.__dict__["DeviceWorker"] = LightWorker
-    sys.modules[module.__name__] = module
+    sys.modules["quire.engine.ranks"] = Ranks("quire.engine.ranks")
 
 
 if __name__ == "__main__":

@@ -117,22 +117,36 @@ def plain(kind: str) -> list[list[int]]:
     return run(core_with(pair_of(kind), Schedule()), asked())
 
 
+SCHEDULES = {
+    "plain": Schedule(),
+    "pieces": Schedule(chunk=16, block_size=8, num_blocks=40),
+    "small pieces": Schedule(chunk=5, num_blocks=30),
+    "graphs": Schedule(accelerator=FakeAccelerator(), graph_sizes=(1, 2, 4, 8), mixed_sizes=(8, 16)),
+    "two in flight": Schedule(accelerator=FakeAccelerator(), chunk=24, depth=2, waits=True),
+}
+# Heads of the first and the third kind share no code of their own, so both meet every schedule.
+QUICK = {
+    "eagle3": [*SCHEDULES],
+    "speculators": ["pieces", "two in flight"],
+    "mtp": [*SCHEDULES],
+    "bundled": ["small pieces", "graphs"],
+}
+
+
 @pytest.mark.parametrize(
-    "schedule",
+    ("kind", "schedule"),
     [
-        Schedule(),
-        Schedule(chunk=16, block_size=8, num_blocks=40),
-        Schedule(chunk=5, num_blocks=30),
-        Schedule(accelerator=FakeAccelerator(), graph_sizes=(1, 2, 4, 8), mixed_sizes=(8, 16)),
-        Schedule(accelerator=FakeAccelerator(), chunk=24, depth=2, waits=True),
+        pytest.param(kind, schedule, marks=() if schedule in QUICK[kind] else pytest.mark.slow)
+        for kind in KINDS
+        for schedule in SCHEDULES
     ],
-    ids=["plain", "pieces", "small pieces", "graphs", "two in flight"],
 )
-@pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_those_of_the_twin(kind: str, schedule: Schedule) -> None:
+def test_drafts_are_those_of_the_twin(kind: str, schedule: str) -> None:
     """Drafts of random depth, none for some steps, rows preempted and resumed; and no token changes."""
-    schedule = replace(schedule, proposer=ByWorker(most=9, seed=3), draft=pair_of(kind).draft, drafts_greedily=True)
-    core = core_with(pair_of(kind), schedule)
+    drafting = replace(
+        SCHEDULES[schedule], proposer=ByWorker(most=9, seed=3), draft=pair_of(kind).draft, drafts_greedily=True
+    )
+    core = core_with(pair_of(kind), drafting)
     notes = Notes(core)
 
     def interfere(core: EngineCore, step: int) -> None:

@@ -43,6 +43,7 @@ BASES: dict[str, list[dict[str, Any]]] = {
         {"input": "Hi", "max_output_tokens": 1},
         {"input": MESSAGES, "max_output_tokens": 1, "stream": True, "background": True},
     ],
+    "/v1/responses/input_tokens": [{"input": "Hi"}],
     "/tokenize": [{"prompt": "Hi"}, {"messages": MESSAGES}],
     "/detokenize": [{"tokens": [1]}],
 }
@@ -62,8 +63,26 @@ def schema_of(path: str) -> dict[str, Any]:
     return resolved(DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"])
 
 
+def fields_of(path: str) -> set[str]:
+    return set(schema_of(path)["properties"])
+
+
 def resolved(schema: dict[str, Any]) -> dict[str, Any]:
     return DOCUMENT["components"]["schemas"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+
+
+SHARED = fields_of("/v1/chat/completions") & fields_of("/v1/completions")
+# The first of their values, and every which one.
+SHARES = {"/v1/chat/completions": (0, 2), "/v1/completions": (1, 2), "/v1/chat/completions/batch": (0, 3)}
+
+
+def part(path: str, name: str, is_first: bool) -> tuple[int, int]:
+    """Of the values of a field: the first one that is tried, and every which one."""
+    if IS_FULL:
+        return 0, 1
+    if not is_first:
+        return 0, 3
+    return SHARES.get(path, (0, 1)) if name in SHARED else (0, 1)
 
 
 def accepts(schema: dict[str, Any], value: Any) -> bool:
@@ -154,7 +173,8 @@ def values_of(schema: dict[str, Any]) -> Iterator[Any]:
 def bodies(path: str) -> Iterator[dict[str, Any]]:
     """One field after the other at each of its values, and at values of other types; then several fields at once.
 
-    `make test` brings all values to the first good body, and a third of them to the others.
+    `make test` brings all values to the first good body, and a third of them to the others; of the fields that chat and
+    completions share, each of the two gets half of the values, and the batch a third.
     """
     properties = {name: kind for name, kind in schema_of(path)["properties"].items() if name not in NAMES}
     good = {name: [value for value in values_of(kind) if accepts(kind, value)] for name, kind in properties.items()}
@@ -165,8 +185,8 @@ def bodies(path: str) -> Iterator[dict[str, Any]]:
         for name, kind in properties.items():
             is_known = "default" in kind or name in base  # else it is ignored, or refused but for what asks for nothing
             if is_first or is_known:
-                every = 1 if is_first or IS_FULL else 3
-                yield from ({**base, name: value} for value in islice(values_of(kind), 0, None, every))
+                first, every = part(path, name, is_first)
+                yield from ({**base, name: value} for value in islice(values_of(kind), first, None, every))
             if is_first and is_known:
                 yield from ({**base, name: value} for value in STRANGE)
     draw = random.Random(13)

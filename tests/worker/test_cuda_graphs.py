@@ -244,9 +244,11 @@ def test_the_largest_is_captured_first_into_one_pool() -> None:
 
 @pytest.fixture
 def thawed() -> Iterator[None]:
-    """Without what tests/conftest.py has frozen."""
-    gc.unfreeze()
-    yield
+    """Without what tests/conftest.py has frozen, and counted once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", gc.get_freeze_count.__wrapped__)  # type: ignore[attr-defined]
+        gc.unfreeze()
+        yield
     gc.freeze()
 
 

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from quire.distributed.layout import Grid
-from quire.kernels import cpu
+from quire.kernels import extension
 
-GroupError = cpu.GroupError  # another rank has failed, is late, or does something else: the group cannot go on
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+GroupError = extension.GroupError  # another rank has failed, is late, or does something else: the group cannot go on
+StepVoid = extension.StepVoid  # another rank has left the step: all ranks leave it, and go on with the next one
 
 
 class AgreedError(Exception):
     """A rank cannot end this step, and no other stage waits for it. The cause is the error."""
-
-
-StepVoid = cpu.StepVoid  # another rank has left the step: all ranks leave it, and go on with the next one
 
 
 class Group(Protocol):

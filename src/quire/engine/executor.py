@@ -44,7 +44,7 @@ class InlineExecutor:
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
         self._tell(lambda worker: worker.use_tokenizer(tokenizer, eos_token_ids))
 
-    def prepare_grammar(self, text: str) -> Polled[None]:
+    def prepare_grammar(self, text: str) -> Polled[object]:
         return _AllPolled([worker.prepare_grammar(text) for worker in self.workers])
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:

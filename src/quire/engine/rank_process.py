@@ -39,6 +39,7 @@ from quire.life_cycle import AdapterLoad
 from quire.loader.drafter import load_with_drafter
 from quire.planning import devices
 from quire.planning.cut_stages import grid_of, part_of_rank
+from quire.planning.replicas import has_own_cores
 from quire.worker.worker import DeviceWorker
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -48,8 +49,8 @@ logger = logs.get_logger("quire.engine.rank_process")
 
 def _worker(launch: RankLaunch) -> DeviceWorker:
     config = launch.config
-    grid = grid_of(config)
-    ranks = ranks_on(launch.memory, launch.rank, grid, has_own_cores=devices.num_cores() >= grid.size)
+    own_cores = has_own_cores(config, devices.num_cores())
+    ranks = ranks_on(launch.memory, launch.rank, grid_of(config), has_own_cores=own_cores)
     os.close(launch.memory)
     drafter_folder = None if launch.drafter_folder is None else Path(launch.drafter_folder)
     model = load_with_drafter(Path(launch.model_folder), drafter_folder, config)

@@ -45,6 +45,7 @@ from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.planning import devices
 from quire.planning.cut_stages import grid_of, part_of_rank
+from quire.planning.replicas import has_own_cores
 from quire.resolve import DeviceFacts
 from quire.schedule import Pending, Polled, ScheduledBatch, StepResult
 from quire.worker.worker import DeviceWorker
@@ -75,7 +76,7 @@ def start_ranks(
         return [DeviceWorker(model_config, progress)]
     memory = make_memory(grid)
     try:
-        ranks = ranks_on(memory, 0, grid, has_own_cores=devices.num_cores() >= grid.size)
+        ranks = ranks_on(memory, 0, grid, has_own_cores=has_own_cores(config, devices.num_cores()))
         others = [
             RankProcess(config, (model_folder, drafter_folder), rank, memory, ranks.failing, dies_with_parent=is_server)
             for rank in range(1, grid.size)
@@ -153,7 +154,7 @@ class RankProcess:
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
         """Only the first rank has grammars."""
 
-    def prepare_grammar(self, text: str) -> Polled[None]:
+    def prepare_grammar(self, text: str) -> Polled[object]:
         raise NotImplementedError("only the first rank has grammars")
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:

@@ -107,6 +107,17 @@ def start_engine(
         for worker in workers:
             worker.close()
         raise
+    try:
+        return _answering(running, model_config, started, progress, is_first=is_first)
+    except BaseException:
+        running.executor.shutdown()
+        raise
+
+
+def _answering(
+    running: RunningWorkers, model_config: ModelConfig, started: float, progress: Progress, *, is_first: bool
+) -> StartedEngine:
+    """An engine that has produced tokens. `started`: when the start began."""
     resolved, measured = running.resolved, running.measured
     schedule = resolved.scheduler
     arithmetic = step_arithmetic(resolved, model_config)

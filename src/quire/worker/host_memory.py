@@ -86,7 +86,9 @@ class OnHost:
         recorded = _recorded(model, inputs, cache.layers)
         watched = model.watch_experts() if form.expert_metrics and isinstance(model, Decoder) else []
         experts = ExpertCounter(watched) if watched else None
-        return ModelRunner(model, cache, inputs, form.logprobs_mode, device, recorded, drafts, experts, self._ranks)
+        takes_forced = settings.steps_in_flight == 1 and drafter is None and self._ranks is None
+        mode, ranks = form.logprobs_mode, self._ranks
+        return ModelRunner(model, cache, inputs, mode, device, recorded, drafts, experts, ranks, takes_forced)
 
 
 def _recorded(model: CausalLM, inputs: InputBatch, caches: list[LayerCache]) -> RecordedSteps | None:

@@ -109,6 +109,8 @@ class ModelRunner:
         drafter: makes the drafts that a batch leaves to the worker.
         experts: counts the tokens of experts, on a CPU.
         ranks: that share the model.
+        takes_forced: tokens that a grammar forces get no steps of their own. Every step must be taken in before the
+            next one is launched.
     """
 
     def __init__(
@@ -122,8 +124,10 @@ class ModelRunner:
         drafter: Drafter | None = None,
         experts: ExpertCounter | None = None,
         ranks: Ranks | None = None,
+        takes_forced: bool = False,
     ) -> None:
         self.model = model
+        self._takes_forced = takes_forced
         self._experts = experts
         self.cache = cache
         self.input_batch = input_batch
@@ -344,6 +348,12 @@ class ModelRunner:
                     result.token_ids[position].append(token_id)
             expected = launched.expected
             self.input_batch.learn_tokens(expected, token_ids_R if drafts is None else token_ids_R[drafts.plain_R])
+            if self._takes_forced and self.input_batch.sampling.grammars:
+                plain_N = range(len(token_ids_R)) if drafts is None else drafts.plain_R.tolist()
+                for index, of_call in enumerate(plain_N):
+                    if of_call not in sampled.errors:
+                        position = launched.sampling[of_call]
+                        result.token_ids[position] += self.input_batch.take_forced(expected, index)
             for index, logprobs in sampled.logprobs.items():
                 result.logprobs.setdefault(launched.sampling[index], []).append(logprobs)
             for index, (position, first, draft_token_ids) in enumerate(() if drafts is None else drafts.rows):

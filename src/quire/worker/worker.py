@@ -228,9 +228,9 @@ class DeviceWorker:
             return
         self.runner.input_batch.grammars.use_tokenizer(tokenizer, eos_token_ids)
 
-    def prepare_grammar(self, text: str) -> Polled[None]:
+    def prepare_grammar(self, text: str) -> Polled[object]:
         if not self._samples:
-            ready: Future[None] = Future()
+            ready: Future[object] = Future()
             ready.set_result(None)
             return ready
         return self.runner.input_batch.grammars.prepare(text)
