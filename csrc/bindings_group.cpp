@@ -2,6 +2,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings.h"
@@ -27,21 +28,26 @@ void bind_group(nb::module_& m) {
   nb::class_<SharedGroup>(m, "SharedGroup")
       .def(
           "__init__",
-          [](SharedGroup* self, int fd, int rank, int size, int64_t slot_bytes, int spin_microseconds,
-             double timeout_seconds) {
+          [](SharedGroup* self, int fd, int64_t begin, std::vector<int> members, int rank, int64_t slot_bytes,
+             int spin_microseconds, double timeout_seconds) {
+            const int size = static_cast<int>(members.size());
             check(size >= 1 && size <= kMaxRanks, "the number of ranks is not in 1 to 64");
             check(rank >= 0 && rank < size, "the rank is not below their number");
+            check(begin >= SharedGroup::kFirstPart && begin % 4096 == 0, "a group's memory begins with a page");
             check(slot_bytes >= 64 && slot_bytes % 64 == 0, "slots are multiples of 64 bytes");
-            new (self) SharedGroup(fd, rank, size, slot_bytes, spin_microseconds, timeout_seconds);
+            new (self)
+                SharedGroup(fd, begin, std::move(members), rank, slot_bytes, spin_microseconds, timeout_seconds);
           },
-          nb::kw_only(), "fd"_a, "rank"_a, "size"_a, "slot_bytes"_a, "spin_microseconds"_a, "timeout_seconds"_a)
+          nb::kw_only(), "fd"_a, "begin"_a, "members"_a, "rank"_a, "slot_bytes"_a, "spin_microseconds"_a,
+          "timeout_seconds"_a)
+      .def_ro_static("first_part", &SharedGroup::kFirstPart, "Where the memory of the first group begins")
       .def_static("num_bytes", &SharedGroup::num_bytes, "size"_a, "slot_bytes"_a)
-      .def("abort", &SharedGroup::abort, "rank"_a, "Makes all ranks leave what they wait for, now and later")
+      .def("abort", &SharedGroup::abort, "number"_a, "Makes all ranks leave what they wait for, now and later")
       .def("begin_step", &SharedGroup::begin_step, "Before the turns of a step")
       .def("end_step", &SharedGroup::end_step, "Behind the turns of a step")
       .def("leave_step", &SharedGroup::leave_step, nb::call_guard<nb::gil_scoped_release>(),
            "In place of end_step. Waits until no rank is in the step any more")
-      .def_prop_ro("aborted", &SharedGroup::aborted, "The rank that has failed; -1: none");
+      .def_prop_ro("aborted", &SharedGroup::aborted, "The number of the rank that has failed; -1: none");
   bind_struct<Gather, KernelCall>(
       m, "Gather",
       [](Gather* self, SharedGroup* group, const std::vector<int64_t>& widths, TensorView part, TensorView out) {

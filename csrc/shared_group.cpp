@@ -17,6 +17,7 @@
 #include <ctime>
 #include <string>
 #include <system_error>
+#include <utility>
 
 #include "quire/round_up.h"
 #include "quire/thread_pool.h"
@@ -24,8 +25,7 @@
 namespace quire {
 
 struct GroupWords {
-  std::atomic<int32_t> aborted;     // a rank + 1; 0: none
-  std::atomic<uint32_t> void_step;  // the last step that a rank has left; 0: none
+  std::atomic<int32_t> aborted;  // the number of a rank + 1; 0: none
 };
 
 // What a rank says. Its turn and its signatures of two turns lie on one line, which the others read.
@@ -34,7 +34,8 @@ struct alignas(128) RankWords {
   std::atomic<uint32_t> num_sleepers;  // ranks that sleep until this one arrives
   std::atomic<uint64_t> signatures[2];
   std::atomic<uint64_t> left[2];  // by parity of a void step: the step, and the turn in which the rank left it
-  std::atomic<uint32_t> done;     // the last step that the rank has ended
+  std::atomic<uint32_t> done;       // the last step that the rank has ended
+  std::atomic<uint32_t> void_step;  // of the first rank: the last step that a rank has left; 0: none
 };
 
 namespace {
@@ -95,44 +96,46 @@ void copy_rows(const char* from, int64_t from_stride, char* to, int64_t to_strid
 }  // namespace
 
 int64_t SharedGroup::num_bytes(int size, int64_t slot_bytes) {
-  return kPageBytes + round_up(static_cast<int64_t>(sizeof(RankWords)) * size, kPageBytes) + 2 * size * slot_bytes;
+  return round_up(static_cast<int64_t>(sizeof(RankWords)) * size, kPageBytes) +
+         round_up(2 * size * slot_bytes, kPageBytes);
 }
 
-SharedGroup::SharedGroup(int fd, int rank, int size, int64_t slot_bytes, int spin_microseconds, double timeout_seconds)
-    : rank_(rank),
-      size_(size),
+SharedGroup::SharedGroup(int fd, int64_t begin, std::vector<int> members, int rank, int64_t slot_bytes,
+                         int spin_microseconds, double timeout_seconds)
+    : begin_(begin),
+      members_(std::move(members)),
+      rank_(rank),
+      size_(static_cast<int>(members_.size())),
       slot_bytes_(slot_bytes),
       spin_microseconds_(spin_microseconds),
       timeout_seconds_(timeout_seconds) {
-  void* const memory = mmap(nullptr, num_bytes(size, slot_bytes), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  void* const memory = mmap(nullptr, begin_ + num_bytes(size_, slot_bytes), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "the ranks' memory");
   memory_ = static_cast<char*>(memory);
 }
 
-SharedGroup::~SharedGroup() { munmap(memory_, num_bytes(size_, slot_bytes_)); }
+SharedGroup::~SharedGroup() { munmap(memory_, begin_ + num_bytes(size_, slot_bytes_)); }
 
-RankWords& SharedGroup::words(int rank) const { return reinterpret_cast<RankWords*>(memory_ + kPageBytes)[rank]; }
+RankWords& SharedGroup::words(int rank) const { return reinterpret_cast<RankWords*>(memory_ + begin_)[rank]; }
 
 char* SharedGroup::slot(int rank) const {
-  const int64_t begin = num_bytes(size_, 0);
-  return memory_ + begin + (2 * rank + turn_ % 2) * slot_bytes_;
+  return memory_ + begin_ + num_bytes(size_, 0) + (2 * rank + turn_ % 2) * slot_bytes_;
 }
 
-GroupWords& SharedGroup::group_words() const { return *reinterpret_cast<GroupWords*>(memory_); }
-
-void SharedGroup::abort(int rank) {
+// Ranks that sleep in other groups look after a nap.
+void SharedGroup::abort(int number) {
   int32_t none = 0;
-  group_words().aborted.compare_exchange_strong(none, rank + 1);
+  reinterpret_cast<GroupWords*>(memory_)->aborted.compare_exchange_strong(none, number + 1);
   for (int other = 0; other < size_; ++other) wake_all(words(other).turn);
 }
 
-int SharedGroup::aborted() const { return group_words().aborted.load() - 1; }
+int SharedGroup::aborted() const { return reinterpret_cast<const GroupWords*>(memory_)->aborted.load() - 1; }
 
 void SharedGroup::begin_step() { ++step_; }
 
 void SharedGroup::end_step() { words(rank_).done.store(step_, std::memory_order_release); }
 
-bool SharedGroup::is_void() const { return step_ != 0 && group_words().void_step.load() == step_; }
+bool SharedGroup::is_void() const { return step_ != 0 && words(0).void_step.load() == step_; }
 
 // Whether a rank is no longer in this step. A rank that has ended it has seen all ranks in its last turn, so all of
 // them end it or have failed behind that turn. Else all leave it, and the next turn is behind the turns of all.
@@ -148,7 +151,7 @@ bool SharedGroup::has_left(int rank) {
 
 void SharedGroup::leave_step() {
   words(rank_).left[step_ % 2].store(uint64_t{step_} << 32 | turn_, std::memory_order_release);
-  group_words().void_step.store(step_);
+  words(0).void_step.store(step_);
   for (int other = 0; other < size_; ++other) wake_all(words(other).turn);
   const auto start = Clock::now();
   for (int rank = 0; rank < size_; ++rank) {
@@ -156,14 +159,16 @@ void SharedGroup::leave_step() {
       if (aborted() >= 0) check();
       const timespec look = timespec_of(kLook);
       nanosleep(&look, nullptr);
-      if (std::chrono::duration<double>(Clock::now() - start).count() > timeout_seconds_) abort(rank);
+      if (std::chrono::duration<double>(Clock::now() - start).count() > timeout_seconds_) abort(members_[rank]);
     }
   }
 }
 
+std::string SharedGroup::name(int rank) const { return "rank " + std::to_string(members_[rank]); }
+
 void SharedGroup::check() const {
-  const int rank = aborted();
-  if (rank >= 0) throw GroupError("rank " + std::to_string(rank) + " of " + std::to_string(size_) + " has failed");
+  const int number = aborted();
+  if (number >= 0) throw GroupError("rank " + std::to_string(number) + " has failed");
   if (is_void()) throw StepVoid("another rank has left the step");
 }
 
@@ -195,7 +200,7 @@ void SharedGroup::wait_for(int rank, uint64_t signature) {
         if (static_cast<int32_t>(seen - turn_) >= 0) break;
         sleep_on(other.turn, seen);
         if (std::chrono::duration<double>(Clock::now() - start).count() > timeout_seconds_) {
-          abort(rank);
+          abort(members_[rank]);
           break;
         }
       }
@@ -204,9 +209,8 @@ void SharedGroup::wait_for(int rank, uint64_t signature) {
   }
   if (!has_arrived(rank) || aborted() >= 0) check();
   if (other.signatures[turn_ % 2].load(std::memory_order_relaxed) != signature) {
-    abort(rank);
-    throw GroupError("rank " + std::to_string(rank) + " of " + std::to_string(size_) +
-                     " does something else than rank " + std::to_string(rank_));
+    abort(members_[rank]);
+    throw GroupError(name(rank) + " does something else than " + name(rank_));
   }
 }
 

@@ -269,6 +269,11 @@ class EngineConfig:
     tensor_parallel_size: int = option(
         1, "Ranks that share one copy of the model: processes of this machine, with its cores divided.", flags=("-tp",)
     )
+    pipeline_parallel_size: int = option(
+        1,
+        "Stages of consecutive layers, each of --tensor-parallel-size ranks. As many batches are computed at once.",
+        flags=("-pp",),
+    )
     distributed_executor_backend: str | None = option(
         None,
         "mp: each rank but the first is a process of its own; uni: one process, for one rank. none: as ranks need it.",
@@ -351,6 +356,11 @@ class EngineConfig:
         _check_engine(self)
         _check_lora(self)
         complete_sources(self)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share a copy of the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
@@ -658,13 +668,9 @@ def _check_engine(config: EngineConfig) -> None:
             fix="Leave --quantization out: a quantized checkpoint says what it is",
             param="quantization",
         )
-    if not 1 <= config.tensor_parallel_size <= MOST_RANKS:
-        raise ConfigError(
-            "Illegal number of ranks",
-            value=config.tensor_parallel_size,
-            expected=f"1 to {MOST_RANKS}",
-            param="tensor_parallel_size",
-        )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if not 1 <= (number := getattr(config, name)) <= MOST_RANKS:
+            raise ConfigError("Illegal number of ranks", value=number, expected=f"1 to {MOST_RANKS}", param=name)
     drafts = config.speculative_config
     if drafts is not None and drafts.draft_tensor_parallel_size not in (None, 1, config.tensor_parallel_size):
         raise ConfigError(

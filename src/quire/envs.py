@@ -27,6 +27,10 @@ def _log_format(text: str) -> str:
     return text
 
 
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(","))
+
+
 def _protocol(text: str) -> str:
     if text not in ("grpc", "http/protobuf"):
         raise ValueError(text)
@@ -100,6 +104,12 @@ ISA = Variable(
 NUM_THREADS = Variable(
     "QUIRE_NUM_THREADS", 0, int, "threads of the CPU kernels; 0 = physical cores allowed by affinity and cgroup"
 )
+PP_LAYER_PARTITION = Variable[tuple[int, ...]](
+    "VLLM_PP_LAYER_PARTITION",
+    (),
+    _sizes,
+    "layers of each stage of --pipeline-parallel-size, as 10,9,9; empty = by bytes and predicted time",
+)
 NO_COLOR = Variable("NO_COLOR", "", str, "anything: no colours (no-color.org)")
 FORCE_COLOR = Variable("FORCE_COLOR", "", str, "anything: colours also where there is no terminal; NO_COLOR wins")
 OTLP_TRACES_PROTOCOL = Variable(
@@ -120,7 +130,7 @@ LISTEN_PID = Variable("LISTEN_PID", 0, int, "set by systemd: which process a soc
 LISTEN_FDS = Variable("LISTEN_FDS", 0, int, "set by systemd: how many sockets; `quire serve` takes one, for --host")
 NOTIFY_SOCKET = Variable("NOTIFY_SOCKET", "", str, "set by systemd: where `quire serve` says READY=1 and STOPPING=1")
 
-VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool], ...] = (
+VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool] | Variable[tuple[int, ...]], ...] = (
     CPU_KVCACHE_SPACE,
     API_KEY,
     LOGGING_LEVEL,
@@ -137,6 +147,7 @@ VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool
     ATTENTION_BACKEND,
     ISA,
     NUM_THREADS,
+    PP_LAYER_PARTITION,
     OTLP_TRACES_PROTOCOL,
     NO_COLOR,
     FORCE_COLOR,

@@ -88,6 +88,30 @@ class Share:
         return tuple(map(len, self.rows[shard]))
 
 
+@dataclass(frozen=True)
+class Stage:
+    """The part of a model that one of several stages holds: some of its layers.
+
+    Attributes:
+        index: 0 has the first layers, and the embeddings. The last one has the final norm and the output.
+        layers: their numbers.
+        tables: what layers of the whole model keep in the cache, and in how many block tables: all stages have these.
+    """
+
+    index: int
+    num_stages: int
+    layers: range
+    tables: tuple[tuple[KvSpec, int], ...]
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearShape:
     """A linear layer. Several tensors of the checkpoint, side by side, may form its weight.

@@ -24,7 +24,7 @@ from quire.hf_config.json_file import read_object
 from quire.hf_config.layer_format import QuantizedCheckpoint
 from quire.hf_config.quantization import OUTPUT, SEPARATE_FILES, parse_description
 from quire.hf_config.translate import merge, translate
-from quire.layer_spec import Cut, DraftHead, Experts, KvSpec, LayerSpec, LinearShape, RopeConfig, Share
+from quire.layer_spec import Cut, DraftHead, Experts, KvSpec, LayerSpec, LinearShape, RopeConfig, Share, Stage
 
 __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeConfig", "load_model_config"]
 
@@ -72,10 +72,37 @@ class ModelConfig:
     head: DraftHead | None = None  # it is no model of its own, but a head that drafts for one
     is_shared: bool = True  # ranks share it where they can; else each of them has all of it
     vocab_share: Share | None = None  # of the rank that holds a part of the model; None: it is a whole model
+    stage: Stage | None = None  # of a pipeline, that has these layers; None: they are all layers
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def has_embeddings(self) -> bool:
+        return self.stage is None or self.stage.is_first
+
+    @property
+    def has_output(self) -> bool:
+        """It has the final norm too."""
+        return self.stage is None or self.stage.is_last
+
+    def holds(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint is of this stage, by its name there."""
+        if self.stage is None:
+            return True
+        for prefix, ours in self.renamed_prefixes:
+            if name.startswith(prefix):
+                name = ours + name.removeprefix(prefix)
+                break
+        match name.split(".", 3):
+            case ["model", "layers", number, _] if number.isdecimal():
+                return int(number) in self.stage.layers or (
+                    self.stage.is_last and int(number) >= self.stage.layers.stop
+                )
+            case ["model", "embed_tokens", *_]:
+                return self.has_embeddings or (self.has_output and self.tie_word_embeddings)
+        return self.has_output
 
     def describe_checkpoint(self) -> str:
         """The format of the weights, for people."""
@@ -100,7 +127,8 @@ class ModelConfig:
 
     def num_active_parameters(self) -> int:
         """Elements of the weights that one token uses, with the rows of all tokens in embeddings and output."""
-        return self.num_block_parameters() + self.output_linear().num_weights + self._num_looked_up_parameters()
+        output = self.output_linear().num_weights if self.has_output else 0
+        return self.num_block_parameters() + output + self._num_looked_up_parameters()
 
     def num_block_parameters(self) -> int:
         """Elements of the weights that one token uses in the layers and the final norm, without idle experts."""
@@ -141,7 +169,9 @@ class ModelConfig:
 
         Embeddings do not count, because a step reads only a row per token.
         """
-        linears = [*self.active_linears(), self.output_linear()]
+        linears = list(self.active_linears())
+        if self.has_output:
+            linears.append(self.output_linear())
         weights = sum(self._held_bytes(linear, dtype, quantization, self.is_native) for linear in linears)
         others = sum(linear.num_biases for linear in linears) + self._num_norm_elements()
         return weights + others * DTYPE_BYTES[dtype] + self._num_router_biases() * ROUTER_BIAS_BYTES
@@ -202,7 +232,8 @@ class ModelConfig:
             yield from layer.linears()
         if self.head is not None:
             yield self.head.input
-        if self.head is None or self.head.owns_output:
+        is_own = self.has_output or (self.has_embeddings and self.tie_word_embeddings)
+        if is_own if self.head is None else self.head.owns_output:
             yield self.output_linear()
 
     def active_linears(self) -> Iterator[LinearShape]:
@@ -222,12 +253,14 @@ class ModelConfig:
     def _num_looked_up_parameters(self) -> int:
         """Elements of the embeddings; 0 if they are the output projection too, or the target's."""
         is_shared = self.tie_word_embeddings if self.head is None else not self.head.owns_embeddings
-        return 0 if is_shared else self.embeddings().num_weights
+        return 0 if is_shared or not self.has_embeddings else self.embeddings().num_weights
 
     def _looked_up_bytes(self, dtype: str) -> int:
         """Bytes in memory of `_num_looked_up_parameters`."""
         table = self.stored_embeddings()
-        return self._num_looked_up_parameters() * DTYPE_BYTES[dtype] if table is None else table.num_bytes(dtype)
+        if table is None or not self.has_embeddings:
+            return self._num_looked_up_parameters() * DTYPE_BYTES[dtype]
+        return table.num_bytes(dtype)
 
     def _num_other_elements(self) -> int:
         """Elements of norms, and of what routers add."""
@@ -238,7 +271,8 @@ class ModelConfig:
 
     def _num_norm_elements(self) -> int:
         around = () if self.head is None else self.head.norms
-        return sum(layer.num_norm_elements() for layer in self.layers) + self.hidden_size + sum(n.size for n in around)
+        final = self.hidden_size if self.has_output else 0
+        return sum(layer.num_norm_elements() for layer in self.layers) + final + sum(n.size for n in around)
 
     def _held_bytes(self, linear: LinearShape, dtype: str, quantization: str | None, is_packed: bool) -> int:
         return sum(part.num_bytes(dtype, is_packed=is_packed) for part in self.stored(linear, quantization))

@@ -80,11 +80,15 @@ class DeviceFacts:
         assert facts is not None, "a device that was not found"
         return facts.total_memory_bytes, facts.free_memory_bytes
 
-    def shared_by(self, num_ranks: int) -> DeviceFacts:
-        """What one of several ranks on this machine has of it."""
+    def shared_by(self, num_ranks: int, num_stages: int = 1) -> DeviceFacts:
+        """What one of several ranks on this machine has of it.
+
+        Args:
+            num_stages: of that many ranks each. The memory is that of a rank in all stages together: for a whole model.
+        """
         return replace(
             self,
-            num_cores=max(self.num_cores // num_ranks, 1),
+            num_cores=max(self.num_cores // (num_ranks * num_stages), 1),
             total_memory_bytes=self.total_memory_bytes // num_ranks,
             free_memory_bytes=self.free_memory_bytes // num_ranks,
         )
@@ -115,10 +119,11 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
 
     kind = put("device", *_device(config, device))
     gpu = device.gpu if kind == "cuda" else None
-    if (num_ranks := config.tensor_parallel_size) > 1:
+    if (num_ranks := config.num_ranks) > 1:
         _check_ranks(config, model, kind)
         why = "processes of this machine, with its cores divided; tokens and logprobs are those of one rank, to the bit"
-        put("tensor_parallel_size", num_ranks, config.sources["tensor_parallel_size"], why)
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            put(name, getattr(config, name), config.sources[name], why)
     if gpu is not None:
         isa = put("isa", gpu.isa, "device", gpu.name)
     else:
@@ -163,6 +168,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
     memory_share = config.gpu_memory_utilization
     if gpu is None:
         why = "on CPU the kernels use every core, so there is nothing to hide behind"
+        if config.pipeline_parallel_size > 1:
+            why = "as many batches as stages are in flight"
         is_async = put_or("async_scheduling", config.async_scheduling, False, "default", why)
     else:
         why = "the GPU computes a step while the next one is scheduled"
@@ -225,6 +232,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
             kv_cache_metrics=config.kv_cache_metrics,
             kv_cache_metrics_sample=config.kv_cache_metrics_sample,
             speculation=speculation,
+            num_stages=config.pipeline_parallel_size,
         ),
         record,
         drafter=drafter_settings(config.speculative_config, model, form),
@@ -327,20 +335,29 @@ def _device(config: EngineConfig, device: DeviceFacts) -> Choice[str]:
 
 def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
     """ConfigError for what ranks that share a model cannot do in this version."""
-    num_ranks, backend = config.tensor_parallel_size, config.distributed_executor_backend
+    backend = config.distributed_executor_backend
+    has_stages = config.pipeline_parallel_size > 1
+    name = "pipeline_parallel_size" if has_stages else "tensor_parallel_size"
     refused = (
         (device != "cpu", "a GPU", "Use --device cpu"),
         (backend == "uni", "--distributed-executor-backend uni, which is one process", "Leave it out, or give mp"),
         (config.model_impl == "transformers", "transformers' modelling code", "Leave --model-impl out"),
+        (has_stages and config.enable_lora, "adapters", "Leave --enable-lora out"),
+        (
+            has_stages and model.drafter is not None,
+            "a model that drafts",
+            "Use ngram or suffix in --speculative-config",
+        ),
     )
+    kind = "Pipeline" if has_stages else "Tensor"
     for is_refused, what, fix in refused:
         if is_refused:
             raise ConfigError(
-                f"Tensor parallelism does not go together with {what} in this version",
-                value=num_ranks,
-                expected="tensor_parallel_size 1",
-                fix=f"{fix}, or leave --tensor-parallel-size out",
-                param="tensor_parallel_size",
+                f"{kind} parallelism does not go together with {what} in this version",
+                value=getattr(config, name),
+                expected=f"{name} 1",
+                fix=f"{fix}, or leave --{name.replace('_', '-')} out",
+                param=name,
             )
 
 

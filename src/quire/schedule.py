@@ -55,10 +55,19 @@ class ScheduledBatch:
     new_rows: list[NewRow] = field(default_factory=list)
     removed_request_ids: list[str] = field(default_factory=list)  # finished, aborted or preempted since the last batch
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination): copy-on-write
+    # Of steps before, for workers that have not sampled them. Empty: all workers know them.
+    tokens_before: list[StepTokens] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         return sum(self.num_scheduled_tokens)
+
+
+class StepTokens(msgspec.Struct, array_like=True):
+    """StepResult.token_ids, for workers that have not sampled them."""
+
+    step_id: int
+    token_ids: list[list[int]]
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

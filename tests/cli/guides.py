@@ -284,8 +284,7 @@ vllm serve meta-llama/Llama-3.3-70B-Instruct \
   --tensor-parallel-size 4 \
   --pipeline-parallel-size 2
 """,
-        {"--pipeline-parallel-size": "refused"},
-        says="each replica runs on one device",
+        settings={"tensor_parallel_size": 4, "pipeline_parallel_size": 2},
     ),
     Line(
         "S4-18",

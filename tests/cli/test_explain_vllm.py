@@ -131,7 +131,7 @@ def test_settings_are_the_same_with_their_own_texts(config: type) -> None:
         ("--max-model-len long", "refused", "has an illegal value"),
         ("--max-model-len", "refused", "has no value"),
         ("--trust-remote-code", "refused", "never runs code from a model repository"),
-        ("--pipeline-parallel-size 1", "no effect", "it asks for what happens anyway"),
+        ("--decode-context-parallel-size 1", "no effect", "it asks for what happens anyway"),
         ("-tp 2", "same", "Ranks that share one copy"),
         ("--host ::", "contradictory", "open to everybody"),
         ("--rope-scaling 3", "removed", "rope_scaling is not a JSON object"),

@@ -9,12 +9,12 @@ from typing import Any
 
 import quire.demo
 from quire.config import EngineConfig
-from quire.distributed.shared_memory import SharedMemoryGroup, make_memory
+from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.start import StartedEngine, start_engine
 from quire.life_cycle import Worker
 from quire.messages import Progress
 from quire.model_config import ModelConfig
-from quire.planning.cut_model import ModelCut
+from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.worker.worker import DeviceWorker
 
 LIMITS: dict[str, Any] = {
@@ -31,19 +31,30 @@ def ignore(phase: str, share: float, detail: str) -> None: ...
 
 
 def started(
-    num_ranks: int, folder: Path | None = None, drafter_folder: Path | None = None, **arguments: Any
+    num_ranks: int,
+    folder: Path | None = None,
+    drafter_folder: Path | None = None,
+    *,
+    num_stages: int = 1,
+    **arguments: Any,
 ) -> StartedEngine:
-    """An engine of the demo model, or of the one in `folder`."""
+    """An engine of the demo model, or of the one in `folder`.
+
+    Args:
+        num_ranks: of each stage.
+    """
+    sizes = {"tensor_parallel_size": num_ranks, "pipeline_parallel_size": num_stages}
+    config = EngineConfig.from_kwargs(**LIMITS | sizes | arguments)
 
     def make(model_config: ModelConfig, progress: Progress) -> Sequence[Worker]:
-        if num_ranks == 1:
+        grid = grid_of(config)
+        if grid.size == 1:
             return [DeviceWorker(model_config, progress)]
-        memory, cut = make_memory(num_ranks), ModelCut(model_config, num_ranks)
-        groups = [SharedMemoryGroup(memory, rank, num_ranks, has_own_cores=False) for rank in range(num_ranks)]
+        memory = make_memory(grid)
+        found = [ranks_on(memory, rank, grid, has_own_cores=False) for rank in range(grid.size)]
         os.close(memory)
-        return [DeviceWorker(cut.part(group.rank), progress, group=group) for group in groups]
+        return [DeviceWorker(part_of_rank(model_config, config, ranks.rank), progress, ranks=ranks) for ranks in found]
 
-    config = EngineConfig.from_kwargs(**LIMITS | {"tensor_parallel_size": num_ranks} | arguments)
     folder = folder or quire.demo.path("target")
     return start_engine(
         config, folder, is_server=True, progress=ignore, make_workers=make, drafter_folder=drafter_folder

@@ -283,10 +283,12 @@ def test_a_start_that_fails_late_closes_the_ranks(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Rank, "close", note)
     monkeypatch.setattr("quire.engine.start.produce_tokens", fail)
+    before = threading.enumerate()
     with pytest.raises(ConfigError, match="no token came"):
         started(2)
     assert len(closed) == 2
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("quire-worker")]
+    new = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not [name for name in new if name.startswith("quire-worker")]
 
 
 def test_a_step_that_fails_on_one_rank(caplog: pytest.LogCaptureFixture) -> None:

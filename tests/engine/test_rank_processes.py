@@ -33,7 +33,7 @@ ENDLESS = Prompt((5, 7, 9), SamplingParams(temperature=0.0, max_tokens=400, igno
 
 
 def in_processes(folder: Path | None = None, drafter_folder: Path | None = None, **arguments: Any) -> StartedEngine:
-    config = EngineConfig.from_kwargs(**LIMITS | {"tensor_parallel_size": 2} | arguments)
+    config = EngineConfig.from_kwargs(**LIMITS | arguments)
     folder = folder or quire.demo.path("target")
     return start_engine(config, folder, is_server=False, progress=ignore, drafter_folder=drafter_folder)
 
@@ -59,9 +59,9 @@ def wait_for(condition: Any, seconds: float = 20.0) -> bool:
     return bool(condition())
 
 
-@pytest.fixture
-def engine() -> Iterator[StartedEngine]:
-    engine = in_processes()
+@pytest.fixture(params=["tensor_parallel_size", "pipeline_parallel_size"])
+def engine(request: pytest.FixtureRequest) -> Iterator[StartedEngine]:
+    engine = in_processes(**{request.param: 2})
     yield engine
     engine.core.shutdown()
     assert process_of(engine).returncode is not None, "the process is left behind"
@@ -78,7 +78,10 @@ def test_a_request_that_cannot_be_prepared_ends_alone(engine: StartedEngine) -> 
     """Each process refuses it, and says why."""
     vector = AddRequest("vector", [5, 7, 9], SamplingParams(temperature=0.0), 8, wants_vector=True)
     engine.core.add(vector)
-    (delta,) = [delta for _ in range(2) for delta in engine.core.step()]
+    deltas = []
+    while engine.core.has_work():
+        deltas += engine.core.step()
+    (delta,) = deltas
     assert delta.error == "The model gives tokens, and no vector of a prompt."
     assert run(engine.core, [brief()[0]]) == run(started(1).core, [brief()[0]])
 
@@ -98,7 +101,10 @@ def test_a_rank_that_is_lost_is_named(number: signal.Signals, words: str, engine
         if step == 20:
             os.kill(pid, number)
 
-    with pytest.raises(EngineDeadError, match=rf"Rank 1 of 2 \(process {pid} on .*\) (was killed|was stopped|rank 1)"):
+    with pytest.raises(
+        EngineDeadError,
+        match=rf"Rank 1 of 2(, in stage 0 of 2)? \(process {pid} on .*\) (was killed|was stopped|rank 1)",
+    ):
         run(engine.core, [ENDLESS], before_step=hit)
 
 
@@ -111,7 +117,7 @@ def test_an_error_of_another_rank_is_the_users(tmp_path: Path, monkeypatch: pyte
     weights.unlink()
     weights.write_bytes(whole[:-100])
     with pytest.raises(WeightsError):
-        in_processes(tmp_path)
+        in_processes(tmp_path, tensor_parallel_size=2)
     assert wait_for(lambda: not _children())
 
 

@@ -68,7 +68,7 @@ def tokens(engine: StartedEngine, adapters: list[Path]) -> list[list[int]]:
 @pytest.fixture
 def two() -> Iterator[StartedEngine]:
     """Ranks as processes."""
-    engine = in_processes(**LORA)
+    engine = in_processes(tensor_parallel_size=2, **LORA)
     yield engine
     engine.core.shutdown()
 

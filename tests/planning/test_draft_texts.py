@@ -36,7 +36,7 @@ CONFIGS = (
 def plan(speculation: SpeculativeConfig | None, device: DeviceFacts, memory: MemoryFacts = MEMORY) -> Planned:
     config = EngineConfig(speculative_config=speculation, max_num_seqs=16)
     resolved = resolve(config, MODEL, device, is_server=True)
-    return plan_least(config, MODEL, resolved, [memory])[0]
+    return plan_least(config, [MODEL], resolved, [memory])[0]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)

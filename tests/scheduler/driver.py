@@ -98,6 +98,7 @@ class Driver:
         enable_prefix_caching: bool = True,
         watermark: float = 0.0,
         depth: int = 1,
+        num_stages: int = 1,
         failure: Callable[[ScheduledBatch, bool], Exception | None] = lambda batch, is_computed: None,
         row_failure: Callable[[str], str | None] = lambda request_id: None,
         clock: Callable[[], float] = lambda: 0.0,
@@ -146,6 +147,7 @@ class Driver:
             adapters=None if registry is None else AdapterTurns(max_loras, ORDER_KEYS[policy], registry.is_in_memory),
             room_within=None if cost is None else cost.room_within,
             clock=clock,
+            num_stages=num_stages,
         )
         self.executor = DeterministicExecutor(
             num_blocks,
@@ -258,6 +260,9 @@ class Driver:
             assert r.num_in_flight_steps or r.num_settled_tokens == r.num_computed_tokens
             assert len(r.output_token_ids) + r.num_in_flight_tokens <= r.max_tokens
             assert r.num_in_flight_steps <= self.core.depth
+            if self.scheduler.num_stages > 1:
+                most = r.num_tokens + self.most_drafts
+                assert r.num_computed_tokens <= most, f"{r.request_id} did not wait for its own token"
 
     def _check_batch(self, batch: ScheduledBatch) -> None:
         if batch.request_ids[0].startswith("probe"):

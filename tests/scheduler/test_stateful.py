@@ -44,6 +44,7 @@ class Histories(RuleBasedStateMachine):
         block_size=st.sampled_from(BLOCK_SIZES),
         spare_blocks=st.integers(0, 12),
         depth=st.integers(1, 3),
+        has_stages=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
         chunked=st.booleans(),
         caching=st.booleans(),
@@ -53,7 +54,7 @@ class Histories(RuleBasedStateMachine):
         groups=st.sampled_from(MODELS),
     )
     def start(
-        self, block_size, spare_blocks, depth, policy, chunked, caching, watermark, shared, right, groups
+        self, block_size, spare_blocks, depth, has_stages, policy, chunked, caching, watermark, shared, right, groups
     ) -> None:  # type: ignore[no-untyped-def]
         self.next_failure: Exception | None = None
         self.is_failure_late = False
@@ -71,6 +72,7 @@ class Histories(RuleBasedStateMachine):
             watermark=watermark,
             max_shared_prefill_tokens=shared,
             depth=depth,
+            num_stages=depth if has_stages else 1,
             groups=groups,
             # what a state was before the drafts is not kept
             proposer=None if right is None or any(g.spec.kind == "state" for g in groups) else Guesser(right),

@@ -45,16 +45,17 @@ class ByTokens(CostModel):
         return StepTime(seconds, seconds, seconds, "host")
 
 
-def scheduler(clock: VirtualClock, depth: int = 1, **limits: Any) -> Scheduler:
-    kv = KVCacheManager(BlockPool(NUM_BLOCKS, BLOCK_SIZE), step_tokens=16, depth=depth)
+def scheduler(clock: VirtualClock, depth: int = 1, num_stages: int = 1, **limits: Any) -> Scheduler:
+    kv = KVCacheManager(BlockPool(num_stages**2 * NUM_BLOCKS, BLOCK_SIZE), step_tokens=16, depth=depth)
     given = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": 80} | limits
-    return Scheduler(SchedulerLimits(**given), kv, clock=clock.read)
+    return Scheduler(SchedulerLimits(**given), kv, clock=clock.read, num_stages=num_stages)
 
 
-def client(per_token: float = 0.0, depth: int = 1, **limits: Any) -> Client:
+def client(per_token: float = 0.0, depth: int = 1, num_stages: int = 1, **limits: Any) -> Client:
     clock = VirtualClock()
-    executor = PredictedExecutor(ByTokens(per_token), clock)
-    return Client(EngineCore(scheduler(clock, depth, **limits), executor, depth, clock=clock.read), clock)
+    executor = PredictedExecutor(ByTokens(per_token), clock, num_stages)
+    core = EngineCore(scheduler(clock, depth, num_stages, **limits), executor, depth, clock=clock.read)
+    return Client(core, clock)
 
 
 Batches = list[tuple[Any, ...]]
@@ -157,6 +158,18 @@ def test_with_two_batches_in_flight_a_step_begins_where_the_one_before_ends() ->
     assert [outcome.ttft for outcome in run.outcomes] == [1.0, 2.5]
     assert run.outcomes[0].itl == [1.0] * 4
     assert run.duration == 5.0
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_stages_hardly_wait_while_there_are_as_many_batches(num_stages: int) -> None:
+    """All requests come at once, in one batch; equal batches come of it. An endless pipeline takes 60 steps' time."""
+    prompts = [Prompt([index], 60) for index in range(3 * num_stages)]
+    run = client(depth=num_stages, num_stages=num_stages, max_num_seqs=3 * num_stages).run(
+        prompts, [0.0] * len(prompts)
+    )
+    assert 60 <= run.duration < 60 / 0.95
+    alone = client(depth=num_stages, num_stages=num_stages).run(prompts[:1], [0.0])
+    assert alone.duration == pytest.approx(60), "each of its steps passes all stages"
 
 
 def test_rows_that_want_no_logits_get_no_token() -> None:

@@ -1,13 +1,16 @@
 // Ranks of one model on one machine, which join their results through memory that they share.
 //
-// The memory begins with a page for the group and a cache line pair per rank. Then come two slots per rank. In turn n a
-// rank writes to its slot n % 2, says so, and reads the slots of the others. Nobody writes to a slot that is still
+// The memory begins with a page for all ranks, which says who has failed. Then come the parts of the groups: a rank may
+// be in several. A part has a cache line pair per rank, and then two slots per rank. In turn n a rank writes to its slot
+// n % 2, says so, and reads the slots of the others. Nobody writes to a slot that is still
 // read: a rank that is in turn n + 2 has seen all others in turn n + 1, and they have read the slots of turn n before.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "quire/strided.h"
 
@@ -27,20 +30,22 @@ class StepVoid : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-struct GroupWords;
 struct RankWords;
 struct GatherArgs;
 
 class SharedGroup {
  public:
-  // Maps `fd`, which has at least num_bytes(size, slot_bytes) of zeros when the first rank comes. A rank that waits
-  // looks for `spin_microseconds` before it sleeps. After `timeout_seconds` it raises GroupError. Throws
-  // std::system_error if the memory cannot be mapped.
-  SharedGroup(int fd, int rank, int size, int64_t slot_bytes, int spin_microseconds, double timeout_seconds);
+  // Maps `fd`, which has zeros when the first rank comes. The group's part of num_bytes(size, slot_bytes) begins at
+  // `begin`, which is kFirstPart or behind other parts. `members` are the numbers of its ranks among all ranks, and
+  // `rank` is the place of this one in them. A rank that waits looks for `spin_microseconds` before it sleeps. After
+  // `timeout_seconds` it raises GroupError. Throws std::system_error if the memory cannot be mapped.
+  SharedGroup(int fd, int64_t begin, std::vector<int> members, int rank, int64_t slot_bytes, int spin_microseconds,
+              double timeout_seconds);
   ~SharedGroup();
   SharedGroup(const SharedGroup&) = delete;
   SharedGroup& operator=(const SharedGroup&) = delete;
 
+  static constexpr int64_t kFirstPart = 4096;
   static int64_t num_bytes(int size, int64_t slot_bytes);
 
   // Columns of all ranks side by side. Throws GroupError, or StepVoid. Every rank calls it with the same number of rows
@@ -50,13 +55,14 @@ class SharedGroup {
   // Around the turns of a step. All ranks take the same steps in the same order.
   void begin_step();
   void end_step();
-  // In place of end_step, by a rank that cannot end the step, or that has got StepVoid. Returns when no rank is in the
-  // step any more: each has left it, or has ended it before. Throws GroupError.
+  // In place of end_step, by a rank that cannot end the step, or that has got StepVoid. Returns when no rank of the
+  // group is in the step any more: each has left it, or has ended it before. Throws GroupError.
   void leave_step();
 
-  // Says that a rank has failed. All ranks leave what they wait for, now and later. The first one counts.
-  void abort(int rank);
-  int aborted() const;  // the rank that has failed; -1: none
+  // Says that a rank has failed, by its number among all ranks. All ranks of all groups leave what they wait for, now
+  // and later. The first one counts.
+  void abort(int number);
+  int aborted() const;  // the number of the rank that has failed; -1: none
 
  private:
   void arrive(uint64_t signature);
@@ -66,10 +72,13 @@ class SharedGroup {
   bool is_void() const;
   bool has_left(int rank);
   char* slot(int rank) const;
-  GroupWords& group_words() const;
   RankWords& words(int rank) const;
 
+  std::string name(int rank) const;
+
   char* memory_;
+  int64_t begin_;
+  std::vector<int> members_;
   int rank_, size_;
   int64_t slot_bytes_;
   int spin_microseconds_;

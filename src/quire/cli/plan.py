@@ -71,6 +71,13 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     names = args.model_tag
     args.model_tag = None
     engine, _ = read_settings(parser, args)
+    if engine.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "Stages of a pipeline are not compared",
+            value=engine.pipeline_parallel_size,
+            fix="Leave --pipeline-parallel-size out; quire explain shows the stage with the smallest KV cache",
+            param="pipeline_parallel_size",
+        )
     is_ranked = is_ranked or engine.slo_ttft is not None or engine.slo_itl is not None
     if names and engine.model is not None:
         raise ConfigError("Models are named twice", value=[*names, engine.model], fix="Leave --model out")

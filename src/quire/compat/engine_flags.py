@@ -120,7 +120,7 @@ PARALLELISM: tuple[Foreign, ...] = (
         PARALLEL,
         off=(1,),
         values="""
-            pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size nnodes
+            decode_context_parallel_size prefill_context_parallel_size nnodes
         """,
     ),
     *refused(OWN_REPLICAS, _OWN_SERVERS, off=(0,), values="data_parallel_rank data_parallel_start_rank"),

@@ -21,7 +21,6 @@ FOREIGN: dict[str, Foreign] = {
 
 # Further spellings of foreign flags on the command line.
 SHORT_FLAGS: dict[str, tuple[str, ...]] = {
-    "pipeline_parallel_size": ("-pp",),
     "nnodes": ("-n",),
     "node_rank": ("-r",),
     "decode_context_parallel_size": ("-dcp",),

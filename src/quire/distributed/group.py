@@ -1,26 +1,33 @@
 """What ranks that share one model do together. Everything else a rank computes alone.
 
-One operation is enough: every rank has some columns, and all ranks, or the first one, get all of them. Nothing is added
-up on the way, so a joined result has the bits of one rank that computes everything.
+One operation is enough for the ranks of a stage: every rank has some columns, and all ranks, or the first one, get all
+of them. Nothing is added up on the way, so a joined result has the bits of one rank that computes everything.
 Dimensions: T rows, N columns of all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from quire.distributed.layout import Grid
 from quire.kernels import extension
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 GroupError = extension.GroupError  # another rank has failed, is late, or does something else: the group cannot go on
 StepVoid = extension.StepVoid  # another rank has left the step: all ranks leave it, and go on with the next one
 
 
+class AgreedError(Exception):
+    """A rank cannot end this step, and no other stage waits for it. The cause is the error."""
+
+
 class Group(Protocol):
-    """The ranks. All of them call the same methods in the same order, with the same widths and number of rows."""
+    """The ranks of a stage. All of them call the same methods in the same order, with the same widths and rows."""
 
     rank: int
     size: int
@@ -54,6 +61,51 @@ class Group(Protocol):
         """
         ...
 
-    def fail(self) -> None:
+
+class Link(Protocol):
+    """From a rank of a stage to one of the next stage. What is sent is received in the same order."""
+
+    def send(self, rows_TD: Tensor) -> None:
+        """Returns once they are received, or on their way. Raises GroupError."""
+        ...
+
+    def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """[num_rows, width], in memory of its own. Raises GroupError."""
+        ...
+
+
+class Failing(Protocol):
+    """Tells ranks that one of them has failed."""
+
+    def fail_for(self, rank: int) -> None:
         """This rank cannot go on. Nor can the others."""
         ...
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What one rank knows of the others.
+
+    Attributes:
+        rank: its number among all of them.
+        failing: tells all of them.
+        group: those that share its stage; None: it has the stage alone.
+        before: brings the input; None: it is in the first stage.
+        behind: takes the output; None: it is in the last stage.
+    """
+
+    rank: int
+    grid: Grid
+    failing: Failing
+    group: Group | None = None
+    before: Link | None = None
+    behind: Link | None = None
+
+    @property
+    def samples(self) -> bool:
+        """Others learn the tokens."""
+        return self.rank == 0
+
+    def fail(self) -> None:
+        """This rank cannot go on. Nor can the others."""
+        self.failing.fail_for(self.rank)

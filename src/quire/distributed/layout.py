@@ -1,6 +1,54 @@
-"""Which rank has which units of something that ranks share. Integers only."""
+"""Where ranks are, and which rank has which units of something that ranks share. Integers only."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All ranks: stages one after the other, each shared by ranks side by side.
+
+    The first rank is in the last stage: it samples, and the engine is in its process.
+
+    Attributes:
+        width: ranks that share a stage.
+        num_stages: each has some of the layers.
+    """
+
+    width: int = 1
+    num_stages: int = 1
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.width * self.num_stages
+
+    def stage(self, rank: int) -> int:
+        """The stage of a rank; 0 has the first layers."""
+        return self.num_stages - 1 - rank // self.width
+
+    def place(self, rank: int) -> int:
+        """Which part of its stage a rank has."""
+        return rank % self.width
+
+    def stage_members(self, rank: int) -> tuple[int, ...]:
+        """The ranks of a rank's stage."""
+        first = rank - self.place(rank)
+        return tuple(range(first, first + self.width))
+
+    def before(self, rank: int) -> int | None:
+        """The rank of the stage before, from which a rank gets its input; None: it is in the first stage."""
+        return rank + self.width if rank + self.width < self.size else None
+
+    def behind(self, rank: int) -> int | None:
+        """The rank of the stage behind; None: it is in the last one."""
+        return rank - self.width if rank >= self.width else None
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """The ranks that exchange something, group by group: those of a stage, and pairs of sender and receiver."""
+        stages = [self.stage_members(rank) for rank in range(0, self.size, self.width) if self.width > 1]
+        return stages + [(rank, rank - self.width) for rank in range(self.width, self.size)]
 
 
 def shares(size: int, num_ranks: int, unit: int = 1) -> list[range]:

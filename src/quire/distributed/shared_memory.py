@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from quire.distributed.group import Ranks
+from quire.distributed.layout import Grid
 from quire.errors import ConfigError
 from quire.kernels import cpu, extension
 
@@ -21,9 +24,12 @@ SPIN_MICROSECONDS, SHORT_SPIN_MICROSECONDS = 200, 5
 TIMEOUT_SECONDS = 600.0  # for one turn: a step of another rank that is still computing
 
 
-def make_memory(size: int) -> int:
-    """A file descriptor of memory for so many ranks. Whoever has it closes it. Raises ConfigError or OSError."""
-    num_bytes = extension.require("Tensor parallelism").SharedGroup.num_bytes(size=size, slot_bytes=SLOT_BYTES)
+def make_memory(grid: Grid) -> int:
+    """A file descriptor of memory for these ranks. Whoever has it closes it. Raises ConfigError or OSError."""
+    group = extension.require("A model that ranks share").SharedGroup
+    num_bytes = group.first_part + sum(
+        group.num_bytes(size=len(members), slot_bytes=SLOT_BYTES) for members in grid.groups()
+    )
     if hasattr(os, "memfd_create"):
         memory = os.memfd_create("quire-ranks", os.MFD_CLOEXEC)
     else:
@@ -33,69 +39,114 @@ def make_memory(size: int) -> int:
     return memory
 
 
-class SharedMemoryGroup:
-    """A Group. A rank may go through the memory only once: later groups need other memory.
+def ranks_on(
+    memory: int,
+    rank: int,
+    grid: Grid,
+    *,
+    has_own_cores: bool = True,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Ranks:
+    """What a rank knows of the others. It may go through the memory only once: later ranks need other memory.
 
     Args:
         memory: of `make_memory`, which the caller may close afterwards.
         has_own_cores: no other rank needs the core that this one waits on.
     """
-
-    def __init__(
-        self,
-        memory: int,
-        rank: int,
-        size: int,
-        *,
-        has_own_cores: bool = True,
-        timeout_seconds: float = TIMEOUT_SECONDS,
-    ) -> None:
-        if not extension.is_used():
-            raise ConfigError(
-                "Tensor parallelism needs the compiled kernels, which are not used",
-                value=size,
-                fix="Unset QUIRE_FORCE_REFERENCE, or leave --tensor-parallel-size out",
-                param="tensor_parallel_size",
-            )
-        self.rank, self.size = rank, size
-        self._group = extension.C.SharedGroup(
-            fd=memory,
-            rank=rank,
-            size=size,
-            slot_bytes=SLOT_BYTES,
-            spin_microseconds=SPIN_MICROSECONDS if has_own_cores else SHORT_SPIN_MICROSECONDS,
-            timeout_seconds=timeout_seconds,
+    if not extension.is_used():
+        raise ConfigError(
+            "A model that ranks share needs the compiled kernels, which are not used",
+            value=grid.size,
+            fix="Unset QUIRE_FORCE_REFERENCE, or leave --tensor-parallel-size and --pipeline-parallel-size out",
+            param="tensor_parallel_size",
         )
+    begin = extension.C.SharedGroup.first_part
+    found: dict[tuple[int, ...], SharedMemoryGroup] = {}
+    for members in grid.groups():
+        if rank in members:
+            shared = extension.C.SharedGroup(
+                fd=memory,
+                begin=begin,
+                members=list(members),
+                rank=members.index(rank),
+                slot_bytes=SLOT_BYTES,
+                spin_microseconds=SPIN_MICROSECONDS if has_own_cores else SHORT_SPIN_MICROSECONDS,
+                timeout_seconds=timeout_seconds,
+            )
+            found[members] = SharedMemoryGroup(shared, members, rank)
+        begin += extension.C.SharedGroup.num_bytes(size=len(members), slot_bytes=SLOT_BYTES)
+
+    def link(sender: int | None, receiver: int | None) -> SharedMemoryLink | None:
+        return None if sender is None or receiver is None else SharedMemoryLink(found[sender, receiver])
+
+    return Ranks(
+        rank,
+        grid,
+        failing=next(iter(found.values())),
+        group=found.get(grid.stage_members(rank)),
+        before=link(grid.before(rank), rank),
+        behind=link(rank, grid.behind(rank)),
+    )
+
+
+class SharedMemoryGroup:
+    """A Group.
+
+    Args:
+        members: the numbers of its ranks among all ranks.
+        number: of this rank.
+    """
+
+    def __init__(self, shared: Any, members: tuple[int, ...], number: int) -> None:
+        self.rank, self.size = members.index(number), len(members)
+        self._shared = shared
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         out = torch.empty((part.shape[0], sum(widths)), dtype=part.dtype, device=part.device)
-        cpu.gather(self._group, part, widths, out)
+        cpu.gather(self._shared, part, widths, out)
         return out
 
     def gather_to_first(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         if self.rank == 0:
             return self.gather(part, widths)
-        cpu.gather(self._group, part, widths, None)
+        self.bring(part, widths)
         return part[:, :0]
 
     def begin_step(self) -> None:
-        self._group.begin_step()
+        self._shared.begin_step()
 
     def end_step(self) -> None:
-        self._group.end_step()
+        self._shared.end_step()
 
     def leave_step(self) -> None:
-        self._group.leave_step()
+        self._shared.leave_step()
 
-    def fail(self) -> None:
-        self.fail_for(self.rank)
+    def bring(self, part: Tensor, widths: Sequence[int]) -> None:
+        """Let the others have the columns of this rank, which wants none of theirs."""
+        cpu.gather(self._shared, part, widths, None)
 
     def fail_for(self, rank: int) -> None:
-        """Another rank cannot say it any more."""
-        self._group.abort(rank)
+        """A rank, by its number among all ranks, has failed: all ranks of all groups leave what they wait for."""
+        self._shared.abort(rank)
 
     @property
     def failed_rank(self) -> int | None:
-        """The first one that failed."""
-        rank = int(self._group.aborted)
+        """The number of the first one that failed."""
+        rank = int(self._shared.aborted)
         return None if rank < 0 else rank
+
+
+class SharedMemoryLink:
+    """A Link: a group of sender and receiver, in which only the sender has columns. The sender waits for the receiver.
+
+    With as many batches in flight as stages this costs nothing: the receiver is done with the batch before.
+    """
+
+    def __init__(self, pair: SharedMemoryGroup) -> None:
+        self._pair = pair
+
+    def send(self, rows_TD: Tensor) -> None:
+        self._pair.bring(rows_TD, (rows_TD.shape[1], 0))
+
+    def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        return self._pair.gather(torch.empty((num_rows, 0), dtype=dtype), (width, 0))

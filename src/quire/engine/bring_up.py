@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quire.config import EngineConfig
-from quire.engine.executor import InlineExecutor, ThreadExecutor
+from quire.engine.executor import InlineExecutor, PipelineExecutor, ThreadExecutor
 from quire.errors import ConfigError
 from quire.life_cycle import CacheSize, Measured, Worker, WorkerExecutor, WorkerSettings
 from quire.logs import get_logger
@@ -44,15 +44,17 @@ def bring_up(
     is_server: bool,
     progress: Progress,
     free_memory_bytes: int | None = None,
+    parts: Sequence[ModelConfig] = (),
 ) -> RunningWorkers:
     """Settle everything and get the workers ready. Raises ConfigError, WeightsError or MemoryPlanError.
 
     Args:
-        model_config: of the largest part, if the workers share the model.
+        model_config: of all layers, with the largest part of each.
         free_memory_bytes: of the machine before the first replica began to load; None: there is one replica.
+        parts: what each worker holds; none: all of it.
     """
     facts = share_of_machine(least_facts(InlineExecutor(workers).facts(config.device != "cpu")), config)
-    facts = facts.shared_by(config.tensor_parallel_size)
+    facts = facts.shared_by(config.tensor_parallel_size, config.pipeline_parallel_size)
     resolved = resolve(config, model_config, facts, is_server=is_server)
     total_bytes, _ = facts.memory_of(resolved.device.device)
     if free_memory_bytes is not None and resolved.device.device == "cpu":
@@ -69,9 +71,9 @@ def bring_up(
     measured = executor.measure()
     memories = [each.memory for each in measured]
     if free_memory_bytes is not None and resolved.device.device == "cpu":
-        own_bytes = free_memory_bytes // config.tensor_parallel_size
+        own_bytes = free_memory_bytes // config.num_ranks
         memories = [share_of_memory(each, config.data_parallel_size, own_bytes) for each in memories]
-    planned, memory = plan_least(config, model_config, resolved, memories)
+    planned, memory = plan_least(config, parts or [model_config] * len(workers), resolved, memories)
     if resolved.device.device == "cuda":
         warn_about_dropped_sizes(resolved)
     elif planned.memory.kv_cache_bytes + memory.work_bytes > memory.free_bytes:
@@ -113,11 +115,13 @@ def least_facts(facts: Sequence[DeviceFacts]) -> DeviceFacts:
 
 
 def plan_least(
-    config: EngineConfig, model_config: ModelConfig, resolved: Resolved, memories: Sequence[MemoryFacts]
+    config: EngineConfig, parts: Sequence[ModelConfig], resolved: Resolved, memories: Sequence[MemoryFacts]
 ) -> tuple[Planned, MemoryFacts]:
     """The plan of the rank with the fewest blocks, and its memory. Raises MemoryPlanError if it is too few for one."""
-    memories = [with_later_bytes(resolved, model_config, memory) for memory in memories]
-    plans = [(plan_kv_cache(config, model_config, resolved, memory), memory) for memory in memories]
+    memories = [with_later_bytes(resolved, part, memory) for part, memory in zip(parts, memories, strict=True)]
+    plans = [
+        (plan_kv_cache(config, part, resolved, memory), memory) for part, memory in zip(parts, memories, strict=True)
+    ]
     return min(plans, key=lambda plan: plan[0].memory.num_blocks)
 
 
@@ -133,5 +137,7 @@ def warn_about_dropped_sizes(resolved: Resolved) -> None:
 
 def _executor(workers: Sequence[Worker], resolved: Resolved) -> WorkerExecutor:
     """Threads for several ranks, and for a CPU that computes while the next step is scheduled: a GPU does by itself."""
+    if resolved.scheduler.num_stages > 1:
+        return PipelineExecutor(workers)
     is_behind = resolved.scheduler.async_scheduling and resolved.device.device == "cpu"
     return ThreadExecutor(workers) if is_behind or len(workers) > 1 else InlineExecutor(workers)

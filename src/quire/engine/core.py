@@ -276,7 +276,9 @@ class EngineCore:
         self.last_record = self._record(step, result, end - arrived, end)
         self._last_end_time = end
         if self.cost is not None and step.load is not None and step.predicted is not None:
-            seconds = self.last_record.step_seconds - self.last_record.draft_seconds
+            # The prediction is of all stages: of a step that passes them beside others, too.
+            seconds = end - step.start_time if self.scheduler.num_stages > 1 else self.last_record.step_seconds
+            seconds -= self.last_record.draft_seconds
             self.cost.observe(step.load, step.predicted.seconds, seconds)
         return deltas
 

@@ -13,7 +13,7 @@ from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, WorkerSet
 from quire.logs import get_logger
 from quire.lora.facts import AdapterFacts
 from quire.resolve import DeviceFacts
-from quire.schedule import Pending, Polled, RowsFailedError, ScheduledBatch, StepResult
+from quire.schedule import Pending, Polled, RowsFailedError, ScheduledBatch, StepResult, StepTokens
 
 logger = get_logger(__name__)
 
@@ -98,6 +98,36 @@ class ThreadExecutor(InlineExecutor):
         return _results(
             [thread.submit(step, worker) for thread, worker in zip(self._threads, self.workers, strict=True)]
         )
+
+
+class PipelineExecutor(ThreadExecutor):
+    """Workers of several stages. Those that do not sample learn the tokens of a step with a later batch.
+
+    A row waits for its own token, so its next batch comes later.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        super().__init__(workers)
+        self._untold: list[StepTokens] = []
+
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        batch.tokens_before, self._untold = self._untold, []
+        return _Noted(super().submit(batch), self._note)
+
+    def _note(self, result: StepResult) -> None:
+        self._untold.append(StepTokens(result.step_id, result.token_ids))
+
+
+class _Noted:
+    """A step whose result is also handed to somebody."""
+
+    def __init__(self, pending: Pending[StepResult], note: Callable[[StepResult], None]) -> None:
+        self._pending, self._note = pending, note
+
+    def result(self) -> StepResult:
+        result = self._pending.result()
+        self._note(result)
+        return result
 
 
 class _AllRanks(Generic[T]):

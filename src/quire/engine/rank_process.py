@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from quire import logs
-from quire.distributed.shared_memory import SharedMemoryGroup
+from quire.distributed.shared_memory import ranks_on
 from quire.engine.rank_messages import (
     AddAdapter,
     Allocate,
@@ -38,7 +38,7 @@ from quire.engine.rank_messages import (
 from quire.life_cycle import AdapterLoad
 from quire.loader.drafter import load_with_drafter
 from quire.planning import devices
-from quire.planning.cut_model import ModelCut
+from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.planning.replicas import has_own_cores
 from quire.worker.worker import DeviceWorker
 
@@ -49,14 +49,13 @@ logger = logs.get_logger("quire.engine.rank_process")
 
 def _worker(launch: RankLaunch) -> DeviceWorker:
     config = launch.config
-    size = config.tensor_parallel_size
-    group = SharedMemoryGroup(
-        launch.memory, launch.rank, size, has_own_cores=has_own_cores(config, devices.num_cores())
-    )
+    own_cores = has_own_cores(config, devices.num_cores())
+    ranks = ranks_on(launch.memory, launch.rank, grid_of(config), has_own_cores=own_cores)
     os.close(launch.memory)
     drafter_folder = None if launch.drafter_folder is None else Path(launch.drafter_folder)
     model = load_with_drafter(Path(launch.model_folder), drafter_folder, config)
-    return DeviceWorker(ModelCut(model, size).part(launch.rank), lambda phase, share, detail: None, group=group)
+    part = part_of_rank(model, config, launch.rank)
+    return DeviceWorker(part, lambda phase, share, detail: None, ranks=ranks)
 
 
 def _obey(worker: DeviceWorker, loads: dict[str, AdapterLoad], message: ToRank) -> Answer:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from quire import envs
 from quire.config import EngineConfig
-from quire.distributed.shared_memory import SharedMemoryGroup, make_memory
+from quire.distributed.group import Failing
+from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.rank_messages import (
     AddAdapter,
     Allocate,
@@ -43,7 +44,7 @@ from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.planning import devices
-from quire.planning.cut_model import ModelCut
+from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.planning.replicas import has_own_cores
 from quire.resolve import DeviceFacts
 from quire.schedule import Pending, Polled, ScheduledBatch, StepResult
@@ -70,19 +71,19 @@ def start_ranks(
     Args:
         model_config: of the whole model.
     """
-    size = config.tensor_parallel_size
-    if size == 1:
+    grid = grid_of(config)
+    if grid.size == 1:
         return [DeviceWorker(model_config, progress)]
-    memory = make_memory(size)
+    memory = make_memory(grid)
     try:
-        group = SharedMemoryGroup(memory, 0, size, has_own_cores=has_own_cores(config, devices.num_cores()))
+        ranks = ranks_on(memory, 0, grid, has_own_cores=has_own_cores(config, devices.num_cores()))
         others = [
-            RankProcess(config, (model_folder, drafter_folder), rank, memory, group, dies_with_parent=is_server)
-            for rank in range(1, size)
+            RankProcess(config, (model_folder, drafter_folder), rank, memory, ranks.failing, dies_with_parent=is_server)
+            for rank in range(1, grid.size)
         ]
     finally:
         os.close(memory)
-    return [DeviceWorker(ModelCut(model_config, size).part(), progress, group=group), *others]
+    return [DeviceWorker(part_of_rank(model_config, config, 0), progress, ranks=ranks), *others]
 
 
 class RankProcess:
@@ -91,7 +92,7 @@ class RankProcess:
     Args:
         folders: of the model, and of its drafter.
         memory, dies_with_parent: see RankLaunch.
-        group: of the first rank; it learns that the process has ended.
+        failing: learns that the process has ended.
     """
 
     def __init__(
@@ -100,11 +101,14 @@ class RankProcess:
         folders: tuple[Path, Path | None],
         rank: int,
         memory: int,
-        group: SharedMemoryGroup,
+        failing: Failing,
         *,
         dies_with_parent: bool,
     ) -> None:
-        self._rank, self._group = rank, group
+        self._rank, self._failing, grid = rank, failing, grid_of(config)
+        self._name = f"Rank {rank} of {grid.size}"
+        if grid.num_stages > 1:
+            self._name += f", in stage {grid.stage(rank)} of {grid.num_stages}"
         self._connection, theirs = multiprocessing.Pipe()
         self._adapters, their_adapters = multiprocessing.Pipe()
         # -P: a module of the current folder must not stand in for one of ours or of the standard library.
@@ -117,7 +121,7 @@ class RankProcess:
         their_adapters.close()
         self._is_closing = threading.Event()
         self._connection.send_bytes(encode(launch))
-        watch = (self._process, self._rank, group, self._is_closing)
+        watch = (self._process, self._rank, self._name, failing, self._is_closing)
         threading.Thread(target=_watch, args=watch, name=f"rank {self._rank} watch", daemon=True).start()
 
     def facts(self, wants_gpu: bool) -> DeviceFacts:
@@ -194,8 +198,8 @@ class RankProcess:
         try:
             yield
         except (EOFError, OSError) as error:
-            self._group.fail_for(self._rank)
-            raise EngineDeadError(_end_of(self._process, self._rank, self._group.size)) from error
+            self._failing.fail_for(self._rank)
+            raise EngineDeadError(_end_of(self._process, self._name)) from error
 
 
 class _LoadOfRank:
@@ -218,15 +222,17 @@ class _LoadOfRank:
         self._rank._ask(AddAdapter(self.result().digest))
 
 
-def _watch(process: subprocess.Popen[bytes], rank: int, group: SharedMemoryGroup, is_closing: threading.Event) -> None:
-    """Tell the group when the process ends, or has been stopped for two looks."""
+def _watch(
+    process: subprocess.Popen[bytes], rank: int, name: str, failing: Failing, is_closing: threading.Event
+) -> None:
+    """Tell the others when the process ends, or has been stopped for two looks."""
     num_stopped = 0
     while process.poll() is None and num_stopped < 2:
         num_stopped = num_stopped + 1 if _is_stopped(process.pid) else 0
         time.sleep(LOOK_SECONDS)
     if process.returncode != 0 and not is_closing.is_set():
-        group.fail_for(rank)
-        logger.error("%s", _end_of(process, rank, group.size))
+        failing.fail_for(rank)
+        logger.error("%s", _end_of(process, name))
         process.kill()  # one that is stopped
         process.wait()
 
@@ -238,9 +244,9 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _end_of(process: subprocess.Popen[bytes], rank: int, size: int) -> str:
+def _end_of(process: subprocess.Popen[bytes], name: str) -> str:
     """Who has ended, where, and how."""
-    who = f"Rank {rank} of {size} (process {process.pid} on {platform.node()})"
+    who = f"{name} (process {process.pid} on {platform.node()})"
     if _is_stopped(process.pid):
         return f"{who} was stopped by a signal"
     try:

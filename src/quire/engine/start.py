@@ -24,7 +24,8 @@ from quire.loader.drafter import load_with_drafter
 from quire.lora.registry import AdapterRegistry
 from quire.messages import WARM_UP, EngineReady, Progress
 from quire.model_config import ModelConfig
-from quire.planning.cut_model import ModelCut, check_degree
+from quire.planning.cut_model import ModelCut
+from quire.planning.cut_stages import check_cuts, part_of_rank
 from quire.planning.step_costs import (
     EARLIER_START,
     assumed_fit,
@@ -85,11 +86,12 @@ def start_engine(
     """
     started = time.monotonic()
     model_config = load_with_drafter(model_folder, drafter_folder, config)
-    check_degree(model_config, config.tensor_parallel_size)
+    check_cuts(model_config, config)
     make_workers = make_workers or partial(
         start_ranks, config, model_folder, drafter_folder=drafter_folder, is_server=is_server
     )
     workers = make_workers(model_config, progress)
+    parts = [part_of_rank(model_config, config, rank) for rank in range(len(workers))]
     model_config = ModelCut(model_config, config.tensor_parallel_size).part()
     try:
         running = bring_up(
@@ -99,6 +101,7 @@ def start_engine(
             is_server=is_server,
             progress=progress,
             free_memory_bytes=free_memory_bytes,
+            parts=parts,
         )
     except BaseException:
         for worker in workers:

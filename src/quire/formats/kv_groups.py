@@ -24,15 +24,17 @@ class KvGroup:
     Attributes:
         layers: numbers of the layers, in order. Only layers that keep keys, values or states are numbered.
         layers_per_page: a page holds these layers one after the other.
+        least_tables: the stages of a pipeline have the same tables. Some may hold nothing of this stage.
     """
 
     spec: KvSpec
     layers: tuple[int, ...]
     layers_per_page: int
+    least_tables: int = 1
 
     @property
     def num_tables(self) -> int:
-        return -(-len(self.layers) // self.layers_per_page)
+        return max(-(-len(self.layers) // max(self.layers_per_page, 1)), self.least_tables)
 
     @property
     def keeps_all(self) -> bool:
@@ -41,8 +43,8 @@ class KvGroup:
 
     def tables(self) -> Iterator[tuple[int, ...]]:
         """The layers of each table."""
-        for first in range(0, len(self.layers), self.layers_per_page):
-            yield self.layers[first : first + self.layers_per_page]
+        for table in range(self.num_tables):
+            yield self.layers[table * self.layers_per_page : (table + 1) * self.layers_per_page]
 
     def first_needed(self, position: int) -> int:
         """The first position that the token at `position` reads. Later tokens read no earlier position."""
@@ -77,6 +79,9 @@ def kv_groups(model: ModelConfig) -> tuple[KvGroup, ...]:
     for index, spec in enumerate(model.kv_specs()):
         spec = spec if model.is_native else replace(spec, kind="full", window=0)
         layers_of.setdefault(spec, []).append(index)
+    if model.stage is not None:
+        own = ((spec, tuple(layers_of.get(spec, ())), count) for spec, count in model.stage.tables)
+        return tuple(KvGroup(spec, layers, -(-len(layers) // count), count) for spec, layers, count in own)
     per_page = _layers_per_page([len(layers) for layers in layers_of.values()])
     return tuple(KvGroup(spec, tuple(layers), per_page) for spec, layers in layers_of.items())
 

@@ -31,7 +31,7 @@ class GgufCheckpoint:
     def __init__(self, config: ModelConfig) -> None:
         self._file: GgufFile = open_gguf(Path(config.model))
         assert isinstance(config.quantized, GgufWeights)
-        self._names = config.quantized.names
+        self._names = {name: ours for name, ours in config.quantized.names.items() if config.holds(ours)}
         self._num_heads = dict(_rotating(config)) if config.quantized.is_interleaved else {}
         self._norm_offset = config.norm_offset
         self._gates = {part.shared_gate.names[0] for part in config.experts() if part.shared_gate is not None}
@@ -50,7 +50,7 @@ class GgufCheckpoint:
 
     def _in_file_form(self) -> Checkpoint:
         entries = {path: [_entry(info) for info in infos] for path, infos in self._file.parts.items()}
-        return Checkpoint(self._file.path.parent, entries)
+        return Checkpoint(self._file.path.parent, entries).only(self._names.__contains__)
 
     def _in_hf_form(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.distributed.group import Group
+from quire.distributed.group import Group, Link
 from quire.errors import ConfigError
 from quire.hf_config.gguf_types import GgufWeights
 from quire.hf_config.layer_format import LayerFormat
@@ -31,6 +31,7 @@ def load_model(
     progress: Progress | None = None,
     target: CausalLM | None = None,
     group: Group | None = None,
+    before: Link | None = None,
 ) -> CausalLM:
     """Build the model of a config, load its weights from `config.model` and finalize it.
 
@@ -42,6 +43,7 @@ def load_model(
         progress: called with ("load", fraction, text with the bytes).
         target: of a head that drafts; a native model.
         group: the ranks that share the model; the config is that of this rank's part.
+        before: brings the input, if the config is that of a stage behind the first one.
 
     Raises:
         WeightsError: weights are missing, malformed, or do not fit the config.
@@ -77,7 +79,9 @@ def load_model(
             logger.warning("config.json's %s: not applied, because %s does not read it", fields, config.architecture)
         cache_dtype: torch.dtype = getattr(torch, settings.cache_dtype)
         of = target if isinstance(target, Decoder) else None
-        model = build_model(config, dtype, quantization, place, device.attention_backend, cache_dtype, of, group)
+        model = build_model(
+            config, dtype, quantization, place, device.attention_backend, cache_dtype, of, group, before
+        )
         sources = (stored.source for stored in config.stored_linears())
         if any(isinstance(source, LayerFormat) and source.has_input_scale for source in sources):
             logger.info("the checkpoint's scales for activations are not used: activations stay in %s", dtype)
@@ -118,4 +122,4 @@ def _open(config: ModelConfig, load_format: str) -> Checkpoint | GgufCheckpoint:
             fix="Leave --load-format out",
             param="load_format",
         )
-    return GgufCheckpoint(config) if is_gguf else open_checkpoint(config.model)
+    return GgufCheckpoint(config) if is_gguf else open_checkpoint(config.model).only(config.holds)

@@ -69,6 +69,8 @@ class PackedCache:
         form = f"{dtype} {quantization}"
         if (share := config.vocab_share) is not None:
             form += f" rank {share.rank} of {len(share.rows[0])}"
+        if (stage := config.stage) is not None:
+            form += f" stage {stage.index} of {stage.num_stages}"
         self._key = {
             "files": [file_identity(path) for path in files],
             "config": digest(repr(dataclasses.replace(config, max_model_len=0))),

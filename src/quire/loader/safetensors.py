@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,11 @@ class Checkpoint:
     @property
     def names(self) -> list[str]:
         return [entry.name for entries in self.files.values() for entry in entries]
+
+    def only(self, is_wanted: Callable[[str], bool]) -> Checkpoint:
+        """The tensors whose names are wanted."""
+        wanted = {path: [entry for entry in entries if is_wanted(entry.name)] for path, entries in self.files.items()}
+        return Checkpoint(self.folder, wanted)
 
     def headers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor without values)."""
@@ -118,7 +123,7 @@ class _PageAdvice:
             return
         wanted = min(end + READ_AHEAD_BYTES, self.size)
         if wanted - self.requested >= READ_AHEAD_BYTES // 4 or (wanted == self.size and self.requested < wanted):
-            start = _page_floor(self.requested)
+            start = _page_floor(max(self.requested, begin))
             self.mapped.madvise(mmap.MADV_WILLNEED, start, wanted - start)
             self.requested = wanted
         done = _page_floor(begin)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.select import SharedBackends
-from quire.distributed.group import Group
+from quire.distributed.group import Group, Link
 from quire.formats.kv_groups import kv_groups, table_of_layer
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.hf_config.quantization import OUTPUT
@@ -25,6 +25,7 @@ from quire.layers.embedding import Embedding, Lookup, OutputProjection, PackedEm
 from quire.layers.joined import JoinedLookup
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
+from quire.layers.received import ReceivedRows
 from quire.layers.rope import cos_sin_table
 from quire.layers.weight_slot import StackedSlots, WeightSlot
 from quire.model_config import ModelConfig
@@ -66,6 +67,7 @@ class Decoder:
         attention_backend: see attention.select.
         cache_dtype: of the KV cache; None: dtype.
         group: the ranks that share the model, if the config is that of a part.
+        before: brings the residual stream, if the config is that of a stage behind the first one.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Decoder:
         attention_backend: str = "auto",
         cache_dtype: torch.dtype | None = None,
         group: Group | None = None,
+        before: Link | None = None,
     ) -> None:
         self.config, self._group = config, group
         self.dtype = dtype
@@ -86,20 +89,30 @@ class Decoder:
         self._mixtures: list[MoE] = []
         self._backends = SharedBackends(table_of_layer(kv_groups(config)), device, attention_backend, cache_dtype)
         self._output: OutputProjection
-        self._embed: Lookup = self._make_embeddings(quantization)
-        if group is not None:
+        self._embed: Lookup
+        if before is not None:
+            self._embed = ReceivedRows(before, config.hidden_size, dtype)
+            if config.has_output:
+                self._output = self._make_output(quantization)
+        else:
+            self._embed = self._make_embeddings(quantization)
+        if group is not None and before is None:
             assert config.vocab_share is not None, "a rank has a part of the model"
             self._embed = JoinedLookup(self._embed, config.vocab_share, group)
         self._layers = list(self._make_layers(quantization))
-        final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset, dtype)
-        self._parts.append(("model.norm.", final_norm))
+        if config.has_output:
+            final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset, dtype)
+            self._parts.append(("model.norm.", final_norm))
+        else:  # it adds to the residual stream, and nobody reads the norm
+            final_norm = RMSNorm.without_weights(config.hidden_size, config.rms_norm_eps, dtype, device)
         self._sublayers = [sublayer for layer in self._layers for sublayer in layer]
         for sublayer, successor in pairwise(self._sublayers):
             sublayer.next_norm = successor.input_norm
         self._sublayers[-1].next_norm = self._final_norm = final_norm
         self._parts_of_pass: list[_PartOfPass] = list(self._sublayers)
         # transformers rounds Gemma's factor to the dtype; Granite's factors are exact in every dtype.
-        self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
+        multiplier = config.embedding_multiplier if config.has_embeddings else 1.0
+        self._embedding_multiplier = torch.tensor(multiplier, dtype=dtype).item()
         ignored = config.ignored_prefixes + (("lm_head.",) if config.tie_word_embeddings else ())
         self._weights = WeightTable(self._slots(), config.renamed_prefixes, ignored)
 
@@ -111,7 +124,8 @@ class Decoder:
 
     def _make_embeddings(self, quantization: str | None) -> Lookup:
         config, dtype = self.config, self.dtype
-        self._output = self._make_output(quantization)
+        if config.has_output or config.tie_word_embeddings:
+            self._output = self._make_output(quantization)
         if config.tie_word_embeddings:
             return PackedEmbedding(self._output)
         if (own := config.stored_embeddings()) is not None:
@@ -224,16 +238,19 @@ class Decoder:
         return watched
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """hidden_TD of the step's tokens after the final norm. Their K and V go to `batch.caches`."""
+        """hidden_TD of the step's tokens after the final norm. Their K and V go to `batch.caches`.
+
+        Of a stage before the last one: the residual stream, which `embed_step` of the next stage receives.
+        """
         if batch.host is not None:
             self.prepare(batch.host, batch.caches)
         return self.run_blocks(self.embed_step(batch), batch)
 
     def run_blocks(self, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
-        """Run all layers and the final norm. They change the residual stream [T, D]."""
+        """Run all layers and the final norm, if it is here. They change the residual stream [T, D]."""
         x_TD = _run(self._sublayers[0].input_norm, self._parts_of_pass, residual_TD, batch)
         assert isinstance(x_TD, Tensor), "the final norm feeds no layer"
-        return x_TD
+        return x_TD if self.config.has_output else residual_TD
 
     def embed(self, token_ids_T: Tensor, adapter_slots_T: Tensor | None = None) -> Tensor:
         """The residual stream before the first layer."""

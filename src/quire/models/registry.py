@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.distributed.group import Group
+from quire.distributed.group import Group, Link
 from quire.errors import ModelConfigError
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.model_config import ModelConfig
@@ -64,12 +64,14 @@ def build_model(
     cache_dtype: torch.dtype | None = None,
     target: Decoder | None = None,
     group: Group | None = None,
+    before: Link | None = None,
 ) -> Decoder:
     """The native model of a config, without weights yet. `quantization`: a key of ON_LOAD, or None.
 
     Args:
         target: of a head that drafts.
         group: the ranks that share the model, if the config is that of a part.
+        before: brings the input, if the config is that of a stage behind the first one.
 
     `config.max_model_len` bounds the positions: the caller sets it to the length that is served. Raises
     ModelConfigError for an architecture without native implementation.
@@ -83,4 +85,4 @@ def build_model(
     form = (dtype, quantization, device, attention_backend, cache_dtype)
     if config.head is not None and target is not None:
         return Head(config, target, *form)
-    return Decoder(config, *form, group)
+    return Decoder(config, *form, group, before)

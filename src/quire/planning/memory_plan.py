@@ -53,7 +53,7 @@ class MemoryFacts:
 
 def logits_bytes(model: ModelConfig, num_rows: int) -> int:
     """Bytes of so many rows of logits, those of the drafter beside them."""
-    own = num_rows * model.vocab_size * 4 * LOGITS_COPIES
+    own = num_rows * model.vocab_size * 4 * LOGITS_COPIES if model.has_output else 0
     return own if model.drafter is None else own + logits_bytes(model.drafter, num_rows)
 
 

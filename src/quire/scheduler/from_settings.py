@@ -19,7 +19,7 @@ from quire.scheduler.queue import ORDER_KEYS
 from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
-from quire.settings import Planned
+from quire.settings import Planned, SchedulerSettings
 from quire.spec_decode.by_worker import DraftedByWorker
 from quire.spec_decode.ngram import NgramProposer
 from quire.spec_decode.suffix import SuffixProposer
@@ -79,17 +79,18 @@ def scheduler_of(
         else speculation_of(
             schedule.speculation,
             cost,
-            schedule.depth,
+            schedule,
             None if resolved.drafter is None else resolved.drafter.form.max_model_len,
         ),
         adapters=turns,
         room_within=cost.room_within,
         clock=clock,
+        num_stages=schedule.num_stages,
     )
 
 
 def speculation_of(
-    config: SpeculativeConfig, cost: CostModel, steps_in_flight: int, max_tokens: int | None
+    config: SpeculativeConfig, cost: CostModel, schedule: SchedulerSettings, max_tokens: int | None
 ) -> Speculation:
     """The drafter that was asked for.
 
@@ -100,10 +101,11 @@ def speculation_of(
     adaptive = None
     if config.adaptive:
         reads_late = config.method == "draft_model"  # heads read what the model computes
-        adaptive = AdaptiveDepth(cost.with_drafts, drafter, steps_in_flight, reads_late=reads_late)
+        adaptive = AdaptiveDepth(cost.with_drafts, drafter, schedule.depth, reads_late=reads_late)
     most_by_rows = config.num_speculative_tokens_per_batch_size
     proposer, most = proposer_of(config), config.num_speculative_tokens
-    return Speculation(proposer, most, most_by_rows, adaptive, max_tokens=max_tokens, waits=True, drafter_time=drafter)
+    waits = schedule.num_stages == 1  # with several, each request waits by itself
+    return Speculation(proposer, most, most_by_rows, adaptive, max_tokens=max_tokens, waits=waits, drafter_time=drafter)
 
 
 def proposer_of(config: SpeculativeConfig) -> Proposer:

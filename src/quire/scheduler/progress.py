@@ -12,6 +12,11 @@ def num_schedulable(request: Request) -> int:
     return num_known - request.num_computed_tokens if num_known - num_prompt < request.max_tokens else 0
 
 
+def num_schedulable_alone(request: Request) -> int:
+    """The same where a request waits for its own token."""
+    return 0 if request.num_in_flight_tokens else num_schedulable(request)
+
+
 def num_lacking(request: Request) -> int:
     """Tokens of a running request that are known and not computed."""
     return request.num_tokens - request.num_computed_tokens

@@ -21,7 +21,15 @@ from quire.scheduler.adapter_turns import AdapterTurns
 from quire.scheduler.blame import culprits, may_join
 from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, share_prompt
 from quire.scheduler.limits import RoomWithin, SchedulerLimits, StepRoom, check_queue, check_request
-from quire.scheduler.progress import advance, lose_results, num_lacking, num_schedulable, settle, start_at
+from quire.scheduler.progress import (
+    advance,
+    lose_results,
+    num_lacking,
+    num_schedulable,
+    num_schedulable_alone,
+    settle,
+    start_at,
+)
 from quire.scheduler.queue import ORDER_KEYS, TURN_KEYS, Key, WaitingQueue
 from quire.scheduler.results import PromptLogprobs, append_tokens, delta_of
 from quire.scheduler.speculation import Speculation
@@ -61,6 +69,10 @@ class Scheduler:
     `schedule` counts what it hands out as computed at once, so it may be called again before the result is there. A
     token that a submitted batch will sample is in flight: it can be scheduled, because the worker will know it, but not
     hashed or streamed.
+
+    Args:
+        num_stages: of the workers. With several, a request waits for its own token, and the answers are spread over as
+            many batches as stages: then all stages compute.
     """
 
     def __init__(
@@ -75,6 +87,7 @@ class Scheduler:
         adapters: AdapterTurns | None = None,
         room_within: RoomWithin | None = None,
         clock: Callable[[], float] = time.monotonic,
+        num_stages: int = 1,
     ) -> None:
         if policy not in ORDER_KEYS:
             raise ValueError(f"Unknown scheduling policy {policy!r}, expected one of {', '.join(ORDER_KEYS)}.")
@@ -85,6 +98,8 @@ class Scheduler:
         self._enable_chunked_prefill = enable_chunked_prefill
         self._rope_switches_after = rope_switches_after
         self._room_within = room_within
+        self.num_stages = num_stages
+        self._num_schedulable = num_schedulable if num_stages == 1 else num_schedulable_alone
         self._clock = clock
         self._key, self._turn_key = ORDER_KEYS[policy], TURN_KEYS[policy]
         self._queue = WaitingQueue(policy)
@@ -122,7 +137,7 @@ class Scheduler:
 
     def has_ready_requests(self) -> bool:
         """Whether `schedule` may find work before a result arrives; without free blocks it still answers None."""
-        return len(self._queue) > 0 or any(num_schedulable(request) > 0 for request in self._running)
+        return len(self._queue) > 0 or any(self._num_schedulable(request) > 0 for request in self._running)
 
     def take_stats(self) -> ScheduleStats:
         """Counts since the last call."""
@@ -209,13 +224,15 @@ class Scheduler:
                 num_drafts_left = 0  # the worker drafts once all before is done: that would be time of the step before
 
         prompts: list[Request] = []
+        num_answers_left = self._num_answers_of_batch()
         for request in self._running:  # preemption shortens this list from its end, which ends the loop early
-            count = num_schedulable(request)
+            count = self._num_schedulable(request)
             if count > request.num_forced_tokens + 1:
                 if not self._extend_or_preempt(request, count):
                     break
                 prompts.append(request)
-            elif count > 0 and budget > 0:
+            elif count > 0 and budget > 0 and num_answers_left > 0:
+                num_answers_left -= 1
                 if not self._extend_or_preempt(request, count):
                     break
                 drafts = self._draft(request, num_drafts_left) if num_drafts_left > 0 and count == 1 else ()
@@ -440,6 +457,13 @@ class Scheduler:
         """Whether the newest batch in flight samples tokens."""
         return bool(self._in_flight) and any(next(reversed(self._in_flight.values())).batch.num_logits)
 
+    def _num_answers_of_batch(self) -> int:
+        """Most requests of a batch that lack one token: equal parts of them, one for each stage."""
+        if self.num_stages == 1:
+            return len(self._running)
+        num_answers = sum(request.num_computed_tokens >= len(request.prompt_token_ids) for request in self._running)
+        return max(-(-num_answers // self.num_stages), 1)
+
     def _num_drafts(self) -> int:
         """Most drafts of the next step: each request that may take part in it has a token and a row of logits.
 
@@ -646,7 +670,7 @@ class Scheduler:
         """Running requests that the next step would bring beyond the border are computed again from the beginning."""
         for request in self._running:
             num_known = request.num_tokens + request.num_in_flight_tokens
-            if num_known > border and not request.rope_offset and num_schedulable(request) > 0:
+            if num_known > border and not request.rope_offset and self._num_schedulable(request) > 0:
                 self._take_back(request, WAITING)  # there are blocks: others may be admitted before it
         self._drop_stopped()
 

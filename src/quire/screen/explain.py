@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire import __version__
 from quire.config import EngineConfig, ServerConfig
@@ -13,7 +13,8 @@ from quire.errors import MemoryPlanError
 from quire.formats.kv_format import KvFormat, kv_format
 from quire.formats.weight_format import packs_floats
 from quire.model_config import DTYPE_BYTES, ModelConfig
-from quire.planning.cut_model import ModelCut, check_degree
+from quire.planning.cut_model import ModelCut
+from quire.planning.cut_stages import check_cuts, grid_of, part_of_rank
 from quire.planning.memory_plan import (
     KvPages,
     MemoryFacts,
@@ -27,7 +28,7 @@ from quire.planning.step_costs import expectation, known_cost, peaks
 from quire.resolve import GIB, DeviceFacts, resolve, resolve_server, shown_bytes
 from quire.screen.layer_kernels import LayerKernel, layer_kernels
 from quire.screen.memory_lines import MemorySummary
-from quire.settings import Resolved, Setting
+from quire.settings import Planned, Resolved, Setting
 
 NAME_COLUMN = 35  # the longest name of a setting fits
 
@@ -103,6 +104,9 @@ class Explanation:
             yield f"gpu      {gpu.name}, {gpu.isa}, {memory}"
         if (count := self.settings["data_parallel_size"].value) > 1:
             yield f"replicas {count}, and the lines below are of one of them"
+        if (stage := self.model.stage) is not None:
+            layers = f"layers {stage.layers[0]} to {stage.layers[-1]}"
+            yield f"stage    {stage.index} of {stage.num_stages}, with {layers}: it has the fewest KV blocks"
         yield from self._kv_groups()
         if "num_blocks" in self.settings:
             yield from self._memory()
@@ -176,7 +180,7 @@ def explain(
 ) -> Explanation:
     """The settings of a server that would start now. No weights are loaded: their bytes come from config.json.
 
-    Of several ranks it is the one that has the most.
+    Of several ranks it is the one that has the most, in the stage with the smallest KV cache.
 
     Args:
         read_bandwidth: measured bytes per second that all cores together read from memory; None: not measured.
@@ -185,19 +189,18 @@ def explain(
 
     Raises ConfigError for settings that contradict each other. Too little memory is part of the answer.
     """
-    check_degree(model, engine.tensor_parallel_size)
-    model = ModelCut(model, engine.tensor_parallel_size).part()
-    machine, device = device, share_of_machine(device, engine).shared_by(engine.tensor_parallel_size)
+    check_cuts(model, engine)
+    grid = grid_of(engine)
+    parts = [part_of_rank(model, engine, rank) for rank in range(0, grid.size, grid.width)]
+    model = ModelCut(model, grid.width).part()
+    machine, device = device, share_of_machine(device, engine)
+    own, device = device.shared_by(grid.size), device.shared_by(grid.width, grid.num_stages)
     if read_bandwidth is not None:
-        read_bandwidth /= engine.data_parallel_size * engine.tensor_parallel_size
-    resolved = resolve(engine, model, device, is_server=True)
-    memory = predict_memory(resolved, model, device)
-    error = None
-    try:
-        resolved = plan_kv_cache(engine, model, resolved, memory)
-    except MemoryPlanError as failure:
-        error, resolved = failure, resolved.noting(memory_settings(model, resolved, memory))
-    known = known_cost(resolved, model, device, read_bandwidth)
+        read_bandwidth /= engine.data_parallel_size * grid.size
+    settled = resolve(engine, model, device, is_server=True)
+    known = known_cost(settled, model, device, read_bandwidth)
+    plans = [_planned(engine, settled, part, own) for part in parts]
+    model, memory, resolved, error = min(plans, key=lambda plan: plan.num_blocks)
     waited = 0.0 if known.is_measured else waited
     expected = expectation(resolved.scheduler.max_num_seqs, known.cost, known.origin, waited)
     resolved = resolved.noting({**expected, **peaks(resolved, known.cost.arithmetic, device)})
@@ -208,6 +211,27 @@ def explain(
     return Explanation(
         model_name, model, machine, settings, layers, pages, _next_costs(resolved, model, pages, memory), error
     )
+
+
+class _Plan(NamedTuple):
+    """What a stage's memory is planned for; with the error, if it is too little."""
+
+    model: ModelConfig
+    memory: MemoryFacts
+    resolved: Resolved
+    error: MemoryPlanError | None
+
+    @property
+    def num_blocks(self) -> int:
+        return self.resolved.memory.num_blocks if isinstance(self.resolved, Planned) else 0
+
+
+def _planned(engine: EngineConfig, resolved: Resolved, part: ModelConfig, device: DeviceFacts) -> _Plan:
+    memory = predict_memory(resolved, part, device)
+    try:
+        return _Plan(part, memory, plan_kv_cache(engine, part, resolved, memory), None)
+    except MemoryPlanError as failure:
+        return _Plan(part, memory, resolved.noting(memory_settings(part, resolved, memory)), failure)
 
 
 def _next_costs(resolved: Resolved, model: ModelConfig, pages: KvPages, memory: MemoryFacts) -> dict[str, str]:

@@ -42,18 +42,21 @@ class UntaughtCost(CostModel):
 class PredictedExecutor:
     """Runs batches one after the other. A batch begins when it is submitted and the batch before it has ended.
 
+    With several stages each takes an equal part of the time, and begins with a batch when the batch before has left it.
     The cost model was fitted to whole steps, so the predicted time includes the host's part, and scheduling takes no
     extra time. The number of the step serves as token.
     """
 
-    def __init__(self, cost: CostModel, clock: VirtualClock) -> None:
+    def __init__(self, cost: CostModel, clock: VirtualClock, num_stages: int = 1) -> None:
         self._cost, self._clock = cost, clock
-        self._idle_from = 0.0
+        self._idle_from = [0.0] * num_stages
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         load = self._cost.arithmetic.load(batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits))
-        self._idle_from = max(self._idle_from, self._clock.now) + self._cost.predict(load).seconds
-        return _Predicted(batch, self._idle_from, self._clock)
+        seconds, end = self._cost.predict(load).seconds / len(self._idle_from), self._clock.now
+        for stage, idle_from in enumerate(self._idle_from):
+            end = self._idle_from[stage] = max(idle_from, end) + seconds
+        return _Predicted(batch, end, self._clock)
 
     def shutdown(self) -> None:
         """Nothing to stop."""

@@ -17,6 +17,8 @@ from quire.measure.load import Run
 from quire.measure.prepared_load import PreparedLoad
 from quire.measure.workload import BenchRequest
 from quire.model_config import ModelConfig
+from quire.planning.cut_model import ModelCut
+from quire.planning.cut_stages import check_cuts
 from quire.planning.memory_plan import plan_kv_cache, predict_memory
 from quire.planning.step_costs import KnownCost, known_cost
 from quire.resolve import DeviceFacts, resolve
@@ -37,7 +39,14 @@ def client_of(resolved: Planned, model: ModelConfig, cost: CostModel) -> Client:
     clock = VirtualClock()
     scheduler = scheduler_of(resolved, model, cost, clock.read)
     depth = resolved.scheduler.depth
-    core = EngineCore(scheduler, PredictedExecutor(cost, clock), depth, cost, clock=clock.read, sleep=clock.sleep)
+    core = EngineCore(
+        scheduler,
+        PredictedExecutor(cost, clock, resolved.scheduler.num_stages),
+        depth,
+        cost,
+        clock=clock.read,
+        sleep=clock.sleep,
+    )
     client = Client(core, clock)
     client.door.on_ready(ready_message(resolved, cost, scheduler.limits))
     return client
@@ -60,6 +69,9 @@ def simulate(
     Raises:
         ConfigError: the settings or the load contradict themselves, or the model does not fit into memory.
     """
+    check_cuts(model, config)
+    model = ModelCut(model, config.tensor_parallel_size).part()
+    device = device.shared_by(config.tensor_parallel_size, config.pipeline_parallel_size)
     resolved = plan_engine(config, model, device)
     known = known_cost(resolved, model, device)
     cost = UntaughtCost(known.cost.arithmetic, known.cost.fit)

@@ -11,6 +11,7 @@ from typing import Any
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.distributed.group import Link
 from quire.forward_batch import LayerCache
 from quire.models.registry import CausalLM
 from quire.worker.captured_steps import CapturedSteps
@@ -22,6 +23,7 @@ class ForwardPass:
 
     Args:
         captured: those that are repeated instead of run; None: every kernel is launched by itself.
+        behind: takes the hidden states to the next stage.
     """
 
     def __init__(
@@ -30,8 +32,9 @@ class ForwardPass:
         caches: list[LayerCache],
         inputs: InputBatch,
         captured: CapturedSteps | None = None,
+        behind: Link | None = None,
     ) -> None:
-        self.model, self.captured = model, captured
+        self.model, self.captured, self._behind = model, captured, behind
         self._caches, self._inputs = caches, inputs
 
     def stage(self, step: StepRows, parameters: Sequence[NDArray[Any]] = ()) -> StagedStep:
@@ -45,8 +48,12 @@ class ForwardPass:
             hidden_TD: see ForwardBatch.
         """
         if self.captured is None or staged.padding is None:
-            return self.model.forward(self._inputs.forward_batch(staged, self._caches, hidden_TD))
-        return self.captured.run(staged.padding, staged, hidden_TD)[: int(step.lens_S.sum())]
+            found_TD = self.model.forward(self._inputs.forward_batch(staged, self._caches, hidden_TD))
+        else:
+            found_TD = self.captured.run(staged.padding, staged, hidden_TD)[: int(step.lens_S.sum())]
+        if self._behind is not None:
+            self._behind.send(found_TD)
+        return found_TD
 
     def logits(self, staged: StagedStep, hidden_TD: Tensor) -> Tensor:
         """logits_RV of the rows that want some, float32."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from quire.distributed.group import Group
+from quire.distributed.group import Ranks
 from quire.formats.kv_groups import kv_groups, num_tables, pages_alone
 from quire.forward_batch import LayerCache
 from quire.life_cycle import Measured, WorkerSettings
@@ -36,24 +36,24 @@ class OnHost:
     """The CPU as a worker's device.
 
     Args:
-        group: the ranks that share the model, and the memory of the machine.
+        ranks: that share the model, and the memory of the machine.
     """
 
     kv_cache_knob = "VLLM_CPU_KVCACHE_SPACE"
     memory_device = CPU
 
-    def __init__(self, group: Group | None = None) -> None:
-        self._group = group
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks
 
     def measure(self, model: CausalLM, drafter: CausalLM | None, settings: WorkerSettings) -> Measured:
         """The buffers of a short step, scaled to the token budget, and the logits of a full batch."""
-        buffer_bytes, num_tokens, step = _measure_step(model, settings, self._group)
+        buffer_bytes, num_tokens, step = _measure_step(model, settings, self._ranks)
         drafter_bytes, mapped_bytes = 0, model.mapped_bytes
         if drafter is not None:
-            buffer_bytes = max(buffer_bytes, _measure_step(drafter, settings.of_drafter(), self._group)[0])
+            buffer_bytes = max(buffer_bytes, _measure_step(drafter, settings.of_drafter(), self._ranks)[0])
             drafter_bytes, mapped_bytes = drafter.weight_bytes(), mapped_bytes + drafter.mapped_bytes
         logits = logits_bytes(model.config, settings.num_logits_rows)
-        num_ranks = 1 if self._group is None else self._group.size
+        num_ranks = 1 if self._ranks is None else self._ranks.grid.size
         memory = MemoryFacts(
             total_bytes=devices.total_memory_bytes() // num_ranks,
             free_bytes=devices.free_memory_bytes() // num_ranks - mapped_bytes,
@@ -81,20 +81,21 @@ class OnHost:
         device, drafts, streams = Host(), None, streams_for(model, drafter, settings)
         if drafter is not None:
             recorded = _recorded(drafter, inputs, cache.drafter_layers)
-            drafts = drafter_of(drafter, streams, cache, inputs, device, recorded, settings, self._group)
+            group = None if self._ranks is None else self._ranks.group
+            drafts = drafter_of(drafter, streams, cache, inputs, device, recorded, settings, group)
         recorded = _recorded(model, inputs, cache.layers)
         watched = model.watch_experts() if form.expert_metrics and isinstance(model, Decoder) else []
         experts = ExpertCounter(watched) if watched else None
-        takes_forced = settings.steps_in_flight == 1 and drafter is None and self._group is None
-        mode, group = form.logprobs_mode, self._group
-        return ModelRunner(model, cache, inputs, mode, device, recorded, drafts, experts, group, takes_forced)
+        takes_forced = settings.steps_in_flight == 1 and drafter is None and self._ranks is None
+        mode, ranks = form.logprobs_mode, self._ranks
+        return ModelRunner(model, cache, inputs, mode, device, recorded, drafts, experts, ranks, takes_forced)
 
 
 def _recorded(model: CausalLM, inputs: InputBatch, caches: list[LayerCache]) -> RecordedSteps | None:
     return RecordedSteps(model, inputs, caches) if isinstance(model, Decoder) else None
 
 
-def _measure_step(model: CausalLM, settings: WorkerSettings, group: Group | None = None) -> tuple[int, int, Lap]:
+def _measure_step(model: CausalLM, settings: WorkerSettings, ranks: Ranks | None = None) -> tuple[int, int, Lap]:
     """Bytes of the buffers of one step at the full token budget, logits aside: counted in a short run, and scaled.
 
     Also answers with the tokens and the time of a longer run. The runs also warm the kernels: the first request does
@@ -106,7 +107,7 @@ def _measure_step(model: CausalLM, settings: WorkerSettings, group: Group | None
     pages = pages_alone(groups, num_tokens, form.block_size, num_tokens)
     cache = kv_cache.allocate_for(model.config, form, len(pages), CPU)
     inputs = InputBatch(1, num_tokens, form.block_size, model.config.vocab_size, num_tables(groups))
-    runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), group=group)
+    runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), ranks=ranks)
     num_counted = min(COUNTED_TOKENS, num_tokens)
     buffer_bytes = _count_buffers(runner, _profile_batch(num_counted, pages))
     watch = Stopwatch()

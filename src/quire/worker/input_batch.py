@@ -362,6 +362,17 @@ class InputBatch:
                 if token_id >= 0:
                     self.sampling.learn_token(row, token_id)
 
+    def learn_step(self, step: StepRows, expected: ExpectedTokens, token_ids: Sequence[Sequence[int]]) -> None:
+        """The tokens of a step have come back that another worker has sampled.
+
+        Args:
+            token_ids: by position in the batch, as in StepResult.
+        """
+        plain_R = step.sampling_R if step.drafts is None else step.sampling_R[step.drafts.plain_R]
+        self.learn_tokens(expected, np.array([token_ids[at][0] if token_ids[at] else -1 for at in plain_R.tolist()]))
+        for index, (position, _, _) in enumerate(() if step.drafts is None else step.drafts.rows):
+            self.learn_verified(expected, index, token_ids[position])
+
     def take_forced(self, expected: ExpectedTokens, index: int) -> list[int]:
         """The tokens that must follow the token of row `index` of those without drafts, which was learned.
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.distributed.group import Group
+from quire.distributed.group import Ranks
 from quire.formats.kv_groups import kv_groups, pages_alone
 from quire.kernels import gpu
 from quire.logs import get_logger
@@ -27,7 +27,7 @@ from quire.sampling.following import SharedSampler
 from quire.sampling.logprobs import entries, scores
 from quire.sampling.sampler import LaunchedTokens, Sampler
 from quire.sampling_params import SamplingParams
-from quire.schedule import UNDRAFTED, NewRow, ScheduledBatch, StepResult
+from quire.schedule import UNDRAFTED, NewRow, ScheduledBatch, StepResult, StepTokens
 from quire.worker.accelerator import Device, Download, device_failed
 from quire.worker.captured_steps import CapturedSteps
 from quire.worker.drafter import ANY_TOKEN, Drafted, Drafter
@@ -108,7 +108,7 @@ class ModelRunner:
         captured: forward passes that are repeated instead of run; None: every kernel is launched by itself.
         drafter: makes the drafts that a batch leaves to the worker.
         experts: counts the tokens of experts, on a CPU.
-        group: the ranks that share the model.
+        ranks: that share the model.
         takes_forced: tokens that a grammar forces get no steps of their own. Every step must be taken in before the
             next one is launched.
     """
@@ -123,7 +123,7 @@ class ModelRunner:
         captured: CapturedSteps | None = None,
         drafter: Drafter | None = None,
         experts: ExpertCounter | None = None,
-        group: Group | None = None,
+        ranks: Ranks | None = None,
         takes_forced: bool = False,
     ) -> None:
         self.model = model
@@ -132,11 +132,17 @@ class ModelRunner:
         self.cache = cache
         self.input_batch = input_batch
         state = input_batch.sampling
-        self.sampler = Sampler(state, logprobs_mode) if group is None else SharedSampler(state, logprobs_mode, group)
-        self._has_logits, self._group = group is None or group.rank == 0, group
+        self.sampler = (
+            Sampler(state, logprobs_mode) if ranks is None else SharedSampler(state, logprobs_mode, ranks.group)
+        )
+        self._has_logits, self._is_alone = ranks is None or ranks.samples, ranks is None
+        self._is_last_stage = ranks is None or ranks.behind is None
+        # Steps whose tokens another stage samples, oldest first: number, rows, and where the tokens belong.
+        self._untold: deque[tuple[int, StepRows, ExpectedTokens]] = deque()
         self.device = device
         self.drafter = drafter
-        self.forward_pass = ForwardPass(model, cache.layers, input_batch, captured)
+        behind = None if ranks is None else ranks.behind
+        self.forward_pass = ForwardPass(model, cache.layers, input_batch, captured, behind)
         self._in_flight: deque[PendingStep] = deque()
         self.verify: Verify = verify  # benchmarks have another: see HoldAtRandom
 
@@ -166,6 +172,8 @@ class ModelRunner:
         started = time.perf_counter()
         inputs, device = self.input_batch, self.device
         result = StepResult(batch.step_id, [[] for _ in batch.request_ids])
+        if self._untold and batch.tokens_before:
+            self._learn_tokens(batch.tokens_before)
         inputs.apply(batch)
         self.cache.copy_pages(batch.block_copies)
         if self.drafter is not None:
@@ -175,7 +183,8 @@ class ModelRunner:
         rows = step.rows_S[sampling]
         offsets_R = None if drafts is None else drafts.offsets_R
         sampled_rows, before = rows.tolist(), () if drafts is None else drafts.before()
-        staged = self.forward_pass.stage(step, self.sampler.host_parameters(rows, offsets_R) if len(rows) else ())
+        is_sampling = self._is_last_stage and len(rows) > 0
+        staged = self.forward_pass.stage(step, self.sampler.host_parameters(rows, offsets_R) if is_sampling else ())
         result.prepare_seconds = time.perf_counter() - started - result.draft_seconds
         masks = None
         if inputs.sampling.grammars and not device.runs_ahead:
@@ -186,7 +195,7 @@ class ModelRunner:
         if self._experts is not None:
             result.experts = self._experts.count()
         launched = _Launched(sampling.tolist(), drafts)
-        if len(sampling):
+        if is_sampling:
             logits_RV = self.forward_pass.logits(staged, hidden_TD)
             forwarded = device.mark()
             if inputs.sampling.needs_tokens(sampled_rows):
@@ -195,7 +204,10 @@ class ModelRunner:
             launched.expected = inputs.expect_tokens(staged, step, launched.tokens.token_ids_R)
         else:
             forwarded = device.mark()
-        if inputs.num_prompt_logprobs:
+            if len(rows):
+                expected = inputs.expect_tokens(staged, step, torch.full((len(rows),), -1))
+                self._untold.append((batch.step_id, step, expected))
+        if inputs.num_prompt_logprobs and self._is_last_stage:
             launched.pieces = list(self._launch_prompt_logprobs(hidden_TD, step, staged))
         marks = (start, forwarded, device.mark())
         pending = PendingStep(self, result, launched, device.download(launched.tensors()), marks)
@@ -203,13 +215,21 @@ class ModelRunner:
             self._learn(self.drafter, step, result)
         return pending
 
+    def _learn_tokens(self, steps: Sequence[StepTokens]) -> None:
+        """Tokens that another stage has sampled. A step that it could not sample is void."""
+        for told in steps:
+            while self._untold and self._untold[0][0] <= told.step_id:
+                step_id, step, expected = self._untold.popleft()
+                if step_id == told.step_id:
+                    self.input_batch.learn_step(step, expected, told.token_ids)
+
     def _learn(self, drafter: Drafter, step: StepRows, result: StepResult) -> None:
         try:
             drafter.learn(step)
         except torch.AcceleratorError:
             raise
         except Exception as error:  # as for drafts
-            if self._group is not None:
+            if not self._is_alone:
                 raise
             self.device.synchronize()
             result.draft_error = _failed((), error).error
@@ -232,7 +252,7 @@ class ModelRunner:
         except torch.AcceleratorError:
             raise
         except Exception as error:  # whatever it is: the target needs no drafts
-            if self._group is not None:  # ranks draft together, and leave the step together
+            if not self._is_alone:  # ranks draft together, and leave the step together
                 raise
             self.device.synchronize()  # raises if it is the device that has failed
             drafted = _failed(counts, error)

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from msgspec import structs
 
-from quire.distributed.group import Group, GroupError
+from quire.distributed.group import AgreedError, GroupError, Ranks, StepVoid
 from quire.errors import EngineDeadError, MemoryPlanError, PeerLostError
 from quire.kernels import cpu, extension, gpu, gpu_facts
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, WorkerSettings
@@ -22,7 +22,7 @@ from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.planning import devices
 from quire.resolve import DeviceFacts, shown_bytes
-from quire.schedule import Polled, ScheduledBatch, StepResult
+from quire.schedule import Polled, RowsFailedError, ScheduledBatch, StepResult
 from quire.worker import kv_cache
 from quire.worker.accelerator import Accelerator, Cuda
 from quire.worker.adapters import WorkerAdapters
@@ -70,7 +70,7 @@ class DeviceWorker:
         model_config: of the model it will load.
         progress: how far loading and capturing are.
         accelerator: makes the GPU's.
-        group: the ranks that share the model. The config is that of this rank's part.
+        ranks: that share the model. The config is that of this rank's part.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class DeviceWorker:
         model_config: ModelConfig,
         progress: Progress,
         accelerator: Callable[[], Accelerator] = Cuda,
-        group: Group | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._model_config, self._progress, self._accelerator = model_config, progress, accelerator
-        self._group = group
+        self._ranks = ranks
         # Each is made by its step.
         self.settings: WorkerSettings
         self.place: Place
@@ -110,7 +110,14 @@ class DeviceWorker:
         config = replace(self._model_config, max_model_len=form.max_model_len)
         share = 1.0 if settings.drafter is None else LOADED_BEFORE_DRAFTER
         with self._as_rank():
-            model = load_model(config, form, device, self._loading(0.0, share), group=self._group)
+            model = load_model(
+                config,
+                form,
+                device,
+                self._loading(0.0, share),
+                group=None if self._ranks is None else self._ranks.group,
+                before=None if self._ranks is None else self._ranks.before,
+            )
         self.settings, self.model = settings, model
         self.adapters = None
         if settings.lora is not None:
@@ -118,7 +125,7 @@ class DeviceWorker:
             self.adapters = WorkerAdapters(model, settings.lora)
         with self._as_rank():
             self.drafter = self._load_drafter(model, settings)
-        self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost(self._group)
+        self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost(self._ranks)
         name = form.quantization or form.dtype
         name = name if is_on_gpu or not cpu.available() else f"packed {name}"
         self._progress("load", 1.0, f"{shown_bytes(model.weight_bytes())} of {name}")
@@ -128,7 +135,7 @@ class DeviceWorker:
         if config is None or drafter is None:
             return None
         config = replace(config, max_model_len=drafter.form.max_model_len)
-        group = self._group if config.vocab_share is not None else None
+        group = self._ranks.group if self._ranks is not None and config.vocab_share is not None else None
         progress = self._loading(LOADED_BEFORE_DRAFTER, 1.0)
         return load_model(config, drafter.form, settings.device, progress, target, group)
 
@@ -167,12 +174,15 @@ class DeviceWorker:
         return self.runner.submit(batch)
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        if self._group is None:
+        if self._ranks is None:
             return self.runner.execute(batch)
-        self._group.begin_step()
+        group = self._ranks.group
+        if group is not None:
+            group.begin_step()
         with self._as_rank(in_step=True):
             pending = self.runner.submit(batch if self._samples else _without_grammars(batch))
-        self._group.end_step()
+        if group is not None:
+            group.end_step()
         return pending.result()
 
     def close(self) -> None:
@@ -181,7 +191,7 @@ class DeviceWorker:
     @property
     def _samples(self) -> bool:
         """Other ranks learn the tokens."""
-        return self._group is None or self._group.rank == 0
+        return self._ranks is None or self._ranks.samples
 
     @contextmanager
     def _as_rank(self, *, in_step: bool = False) -> Iterator[None]:
@@ -190,21 +200,27 @@ class DeviceWorker:
         Args:
             in_step: they leave the step too, and all of them go on with the next one.
         """
-        group = self._group
+        ranks = self._ranks
         try:
             yield
         except GroupError as error:
-            raise _lost(group, error) from error
+            raise _lost(ranks, error) from error
         except Exception as error:
-            if group is None:
+            if ranks is None:
                 raise
-            if not in_step or isinstance(error, EngineDeadError):
-                group.fail()
-                raise
+            if not in_step or not _may_leave(ranks, error):
+                ranks.fail()
+                if not in_step or isinstance(error, EngineDeadError):
+                    raise
+                what = f"{type(error).__name__}: {error}"
+                raise EngineDeadError(f"Rank {ranks.rank} of {ranks.grid.size} failed in a step: {what}") from error
             try:
-                group.leave_step()
+                if ranks.group is not None:
+                    ranks.group.leave_step()
             except GroupError as lost:
-                raise _lost(group, lost) from error
+                raise _lost(ranks, lost) from error
+            if isinstance(error, AgreedError) and error.__cause__ is not None:
+                raise error.__cause__ from None
             raise
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
@@ -232,8 +248,16 @@ class DeviceWorker:
         return self._prefault.step(num_blocks_ever_used)
 
 
-def _lost(group: Group | None, error: Exception) -> PeerLostError:
-    return PeerLostError(f"Rank {0 if group is None else group.rank} cannot go on: {error}")
+def _lost(ranks: Ranks | None, error: Exception) -> PeerLostError:
+    return PeerLostError(f"Rank {0 if ranks is None else ranks.rank} cannot go on: {error}")
+
+
+def _may_leave(ranks: Ranks, error: Exception) -> bool:
+    """Whether no rank waits for this one in vain. Ranks of another stage do not leave a step together with this one."""
+    if isinstance(error, EngineDeadError):
+        return False
+    is_of_all_stages = isinstance(error, RowsFailedError) and error.__cause__ is None
+    return ranks.grid.num_stages == 1 or is_of_all_stages or isinstance(error, (AgreedError, StepVoid))
 
 
 def _without_grammars(batch: ScheduledBatch) -> ScheduledBatch:

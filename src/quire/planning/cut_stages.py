@@ -1,0 +1,135 @@
+"""The layers that each stage of a pipeline holds: a stage is a model of its own, planned and loaded like any other.
+
+Stages come one after the other. A step passes all of them, and while one computes it, others compute other steps. So
+the slowest stage sets the pace, and the stage with the least memory for the KV cache sets its size. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+
+from quire import envs
+from quire.config import EngineConfig
+from quire.distributed.layout import Grid
+from quire.errors import ConfigError
+from quire.formats.kv_groups import kv_groups
+from quire.formats.weight_format import DTYPE_BYTES, ON_LOAD
+from quire.layer_spec import LinearShape, Stage
+from quire.model_config import ModelConfig
+from quire.planning.cut_model import ModelCut, check_degree
+
+
+def grid_of(config: EngineConfig) -> Grid:
+    """All ranks of an engine."""
+    return Grid(config.tensor_parallel_size, config.pipeline_parallel_size)
+
+
+def check_cuts(model: ModelConfig, config: EngineConfig) -> None:
+    """ConfigError for degrees that the model cannot have, with those that it can have."""
+    check_degree(model, config.tensor_parallel_size)
+    stage_layers(model, config)
+
+
+def part_of_rank(model: ModelConfig, config: EngineConfig, rank: int) -> ModelConfig:
+    """What a rank holds of a whole model."""
+    grid = grid_of(config)
+    part = ModelCut(model, grid.width).part(grid.place(rank))
+    if grid.num_stages == 1:
+        return part
+    index, tables = grid.stage(rank), tuple((group.spec, group.num_tables) for group in kv_groups(part))
+    layers = stage_layers(model, config)[index]
+    own = part.layers[layers.start : layers.stop]
+    return replace(part, layers=own, stage=Stage(index, grid.num_stages, layers, tables))
+
+
+def stage_layers(model: ModelConfig, config: EngineConfig) -> list[range]:
+    """The layers of each stage. Raises ConfigError."""
+    num_stages, given = config.pipeline_parallel_size, envs.PP_LAYER_PARTITION.get()
+    if num_stages == 1:
+        return [range(model.num_layers)]
+    if not model.is_native:
+        raise _impossible(config, "transformers' modelling code runs it, which is not cut", (1,))
+    if not 1 <= num_stages <= model.num_layers:
+        raise _impossible(config, f"it has {model.num_layers} layers", range(1, model.num_layers + 1))
+    sizes = given or _balanced(_costs(model, config), num_stages)
+    if len(sizes) != num_stages or sum(sizes) != model.num_layers or min(sizes) < 1:
+        raise ConfigError(
+            "The stages of the pipeline are not the layers of the model",
+            value=",".join(map(str, sizes)),
+            expected=f"{num_stages} positive numbers that add up to {model.num_layers}",
+            fix=f"Unset {envs.PP_LAYER_PARTITION.name} to have layers shared by bytes and predicted time",
+            param=envs.PP_LAYER_PARTITION.name,
+        )
+    stops = list(accumulate(sizes))
+    return [range(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+
+
+def _impossible(config: EngineConfig, why: str, legal: Sequence[int]) -> ConfigError:
+    return ConfigError(
+        f"The model cannot be cut into {config.pipeline_parallel_size} stages: {why}",
+        value=config.pipeline_parallel_size,
+        expected=f"{legal[0]} to {legal[-1]}" if len(legal) > 1 else str(legal[0]),
+        param="pipeline_parallel_size",
+    )
+
+
+class _Costs:
+    """Shares that contiguous layers have of all bytes, and of the time of a step: it reads the weights of one token.
+
+    Args:
+        layers: of each one, bytes held and bytes read.
+        first: the same of what is before the layers, and `last` of what is behind.
+    """
+
+    def __init__(self, layers: Iterable[tuple[int, int]], first: tuple[int, int], last: tuple[int, int]) -> None:
+        held, read = zip(*layers, strict=True)
+        self.num_layers = len(held)
+        self._sums = [[0, *accumulate(each)] for each in (held, read)]
+        self._first, self._last = first, last
+        self._totals = [sums[-1] + first[kind] + last[kind] for kind, sums in enumerate(self._sums)]
+
+    def of(self, start: int, stop: int) -> float:
+        """The larger of both shares."""
+        shares: list[float] = []
+        for kind, sums in enumerate(self._sums):
+            own = sums[stop] - sums[start]
+            own += self._first[kind] if start == 0 else 0
+            own += self._last[kind] if stop == self.num_layers else 0
+            shares.append(own / max(self._totals[kind], 1))
+        return max(shares)
+
+
+def _costs(model: ModelConfig, config: EngineConfig) -> _Costs:
+    quantization = config.quantization if config.quantization in ON_LOAD and model.quantized is None else None
+    dtype = model.dtype if model.dtype in DTYPE_BYTES else "bfloat16"
+
+    @cache
+    def num_bytes(linear: LinearShape) -> int:
+        return sum(part.num_bytes(dtype, is_packed=True) for part in model.stored(linear, quantization))
+
+    layers = [
+        (sum(map(num_bytes, layer.linears())), sum(map(num_bytes, layer.active_linears()))) for layer in model.layers
+    ]
+    output = num_bytes(model.output_linear())
+    return _Costs(layers, (num_bytes(model.embeddings()), 0), (output, output))
+
+
+def _balanced(costs: _Costs, num_stages: int) -> list[int]:
+    """Layers of each stage, so that the largest share is least; then the sum of squares is."""
+    best: list[tuple[float, float, list[int]]] = [
+        (costs.of(0, stop), costs.of(0, stop) ** 2, [stop]) for stop in range(costs.num_layers + 1)
+    ]
+    for stage in range(1, num_stages):
+        longer = []
+        for stop in range(costs.num_layers + 1):
+            options = []
+            for start in range(stage, stop):
+                most, squares, sizes = best[start]
+                own = costs.of(start, stop)
+                options.append((max(most, own), squares + own**2, [*sizes, stop - start]))
+            longer.append(min(options, default=(float("inf"), 0.0, [])))
+        best = longer
+    return best[costs.num_layers][2]

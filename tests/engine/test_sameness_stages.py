@@ -1,0 +1,173 @@
+"""Stages of a pipeline, and ranks that share a stage, give the tokens and logprobs of one process, to the bit.
+
+Ranks are threads here; tests/engine/test_rank_processes.py has processes.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.core import EngineCore
+from quire.engine.start import StartedEngine
+from quire.errors import ConfigError
+from quire.kernels import cpu
+from tests.engine.harness import Prompt, run
+from tests.engine.ranks import started
+from tests.engine.test_kv_groups import CONFIG as WINDOWS
+from tests.engine.test_sameness import brief
+from tests.engine.test_sameness_latent import CONFIG as LATENT
+from tests.engine.test_sameness_ranks import FORMS, Answer, answers, expected
+from tests.models.tiny_models import SIZES
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
+
+GRIDS = [(1, 2), (1, 3), (2, 2)]  # ranks of a stage, stages
+
+
+def of_stages(width: int, num_stages: int, folder: Path | None = None, **arguments: Any) -> Answer:
+    engine = started(width, folder, num_stages=num_stages, **arguments)
+    try:
+        return answers(engine.core)
+    finally:
+        engine.core.shutdown()
+
+
+@pytest.mark.parametrize(("width", "num_stages"), GRIDS)
+@pytest.mark.parametrize("form", ["bfloat16", "int4"])
+def test_chunks_and_logprobs(form: str, width: int, num_stages: int) -> None:
+    """Chunks of one prompt follow each other through the stages."""
+    found = of_stages(width, num_stages, max_num_batched_tokens=17, **FORMS[form])
+    assert found == expected(form, cpu.isa())
+
+
+@cache
+def of_one() -> list[list[int]]:
+    return run(started(1).core, brief())
+
+
+def layers_of(engine: StartedEngine) -> list[int]:
+    return [len(worker.model.config.layers) for worker in engine.executor.workers]  # type: ignore[attr-defined]
+
+
+def test_hits_and_preemption() -> None:
+    engine = started(1, num_stages=2)
+    assert sum(layers_of(engine)) == started(1).model_config.num_layers
+
+    def preempt(core: EngineCore, step: int) -> None:
+        while step == 9 and core.scheduler.num_running:
+            core.scheduler.preempt_last()
+
+    assert run(engine.core, brief(), before_step=preempt) == of_one()
+    assert run(engine.core, brief()[::-1], prefix="again") == of_one()[::-1]
+    engine.core.shutdown()
+
+
+def test_too_few_blocks_for_all() -> None:
+    engine = started(1, num_stages=3, num_gpu_blocks_override=6, max_model_len=96)
+    assert run(engine.core, brief()) == of_one()
+    engine.core.shutdown()
+
+
+def test_drafts_of_text() -> None:
+    """Drafts that hold come back to all stages."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    repeated = [Prompt(prompt.token_ids * 3, prompt.params) for prompt in brief()]
+    one = started(1)
+    for width in (1, 2):
+        engine = started(width, num_stages=2, speculative_config=ngram)
+        assert run(engine.core, repeated) == run(one.core, repeated)
+        engine.core.shutdown()
+
+
+def _config(family: str, **changes: Any) -> dict[str, Any]:
+    import transformers
+
+    sizes = SIZES | {"vocab_size": 5000, "num_hidden_layers": 5} | changes
+    config: dict[str, Any] = transformers.AutoConfig.for_model(family, **sizes).to_dict()
+    config["architectures"] = [f"{family.title().replace('_', '')}ForCausalLM"]
+    return config
+
+
+FAMILIES = {
+    "windows in several block tables": lambda: WINDOWS | {"num_hidden_layers": 7, "vocab_size": 5000},
+    "dense layers, then experts; latent attention": lambda: (
+        LATENT
+        | {"num_hidden_layers": 5, "vocab_size": 5000, "first_k_dense_replace": 2, "n_routed_experts": 8}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+    ),
+    "norms behind layers": lambda: _config("olmo2"),
+    "a factor on embeddings": lambda: _config("granite", embedding_multiplier=3.0, tie_word_embeddings=True),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES[name]()))
+    limits = {"load_format": "dummy", "max_model_len": 128, "max_num_batched_tokens": 17}
+    limits["num_gpu_blocks_override"] = 400
+    one = of_stages(1, 1, tmp_path, **limits)
+    assert len({tuple(tokens) for tokens, _ in one}) > 1
+    for num_stages in (2, 3):
+        assert of_stages(1, num_stages, tmp_path, **limits) == one, num_stages
+
+
+def test_a_step_that_cannot_be_sampled_is_void_in_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = started(1, num_stages=2)
+    runner = engine.executor.workers[0].runner  # type: ignore[attr-defined]
+    choose, calls = runner.sampler.choose, []
+
+    def fail_once(*arguments: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 3:
+            raise OSError("no numbers today")
+        return choose(*arguments)
+
+    monkeypatch.setattr(runner.sampler, "choose", fail_once)
+    assert run(engine.core, brief()) == of_one()
+    assert len(calls) > 3
+    engine.core.shutdown()
+
+
+def test_a_stage_holds_its_layers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embeddings are in the first stage, the output in the last one, tied ones in both. Pages have its layers only."""
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", f"1,1,{started(1).model_config.num_layers - 2}")
+    engine, one = started(1, num_stages=3), started(1)
+    last, middle, first = (worker for worker in engine.executor.workers)  # type: ignore[attr-defined]
+    (whole,) = one.executor.workers  # type: ignore[attr-defined]
+    assert layers_of(engine) == [whole.model.config.num_layers - 2, 1, 1]
+    tied = "model.embed_tokens.weight"
+    assert [tied in worker.model.expected_weights() for worker in (first, middle, last)] == [True, False, True]
+    assert first.cache.num_bytes == middle.cache.num_bytes
+    assert first.cache.num_bytes + middle.cache.num_bytes + last.cache.num_bytes == whole.cache.num_bytes
+    assert middle.model.weight_bytes() < first.model.weight_bytes() < whole.model.weight_bytes()
+    for worker in (first, middle, last):
+        config = worker.model.config
+        assert worker.model.weight_bytes() == config.weight_bytes("bfloat16", is_packed=True)
+    engine.core.shutdown()
+
+
+def test_what_cannot_be_cut_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_layers = started(1).model_config.num_layers
+    with pytest.raises(ConfigError, match=f"it has {num_layers} layers") as error:
+        started(1, num_stages=num_layers + 1, load_format="safetensors")
+    assert f"1 to {num_layers}" in error.value.message
+    for arguments, words in (
+        ({"enable_lora": True}, "Pipeline parallelism does not go together with adapters"),
+        ({"distributed_executor_backend": "uni"}, "uni"),
+        ({"pipeline_parallel_size": 65}, "1 to 64"),
+        ({"model_impl": "transformers"}, "modelling code"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            started(1, num_stages=2, **arguments)
+    for partition in ("1,1", f"0,{num_layers}", f"{num_layers}"):
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+        with pytest.raises(ConfigError, match="2 positive numbers that add up to"):
+            started(1, num_stages=2)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "some")
+    with pytest.raises(ConfigError, match="VLLM_PP_LAYER_PARTITION"):
+        started(1, num_stages=2)
