@@ -23,6 +23,7 @@ void check(bool is_legal, const char* what) {
 
 void bind_group(nb::module_& m) {
   nb::exception<GroupError>(m, "GroupError", PyExc_RuntimeError);
+  nb::exception<StepVoid>(m, "StepVoid", PyExc_RuntimeError);
   nb::class_<SharedGroup>(m, "SharedGroup")
       .def(
           "__init__",
@@ -36,6 +37,10 @@ void bind_group(nb::module_& m) {
           nb::kw_only(), "fd"_a, "rank"_a, "size"_a, "slot_bytes"_a, "spin_microseconds"_a, "timeout_seconds"_a)
       .def_static("num_bytes", &SharedGroup::num_bytes, "size"_a, "slot_bytes"_a)
       .def("abort", &SharedGroup::abort, "rank"_a, "Makes all ranks leave what they wait for, now and later")
+      .def("begin_step", &SharedGroup::begin_step, "Before the turns of a step")
+      .def("end_step", &SharedGroup::end_step, "Behind the turns of a step")
+      .def("leave_step", &SharedGroup::leave_step, nb::call_guard<nb::gil_scoped_release>(),
+           "In place of end_step. Waits until no rank is in the step any more")
       .def_prop_ro("aborted", &SharedGroup::aborted, "The rank that has failed; -1: none");
   bind_struct<Gather, KernelCall>(
       m, "Gather",

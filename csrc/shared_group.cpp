@@ -23,11 +23,18 @@
 
 namespace quire {
 
+struct GroupWords {
+  std::atomic<int32_t> aborted;     // a rank + 1; 0: none
+  std::atomic<uint32_t> void_step;  // the last step that a rank has left; 0: none
+};
+
 // What a rank says. Its turn and its signatures of two turns lie on one line, which the others read.
 struct alignas(128) RankWords {
   std::atomic<uint32_t> turn;
   std::atomic<uint32_t> num_sleepers;  // ranks that sleep until this one arrives
   std::atomic<uint64_t> signatures[2];
+  std::atomic<uint64_t> left[2];  // by parity of a void step: the step, and the turn in which the rank left it
+  std::atomic<uint32_t> done;     // the last step that the rank has ended
 };
 
 namespace {
@@ -35,13 +42,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kPageBytes = 4096;
-constexpr auto kNap = std::chrono::milliseconds(100);  // a sleeper looks whether somebody has failed
+constexpr auto kNap = std::chrono::milliseconds(100);   // a sleeper looks whether somebody has failed
+constexpr auto kLook = std::chrono::microseconds(100);  // between two looks whether all have left a void step
 constexpr int kPausesPerClockRead = 64;
 constexpr int64_t kMinCopyBytes = 256 * 1024;  // worth a wake-up of another thread
-
-struct GroupWords {
-  std::atomic<int32_t> aborted;  // a rank + 1; 0: none
-};
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
 
@@ -114,17 +118,53 @@ char* SharedGroup::slot(int rank) const {
   return memory_ + begin + (2 * rank + turn_ % 2) * slot_bytes_;
 }
 
+GroupWords& SharedGroup::group_words() const { return *reinterpret_cast<GroupWords*>(memory_); }
+
 void SharedGroup::abort(int rank) {
   int32_t none = 0;
-  reinterpret_cast<GroupWords*>(memory_)->aborted.compare_exchange_strong(none, rank + 1);
+  group_words().aborted.compare_exchange_strong(none, rank + 1);
   for (int other = 0; other < size_; ++other) wake_all(words(other).turn);
 }
 
-int SharedGroup::aborted() const { return reinterpret_cast<const GroupWords*>(memory_)->aborted.load() - 1; }
+int SharedGroup::aborted() const { return group_words().aborted.load() - 1; }
 
-void SharedGroup::check_aborted() const {
+void SharedGroup::begin_step() { ++step_; }
+
+void SharedGroup::end_step() { words(rank_).done.store(step_, std::memory_order_release); }
+
+bool SharedGroup::is_void() const { return step_ != 0 && group_words().void_step.load() == step_; }
+
+// Whether a rank is no longer in this step. A rank that has ended it has seen all ranks in its last turn, so all of
+// them end it or have failed behind that turn. Else all leave it, and the next turn is behind the turns of all.
+bool SharedGroup::has_left(int rank) {
+  const uint64_t left = words(rank).left[step_ % 2].load(std::memory_order_acquire);
+  if (static_cast<uint32_t>(left >> 32) == step_) {
+    const auto turn = static_cast<uint32_t>(left);
+    if (static_cast<int32_t>(turn - turn_) > 0) turn_ = turn;
+    return true;
+  }
+  return static_cast<int32_t>(words(rank).done.load(std::memory_order_acquire) - step_) >= 0;
+}
+
+void SharedGroup::leave_step() {
+  words(rank_).left[step_ % 2].store(uint64_t{step_} << 32 | turn_, std::memory_order_release);
+  group_words().void_step.store(step_);
+  for (int other = 0; other < size_; ++other) wake_all(words(other).turn);
+  const auto start = Clock::now();
+  for (int rank = 0; rank < size_; ++rank) {
+    while (!has_left(rank)) {
+      if (aborted() >= 0) check();
+      const timespec look = timespec_of(kLook);
+      nanosleep(&look, nullptr);
+      if (std::chrono::duration<double>(Clock::now() - start).count() > timeout_seconds_) abort(rank);
+    }
+  }
+}
+
+void SharedGroup::check() const {
   const int rank = aborted();
   if (rank >= 0) throw GroupError("rank " + std::to_string(rank) + " of " + std::to_string(size_) + " has failed");
+  if (is_void()) throw StepVoid("another rank has left the step");
 }
 
 // Turns wrap around.
@@ -150,7 +190,7 @@ void SharedGroup::wait_for(int rank, uint64_t signature) {
     } while (!has_arrived(rank) && Clock::now() < spin_until);
     if (!has_arrived(rank)) {
       other.num_sleepers.fetch_add(1, std::memory_order_seq_cst);
-      while (!has_arrived(rank) && aborted() < 0) {
+      while (!has_arrived(rank) && aborted() < 0 && !is_void()) {
         const uint32_t seen = other.turn.load(std::memory_order_seq_cst);
         if (static_cast<int32_t>(seen - turn_) >= 0) break;
         sleep_on(other.turn, seen);
@@ -162,7 +202,7 @@ void SharedGroup::wait_for(int rank, uint64_t signature) {
       other.num_sleepers.fetch_sub(1, std::memory_order_seq_cst);
     }
   }
-  check_aborted();
+  if (!has_arrived(rank) || aborted() >= 0) check();
   if (other.signatures[turn_ % 2].load(std::memory_order_relaxed) != signature) {
     abort(rank);
     throw GroupError("rank " + std::to_string(rank) + " of " + std::to_string(size_) +
@@ -171,7 +211,7 @@ void SharedGroup::wait_for(int rank, uint64_t signature) {
 }
 
 void SharedGroup::gather(const GatherArgs& args) {
-  check_aborted();
+  check();
   const int64_t widest = *std::max_element(args.widths.begin(), args.widths.begin() + size_);
   const int64_t piece_bytes = std::min(widest, slot_bytes_);
   if (piece_bytes == 0) return;

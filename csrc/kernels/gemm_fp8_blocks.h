@@ -192,11 +192,21 @@ class Unpacking {
   Unpacking(const uint8_t* from, int64_t num_lines, bf16* to, int64_t num_calls)
       : from_(from), to_(to), lines_left_(num_lines), lines_per_call_(ceil_div(num_lines, num_calls)) {}
 
-  void fetch() { unpack(lines_per_call_); }
+  void fetch() {
+    if constexpr (kHas32Registers)
+      unpack(lines_per_call_);
+    else if (lines_left_ > 0)
+      unpack_apart(std::max(lines_per_call_, kLinesApart));
+  }
   void finish() { unpack(lines_left_); }
 
  private:
   static constexpr int64_t kDistance = 8 * 1024;  // in bytes of codes: the distance of the prefetch before unpacking
+
+  // Inline, a tile would keep its sums in memory: unpacking takes as many of 16 registers. More lines at a time,
+  // because each call stores and loads the sums.
+  static constexpr int64_t kLinesApart = 16;
+  __attribute__((noinline)) void unpack_apart(int64_t max_lines) { unpack(max_lines); }
 
   void unpack(int64_t max_lines) {
     const int64_t lines = std::min(max_lines, lines_left_);

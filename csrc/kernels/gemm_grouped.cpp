@@ -128,7 +128,16 @@ struct DotTile {
   template <Codes kCodes, Offset kOffset, bool kSignedCodes>
   static void add_supers(int rows, const SuperRun& run, int32_t* sums, int32_t* supers, const PrefetchPlan& plan,
                          int pass) {
-    add_supers_through_memory<DotTile, kCodes, kOffset, kSignedCodes>(rows, run, sums, supers, plan.of_pass(pass));
+    if constexpr (kIsWide<kCodes>) {
+      add_supers_through_memory<DotTile, kCodes, kOffset, kSignedCodes>(rows, run, sums, supers, plan.of_pass(pass));
+    } else {
+      using Add = void (*)(const SuperRun&, int32_t*, const Prefetch&);
+      static constexpr Add kAdd[] = {
+          QUIRE_ISA::add_supers<1, kCodes, kOffset>, QUIRE_ISA::add_supers<2, kCodes, kOffset>,
+          QUIRE_ISA::add_supers<3, kCodes, kOffset>, QUIRE_ISA::add_supers<4, kCodes, kOffset>,
+          QUIRE_ISA::add_supers<5, kCodes, kOffset>, QUIRE_ISA::add_supers<6, kCodes, kOffset>};
+      kAdd[rows - 1](run, supers, plan.of_pass(pass));
+    }
   }
 
   template <Codes kCodes, bool>

@@ -19,6 +19,12 @@ inline I32 of_floats(I32 codes) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes);
 }
 inline I32 subtract_bytes(I32 x, int y) { return _mm512_sub_epi8(x, _mm512_set1_epi8(static_cast<char>(y))); }
+inline I32 and_bytes(I32 x, int y) { return _mm512_and_si512(x, _mm512_set1_epi8(static_cast<char>(y))); }
+inline I32 shift(I32 x, int up) { return up >= 0 ? _mm512_slli_epi16(x, up) : _mm512_srli_epi16(x, -up); }
+inline I32 join_bits(I32 low, I32 high, int low_mask) {
+  constexpr int kLowElseHigh = 0xe4;
+  return _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi8(static_cast<char>(low_mask)), kLowElseHigh);
+}
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 inline I32 low_halves(I32 x) { return _mm256_and_si256(x, _mm256_set1_epi8(0x0f)); }
 inline I32 high_halves(I32 x) { return low_halves(_mm256_srli_epi16(x, 4)); }
@@ -27,6 +33,12 @@ inline I32 of_floats(I32 codes) {
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes);
 }
 inline I32 subtract_bytes(I32 x, int y) { return _mm256_sub_epi8(x, _mm256_set1_epi8(static_cast<char>(y))); }
+inline I32 and_bytes(I32 x, int y) { return _mm256_and_si256(x, _mm256_set1_epi8(static_cast<char>(y))); }
+inline I32 shift(I32 x, int up) { return up >= 0 ? _mm256_slli_epi16(x, up) : _mm256_srli_epi16(x, -up); }
+inline I32 join_bits(I32 low, I32 high, int low_mask) {
+  const I32 mask = _mm256_set1_epi8(static_cast<char>(low_mask));
+  return _mm256_or_si256(_mm256_and_si256(low, mask), _mm256_andnot_si256(mask, high));
+}
 #endif
 
 // Unpacks pairs of quads of e2m1 codes, `row_bytes` of each pair, to integers of one byte, minus their zero if kSigned.
@@ -53,30 +65,25 @@ inline void unpack_floats(const uint8_t* from, int64_t quads, int64_t row_bytes,
   }
 }
 
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-// Unpacks 16 columns of the quads that CodePlanes holds together to one code per byte, minus their middle if kSigned.
-// `to` has a row of `pitch` bytes per quad.
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+// Unpacks a vector of columns of the quads that CodePlanes holds together to one code per byte, minus their middle if
+// kSigned. `to` has a row of `pitch` bytes per quad.
 template <int kBits, bool kSigned>
 inline void unpack_vectors(const uint8_t* from, uint8_t* to, int64_t pitch) {
   constexpr CodePlanes kPlanes(kBits);
-  constexpr int kQuads = static_cast<int>(kPlanes.quads), kSharing = 8 / kPlanes.low_bits, kLowElseHigh = 0xe4;
-  const __m512i low_bits = _mm512_set1_epi8((1 << kPlanes.low_bits) - 1),
-                code_bits = _mm512_set1_epi8((1 << kBits) - 1),
-                middle = _mm512_set1_epi8(kSigned ? 1 << (kBits - 1) : 0);
-  __m512i low = low_bits, high = low_bits;
-  if constexpr (kPlanes.high_bits != 0) high = _mm512_load_si512(from + kPlanes.low_bytes());
+  constexpr int kQuads = static_cast<int>(kPlanes.quads), kSharing = 8 / kPlanes.low_bits;
+  constexpr int kLowMask = (1 << kPlanes.low_bits) - 1, kMask = (1 << kBits) - 1;
+  I32 low, high;
+  if constexpr (kPlanes.high_bits != 0) high = load_i32(from + kPlanes.low_bytes());
 #pragma GCC unroll 8
   for (int q = 0; q < kQuads; ++q) {
-    if (q % kSharing == 0) low = _mm512_load_si512(from + q / kSharing * kQuadBytes);
-    __m512i codes = q % kSharing == 0 ? low : _mm512_srli_epi16(low, q % kSharing * kPlanes.low_bits);
-    if constexpr (kPlanes.high_bits != 0) {
-      const int up = kPlanes.low_bits - q * kPlanes.high_bits;
-      const __m512i in_place = up >= 0 ? _mm512_slli_epi16(high, up) : _mm512_srli_epi16(high, -up);
-      codes = _mm512_ternarylogic_epi32(codes, in_place, low_bits, kLowElseHigh);
-    }
-    codes = _mm512_and_si512(codes, code_bits);
-    if constexpr (kSigned) codes = _mm512_sub_epi8(codes, middle);
-    _mm512_store_si512(to + q * pitch, codes);
+    if (q % kSharing == 0) low = load_i32(from + q / kSharing * kQuadBytes);
+    I32 codes = shift(low, -(q % kSharing) * kPlanes.low_bits);
+    if constexpr (kPlanes.high_bits != 0)
+      codes = join_bits(codes, shift(high, kPlanes.low_bits - q * kPlanes.high_bits), kLowMask);
+    codes = and_bytes(codes, kMask);
+    if constexpr (kSigned) codes = subtract_bytes(codes, 1 << (kBits - 1));
+    store_i32(to + q * pitch, codes);
   }
 }
 #endif
@@ -90,9 +97,9 @@ inline void unpack_codes(const uint8_t* from, int64_t quads, uint8_t* to, Prefet
   for (; quads > 0; quads -= kQuads, from += kPlanes.bytes(), to += kQuads * kQuadBytes) {
 #pragma GCC unroll 8
     for (int q = 0; q < kQuads; ++q) prefetch.fetch();
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < kQuadBytes; i += 64) unpack_vectors<kBits, kSigned>(from + i, to + i, kQuadBytes);
+    for (int64_t i = 0; i < kQuadBytes; i += sizeof(I32)) unpack_vectors<kBits, kSigned>(from + i, to + i, kQuadBytes);
 #else
     constexpr int kMiddle = kSigned ? 1 << (kBits - 1) : 0, kSharing = 8 / kPlanes.low_bits;
     constexpr int kLowMask = (1 << kPlanes.low_bits) - 1, kHighMask = (1 << kPlanes.high_bits) - 1;

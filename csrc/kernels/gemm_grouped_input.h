@@ -11,6 +11,10 @@ namespace {
 
 constexpr int64_t kPaddedRows = 16;  // tiles read whole tiles
 
+// Tiles keep sums of products in 16 bits, see gemm_grouped_words.h.
+constexpr bool kHasWords = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2 && QUIRE_ISA_LEVEL < QUIRE_LEVEL_AVX512_BF16;
+constexpr int64_t kPieceSize = 16;  // elements that share a sum for the zero there
+
 // The correction of a sum for a weight's form: a zero in the middle of the codes, a zero per group, or a minimum per
 // group.
 enum class Offset { middle, zeros, minima };
@@ -23,7 +27,8 @@ inline Offset offset_of(const GroupedForm& form) {
 // The rows of x after prepare(). A row has codes and two kinds of numbers: scales, one per group (with factors: per
 // super-group), and factors for the weight's offsets. With s the sum of a group's codes, the factor of each group is
 // middle * s (an integer), -s, or -scale * s. With factors in the weight it is -s as a 16-bit integer, in pairs of two
-// groups of a super-group, which is the form of vpdpwssd.
+// groups of a super-group, which is the form of vpdpwssd. With factors and a zero in the middle, tiles with sums in 16
+// bits want -middle * s of each piece, in pairs too: of the first two and of the last two elements of its quads.
 struct QuantizedRows {
   int64_t stride;  // an odd number of cache lines, so that rows fall into different cache sets
   int64_t num_groups;
@@ -35,6 +40,7 @@ struct QuantizedRows {
   float* offset_factors;
   int32_t* zero_sums;     // the same memory
   int16_t* minimum_sums;  // the same, in pairs
+  bool has_piece_sums;    // and these pairs belong to pieces
 
   QuantizedRows(const GemmArgs& args, void* input) {
     const GroupedForm& form = args.weight.form;
@@ -43,7 +49,10 @@ struct QuantizedRows {
     num_groups = layout.num_groups;
     scale_groups = form.has_factors() ? form.super_size : 1;
     num_scales = ceil_div(num_groups, scale_groups);
-    sums_per_scale = has_pairs ? ceil_div(scale_groups, 2) : scale_groups;
+    has_piece_sums = kHasWords && form.has_factors() && offset_of(form) == Offset::middle && form.bits <= 6;
+    sums_per_scale = has_piece_sums ? scale_groups * form.group_size / kPieceSize
+                     : has_pairs    ? ceil_div(scale_groups, 2)
+                                    : scale_groups;
     stride = (ceil_div(num_groups * form.group_size, 64) | 1) * 64;
     codes = static_cast<int8_t*>(input);
     number_pitch = (padded_rows(args.m) / kPaddedRows | 1) * kPaddedRows;
@@ -109,6 +118,18 @@ inline float quantize_group(const Elements<T>& elements, int64_t size, const Inp
   return reduce_add(sums);
 }
 
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+// -middle times the sum of the first two elements of the four quads of a piece, and of their last two: with codes up to
+// 6 bits at least -32 * 127 * 8 > -2^15.
+inline int32_t piece_sums(const int8_t* codes, int middle) {
+  const __m128i piece = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  const __m128i pairs = _mm_maddubs_epi16(_mm_set1_epi8(1), piece);
+  const __m128i half = _mm_add_epi16(pairs, _mm_srli_si128(pairs, 8));
+  const __m128i sums = _mm_add_epi16(half, _mm_srli_si128(half, 4));
+  return _mm_cvtsi128_si32(_mm_mullo_epi16(sums, _mm_set1_epi16(static_cast<int16_t>(-middle))));
+}
+#endif
+
 // One row, in the order of the weight's columns.
 template <class T>
 inline void quantize_row(const GemmArgs& args, const T* x, int64_t row, const QuantizedRows& rows) {
@@ -124,6 +145,15 @@ inline void quantize_row(const GemmArgs& args, const T* x, int64_t row, const Qu
       const int64_t first = begin + g * group_size;
       const float sum = quantize_group(Elements<T>{x + first, std::min(group_size, args.weight.k - first)}, group_size,
                                        scale, codes + first);
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+      if (rows.has_piece_sums) {
+        const int64_t pieces = group_size / kPieceSize;
+        int32_t* const sums = rows.zero_sums + rows.at(row, s * rows.sums_per_scale + g * pieces);
+        for (int64_t i = 0; i < pieces; ++i)
+          sums[i * rows.number_pitch] = piece_sums(codes + first + i * kPieceSize, args.weight.form.middle());
+        continue;
+      }
+#endif
       if (offset == Offset::middle) {
         rows.zero_sums[rows.at(row, first_group + g)] = static_cast<int32_t>(sum) * args.weight.form.middle();
       } else if (args.weight.form.has_factors()) {

@@ -166,6 +166,13 @@ inline void add_wide(const Quads<kRows, true>& x, int64_t first, int64_t count, 
 template <Codes kCodes>
 constexpr bool kIsWide = kCodes == Codes::bytes;
 
+// Quads with sums that fit into 16 bits, for codes without sign.
+template <Codes kCodes>
+inline int64_t chunk_quads(int bits) {
+  if (kCodes == Codes::floats || (kCodes == Codes::unpacked && bits == 5)) return 4;
+  return kCodes == Codes::unpacked && bits == 6 ? 2 : 8;
+}
+
 // sums += quads [first, first + count), kUnit at a time, of which `chunk` fit into 16 bits
 template <Codes kCodes, int kUnit, int kRows, int kVectors>
 inline void add_chunks(const Quads<kRows, false>& x, int64_t first, int64_t count, int64_t chunk, const uint8_t* w,
@@ -190,8 +197,7 @@ inline void add_quads(const Quads<kRows, kIsWide<kCodes>>& x, int64_t first, int
   } else if (kCodes == Codes::unpacked && bits == 6) {
     add_chunks<kCodes, 2, kRows, kVectors>(x, first, count, 2, w, prefetch, sums);
   } else {
-    const int64_t chunk = kCodes == Codes::floats || (kCodes == Codes::unpacked && bits == kE2m1Bits) ? 4 : 8;
-    add_chunks<kCodes, 4, kRows, kVectors>(x, first, count, chunk, w, prefetch, sums);
+    add_chunks<kCodes, 4, kRows, kVectors>(x, first, count, chunk_quads<kCodes>(bits), w, prefetch, sums);
   }
 }
 
@@ -255,6 +261,81 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
     }
     if (column == 0) prefetch = share;
     share.lines = 0;
+  }
+}
+
+// Whole super-groups of a block, for kRows rows. The sums in 16 bits are multiplied by the factor as they become sums
+// in 32 bits: two of them, times -128, stay below 2^23. `supers`, [rows][64], and the float sums are in L1.
+//
+// A zero in the middle is taken off before the products, so that the sums of a piece fit although its codes have 6
+// bits: 32 * 127 * 8 < 2^15. On the way to them sums wrap around.
+template <int kRows, Codes kCodes, Offset kOffset, int kUnit>
+void add_supers(const SuperRun& run, int64_t chunk, int32_t* supers, Prefetch prefetch) {
+  constexpr int kVectors = num_vectors(kRows);
+  constexpr int64_t kHalves = is_packed(kCodes) ? 2 : 1;
+  const QuantizedRows& input = *run.input;
+  const int8_t* codes = input.codes + run.row * input.stride + run.first_group() * run.group_quads * kQuad;
+  const int32_t* pieces = input.zero_sums + input.at(run.row, run.first_super * input.sums_per_scale);
+  const uint8_t* weights = run.weights;
+  FactorNumbers numbers = run.numbers;
+  for (int64_t super = 0; super < run.num_supers; ++super, numbers.next_super(run.super_groups)) {
+    const int64_t quads = run.super_groups * run.group_quads;
+    const Quads<kRows, false> x(codes, input.stride, quads);
+    Prefetch share = prefetch;
+    for (int64_t column = 0; column < kPanelWidth; column += kVectors * kLanes) {
+      int32_t* const to = supers + column;
+      const uint8_t* w = weights + column * kQuad;
+      const int8_t* factors_of_group = numbers.factors + column;
+      for (int64_t quad = 0; quad < quads; factors_of_group += numbers.group_bytes) {
+        I32 factors[kVectors];
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) {
+          factors[v] = load_factors(factors_of_group + v * kLanes);
+          factors[v] = join_pairs(factors[v], factors[v]);
+        }
+        for (const int64_t group_end = quad + run.group_quads; quad < group_end;) {
+          const int64_t count = std::min(chunk, group_end - quad);
+          Sums<kRows, kVectors> words;
+          if constexpr (kOffset == Offset::middle) {
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+              for (int v = 0; v < kVectors; ++v)
+                words[r][v] = broadcast_i32(pieces[quad * kQuad / kPieceSize * input.number_pitch + r]);
+          } else {
+            set_zero<kRows, kVectors>(words);
+          }
+          add_words<kCodes, kUnit, kRows, kVectors>(x, quad, count, w, share, words);
+          w += count / kHalves * kQuadBytes;
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+            for (int v = 0; v < kVectors; ++v) {
+              int32_t* const sum = to + r * kPanelWidth + v * kLanes;
+              const I32 before = quad == 0 ? zero_i32() : load_i32(sum);
+              store_i32(sum, add(before, multiply_pairs(words[r][v], factors[v])));
+            }
+          quad += count;
+        }
+      }
+      if (column == 0) prefetch = share;
+      share.lines = 0;
+    }
+    add_super_of_rows<kOffset>(run, numbers, super, kRows, supers);
+    codes += quads * kQuad;
+    weights += quads / kHalves * kQuadBytes;
+    pieces += input.sums_per_scale * input.number_pitch;
+  }
+}
+
+template <int kRows, Codes kCodes, Offset kOffset>
+void add_supers(const SuperRun& run, int32_t* supers, const Prefetch& prefetch) {
+  if (kOffset == Offset::middle) {
+    add_supers<kRows, kCodes, kOffset, 4>(run, kPieceSize / kQuad, supers, prefetch);
+  } else if (kCodes == Codes::unpacked && run.bits == 6) {
+    add_supers<kRows, kCodes, kOffset, 2>(run, 2, supers, prefetch);
+  } else {
+    add_supers<kRows, kCodes, kOffset, 4>(run, chunk_quads<kCodes>(run.bits), supers, prefetch);
   }
 }
 

@@ -61,10 +61,11 @@ class EngineConfig:
 
     model: str | None = option(
         None,
-        "Folder, hub id or GGUF file of the model, `folder:Q4_K_M` for one of several; none: the bundled demo model.",
+        "Folder, hub id, URL (`s3://bucket/folder`, gs, az) or GGUF file of the model, `folder:Q4_K_M` for one of "
+        "several; none: the bundled demo model.",
     )
     gguf_file: str | None = option(None, "GGUF file: a path, or a name in the model's folder or repository.")
-    tokenizer: str | None = option(None, "Folder, hub id or GGUF file of the tokenizer, if it is not the model's.")
+    tokenizer: str | None = option(None, "Folder, hub id, URL or GGUF file of the tokenizer, if it is not the model's.")
     tokenizer_mode: str = option(
         "auto", "auto or hf: tokenizer.json; slow: convert through transformers.", choices=("auto", "hf", "slow")
     )
@@ -74,7 +75,9 @@ class EngineConfig:
     tokenizer_revision: str | None = option(None, "Branch, tag or commit of the tokenizer on the hub.")
     hf_token: str | None = option(None, "Token for gated models on the hub; else HF_TOKEN.", secret=True)
     hf_overrides: dict[str, Any] | None = option(None, "JSON object merged over config.json.", type="json")
-    download_dir: str | None = option(None, "Folder for downloaded weights; else the hub's cache.")
+    download_dir: str | None = option(
+        None, "Folder for downloaded weights; else the hub's cache, and weights of object stores only in memory."
+    )
     load_format: str = option(
         "auto", "auto, safetensors or gguf: read weights; dummy: random weights.", choices=LOAD_FORMATS
     )
@@ -661,6 +664,15 @@ def _check_engine(config: EngineConfig) -> None:
             value=config.tensor_parallel_size,
             expected=f"1 to {MOST_RANKS}",
             param="tensor_parallel_size",
+        )
+    drafts = config.speculative_config
+    if drafts is not None and drafts.draft_tensor_parallel_size not in (None, 1, config.tensor_parallel_size):
+        raise ConfigError(
+            "Illegal number of ranks for the drafter",
+            value=drafts.draft_tensor_parallel_size,
+            expected=f"1, or tensor_parallel_size = {config.tensor_parallel_size}",
+            fix="Leave draft_tensor_parallel_size out of --speculative-config",
+            param="speculative_config",
         )
     local = config.data_parallel_size_local
     if local not in (None, config.data_parallel_size):

@@ -138,10 +138,20 @@ class OutOfMemoryError(QuireError):
     code, status = "out_of_memory", 503
 
 
-class RendererLostError(QuireError):
-    """The process that renders chats failed, and so did the next one. The request is not the reason."""
+class ProcessLostError(QuireError):
+    """A bounded process of the front end failed, and so did the next one. The request is not the reason."""
+
+
+class RendererLostError(ProcessLostError):
+    """The process that renders chats."""
 
     code, status = "renderer_lost", 503
+
+
+class CompilerLostError(ProcessLostError):
+    """The process that compiles grammars."""
+
+    code, status = "compiler_lost", 503
 
 
 class NotReadyError(QuireError):

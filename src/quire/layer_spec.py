@@ -53,12 +53,11 @@ class Cut:
 
     Attributes:
         by: `rows`: each has some of the outputs, and goes on with them. `joined`: each has some of the outputs; inputs
-            and outputs of all devices are joined. `experts`: each has some whole experts. `none`: each has the whole
-            layer.
+            and outputs of all devices are joined. `none`: each has the whole layer.
         sections: sizes of the sections of the outputs; each section is shared. Empty: the shards are the sections.
     """
 
-    by: Literal["none", "rows", "joined", "experts"]
+    by: Literal["none", "rows", "joined"]
     sections: tuple[int, ...] = ()
 
 
@@ -215,6 +214,7 @@ class Full:
         qk_norm: RMS norm of q and k: per head, over the full width of all heads, or per head without weights (unit).
         qkv: its shards are q, k and v, or one shard with all three.
         sinks: each head has a learned score without a value, which takes a part of the weights (gpt-oss).
+        sink_share: the scores that a rank has; None: all.
         temperature, temperature_floor: of queries at late positions: see kernels/layer_rules.py; 0: there is none.
     """
 
@@ -228,6 +228,7 @@ class Full:
     qkv: LinearShape
     output: LinearShape
     sinks: bool = False
+    sink_share: Share | None = None
     temperature: float = 0.0
     temperature_floor: float = 1.0
 

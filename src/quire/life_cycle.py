@@ -125,8 +125,11 @@ class Worker(Protocol):
         """The vocabulary of grammars: see messages.UseTokenizer."""
         ...
 
-    def prepare_grammar(self, text: str) -> Polled[None]:
-        """Compile a grammar beside the steps. The result raises InvalidRequestError if it cannot be used."""
+    def prepare_grammar(self, text: str) -> Polled[object]:
+        """Compile a grammar beside the steps. The result raises InvalidRequestError if it cannot be used.
+
+        The compiled grammar is kept for rows as long as the answer is.
+        """
         ...
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
@@ -169,7 +172,7 @@ class WorkerExecutor(Executor, Protocol):
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None: ...
 
-    def prepare_grammar(self, text: str) -> Polled[None]: ...
+    def prepare_grammar(self, text: str) -> Polled[object]: ...
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool: ...
 

@@ -70,6 +70,7 @@ class ModelConfig:
     hf_overrides: dict[str, Any] = field(default_factory=dict, hash=False)  # merged over config.json
     drafter: ModelConfig | None = field(default=None, repr=False)  # a model or a head that drafts for it
     head: DraftHead | None = None  # it is no model of its own, but a head that drafts for one
+    is_shared: bool = True  # ranks share it where they can; else each of them has all of it
     vocab_share: Share | None = None  # of the rank that holds a part of the model; None: it is a whole model
 
     @property

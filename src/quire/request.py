@@ -40,12 +40,14 @@ class Request:
     rope_offset: int = 0  # see NewRow; only requests with the same offset share KV
     fork_of: str | None = None  # request_id that shares its prompt blocks once they are computed (n > 1)
     wants_vector: bool = False  # a vector of the prompt instead of tokens
+    prepared: object = None  # lives as long as the request: the grammar that was compiled for it
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0  # submitted batches included
     num_settled_tokens: int = 0  # without submitted batches that have no result yet
     num_in_flight_tokens: int = 0
     num_in_flight_steps: int = 0  # submitted batches with this request that have no result yet
+    num_forced_tokens: int = 0  # behind the last one that was sampled: its grammar allowed nothing else
     num_cached_tokens: int = 0  # tokens of the prompt that the prefix cache had at first admission
     num_preemptions: int = 0
     sequence: int = 0  # order of arrival at the scheduler

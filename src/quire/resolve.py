@@ -328,10 +328,7 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
     refused = (
         (device != "cpu", "a GPU", "Use --device cpu"),
         (backend == "uni", "--distributed-executor-backend uni, which is one process", "Leave it out, or give mp"),
-        (config.enable_lora, "adapters", "Leave --enable-lora out"),
-        (model.drafter is not None, "a model that drafts", "Use ngram or suffix in --speculative-config"),
         (config.model_impl == "transformers", "transformers' modelling code", "Leave --model-impl out"),
-        (config.attention_backend == "reference", "the reference attention", "Leave --attention-backend out"),
     )
     for is_refused, what, fix in refused:
         if is_refused:

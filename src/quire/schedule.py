@@ -13,6 +13,7 @@ from quire.sampling_params import SamplingParams
 T_co = TypeVar("T_co", covariant=True)
 
 UNDRAFTED = -1  # stands for a draft that the worker makes in the step that verifies it
+MAX_FORCED_TOKENS = 32  # that a worker adds to a sampled token, because the grammar allows nothing else behind it
 
 
 @dataclass(slots=True)
@@ -81,7 +82,8 @@ class StepResult:
     """The workers' answer, aligned with ScheduledBatch.request_ids."""
 
     step_id: int
-    # Per row: no token if it wants no logits; the sampled token; or the drafts that held and the token after them.
+    # Per row: no token if it wants no logits; the sampled token and those that a grammar forces behind it; or the
+    # drafts that held and the token after them.
     token_ids: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> one per sampled token
     # row -> one per prompt position that this step computed and that predicts the next: entry j of the list describes

@@ -37,12 +37,14 @@ _OF_METHOD: dict[SpeculativeMethod, tuple[str, ...]] = {
 }  # fmt: skip
 _LEAST = {
     "num_speculative_tokens": 1,
+    "draft_tensor_parallel_size": 1,
     "max_model_len": 1,
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 1,
     "suffix_decoding_max_tree_depth": 1,
     "suffix_decoding_max_cached_requests": 0,
 }
+_MAY_BE_NONE = ("max_model_len", "draft_tensor_parallel_size")
 _MOST = {
     "num_speculative_tokens": MOST_DRAFTS,
     "prompt_lookup_max": 32,  # each length of n-grams costs time and memory
@@ -93,7 +95,8 @@ class SpeculativeConfig:
         quantization, kv_cache_dtype, max_model_len: of the drafter; None: the same as for the target.
         draft_load_config: an object with the key load_format, as EngineConfig.load_format, for the drafter.
         draft_sample_method: how a model samples drafts; None: with the draws of the target.
-        draft_tensor_parallel_size: devices of the drafter; 1 in this version.
+        draft_tensor_parallel_size: ranks that share a draft model: 1 (each has all of it), or as many as share the
+            model. None: as many as share the model, if they can share the drafter. Every rank has all of a head.
         prompt_lookup_min, prompt_lookup_max: numbers of tokens of the pattern that ngram searches.
         suffix_decoding_max_tree_depth: most tokens of a pattern and its continuation together.
         suffix_decoding_max_cached_requests: number of requests with outputs that suffix keeps.
@@ -115,7 +118,7 @@ class SpeculativeConfig:
     max_model_len: int | None = None
     draft_load_config: Mapping[str, Any] | None = None
     draft_sample_method: str | None = None
-    draft_tensor_parallel_size: int = 1
+    draft_tensor_parallel_size: int | None = None
     prompt_lookup_min: int = 3
     prompt_lookup_max: int = 5
     suffix_decoding_max_tree_depth: int = 24
@@ -134,7 +137,7 @@ class SpeculativeConfig:
             most = _MOST.get(name)
             value = getattr(self, name)
             is_number = type(value) is int and least <= value and (most is None or value <= most)
-            if not is_number and (name != "max_model_len" or value is not None):
+            if not is_number and (name not in _MAY_BE_NONE or value is not None):
                 raise self._illegal(name, f"a whole number, {least} " + ("or more" if most is None else f"to {most}"))
         for name in ("model", "revision", "quantization", "kv_cache_dtype"):
             if not isinstance(getattr(self, name), str | None):
@@ -145,8 +148,6 @@ class SpeculativeConfig:
             raise self._illegal("suffix_decoding_max_spec_factor", "a number, 0 or more")
         if not _is_between(self.suffix_decoding_min_token_prob, 0, 1):
             raise self._illegal("suffix_decoding_min_token_prob", "a number from 0 to 1")
-        if self.draft_tensor_parallel_size != 1:
-            raise self._illegal("draft_tensor_parallel_size", "1: one device serves model and drafter in this version")
         if not isinstance(self.draft_load_config, Mapping | None):
             raise self._illegal("draft_load_config", "an object with the key load_format")
         if unknown := self.draft_load_config and self.draft_load_config.keys() - {"load_format"}:

@@ -141,7 +141,10 @@ def test_in_python_and_in_a_file(tmp_path: Path) -> None:
             ["-sc", '{"method": "ngram", "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": 0.5}'],
             ["Illegal synthetic_acceptance_rates", "Expected 7 shares"],
         ),
-        (["-sc", '{"method": "ngram", "draft_tensor_parallel_size": 2}'], ["Got 2. Expected 1: one device"]),
+        (
+            ["-sc", '{"method": "ngram", "draft_tensor_parallel_size": 2}'],
+            ["Got 2. Expected 1, or tensor_parallel_size = 1"],
+        ),
         (["--spec-method", "draft_model"], ["Speculation by draft_model needs a model that drafts", "--spec-model"]),
         (
             ["--spec-method", "suffix", "-sc", '{"method": "ngram"}'],

@@ -30,6 +30,12 @@ class Entry(BaseModel):
     count: int = Field(ge=0, le=99)
 
 
+class Described(BaseModel):
+    """Any object."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 TOOL = {"type": "function", "function": {"name": "note", "parameters": Entry.model_json_schema()}}
 
 
@@ -86,6 +92,15 @@ def test_instructor(server: Serve, mode: str) -> None:
     assert isinstance(client.chat.completions.create(**options), Entry)
     *_, last = client.chat.completions.create_partial(**options)
     Entry.model_validate(last.model_dump())
+
+
+def test_instructor_json(server: Serve) -> None:
+    """The schema stands in the prompt alone. The answer is a JSON object, as the demo model has learned it."""
+    instructor = pytest.importorskip("instructor", reason=EXTRA)
+    client = instructor.from_openai(server.openai(), mode=instructor.Mode.JSON)
+    messages = [{"role": "user", "content": "Describe json.loads as JSON."}]
+    found = client.chat.completions.create(model=MODEL, messages=messages, response_model=Described, **SAMPLING)
+    assert found.model_extra
 
 
 async def test_pydantic_ai(server: Serve) -> None:
@@ -163,7 +178,8 @@ async def test_openai_agents(server: Serve) -> None:
     client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none")
     model = agents.OpenAIChatCompletionsModel(model=MODEL, openai_client=client)
     settings = agents.ModelSettings(**SAMPLING)
-    for api in (model, agents.OpenAIResponsesModel(model=MODEL, openai_client=client)):
+    responses = agents.OpenAIResponsesModel(model=MODEL, openai_client=client)
+    for api in (model, responses):
         agent = agents.Agent(name="demo", model=api, model_settings=settings)
         assert (await agents.Runner.run(agent, QUESTION)).final_output == answer()
     noted: list[Entry] = []
@@ -175,8 +191,13 @@ async def test_openai_agents(server: Serve) -> None:
         return "noted"
 
     required = agents.ModelSettings(**SAMPLING, tool_choice="required", parallel_tool_calls=False)
-    caller = agents.Agent(name="caller", model=model, model_settings=required, tools=[note])
-    assert isinstance((await agents.Runner.run(caller, QUESTION)).final_output, str)
-    assert len(noted) == 1
-    typed = agents.Agent(name="typed", model=model, model_settings=settings, output_type=Entry)
-    assert isinstance((await agents.Runner.run(typed, QUESTION)).final_output, Entry)
+    for number, api in enumerate((model, responses), 1):
+        caller = agents.Agent(name="caller", model=api, model_settings=required, tools=[note])
+        assert isinstance((await agents.Runner.run(caller, QUESTION)).final_output, str)
+        streamed = agents.Runner.run_streamed(caller, QUESTION)
+        events = [event async for event in streamed.stream_events()]
+        assert events
+        assert isinstance(streamed.final_output, str)
+        assert len(noted) == 2 * number
+        typed = agents.Agent(name="typed", model=api, model_settings=settings, output_type=Entry)
+        assert isinstance((await agents.Runner.run(typed, QUESTION)).final_output, Entry)

@@ -33,6 +33,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "auth.secretName": ("s", {}, "secretKeyRef: {name: s, key: api-key}"),
     "auth.secretKey": ("k", {"auth.secretName": "s"}, "secretKeyRef: {name: s, key: k}"),
     "auth.disabled": (True, {"auth.secretName": "s"}, "--no-auth"),
+    "metrics.public": (False, {"auth.secretName": "s", "podMonitor.enabled": True}, "authorization:"),
     "huggingFaceTokenSecret.name": ("h", {}, "secretKeyRef: {name: h, key: token}"),
     "huggingFaceTokenSecret.key": ("t", {"huggingFaceTokenSecret.name": "h"}, "secretKeyRef: {name: h, key: t}"),
     "models.existingClaim": ("c", {}, "claimName: c"),
@@ -124,6 +125,87 @@ def test_a_value_has_its_effect(path: str) -> None:
     assert not expected or expected not in before
 
 
+# Of the extension's config/crd/bases/inference.networking.k8s.io_inferencepools.yaml, version v1; no package has it.
+_NAME = {"type": "string", "minLength": 1, "maxLength": 253}
+_PORT = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["number"],
+    "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 65535}},
+}
+INFERENCE_POOL = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "inference.networking.k8s.io/v1"},
+        "kind": {"const": "InferencePool"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["endpointPickerRef", "selector", "targetPorts"],
+            "properties": {
+                "selector": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["matchLabels"],
+                    "properties": {
+                        "matchLabels": {
+                            "type": "object",
+                            "minProperties": 1,
+                            "maxProperties": 64,
+                            "additionalProperties": {"type": "string", "maxLength": 63},
+                        }
+                    },
+                },
+                "targetPorts": {"type": "array", "minItems": 1, "maxItems": 8, "items": _PORT},
+                "endpointPickerRef": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["name", "port"],  # for a Service, which is the default kind
+                    "properties": {
+                        "group": {"type": "string", "maxLength": 253},
+                        "kind": {"type": "string", "minLength": 1, "maxLength": 63},
+                        "name": _NAME,
+                        "port": _PORT,
+                        "failureMode": {"enum": ["FailOpen", "FailClose"]},
+                    },
+                },
+            },
+        },
+    },
+}
+
+
+def check_foreign(document: dict[str, Any]) -> None:
+    """Raise for a document that its custom resource definition refuses, or that has fields that it does not know."""
+    if document["kind"] == "InferencePool":
+        jsonschema.validate(document, INFERENCE_POOL)
+        return
+    group = {"ScaledObject": "keda.v1alpha1", "PodMonitor": "prometheus_operator.v1"}[document["kind"]]
+    models = pytest.importorskip(f"cloudcoil.models.{group}", reason="the models are in the extra `charts`")
+    model = getattr(models, document["kind"]).model_validate(document)
+    known = model.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    assert known == document, "fields that the definition does not know are dropped by the model"
+
+
+@pytest.mark.slow
+def test_what_is_not_legal_is_found() -> None:
+    trigger = {"type": "prometheus", "metadata": {"query": "up"}}
+    scaled = {
+        "apiVersion": "keda.sh/v1alpha1",
+        "kind": "ScaledObject",
+        "metadata": {"name": "x"},
+        "spec": {"scaleTargetRef": {"name": "x"}, "triggers": [trigger]},
+    }
+    check_foreign(scaled)
+    with pytest.raises(ValueError, match="valid integer"):
+        check_foreign(scaled | {"spec": {**scaled["spec"], "minReplicaCount": "many"}})
+    with pytest.raises(AssertionError, match="does not know"):
+        check_foreign(scaled | {"spec": {**scaled["spec"], "triggers": [trigger | {"treshold": "4"}]}})
+
+
 @pytest.mark.slow
 def test_what_is_rendered_is_legal() -> None:
     validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is in the extra `charts`")
@@ -137,6 +219,8 @@ def test_what_is_rendered_is_legal() -> None:
                     seen.add(document["kind"])
                     if document["kind"] in own:
                         validator.validate(document, "1.32", strict=True)
+                    else:
+                        check_foreign(document)
     assert seen == own | {"ScaledObject", "PodMonitor", "InferencePool"}
 
 

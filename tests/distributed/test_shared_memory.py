@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quire.distributed import shared_memory
-from quire.distributed.group import GroupError
+from quire.distributed.group import GroupError, StepVoid
 from quire.distributed.shared_memory import SharedMemoryGroup, make_memory
 from quire.kernels import cpu
 
@@ -123,6 +123,46 @@ def test_a_rank_that_fails_is_not_waited_for(waits: float) -> None:
     assert together(groups, run) == [None] * 3
     assert max(left) - start < waits + LEAVES_WITHIN
     assert {group.failed_rank for group in groups} == {1}
+
+
+@pytest.mark.parametrize("waits", [0.0, 0.3])
+def test_a_step_that_one_rank_leaves(waits: float) -> None:
+    """Before its first turn, in the middle, and behind its last one, which the others need not learn. All go on."""
+
+    def run(group: SharedMemoryGroup) -> list[Any]:
+        found: list[Any] = []
+        for step in range(6):
+            group.begin_step()
+            try:
+                for turn in range(4):
+                    if group.rank == 1 and step in (1, 3) and turn == step:
+                        time.sleep(waits)
+                        raise OSError
+                    found.append(group.gather(torch.tensor([[step + turn]]), (1, 1, 1)).tolist())
+                if group.rank == 1 and step == 4:
+                    raise OSError
+            except (OSError, StepVoid):
+                group.leave_step()
+                found = found[: -turn if turn else None] if step != 4 else found
+                found.append(step)
+            else:
+                group.end_step()
+        return found
+
+    whole = [[[[step + turn] * 3] for turn in range(4)] for step in range(6)]
+    others = [*whole[0], 1, *whole[2], 3, *whole[4], *whole[5]]
+    first, second, third = together(groups_of(3), run)
+    assert first == third == others
+    assert second == [*others[:-4], 4, *others[-4:]]
+
+
+def test_a_step_is_left_although_a_rank_is_lost() -> None:
+    first, second, _ = groups_of(3)
+    for group in (first, second):
+        group.begin_step()
+    threading.Timer(0.2, second.fail).start()
+    with pytest.raises(GroupError, match="rank 1 of 3 has failed"):
+        first.leave_step()
 
 
 def test_others_can_say_that_a_rank_is_gone() -> None:

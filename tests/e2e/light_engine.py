@@ -118,7 +118,13 @@ class Ranks(ModuleType):
 
     @staticmethod
     def start_ranks(
-        config: EngineConfig, model_folder: Path, model_config: ModelConfig, progress: Progress, *, is_server: bool
+        config: EngineConfig,
+        model_folder: Path,
+        model_config: ModelConfig,
+        progress: Progress,
+        *,
+        drafter_folder: Path | None,
+        is_server: bool,
     ) -> list[LightWorker]:
         assert config.tensor_parallel_size == 1, "one light worker is all ranks"
         assert "torch" not in sys.modules, "a light engine has loaded torch, and starts as slowly as a real one"

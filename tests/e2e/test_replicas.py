@@ -162,11 +162,21 @@ def test_one_is_killed_under_load() -> None:
     assert not second.is_running()
 
 
-def test_answers_of_a_model_are_those_of_one_engine() -> None:
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_answers_of_a_model_are_those_of_one_engine(num_ranks: int) -> None:
+    """Where a rank is lost, only its replica starts again."""
     prompt = reference.TEXTS[0]
     expected = reference.tokenizer().decode(reference.greedy(prompt, 12))
-    with Serve(*TWO) as server:
-        assert texts(server, 4, {"prompt": prompt, "max_tokens": 12, "temperature": 0}) == {expected}
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
+    with Serve(*TWO, "-tp", str(num_ranks)) as server:
+        assert texts(server, 4, body) == {expected}
+        if num_ranks == 1:
+            return
+        (rank,) = server.engines[0].children()
+        rank.kill()
+        server.wait_for(lambda: "the engine is ready again" in server.log, "the next engine", START_SECONDS)
+        assert sorted(values(server, "quire_engine_restarts_total", reason="crash").values()) == [0, 1]
+        assert texts(server, 4, body) == {expected}
 
 
 def test_more_than_there_are_cores() -> None:

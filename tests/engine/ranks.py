@@ -30,7 +30,9 @@ LIMITS: dict[str, Any] = {
 def ignore(phase: str, share: float, detail: str) -> None: ...
 
 
-def started(num_ranks: int, folder: Path | None = None, **arguments: Any) -> StartedEngine:
+def started(
+    num_ranks: int, folder: Path | None = None, drafter_folder: Path | None = None, **arguments: Any
+) -> StartedEngine:
     """An engine of the demo model, or of the one in `folder`."""
 
     def make(model_config: ModelConfig, progress: Progress) -> Sequence[Worker]:
@@ -43,4 +45,6 @@ def started(num_ranks: int, folder: Path | None = None, **arguments: Any) -> Sta
 
     config = EngineConfig.from_kwargs(**LIMITS | {"tensor_parallel_size": num_ranks} | arguments)
     folder = folder or quire.demo.path("target")
-    return start_engine(config, folder, is_server=True, progress=ignore, make_workers=make)
+    return start_engine(
+        config, folder, is_server=True, progress=ignore, make_workers=make, drafter_folder=drafter_folder
+    )

@@ -271,6 +271,24 @@ def test_two_ranks_give_the_tokens_of_one(is_async: bool) -> None:
     one.core.shutdown()
 
 
+def test_a_start_that_fails_late_closes_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the workers were brought up: its threads have ended too."""
+    closed: list[Rank] = []
+
+    def note(rank: Rank) -> None:
+        closed.append(rank)
+
+    def fail(core: object) -> None:
+        raise ConfigError("no token came")
+
+    monkeypatch.setattr(Rank, "close", note)
+    monkeypatch.setattr("quire.engine.start.produce_tokens", fail)
+    with pytest.raises(ConfigError, match="no token came"):
+        started(2)
+    assert len(closed) == 2
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("quire-worker")]
+
+
 def test_a_step_that_fails_on_one_rank(caplog: pytest.LogCaptureFixture) -> None:
     """It is computed again by all ranks, from the same state: the tokens are those of a run without a failure."""
     engine = started(2)

@@ -21,6 +21,7 @@ from quire.engine.ranks import RankProcess
 from quire.engine.start import StartedEngine, start_engine
 from quire.errors import EngineDeadError, WeightsError
 from quire.kernels import cpu
+from quire.messages import AddRequest
 from quire.sampling_params import SamplingParams
 from tests.engine.harness import Prompt, run
 from tests.engine.ranks import LIMITS, ignore, started
@@ -31,9 +32,10 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the comp
 ENDLESS = Prompt((5, 7, 9), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
 
 
-def in_processes(folder: Path | None = None, **arguments: Any) -> StartedEngine:
+def in_processes(folder: Path | None = None, drafter_folder: Path | None = None, **arguments: Any) -> StartedEngine:
     config = EngineConfig.from_kwargs(**LIMITS | {"tensor_parallel_size": 2} | arguments)
-    return start_engine(config, folder or quire.demo.path("target"), is_server=False, progress=ignore)
+    folder = folder or quire.demo.path("target")
+    return start_engine(config, folder, is_server=False, progress=ignore, drafter_folder=drafter_folder)
 
 
 def process_of(engine: StartedEngine) -> subprocess.Popen[bytes]:
@@ -70,6 +72,15 @@ def test_a_process_per_rank_gives_the_tokens_of_one(engine: StartedEngine) -> No
     process = process_of(engine)
     engine.core.shutdown()
     assert process.returncode == 0
+
+
+def test_a_request_that_cannot_be_prepared_ends_alone(engine: StartedEngine) -> None:
+    """Each process refuses it, and says why."""
+    vector = AddRequest("vector", [5, 7, 9], SamplingParams(temperature=0.0), 8, wants_vector=True)
+    engine.core.add(vector)
+    (delta,) = [delta for _ in range(2) for delta in engine.core.step()]
+    assert delta.error == "The model gives tokens, and no vector of a prompt."
+    assert run(engine.core, [brief()[0]]) == run(started(1).core, [brief()[0]])
 
 
 @pytest.mark.parametrize(

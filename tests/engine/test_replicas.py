@@ -11,6 +11,7 @@ from quire.config import EngineConfig
 from quire.engine.bring_up import bring_up
 from quire.errors import ConfigError, MemoryPlanError
 from quire.life_cycle import CacheSize, Measured, WorkerSettings
+from quire.planning.cut_model import ModelCut
 from quire.resolve import DeviceFacts
 from quire.settings import Planned
 from tests.e2e.light_engine import LightWorker
@@ -39,10 +40,10 @@ class OnFourCores(LightWorker):
         """There is nothing to allocate."""
 
 
-def start(worker: OnFourCores, free_memory_bytes: int | None = 6 * GIB, **arguments: Any) -> Planned:
+def start(*workers: OnFourCores, free_memory_bytes: int | None = 6 * GIB, **arguments: Any) -> Planned:
     config = EngineConfig(**arguments)
     return bring_up(
-        config, MODEL, [worker], is_server=True, progress=silent, free_memory_bytes=free_memory_bytes
+        config, MODEL, workers, is_server=True, progress=silent, free_memory_bytes=free_memory_bytes
     ).resolved
 
 
@@ -76,3 +77,13 @@ def test_it_plans_with_its_share() -> None:
         taken = memory.weight_bytes + memory.kv_cache_bytes + memory.work_bytes
         assert taken <= 6 * GIB // count
         assert planned.settings["unplanned_bytes"].value == 6 * GIB // count - taken
+
+
+def test_ranks_of_replicas_have_their_share() -> None:
+    """Two replicas of two ranks: a core for each of the four."""
+    part = ModelCut(MODEL, 2).part()
+    workers = [OnFourCores(part, silent) for _ in range(2)]
+    planned = start(*workers, data_parallel_size=2, tensor_parallel_size=2)
+    assert planned.device.num_threads == 1
+    memory = planned.memory
+    assert memory.weight_bytes + memory.kv_cache_bytes + memory.work_bytes <= 6 * GIB // 4

@@ -20,6 +20,8 @@ from quire.engine.core import EngineCore
 from quire.errors import ConfigError
 from quire.kernels import cpu
 from quire.messages import AddRequest
+from quire.sampling_params import SamplingParams
+from quire.schedule import RowsFailedError
 from tests.covering import covering
 from tests.engine.harness import CHECKPOINT_FORMAT, EOS, run
 from tests.engine.ranks import started
@@ -174,6 +176,61 @@ def test_a_step_that_cannot_be_sampled_is_void_on_all_ranks(monkeypatch: pytest.
     engine.core.shutdown()
 
 
+def test_a_request_that_cannot_be_prepared_ends_alone() -> None:
+    """No rank has begun the step then. The others are computed again."""
+    engine, one = started(2), started(1)
+    wanted = run(one.core, brief())
+    core = engine.core
+    core.add(AddRequest("vector", [5, 7, 9], SamplingParams(temperature=0.0), 8, wants_vector=True))
+    assert run(core, brief(), failing="vector") == wanted
+    assert run(core, brief(), prefix="again") == wanted
+    core.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("rank", "where", "error"),
+    [
+        (1, "input_batch.apply", RowsFailedError(["r0"], "only this rank cannot")),
+        (0, "input_batch.apply", RowsFailedError(["r0"], "only this rank cannot")),
+        (1, "model.compute_logits", MemoryError()),
+        (0, "model.embed", OSError("once")),
+        (1, "sampler.launch", RuntimeError("once")),
+        (0, "input_batch.learn_tokens", RuntimeError("behind all that ranks do together")),
+    ],
+)
+def test_ranks_agree_on_errors_in_a_step(
+    rank: int, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that are known to be guilty end; a step is computed again otherwise. The engine goes on."""
+    engine, one = started(2, async_scheduling=True), started(1)
+    *path, name = where.split(".")
+    owner = engine.executor.workers[rank].runner  # type: ignore[attr-defined]
+    for each in path:
+        owner = getattr(owner, each)
+    method, calls = getattr(owner, name), []
+
+    def fail_once(*arguments: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 3:
+            raise error
+        return method(*arguments)
+
+    monkeypatch.setattr(owner, name, fail_once)
+    found, expected = {}, run(one.core, brief())
+    for index, prompt in enumerate(brief()):
+        engine.core.add(AddRequest(f"r{index}", list(prompt.token_ids), prompt.params, 8, stop_token_ids=[EOS]))
+    while engine.core.has_work():
+        for delta in engine.core.step():
+            found.setdefault(delta.request_id, []).extend([None] if delta.error else delta.token_ids)
+    failed = [name for name, tokens in found.items() if tokens[-1] is None]
+    assert len(failed) == isinstance(error, (RowsFailedError, MemoryError)), found
+    for index, tokens in enumerate(expected):
+        assert f"r{index}" in failed or found[f"r{index}"] == tokens
+    monkeypatch.undo()
+    assert run(engine.core, brief(), prefix="again") == expected
+    engine.core.shutdown()
+
+
 def test_a_row_that_fails_is_known_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits that are not numbers end one request; the others have the tokens that they have without it."""
     engine, one = started(2), started(1)
@@ -201,7 +258,6 @@ def test_what_cannot_be_shared_is_refused_before_weights_are_read() -> None:
         started(5, load_format="safetensors")
     assert "one of 1, 2, 3, 4" in error.value.message
     for arguments, words in (
-        ({"enable_lora": True}, "adapters"),
         ({"distributed_executor_backend": "uni"}, "uni"),
         ({"tensor_parallel_size": 65}, "1 to 64"),
     ):

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits
 
 from quire import LLM, SamplingParams, demo
 from quire.errors import ConstraintError, InvalidRequestError
-from quire.grammar import matchers
+from quire.grammar import compiled, matchers
 from quire.grammar.matchers import Grammars, RowGrammar, token_masks
 from quire.sampling import grammars
 from quire.sampling_params import MAX_CHOICES
@@ -219,6 +219,37 @@ def test_no_schedule_changes_a_token(llm: LLM, schedule: dict[str, Any]) -> None
     assert answers(other) == answers(llm)
 
 
+def test_forced_tokens_have_no_steps_of_their_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the answers are those of one step per token, to the last token, wherever they end."""
+    keys = {"the_first_of_the_keys": {"const": "a long text that is known"}, "ключ": {"type": "boolean"}}
+    schema = {"type": "object", "properties": keys, "required": list(keys), "additionalProperties": False}
+    asked = [
+        SamplingParams(temperature=1.0, seed=3, max_tokens=most, structured_outputs=Structured(json=schema), **others)
+        for most, others in [
+            (200, {}),
+            (200, {"n": 2, "presence_penalty": 1.0}),
+            (200, {"logprobs": 1}),
+            (200, {"min_tokens": 3}),
+            (200, {"stop": ["text"]}),
+            (9, {}),
+        ]
+    ]
+
+    def run() -> tuple[list[Any], int]:
+        first = llm.llm_engine.core.scheduler._next_step_id
+        outputs = llm.generate(["Answer:"] * len(asked), asked, use_tqdm=False)
+        ends = [[(o.text, o.token_ids, o.finish_reason, o.stop_reason) for o in each.outputs] for each in outputs]
+        alone = llm.generate("Answer:", asked[0], use_tqdm=False)[0].outputs[0].token_ids
+        assert alone == outputs[0].outputs[0].token_ids
+        return [ends, answers(llm)], llm.llm_engine.core.scheduler._next_step_id - first
+
+    jumped, num_steps = run()
+    monkeypatch.setattr(RowGrammar, "take_forced", lambda self, most: [])
+    stepped, num_slow_steps = run()
+    assert jumped == stepped
+    assert num_steps < num_slow_steps - 10
+
+
 def test_a_slow_grammar_delays_nobody_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is compiled beside the steps: the others end while it waits."""
     may_compile = threading.Event()
@@ -271,7 +302,7 @@ def test_what_a_constraint_does_is_the_fault_of_its_request(
 
 def test_a_lexer_that_many_requests_filled_is_made_anew(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """No request fails for the tokens of others with the same constraint, with drafts and without."""
-    monkeypatch.setattr(matchers, "parser_limits", lambda: LLParserLimits(max_lexer_states=400, verbose_errors=False))
+    monkeypatch.setattr(compiled, "parser_limits", lambda: LLParserLimits(max_lexer_states=400, verbose_errors=False))
     renewed: list[bool] = []
     renew = RowGrammar.renew
     monkeypatch.setattr(RowGrammar, "renew", lambda row: renewed.append(renew(row)) or renewed[-1])
@@ -304,6 +335,37 @@ def test_a_grammar_is_compiled_anew_after_many_tokens(monkeypatch: pytest.Monkey
     assert compiler.compile(text) is first
     compiler.prepare(text).result()
     assert compiler.compile(text) is not first
+
+
+def test_what_is_compiled_for_a_request_is_kept_until_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No step compiles a grammar, however many wait; what has no room waits without being compiled."""
+    compiler = Grammars(4096)
+    compiler.use_tokenizer((demo.path("target") / "tokenizer.json").read_text(), [0])
+    grammars = [LLMatcher.grammar_from_regex(f"[a-z]{{{length}}}") for length in range(1, 301)]
+    waiting = [compiler.prepare(text) for text in grammars]
+    for each in waiting:
+        each.result()
+    made: list[str] = []
+    monkeypatch.setattr(matchers, "compiled_matcher", lambda tokenizer, text: made.append(text))
+    for text in grammars:
+        assert compiler.row(text, []).error is None
+    assert not made
+
+    monkeypatch.undo()
+    monkeypatch.setattr(matchers, "_MAX_BYTES", 1)
+    first, second = (compiler.prepare(LLMatcher.grammar_from_regex(text)) for text in ("ab", "abc"))
+    assert not first.done()  # those that are kept have used up the room
+    waiting.clear()
+    del each
+    assert not second.done()
+    assert not first.done() or first.result()
+    first.result()
+    assert first.done()
+    assert not second.done()
+    del first
+    assert second.done() or second.result()
 
 
 def test_many_choices(llm: LLM) -> None:

@@ -136,7 +136,16 @@ FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def structs() -> set[str]:
     """Those that kernels are called by: not the indexes of text, which draft, nor what ranks share."""
-    others = {"KernelCall", "NgramIndex", "SuffixIndex", "SharedTexts", "SharedGroup", "GroupError", "Gather"}
+    others = {
+        "KernelCall",
+        "NgramIndex",
+        "SuffixIndex",
+        "SharedTexts",
+        "SharedGroup",
+        "GroupError",
+        "StepVoid",
+        "Gather",
+    }
     return {name for name, member in vars(cpu._C).items() if isinstance(member, type)} - others
 
 

@@ -10,6 +10,7 @@ import json
 import math
 import subprocess
 import sys
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ import pytest
 import torch
 
 from quire.kernels import cpu
+from quire.loader.hub import resolve_model
 from quire.model_config import load_model_config
 from quire.models.registry import build_model
 from tests.gguf.writing import add_config
+from tests.loader.local_store import Store
 
 # As in small models the embeddings, which are the output projection as well, are a large part.
 CONFIG = {
@@ -175,6 +178,22 @@ def test_nor_those_of_experts(experts_folder: Path, quantization: str) -> None:
 
 def test_nor_those_of_gguf_files(gguf_file: Path) -> None:
     assert peak(gguf_file)[0] < LIMIT
+
+
+def test_nor_those_of_an_object_store(
+    shapes: dict[str, tuple[int, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the packed weights are one whole tensor and what is read ahead. Checkpoints are sorted by name."""
+    folder = write_zeros(tmp_path, CONFIG, dict(sorted(shapes.items())))
+    with Store({f"model/{path.name}": b"" for path in folder.iterdir()}) as store:
+        store.objects["model/config.json"] = (folder / "config.json").read_bytes()
+        with (folder / "model.safetensors").open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as weights:
+            store.objects["model/model.safetensors"] = weights
+            store.etags["model/model.safetensors"] = "a-version"
+            for name, value in store.environment(tmp_path / "cache").items():
+                monkeypatch.setenv(name, value)
+            assert peak(resolve_model("s3://models/model"))[0] < LIMIT
+            store.objects.clear()
 
 
 def test_nor_by_transformers_code(folder: Path) -> None:

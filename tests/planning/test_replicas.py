@@ -16,7 +16,7 @@ from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
 from quire.planning import devices
 from quire.planning.memory_plan import MemoryFacts, plan_kv_cache
-from quire.planning.replicas import check_machine, share_of_machine, share_of_memory
+from quire.planning.replicas import check_machine, has_own_cores, share_of_machine, share_of_memory
 from quire.resolve import GpuFacts, resolve
 from quire.screen.explain import explain
 from tests.test_resolve import DEVICE, GIB, MIB, MODEL
@@ -49,11 +49,28 @@ def test_more_replicas_than_cores_or_gpus(monkeypatch: pytest.MonkeyPatch, caplo
         check_machine(config_of(2, num_threads=1))
         assert not caplog.records
         check_machine(config_of(2, num_threads=2))
-    assert "2 replicas with 4 threads in all share 2 cores" in caplog.text
+    assert "2 processes with 4 threads in all share 2 cores" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        check_machine(config_of(1, num_threads=4))
+        check_machine(config_of(1, tensor_parallel_size=2))
+        assert not caplog.records
+        check_machine(config_of(1, tensor_parallel_size=2, num_threads=2))
+        assert "2 processes with 4 threads in all share 2 cores" in caplog.text
     monkeypatch.setattr(devices, "num_gpus", lambda: 1)
     with pytest.raises(ConfigError, match=r"more replicas than GPUs.*Leave --data-parallel-size out, or use --device"):
         check_machine(config_of(2))
     check_machine(config_of(2, device="cpu"))
+
+
+def test_ranks_wait_on_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise they leave the core to each other sooner."""
+    monkeypatch.delenv("QUIRE_NUM_THREADS", raising=False)
+    assert has_own_cores(config_of(2, tensor_parallel_size=2), 4)
+    assert has_own_cores(config_of(2, tensor_parallel_size=2, num_threads=2), 8)
+    assert not has_own_cores(config_of(2, tensor_parallel_size=2, num_threads=2), 7)
+    assert not has_own_cores(config_of(2, tensor_parallel_size=2), 3)
+    assert not has_own_cores(config_of(1, tensor_parallel_size=2, num_threads=2), 3)
 
 
 @given(

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.sampling.batch_params import SamplingState
 from quire.sampling.filters import apply_filters
 from quire.sampling.penalties import RowPenalties, apply_penalties
-from quire.sampling.sampler import Sampler
+from quire.sampling.sampler import LaunchedTokens, Sampler, highest_without_token
 from quire.sampling_params import SamplingParams
 from tests.examples import examples
 from tests.sampling.dense import append_token, probabilities, processed_logits, state_of
@@ -202,6 +202,18 @@ def test_a_broken_row_fails_alone(temperature: float, num_logprobs: int | None, 
         assert broken.token_ids[index] == healthy.token_ids[index]
         assert broken.logprobs.get(index) == healthy.logprobs.get(index)
     assert set(broken.logprobs) == ({3, 5} if num_logprobs else set())
+
+
+def test_a_device_that_does_not_wait_says_who_is_to_blame() -> None:
+    """Of random rows: without a token, the highest logit tells an empty choice from a model that has failed."""
+    logits_RV = torch.tensor([[-torch.inf] * 3, [-torch.inf, torch.nan, -torch.inf], [1.0, 2.0, -torch.inf]])
+    token_ids_R, chosen_R = torch.tensor([-1, -1, 1]), torch.tensor([-torch.inf, -torch.inf, 2.0])
+    chosen_R = highest_without_token(logits_RV, token_ids_R, chosen_R)
+    sampled = LaunchedTokens(token_ids_R, chosen_R, None, excludes=True).finish(iter([token_ids_R, chosen_R]))
+    assert sampled.error_codes == {0: "constraint_failed"}
+    assert "No token is left" in sampled.errors[0]
+    assert "not numbers" in sampled.errors[1]
+    assert sorted(sampled.errors) == [0, 1]
 
 
 def test_removed_rows_leave_nothing_behind() -> None:

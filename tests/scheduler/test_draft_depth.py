@@ -184,6 +184,29 @@ def test_a_drafter_that_is_always_wrong_costs_little(costs: str, drafter: str, n
     assert adaptive_rate(300, case) > 0.98 * fixed_rate(300, case, 0)
 
 
+@pytest.mark.parametrize("error", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.74])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(("costs", "num_requests"), [("int4", 1), ("int4", 8), ("bfloat16", 8), ("arithmetic", 8)])
+def test_short_answers_lose_at_most_four_steps_though_costs_of_drafts_are_not_known_yet(
+    costs: str, num_requests: int, drafter: str, acceptance: float, error: float
+) -> None:
+    """What steps with drafts take is predicted with an error, until eight of them were measured."""
+
+    def predicted(starts: Sequence[int], most: int) -> list[float]:
+        seconds, factor = COSTS[costs](starts, most), error if num_measured < 8 else 1.0
+        return [seconds[0], *(seconds[0] + factor * (later - seconds[0]) for later in seconds[1:])]
+
+    def settle(request: Request, depth: int, held: int) -> None:
+        nonlocal num_measured
+        num_measured += request is stream.requests[0]
+        adaptive.settle(request, depth, held)
+
+    case, num_measured = (num_requests, [acceptance] * MOST, COSTS[costs], DRAFTERS[drafter]), 0
+    adaptive, stream = AdaptiveDepth(predicted, case[3]), Stream(*case)
+    assert stream.run(96, stream.adaptive(adaptive), settle) > 0.96 * fixed_rate(96, case, 0)
+
+
 @pytest.mark.parametrize(
     ("costs", "drafter", "num_requests", "acceptance"),
     covering(["bfloat16", "int4"], [*DRAFTERS], [1, 2, 8], [0.1, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0]),

@@ -168,7 +168,7 @@ def test_a_drafter_is_told_what_a_request_has_when_it_gets_blocks() -> None:
         proposer=Guesser(1.0), adaptive=Noting(lambda starts, most: [20e-3 + 1e-4 * n for n in range(most + 1)])
     )
     driver.run_all(request("a", prompt(4 * SIZE + 1), max_tokens=9))
-    driver.add(request("b", prompt(4 * SIZE + 1), max_tokens=9, seed=1))
+    driver.add(request("b", prompt(4 * SIZE + 1), max_tokens=30, seed=1))
     driver.run(lambda index: driver.scheduler.preempt_last() if index == 3 else None)
     (*first, (_, num_cached, _)) = told
     assert first == [("a", 0, 0), ("b", 4 * SIZE, 0)]

@@ -16,6 +16,7 @@ from quire.cli.client import Client
 from quire.config import ServerConfig
 from quire.errors import (
     AdapterError,
+    CompilerLostError,
     ConfigError,
     ConstraintError,
     EngineRestartedError,
@@ -171,6 +172,15 @@ def renderer_lost() -> str:
         return code_of(server.chat())
 
 
+def compiler_lost() -> str:
+    async def text(asked: object) -> str:
+        raise CompilerLostError("The process that compiles constraints ended")
+
+    with RunningServer() as server:
+        server.run(lambda: setattr(server.engine.grammars, "grammar", text))
+        return code_of(server.chat(response_format={"type": "json_object"}))
+
+
 def refuse_late(admission: Admission) -> None:
     """As if a step of two seconds ran."""
     admission.on_step(record(1, 0, predicted_seconds=2.0))
@@ -260,6 +270,7 @@ CALLS: dict[str, Callable[[], str]] = {
     "shutting_down": shutting_down,
     "out_of_memory": out_of_memory,
     "renderer_lost": renderer_lost,
+    "compiler_lost": compiler_lost,
     "bad_adapter": bad_adapter,
     "adapter_not_found": adapter_not_found,
     "adapter_changed": adapter_changed,

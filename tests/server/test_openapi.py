@@ -107,6 +107,7 @@ ANSWERS = [
     ("post", "/v1/messages/count_tokens", {"messages": MESSAGES}),
     ("post", "/v1/responses", {"input": "Hi", "top_logprobs": 1, "instructions": "Be short", "metadata": {"a": "b"}}),
     ("post", "/v1/responses", {"input": "Hi", "background": True, "max_output_tokens": 2}),
+    ("post", "/v1/responses/input_tokens", {"input": "Hi", "instructions": "Be short"}),
     ("post", "/tokenize", {"prompt": "Hi", "return_token_strs": True}),
     ("post", "/tokenize", {"messages": MESSAGES}),
     ("post", "/detokenize", {"tokens": [5, 6]}),

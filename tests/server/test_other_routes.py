@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import tokenizers
 
 from quire.frontend.echo_client import EchoClient
-from quire.frontend.infill import infill_format
+from quire.frontend.infill import infill_format, infill_prompt
 from quire.messages import Command
 from tests.server.serving import MAX_MODEL_LEN, TEXT, TOKENIZER, RunningServer
 from tests.server.test_config_api import demo_ready
@@ -73,6 +75,8 @@ def test_routes_for_development_are_closed(server: RunningServer, method: str, p
         ("<fim_prefix> <fim_suffix> <fim_middle>", "<fim_prefix>a{}<fim_suffix>b<fim_middle>"),
         ("<｜fim▁begin｜> <｜fim▁hole｜> <｜fim▁end｜>", "<｜fim▁begin｜>a{}<｜fim▁hole｜>b<｜fim▁end｜>"),
         ("[PREFIX] [SUFFIX]", "[SUFFIX]b[PREFIX]a{}"),
+        ("<fim-prefix> <fim-suffix> <fim-middle>", "<fim-prefix>a{}<fim-suffix>b<fim-middle>"),
+        ("<[fim-prefix]> <[fim-suffix]> <[fim-middle]>", "<[fim-suffix]>b<[fim-prefix]>a{}<[fim-middle]>"),
         ("<fim_prefix>", None),
     ],
 )
@@ -80,6 +84,26 @@ def test_infill_formats(tokens: str, prompt: str | None) -> None:
     vocabulary = dict.fromkeys(tokens.split(), 1)
     form = infill_format(SimpleNamespace(token_to_id=vocabulary.get))  # type: ignore[arg-type]
     assert (form and form.format("a{}", "b")) == prompt
+
+
+def test_code_llama_has_no_space_before_the_text_after() -> None:
+    """Its tokenizer puts one before every text, also behind a special token."""
+    marks = ["▁<PRE>", "▁<SUF>", "▁<MID>"]
+    pieces = [("<unk>", 0.0), *((char, -1.0) for char in "▁ab☺")]
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, 0))
+    backend.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    backend.add_special_tokens(marks)
+
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    tokenizer: Any = SimpleNamespace(token_to_id=backend.token_to_id, encode=encode)
+    form = infill_format(tokenizer)
+    assert form is not None
+    prompt = infill_prompt(tokenizer, form, "a", "b a")
+    assert [backend.id_to_token(each) for each in prompt] == [marks[0], "▁", "a", marks[1], "b", "▁", "a", marks[2]]
 
 
 def test_text_between_two_others() -> None:

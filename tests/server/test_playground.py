@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -52,6 +53,52 @@ def test_thinking_is_folded_above_the_answer(browser):
             assert browser.js("document.querySelector('.thoughts').textContent") == "Let me see."
             browser.open(server.url)
             browser.wait("document.querySelectorAll('.turn').length == 2")
+
+
+def test_json_and_calls_are_indented(browser):
+    """An answer that is JSON, and the arguments of calls; numbers and strings stay as the model wrote them."""
+    calls = [
+        {"index": 0, "id": "a", "type": "function", "function": {"name": "note", "arguments": ""}},
+        {"index": 0, "function": {"arguments": '{"n": 12345678901234567890, '}},
+        {"index": 0, "function": {"arguments": '"to": ["a: {b}", {}, []]}'}},
+        {"index": 1, "id": "b", "function": {"name": "<b>", "arguments": "{"}},
+    ]
+    pieces = ['{"a": ', "[1, 2.50]", "}", *({"tool_calls": [call]} for call in calls)]
+    with speaking(pieces) as server:
+        open_page(browser, server)
+        ask(browser, "Is it?")
+        for _ in range(2):
+            assert browser.text(".assistant .text pre") == '{\n  "a": [\n    1,\n    2.50\n  ]\n}'
+            first, second = browser.js("[...document.querySelectorAll('.call')].map((call) => call.textContent)")
+            arguments = '{\n  "n": 12345678901234567890,\n  "to": [\n    "a: {b}",\n    {},\n    []\n  ]\n}'
+            assert first == "Call of note" + arguments
+            assert second == "Call of <b>{"
+            browser.open(server.url)
+            browser.wait("document.querySelectorAll('.turn').length == 2")
+
+
+def test_a_schema_and_tools_are_sent_and_copied(browser, steady):
+    open_page(browser, steady)
+    browser.cdp("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    schema = {"type": "object", "properties": {"a": {"const": None}}, "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "note", "parameters": schema}}
+    browser.js("(document.querySelector('#response_format').value = args[0], 1)", "{")
+    browser.click("#prompt")
+    browser.press("Hi" + ENTER)
+    assert browser.focused() == "response_format"
+    browser.js("(document.querySelector('#response_format').value = args[0], 1)", json.dumps(schema))
+    browser.click("#prompt")
+    browser.press(ENTER)
+    browser.wait(ANSWERED, 1)
+    assert '"additionalProperties":false' in (steady.last_request().sampling_params.grammar or "")
+    browser.js("(document.querySelector('#tools').value = args[0], 1)", json.dumps([tool]))
+    browser.click("#copy-python")
+    browser.wait_for_text("#notice", "Copied as Python")
+    program = browser.js("navigator.clipboard.readText()")
+    (asked,) = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Call) and len(node.keywords) > 2]
+    sent = {word.arg: ast.literal_eval(word.value) for word in asked.keywords if word.arg != "api_key"}
+    assert sent["tools"] == [tool]
+    assert sent["response_format"] == {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
 def test_example_questions(browser, steady):

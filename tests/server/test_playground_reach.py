@@ -146,7 +146,8 @@ def test_keyboard_alone(browser, steady):
             break
     assert order == [
         "send", "Reset", "model", "system", "temperature", "max_tokens", "top_p", "top_k", "min_p", "seed", "stop",
-        "repetition_penalty", "presence_penalty", "frequency_penalty", "copy-curl", "copy-python",
+        "response_format", "tools", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "copy-curl", "copy-python",
     ]  # fmt: skip
     browser.js("(document.querySelector('.skip').focus(), 1)")
     order = []

@@ -22,7 +22,7 @@ from quire.server.openapi import ALIASES
 from quire.server.protocol.chat import BatchChatRequest, ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
-from quire.server.protocol.responses import ResponsesRequest
+from quire.server.protocol.responses import InputTokensRequest, ResponsesRequest
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.examples import IS_FULL
 from tests.server.serving import RunningServer
@@ -49,15 +49,17 @@ BODIES: dict[str, tuple[type, list[dict[str, Any]]]] = {
     "/v1/messages": (MessagesRequest, [{"messages": MESSAGES, "max_tokens": 1}]),
     "/v1/messages/count_tokens": (CountTokensRequest, [{"messages": MESSAGES}]),
     "/v1/responses": (ResponsesRequest, [{"input": "Hi", "max_output_tokens": 1}]),
+    "/v1/responses/input_tokens": (InputTokensRequest, [{"input": "Hi"}]),
     "/tokenize": (TokenizeRequest, [{"prompt": "Hi"}, {"messages": MESSAGES}]),
     "/detokenize": (DetokenizeRequest, [{"tokens": [1]}]),
     "/v1/config": (SetLimits, [{}]),
 }
 # In `make test` a field meets every n-th value: which ones depends on its name. Chat and completions share most fields,
-# so every value meets a shared field in one of the two. Fields of the last three are those of the two.
+# so every value meets a shared field in one of the two. Fields of the others are those of the two.
 EVERY = {
     **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"), 2),
     **dict.fromkeys(("/v1/chat/completions/batch", "/v1/chat/completions/render", "/invocations"), 4),
+    "/v1/responses/input_tokens": 4,
 }
 PATH_PARAMETERS = {
     "/v1/models/{model:path}": "model:path",

@@ -16,10 +16,11 @@ import psutil
 import pytest
 
 from quire.errors import ConfigError, InvalidRequestError, RendererLostError
-from quire.frontend import render_pool
+from quire.frontend import bounded_pool
+from quire.frontend.bounded_process import send
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.render_pool import RenderPool
-from quire.frontend.render_process import Render, Templates, send
+from quire.frontend.render_process import Render, Templates
 from tests.server.serving import RunningServer
 from tests.server.test_errors import error_of
 
@@ -105,14 +106,14 @@ def test_more_endless_templates_than_processes(hostile):
     def ask(content: str) -> None:
         statuses.append(hostile.chat(messages=say(content), max_tokens=1).status_code)
 
-    threads = [threading.Thread(target=ask, args=("loop",)) for _ in range(render_pool.MAX_PROCESSES + 2)]
+    threads = [threading.Thread(target=ask, args=("loop",)) for _ in range(bounded_pool.MAX_PROCESSES + 2)]
     threads.append(threading.Thread(target=ask, args=("calm",)))
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert sorted(statuses) == [200] + [400] * (render_pool.MAX_PROCESSES + 2)
-    assert len(renderers()) <= render_pool.MAX_PROCESSES
+    assert sorted(statuses) == [200] + [400] * (bounded_pool.MAX_PROCESSES + 2)
+    assert len(renderers()) <= bounded_pool.MAX_PROCESSES
 
 
 def renderers() -> list[psutil.Process]:
@@ -189,7 +190,7 @@ def test_a_process_ended_by_its_template_is(number):
 
 
 def test_a_stopped_process_is_replaced(monkeypatch):
-    monkeypatch.setattr(render_pool, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(bounded_pool, "LOOK_SECONDS", 0.2)
 
     async def use(pool: RenderPool, pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)
@@ -235,8 +236,8 @@ def test_processes_that_all_die_are_the_servers_fault():
         assert server.chat(max_tokens=1).status_code == 200
 
 
-SMALL = """from quire.frontend import render_process
-render_process.MAX_MEMORY_BYTES = 2**28
+SMALL = """from quire.frontend import bounded_process, render_process
+bounded_process.MAX_MEMORY_BYTES = 2**28
 render_process.main()"""
 
 
@@ -245,7 +246,7 @@ def test_messages_that_fill_the_memory_are_the_clients_fault(monkeypatch):
         return Popen([sys.executable, "-c", SMALL], **options)
 
     Popen = subprocess.Popen
-    monkeypatch.setattr(render_pool.subprocess, "Popen", popen)
+    monkeypatch.setattr(bounded_pool.subprocess, "Popen", popen)
 
     async def use(pool: RenderPool, pid: int) -> None:
         with pytest.raises(InvalidRequestError, match="needed more memory"):
@@ -273,7 +274,7 @@ def test_a_template_that_does_not_compile_in_time():
 
 def test_a_process_that_dies_at_the_start(monkeypatch):
     """Nothing is said about the template, which nobody has looked at."""
-    monkeypatch.setattr(render_pool, "send", lambda connection, templates: renderers()[0].kill())
+    monkeypatch.setattr(bounded_pool, "send", lambda connection, templates: renderers()[0].kill())
     with pytest.raises(RendererLostError, match="ended or stood still"):
         RenderPool({"default": "x"}, {})
 

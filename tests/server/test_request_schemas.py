@@ -43,6 +43,7 @@ BASES: dict[str, list[dict[str, Any]]] = {
         {"input": "Hi", "max_output_tokens": 1},
         {"input": MESSAGES, "max_output_tokens": 1, "stream": True, "background": True},
     ],
+    "/v1/responses/input_tokens": [{"input": "Hi"}],
     "/tokenize": [{"prompt": "Hi"}, {"messages": MESSAGES}],
     "/detokenize": [{"tokens": [1]}],
 }

@@ -97,6 +97,15 @@ def test_input_and_instructions_are_a_chat(server: RunningServer, client: openai
     assert prompt == prompt_of(server)
 
 
+def test_tokens_of_a_prompt(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "input": "Hi", "instructions": "Be short"}
+    first = client.responses.create(**fields)
+    assert first.usage is not None
+    assert client.responses.input_tokens.count(**fields).input_tokens == first.usage.input_tokens
+    longer = client.responses.input_tokens.count(**fields, previous_response_id=first.id)
+    assert longer.input_tokens > first.usage.input_tokens + first.usage.output_tokens
+
+
 def test_the_events(client: openai.OpenAI) -> None:
     with client.responses.stream(model=MODEL, input="Hi", top_logprobs=2) as stream:
         events = list(stream)

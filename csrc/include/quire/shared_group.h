@@ -21,8 +21,14 @@ class GroupError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-struct RankWords;
+// Another rank has left the step. The ranks go on with the next one.
+class StepVoid : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
 
+struct GroupWords;
+struct RankWords;
 struct GatherArgs;
 
 class SharedGroup {
@@ -37,8 +43,16 @@ class SharedGroup {
 
   static int64_t num_bytes(int size, int64_t slot_bytes);
 
-  // Columns of all ranks side by side. Throws GroupError. Every rank calls it with the same number of rows and widths.
+  // Columns of all ranks side by side. Throws GroupError, or StepVoid. Every rank calls it with the same number of rows
+  // and widths.
   void gather(const GatherArgs& args);
+
+  // Around the turns of a step. All ranks take the same steps in the same order.
+  void begin_step();
+  void end_step();
+  // In place of end_step, by a rank that cannot end the step, or that has got StepVoid. Returns when no rank is in the
+  // step any more: each has left it, or has ended it before. Throws GroupError.
+  void leave_step();
 
   // Says that a rank has failed. All ranks leave what they wait for, now and later. The first one counts.
   void abort(int rank);
@@ -48,8 +62,11 @@ class SharedGroup {
   void arrive(uint64_t signature);
   void wait_for(int rank, uint64_t signature);
   bool has_arrived(int rank) const;
-  void check_aborted() const;
+  void check() const;
+  bool is_void() const;
+  bool has_left(int rank);
   char* slot(int rank) const;
+  GroupWords& group_words() const;
   RankWords& words(int rank) const;
 
   char* memory_;
@@ -58,6 +75,7 @@ class SharedGroup {
   int spin_microseconds_;
   double timeout_seconds_;
   uint32_t turn_ = 0;
+  uint32_t step_ = 0;
 };
 
 struct GatherArgs {

@@ -14,23 +14,32 @@ from quire.attention.backend import AttentionBackend
 from quire.forward_batch import ForwardBatch
 from quire.kernels.layer_rules import HeadRotation
 from quire.kernels.ops import rope_and_cache
+from quire.layer_spec import Share
 from quire.layers.norm import RMSNorm
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 
 
 class Sinks:
-    """A learned score of each query head, which takes a part of the weights and has no value."""
+    """A learned score of each query head, which takes a part of the weights and has no value.
+
+    Args:
+        share: of a rank; None: it has all heads.
+    """
 
     held = ("scores_H",)
 
-    def __init__(self, num_heads: int, dtype: torch.dtype) -> None:
+    def __init__(self, num_heads: int, dtype: torch.dtype, share: Share | None = None) -> None:
         self.scores_H = torch.empty(num_heads, dtype=dtype)
+        total_heads, self._own = (
+            (num_heads, range(num_heads)) if share is None else (share.tensor_rows[0], share.own_rows(0))
+        )
+        self._shape = (total_heads,)
 
     def slots(self) -> WeightSlots:
-        yield "sinks", WeightSlot(tuple(self.scores_H.shape), self._load)
+        yield "sinks", WeightSlot(self._shape, self._load)
 
     def _load(self, scores_H: Tensor) -> None:
-        self.scores_H = scores_H.to(self.scores_H.dtype, copy=True)
+        self.scores_H = scores_H[self._own.start : self._own.stop].to(self.scores_H.dtype, copy=True)
 
     def weight_bytes(self) -> int:
         return self.scores_H.nbytes

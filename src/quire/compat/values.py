@@ -81,7 +81,12 @@ FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
             _QUANTIZE_ON_LOAD,
         ),
         ForeignValues(
-            ("mistral", "sharded_state", "tensorizer", "runai_streamer*", "fastsafetensors", "instanttensor"),
+            ("runai_streamer", "runai_streamer_sharded", "tensorizer"),
+            "safetensors and GGUF files in an object store are streamed without a format of their own",
+            "Leave it out, and name the folder of the model by its URL, such as s3://bucket/folder (gs://, az://)",
+        ),
+        ForeignValues(
+            ("mistral", "sharded_state", "fastsafetensors", "instanttensor"),
             "only safetensors checkpoints and GGUF files are read",
             "Leave it out",
         ),

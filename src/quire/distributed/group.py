@@ -8,17 +8,15 @@ Dimensions: T rows, N columns of all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+from quire.kernels import extension
 
-from quire.kernels import cpu
+if TYPE_CHECKING:
+    from torch import Tensor
 
-GroupError = cpu.GroupError  # another rank has failed, is late, or does something else: the group cannot go on
-
-
-class AgreedError(Exception):
-    """All ranks know that this step has failed, and go on with the next one. The cause is the error."""
+GroupError = extension.GroupError  # another rank has failed, is late, or does something else: the group cannot go on
+StepVoid = extension.StepVoid  # another rank has left the step: all ranks leave it, and go on with the next one
 
 
 class Group(Protocol):
@@ -33,12 +31,27 @@ class Group(Protocol):
         Args:
             part: [T, widths[rank]]; rows may be strided.
 
-        Raises GroupError, within two seconds after another rank has failed.
+        Raises GroupError within two seconds after another rank has failed, and StepVoid after one has left the step.
         """
         ...
 
     def gather_to_first(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """The same for the first rank alone; others get [T, 0]."""
+        ...
+
+    def begin_step(self) -> None:
+        """Before what ranks do together in a step. All of them take the same steps in the same order."""
+        ...
+
+    def end_step(self) -> None:
+        """Behind it."""
+        ...
+
+    def leave_step(self) -> None:
+        """In place of `end_step`, after an error or StepVoid. Waits until no rank is in the step any more.
+
+        A rank that has ended the step before does not learn of it. Raises GroupError.
+        """
         ...
 
     def fail(self) -> None:

@@ -78,6 +78,15 @@ class SharedMemoryGroup:
         cpu.gather(self._group, part, widths, None)
         return part[:, :0]
 
+    def begin_step(self) -> None:
+        self._group.begin_step()
+
+    def end_step(self) -> None:
+        self._group.end_step()
+
+    def leave_step(self) -> None:
+        self._group.leave_step()
+
     def fail(self) -> None:
         self.fail_for(self.rank)
 

@@ -37,7 +37,7 @@ class Preparer(Protocol):
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None: ...
 
-    def prepare_grammar(self, text: str) -> Polled[None]: ...
+    def prepare_grammar(self, text: str) -> Polled[object]: ...
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class EngineCore:
         self._in_flight: deque[_Step] = deque()
         self._refused: list[RequestDelta] = []
         self._preparer = preparer
-        self._preparing: dict[str, Polled[None]] = {}  # by request id
+        self._preparing: dict[str, Polled[object]] = {}  # by request id
         self._last_end_time = 0.0
 
     def add(self, message: AddRequest, is_ready: Callable[[], bool] | None = None) -> None:
@@ -97,7 +97,6 @@ class EngineCore:
         grammar = message.sampling_params.grammar
         if grammar is not None:
             assert self._preparer is not None and is_ready is None, "nobody compiles grammars"
-            preparation = self._preparer.prepare_grammar(grammar)
             is_ready = self._is_prepared(message.request_id)
         request = Request(
             request_id=message.request_id,
@@ -119,8 +118,8 @@ class EngineCore:
         except QuireError as error:
             self._refuse(message.request_id, error)
         else:
-            if grammar is not None:
-                self._preparing[message.request_id] = preparation
+            if grammar is not None and self._preparer is not None:
+                request.prepared = self._preparing[message.request_id] = self._preparer.prepare_grammar(grammar)
 
     def _is_prepared(self, request_id: str) -> Callable[[], bool]:
         return lambda: request_id not in self._preparing

@@ -7,7 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Generic, TypeVar
 
-from quire.errors import EngineDeadError, PeerLostError, QuireError
+from quire.distributed.group import StepVoid
+from quire.errors import AdapterChangedError, EngineDeadError, PeerLostError, QuireError
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, WorkerSettings
 from quire.logs import get_logger
 from quire.lora.facts import AdapterFacts
@@ -43,7 +44,7 @@ class InlineExecutor:
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
         self._tell(lambda worker: worker.use_tokenizer(tokenizer, eos_token_ids))
 
-    def prepare_grammar(self, text: str) -> Polled[None]:
+    def prepare_grammar(self, text: str) -> Polled[object]:
         return _AllPolled([worker.prepare_grammar(text) for worker in self.workers])
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
@@ -128,7 +129,12 @@ class _AllLoads(_AllPolled[AdapterFacts]):
         self._loads, self._run_on = loads, run_on
 
     def result(self) -> AdapterFacts:
-        facts = super().result()
+        facts, *others = _results(self._loads)
+        if any(other.digest != facts.digest for other in others):
+            raise AdapterChangedError(
+                "The adapter's files changed while the ranks read them",
+                fix="Load the adapter again when all files are written",
+            )
         for rank, load in enumerate(self._loads):
             self._run_on(rank, load.add)
         return facts
@@ -157,7 +163,7 @@ def _results(pending: Sequence[Pending[T]]) -> list[T]:
         return results
     rank, worst = min(errors, key=lambda failed: _weight(failed[1]))
     for other, less in errors:
-        if other != rank:
+        if other != rank and not isinstance(less, StepVoid) and str(less) != str(worst):
             logger.error("worker %d of %d failed too: %s", other + 1, len(pending), less)
     if len(pending) == 1 or _weight(worst) < 3:
         raise worst
@@ -165,7 +171,9 @@ def _results(pending: Sequence[Pending[T]]) -> list[T]:
 
 
 def _weight(error: Exception) -> int:
-    """0: nothing goes on; 1: because of another rank; 2: the error is fit for the user; 3: another one."""
+    """0: nothing goes on; 1: because of another rank; 2: the error is fit for the user; 3: another one; 4: see 1."""
     if isinstance(error, EngineDeadError):
         return int(isinstance(error, PeerLostError))
-    return 2 if isinstance(error, (QuireError, RowsFailedError)) else 3
+    if isinstance(error, (QuireError, RowsFailedError)):
+        return 2
+    return 4 if isinstance(error, StepVoid) else 3

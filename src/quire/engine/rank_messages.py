@@ -9,10 +9,12 @@ import msgspec
 
 from quire import errors
 from quire.config import EngineConfig
-from quire.errors import EngineDeadError, QuireError
+from quire.distributed.group import StepVoid
+from quire.errors import EngineDeadError, QuireError, is_out_of_memory
 from quire.life_cycle import CacheSize, Measured, WorkerSettings
+from quire.lora.facts import AdapterFacts
 from quire.resolve import DeviceFacts
-from quire.schedule import ScheduledBatch
+from quire.schedule import RowsFailedError, ScheduledBatch
 
 
 class RankLaunch(msgspec.Struct, tag=True):
@@ -20,13 +22,16 @@ class RankLaunch(msgspec.Struct, tag=True):
 
     Attributes:
         memory: file descriptor of distributed.shared_memory.
+        adapters: file descriptor of a connection for LoadAdapter, each of which has its answer there when it is read.
         dies_with_parent: the system kills it when the thread ends that has started it.
     """
 
     config: EngineConfig
     model_folder: str
+    drafter_folder: str | None
     rank: int
     memory: int
+    adapters: int
     dies_with_parent: bool
 
 
@@ -60,16 +65,36 @@ class UseIdleTime(msgspec.Struct, tag=True):
     num_blocks_ever_used: int
 
 
+class LoadAdapter(msgspec.Struct, tag=True):
+    path: str
+    digest: str | None
+
+
+class AddAdapter(msgspec.Struct, tag=True):
+    """One that was read. Adapters are added in the order in which they were read."""
+
+    digest: str
+
+
+class DropAdapter(msgspec.Struct, tag=True):
+    digest: str
+
+
 class Answer(msgspec.Struct, tag=True, omit_defaults=True):
     """What a method gave, if the first rank wants to know it."""
 
     facts: DeviceFacts | None = None
     measured: Measured | None = None
     has_more: bool = False
+    adapter: AdapterFacts | None = None
 
 
 class Failed(msgspec.Struct, tag=True):
-    """An error of a rank: the name and the fields of a QuireError, or the text of another one."""
+    """An error of a rank: the name and the fields of a QuireError, or the text of another one.
+
+    Attributes:
+        value: of a RowsFailedError: the requests.
+    """
 
     kind: str
     what: str
@@ -83,18 +108,38 @@ class Failed(msgspec.Struct, tag=True):
         if isinstance(error, QuireError):
             value = error.value if isinstance(error.value, (int, float, str, type(None))) else repr(error.value)
             return cls(type(error).__name__, error.what, value, error.expected, error.fix, error.param)
-        return cls("", f"{type(error).__name__}: {error}")
+        if isinstance(error, RowsFailedError):
+            return cls("RowsFailedError", str(error), error.request_ids)
+        if isinstance(error, StepVoid):
+            return cls("StepVoid", str(error))
+        return cls("MemoryError" if is_out_of_memory(error) else "", f"{type(error).__name__}: {error}")
 
     def error(self) -> Exception:
-        kind = getattr(errors, self.kind, None)
-        if not (isinstance(kind, type) and issubclass(kind, QuireError)):
-            return RuntimeError(self.what)
+        if self.kind == "RowsFailedError":
+            return RowsFailedError(self.value, self.what)
+        if self.kind in _PLAIN:
+            return _PLAIN[self.kind](self.what)
+        kind: type[QuireError] = getattr(errors, self.kind)
         if issubclass(kind, EngineDeadError):
             return kind(self.what)
         return kind(self.what, value=self.value, expected=self.expected, fix=self.fix, param=self.param)
 
 
-ToRank = RankLaunch | AskFacts | Load | Measure | Allocate | Capture | Execute | UseIdleTime
+_PLAIN: dict[str, type[Exception]] = {"": RuntimeError, "MemoryError": MemoryError, "StepVoid": StepVoid}
+
+ToRank = (
+    RankLaunch
+    | AskFacts
+    | Load
+    | Measure
+    | Allocate
+    | Capture
+    | Execute
+    | UseIdleTime
+    | LoadAdapter
+    | AddAdapter
+    | DropAdapter
+)
 FromRank = Answer | Failed
 
 encode: Callable[[ToRank | FromRank], bytes] = msgspec.msgpack.Encoder().encode

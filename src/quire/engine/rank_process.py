@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,13 +18,16 @@ from queue import SimpleQueue
 from quire import logs
 from quire.distributed.shared_memory import SharedMemoryGroup
 from quire.engine.rank_messages import (
+    AddAdapter,
     Allocate,
     Answer,
     AskFacts,
     Capture,
+    DropAdapter,
     Execute,
     Failed,
     Load,
+    LoadAdapter,
     Measure,
     RankLaunch,
     ToRank,
@@ -31,9 +35,11 @@ from quire.engine.rank_messages import (
     decode_to_rank,
     encode,
 )
-from quire.model_config import load_model_config
+from quire.life_cycle import AdapterLoad
+from quire.loader.drafter import load_with_drafter
 from quire.planning import devices
 from quire.planning.cut_model import ModelCut
+from quire.planning.replicas import has_own_cores
 from quire.worker.worker import DeviceWorker
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -44,14 +50,21 @@ logger = logs.get_logger("quire.engine.rank_process")
 def _worker(launch: RankLaunch) -> DeviceWorker:
     config = launch.config
     size = config.tensor_parallel_size
-    group = SharedMemoryGroup(launch.memory, launch.rank, size, has_own_cores=devices.num_cores() >= size)
+    group = SharedMemoryGroup(
+        launch.memory, launch.rank, size, has_own_cores=has_own_cores(config, devices.num_cores())
+    )
     os.close(launch.memory)
-    is_any = config.model_impl in ("auto", "transformers")
-    model = load_model_config(Path(launch.model_folder), config.hf_overrides, any_architecture=is_any)
+    drafter_folder = None if launch.drafter_folder is None else Path(launch.drafter_folder)
+    model = load_with_drafter(Path(launch.model_folder), drafter_folder, config)
     return DeviceWorker(ModelCut(model, size).part(launch.rank), lambda phase, share, detail: None, group=group)
 
 
-def _obey(worker: DeviceWorker, message: ToRank) -> Answer:
+def _obey(worker: DeviceWorker, loads: dict[str, AdapterLoad], message: ToRank) -> Answer:
+    """Carry out what the first rank says.
+
+    Args:
+        loads: adapters that were read, by digest, in their order.
+    """
     match message:
         case AskFacts(wants_gpu):
             return Answer(facts=worker.facts(wants_gpu))
@@ -65,11 +78,36 @@ def _obey(worker: DeviceWorker, message: ToRank) -> Answer:
             worker.capture()
         case Execute(batch):
             worker.execute(batch)
+        case AddAdapter(digest):
+            while loads:
+                load = loads.pop(oldest := next(iter(loads)))
+                if oldest == digest:  # others before it could not be read by some rank
+                    load.add()
+                    break
+        case DropAdapter(digest):
+            worker.drop_adapter(digest)
         case UseIdleTime(num_blocks_ever_used):
             return Answer(has_more=worker.use_idle_time(num_blocks_ever_used))
         case _:
             raise AssertionError(f"{type(message).__name__} comes once")
     return Answer()
+
+
+def _read_adapters(worker: DeviceWorker, loads: dict[str, AdapterLoad], connection: Connection) -> None:
+    """Beside the steps, one after the other."""
+    with suppress(EOFError, OSError):
+        while True:
+            message = decode_to_rank(connection.recv_bytes())
+            assert isinstance(message, LoadAdapter)
+            try:
+                load = worker.load_adapter(message.path, message.digest)
+                facts = load.result()
+                loads.pop(facts.digest, None)
+                loads[facts.digest] = load
+                answer: Answer | Failed = Answer(adapter=facts)
+            except Exception as error:
+                answer = Failed.of(error)
+            connection.send_bytes(encode(answer))
 
 
 def _listen(connection: Connection, frames: SimpleQueue[bytes]) -> None:
@@ -99,10 +137,13 @@ def main() -> None:
     if launch.dies_with_parent:
         _die_with_parent()
     worker = _worker(launch)
+    loads: dict[str, AdapterLoad] = {}
+    reading = (worker, loads, Connection(launch.adapters))
+    threading.Thread(target=_read_adapters, args=reading, name="adapters", daemon=True).start()
     while True:
         message = decode_to_rank(frames.get())
         try:
-            answer: Answer | Failed = _obey(worker, message)
+            answer: Answer | Failed = _obey(worker, loads, message)
         except Exception as error:
             answer = Failed.of(error)
             if not answer.kind:

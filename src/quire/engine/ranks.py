@@ -10,20 +10,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from quire import envs
 from quire.config import EngineConfig
 from quire.distributed.shared_memory import SharedMemoryGroup, make_memory
 from quire.engine.rank_messages import (
+    AddAdapter,
     Allocate,
     Answer,
     AskFacts,
     Capture,
+    DropAdapter,
     Execute,
     Failed,
     Load,
+    LoadAdapter,
     Measure,
     RankLaunch,
     ToRank,
@@ -34,10 +39,12 @@ from quire.engine.rank_messages import (
 from quire.errors import EngineDeadError
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, WorkerSettings
 from quire.logs import get_logger
+from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.planning import devices
 from quire.planning.cut_model import ModelCut
+from quire.planning.replicas import has_own_cores
 from quire.resolve import DeviceFacts
 from quire.schedule import Pending, Polled, ScheduledBatch, StepResult
 from quire.worker.worker import DeviceWorker
@@ -50,7 +57,13 @@ logger = get_logger(__name__)
 
 
 def start_ranks(
-    config: EngineConfig, model_folder: Path, model_config: ModelConfig, progress: Progress, *, is_server: bool
+    config: EngineConfig,
+    model_folder: Path,
+    model_config: ModelConfig,
+    progress: Progress,
+    *,
+    drafter_folder: Path | None,
+    is_server: bool,
 ) -> list[Worker]:
     """The ranks of an engine on this machine. The processes load their libraries when this returns.
 
@@ -62,9 +75,9 @@ def start_ranks(
         return [DeviceWorker(model_config, progress)]
     memory = make_memory(size)
     try:
-        group = SharedMemoryGroup(memory, 0, size, has_own_cores=devices.num_cores() >= size)
+        group = SharedMemoryGroup(memory, 0, size, has_own_cores=has_own_cores(config, devices.num_cores()))
         others = [
-            RankProcess(RankLaunch(config, str(model_folder), rank, memory, is_server), group)
+            RankProcess(config, (model_folder, drafter_folder), rank, memory, group, dies_with_parent=is_server)
             for rank in range(1, size)
         ]
     finally:
@@ -76,18 +89,32 @@ class RankProcess:
     """A Worker in another process. Each method waits for its answer.
 
     Args:
+        folders: of the model, and of its drafter.
+        memory, dies_with_parent: see RankLaunch.
         group: of the first rank; it learns that the process has ended.
     """
 
-    def __init__(self, launch: RankLaunch, group: SharedMemoryGroup) -> None:
-        self._rank, self._group = launch.rank, group
+    def __init__(
+        self,
+        config: EngineConfig,
+        folders: tuple[Path, Path | None],
+        rank: int,
+        memory: int,
+        group: SharedMemoryGroup,
+        *,
+        dies_with_parent: bool,
+    ) -> None:
+        self._rank, self._group = rank, group
         self._connection, theirs = multiprocessing.Pipe()
+        self._adapters, their_adapters = multiprocessing.Pipe()
         # -P: a module of the current folder must not stand in for one of ours or of the standard library.
         command = [sys.executable, "-P", *PROGRAM, str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), launch.memory), env=envs.for_children()
-        )
+        fds = (theirs.fileno(), their_adapters.fileno(), memory)
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, env=envs.for_children())
+        model, drafter = str(folders[0]), None if folders[1] is None else str(folders[1])
+        launch = RankLaunch(config, model, drafter, rank, memory, their_adapters.fileno(), dies_with_parent)
         theirs.close()
+        their_adapters.close()
         self._is_closing = threading.Event()
         self._connection.send_bytes(encode(launch))
         watch = (self._process, self._rank, group, self._is_closing)
@@ -123,17 +150,19 @@ class RankProcess:
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
         """Only the first rank has grammars."""
 
-    def prepare_grammar(self, text: str) -> Polled[None]:
+    def prepare_grammar(self, text: str) -> Polled[object]:
         raise NotImplementedError("only the first rank has grammars")
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return self._ask(UseIdleTime(num_blocks_ever_used)).has_more
 
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
-        raise NotImplementedError("resolve refuses adapters")
+        """One at a time: the result of the one before was asked for."""
+        self._say(self._adapters, LoadAdapter(path, digest))
+        return _LoadOfRank(self)
 
     def drop_adapter(self, digest: str) -> None:
-        raise NotImplementedError("resolve refuses adapters")
+        self._ask(DropAdapter(digest))
 
     def close(self) -> None:
         """End the process."""
@@ -146,15 +175,47 @@ class RankProcess:
             self._process.wait()
 
     def _ask(self, message: ToRank) -> Answer:
-        try:
-            self._connection.send_bytes(encode(message))
-            answer = decode_from_rank(self._connection.recv_bytes())
-        except (EOFError, OSError) as error:
-            self._group.fail_for(self._rank)
-            raise EngineDeadError(_end_of(self._process, self._rank, self._group.size)) from error
+        self._say(self._connection, message)
+        return self._hear(self._connection)
+
+    def _say(self, connection: Connection, message: ToRank) -> None:
+        with self._is_there():
+            connection.send_bytes(encode(message))
+
+    def _hear(self, connection: Connection) -> Answer:
+        with self._is_there():
+            answer = decode_from_rank(connection.recv_bytes())
         if isinstance(answer, Failed):
             raise answer.error()
         return answer
+
+    @contextmanager
+    def _is_there(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            self._group.fail_for(self._rank)
+            raise EngineDeadError(_end_of(self._process, self._rank, self._group.size)) from error
+
+
+class _LoadOfRank:
+    """An AdapterLoad of another process."""
+
+    def __init__(self, rank: RankProcess) -> None:
+        self._rank = rank
+        self._facts: AdapterFacts | None = None
+
+    def done(self) -> bool:
+        return self._facts is not None or self._rank._adapters.poll()
+
+    def result(self) -> AdapterFacts:
+        if self._facts is None:
+            self._facts = self._rank._hear(self._rank._adapters).adapter
+        assert self._facts is not None
+        return self._facts
+
+    def add(self) -> None:
+        self._rank._ask(AddAdapter(self.result().digest))
 
 
 def _watch(process: subprocess.Popen[bytes], rank: int, group: SharedMemoryGroup, is_closing: threading.Event) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,10 +20,10 @@ from quire.engine.warm_up import produce_tokens
 from quire.formats.kv_format import kv_format
 from quire.formats.kv_groups import kv_groups, num_tables
 from quire.life_cycle import Worker, WorkerExecutor
-from quire.loader.drafter import load_drafter_config
+from quire.loader.drafter import load_with_drafter
 from quire.lora.registry import AdapterRegistry
 from quire.messages import WARM_UP, EngineReady, Progress
-from quire.model_config import ModelConfig, load_model_config
+from quire.model_config import ModelConfig
 from quire.planning.cut_model import ModelCut, check_degree
 from quire.planning.step_costs import (
     EARLIER_START,
@@ -84,14 +84,11 @@ def start_engine(
         free_memory_bytes: of the machine before the first replica began to load; None: there is one replica.
     """
     started = time.monotonic()
-    model_config = load_model_config(
-        model_folder, config.hf_overrides, any_architecture=config.model_impl in ("auto", "transformers")
-    )
-    if drafter_folder is not None and config.speculative_config is not None:
-        drafter = load_drafter_config(drafter_folder, config.speculative_config, model_config)
-        model_config = replace(model_config, drafter=drafter)
+    model_config = load_with_drafter(model_folder, drafter_folder, config)
     check_degree(model_config, config.tensor_parallel_size)
-    make_workers = make_workers or partial(start_ranks, config, model_folder, is_server=is_server)
+    make_workers = make_workers or partial(
+        start_ranks, config, model_folder, drafter_folder=drafter_folder, is_server=is_server
+    )
     workers = make_workers(model_config, progress)
     model_config = ModelCut(model_config, config.tensor_parallel_size).part()
     try:
@@ -107,6 +104,17 @@ def start_engine(
         for worker in workers:
             worker.close()
         raise
+    try:
+        return _answering(running, model_config, started, progress, is_first=is_first)
+    except BaseException:
+        running.executor.shutdown()
+        raise
+
+
+def _answering(
+    running: RunningWorkers, model_config: ModelConfig, started: float, progress: Progress, *, is_first: bool
+) -> StartedEngine:
+    """An engine that has produced tokens. `started`: when the start began."""
     resolved, measured = running.resolved, running.measured
     schedule = resolved.scheduler
     arithmetic = step_arithmetic(resolved, model_config)

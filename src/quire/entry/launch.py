@@ -43,8 +43,11 @@ from quire.kernels import extension
 from quire.loader.drafter import load_drafter_config
 from quire.loader.gguf_choice import find_gguf
 from quire.loader.hub import local_path, resolve_model, resolve_tokenizer_files
+from quire.loader.object_store import is_stored, mirror
 from quire.loader.safetensors_headers import read_headers
-from quire.lora.modules import parse_module
+from quire.lora.adapter_config import CONFIG_NAME
+from quire.lora.modules import LoraModule, parse_module
+from quire.lora.paths import TENSORS_NAME
 from quire.messages import EngineLaunch, Progress
 from quire.model_config import ModelConfig, load_model_config
 from quire.planning import devices
@@ -331,6 +334,14 @@ class EngineProcesses:
             handle.stop()
 
 
+def _fetched(module: LoraModule, config: EngineConfig) -> LoraModule:
+    """The adapter with a folder on this machine. Raises ConfigError if it cannot be read from its object store."""
+    if not is_stored(module.path):
+        return module
+    folder = mirror(module.path, (CONFIG_NAME, TENSORS_NAME), download_dir=config.download_dir, with_holes=False)
+    return replace(module, path=str(folder))
+
+
 def start_async_engine(
     config: EngineConfig,
     parts: FrontEndParts,
@@ -346,6 +357,7 @@ def start_async_engine(
         recovery: when a process counts as failed, and how often it is started again.
     """
     num_replicas = config.data_parallel_size
+    modules = [_fetched(parse_module(word), config) for word in config.lora_modules] if config.enable_lora else None
     free_memory_bytes = devices.free_memory_bytes() if num_replicas > 1 else None
     tracer = request_tracer(config, parts.model_name)
     recovery = recovery or RecoveryLimits(start_seconds=envs.ENGINE_READY_TIMEOUT_S.get())
@@ -365,5 +377,4 @@ def start_async_engine(
     except BaseException:
         processes.stop()
         raise
-    modules = [parse_module(word) for word in config.lora_modules] if config.enable_lora else None
     return AsyncEngine(replicas, parts.input_processor, modules=modules, tracer=tracer), processes

@@ -29,7 +29,7 @@ def spawn_engine() -> EngineInterpreter:
 
 def spawn_engines(config: EngineConfig) -> list[EngineInterpreter]:
     """One for each replica. Raises ConfigError for more replicas than the machine has room for, and OSError."""
-    if config.data_parallel_size > 1:
+    if config.data_parallel_size * config.tensor_parallel_size > 1:
         from quire.planning.replicas import check_machine
 
         check_machine(config)

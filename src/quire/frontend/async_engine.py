@@ -10,6 +10,7 @@ from typing import Unpack
 from quire.errors import AdapterError, InvalidRequestError, NotReadyError, QuireError, ShuttingDownError
 from quire.frontend.adapters import Adapters, absolute
 from quire.frontend.admission import Refusals
+from quire.frontend.grammar_pool import GrammarPool
 from quire.frontend.input_processor import InputProcessor, ProcessedRequest, RequestOptions
 from quire.frontend.prompts import PromptType
 from quire.frontend.replica import Replica, as_dead
@@ -59,6 +60,7 @@ class AsyncEngine:
         self.on_progress: Callable[[EngineProgress], None] | None = (
             None  # gets the slowest replica's reports of a start
         )
+        self.grammars = None if input_processor.tokenizer is None else GrammarPool(input_processor)
         self.error: QuireError | None = None  # the reason why no engine is left
         self.refusals = Refusals()
         self._clock, self._tracer = clock, tracer
@@ -184,18 +186,22 @@ class AsyncEngine:
             ModelNotFoundError: there is no such adapter.
             InvalidRequestError, ContextLengthError: the request is refused. QueueFullError: the engine's queue is full.
             NotReadyError, EngineDeadError: there is no engine yet, or no longer.
+            CompilerLostError: the constraint could not be compiled now.
         """
         self._pick(data_parallel_rank).check_room()
         arrival_time = self._clock()
 
+        params = sampling_params if isinstance(sampling_params, SamplingParams) else None
+        grammar = None
+        if params is not None and params.structured_outputs is not None and self.grammars is not None:
+            grammar = await self.grammars.grammar(params.structured_outputs)
+
         def process() -> ProcessedRequest:
             return self.input_processor.process(
-                request_id, prompt, sampling_params, arrival_time=arrival_time, **options
+                request_id, prompt, sampling_params, arrival_time=arrival_time, grammar=grammar, **options
             )
 
-        is_slow = isinstance(sampling_params, SamplingParams) and bool(
-            sampling_params.bad_words or sampling_params.structured_outputs
-        )
+        is_slow = params is not None and bool(params.bad_words)
         processed = await asyncio.to_thread(process) if is_slow or _is_long(prompt) else process()
         waited = self._clock() - arrival_time
         replica = self._pick(data_parallel_rank, len(processed.prompt_token_ids), waited)
@@ -335,6 +341,8 @@ class AsyncEngine:
         self.error = self.error or error
         for replica in self.replicas:
             replica.close(error, "abort")
+        if self.grammars is not None:
+            self.grammars.close()
         self._settled.set()
 
     async def shutdown(self) -> None:

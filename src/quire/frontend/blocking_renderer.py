@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from quire.frontend.render_pool import MAX_PROCESSES, RenderPool
+from quire.frontend.bounded_pool import MAX_PROCESSES
+from quire.frontend.render_pool import RenderPool
 from quire.frontend.render_process import Render
 
 

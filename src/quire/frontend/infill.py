@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from quire.frontend.tokenizer import Tokenizer
 
+_CODE_LLAMA = ("▁<PRE>", "▁<SUF>", "▁<MID>")
+_MARK = "☺"  # one token, of a text that is encoded behind it as it would be behind another one
 # By the special tokens that a vocabulary has. Sources: the models' cards.
 _FORMATS: dict[tuple[str, ...], str] = {
     # Qwen2.5-Coder and its successors, CodeGemma
@@ -12,6 +14,12 @@ _FORMATS: dict[tuple[str, ...], str] = {
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"): "<fim_prefix>{}<fim_suffix>{}<fim_middle>",
     # DeepSeek-Coder
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"): "<｜fim▁begin｜>{}<｜fim▁hole｜>{}<｜fim▁end｜>",
+    # SantaCoder
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"): "<fim-prefix>{}<fim-suffix>{}<fim-middle>",
+    # Seed-Coder: the suffix comes first
+    ("<[fim-suffix]>", "<[fim-prefix]>", "<[fim-middle]>"): "<[fim-suffix]>{1}<[fim-prefix]>{0}<[fim-middle]>",
+    # CodeLlama
+    _CODE_LLAMA: "▁<PRE>{}▁<SUF>{}▁<MID>",
     # Codestral: the suffix comes first
     ("[PREFIX]", "[SUFFIX]"): "[SUFFIX]{1}[PREFIX]{0}",
 }
@@ -27,3 +35,15 @@ def infill_format(tokenizer: Tokenizer) -> str | None:
         ),
         None,
     )
+
+
+def infill_prompt(tokenizer: Tokenizer, form: str, before: str, after: str) -> str | list[int]:
+    """The prompt between two texts, by the model's format: text, or token ids.
+
+    CodeLlama's tokenizer begins a text with a space, also behind a special token. The text after must have none.
+    """
+    if form != _FORMATS[_CODE_LLAMA]:
+        return form.format(before, after)
+    first, second, last = _CODE_LLAMA
+    marked = tokenizer.encode(_MARK + after, False)[len(tokenizer.encode(_MARK, False)) :]
+    return [*tokenizer.encode(first + before + second, True), *marked, *tokenizer.encode(last, False)]

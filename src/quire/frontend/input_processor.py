@@ -159,6 +159,7 @@ class InputProcessor:
         clamp_max_tokens: bool = False,
         truncation: Truncation | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        grammar: str | None = None,
     ) -> ProcessedRequest:
         """Check a prompt and its parameters, tokenize it, and make one AddRequest per continuation.
 
@@ -170,6 +171,7 @@ class InputProcessor:
             clamp_max_tokens: lower a max_tokens that does not fit instead of refusing it (offline use).
             truncation: cut the prompt; None: refuse a long prompt.
             trace_headers: `traceparent` and `tracestate` of the trace that the request belongs to.
+            grammar: made of structured_outputs by a GrammarPool; None: it is made here.
 
         Raises:
             InvalidRequestError: a field is illegal. ContextLengthError: prompt and output do not fit the context.
@@ -198,7 +200,7 @@ class InputProcessor:
             ids = self._truncate(ids, truncation, params, clamp_max_tokens)
         salt = check_cache_salt(cache_salt) if cache_salt is not None else prompt_salt
         max_tokens = self._resolve_max_tokens(len(ids), params, clamp_max_tokens)
-        own = self._resolve_params(params)
+        own = self._resolve_params(params, grammar)
         stop_token_ids = list(
             dict.fromkeys([*(() if params.ignore_eos else self.eos_token_ids), *(params.stop_token_ids or ())])
         )
@@ -219,7 +221,7 @@ class InputProcessor:
             )
             for index in range(own.n)
         ]
-        tokenizer = None if own.grammar is None else self._use_tokenizer()
+        tokenizer = None if own.grammar is None else self.use_tokenizer()
         return ProcessedRequest(request_id, text, ids, own, requests, tokenizer, trace_headers=trace_headers)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -298,7 +300,7 @@ class InputProcessor:
             )
         return max_tokens
 
-    def _resolve_params(self, params: SamplingParams) -> SamplingParams:
+    def _resolve_params(self, params: SamplingParams, grammar: str | None) -> SamplingParams:
         """A shallow copy with a seed, and with bad words as token ids."""
         own = copy.copy(params)
         if own.seed is None:
@@ -310,14 +312,21 @@ class InputProcessor:
                 raise InvalidRequestError(
                     "structured_outputs needs a tokenizer, and this model runs without one", param="structured_outputs"
                 )
-            own.grammar, own.structured_outputs = grammar_text(own.structured_outputs, self.tokenizer.special_ids), None
+            own.grammar = grammar or grammar_text(own.structured_outputs, self.special_ids)
+            own.structured_outputs = None
         if own.stop and self.tokenizer is None:
             raise InvalidRequestError(
                 "stop needs a tokenizer, and this model runs without one", fix="Use stop_token_ids", param="stop"
             )
         return own
 
-    def _use_tokenizer(self) -> UseTokenizer:
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """Of special tokens, by their text."""
+        return {} if self.tokenizer is None else self.tokenizer.special_ids
+
+    def use_tokenizer(self) -> UseTokenizer:
+        """The message that tells a process of the tokenizer, which is not None."""
         if self._tokenizer_message is None:
             assert self.tokenizer is not None
             self._tokenizer_message = UseTokenizer(self.tokenizer.backend.to_str(), list(self.eos_token_ids))

@@ -1,33 +1,18 @@
-"""A process that renders chat templates and may be killed at any moment, and the messages of its socket.
+"""A process that renders chat templates: see bounded_process.
 
 A template comes with a model, and its input comes from unknown clients. Jinja has operations that no sandbox counts
-(formatting widths, `center`, constants that are folded while compiling). So templates are compiled and run here, and
-the system bounds processor time and memory. The first message is Templates; each further one is a Render. The process
-answers each with one Answer, or it ends: by SIGPROF after too much processor time, or with exit code OUT_OF_MEMORY.
+(formatting widths, `center`, constants that are folded while compiling). So templates are compiled and run here.
 """
 
 from __future__ import annotations
 
-import os
-import resource
-import signal
-import socket
-import struct
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from quire.errors import ConfigError, InvalidRequestError, QuireError, UnsupportedFieldError
+from quire.frontend import bounded_process
 from quire.frontend.chat_template import ChatRenderer
-
-LENGTH = struct.Struct("!I")  # bytes of the JSON message after it
-MAX_MEMORY_BYTES = 2**30  # the largest body, decoded and copied, takes a third of it
-OUT_OF_MEMORY = 3  # exit code of a process that reached its memory limit
-_ERRORS: dict[str, type[QuireError]] = {
-    kind.code: kind for kind in (InvalidRequestError, UnsupportedFieldError, ConfigError)
-}
 
 
 class Templates(msgspec.Struct):
@@ -52,126 +37,32 @@ class Render(msgspec.Struct):
     continue_final_message: bool = False
 
 
-class Failure(msgspec.Struct):
-    """An error: the code of its class, and its arguments."""
-
-    code: str
-    what: str
-    value: Any
-    expected: str | None
-    fix: str | None
-    param: str | None
-
-
-class Answer(msgspec.Struct):
-    """The text or an error."""
-
-    text: str = ""
-    failure: Failure | None = None
-
-
-def text_of(answer: bytes) -> str:
-    """The text of an encoded Answer. Raises its error."""
-    decoded = msgspec.json.decode(answer, type=Answer)
-    if (failure := decoded.failure) is not None:
-        raise _ERRORS[failure.code](
-            failure.what, value=failure.value, expected=failure.expected, fix=failure.fix, param=failure.param
-        )
-    return decoded.text
-
-
-def _failed(error: QuireError) -> Answer:
-    code = error.code if error.code in _ERRORS else InvalidRequestError.code
-    return Answer(failure=Failure(code, error.what, error.value, error.expected, error.fix, error.param))
-
-
-def send(connection: socket.socket, message: msgspec.Struct) -> None:
-    """Send one message with its length before it."""
-    connection.sendall(framed(message))
-
-
-def framed(message: msgspec.Struct) -> bytes:
-    """The bytes of a message with its length before it."""
-    body = msgspec.json.encode(message)
-    return LENGTH.pack(len(body)) + body
-
-
-def receive(connection: socket.socket) -> bytes | None:
-    """The JSON of one message; None at the end of the connection."""
-    head = _receive_bytes(connection, LENGTH.size)
-    return None if head is None else _receive_bytes(connection, LENGTH.unpack(head)[0])
-
-
-def _receive_bytes(connection: socket.socket, count: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < count:
-        chunk = connection.recv(min(count - len(data), 2**20))
-        if not chunk:
-            return None
-        data += chunk
-    return bytes(data)
-
-
 def main() -> None:
     """Serve the socket on standard input until it ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # these are for the server, which ends this process when it is done
-        signal.signal(number, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    _, limit = resource.getrlimit(resource.RLIMIT_AS)  # the server may have been started under `ulimit -v`
-    num_bytes = MAX_MEMORY_BYTES if limit == resource.RLIM_INFINITY else min(MAX_MEMORY_BYTES, limit)
-    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
-    with socket.socket(fileno=0) as connection, suppress(ConnectionError):  # the server may be gone at any moment
-        try:
-            _serve(connection)
-        except MemoryError:
-            os._exit(OUT_OF_MEMORY)  # at once, because the server kills the process when the connection ends
+    bounded_process.run(Templates, _renderer)
 
 
-def _serve(connection: socket.socket) -> None:
-    if (first := receive(connection)) is None:
-        return
-    given = msgspec.json.decode(first, type=Templates)
-    with _limited(given.max_seconds):
-        try:
-            renderer = ChatRenderer(
-                given.templates,
-                given.special_tokens,
-                override=given.override,
-                name=given.name,
-                content_as_parts=given.content_as_parts,
-            )
-        except QuireError as error:
-            send(connection, _failed(error))
-            return
-    send(connection, Answer())
-    while (body := receive(connection)) is not None:
-        with _limited(given.max_seconds):
-            send(connection, _render(renderer, msgspec.json.decode(body, type=Render)))
+def _renderer(given: Templates) -> Callable[[bytes], str]:
+    renderer = ChatRenderer(
+        given.templates,
+        given.special_tokens,
+        override=given.override,
+        name=given.name,
+        content_as_parts=given.content_as_parts,
+    )
 
-
-@contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """SIGPROF ends the process after `seconds` of processor time inside. Waiting for a core does not count."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    yield
-    signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _render(renderer: ChatRenderer, asked: Render) -> Answer:
-    try:
-        return Answer(
-            renderer.render(
-                asked.messages,
-                tools=asked.tools,
-                documents=asked.documents,
-                kwargs=asked.kwargs,
-                add_generation_prompt=asked.add_generation_prompt,
-                continue_final_message=asked.continue_final_message,
-            )
+    def render(body: bytes) -> str:
+        asked = msgspec.json.decode(body, type=Render)
+        return renderer.render(
+            asked.messages,
+            tools=asked.tools,
+            documents=asked.documents,
+            kwargs=asked.kwargs,
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
         )
-    except QuireError as error:
-        return _failed(error)
+
+    return render
 
 
 if __name__ == "__main__":

@@ -5,18 +5,19 @@ Dimensions: M masks, V vocabulary, W = ceil(V / 32) words of a mask.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
+from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import InvalidRequestError
+from quire.grammar.compiled import compiled_matcher, first_line, vocabulary
 from quire.grammar.kept import Kept
-from quire.grammar.limits import parser_limits
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
 # All rows of a compiled grammar share its lexer, which grows with their tokens: with [ab]*a[ab]{20}c by 4 states and
 # 2 KB a token. So a grammar is compiled anew after this number of tokens, and later if its text is long.
 _MAX_TOKENS = 10_000
-_MAX_BYTES = 512 << 20  # of the compiled grammars that are kept
+_MAX_BYTES = 256 << 20  # of the compiled grammars that are kept for requests; as much of those that were used last
 _BYTES_PER_TOKEN = 2 << 10
 _BYTES_OF_FULL_LEXER = 35 << 20
 _BYTES_PER_CHARACTER = 90  # of the text; objects need most, an enum 30
 _TOO_MANY_STATES = "too many states"  # in llguidance's message
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Compiled:
     """A matcher at the beginning of a grammar, and the number of tokens that its copies took in."""
 
@@ -50,6 +51,7 @@ class RowGrammar:
     def __init__(self, grammars: Grammars, text: str, output_token_ids: Sequence[int]) -> None:
         self._grammars, self._text, self._token_ids = grammars, text, list(output_token_ids)
         self.end_token_ids = grammars.end_token_ids
+        self._forces = "no_forcing" not in text  # an option of llguidance, with which masks force nothing
         self._begin()
 
     def _begin(self) -> None:
@@ -65,6 +67,15 @@ class RowGrammar:
         self._compiled.num_tokens += 1
         self.matcher.consume_token(token_id)
 
+    def take_forced(self, most: int) -> list[int]:
+        """Take in the tokens that alone may come next, as long as there is one: the masks would allow nothing else."""
+        token_ids: list[int] = []
+        most *= self._forces
+        while len(token_ids) < most and not self.matcher.is_stopped() and (forced := self.matcher.compute_ff_tokens()):
+            self.append(forced[0])  # behind it, the next ones may be cut differently
+            token_ids.append(forced[0])
+        return token_ids
+
     def renew(self) -> bool:
         """Go on with a new lexer, if this one is full. The matcher then has to make its mask again."""
         is_full = self.matcher.is_error() and _TOO_MANY_STATES in self.matcher.get_error()
@@ -76,15 +87,42 @@ class RowGrammar:
     @property
     def error(self) -> str | None:
         """Why no token is allowed any more; None: the grammar goes on, or allows the end."""
-        return f"The grammar cannot go on: {_first_line(self.matcher.get_error())}" if self.matcher.is_error() else None
+        return f"The grammar cannot go on: {first_line(self.matcher.get_error())}" if self.matcher.is_error() else None
+
+
+class Preparation:
+    """A grammar that is being compiled. It stays compiled as long as this object lives."""
+
+    def __init__(self, grammars: Grammars, text: str) -> None:
+        self._grammars, self.text = grammars, text
+        self.work: Future[_Compiled] | None = None  # once it was begun
+
+    @property
+    def num_bytes(self) -> int:
+        """That are kept for it."""
+        is_compiled = self.work is not None and self.work.done() and self.work.exception() is None
+        return _num_bytes(self.text, self.work.result() if is_compiled and self.work is not None else None)
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        self._grammars.begin_next(self)
+        return self.work is not None and self.work.done()
+
+    def result(self) -> object:
+        """Wait for it, once it was begun. Raises InvalidRequestError if it cannot be used."""
+        assert self.work is not None, "others are in the way"
+        return self.work.result()
 
 
 class Grammars:
-    """Compiles grammars on a thread of its own.
+    """Compiles grammars on a thread of its own, for requests that wait beside the queue.
 
-    A step waits for a grammar only if it was dropped since it was prepared: more than 256 others came or their bytes
-    were too many, or its lexer was full. The first grammar of an engine makes llguidance's vocabulary, and that holds
-    Python's lock: every step waits 20 ms with 4,000 tokens, and 0.8 s with 150,000.
+    What is compiled for a request is kept until the request ends. A further grammar is compiled when those that
+    are kept so have room for it: see _MAX_BYTES. Besides, the last ones are kept for requests to come. So a step waits
+    for a grammar only if the lexer of a row is full.
+
+    The first grammar of an engine makes llguidance's vocabulary, and that holds Python's lock: every step waits 20 ms
+    with 4,000 tokens, and 0.8 s with 150,000.
 
     Args:
         vocab_size: of the logits.
@@ -94,6 +132,9 @@ class Grammars:
         self._vocab_size = vocab_size
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-grammars")
         self._kept: Kept[_Compiled] = Kept(_MAX_BYTES, _num_bytes)
+        self._alive: WeakValueDictionary[str, _Compiled] = WeakValueDictionary()  # whoever keeps them
+        self._waiting: deque[Preparation] = deque()
+        self._begun: WeakSet[Preparation] = WeakSet()
         self.end_token_ids: frozenset[int] = frozenset()
         self._source: tuple[str, list[int]] | None = None
         self._tokenizer: LLTokenizer | None = None
@@ -108,16 +149,32 @@ class Grammars:
         self._source, self._tokenizer = (tokenizer, list(eos_token_ids)), None
         self.end_token_ids = frozenset(eos_token_ids)
 
-    def prepare(self, text: str) -> Future[None]:
-        """Compile a grammar, unless it is kept. The future raises InvalidRequestError if it cannot be."""
-        return self._thread.submit(self._prepare, text)
+    def prepare(self, text: str) -> Preparation:
+        """Compile a grammar, unless it is kept."""
+        preparation = Preparation(self, text)
+        self._waiting.append(preparation)
+        self.begin_next(self._waiting[0])
+        return preparation
 
-    def _prepare(self, text: str) -> None:
+    def begin_next(self, asking: Preparation) -> None:
+        """Begin what waits, in order, if there is room. Only the first one asks: the others come behind it."""
+        while self._waiting and asking is self._waiting[0] and self._has_room():
+            self._waiting.popleft()
+            self._begun.add(asking)
+            asking.work = self._thread.submit(self._prepare, asking.text)
+            asking = self._waiting[0] if self._waiting else asking
+
+    def _has_room(self) -> bool:
+        sizes = {each.text: each.num_bytes for each in self._begun}
+        return sum(sizes.values()) < _MAX_BYTES
+
+    def _prepare(self, text: str) -> _Compiled:
         compiled = self.compile(text)
         if compiled.num_tokens > _MAX_TOKENS + len(text):
             self.drop(text, compiled)
-            self.compile(text)
+            compiled = self.compile(text)
         self._kept.shrink()
+        return compiled
 
     def row(self, text: str, output_token_ids: Sequence[int]) -> RowGrammar:
         """The place behind an output in a grammar that was prepared."""
@@ -126,32 +183,25 @@ class Grammars:
     def drop(self, text: str, compiled: _Compiled) -> None:
         """Compile the grammar anew when it is needed next."""
         self._kept.drop(text, compiled)
+        if self._alive.get(text) is compiled:
+            del self._alive[text]
 
     def compile(self, text: str) -> _Compiled:
         """The beginning of a grammar: one that is kept, or a new one."""
-        if (kept := self._kept.get(text)) is not None:
+        if (kept := self._kept.get(text) or self._alive.get(text)) is not None:
             return kept
-        from llguidance import LLMatcher, LLTokenizer
-
         if self._tokenizer is None:
             assert self._source is not None, "a grammar came before the tokenizer"
-            tokenizer, eos_token_ids = self._source
-            self._tokenizer = LLTokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=eos_token_ids)
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=parser_limits())
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # so that the first mask, which is the slowest, is not made in a step
-        if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
-            raise InvalidRequestError(
-                f"The grammar cannot be used: {_first_line(matcher.get_error()) or 'nothing satisfies it'}",
-                param="structured_outputs",
-            )
-        compiled = _Compiled(matcher)
+            self._tokenizer = vocabulary(*self._source, self._vocab_size)
+        compiled = _Compiled(compiled_matcher(self._tokenizer, text))
+        self._alive[text] = compiled
         self._kept.put(text, compiled)
         return compiled
 
 
-def _num_bytes(text: str, compiled: _Compiled) -> int:
-    return _BYTES_PER_CHARACTER * len(text) + min(_BYTES_PER_TOKEN * compiled.num_tokens, _BYTES_OF_FULL_LEXER)
+def _num_bytes(text: str, compiled: _Compiled | None) -> int:
+    num_tokens = 0 if compiled is None else compiled.num_tokens
+    return _BYTES_PER_CHARACTER * len(text) + min(_BYTES_PER_TOKEN * num_tokens, _BYTES_OF_FULL_LEXER)
 
 
 def token_masks(
@@ -201,7 +251,3 @@ def _executor() -> LLExecutor:
     from llguidance import LLExecutor
 
     return LLExecutor()
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]

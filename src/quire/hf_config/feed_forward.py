@@ -180,4 +180,4 @@ def group_routing_of_gguf(metadata: GgufMetadata) -> dict[str, Any]:
 
 
 def _stack(linear: LinearShape, num_experts: int, stacked: str, form: StackedForm) -> LinearShape:
-    return replace(linear, num_experts=num_experts, stacked=stacked, stacked_form=form, cut=Cut("experts"))
+    return replace(linear, num_experts=num_experts, stacked=stacked, stacked_form=form)

@@ -329,11 +329,8 @@ def peak_int8_ops(bits: int = 8, repeats: int = 3) -> float:
     return max(float(_C.peak_int8_ops(bits, _PEAK_ROUNDS)) for _ in range(repeats))
 
 
-GroupError: type[Exception] = RuntimeError if _C is None else _C.GroupError  # another rank has failed
-
-
 def gather(group: Any, part: Tensor, widths: Sequence[int], out: Tensor | None) -> None:
-    """See distributed.group.Group. `out`: None if this rank does not want the result. Raises GroupError."""
+    """See distributed.group.Group. `out`: None if this rank does not want the result. Raises GroupError or StepVoid."""
     _C.Gather(group=group, widths=widths, part=part, out=out).run()
 
 

@@ -15,6 +15,8 @@ try:
 except ImportError as error:
     C = None
     WHY_NOT = "installed without a C++ compiler" if "cannot import name" in str(error) else str(error)
+GroupError: type[Exception] = RuntimeError if C is None else C.GroupError  # see distributed.group
+StepVoid: type[Exception] = RuntimeError if C is None else C.StepVoid
 
 
 def is_used() -> bool:

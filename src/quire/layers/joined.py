@@ -17,15 +17,21 @@ from quire.layers.norm import RMSNorm
 
 
 class JoinedLinear:
-    """Each rank brings some in-features and computes some out-features; all ranks get all of them."""
+    """Each rank brings some in-features and computes some out-features; all ranks get all of them.
 
-    def __init__(self, linear: Projection, share: Share, group: Group) -> None:
+    Args:
+        keeps_part: a rank goes on with its own out-features.
+    """
+
+    def __init__(self, linear: Projection, share: Share, group: Group, *, keeps_part: bool = False) -> None:
         self._linear, self._inputs, self._outputs, self._group = linear, share.inputs, share.widths(0), group
+        self._keeps_part = keeps_part
 
     def __call__(self, x_TK: Rows, *, adapter_slots_T: Tensor | None = None) -> Tensor:
         """[T, K of this rank] -> [T, N]."""
-        assert isinstance(x_TK, Tensor) and adapter_slots_T is None, "ranks have neither GPUs nor adapters"
-        return self._group.gather(self._linear(self._group.gather(x_TK, self._inputs)), self._outputs)
+        assert isinstance(x_TK, Tensor), "ranks have no GPUs"
+        part_TN = self._linear(self._group.gather(x_TK, self._inputs), adapter_slots_T=adapter_slots_T)
+        return part_TN if self._keeps_part else self._group.gather(part_TN, self._outputs)
 
     def quantizes(self, x: Tensor) -> bool:
         """See Linear: ranks join rows that are not quantized."""

@@ -162,8 +162,7 @@ class Linear:
             for dim, (size, whole_size) in enumerate(zip(tensor.shapes(index)[form], whole.shape, strict=True)):
                 if size != whole_size:  # rows, or words or blocks of several rows
                     part = part.narrow(dim, first * whole_size // num_rows, size)
-            tensor.load(index, part)
-        self._finish_if_complete()
+            self._loader(tensor, index)(part)
 
     def _finish_if_complete(self) -> None:
         bias = self._bias_tensor
@@ -175,6 +174,12 @@ class Linear:
         self.scheme.finalize(self)
         for tensor in arrived:  # the slots live as long as the model and would keep the checkpoint in memory
             tensor.clear()
+
+    @property
+    def own_rows(self) -> tuple[range, ...] | None:
+        """Of each shard: the rows of its tensor that a rank has; None: all."""
+        share = self._share
+        return None if share is None else tuple(share.own_rows(index) for index in range(len(self.shards)))
 
     @property
     def parts(self) -> tuple[Linear, ...]:

@@ -12,6 +12,7 @@ from quire.errors import ConfigError, WeightsError
 from quire.gguf.file import SPLIT_NAME, is_gguf
 from quire.loader.gguf_headers import fetch_headers
 from quire.loader.hub import cached_file, download_files, list_files, local_folder, local_path
+from quire.loader.object_store import is_stored, mirror
 from quire.messages import Progress
 
 logger = logs.get_logger(__name__)
@@ -37,13 +38,15 @@ def find_gguf(
     """The file that `--model` and `--gguf-file` name, downloaded if necessary; None if they name no GGUF file.
 
     Args:
-        model: folder, file, hub id, or folder or hub id with a type after a colon, for example `org/model-GGUF:Q4_K_M`.
+        model: folder, file, hub id or URL, or one of these with a type after a colon, as `org/model-GGUF:Q4_K_M`.
         gguf_file: a path, or the name of a file in the model's folder or repository.
         weights: False: do not download a file of the hub; a file of its length holds only its header.
         The other arguments: see `resolve_model`.
 
     Raises ConfigError with the possible names if no model or more than one model fits.
     """
+    if is_stored(model) and model is not None and model.lower().endswith(".gguf"):
+        model, _, gguf_file = model.rpartition("/")
     if gguf_file is not None:
         path = local_path(gguf_file, "gguf_file")
         if model is None or path.is_file():
@@ -89,6 +92,8 @@ def _header(repo: str, name: str, revision: str | None, download_dir: str | None
     if not 1 <= count <= _MAX_PARTS:
         return None
     names = [name] if part is None else [_part_name(name, part, number) for number in range(1, count + 1)]
+    if is_stored(repo):
+        return mirror(repo, [glob.escape(each) for each in names], with_holes=True) / names[0]
     if all(cached_file(repo, each, revision, download_dir) for each in names):
         return cached_file(repo, names[0], revision, download_dir)
     try:

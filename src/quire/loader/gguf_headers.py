@@ -1,4 +1,4 @@
-"""Headers of GGUF files on the hub, without their weights, to plan a model before its download. No torch."""
+"""Headers of GGUF files that are elsewhere, without their weights, to plan a model before its download. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fetch_headers(repo: str, names: Sequence[str], revision: str | None, token: 
         if size is None:
             raise OSError(f"the hub does not say how long {name} is")
         with (folder / Path(name).name).open("wb") as here:
-            _copy_header(partial(_read, url, http_headers), size, here, name)
+            copy_header(partial(_read, url, http_headers), size, here, name)
     return folder
 
 
@@ -69,8 +69,12 @@ def _read(url: str, http_headers: dict[str, str], begin: int, end: int) -> bytes
     return bytes(found[: end - begin])
 
 
-def _copy_header(read: Callable[[int, int], bytes], size: int, here: IO[bytes], name: str) -> None:
-    """Write the header to `here`. `read` gives the bytes of the file on the hub from one place to another."""
+def copy_header(read: Callable[[int, int], bytes], size: int, here: IO[bytes], name: str) -> None:
+    """Write the header to `here`, which gets the length `size`.
+
+    Args:
+        read: gives the bytes of the file, which is elsewhere, from one place to another.
+    """
     start = read(0, min(size, FIRST_BYTES))
     while True:
         try:

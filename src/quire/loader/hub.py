@@ -1,4 +1,6 @@
-"""Finds the folder of a model's name: a local path, or a hub id, downloaded into the hub library's cache.
+"""Finds the folder of a model's name: a local path, a hub id, or a folder of an object store.
+
+What is on the hub is downloaded into the hub library's cache, and what is in an object store is mirrored.
 
 No torch here: the API process resolves tokenizers through this file.
 """
@@ -18,6 +20,7 @@ from typing import Any
 from quire import logs
 from quire.demo import DEMO_MODEL_NAME
 from quire.errors import ConfigError, ModelConfigError
+from quire.loader.object_store import is_stored, list_objects, mirror
 from quire.messages import Progress
 
 logger = logs.get_logger(__name__)
@@ -38,7 +41,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
 )
 
-_EXPECTED = "a folder with config.json, or a hub id, which is owner/name, such as Qwen/Qwen3-0.6B"
+_EXPECTED = "a folder with config.json, a hub id, which is owner/name, such as Qwen/Qwen3-0.6B, or a URL such as s3://bucket/folder"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
 
 
@@ -53,9 +56,10 @@ def resolve_model(
     """The folder with config.json, weights and tokenizer of a model.
 
     Args:
-        name_or_path: an existing folder, or a hub id such as `Qwen/Qwen3-0.6B`.
+        name_or_path: an existing folder, a hub id such as `Qwen/Qwen3-0.6B`, or a URL such as `s3://bucket/folder`.
         revision: branch, tag or commit of a hub id.
-        download_dir: cache folder instead of the hub library's own (HF_HOME).
+        download_dir: cache folder instead of the hub library's own (HF_HOME); None: weights of an object store are only
+            headers here.
         token: access token; without one the hub library's stored login or HF_TOKEN is used.
         progress: called with ("download", fraction, text); None: the hub library draws its own bar on a terminal.
         weights: False leaves the weights out (dummy weights).
@@ -96,7 +100,9 @@ def resolve_tokenizer_files(
 
 
 def list_files(name: str, revision: str | None, token: str | None) -> list[str]:
-    """The files of a hub id; [] if the hub cannot be asked: a download then gives the reason."""
+    """The files of a hub id or URL; [] if the hub cannot be asked: a download then gives the reason."""
+    if is_stored(name):
+        return [each.name for each in list_objects(name)]
     from huggingface_hub import HfApi
 
     if local_folder(name) is not None:
@@ -133,7 +139,9 @@ def local_path(name: str, param: str = "model") -> Path:
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder if the name is a local path; None if it can only be a hub id."""
+    """The folder if the name is a local path; None if it can only be a hub id or a URL."""
+    if is_stored(name):
+        return None
     if not name or "\0" in name:
         raise _not_found(name, "A model name cannot be empty or contain a zero byte")
     path = local_path(name)
@@ -219,7 +227,12 @@ def download_files(
     patterns: list[str],
     ignored: Sequence[str] = (),
 ) -> Path:
-    """The folder of a hub id with the files that match, in all its subfolders. Errors: see resolve_model."""
+    """The folder of a hub id with the files that match, in all its subfolders. Errors: see resolve_model.
+
+    Of a URL the mirror, with holes unless there is a `download_dir`.
+    """
+    if is_stored(name):
+        return mirror(name, patterns, ignored, download_dir, progress, with_holes=download_dir is None)
     from huggingface_hub import errors, snapshot_download
 
     logs.adopt("huggingface_hub")

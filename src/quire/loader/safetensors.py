@@ -13,7 +13,9 @@ import torch
 
 from quire.errors import WeightsError
 from quire.kernels.pages import map_file
+from quire.loader.object_store import stored_object
 from quire.loader.safetensors_headers import TensorEntry, read_headers
+from quire.loader.streamed import stream_tensors
 from quire.messages import Progress
 from quire.resolve import shown_bytes
 
@@ -72,9 +74,15 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 def map_tensors(
     path: Path, entries: list[TensorEntry], names: Collection[str] | None = None
 ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-    """Yield (entry, view of the mapped file) in file order: all tensors of one file, or only the `names`."""
+    """Yield (entry, view of the mapped file) in file order: all tensors of one file, or only the `names`.
+
+    Tensors of an object in an object store are read into memory of their own.
+    """
     wanted = [entry for entry in entries if names is None or entry.name in names]
     if not wanted:
+        return
+    if (source := stored_object(path)) is not None:
+        yield from stream_tensors(source, wanted)
         return
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size < entries[-1].end:

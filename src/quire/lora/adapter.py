@@ -157,8 +157,9 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
         for linear in layer.linears():
             if not linear.is_adaptable:
                 continue
-            sizes = (num_outputs for _, num_outputs in linear.shards)
-            shapes |= {name: (size, linear.in_features) for name, size in zip(linear.names, sizes, strict=True)}
+            whole = linear.whole()
+            sizes = (num_outputs for _, num_outputs in whole.shards)
+            shapes |= {name: (size, whole.in_features) for name, size in zip(whole.names, sizes, strict=True)}
     return shapes | {OUTPUT: (config.vocab_size, config.hidden_size)}
 
 

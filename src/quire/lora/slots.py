@@ -17,13 +17,15 @@ from quire.lora.adapter import Delta
 from quire.lora.facts import AdapterFacts
 from quire.models.decoder import Decoder
 
+_Part = tuple[str, int]  # the name of a weight that adapters may change, and the first of its rows that are here
+
 
 @dataclass(frozen=True)
 class PackedAdapter:
     """An adapter in the form of the kernels, on the device of its model."""
 
     facts: AdapterFacts
-    deltas: dict[str, PackedDelta]  # by the names of the weights that they change
+    deltas: dict[_Part, PackedDelta]
 
 
 class AdapterSlots:
@@ -45,18 +47,22 @@ class AdapterSlots:
         target_modules: Collection[str] = (),
     ) -> None:
         self._device = model.device
-        self._tables: list[tuple[LoraTable, tuple[str, ...]]] = []
+        self._tables: list[tuple[LoraTable, list[_Part]]] = []
         self._looks_up: dict[str, bool] = {}  # by the name of a weight that adapters may change
+        self._rows: dict[str, list[range]] = {}  # of that weight: those that are here
         for place in model.adaptable():
             names = tuple(name for name, _ in place.parts)
             if target_modules and not any(name.rpartition(".")[2] in target_modules for name in names):
                 continue
             columns = [num_columns for _, num_columns in place.parts]
+            rows = place.rows or [range(num_columns) for num_columns in columns]
             sizes = (num_slots, max_rank, place.in_features, columns)
             table = LoraTable(*sizes, dtype, model.device, looks_up=place.looks_up)
             place.layer.lora = table
-            self._tables.append((table, names))
+            self._tables.append((table, [(name, own.start) for name, own in zip(names, rows, strict=True)]))
             self._looks_up |= dict.fromkeys(names, place.looks_up)
+            for name, own in zip(names, rows, strict=True):
+                self._rows.setdefault(name, []).append(own)
         self._slots: dict[str, int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -71,10 +77,12 @@ class AdapterSlots:
         Args:
             deltas: with the name of the weight that they change; AdapterSlots knows each of them.
         """
-        packed = {
-            name: pack_delta(delta.a_RK, delta.b_NR, delta.scale, looks_up=self._looks_up[name]).to(self._device)
-            for name, delta in deltas
-        }
+        packed: dict[_Part, PackedDelta] = {}
+        for name, delta in deltas:
+            for rows in self._rows[name]:
+                b_NR = delta.b_NR[rows.start : rows.stop]
+                part = pack_delta(delta.a_RK, b_NR, delta.scale, looks_up=self._looks_up[name])
+                packed[name, rows.start] = part.to(self._device)
         return PackedAdapter(facts, packed)
 
     def add(self, adapter: PackedAdapter) -> None:
@@ -84,8 +92,8 @@ class AdapterSlots:
             return
         assert self._free, f"{digest} is one adapter too many for {len(self._slots)} slots"
         slot = self._free.pop()
-        for table, names in self._tables:
-            table.set(slot, [adapter.deltas.get(name) for name in names])
+        for table, parts in self._tables:
+            table.set(slot, [adapter.deltas.get(part) for part in parts])
         self._slots[digest] = slot
 
     def remove(self, digest: str) -> None:

@@ -40,7 +40,7 @@ from quire.layers.weight_slot import AnySlots
 from quire.model_config import ModelConfig
 from quire.models.latent import LatentAttention
 from quire.moe.layer import ChoiceBias, MoE
-from quire.moe.stack import ExpertStack, SplitStack, make_stack
+from quire.moe.stack import ExpertStack, JoinedStack, SplitStack, make_stack
 
 
 class Weighted(Protocol):
@@ -181,13 +181,13 @@ class LayerBuilder:
         self.parts += [(shape.prefix, part) for part in linear.parts]
         return linear
 
-    def joined(self, shape: LinearShape) -> Projection | JoinedLinear:
-        """A linear layer whose input is what ranks have made of cut outputs."""
+    def joined(self, shape: LinearShape, *, keeps_part: bool = False) -> Projection | JoinedLinear:
+        """A linear layer whose input is what ranks have made of cut outputs. `keeps_part`: see JoinedLinear."""
         linear = self.linear(shape)
         if self.group is None:
             return linear
         assert shape.share is not None, "what a rank has is a part"
-        return JoinedLinear(linear, shape.share, self.group)
+        return JoinedLinear(linear, shape.share, self.group, keeps_part=keeps_part)
 
     def wide_norms(self, spec: Full, norms: Sequence[RMSNorm]) -> list[Callable[[Tensor], Tensor]]:
         """Norms over all heads of q, and over all heads of k."""
@@ -221,7 +221,7 @@ class LayerBuilder:
         )
         sinks = None
         if spec.sinks:
-            sinks = Sinks(spec.num_q_heads, self.dtype)
+            sinks = Sinks(spec.num_q_heads, self.dtype, spec.sink_share)
             self.parts.append((spec.qkv.prefix, sinks))
         norms = [self.norm(shape) for shape in spec.norms]
         head_norms, wide_norms = ([], norms) if spec.qk_norm == "full" else (norms, [])
@@ -259,14 +259,14 @@ class LayerBuilder:
             reader=self.linear(spec.input),
             row_norm=self.norm(spec.row_norm, spec.norm_eps),
             up=up,
-            output=self.linear(spec.output),
+            output=self.joined(spec.output),
             query=None if spec.query is None else self.linear(spec.query),
             query_norm=None if spec.query_norm is None else self.norm(spec.query_norm, spec.norm_eps),
         )
 
-    def mlp(self, spec: Dense) -> MLP:
-        """A gated MLP."""
-        gate_up, down = self.linear(spec.gate_up), self.joined(spec.down)
+    def mlp(self, spec: Dense, *, keeps_part: bool = False) -> MLP:
+        """A gated MLP. `keeps_part`: see JoinedLinear."""
+        gate_up, down = self.linear(spec.gate_up), self.joined(spec.down, keeps_part=keeps_part)
         return MLP(gate_up, gated_activation(spec.activation, feeds=down), down)
 
     def stack(self, shape: LinearShape) -> ExpertStack | SplitStack:
@@ -281,10 +281,14 @@ class LayerBuilder:
         if spec.router.has_bias_for_choice:
             choice_bias = ChoiceBias(spec.num_experts)
             self.parts.append((f"{spec.router.linear.names[0]}.", choice_bias))
-        gate_up, down = self.stack(spec.expert.gate_up), self.stack(spec.expert.down)
-        shared = None if spec.shared is None else self.mlp(spec.shared)
+        gate_up, stack, join = self.stack(spec.expert.gate_up), self.stack(spec.expert.down), None
+        down: ExpertStack | SplitStack | JoinedStack = stack
+        if self.group is not None and (share := spec.expert.down.share) is not None:
+            down, join = JoinedStack(stack, share, self.group), partial(self.group.gather, widths=share.widths(0))
+        shared = None if spec.shared is None else self.mlp(spec.shared, keeps_part=True)
         shared_gate = None if spec.shared_gate is None else self.gate(spec.shared_gate)
-        self.mixtures.append(MoE(spec, router, choice_bias, gate_up, down, shared, shared_gate, self.device))
+        parts = (gate_up, down, shared, shared_gate)
+        self.mixtures.append(MoE(spec, router, choice_bias, *parts, self.device, join))
         return self.mixtures[-1]
 
 

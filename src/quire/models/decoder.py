@@ -44,12 +44,14 @@ class Adaptable:
 
     Attributes:
         parts: the names of its weights in Llama's style, without suffix, and their out-features.
+        rows: of each part: those of the whole weight that a rank has; None: all.
         looks_up: the in-features are tokens.
     """
 
     layer: Linear | Lookup
     parts: tuple[tuple[str, int], ...]
     in_features: int
+    rows: tuple[range, ...] | None = None
     looks_up: bool = False
 
 
@@ -246,12 +248,13 @@ class Decoder:
 
     def adaptable(self) -> Iterator[Adaptable]:
         """Every layer to whose results adapters may add, the embeddings first and the logits last."""
-        hidden_size, vocab_size = self.config.hidden_size, self.config.vocab_size
+        hidden_size, vocab_size, output = self.config.hidden_size, self.config.vocab_size, self._output
         yield Adaptable(self._embed, ((EMBEDDINGS, hidden_size),), vocab_size, looks_up=True)
         for prefix, part in self._parts:
             if isinstance(part, Linear) and part.is_adaptable and not isinstance(part, OutputProjection):
-                yield Adaptable(part, tuple((prefix + name, size) for name, size in part.shards), part.in_features)
-        yield Adaptable(self._output, ((OUTPUT, vocab_size),), hidden_size)
+                parts = tuple((prefix + name, size) for name, size in part.shards)
+                yield Adaptable(part, parts, part.in_features, part.own_rows)
+        yield Adaptable(output, ((OUTPUT, output.out_features),), hidden_size, output.own_rows)
 
     def own_name(self, checkpoint_name: str) -> str | None:
         """Our name, in Llama's style, of a tensor of the checkpoint; None: the model does not use it."""
@@ -282,7 +285,11 @@ class Decoder:
         if config.logits_soft_cap:
             cap = config.logits_soft_cap
             logits_RV = logits_RV.div_(cap).tanh_().mul_(cap)
-        share = config.vocab_share
+        return self.join_logits(logits_RV)
+
+    def join_logits(self, logits_RV: Tensor) -> Tensor:
+        """Of all tokens, from those of a rank's tokens: for the first rank, others get none."""
+        share = self.config.vocab_share
         if self._group is None or share is None:
             return logits_RV
         return self._group.gather_to_first(logits_RV, share.widths(0))

@@ -94,10 +94,12 @@ class Head(Decoder):
         return hidden_TD
 
     def compute_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
-        """logits_RV in float32; minus infinity for tokens that it cannot draft."""
+        """logits_RV in float32; minus infinity for tokens that it cannot draft. For the first rank, as Decoder's."""
         assert adapter_slots_R is None, "a head drafts without adapters"
         x_RD = self._final_norm(hidden_RD) if self.head.kind == "eagle3" else hidden_RD
         logits_RK = self._output.logits(x_RD)
+        if not self.head.owns_output:
+            logits_RK = self._target.join_logits(logits_RK)
         if self.config.logits_scaling != 1.0:
             logits_RK /= self.config.logits_scaling
         return logits_RK if self._drafted is None else self._drafted.spread(logits_RK)

@@ -14,6 +14,7 @@ from quire.kernels.fp8 import Rows
 from quire.kernels.layer_rules import LatentRotation
 from quire.kernels.ops import latent_rope_and_cache
 from quire.layer_spec import Latent
+from quire.layers.joined import JoinedLinear
 from quire.layers.linear import Projection
 from quire.layers.norm import RMSNorm
 from quire.layers.up_projection import UpProjection
@@ -36,7 +37,7 @@ class LatentAttention:
         reader: Projection,
         row_norm: RMSNorm,
         up: UpProjection,
-        output: Projection,
+        output: Projection | JoinedLinear,
         query: Projection | None,
         query_norm: RMSNorm | None,
     ) -> None:

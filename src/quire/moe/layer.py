@@ -19,7 +19,7 @@ from quire.kernels.routing import RoutingRule
 from quire.layer_spec import Experts
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import WeightSlot
-from quire.moe.stack import ExpertStack, SplitStack
+from quire.moe.stack import ExpertStack, JoinedStack, SplitStack
 
 _FIRST_UNITS = 1024  # rows, more than a step has that is recorded or captured
 
@@ -49,6 +49,7 @@ class MoE:
         router: hidden -> logits.
         shared: the expert for every token.
         shared_gate: hidden -> 1.
+        join: what ranks do with their columns of the output; None: there is one rank.
     """
 
     reader = None  # several layers read the input
@@ -59,10 +60,11 @@ class MoE:
         router: Linear,
         choice_bias: ChoiceBias | None,
         gate_up: ExpertStack | SplitStack,
-        down: ExpertStack | SplitStack,
+        down: ExpertStack | SplitStack | JoinedStack,
         shared: Callable[[Tensor, ForwardBatch], Tensor] | None,
         shared_gate: Linear | None,
         device: torch.device,
+        join: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         rule, self.num_experts = spec.router, spec.num_experts
         self._rule = RoutingRule(
@@ -80,7 +82,7 @@ class MoE:
         self._gate_up, self._down, self._activation = gate_up, down, spec.expert.activation
         self._weighs_input = rule.weighs_input
         self._units = [torch.ones(_FIRST_UNITS, spec.num_active, device=device)]
-        self._shared, self._shared_gate = shared, shared_gate
+        self._shared, self._shared_gate, self._join = shared, shared_gate, join
         self.begins: Tensor | None = None  # takes Routing.begins of each step, for somebody who watches
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
@@ -101,7 +103,8 @@ class MoE:
         )
         shared_TD = None if self._shared is None else self._shared(x_TD, batch)
         gate_T1 = None if self._shared_gate is None else self._shared_gate(x_TD, torch.float32)
-        return combine(y_PD, routing, shared_TD, gate_T1)
+        out_TD = combine(y_PD, routing, shared_TD, gate_T1)
+        return out_TD if self._join is None else self._join(out_TD)
 
     def _ones(self, like_TS: Tensor) -> Tensor:
         """Weights of 1. Memory that was handed out stays: recorded steps read it."""

@@ -12,11 +12,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from quire.distributed.group import Group
 from quire.errors import WeightsError
 from quire.formats.stored_linear import StoredLinear
 from quire.kernels.expert_stack import PackedStack, StackBuilder
 from quire.kernels.experts import expert_linear
 from quire.kernels.routing import Routing
+from quire.layer_spec import Share
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import StackedSlots, WeightSlot
 from quire.quantization.select import select_scheme
@@ -69,7 +71,8 @@ class ExpertStack:
     @cached_property
     def _rows(self) -> dict[str, range]:
         """The outputs of each shard in a tensor of all experts."""
-        shards, end = self._shape.shards, self.out_features
+        whole = self._shape.whole()
+        shards, end = whole.shards, whole.out_features
         if self._shape.stacked_form == "turns":
             return {name: range(first, end, len(shards)) for first, (name, _) in enumerate(shards)}
         begins = accumulate((size for _, size in shards), initial=0)
@@ -130,6 +133,16 @@ class SplitStack:
         for part, columns_PN in zip(self.parts, out_PN.split_with_sizes(sizes, 1), strict=True):
             part(x, routing, of_tokens=of_tokens, out=columns_PN)
         return out_PN
+
+
+class JoinedStack:
+    """A stack of one of several ranks, which bring some in-features each. It gives its own out-features."""
+
+    def __init__(self, stack: ExpertStack | SplitStack, share: Share, group: Group) -> None:
+        self._stack, self._inputs, self._group = stack, share.inputs, group
+
+    def __call__(self, x: Tensor, routing: Routing, *, of_tokens: bool) -> Tensor:
+        return self._stack(self._group.gather(x, self._inputs), routing, of_tokens=of_tokens)
 
 
 def make_stack(stored: Sequence[StoredLinear], dtype: torch.dtype) -> ExpertStack | SplitStack:

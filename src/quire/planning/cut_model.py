@@ -14,7 +14,7 @@ from quire.distributed.layout import head_shares, shares
 from quire.errors import ConfigError, ModelConfigError
 from quire.formats.stored_linear import row_unit
 from quire.formats.weight_format import PANEL_WIDTH
-from quire.layer_spec import Attention, Dense, FeedForward, Full, LinearShape, Share
+from quire.layer_spec import Attention, Dense, FeedForward, Full, Latent, LinearShape, Share
 from quire.model_config import ModelConfig
 
 MOST_DEGREES = 64  # ranks per copy that are looked at where the legal numbers are listed
@@ -33,12 +33,10 @@ class ModelCut:
     def part(self, rank: int = 0) -> ModelConfig:
         """What one rank holds; the first one holds the most. Raises ModelConfigError if the model cannot be cut so."""
         model = self._model
-        if self._num_parts == 1:
+        if self._num_parts == 1 or not model.is_shared:
             return model
         if not model.is_native:
             raise self._impossible("transformers' modelling code runs it, which is not cut")
-        if model.drafter is not None or model.head is not None:
-            raise self._impossible("a model that drafts is not cut, and not run beside one that is")
         layers = tuple(
             replace(
                 layer,
@@ -49,19 +47,26 @@ class ModelCut:
         )
         unit = lcm(self._unit(model.output_linear()), self._unit(model.embeddings()))
         rows = self._ranges("the vocabulary", model.vocab_size, unit)
-        return replace(model, layers=layers, vocab_share=Share(rank, (tuple(rows),), (model.vocab_size,)))
+        share = Share(rank, (tuple(rows),), (model.vocab_size,))
+        return replace(model, layers=layers, vocab_share=share, drafter=self._drafter(rank))
+
+    def _drafter(self, rank: int) -> ModelConfig | None:
+        """A model that drafts is cut too. Every rank has all of one that cannot be cut, and of a head."""
+        drafter = self._model.drafter
+        if drafter is None or why_not_cut(drafter, self._num_parts) is not None:
+            return drafter
+        return ModelCut(drafter, self._num_parts).part(rank)
 
     def _attention(self, part: Attention, rank: int) -> Attention:
+        if isinstance(part, Latent):
+            return self._latent(part, rank)
         if not isinstance(part, Full):
-            raise self._impossible("its attention is not of heads with keys and values of their own")
-        if part.sinks or part.qkv.paired_heads:
-            raise self._impossible("its heads have sinks, or rows in another order, which ranks do not share yet")
+            raise self._impossible("it has layers with a state, which ranks do not share")
         size, unit = part.head_dim, self._unit(part.qkv)
         heads = head_shares(part.num_q_heads, part.num_kv_heads, self._num_parts, lcm(unit, size) // size)
         if not all(own for own, _ in heads):
             raise self._impossible(f"it has {part.num_q_heads} heads")
-        queries = [range(own.start * size, own.stop * size) for own, _ in heads]
-        keys = [range(own.start * size, own.stop * size) for _, own in heads]
+        queries, keys = (_times(own, size) for own in zip(*heads, strict=True))
         if any(each.start % unit for each in (*queries, *keys)):
             raise self._impossible(f"{part.qkv.names[0]} keeps {unit} out-features together")
         if part.qk_norm == "full" and self._num_parts > part.num_kv_heads:
@@ -71,20 +76,57 @@ class ModelCut:
             num_q_heads=len(heads[rank][0]),
             num_kv_heads=len(heads[rank][1]),
             qkv=_with_rows(part.qkv, rank, (queries, keys, keys)),
-            output=self._joined(part.output, rank, queries),
+            output=self._joined(part.output, rank, queries, self._outputs(part.output)),
+            sink_share=Share(rank, (tuple(own for own, _ in heads),), (part.num_q_heads,)) if part.sinks else None,
+        )
+
+    def _latent(self, part: Latent, rank: int) -> Latent:
+        """Heads are shared. Every rank has the rows of the cache, and what gives them."""
+        sizes = {
+            (part.input if part.query is None else part.query): part.nope_dim + part.rope_dim,
+            part.up: part.nope_dim + part.value_dim,
+        }
+        unit = lcm(*(lcm(self._unit(linear), size) // size for linear, size in sizes.items()))
+        heads = shares(part.num_heads, self._num_parts, unit)
+        if not all(heads):
+            raise self._impossible(f"it has {part.num_heads} heads, {unit} of which stay together")
+        (queries, ups), num_heads = (_times(heads, size) for size in sizes.values()), len(heads[rank])
+        rows = [range(part.input.shards[1][1])] * self._num_parts
+        return replace(
+            part,
+            num_heads=num_heads,
+            input=_with_rows(part.input, rank, (queries, rows)) if part.query is None else part.input,
+            query=None if part.query is None else _with_rows(part.query, rank, (queries,)),
+            up=replace(
+                _with_rows(part.up, rank, (ups,)),
+                matrices=tuple((num_heads, N, K) for _, N, K in part.up.matrices),
+            ),
+            output=self._joined(part.output, rank, _times(heads, part.value_dim), self._outputs(part.output)),
         )
 
     def _feed_forward(self, part: FeedForward, rank: int) -> FeedForward:
-        if not isinstance(part, Dense):
-            raise self._impossible("it has experts, which are not shared by ranks in this version")
+        if isinstance(part, Dense):
+            return self._mlp(part, rank, self._outputs(part.down))
+        # Each rank adds up its outputs of all experts before they are joined, so all have the same ones.
+        mlps = (part.expert,) if part.shared is None else (part.expert, part.shared)
+        outputs = self._outputs(*(mlp.down for mlp in mlps))
+        expert, *shared = (self._mlp(mlp, rank, outputs) for mlp in mlps)
+        return replace(part, expert=expert, shared=shared[0] if shared else None)
+
+    def _mlp(self, part: Dense, rank: int, outputs: Sequence[range]) -> Dense:
         inner = self._ranges(part.gate_up.names[0], part.down.in_features, self._unit(part.gate_up))
         return replace(
-            part, gate_up=_with_rows(part.gate_up, rank, (inner, inner)), down=self._joined(part.down, rank, inner)
+            part,
+            gate_up=_with_rows(part.gate_up, rank, (inner, inner)),
+            down=self._joined(part.down, rank, inner, outputs),
         )
 
-    def _joined(self, linear: LinearShape, rank: int, inputs: Sequence[range]) -> LinearShape:
-        rows = self._ranges(linear.names[0], linear.out_features, self._unit(linear))
-        cut = _with_rows(linear, rank, (rows,))
+    def _outputs(self, *linears: LinearShape) -> list[range]:
+        """Of layers with the same outputs."""
+        return self._ranges(linears[0].names[0], linears[0].out_features, lcm(*map(self._unit, linears)))
+
+    def _joined(self, linear: LinearShape, rank: int, inputs: Sequence[range], outputs: Sequence[range]) -> LinearShape:
+        cut = _with_rows(linear, rank, (outputs,))
         assert cut.share is not None
         return replace(cut, share=replace(cut.share, inputs=tuple(map(len, inputs))))
 
@@ -115,8 +157,17 @@ def _with_rows(linear: LinearShape, rank: int, sections: Sequence[Sequence[range
             tuple(range(start + each.start, start + each.stop) for each in section)
             for start, section in zip(starts, rows, strict=True)
         ]
-    shards = tuple((name, len(section[rank])) for name, section in zip(names, rows, strict=True))
-    return replace(linear, shards=shards, share=Share(rank, tuple(rows), sizes))
+    own = [len(section[rank]) for section in rows]
+    heads = linear.paired_heads and tuple(
+        count * num_rows // size for count, num_rows, size in zip(linear.paired_heads, own, sizes, strict=True)
+    )
+    shards, share = tuple(zip(names, own, strict=True)), Share(rank, tuple(rows), sizes)
+    return replace(linear, shards=shards, share=share, paired_heads=heads)
+
+
+def _times(ranges: Sequence[range], size: int) -> list[range]:
+    """The rows of these heads."""
+    return [range(each.start * size, each.stop * size) for each in ranges]
 
 
 def legal_degrees(model: ModelConfig, most: int) -> list[int]:

@@ -16,21 +16,34 @@ logger = get_logger(__name__)
 
 
 def check_machine(config: EngineConfig) -> None:
-    """Raise ConfigError for more replicas than this machine has cores or GPUs for. Nothing is started or read."""
-    num_replicas = config.data_parallel_size
-    if num_replicas == 1:
-        return
-    _check_count(num_replicas, devices.num_cores(), "core")
-    if config.device != "cpu" and (num_gpus := devices.num_gpus()):
-        _check_count(num_replicas, num_gpus, "GPU")
-    num_threads = num_replicas * config.tensor_parallel_size * (config.num_threads or envs.NUM_THREADS.get())
-    if num_threads > devices.num_cores():
+    """Raise ConfigError for more replicas than this machine has cores or GPUs for. Nothing is started or read.
+
+    Threads of replicas and ranks without a core of their own are only a warning.
+    """
+    num_replicas, num_cores = config.data_parallel_size, devices.num_cores()
+    if num_replicas > 1:
+        _check_count(num_replicas, num_cores, "core")
+        if config.device != "cpu" and (num_gpus := devices.num_gpus()):
+            _check_count(num_replicas, num_gpus, "GPU")
+    num_processes = num_replicas * config.tensor_parallel_size
+    if num_processes > 1 and not has_own_cores(config, num_cores):
         logger.warning(
-            "%d replicas with %d threads in all share %d cores: each other's threads hold them up",
-            num_replicas,
-            num_threads,
-            devices.num_cores(),
+            "%d processes with %d threads in all share %d cores: each other's threads hold them up",
+            num_processes,
+            _num_threads(config, num_cores),
+            num_cores,
         )
+
+
+def has_own_cores(config: EngineConfig, num_cores: int) -> bool:
+    """Whether the threads of all ranks of all replicas have a core of a machine each."""
+    return _num_threads(config, num_cores) <= num_cores
+
+
+def _num_threads(config: EngineConfig, num_cores: int) -> int:
+    """Of all processes that compute. Without a number each rank takes its share of the cores, at least one."""
+    num_ranks = config.data_parallel_size * config.tensor_parallel_size
+    return num_ranks * (config.num_threads or envs.NUM_THREADS.get() or max(num_cores // num_ranks, 1))
 
 
 def _check_count(num_replicas: int, count: int, what: str) -> None:

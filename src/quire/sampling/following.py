@@ -13,12 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.distributed.group import AgreedError, Group
+from quire.distributed.group import Group
 from quire.sampling.batch_params import SamplingState
 from quire.sampling.grammars import GrammarMasks
 from quire.sampling.sampler import LaunchedTokens, Sampler
-
-_IS_VALID, _HAS_ERROR, _ALL_FAILED = 0, 1, 2  # what the first rank says of a token
 
 
 class SharedSampler(Sampler):
@@ -41,18 +39,11 @@ class SharedSampler(Sampler):
         before: Sequence[Sequence[int]] = (),
         masks: GrammarMasks | None = None,
     ) -> LaunchedTokens:
-        """As Sampler.launch. An error of the first rank becomes an AgreedError on all of them."""
         if self._group.rank != 0:
             told_R2 = self._tell(torch.empty((len(rows), 0), dtype=torch.int64))
-            if (told_R2[:, 1] == _ALL_FAILED).any():
-                raise AgreedError("the first rank could not sample")
-            chosen_R = torch.zeros(len(rows)).masked_fill_(told_R2[:, 1] == _HAS_ERROR, torch.nan)
+            chosen_R = torch.zeros(len(rows)).masked_fill_(told_R2[:, 1] != 0, torch.nan)
             return LaunchedTokens(told_R2[:, 0].contiguous(), chosen_R, None)
-        try:
-            launched = super().launch(logits_RV, rows, parameters, before, masks)
-        except Exception as error:
-            self._tell(torch.full((len(rows), 2), _ALL_FAILED))
-            raise AgreedError(str(error)) from error
+        launched = super().launch(logits_RV, rows, parameters, before, masks)
         has_error_R = ~launched.chosen_R.isfinite() | (launched.token_ids_R < 0)
         has_error_R[list(launched.failed)] = True
         self._tell(torch.stack([launched.token_ids_R, has_error_R.long()], 1))

@@ -54,10 +54,11 @@ class LaunchedTokens:
     """The result of `Sampler.launch` on the device."""
 
     token_ids_R: Tensor  # int64; -1: the row has no distribution
-    chosen_R: Tensor  # float32: the chosen tokens' logits, after filters and penalties
+    chosen_R: Tensor  # float32: the chosen tokens' logits, after filters and penalties; see `excludes`
     logits_RV: Tensor | None  # after filters and penalties; None on a GPU, because reading them would wait
     reports: list[_Report] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)  # row of the call -> why its grammar allows no token
+    excludes: bool = False  # tokens may be excluded: without a distribution, chosen_R has the row's highest logit
 
     def tensors(self) -> list[Tensor]:
         """All tensors that `finish` needs on the host."""
@@ -93,7 +94,7 @@ class LaunchedTokens:
             if bool(logits_V.isnan().any()):
                 return "The model's logits for this request are not numbers (NaN). No token can be sampled."
             return _IS_INFINITE if bool(logits_V.isposinf().any()) else _NOTHING_LEFT
-        if self.token_ids_R[index] < 0:
+        if self.token_ids_R[index] < 0 and not (self.excludes and chosen == -np.inf):
             return _NO_DISTRIBUTION
         return _IS_INFINITE if chosen > 0 else _NOTHING_LEFT
 
@@ -154,7 +155,10 @@ class Sampler:
         failed = {} if masks is None else masks.apply(logits_RV)
         token_ids_R, chosen_R = self.choose(logits_RV, rows, parameters, before)
         on_host = logits_RV if logits_RV.device.type == "cpu" else None
-        launched = LaunchedTokens(token_ids_R, chosen_R, on_host, failed=failed)
+        excludes = on_host is None and bool(parameters) and bool(state.filters or state.grammars)
+        if excludes:
+            chosen_R = highest_without_token(logits_RV, token_ids_R, chosen_R)
+        launched = LaunchedTokens(token_ids_R, chosen_R, on_host, failed=failed, excludes=excludes)
         if wanted:
             scores_LV = _rows_of(logits_RV, wanted) if raw_LV is None else raw_LV
             if not self.reports_raw:
@@ -218,6 +222,11 @@ class Sampler:
         return state.temperature_C[rows], state.top_k_C[rows], state.top_p_C[rows], state.min_p_C[rows]
 
 
+def highest_without_token(logits_RV: Tensor, token_ids_R: Tensor, chosen_R: Tensor) -> Tensor:
+    """The logits of the chosen tokens; of rows without one (-1) the highest: -inf if everything is excluded, or NaN."""
+    return torch.where(token_ids_R < 0, logits_RV.amax(1), chosen_R)
+
+
 def _rows_of(values_R: Tensor, indices: list[int]) -> Tensor:
     """A copy of some rows. It does not wait for the device."""
     return values_R.index_select(0, gpu.place(torch.tensor(indices), values_R.device))
@@ -228,7 +237,4 @@ _NOTHING_LEFT = (
     "No token is left to sample: allowed_token_ids, bad_words, min_tokens and structured_outputs exclude the whole "
     "vocabulary."
 )
-_NO_DISTRIBUTION = (
-    "The model's logits for this request are not numbers (NaN) or infinite, or allowed_token_ids, bad_words and "
-    "min_tokens exclude the whole vocabulary. No token can be sampled."
-)
+_NO_DISTRIBUTION = "The model's logits for this request are not numbers (NaN) or infinite. No token can be sampled."

@@ -30,13 +30,14 @@ PRIOR_WEIGHT, PRIOR_WEIGHT_OF_ALL = 8, 16
 TRIAL_SHARE = 1 / 128  # of the time of steps, added to the credit
 READING_SHARE = 1 / 72  # at most, where a drafter in the worker needs it to read what it misses
 MOST_SAVED, MOST_OWED = 16, 4  # bounds of the credit, in steps; it may be saved for one trial that takes longer
-FIRST_SAVED, FIRST_TRIALS = 3, 48  # the credit at the start: so many steps, or so many trials where they take less
+FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start: so many steps, or so many trials where they take less
 MOST_TRIALS = 8  # of a step: a drafter reads its weights for several at once
 DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by a standard deviation
 SEARCH_STEPS = 16  # between two looks for somebody who may try, where nobody may
 MOST_WAITED = 64  # steps of a request between two trials that failed
 NEWS_SHARE = 1 / 4  # of the running requests: after so many results, depths are chosen anew
-COST_STEPS = 64  # between two looks at what steps cost: contexts grow
+# Between two looks at what steps cost: at first the engine learns what steps with drafts take, and later contexts grow.
+FIRST_COST_STEPS, COST_STEPS = 4, 64
 LEAST_MISSED = 32  # tokens that a drafter has not read: fewer it reads beside its drafts
 READ_TOKENS = 16  # a 0.6B model with two cores: 17 ms a token, and 1.1 ms for each more in a prompt
 DRAFTER_MEMORY = 8  # steps that count in what a drafter takes
@@ -136,6 +137,7 @@ class AdaptiveDepth:
         self._depth_of_new, self._most_depth = 0, 0
         self._seconds: list[float] = []  # of a step, by its drafts
         self._looked_at, self._next_look = (0, 0), 0  # requests and drafts; in which step again
+        self._look_steps = FIRST_COST_STEPS  # between the last look and the next one
         self._next_search = 0  # for requests that may try: not before this step
         self._may_pay = True  # if all drafts held
         self._credit, self._share = 0.0, TRIAL_SHARE  # see the module
@@ -298,6 +300,8 @@ class AdaptiveDepth:
         self._num_news = 0
         most = min(most, most_each * len(requests))
         if self._step >= self._next_look or self._looked_at != (len(requests), most):
+            is_new = self._looked_at != (len(requests), most)
+            self._look_steps = FIRST_COST_STEPS if is_new else min(2 * self._look_steps, COST_STEPS)
             self._looked_at = len(requests), most
             self._look([request.num_computed_tokens for request in requests], most_each, most)
         known = [self._drafting(request) for request in requests]
@@ -319,7 +323,7 @@ class AdaptiveDepth:
         """What steps cost now."""
         is_first, num_requests = not self._seconds, len(starts)
         self._seconds = self._step_seconds(starts, most)
-        self._next_look = self._step + COST_STEPS
+        self._next_look = self._step + self._look_steps
         if self._reads_late and self._draft_seconds is not None:  # there is more and more to read
             needed = 1.1 * (self._draft_seconds(2) - self._draft_seconds(1)) / self._seconds[0]
             self._share = max(needed, TRIAL_SHARE) if needed <= READING_SHARE else TRIAL_SHARE

@@ -188,9 +188,10 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """The next batch, or None if there is nothing to do before a result arrives.
 
-        Within one token budget, running requests that lack one token come first, in order, then prompts: what lacks
-        more, and what waits. A running request that lacks a block preempts the last running one; a waiting one preempts
-        nobody. Where drafts pay (Speculation.waits), the batch has to wait for the tokens of the one in flight.
+        Within one token budget, running requests that lack one token, or a few that a grammar forced, come first, in
+        order, then prompts: what lacks more, and what waits. A running request that lacks a block preempts the last
+        running one; a waiting one preempts nobody. Where drafts pay (Speculation.waits), the batch has to wait for the
+        tokens of the one in flight.
         """
         if self.speculation is not None and self.speculation.waits and self._samples_in_flight():
             return None
@@ -210,16 +211,16 @@ class Scheduler:
         prompts: list[Request] = []
         for request in self._running:  # preemption shortens this list from its end, which ends the loop early
             count = num_schedulable(request)
-            if count > 1:
+            if count > request.num_forced_tokens + 1:
                 if not self._extend_or_preempt(request, count):
                     break
                 prompts.append(request)
-            elif count == 1 and budget > 0:
-                if not self._extend_or_preempt(request, 1):
+            elif count > 0 and budget > 0:
+                if not self._extend_or_preempt(request, count):
                     break
-                drafts = self._draft(request, num_drafts_left) if num_drafts_left > 0 else ()
+                drafts = self._draft(request, num_drafts_left) if num_drafts_left > 0 and count == 1 else ()
                 num_drafts_left -= len(drafts)
-                budget -= self._add_row(step, request, 1 + len(drafts), drafts)
+                budget -= self._add_row(step, request, min(count, budget) + len(drafts), drafts)
 
         is_shared, num_answers = self._is_shared(), len(step.rows)
         least = fitting = min(budget, LEAST_PROMPT_TOKENS)
@@ -294,6 +295,8 @@ class Scheduler:
                 continue
             num_taken, reason = append_tokens(request, token_ids) if num_logits else (0, None)
             has_drafts = False
+            if num_logits == 1:
+                request.num_forced_tokens = num_taken - 1
             if num_logits > 1:
                 end = min(end, request.num_tokens)  # a stop may leave drafts behind it that held
                 has_drafts = self._settle_drafts(request, row, num_logits - 1, result)
@@ -506,7 +509,7 @@ class Scheduler:
         batch.num_logits.append(num_logits)
         batch.draft_token_ids.append(drafts)
         if num_logits and request.num_computed_tokens > len(request.prompt_token_ids):
-            self._stats.num_decode_tokens += num_logits
+            self._stats.num_decode_tokens += count if count <= request.num_forced_tokens + 1 else num_logits
         return count
 
     def _extend_or_preempt(self, request: Request, count: int) -> bool:

@@ -84,6 +84,7 @@ def create_app(
         *(Route(alias, generation[path], methods=["POST"]) for alias, path in openapi.ALIASES.items()),
         Route("/v1/chat/completions/render", render_chat, methods=["POST"]),
         Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
+        Route("/v1/responses/input_tokens", responses.count_tokens, methods=["POST"]),
         Route("/v1/responses/{response_id}", responses.stored, methods=["GET", "DELETE"]),
         Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
         Route("/v1/models", models.list_models, methods=["GET"]),

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from quire.errors import UnsupportedFieldError
 from quire.frontend.async_engine import INLINE_PROMPT_CHARS
+from quire.frontend.infill import infill_prompt
 from quire.frontend.prompts import PromptType, split_prompts
 from quire.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
 from quire.sampling_params import check_num_logprobs
@@ -64,8 +65,9 @@ async def _split_long(prompt: str | list[Any]) -> list[PromptType]:
     return await asyncio.to_thread(split_prompts, prompt)
 
 
-def _infill_prompt(state: ServerState, body: CompletionRequest, prompt: PromptType, suffix: str) -> str:
-    if state.infill_format is None:
+def _infill_prompt(state: ServerState, body: CompletionRequest, prompt: PromptType, suffix: str) -> PromptType:
+    tokenizer = state.engine.input_processor.tokenizer
+    if state.infill_format is None or tokenizer is None:
         raise UnsupportedFieldError(
             "This model has no tokens for filling in the middle", fix="Remove suffix", param="suffix"
         )
@@ -73,7 +75,7 @@ def _infill_prompt(state: ServerState, body: CompletionRequest, prompt: PromptTy
         raise UnsupportedFieldError(
             "suffix is for prompts of text, without echo", fix="Send the prompt as text, without echo", param="suffix"
         )
-    return state.infill_format.format(prompt, suffix)
+    return infill_prompt(tokenizer, state.infill_format, prompt, suffix)
 
 
 def _generation(state: ServerState, body: CompletionRequest, prompts: list[PromptType], request_id: str) -> Generation:

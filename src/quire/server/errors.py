@@ -11,9 +11,9 @@ from quire.errors import (
     EngineRestartedError,
     NotReadyError,
     OutOfMemoryError,
+    ProcessLostError,
     QueueFullError,
     QuireError,
-    RendererLostError,
     ShuttingDownError,
 )
 from quire.server.protocol.common import ErrorBody, ErrorDetail
@@ -82,7 +82,7 @@ def error_response(error: QuireError, path: str = "") -> Response:
     if isinstance(error, QueueFullError):
         headers["retry-after"] = str(error.retry_after_seconds or 1)
     elif isinstance(
-        error, (NotReadyError, EngineRestartedError, ShuttingDownError, OutOfMemoryError, RendererLostError)
+        error, (NotReadyError, EngineRestartedError, ShuttingDownError, OutOfMemoryError, ProcessLostError)
     ):
         headers["retry-after"] = str(_NOT_READY_RETRY_SECONDS)
     if status == 401:

@@ -30,7 +30,14 @@ from quire.server.protocol.messages import (
     MessagesRequest,
     TokenCount,
 )
-from quire.server.protocol.responses import DeletedResponse, ResponseEvent, ResponseObject, ResponsesRequest
+from quire.server.protocol.responses import (
+    DeletedResponse,
+    InputTokens,
+    InputTokensRequest,
+    ResponseEvent,
+    ResponseObject,
+    ResponsesRequest,
+)
 from quire.server.protocol.steps import StepLine
 from quire.server.protocol.timeline import TimelineResponse
 from quire.server.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
@@ -123,6 +130,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         ResponseObject,
         ResponseEvent,
         (*_BODY, 404, 429, 503),
+    ),
+    ("POST", "/v1/responses/input_tokens"): Operation(
+        "How many tokens a prompt has", InputTokensRequest, InputTokens, errors=(*_BODY, 404, 503)
     ),
     ("GET", "/v1/responses/{response_id}"): Operation(
         "A stored response, or the events of one in the background",
@@ -268,7 +278,7 @@ def _operation(
             "Pairs of lines `event: ...`, `data: ...`" if has_names else "Lines `data: ...`, the last `data: [DONE]`"
         )
         content["text/event-stream"] = {
-            "schema": {"type": "string", "description": lines},
+            "schema": {"description": lines},
             "x-event-schema": schema_of(operation.events),
         }
     if operation.lines is not None:

@@ -52,7 +52,7 @@ from quire.server.protocol.fields import (
     Refusal,
 )
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
-from quire.server.protocol.responses import ITEM_FIELDS, ResponsesRequest
+from quire.server.protocol.responses import ITEM_FIELDS, InputTokensRequest, ResponsesRequest
 from quire.server.protocol.tokenize import MAX_TOKENS, OF_MESSAGES, DetokenizeRequest, TokenizeRequest
 from quire.server.state import SANE_ID
 
@@ -64,6 +64,7 @@ _REFUSED: dict[type[msgspec.Struct], Mapping[str, Refusal]] = {
     CompletionRequest: REFUSED_IN_COMPLETIONS,
     CountTokensRequest: REFUSED_IN_MESSAGES,
     MessagesRequest: REFUSED_IN_MESSAGES,
+    InputTokensRequest: REFUSED_IN_RESPONSES,
     ResponsesRequest: REFUSED_IN_RESPONSES,
     TokenizeRequest: REFUSED_IN_TOKENIZE,
     DetokenizeRequest: REFUSED_IN_DETOKENIZE,
@@ -99,6 +100,7 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
         CompletionRequest: {**_generation_fields(bounds), **_completion_fields(bounds)},
         CountTokensRequest: {},
         MessagesRequest: _messages_fields(bounds),
+        InputTokensRequest: {},
         ResponsesRequest: _responses_fields(bounds),
         TokenizeRequest: _template_fields(),
         DetokenizeRequest: {"tokens": _token_ids(bounds, MAX_TOKENS)},
@@ -109,6 +111,7 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
         CompletionRequest: [*_generation_rules(bounds), *_COMPLETION_RULES, _INFILL],
         CountTokensRequest: [],
         MessagesRequest: [_tool_blocks_rule(bounds)],
+        InputTokensRequest: [_flat_tools_rule(bounds)],
         ResponsesRequest: [_BACKGROUND_IS_STORED, _flat_tools_rule(bounds)],
         TokenizeRequest: [_ONE_OF_TWO, _CONTINUES_OR_BEGINS],
         DetokenizeRequest: [],

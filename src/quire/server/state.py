@@ -20,8 +20,9 @@ from quire import __version__
 from quire.errors import ConfigError, ModelNotFoundError, ShuttingDownError
 from quire.formats.answer_formats import AnswerFormats
 from quire.frontend.async_engine import AsyncEngine
+from quire.frontend.bounded_pool import MAX_SECONDS
 from quire.frontend.infill import infill_format
-from quire.frontend.render_pool import MAX_RENDER_SECONDS, RenderPool
+from quire.frontend.render_pool import RenderPool
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tokenizer_files import chat_template_text
 from quire.metrics.prometheus import PrometheusMetrics
@@ -90,7 +91,7 @@ class ServerSettings:
     default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    max_render_seconds: float = MAX_RENDER_SECONDS
+    max_render_seconds: float = MAX_SECONDS
     response_role: str = "assistant"
     formats: AnswerFormats = AnswerFormats(None, None)
     calls_tools: bool = True

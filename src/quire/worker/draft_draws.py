@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.distributed.group import Group
 from quire.sampling.sampler import Sampler
 from quire.worker.accelerator import Device
 from quire.worker.drafter import Drafted
@@ -28,10 +29,11 @@ class DraftDraws:
 
     Args:
         is_greedy: the likeliest token, however the request samples.
+        group: ranks that draft together: the first one draws, and tells the others.
     """
 
-    def __init__(self, inputs: InputBatch, device: Device, *, is_greedy: bool) -> None:
-        self._inputs, self._device, self._is_greedy = inputs, device, is_greedy
+    def __init__(self, inputs: InputBatch, device: Device, *, is_greedy: bool, group: Group | None = None) -> None:
+        self._inputs, self._device, self._is_greedy, self._group = inputs, device, is_greedy, group
         self._sampler = Sampler(inputs.sampling)
 
     def parameters(self, rows_R: NDArray[np.int64], offset: int) -> Sequence[NDArray[Any]]:
@@ -44,15 +46,25 @@ class DraftDraws:
         Args:
             earlier: what was drawn before for the same rows, and for some behind them.
         """
+        group = self._group
+        if group is None:
+            token_ids_R = self._chosen(logits_RV, step, staged, earlier)
+        else:
+            own_R1 = torch.empty((len(logits_RV), 0), dtype=torch.int64)
+            if group.rank == 0:
+                own_R1 = self._chosen(logits_RV, step, staged, earlier)[:, None]
+            token_ids_R = group.gather(own_R1, [1] + [0] * (group.size - 1))[:, 0]
+        self._inputs.place_guesses(step, staged, token_ids_R)
+        return token_ids_R
+
+    def _chosen(self, logits_RV: Tensor, step: StepRows, staged: StagedStep, earlier: list[Tensor]) -> Tensor:
         state = self._inputs.sampling
         before: Sequence[Sequence[int]] = ()
         if earlier and (state.filters or state.penalties):
             columns = [tokens.clamp(min=0).tolist() for tokens in self._on_host(earlier)]
             before = [[column[index] for column in columns] for index in range(len(logits_RV))]
         token_ids_R, chosen_R = self._sampler.choose(logits_RV, step.rows_S.tolist(), staged.parameters, before)
-        token_ids_R = torch.where(chosen_R.isfinite(), token_ids_R, -1)
-        self._inputs.place_guesses(step, staged, token_ids_R)
-        return token_ids_R
+        return torch.where(chosen_R.isfinite(), token_ids_R, -1)
 
     def collect(self, drafted: Drafted, indices: Sequence[int], found: list[Tensor]) -> None:
         """Fill in what was drawn, a tensor per place, for these of the rows that were asked for."""

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.distributed.group import Group
 from quire.models.registry import CausalLM
 from quire.schedule import ScheduledBatch
 from quire.worker.accelerator import Device
@@ -37,6 +38,7 @@ class DraftModel:
         max_tokens: that it reads in one step.
         max_drafts: of one row.
         is_greedy: it drafts its likeliest token, however the request samples.
+        group: the ranks that share the target.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class DraftModel:
         max_tokens: int,
         max_drafts: int,
         is_greedy: bool,
+        group: Group | None = None,
     ) -> None:
-        self._inputs, self._draws = inputs, DraftDraws(inputs, device, is_greedy=is_greedy)
+        self._inputs, self._draws = inputs, DraftDraws(inputs, device, is_greedy=is_greedy, group=group)
         self.forward_pass = ForwardPass(model, cache.drafter_layers, inputs, captured)
         self._table = cache.drafter_layers[0].table
         self._max_tokens = max_tokens

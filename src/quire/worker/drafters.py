@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from quire.distributed.group import Group
 from quire.life_cycle import WorkerSettings
 from quire.models.decoder import Decoder
 from quire.models.head import Head
@@ -31,15 +34,16 @@ def drafter_of(
     device: Device,
     captured: CapturedSteps | None,
     settings: WorkerSettings,
+    group: Group | None = None,
 ) -> Drafter:
-    """With the limits and the way to draft of the settings, which have a drafter."""
+    """With the limits and the way to draft of the settings, which have a drafter. `group`: shares the target."""
     drafter = settings.drafter
     assert drafter is not None
-    max_tokens, is_greedy = settings.max_num_batched_tokens, drafter.is_greedy
+    how: dict[str, Any] = {
+        "max_tokens": settings.max_num_batched_tokens,
+        "is_greedy": drafter.is_greedy,
+        "group": group,
+    }
     if isinstance(model, Head) and streams is not None:
-        kept = drafter.positions_kept
-        return HeadDrafter(
-            model, streams, cache, inputs, device, captured, max_tokens=max_tokens, num_kept=kept, is_greedy=is_greedy
-        )
-    limits = {"max_tokens": max_tokens, "max_drafts": drafter.max_drafts}
-    return DraftModel(model, cache, inputs, device, captured, **limits, is_greedy=is_greedy)
+        return HeadDrafter(model, streams, cache, inputs, device, captured, num_kept=drafter.positions_kept, **how)
+    return DraftModel(model, cache, inputs, device, captured, max_drafts=drafter.max_drafts, **how)

@@ -109,8 +109,9 @@ class OnGpu:
         if drafter is not None:
             own = captured(drafter, cache.drafter_layers, settings.of_drafter())
             drafts = drafter_of(drafter, streams, cache, inputs, self._accelerator, own, settings)
-        mode = settings.model.logprobs_mode
-        return ModelRunner(model, cache, inputs, mode, self._accelerator, graphs, drafts)
+        mode, takes_forced = settings.model.logprobs_mode, settings.steps_in_flight == 1 and drafter is None
+        device = self._accelerator
+        return ModelRunner(model, cache, inputs, mode, device, graphs, drafts, takes_forced=takes_forced)
 
 
 def make_inputs(

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.distributed.group import Group
 from quire.kernels import gpu
 from quire.models.decoder import Decoder
 from quire.models.head import Head
@@ -64,6 +65,7 @@ class HeadDrafter:
         max_tokens: that it reads in one pass.
         num_kept: positions of a row whose hidden states may wait: at least those of the newest token and all drafts.
         is_greedy: it drafts its likeliest token, however the request samples.
+        group: the ranks that share the target.
     """
 
     def __init__(
@@ -78,9 +80,10 @@ class HeadDrafter:
         max_tokens: int,
         num_kept: int,
         is_greedy: bool,
+        group: Group | None = None,
     ) -> None:
         self._head, self._streams, self._inputs = head, streams, inputs
-        self._draws = DraftDraws(inputs, device, is_greedy=is_greedy)
+        self._draws = DraftDraws(inputs, device, is_greedy=is_greedy, group=group)
         self.forward_pass = ForwardPass(head, cache.drafter_layers, inputs, captured)
         self._max_tokens, self._max_length = max_tokens, head.config.max_model_len
         self._num_kept = num_kept

@@ -50,7 +50,7 @@ class OnHost:
         buffer_bytes, num_tokens, step = _measure_step(model, settings, self._group)
         drafter_bytes, mapped_bytes = 0, model.mapped_bytes
         if drafter is not None:
-            buffer_bytes = max(buffer_bytes, _measure_step(drafter, settings.of_drafter())[0])
+            buffer_bytes = max(buffer_bytes, _measure_step(drafter, settings.of_drafter(), self._group)[0])
             drafter_bytes, mapped_bytes = drafter.weight_bytes(), mapped_bytes + drafter.mapped_bytes
         logits = logits_bytes(model.config, settings.num_logits_rows)
         num_ranks = 1 if self._group is None else self._group.size
@@ -81,11 +81,13 @@ class OnHost:
         device, drafts, streams = Host(), None, streams_for(model, drafter, settings)
         if drafter is not None:
             recorded = _recorded(drafter, inputs, cache.drafter_layers)
-            drafts = drafter_of(drafter, streams, cache, inputs, device, recorded, settings)
+            drafts = drafter_of(drafter, streams, cache, inputs, device, recorded, settings, self._group)
         recorded = _recorded(model, inputs, cache.layers)
         watched = model.watch_experts() if form.expert_metrics and isinstance(model, Decoder) else []
         experts = ExpertCounter(watched) if watched else None
-        return ModelRunner(model, cache, inputs, form.logprobs_mode, device, recorded, drafts, experts, self._group)
+        takes_forced = settings.steps_in_flight == 1 and drafter is None and self._group is None
+        mode, group = form.logprobs_mode, self._group
+        return ModelRunner(model, cache, inputs, mode, device, recorded, drafts, experts, group, takes_forced)
 
 
 def _recorded(model: CausalLM, inputs: InputBatch, caches: list[LayerCache]) -> RecordedSteps | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache, StepTable
 from quire.grammar.matchers import Grammars
 from quire.sampling.batch_params import SamplingState
-from quire.schedule import NewRow, RowsFailedError, ScheduledBatch
+from quire.schedule import MAX_FORCED_TOKENS, NewRow, RowsFailedError, ScheduledBatch
 from quire.worker.drafts import Drafts
 
 
@@ -361,6 +361,26 @@ class InputBatch:
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
                 if token_id >= 0:
                     self.sampling.learn_token(row, token_id)
+
+    def take_forced(self, expected: ExpectedTokens, index: int) -> list[int]:
+        """The tokens that must follow the token of row `index` of those without drafts, which was learned.
+
+        They are not looked for where each token is asked for its logprobs, or where a filter may forbid it.
+        """
+        row, state = int(expected.rows_N[index]), self.sampling
+        grammar = state.grammars.get(row)
+        if grammar is None or row in state.filters or row in state.num_logprobs:
+            return []
+        begin = self.num_tokens[row]
+        token_ids = grammar.take_forced(min(MAX_FORCED_TOKENS, self.token_ids.shape[1] - int(begin)))
+        if token_ids:
+            self.token_ids[row, begin : begin + len(token_ids)] = token_ids
+            self.num_tokens[row] += len(token_ids)
+            state.count_tokens(np.array([row]), len(token_ids))
+            if (penalties := state.penalties.get(row)) is not None:
+                for token_id in token_ids:
+                    penalties.append(token_id)
+        return token_ids
 
     def learn_verified(self, expected: ExpectedTokens, index: int, token_ids: Sequence[int]) -> None:
         """The tokens have come back of row `index` of those with drafts: these held, with the one behind them."""

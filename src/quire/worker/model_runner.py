@@ -109,6 +109,8 @@ class ModelRunner:
         drafter: makes the drafts that a batch leaves to the worker.
         experts: counts the tokens of experts, on a CPU.
         group: the ranks that share the model.
+        takes_forced: tokens that a grammar forces get no steps of their own. Every step must be taken in before the
+            next one is launched.
     """
 
     def __init__(
@@ -122,14 +124,16 @@ class ModelRunner:
         drafter: Drafter | None = None,
         experts: ExpertCounter | None = None,
         group: Group | None = None,
+        takes_forced: bool = False,
     ) -> None:
         self.model = model
+        self._takes_forced = takes_forced
         self._experts = experts
         self.cache = cache
         self.input_batch = input_batch
         state = input_batch.sampling
         self.sampler = Sampler(state, logprobs_mode) if group is None else SharedSampler(state, logprobs_mode, group)
-        self._has_logits = group is None or group.rank == 0
+        self._has_logits, self._group = group is None or group.rank == 0, group
         self.device = device
         self.drafter = drafter
         self.forward_pass = ForwardPass(model, cache.layers, input_batch, captured)
@@ -205,6 +209,8 @@ class ModelRunner:
         except torch.AcceleratorError:
             raise
         except Exception as error:  # as for drafts
+            if self._group is not None:
+                raise
             self.device.synchronize()
             result.draft_error = _failed((), error).error
 
@@ -226,6 +232,8 @@ class ModelRunner:
         except torch.AcceleratorError:
             raise
         except Exception as error:  # whatever it is: the target needs no drafts
+            if self._group is not None:  # ranks draft together, and leave the step together
+                raise
             self.device.synchronize()  # raises if it is the device that has failed
             drafted = _failed(counts, error)
         draft_token_ids = list(batch.draft_token_ids)
@@ -320,6 +328,12 @@ class ModelRunner:
                     result.token_ids[position].append(token_id)
             expected = launched.expected
             self.input_batch.learn_tokens(expected, token_ids_R if drafts is None else token_ids_R[drafts.plain_R])
+            if self._takes_forced and self.input_batch.sampling.grammars:
+                plain_N = range(len(token_ids_R)) if drafts is None else drafts.plain_R.tolist()
+                for index, of_call in enumerate(plain_N):
+                    if of_call not in sampled.errors:
+                        position = launched.sampling[of_call]
+                        result.token_ids[position] += self.input_batch.take_forced(expected, index)
             for index, logprobs in sampled.logprobs.items():
                 result.logprobs.setdefault(launched.sampling[index], []).append(logprobs)
             for index, (position, first, draft_token_ids) in enumerate(() if drafts is None else drafts.rows):

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from msgspec import structs
 
-from quire.distributed.group import AgreedError, Group, GroupError
+from quire.distributed.group import Group, GroupError
 from quire.errors import EngineDeadError, MemoryPlanError, PeerLostError
 from quire.kernels import cpu, extension, gpu, gpu_facts
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, WorkerSettings
@@ -116,7 +116,8 @@ class DeviceWorker:
         if settings.lora is not None:
             assert isinstance(model, Decoder), "resolve refuses adapters for others"
             self.adapters = WorkerAdapters(model, settings.lora)
-        self.drafter = self._load_drafter(model, settings)
+        with self._as_rank():
+            self.drafter = self._load_drafter(model, settings)
         self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost(self._group)
         name = form.quantization or form.dtype
         name = name if is_on_gpu or not cpu.available() else f"packed {name}"
@@ -127,7 +128,9 @@ class DeviceWorker:
         if config is None or drafter is None:
             return None
         config = replace(config, max_model_len=drafter.form.max_model_len)
-        return load_model(config, drafter.form, settings.device, self._loading(LOADED_BEFORE_DRAFTER, 1.0), target)
+        group = self._group if config.vocab_share is not None else None
+        progress = self._loading(LOADED_BEFORE_DRAFTER, 1.0)
+        return load_model(config, drafter.form, settings.device, progress, target, group)
 
     def _loading(self, first: float, last: float) -> Progress:
         """Progress of a part of loading."""
@@ -166,8 +169,11 @@ class DeviceWorker:
     def execute(self, batch: ScheduledBatch) -> StepResult:
         if self._group is None:
             return self.runner.execute(batch)
+        self._group.begin_step()
         with self._as_rank(in_step=True):
-            return self.runner.execute(batch if self._samples else _without_grammars(batch))
+            pending = self.runner.submit(batch if self._samples else _without_grammars(batch))
+        self._group.end_step()
+        return pending.result()
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -179,31 +185,36 @@ class DeviceWorker:
 
     @contextmanager
     def _as_rank(self, *, in_step: bool = False) -> Iterator[None]:
-        """The other ranks learn of an error in the block, instead of waiting for this one."""
+        """The other ranks learn of an error in the block, instead of waiting for this one.
+
+        Args:
+            in_step: they leave the step too, and all of them go on with the next one.
+        """
         group = self._group
         try:
             yield
-        except AgreedError as error:
-            raise error.__cause__ or error from None
         except GroupError as error:
-            raise PeerLostError(f"Rank {0 if group is None else group.rank} cannot go on: {error}") from error
+            raise _lost(group, error) from error
         except Exception as error:
             if group is None:
                 raise
-            group.fail()
-            if not in_step:
+            if not in_step or isinstance(error, EngineDeadError):
+                group.fail()
                 raise
-            what = f"{type(error).__name__}: {error}"
-            raise EngineDeadError(f"Rank {group.rank} of {group.size} failed in a step: {what}") from error
+            try:
+                group.leave_step()
+            except GroupError as lost:
+                raise _lost(group, lost) from error
+            raise
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
         if not self._samples:
             return
         self.runner.input_batch.grammars.use_tokenizer(tokenizer, eos_token_ids)
 
-    def prepare_grammar(self, text: str) -> Polled[None]:
+    def prepare_grammar(self, text: str) -> Polled[object]:
         if not self._samples:
-            ready: Future[None] = Future()
+            ready: Future[object] = Future()
             ready.set_result(None)
             return ready
         return self.runner.input_batch.grammars.prepare(text)
@@ -219,6 +230,10 @@ class DeviceWorker:
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         """Takes memory of the KV cache that will be needed soon."""
         return self._prefault.step(num_blocks_ever_used)
+
+
+def _lost(group: Group | None, error: Exception) -> PeerLostError:
+    return PeerLostError(f"Rank {0 if group is None else group.rank} cannot go on: {error}")
 
 
 def _without_grammars(batch: ScheduledBatch) -> ScheduledBatch:

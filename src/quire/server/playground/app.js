@@ -92,6 +92,7 @@ async function answer(question) {
     stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
   const mine = running = { controller: new AbortController() };
   const start = performance.now();
+  const calls = [];
   let content = "", thinking = "", place = null, first = null, last = null, tokensAtFirst = 0, usage = null, end = "", isLive = true;
   let failure = null, saved = start;
 
@@ -111,7 +112,7 @@ async function answer(question) {
 
   conversation.render(asked);
   const shown = conversation.addAnswer();
-  const showSoon = calmly(() => { if (isLive) shown.show(content, thinking, facts()); });
+  const showSoon = calmly(() => { if (isLive) shown.show(content, thinking, facts(), calls); });
   settings.accept();
   touch(asked);
   showState();
@@ -119,8 +120,8 @@ async function answer(question) {
   try {
     for await (const { choices: [choice], usage: counted } of events(await request(body, mine.controller.signal))) {
       usage = counted ?? usage;
-      const { content: said, reasoning: thought } = choice?.delta ?? {};
-      if (said || thought) {
+      const { content: said, reasoning: thought, tool_calls: called } = choice?.delta ?? {};
+      if (said || thought || called?.length) {
         last = performance.now();
         if (first === null) {
           first = last;
@@ -130,7 +131,12 @@ async function answer(question) {
         }
         content += said ?? "";
         thinking += thought ?? "";
-        Object.assign(asked.messages[place], { content, thinking });
+        for (const { index, function: part } of called ?? []) {
+          calls[index] ??= { name: "", arguments: "" };
+          calls[index].name += part?.name ?? "";
+          calls[index].arguments += part?.arguments ?? "";
+        }
+        Object.assign(asked.messages[place], { content, thinking, calls });
         if (last - saved > SAVE_MS) {
           saved = last;
           save(asked);
@@ -148,7 +154,7 @@ async function answer(question) {
   const total = facts();
   if (place !== null) asked.messages[place].facts = total;
   else if (before !== null) chats.show(asked, before);
-  shown.show(content, thinking, total);
+  shown.show(content, thinking, total, calls);
   if (shown.end(asked, place)) {
     if (place === null) conversation.render(asked);
     if (failure) fail(failure, question);

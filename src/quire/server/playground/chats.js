@@ -32,7 +32,7 @@ export function versions(chat, place) {
 }
 
 export function add(chat, parent, role, content) {
-  chat.messages.push({ parent, role, content, thinking: "", facts: "", shown: ROOT });
+  chat.messages.push({ parent, role, content, thinking: "", calls: [], facts: "", shown: ROOT });
   const place = chat.messages.length - 1;
   show(chat, place);
   return place;
@@ -82,13 +82,15 @@ export function fromFile(text) {
     if (!Array.isArray(chat.messages)) wrong("there is no list of messages");
     const roleAt = (place) => place === ROOT ? "assistant" : chat.messages[place].role;
     const messages = chat.messages.map((message, place) => {
-      const { parent, role, content, thinking, facts } = message ?? {};
+      const { parent, role, content, thinking, calls, facts } = message ?? {};
       if (typeof content !== "string" || !["user", "assistant"].includes(role)) wrong(`message ${place + 1} is none`);
       if (!Number.isInteger(parent) || parent < ROOT || parent >= place || roleAt(parent) === role) {
         wrong(`message ${place + 1} follows no message that it could answer`);
       }
       const text = (value) => typeof value === "string" ? value : "";
-      return { parent, role, content, thinking: text(thinking), facts: text(facts), shown: ROOT };
+      const named = Array.isArray(calls) ? calls : [];
+      const clean = named.map((call) => ({ name: text(call?.name), arguments: text(call?.arguments) }));
+      return { parent, role, content, thinking: text(thinking), calls: clean, facts: text(facts), shown: ROOT };
     });
     const { id, updated } = chat;
     const clean = { id, updated, settings: strings(chat.settings), shown: ROOT, messages };

@@ -2,6 +2,7 @@
 
 import * as chats from "./chats.js";
 import { $, button, make } from "./dom.js";
+import { indented } from "./json.js";
 import { Markdown, plainText } from "./markdown.js";
 
 const NAMES = { user: "You", assistant: "Answer", error: "Error" };
@@ -19,6 +20,25 @@ function showThinking(turn, thinking) {
     turn.element.prepend(folded);
   }
   turn.thinking.textContent = thinking;
+}
+
+// The calls of tools that the model asks for, below its answer.
+function showCalls(turn, calls) {
+  if (!calls?.length) return;
+  if (!turn.calls) {
+    turn.calls = make("div", "calls");
+    turn.tools.before(turn.calls);
+  }
+  turn.calls.replaceChildren(...calls.map(({ name, arguments: given }) => make("figure", "call",
+    make("figcaption", "", `Call of ${name}`), make("pre", "", make("code", "", indented(given) ?? given)))));
+}
+
+// An answer that is JSON as a whole is shown indented.
+function showWhole(turn, content, copy) {
+  const json = indented(content);
+  const markdown = new Markdown(turn.text, copy);
+  markdown.update(json === null ? content : `\`\`\`json\n${json}\n\`\`\``);
+  markdown.finish();
 }
 
 export class Conversation {
@@ -40,15 +60,14 @@ export class Conversation {
     this.#note?.remove();
     this.#note = null;
     for (const place of places.slice(this.#turns.length)) {
-      const { role, content, thinking, facts } = chat.messages[place];
+      const { role, content, thinking, calls, facts } = chat.messages[place];
       const turn = this.#add(role);
       if (role === "user") {
         turn.text.append(plainText(content));
       } else {
         showThinking(turn, thinking);
-        const markdown = new Markdown(turn.text, this.#actions.copy);
-        markdown.update(content);
-        markdown.finish();
+        showWhole(turn, content, this.#actions.copy);
+        showCalls(turn, calls);
       }
       turn.facts.textContent = facts;
       this.#fill(turn, chat, place);
@@ -57,7 +76,7 @@ export class Conversation {
     scrollToEnd();
   }
 
-  // An answer that is coming. show(text, thinking, facts) while it comes; end(chat, place) when
+  // An answer that is coming. show(text, thinking, facts, calls) while it comes; end(chat, place) when
   // it is whole, place null if nothing came. end returns whether the answer is still what the page shows.
   addAnswer() {
     const turn = this.#add("assistant");
@@ -68,9 +87,10 @@ export class Conversation {
     const markdown = new Markdown(turn.text, this.#actions.copy, tell);
     scrollToEnd();
     return {
-      show(text, thinking, facts) {
+      show(text, thinking, facts, calls) {
         const wasAtEnd = isAtEnd();
         showThinking(turn, thinking);
+        showCalls(turn, calls);
         markdown.update(text);
         turn.facts.textContent = facts;
         if (wasAtEnd) scrollToEnd();
@@ -78,6 +98,10 @@ export class Conversation {
       end: (chat, place) => {
         if (!turn.element.isConnected) return false;
         markdown.finish();
+        if (place !== null && indented(chat.messages[place].content) !== null) {
+          turn.text.replaceChildren();
+          showWhole(turn, chat.messages[place].content, this.#actions.copy);
+        }
         turn.element.removeAttribute("aria-busy");
         if (place !== null) this.#fill(turn, chat, place);
         return true;

@@ -37,13 +37,17 @@ export function curlCommand(body) {
   return `curl -N '${HERE}/v1/chat/completions' \\\n  -H 'Content-Type: application/json'${auth} \\\n  -d '${json}'\n`;
 }
 
-// Strings, numbers, lists and objects of JSON are Python too; there is nothing else in a request but `stream`.
+// A value of a request as Python. Strings, numbers, lists and objects are written there as in JSON.
+const python = (value) => JSON.stringify(value, (_, each) =>
+  each === null || typeof each === "boolean" ? `\u0000${each === null ? "None" : each ? "True" : "False"}\u0000` : each, 4)
+  .replaceAll(/"\\u0000(\w+)\\u0000"/g, "$1").replaceAll("\n", "\n    ");
+
 export function pythonProgram({ stream, ...body }) {
   const extra = Object.fromEntries(NOT_OPENAI.filter((name) => name in body).map((name) => [name, body[name]]));
   for (const name of NOT_OPENAI) delete body[name];
   if (Object.keys(extra).length) body.extra_body = extra;
   const lines = Object.entries(body).map(([name, value]) =>
-    `    ${name}=${JSON.stringify(value, null, 4).replaceAll("\n", "\n    ")},\n`);
+    `    ${name}=${python(value)},\n`);
   return `${access.key ? "import os\n\n" : ""}from openai import OpenAI
 
 client = OpenAI(base_url="${HERE}/v1", api_key=${access.key ? 'os.environ["QUIRE_API_KEY"]' : '"none"'})

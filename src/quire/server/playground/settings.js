@@ -4,6 +4,10 @@ import { $, storage } from "./dom.js";
 
 const fields = $("fields");
 const numbers = [...fields.querySelectorAll("input")]; // the ids are the request's field names
+const texts = { // by the request's field: what the JSON in the box means there
+  response_format: (schema) => ({ type: "json_schema", json_schema: { name: "answer", schema } }),
+  tools: (tools) => tools,
+};
 const local = storage("local");
 
 // What is sent. Fields that are empty are left out: the server's defaults count.
@@ -12,15 +16,33 @@ export function settings() {
   for (const { id, value } of numbers) if (value !== "") chosen[id] = Number(value);
   const stop = $("stop").value.split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n"));
   if (stop.length) chosen.stop = stop;
+  for (const [id, meaning] of Object.entries(texts)) {
+    const value = parsed(id);
+    if (value) chosen[id] = meaning(value);
+  }
   return chosen;
+}
+
+// The JSON in a box; null: it is empty; undefined: it is no JSON.
+function parsed(id) {
+  const text = $(id).value.trim();
+  try {
+    return text ? JSON.parse(text) : null;
+  } catch {
+    return undefined;
+  }
 }
 
 export const systemPrompt = () => $("system").value.trim();
 
-// The first field whose number the browser could not read, or that JavaScript would round; everything else is for the
-// server to judge.
-export const mistyped = () =>
-  numbers.find(({ id, validity }) => validity.badInput || (id === "seed" && !validity.valid));
+// The first field whose number the browser could not read, or that JavaScript would round, or that is no JSON; everything
+// else is for the server to judge.
+export function mistyped() {
+  for (const id of Object.keys(texts)) $(id).setCustomValidity(parsed(id) === undefined ? "This is no JSON" : "");
+  const boxes = Object.keys(texts).map($);
+  return numbers.find(({ id, validity }) => validity.badInput || (id === "seed" && !validity.valid))
+    ?? boxes.find(({ validity }) => !validity.valid);
+}
 
 export const accept = () => [...fields.elements].forEach((field) => field.removeAttribute("aria-invalid"));
 export const refuse = (name) => fields.elements[name]?.setAttribute("aria-invalid", "true");

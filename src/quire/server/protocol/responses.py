@@ -84,13 +84,24 @@ class ResponseStreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """`include`: reasoning comes as text in any case, so nothing comes of asking for it encrypted."""
+class InputTokensRequest(msgspec.Struct, kw_only=True):
+    """What the prompt of a response is made of, and how it is to be written."""
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["disabled"] | None = None
+
+
+class ResponsesRequest(InputTokensRequest, kw_only=True):
+    """`include`: reasoning comes as text in any case, so nothing comes of asking for it encrypted."""
+
     max_output_tokens: int | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
@@ -99,12 +110,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     metadata: Metadata | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: int | None = None
-    text: TextConfig | None = None
-    reasoning: Reasoning | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
-    parallel_tool_calls: bool | None = None
-    truncation: Literal["disabled"] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -120,8 +125,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 # Fields of ResponsesRequest that are ChatRequest fields under the same name.
 SHARED_FIELDS = (
-    "parallel_tool_calls",
-    "model",
     "top_logprobs",
     "temperature",
     "top_p",
@@ -205,6 +208,10 @@ class ResponseFailure(msgspec.Struct):
 
 class IncompleteDetails(msgspec.Struct):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class InputTokens(msgspec.Struct, tag_field="object", tag="response.input_tokens"):
+    input_tokens: int
 
 
 class DeletedResponse(msgspec.Struct):

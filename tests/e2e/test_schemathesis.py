@@ -1,0 +1,61 @@
+"""Schemathesis sends what our OpenAPI document allows and what it forbids: no 5xx, and answers stay what they were."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.serving import SMALL, Serve
+
+SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
+# All but one. `positive_data_acceptance` wants 200 for every body of the right form. What no schema can say, such as a
+# prompt that is too long for the context, is refused: tests/server/test_request_schemas.py has the reasons.
+NOT_CHECKED = "positive_data_acceptance"
+
+
+def golden(http: httpx.Client) -> Any:
+    body = {"prompt": "def f(", "temperature": 0, "max_tokens": 30, "logprobs": 2}
+    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+    return choice
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["positive", "negative"])
+def test_no_request_ends_in_an_error_of_the_server(mode: str, tmp_path: Path) -> None:
+    """All phases, null bytes, every route. Rules between fields stay out: it cannot combine so many."""
+    if not shutil.which(SCHEMATHESIS):
+        pytest.skip("no schemathesis: make test-full installs it")
+    with Serve(*SMALL, "--max-model-len", "512", "--tool-call-parser", "hermes") as server:
+        http = httpx.Client(base_url=server.url, timeout=60)
+        before = golden(http)
+        document = http.get("/openapi.json").json()
+        for schema in document["components"]["schemas"].values():
+            schema.pop("allOf", None)
+        path = tmp_path / "openapi.json"
+        path.write_text(json.dumps(document))
+        options = {
+            "url": server.url,
+            "checks": "all",
+            "exclude-checks": NOT_CHECKED,
+            "phases": "examples,coverage,fuzzing,stateful",
+            "mode": mode,
+            "generation-allow-x00": "true",
+            "max-examples": "10",
+            "seed": "1",
+            "request-timeout": "30",
+            "suppress-health-check": "all",
+        }
+        arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
+        run = subprocess.run(
+            [SCHEMATHESIS, "run", path, *arguments, "--no-color"],
+            cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stdout[-20_000:]
+        assert golden(http) == before

@@ -1,0 +1,119 @@
+"""Adapters on ranks: every rank has its rows of each delta. Tokens are those of one rank, to the bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import quire.demo
+from quire.engine.core import EngineCore
+from quire.engine.start import StartedEngine
+from quire.kernels import cpu
+from quire.lora.adapter_config import CONFIG_NAME
+from quire.messages import AdapterState, LoadAdapter
+from quire.model_config import load_model_config
+from tests.engine.harness import Prompt, run
+from tests.engine.ranks import started
+from tests.engine.test_rank_processes import in_processes
+from tests.engine.test_sameness import brief
+from tests.lora.adapters import random_tensors, write_adapter
+from tests.models.tiny_models import SIZES
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
+
+LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Of the demo model: one of all linear layers, one of some and of the vocabulary."""
+    return write(tmp_path_factory.mktemp("adapters"), quire.demo.path("target"))
+
+
+def write(folder: Path, model: Path) -> list[Path]:
+    config = load_model_config(model)
+    some = ("o_proj", "up_proj", "gate_up_proj", "embed_tokens", "lm_head")
+    return [
+        write_adapter(folder / "all", random_tensors(config, 8, modules=ALL, size=0.2), rank=8),
+        write_adapter(folder / "some", random_tensors(config, 3, modules=some, seed=1, size=0.2), rank=3),
+    ]
+
+
+def load(core: EngineCore, path: Path) -> AdapterState:
+    assert core.adapters is not None
+    core.adapters.load(LoadAdapter(path=str(path), operation=1))
+    while not (states := core.adapters.take_states()):
+        core.step()
+    return states[0]
+
+
+def tokens(engine: StartedEngine, adapters: list[Path]) -> list[list[int]]:
+    """Of the brief prompts: the base and two adapters side by side."""
+    facts = [load(engine.core, path).facts for path in adapters]
+    digests = [None, *(each.digest for each in facts if each is not None)]
+    assert len(digests) == 3
+    prompts: list[Prompt] = [replace(prompt, adapter=digests[i % 3]) for i, prompt in enumerate(brief())]
+    found = run(engine.core, prompts)
+    assert run(engine.core, prompts[::-1], prefix="again") == found[::-1]
+    return found
+
+
+@pytest.fixture
+def two() -> Iterator[StartedEngine]:
+    """Ranks as processes."""
+    engine = in_processes(**LORA)
+    yield engine
+    engine.core.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "form"),
+    [(2, {}), (3, {"dtype": "float32"}), (4, {"quantization": "int4", "async_scheduling": True})],
+)
+def test_every_form(num_ranks: int, form: dict[str, Any], adapters: list[Path]) -> None:
+    one, several = started(1, **LORA, **form), started(num_ranks, **LORA, **form)
+    want = tokens(one, adapters)
+    assert want != run(started(1, **form).core, brief()), "the adapters change nothing"
+    assert tokens(several, adapters) == want
+    several.core.shutdown()
+
+
+def test_fused_tensors(tmp_path: Path) -> None:
+    """A delta of one tensor gives several strips of a rank's weight."""
+    sizes = SIZES | {"vocab_size": 5000, "intermediate_size": 200}
+    config = transformers.Phi3Config(**sizes).to_dict() | {"architectures": ["Phi3ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    adapters, more = write(tmp_path / "adapters", tmp_path), {"load_format": "dummy", "max_model_len": 128}
+    engines = [started(num_ranks, tmp_path, **LORA, **more) for num_ranks in (1, 2)]
+    one, several = (tokens(engine, adapters) for engine in engines)
+    assert one == several
+    engines[1].core.shutdown()
+
+
+def test_processes(two: StartedEngine, adapters: list[Path], tmp_path: Path) -> None:
+    """What one of them cannot read is refused by all, and the next one is read."""
+    state = load(two.core, tmp_path)
+    assert state.error is not None
+    assert f"no {CONFIG_NAME}" in state.error
+    assert tokens(two, adapters) == tokens(started(1, **LORA), adapters)
+
+
+def test_ranks_that_read_different_files(adapters: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody writes them meanwhile."""
+    engine = started(2, **LORA)
+    second = engine.executor.workers[1]  # type: ignore[attr-defined]
+    read = second.load_adapter
+    monkeypatch.setattr(second, "load_adapter", lambda path, digest: read(str(adapters[1]), digest))
+    state = load(engine.core, adapters[0])
+    assert state.error is not None
+    assert "changed while the ranks read them" in state.error
+    monkeypatch.undo()
+    assert load(engine.core, adapters[0]).error is None
+    engine.core.shutdown()

@@ -1,0 +1,130 @@
+"""Constraints are compiled in processes: what explodes ends its own request, and a killed process is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+
+import psutil
+import pytest
+
+from quire import demo
+from quire.errors import CompilerLostError, InvalidRequestError
+from quire.frontend import bounded_pool
+from quire.frontend.grammar_pool import GrammarPool
+from quire.frontend.input_processor import InputProcessor, ModelLimits
+from quire.frontend.tokenizer import Tokenizer
+from quire.grammar.text import grammar_text
+from quire.sampling_params import StructuredOutputsParams as Structured
+
+INPUTS = InputProcessor(Tokenizer.from_folder(demo.path("target")), ModelLimits(512, 4096))
+DIGITS = Structured(regex="[0-9]{3}")
+# Takes seconds, within all of llguidance's own bounds.
+SLOW = Structured(json={"type": "object", "properties": {f"k{index}": {} for index in range(30_000)}})
+
+
+def compilers() -> list[psutil.Process]:
+    """The running grammar processes of this process."""
+    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in alive if GrammarPool.module in child.cmdline()]
+
+
+def in_pool(use: Callable[[GrammarPool], Awaitable[None]], max_seconds: float = 5.0) -> None:
+    async def run() -> None:
+        pool = GrammarPool(INPUTS, max_seconds)
+        try:
+            await use(pool)
+        finally:
+            pool.close()
+
+    asyncio.run(run())
+    assert not compilers()
+
+
+def test_the_text_is_that_of_the_caller() -> None:
+    """And it is kept: a second one needs no process."""
+
+    async def use(pool: GrammarPool) -> None:
+        for asked in (DIGITS, Structured(json={"type": "object", "properties": {"ä": {"const": 1.5}}})):
+            assert await pool.grammar(asked) == grammar_text(asked)
+        (process,) = compilers()
+        process.kill()
+        assert await pool.grammar(DIGITS) == grammar_text(DIGITS)
+        assert not compilers()
+
+    in_pool(use)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (Structured(regex="("), "unclosed group"),
+        (Structured(json={"not": {}}), "not supported: #/not"),
+        (Structured(json={"const": float("nan")}), "expected value"),
+        (Structured(json={"$ref": "#"}), "nothing satisfies|cannot be used"),
+    ],
+)
+def test_refusals_come_through(asked: Structured, why: str) -> None:
+    async def use(pool: GrammarPool) -> None:
+        with pytest.raises(InvalidRequestError, match=why):
+            await pool.grammar(asked)
+        assert len(compilers()) == 1
+
+    in_pool(use)
+
+
+def test_a_slow_constraint_ends_alone() -> None:
+    """The others are compiled meanwhile."""
+
+    async def use(pool: GrammarPool) -> None:
+        await pool.grammar(DIGITS)
+        slow = asyncio.create_task(pool.grammar(SLOW))
+        await asyncio.sleep(0.01)
+        for length in range(4, 7):
+            await pool.grammar(Structured(regex=f"[0-9]{{{length}}}"))
+        with pytest.raises(InvalidRequestError, match="more processor time than it may have"):
+            await slow
+
+    in_pool(use, max_seconds=0.3)
+
+
+def test_a_process_that_is_killed_at_any_stage_is_replaced() -> None:
+    """While it is idle, while it starts, while it compiles: the request is tried again once."""
+
+    async def use(pool: GrammarPool) -> None:
+        first = asyncio.create_task(pool.grammar(DIGITS))
+        while not compilers():
+            await asyncio.sleep(0.001)
+        compilers()[0].kill()  # while it starts
+        assert await first == grammar_text(DIGITS)
+        compilers()[0].kill()  # while it is idle
+        assert await pool.grammar(Structured(regex="[0-9]{4}"))
+        (process,) = compilers()
+        os.kill(process.pid, signal.SIGSTOP)
+        compiling = asyncio.create_task(pool.grammar(Structured(regex="[0-9]{5}")))
+        await asyncio.sleep(0.05)
+        process.kill()  # while it compiles
+        assert await compiling == grammar_text(Structured(regex="[0-9]{5}"))
+
+    in_pool(use)
+
+
+def test_processes_that_all_die_are_the_servers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_pool, "send", lambda connection, preparation: [each.kill() for each in compilers()])
+
+    async def use(pool: GrammarPool) -> None:
+        with pytest.raises(CompilerLostError, match="ended or stood still"):
+            await pool.grammar(DIGITS)
+
+    in_pool(use)
+
+
+def test_what_was_asked_for_last_is_kept_and_no_more() -> None:
+    async def use(pool: GrammarPool) -> None:
+        for length in range(1, 300):
+            await pool.grammar(Structured(regex=f"[0-9]{{{length}}}"))
+        assert len(pool._kept) == 256
+
+    in_pool(use)

@@ -1,0 +1,140 @@
+"""As much of S3's protocol as reading a folder uses, on this machine, with the faults of a bad network."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+SECRET = "a-secret-of-this-test"
+# What a fault does to one answer: the request's number for its object -> its name, or None.
+Fault = Callable[[int], str | None]
+
+
+class Store(ThreadingHTTPServer):
+    """Objects by key, in the bucket `models`.
+
+    Attributes:
+        faults: by key.
+        reads: (key, Range header) of every object that was asked for.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, objects: Mapping[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), StoreHandler)
+        self.objects = dict(objects)
+        self.etags: dict[str, str] = {}
+        self.faults: dict[str, Fault] = {}
+        self.reads: list[tuple[str, str | None]] = []
+        self.is_open = True
+        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+
+    def environment(self, cache: Path) -> dict[str, str]:
+        """What tells a reader of this store."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": "an-access-key",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_REGION": "us-east-1",
+            "QUIRE_CACHE_DIR": str(cache),
+        }
+
+    def etag(self, key: str) -> str:
+        return self.etags.get(key) or hashlib.md5(self.objects[key]).hexdigest()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that has gone is no error."""
+
+    def __enter__(self) -> Store:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class StoreHandler(BaseHTTPRequestHandler):
+    server: Store
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def respond(self, status: int, body: bytes = b"", length: int | None = None, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body) if length is None else length), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        key = unquote(url.path).removeprefix("/models/")
+        if not self.server.is_open:
+            self.respond(403, b"<Error><Code>AccessDenied</Code></Error>")
+        elif "list-type" in url.query:
+            self.list(parse_qs(url.query)["prefix"][0])
+        elif key not in self.server.objects:
+            self.respond(404, b"<Error><Code>NoSuchKey</Code></Error>")
+        else:
+            self.send(key)
+
+    def list(self, prefix: str) -> None:
+        found = [key for key in self.server.objects if key.startswith(prefix)]
+        files = "".join(
+            f"<Contents><Key>{escape(key)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+            f'<ETag>"{self.server.etag(key)}"</ETag><Size>{len(self.server.objects[key])}</Size></Contents>'
+            for key in found
+            if "/" not in key.removeprefix(prefix)
+        )
+        text = f"<ListBucketResult><Name>models</Name><Prefix>{prefix}</Prefix><KeyCount>{len(found)}</KeyCount>"
+        self.respond(200, f"{text}<IsTruncated>false</IsTruncated>{files}</ListBucketResult>".encode())
+
+    def send(self, key: str) -> None:
+        wanted = self.headers.get("Range")
+        self.server.reads.append((key, wanted))
+        number = sum(each == key for each, _ in self.server.reads) - 1
+        fault = self.server.faults[key](number) if key in self.server.faults else None
+        data, etag = self.server.objects[key], f'"{self.server.etag(key)}"'
+        match = re.fullmatch(r"bytes=(\d+)-(\d+)", wanted or "")
+        begin, end = (int(match[1]), min(int(match[2]) + 1, len(data))) if match else (0, len(data))
+        piece = data[begin:end]
+        headers = {
+            "ETag": etag,
+            "Last_Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
+            "Content_Range": f"bytes {begin}-{end - 1}/{len(data)}",
+        }
+        if fault == "503":
+            self.respond(503, b"<Error><Code>SlowDown</Code></Error>")
+        elif fault == "changed" or self.headers.get("If-Match") not in (None, etag):
+            self.respond(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+        elif fault == "cut":
+            self.respond(206, piece[: len(piece) // 2], length=len(piece), **headers)
+            self.close_connection = True
+        elif fault == "short":
+            self.respond(206, piece[:-1], **headers)
+        elif fault == "damaged":
+            self.respond(206, bytes([piece[0] ^ number + 1]) + piece[1:], **headers)
+        elif fault == "another":
+            self.respond(206, piece, **headers | {"ETag": '"another"'})
+        elif fault == "endless":
+            self.send_response(206)
+            for name, value in {**headers, "Content_Length": str(1 << 60)}.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            while True:  # until the client closes the connection
+                self.wfile.write(bytes(1 << 16))
+        else:
+            self.respond(206, piece, **headers)
