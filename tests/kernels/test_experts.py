@@ -385,3 +385,11 @@ def test_combines(dtype: torch.dtype) -> None:
     ):
         assert got.dtype == dtype
         torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_combines_in_the_order_of_slots() -> None:
+    """Float sums depend on it: 1 is lost beside 1e8."""
+    ids = torch.arange(4, dtype=torch.int32)
+    routing = Routing(ids[None, :3], torch.ones(1, 3), ids[:3], ids)
+    y_PD = torch.tensor([[1e8], [-1e8], [1.0]]).expand(3, 37).contiguous()
+    assert torch.equal(combine(y_PD, routing), torch.ones(1, 37))

@@ -121,6 +121,15 @@ def test_combines_like_the_twin(dtype: torch.dtype) -> None:
         torch.testing.assert_close(combine(y_PD, routing, shared, gate), expected, atol=atol, rtol=rtol)
 
 
+def test_combines_in_the_order_of_slots() -> None:
+    """Float sums depend on it: 1 is lost beside 1e8."""
+    ids = torch.arange(4, dtype=torch.int32)
+    routing = Routing(ids[None, :3], torch.ones(1, 3), ids[:3], ids)
+    y_PD = torch.tensor([[1e8], [-1e8], [1.0]]).expand(3, 37).contiguous()
+    assert torch.equal(reference_experts.combine(y_PD, routing, None, None), torch.ones(1, 37))
+    assert torch.equal(combine(y_PD.to(DEVICE), on_device(routing)).cpu(), torch.ones(1, 37))
+
+
 def test_no_tokens() -> None:
     rule = RoutingRule(4, 2)
     routing = route(torch.empty(0, 4, device=DEVICE), rule)
