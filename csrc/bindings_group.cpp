@@ -35,8 +35,7 @@ void bind_group(nb::module_& m) {
             check(rank >= 0 && rank < size, "the rank is not below their number");
             check(begin >= SharedGroup::kFirstPart && begin % 4096 == 0, "a group's memory begins with a page");
             check(slot_bytes >= 64 && slot_bytes % 64 == 0, "slots are multiples of 64 bytes");
-            new (self)
-                SharedGroup(fd, begin, std::move(members), rank, slot_bytes, spin_microseconds, timeout_seconds);
+            new (self) SharedGroup(fd, begin, std::move(members), rank, slot_bytes, spin_microseconds, timeout_seconds);
           },
           nb::kw_only(), "fd"_a, "begin"_a, "members"_a, "rank"_a, "slot_bytes"_a, "spin_microseconds"_a,
           "timeout_seconds"_a)

@@ -33,7 +33,7 @@ struct alignas(128) RankWords {
   std::atomic<uint32_t> turn;
   std::atomic<uint32_t> num_sleepers;  // ranks that sleep until this one arrives
   std::atomic<uint64_t> signatures[2];
-  std::atomic<uint64_t> left[2];  // by parity of a void step: the step, and the turn in which the rank left it
+  std::atomic<uint64_t> left[2];    // by parity of a void step: the step, and the turn in which the rank left it
   std::atomic<uint32_t> done;       // the last step that the rank has ended
   std::atomic<uint32_t> void_step;  // of the first rank: the last step that a rank has left; 0: none
 };

@@ -1,5 +1,5 @@
-// Products of few rows with FP8 weights: a code is used once or twice, so it becomes bfloat16 in a register and is never
-// written. The same bits as gemm_fp8_blocks.h with the dot products of gemm_bf16_tile.h.
+// Products of few rows with FP8 weights: a code is used once or twice, so it becomes bfloat16 in a register and is
+// never written. The same bits as gemm_fp8_blocks.h with the dot products of gemm_bf16_tile.h.
 #pragma once
 
 #include "fp8_to_bf16.h"

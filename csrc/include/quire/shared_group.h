@@ -1,9 +1,9 @@
 // Ranks of one model on one machine, which join their results through memory that they share.
 //
 // The memory begins with a page for all ranks, which says who has failed. Then come the parts of the groups: a rank may
-// be in several. A part has a cache line pair per rank, and then two slots per rank. In turn n a rank writes to its slot
-// n % 2, says so, and reads the slots of the others. Nobody writes to a slot that is still
-// read: a rank that is in turn n + 2 has seen all others in turn n + 1, and they have read the slots of turn n before.
+// be in several. A part has a cache line pair per rank, and then two slots per rank. In turn n a rank writes to its
+// slot n % 2, says so, and reads the slots of the others. Nobody writes to a slot that is still read: a rank that is in
+// turn n + 2 has seen all others in turn n + 1, and they have read the slots of turn n before.
 #pragma once
 
 #include <array>
