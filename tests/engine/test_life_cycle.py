@@ -274,6 +274,7 @@ def test_two_ranks_give_the_tokens_of_one(is_async: bool) -> None:
 def test_a_start_that_fails_late_closes_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the workers were brought up: its threads have ended too."""
     closed: list[Rank] = []
+    before = set(threading.enumerate())
 
     def note(rank: Rank) -> None:
         closed.append(rank)
@@ -286,7 +287,8 @@ def test_a_start_that_fails_late_closes_the_ranks(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="no token came"):
         started(2)
     assert len(closed) == 2
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("quire-worker")]
+    new = set(threading.enumerate()) - before
+    assert not [thread.name for thread in new if thread.name.startswith("quire-worker")]
 
 
 def test_a_step_that_fails_on_one_rank(caplog: pytest.LogCaptureFixture) -> None:
