@@ -83,13 +83,13 @@ class DeviceFacts:
         """What one of several ranks on this machine has of it.
 
         Args:
-            num_stages: of that many ranks each. The memory is that of a rank in all stages together: for a whole model.
+            num_stages: the memory is that of so many ranks, which have the layers of a whole model together.
         """
         return replace(
             self,
-            num_cores=max(self.num_cores // (num_ranks * num_stages), 1),
-            total_memory_bytes=self.total_memory_bytes // num_ranks,
-            free_memory_bytes=self.free_memory_bytes // num_ranks,
+            num_cores=max(self.num_cores // num_ranks, 1),
+            total_memory_bytes=self.total_memory_bytes * num_stages // num_ranks,
+            free_memory_bytes=self.free_memory_bytes * num_stages // num_ranks,
         )
 
 

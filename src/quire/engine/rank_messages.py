@@ -12,7 +12,7 @@ from quire.config import EngineConfig
 from quire.errors import EngineDeadError, QuireError
 from quire.life_cycle import CacheSize, Measured, WorkerSettings
 from quire.resolve import DeviceFacts
-from quire.schedule import ScheduledBatch
+from quire.schedule import ScheduledBatch, StepResult
 
 
 class RankLaunch(msgspec.Struct, tag=True):
@@ -21,6 +21,7 @@ class RankLaunch(msgspec.Struct, tag=True):
     Attributes:
         memory: file descriptor of distributed.shared_memory.
         dies_with_parent: the system kills it when the thread ends that has started it.
+        links: file descriptors of connections to ranks of other machines, by rank.
     """
 
     config: EngineConfig
@@ -28,6 +29,7 @@ class RankLaunch(msgspec.Struct, tag=True):
     rank: int
     memory: int
     dies_with_parent: bool
+    links: dict[int, int]
 
 
 class AskFacts(msgspec.Struct, tag=True):
@@ -66,6 +68,7 @@ class Answer(msgspec.Struct, tag=True, omit_defaults=True):
     facts: DeviceFacts | None = None
     measured: Measured | None = None
     has_more: bool = False
+    result: StepResult | None = None
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -1,6 +1,7 @@
 """The process of a rank other than the first: obeys the first rank's process, and ends with it.
 
-Started as `python -m quire.engine.rank_process FD` with a connection to that process.
+Started as `python -m quire.engine.rank_process FD` with a connection to that process, and a RankLaunch on its standard
+input.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ logger = logs.get_logger("quire.engine.rank_process")
 def _worker(launch: RankLaunch) -> DeviceWorker:
     config = launch.config
     grid = grid_of(config)
-    ranks = ranks_on(launch.memory, launch.rank, grid, has_own_cores=devices.num_cores() >= grid.size)
+    ranks = ranks_on(
+        launch.memory, launch.rank, grid, launch.links, has_own_cores=devices.num_cores() >= grid.num_local
+    )
     os.close(launch.memory)
     is_any = config.model_impl in ("auto", "transformers")
     model = load_model_config(Path(launch.model_folder), config.hf_overrides, any_architecture=is_any)
@@ -95,7 +98,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     frames: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_listen, args=(connection, frames), name="first rank", daemon=True).start()
-    launch = decode_to_rank(frames.get())
+    launch = decode_to_rank(sys.stdin.buffer.read())
     assert isinstance(launch, RankLaunch)
     if launch.dies_with_parent:
         _die_with_parent()

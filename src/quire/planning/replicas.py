@@ -23,7 +23,7 @@ def check_machine(config: EngineConfig) -> None:
     _check_count(num_replicas, devices.num_cores(), "core")
     if config.device != "cpu" and (num_gpus := devices.num_gpus()):
         _check_count(num_replicas, num_gpus, "GPU")
-    num_threads = num_replicas * config.num_ranks * (config.num_threads or envs.NUM_THREADS.get())
+    num_threads = num_replicas * config.num_local_ranks * (config.num_threads or envs.NUM_THREADS.get())
     if num_threads > devices.num_cores():
         logger.warning(
             "%d replicas with %d threads in all share %d cores: each other's threads hold them up",

@@ -71,7 +71,7 @@ def simulate(
     """
     check_cuts(model, config)
     model = ModelCut(model, config.tensor_parallel_size).part()
-    device = device.shared_by(config.tensor_parallel_size, config.pipeline_parallel_size)
+    device = device.shared_by(config.num_local_ranks, config.pipeline_parallel_size)
     resolved = plan_engine(config, model, device)
     known = known_cost(resolved, model, device)
     cost = UntaughtCost(known.cost.arithmetic, known.cost.fit)

@@ -177,7 +177,8 @@ class DeviceWorker:
             return self.runner.execute(batch if self._samples else _without_grammars(batch))
 
     def close(self) -> None:
-        """Nothing to give back."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     @property
     def _samples(self) -> bool:
