@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,6 +26,8 @@ from quire.kernels import extension
 from quire.logs import get_logger
 from quire.option import options
 from quire.planning.cut_stages import grid_of
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 MOST_WAIT_SECONDS = 60.0  # between two steps of nodes that have come
 MOST_NAMED = 5  # differences of two nodes
@@ -173,8 +175,8 @@ def _gather(
                 f"--master-port {config.master_port}, or raise {envs.ENGINE_READY_TIMEOUT_S.name}",
                 param="nnodes",
             ) from None
-        message = _first_message(peer)
-        if not isinstance(message, Hello):
+        message = _first_message(peer, Hello)
+        if message is None:
             continue
         why = misfit(own, message)
         if message.node not in missing:
@@ -219,18 +221,19 @@ def take(
 ) -> None:
     """Wait for one connection of a rank. Raises TimeoutError."""
     peer = wire.accept(listener, key, until)
-    message = _first_message(peer)
-    if isinstance(message, RankConnects):
+    if (message := _first_message(peer, RankConnects)) is not None:
         (links if message.is_link else ranks)[message.rank] = peer
 
 
-def _first_message(peer: socket.socket) -> Message | None:
-    """None: it was not understood, and the peer is dropped."""
+def _first_message(peer: socket.socket, kind: type[T]) -> T | None:
+    """None: it is of another kind, and the peer is dropped."""
     try:
         peer.settimeout(wire.HANDSHAKE_SECONDS)
         message = decode(wire.receive(peer))
         peer.settimeout(None)
-        return message
+        if isinstance(message, kind):
+            return message
+        raise wire.WireError(f"{type(message).__name__} where {kind.__name__} comes first")
     except (wire.WireError, OSError, msgspec.MsgspecError) as error:
         logger.warning("a peer is dropped, which says what no node says: %s", error)
         peer.close()
