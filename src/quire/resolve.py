@@ -229,7 +229,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
             kv_cache_metrics=config.kv_cache_metrics,
             kv_cache_metrics_sample=config.kv_cache_metrics_sample,
             speculation=speculation,
-            num_stages=config.pipeline_parallel_size,
+            pipeline_parallel_size=config.pipeline_parallel_size,
         ),
         record,
         drafter=drafter_settings(config.speculative_config, model, form),

@@ -139,7 +139,7 @@ def warn_about_dropped_sizes(resolved: Resolved) -> None:
 
 def _executor(workers: Sequence[Worker], resolved: Resolved) -> WorkerExecutor:
     """Threads for several ranks, and for a CPU that computes while the next step is scheduled: a GPU does by itself."""
-    if resolved.scheduler.num_stages > 1:
+    if resolved.scheduler.pipeline_parallel_size > 1:
         return PipelineExecutor(workers)
     is_behind = resolved.scheduler.async_scheduling and resolved.device.device == "cpu"
     return ThreadExecutor(workers) if is_behind or len(workers) > 1 else InlineExecutor(workers)

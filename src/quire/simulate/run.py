@@ -41,7 +41,7 @@ def client_of(resolved: Planned, model: ModelConfig, cost: CostModel) -> Client:
     depth = resolved.scheduler.depth
     core = EngineCore(
         scheduler,
-        PredictedExecutor(cost, clock, resolved.scheduler.num_stages),
+        PredictedExecutor(cost, clock, resolved.scheduler.pipeline_parallel_size),
         depth,
         cost,
         clock=clock.read,
