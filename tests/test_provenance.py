@@ -130,6 +130,12 @@ OTHER_VALUES: dict[str, Any] = {
     "enable_lora": True,
     "lora_modules": ("a=b",),
     "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 2,
+    "nnodes": 2,
+    "node_rank": 1,
+    "master_addr": "10.0.0.1",
+    "master_port": 29502,
+    "headless": True,
     "distributed_executor_backend": "mp",
     "max_loras": 3,
     "max_lora_rank": 64,
@@ -151,7 +157,11 @@ FIXED = {
 def test_a_given_value_is_recorded_as_given(f: Any) -> None:
     assert f.name in OTHER_VALUES, "a new setting: give a legal value of it here"
     value = OTHER_VALUES[f.name]
-    needed = {"enable_lora": True} if "lora" in f.name else {}
+    needed: dict[str, Any] = {"enable_lora": True} if "lora" in f.name else {}
+    if f.name in ("nnodes", "node_rank", "headless"):
+        needed = {"pipeline_parallel_size": 2, "nnodes": 2}
+    if f.name in ("node_rank", "headless"):
+        needed |= {"node_rank": 1, "headless": True}
     setting = _resolve(**needed | {f.name: value}).settings[f.name]
     assert setting.source == "argument"
     value = ("a",) if f.name == "lora_modules" else value  # their paths are not for everybody

@@ -276,9 +276,17 @@ class EngineConfig:
     )
     distributed_executor_backend: str | None = option(
         None,
-        "mp: each rank but the first is a process of its own; uni: one process, for one rank. none: as ranks need it.",
-        choices=("mp", "uni"),
+        "mp: each rank but the first is a process of its own; uni: one process, for one rank; external_launcher: "
+        "LLM(...) in processes that torchrun has started. none: as ranks need it.",
+        choices=("mp", "uni", "external_launcher"),
     )
+    nnodes: int = option(1, "Machines that share the stages of one copy of the model.", flags=("-n",))
+    node_rank: int = option(
+        0, "Number of this machine. 0 has the engine; the others run quire serve --headless.", flags=("-r",)
+    )
+    master_addr: str = option("127.0.0.1", "Address of machine 0 in the network of --nnodes; it listens there.")
+    master_port: int = option(29501, "Port of --master-addr.")
+    headless: bool = option(False, "Compute stages for machine 0, and serve nothing.")
     data_parallel_size: int = option(
         1,
         "Replicas of the model behind one API. Each has an equal share of the cores and of the memory, or a GPU.",
@@ -361,6 +369,11 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Processes that share a copy of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_local_ranks(self) -> int:
+        """On each machine."""
+        return self.num_ranks // self.nnodes
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
@@ -644,6 +657,37 @@ def _check_lora(config: EngineConfig) -> None:
         )
 
 
+def _check_nodes(config: EngineConfig) -> None:
+    """ConfigError for machines that cannot share a copy of the model."""
+    most, stages = config.nnodes, config.pipeline_parallel_size
+    if most < 1 or stages % most:
+        legal = [count for count in range(1, stages + 1) if stages % count == 0]
+        raise ConfigError(
+            f"{stages} stages cannot be shared by {most} machines",
+            value=most,
+            expected=f"one of {', '.join(map(str, legal))}: each machine has whole stages",
+            param="nnodes",
+        )
+    if not 0 <= config.node_rank < most:
+        raise ConfigError("No such machine", value=config.node_rank, expected=f"0 to {most - 1}", param="node_rank")
+    if config.headless != (config.node_rank > 0):
+        raise ConfigError(
+            "Machine 0 serves, and the others compute for it",
+            value=config.node_rank,
+            fix="Run `quire serve --headless` with --node-rank 1 and above, and leave --headless out for machine 0",
+            param="headless",
+        )
+    if most > 1 and config.data_parallel_size > 1:
+        raise ConfigError(
+            "Replicas are not spread over machines in this version",
+            value=config.data_parallel_size,
+            fix="Leave --data-parallel-size out",
+            param="data_parallel_size",
+        )
+    if not 1 <= config.master_port <= 65535:
+        raise ConfigError("Illegal port", value=config.master_port, expected="1 to 65535", param="master_port")
+
+
 def _check_engine(config: EngineConfig) -> None:
     if config.per_request_spec_decode_metrics != "none" and config.speculative_config is None:
         raise ConfigError(
@@ -680,6 +724,7 @@ def _check_engine(config: EngineConfig) -> None:
             fix="Leave draft_tensor_parallel_size out of --speculative-config",
             param="speculative_config",
         )
+    _check_nodes(config)
     local = config.data_parallel_size_local
     if local not in (None, config.data_parallel_size):
         raise ConfigError(

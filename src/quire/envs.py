@@ -110,6 +110,14 @@ PP_LAYER_PARTITION = Variable[tuple[int, ...]](
     _sizes,
     "layers of each stage of --pipeline-parallel-size, as 10,9,9; empty = by bytes and predicted time",
 )
+CLUSTER_KEY = Variable(
+    "QUIRE_CLUSTER_KEY", "", str, "what the nodes of --nnodes share: at least 16 characters; others are not let in"
+)
+RANK = Variable("RANK", 0, int, "set by torchrun: the number of the process (external_launcher)")
+WORLD_SIZE = Variable("WORLD_SIZE", 1, int, "set by torchrun: how many processes there are (external_launcher)")
+LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", 0, int, "set by torchrun: the same on this machine; 0 = all")
+MASTER_ADDR = Variable("MASTER_ADDR", "", str, "set by torchrun: with MASTER_PORT, where its processes meet")
+MASTER_PORT = Variable("MASTER_PORT", 0, int, "set by torchrun: see MASTER_ADDR")
 NO_COLOR = Variable("NO_COLOR", "", str, "anything: no colours (no-color.org)")
 FORCE_COLOR = Variable("FORCE_COLOR", "", str, "anything: colours also where there is no terminal; NO_COLOR wins")
 OTLP_TRACES_PROTOCOL = Variable(
@@ -148,6 +156,12 @@ VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool
     ISA,
     NUM_THREADS,
     PP_LAYER_PARTITION,
+    CLUSTER_KEY,
+    RANK,
+    WORLD_SIZE,
+    LOCAL_WORLD_SIZE,
+    MASTER_ADDR,
+    MASTER_PORT,
     OTLP_TRACES_PROTOCOL,
     NO_COLOR,
     FORCE_COLOR,

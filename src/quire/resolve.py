@@ -84,13 +84,13 @@ class DeviceFacts:
         """What one of several ranks on this machine has of it.
 
         Args:
-            num_stages: of that many ranks each. The memory is that of a rank in all stages together: for a whole model.
+            num_stages: the memory is that of so many ranks, which have the layers of a whole model together.
         """
         return replace(
             self,
-            num_cores=max(self.num_cores // (num_ranks * num_stages), 1),
-            total_memory_bytes=self.total_memory_bytes // num_ranks,
-            free_memory_bytes=self.free_memory_bytes // num_ranks,
+            num_cores=max(self.num_cores // num_ranks, 1),
+            total_memory_bytes=self.total_memory_bytes * num_stages // num_ranks,
+            free_memory_bytes=self.free_memory_bytes * num_stages // num_ranks,
         )
 
 
@@ -232,7 +232,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
             kv_cache_metrics=config.kv_cache_metrics,
             kv_cache_metrics_sample=config.kv_cache_metrics_sample,
             speculation=speculation,
-            num_stages=config.pipeline_parallel_size,
+            pipeline_parallel_size=config.pipeline_parallel_size,
         ),
         record,
         drafter=drafter_settings(config.speculative_config, model, form),

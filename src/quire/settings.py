@@ -142,7 +142,7 @@ class SchedulerSettings:
     kv_cache_metrics: bool
     kv_cache_metrics_sample: float
     speculation: SpeculativeConfig | None
-    num_stages: int = 1
+    pipeline_parallel_size: int = 1
 
     @property
     def num_logits_rows(self) -> int:
@@ -157,7 +157,7 @@ class SchedulerSettings:
     @property
     def depth(self) -> int:
         """Batches in flight: one in each stage, or one that is scheduled while the other is computed."""
-        return self.num_stages if self.num_stages > 1 else 1 + self.async_scheduling
+        return self.pipeline_parallel_size if self.pipeline_parallel_size > 1 else 1 + self.async_scheduling
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tests.engine.ranks import started
 from tests.engine.test_kv_groups import CONFIG as WINDOWS
 from tests.engine.test_sameness import brief
 from tests.engine.test_sameness_latent import CONFIG as LATENT
-from tests.engine.test_sameness_ranks import FORMS, Answer, answers, expected
+from tests.engine.test_sameness_ranks import CHECKPOINTS, FORMS, Answer, answers, expected
 from tests.models.tiny_models import SIZES
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
@@ -43,6 +43,13 @@ def test_chunks_and_logprobs(form: str, width: int, num_stages: int) -> None:
     """Chunks of one prompt follow each other through the stages."""
     found = of_stages(width, num_stages, max_num_batched_tokens=17, **FORMS[form])
     assert found == expected(form, cpu.isa())
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "GPTQ with act-order"])
+def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
+    """Tensors of other stages are not read."""
+    folder = CHECKPOINTS[name](tmp_path)
+    assert of_stages(1, 2, folder) == of_stages(1, 1, folder)
 
 
 @cache

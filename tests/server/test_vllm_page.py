@@ -68,5 +68,5 @@ def test_the_front_page_says_the_same() -> None:
     page = " ".join((ROOT / "README.md").read_text().split())
     missing = [row[0] for row in _rows() if row[0] not in page]
     assert not missing
-    assert len(_rows()) > 5, "the table was not read"
+    assert len(_rows()) >= 5, "the table was not read"
     assert "unchanged" not in page

@@ -21,6 +21,10 @@ def add_parser(subparsers: Any) -> None:
 def run(parser: Parser, args: argparse.Namespace) -> int:
     engine_config, server_config = read_settings(parser, args)
     check_environment(is_strict=server_config.fail_on_environ_validation)
+    if engine_config.headless:
+        from quire.entry.node import compute_for_node_0
+
+        return compute_for_node_0(engine_config)
     with spawned_engines(engine_config) as interpreters:  # first: it takes longest
         from quire.entry.serve import serve
 

@@ -120,7 +120,7 @@ PARALLELISM: tuple[Foreign, ...] = (
         PARALLEL,
         off=(1,),
         values="""
-            decode_context_parallel_size prefill_context_parallel_size nnodes
+            decode_context_parallel_size prefill_context_parallel_size
         """,
     ),
     *refused(OWN_REPLICAS, _OWN_SERVERS, off=(0,), values="data_parallel_rank data_parallel_start_rank"),
@@ -138,8 +138,7 @@ PARALLELISM: tuple[Foreign, ...] = (
     *accepted(
         ONE_DEVICE,
         values="""
-            master_addr master_port node_rank distributed_timeout_seconds
-            cpu_distributed_timeout_seconds dcp_comm_backend dcp_kv_cache_interleave_size
+            distributed_timeout_seconds cpu_distributed_timeout_seconds dcp_comm_backend dcp_kv_cache_interleave_size
             cp_kv_cache_interleave_size all2all_backend ubatch_size elastic_ep_max_dp_size
             dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config expert_placement_strategy
         """,

@@ -254,6 +254,8 @@ _SGLANG = (
     _to("--device", "device"),
     _to("--tp-size --tp --tensor-parallel-size", "tensor_parallel_size"),
     _to("--pp-size --pp --pipeline-parallel-size", "pipeline_parallel_size"),
+    _to("--nnodes", "nnodes"),
+    _to("--node-rank", "node_rank"),
     _to("--dp-size --dp --data-parallel-size", "data_parallel_size"),
     _to("--api-key", "api_key", convert=_listed),
     _to("--log-level", "log_level", convert=lambda value: str(value).upper()),
@@ -314,9 +316,9 @@ _SGLANG = (
     *_none("requests are counted in /metrics, not logged", switches="--log-requests"),
     *_no("the KV cache is sized in bytes", "Use --kv-cache-memory-bytes", "--max-total-tokens"),
     *_no(
-        "there is one machine, and it has no expert parallelism in this version",
+        "there is no expert parallelism in this version",
         "Leave it out",
-        "--ep-size,--ep --nnodes",
+        "--ep-size,--ep",
         off=(1,),
     ),
     *_no(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.compat.engine_flags import NO_CODE, OWN_REPLICAS, PARALLEL, TEXT_ONLY
+from quire.compat.engine_flags import NO_CODE, OWN_REPLICAS, TEXT_ONLY
 from quire.compat.foreign import Foreign, accepted, refused
 
 SERVER_FLAGS: tuple[Foreign, ...] = (
@@ -52,7 +52,6 @@ SERVER_FLAGS: tuple[Foreign, ...] = (
         values="h11_max_incomplete_event_size h11_max_header_count",
     ),
     *accepted(TEXT_ONLY, switches="enable_flash_late_interaction", off=(True, False)),
-    *refused(PARALLEL, switches="headless"),
     *accepted("one API process carries thousands of streams", off=(1,), values="api_server_count"),
     *refused("there is no gRPC server", switches="grpc"),
     *refused("models here read and write text only", switches="omni"),

@@ -73,6 +73,10 @@ class Link(Protocol):
         """[num_rows, width], in memory of its own. Raises GroupError."""
         ...
 
+    def close(self) -> None:
+        """Nothing is sent or received any more."""
+        ...
+
 
 class Failing(Protocol):
     """Tells ranks that one of them has failed."""
@@ -109,3 +113,9 @@ class Ranks:
     def fail(self) -> None:
         """This rank cannot go on. Nor can the others."""
         self.failing.fail_for(self.rank)
+
+    def close(self) -> None:
+        """Leave the others."""
+        for link in (self.before, self.behind):
+            if link is not None:
+                link.close()

@@ -14,15 +14,30 @@ class Grid:
     Attributes:
         width: ranks that share a stage.
         num_stages: each has some of the layers.
+        num_nodes: machines, each with as many whole stages.
     """
 
     width: int = 1
     num_stages: int = 1
+    num_nodes: int = 1
 
     @property
     def size(self) -> int:
         """All ranks."""
         return self.width * self.num_stages
+
+    @property
+    def num_local(self) -> int:
+        """Ranks on each machine."""
+        return self.size // self.num_nodes
+
+    def node(self, rank: int) -> int:
+        """The machine of a rank. The first one has the last stages."""
+        return rank // self.num_local
+
+    def ranks_of(self, node: int) -> range:
+        """The ranks of a machine."""
+        return range(node * self.num_local, (node + 1) * self.num_local)
 
     def stage(self, rank: int) -> int:
         """The stage of a rank; 0 has the first layers."""
@@ -45,10 +60,11 @@ class Grid:
         """The rank of the stage behind; None: it is in the last one."""
         return rank - self.width if rank >= self.width else None
 
-    def groups(self) -> list[tuple[int, ...]]:
-        """The ranks that exchange something, group by group: those of a stage, and pairs of sender and receiver."""
-        stages = [self.stage_members(rank) for rank in range(0, self.size, self.width) if self.width > 1]
-        return stages + [(rank, rank - self.width) for rank in range(self.width, self.size)]
+    def groups(self, node: int = 0) -> list[tuple[int, ...]]:
+        """The ranks of a machine that exchange something: those of a stage, and pairs of sender and receiver."""
+        here = self.ranks_of(node)
+        stages = [self.stage_members(rank) for rank in here[:: self.width] if self.width > 1]
+        return stages + [(rank, rank - self.width) for rank in here[self.width :]]
 
 
 def shares(size: int, num_ranks: int, unit: int = 1) -> list[range]:

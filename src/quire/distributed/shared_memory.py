@@ -6,15 +6,19 @@ Dimensions: T rows, N columns of all ranks.
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.distributed.group import Ranks
+from quire.distributed import wire
+from quire.distributed.group import Link, Ranks
 from quire.distributed.layout import Grid
+from quire.distributed.network import SocketLink
 from quire.errors import ConfigError
 from quire.kernels import cpu, extension
 
@@ -25,7 +29,7 @@ TIMEOUT_SECONDS = 600.0  # for one turn: a step of another rank that is still co
 
 
 def make_memory(grid: Grid) -> int:
-    """A file descriptor of memory for these ranks. Whoever has it closes it. Raises ConfigError or OSError."""
+    """A file descriptor of memory for the ranks of a node. Whoever has it closes it. Raises ConfigError or OSError."""
     group = extension.require("A model that ranks share").SharedGroup
     num_bytes = group.first_part + sum(
         group.num_bytes(size=len(members), slot_bytes=SLOT_BYTES) for members in grid.groups()
@@ -43,6 +47,7 @@ def ranks_on(
     memory: int,
     rank: int,
     grid: Grid,
+    links: Mapping[int, int] = MappingProxyType({}),
     *,
     has_own_cores: bool = True,
     timeout_seconds: float = TIMEOUT_SECONDS,
@@ -51,6 +56,7 @@ def ranks_on(
 
     Args:
         memory: of `make_memory`, which the caller may close afterwards.
+        links: file descriptors of the connections to ranks of other machines, by rank. They belong to the result.
         has_own_cores: no other rank needs the core that this one waits on.
     """
     if not extension.is_used():
@@ -62,7 +68,7 @@ def ranks_on(
         )
     begin = extension.C.SharedGroup.first_part
     found: dict[tuple[int, ...], SharedMemoryGroup] = {}
-    for members in grid.groups():
+    for members in grid.groups(grid.node(rank)):
         if rank in members:
             shared = extension.C.SharedGroup(
                 fd=memory,
@@ -76,17 +82,35 @@ def ranks_on(
             found[members] = SharedMemoryGroup(shared, members, rank)
         begin += extension.C.SharedGroup.num_bytes(size=len(members), slot_bytes=SLOT_BYTES)
 
-    def link(sender: int | None, receiver: int | None) -> SharedMemoryLink | None:
-        return None if sender is None or receiver is None else SharedMemoryLink(found[sender, receiver])
+    peers = {other: socket.socket(fileno=descriptor) for other, descriptor in links.items()}
+
+    def link(sender: int | None, receiver: int | None) -> Link | None:
+        if sender is None or receiver is None:
+            return None
+        other = sender if receiver == rank else receiver
+        return SocketLink(peers[other], other) if other in peers else SharedMemoryLink(found[sender, receiver])
 
     return Ranks(
         rank,
         grid,
-        failing=next(iter(found.values())),
+        failing=_Failing(list(found.values()), list(peers.values())),
         group=found.get(grid.stage_members(rank)),
         before=link(grid.before(rank), rank),
         behind=link(rank, grid.behind(rank)),
     )
+
+
+class _Failing:
+    """Failing of a rank's memory, and of its links. The memory of all groups is one: it is enough to tell one group."""
+
+    def __init__(self, groups: list[SharedMemoryGroup], peers: list[socket.socket]) -> None:
+        self._groups, self._peers = groups, peers
+
+    def fail_for(self, rank: int) -> None:
+        for group in self._groups[:1]:
+            group.fail_for(rank)
+        for peer in self._peers:
+            wire.end(peer)
 
 
 class SharedMemoryGroup:
@@ -150,3 +174,6 @@ class SharedMemoryLink:
 
     def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return self._pair.gather(torch.empty((num_rows, 0), dtype=dtype), (width, 0))
+
+    def close(self) -> None:
+        """The memory goes with its last owner."""

@@ -45,6 +45,7 @@ def bring_up(
     progress: Progress,
     free_memory_bytes: int | None = None,
     parts: Sequence[ModelConfig] = (),
+    executor: WorkerExecutor | None = None,
 ) -> RunningWorkers:
     """Settle everything and get the workers ready. Raises ConfigError, WeightsError or MemoryPlanError.
 
@@ -52,9 +53,10 @@ def bring_up(
         model_config: of all layers, with the largest part of each.
         free_memory_bytes: of the machine before the first replica began to load; None: there is one replica.
         parts: what each worker holds; none: all of it.
+        executor: of the workers; None: they are of this engine alone, and it makes one.
     """
-    facts = share_of_machine(least_facts(InlineExecutor(workers).facts(config.device != "cpu")), config)
-    facts = facts.shared_by(config.tensor_parallel_size, config.pipeline_parallel_size)
+    facts = share_of_machine(least_facts((executor or InlineExecutor(workers)).facts(config.device != "cpu")), config)
+    facts = facts.shared_by(config.num_local_ranks, config.pipeline_parallel_size)
     resolved = resolve(config, model_config, facts, is_server=is_server)
     total_bytes, _ = facts.memory_of(resolved.device.device)
     if free_memory_bytes is not None and resolved.device.device == "cpu":
@@ -63,7 +65,7 @@ def bring_up(
     planned_bytes = planned_weight_bytes(resolved, model_config)
     if planned_bytes >= total_bytes:
         raise weights_do_not_fit(resolved, planned_bytes, total_bytes, config.data_parallel_size)
-    executor = _executor(workers, resolved)
+    executor = executor or _executor(workers, resolved)
     settings = WorkerSettings.of(resolved)
     progress("load", 0.0, "")
     executor.load(settings)
@@ -71,7 +73,7 @@ def bring_up(
     measured = executor.measure()
     memories = [each.memory for each in measured]
     if free_memory_bytes is not None and resolved.device.device == "cpu":
-        own_bytes = free_memory_bytes // config.num_ranks
+        own_bytes = free_memory_bytes // config.num_local_ranks
         memories = [share_of_memory(each, config.data_parallel_size, own_bytes) for each in memories]
     planned, memory = plan_least(config, parts or [model_config] * len(workers), resolved, memories)
     if resolved.device.device == "cuda":
@@ -137,7 +139,7 @@ def warn_about_dropped_sizes(resolved: Resolved) -> None:
 
 def _executor(workers: Sequence[Worker], resolved: Resolved) -> WorkerExecutor:
     """Threads for several ranks, and for a CPU that computes while the next step is scheduled: a GPU does by itself."""
-    if resolved.scheduler.num_stages > 1:
+    if resolved.scheduler.pipeline_parallel_size > 1:
         return PipelineExecutor(workers)
     is_behind = resolved.scheduler.async_scheduling and resolved.device.device == "cpu"
     return ThreadExecutor(workers) if is_behind or len(workers) > 1 else InlineExecutor(workers)

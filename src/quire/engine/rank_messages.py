@@ -14,7 +14,7 @@ from quire.errors import EngineDeadError, QuireError, is_out_of_memory
 from quire.life_cycle import CacheSize, Measured, WorkerSettings
 from quire.lora.facts import AdapterFacts
 from quire.resolve import DeviceFacts
-from quire.schedule import RowsFailedError, ScheduledBatch
+from quire.schedule import RowsFailedError, ScheduledBatch, StepResult
 
 
 class RankLaunch(msgspec.Struct, tag=True):
@@ -23,7 +23,9 @@ class RankLaunch(msgspec.Struct, tag=True):
     Attributes:
         memory: file descriptor of distributed.shared_memory.
         adapters: file descriptor of a connection for LoadAdapter, each of which has its answer there when it is read.
+            None: there are no adapters, as with stages.
         dies_with_parent: the system kills it when the thread ends that has started it.
+        links: file descriptors of connections to ranks of other machines, by rank.
     """
 
     config: EngineConfig
@@ -31,8 +33,9 @@ class RankLaunch(msgspec.Struct, tag=True):
     drafter_folder: str | None
     rank: int
     memory: int
-    adapters: int
+    adapters: int | None
     dies_with_parent: bool
+    links: dict[int, int]
 
 
 class AskFacts(msgspec.Struct, tag=True):
@@ -87,6 +90,7 @@ class Answer(msgspec.Struct, tag=True, omit_defaults=True):
     measured: Measured | None = None
     has_more: bool = False
     adapter: AdapterFacts | None = None
+    result: StepResult | None = None
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -1,6 +1,7 @@
 """The process of a rank other than the first: obeys the first rank's process, and ends with it.
 
-Started as `python -m quire.engine.rank_process FD` with a connection to that process.
+Started as `python -m quire.engine.rank_process FD` with a connection to that process, and a RankLaunch on its standard
+input.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ logger = logs.get_logger("quire.engine.rank_process")
 def _worker(launch: RankLaunch) -> DeviceWorker:
     config = launch.config
     own_cores = has_own_cores(config, devices.num_cores())
-    ranks = ranks_on(launch.memory, launch.rank, grid_of(config), has_own_cores=own_cores)
+    ranks = ranks_on(launch.memory, launch.rank, grid_of(config), launch.links, has_own_cores=own_cores)
     os.close(launch.memory)
     drafter_folder = None if launch.drafter_folder is None else Path(launch.drafter_folder)
     model = load_with_drafter(Path(launch.model_folder), drafter_folder, config)
@@ -131,14 +132,15 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     frames: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_listen, args=(connection, frames), name="first rank", daemon=True).start()
-    launch = decode_to_rank(frames.get())
+    launch = decode_to_rank(sys.stdin.buffer.read())
     assert isinstance(launch, RankLaunch)
     if launch.dies_with_parent:
         _die_with_parent()
     worker = _worker(launch)
     loads: dict[str, AdapterLoad] = {}
-    reading = (worker, loads, Connection(launch.adapters))
-    threading.Thread(target=_read_adapters, args=reading, name="adapters", daemon=True).start()
+    if launch.adapters is not None:
+        reading = (worker, loads, Connection(launch.adapters))
+        threading.Thread(target=_read_adapters, args=reading, name="adapters", daemon=True).start()
     while True:
         message = decode_to_rank(frames.get())
         try:

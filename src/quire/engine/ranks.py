@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,10 +16,15 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import msgspec
+
 from quire import envs
 from quire.config import EngineConfig
+from quire.distributed import wire
 from quire.distributed.group import Failing
+from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import make_memory, ranks_on
+from quire.engine.nodes import Joined, NodeLost, decode, let_in, links_in
 from quire.engine.rank_messages import (
     AddAdapter,
     Allocate,
@@ -37,7 +43,7 @@ from quire.engine.rank_messages import (
     decode_from_rank,
     encode,
 )
-from quire.errors import EngineDeadError
+from quire.errors import ConfigError, EngineDeadError
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, WorkerSettings
 from quire.logs import get_logger
 from quire.lora.facts import AdapterFacts
@@ -53,6 +59,7 @@ from quire.worker.worker import DeviceWorker
 PROGRAM = ("-m", "quire.engine.rank_process")  # arguments of the interpreter
 LOOK_SECONDS = 0.25  # between two looks at a process
 CLOSE_SECONDS = 5.0  # for a process to end by itself
+SAY_SECONDS = 1.0  # for a node to say why it ends
 
 logger = get_logger(__name__)
 
@@ -74,81 +81,96 @@ def start_ranks(
     grid = grid_of(config)
     if grid.size == 1:
         return [DeviceWorker(model_config, progress)]
+    joined = Joined()
+    if config.headless:
+        raise ConfigError(
+            "This machine computes for machine 0, and has no engine",
+            value=config.node_rank,
+            fix="Start `quire serve --headless` with the same flags here",
+            param="headless",
+        )
+    if grid.num_nodes > 1:
+        joined = let_in(config, model_folder, lambda detail: progress("load", 0.0, detail))
     memory = make_memory(grid)
+    links = {rank: {sender: joined.links[sender].detach()} for rank, sender in links_in(config, grid).items()}
     try:
-        ranks = ranks_on(memory, 0, grid, has_own_cores=has_own_cores(config, devices.num_cores()))
-        others = [
-            RankProcess(config, (model_folder, drafter_folder), rank, memory, ranks.failing, dies_with_parent=is_server)
-            for rank in range(1, grid.size)
-        ]
+        own_cores = has_own_cores(config, devices.num_cores())
+        ranks = ranks_on(memory, 0, grid, links.pop(0, {}), has_own_cores=own_cores)
+        model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
+        launches = (
+            RankLaunch(config, model, drafter, rank, memory, None, is_server, links.get(rank, {}))
+            for rank in grid.ranks_of(0)[1:]
+        )
+        others: list[Worker] = [RankProcess(launch, grid, ranks.failing) for launch in launches]
     finally:
         os.close(memory)
+        for descriptor in (each for of_rank in links.values() for each in of_rank.values()):
+            os.close(descriptor)  # a process has it
+    homes = {node: Home(home) for node, home in joined.homes.items()}
+    for rank, peer in sorted(joined.ranks.items()):
+        others.append(RemoteRank(rank, grid, ranks.failing, Connection(peer.detach()), homes[grid.node(rank)]))
     return [DeviceWorker(part_of_rank(model_config, config, 0), progress, ranks=ranks), *others]
 
 
-class RankProcess:
-    """A Worker in another process. Each method waits for its answer.
+def rank_name(rank: int, grid: Grid) -> str:
+    """For people."""
+    name = f"Rank {rank} of {grid.size}"
+    return name if grid.num_stages == 1 else f"{name}, in stage {grid.stage(rank)} of {grid.num_stages}"
+
+
+def spawn_rank(launch: RankLaunch, connection: int) -> subprocess.Popen[bytes]:
+    """The process of a rank, which obeys what comes over the connection, a file descriptor."""
+    # -P: a module of the current folder must not stand in for one of ours or of the standard library.
+    command = [sys.executable, "-P", *PROGRAM, str(connection)]
+    adapters = () if launch.adapters is None else (launch.adapters,)
+    descriptors = (connection, launch.memory, *adapters, *launch.links.values())
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=descriptors, env=envs.for_children())
+    assert process.stdin is not None
+    process.stdin.write(encode(launch))
+    process.stdin.close()
+    return process
+
+
+class OtherRank:
+    """A Worker at the other end of a connection. Each method waits for its answer.
 
     Args:
-        folders: of the model, and of its drafter.
-        memory, dies_with_parent: see RankLaunch.
-        failing: learns that the process has ended.
+        failing: learns that the rank is lost.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        folders: tuple[Path, Path | None],
-        rank: int,
-        memory: int,
-        failing: Failing,
-        *,
-        dies_with_parent: bool,
-    ) -> None:
-        self._rank, self._failing, grid = rank, failing, grid_of(config)
-        self._name = f"Rank {rank} of {grid.size}"
-        if grid.num_stages > 1:
-            self._name += f", in stage {grid.stage(rank)} of {grid.num_stages}"
-        self._connection, theirs = multiprocessing.Pipe()
-        self._adapters, their_adapters = multiprocessing.Pipe()
-        # -P: a module of the current folder must not stand in for one of ours or of the standard library.
-        command = [sys.executable, "-P", *PROGRAM, str(theirs.fileno())]
-        fds = (theirs.fileno(), their_adapters.fileno(), memory)
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, env=envs.for_children())
-        model, drafter = str(folders[0]), None if folders[1] is None else str(folders[1])
-        launch = RankLaunch(config, model, drafter, rank, memory, their_adapters.fileno(), dies_with_parent)
-        theirs.close()
-        their_adapters.close()
-        self._is_closing = threading.Event()
-        self._connection.send_bytes(encode(launch))
-        watch = (self._process, self._rank, self._name, failing, self._is_closing)
-        threading.Thread(target=_watch, args=watch, name=f"rank {self._rank} watch", daemon=True).start()
+    def __init__(self, rank: int, grid: Grid, failing: Failing, connection: Connection) -> None:
+        self._rank, self._failing, self._connection = rank, failing, connection
+        self._name = rank_name(rank, grid)
+
+    def _end(self) -> str:
+        """Who has ended, where, and how."""
+        raise NotImplementedError
 
     def facts(self, wants_gpu: bool) -> DeviceFacts:
-        facts = self._ask(AskFacts(wants_gpu)).facts
+        facts = self.ask(AskFacts(wants_gpu)).facts
         assert facts is not None
         return facts
 
     def load(self, settings: WorkerSettings) -> None:
-        self._ask(Load(settings))
+        self.ask(Load(settings))
 
     def measure(self) -> Measured:
-        measured = self._ask(Measure()).measured
+        measured = self.ask(Measure()).measured
         assert measured is not None
         return measured
 
     def allocate(self, size: CacheSize) -> None:
-        self._ask(Allocate(size))
+        self.ask(Allocate(size))
 
     def capture(self) -> None:
-        self._ask(Capture())
+        self.ask(Capture())
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         raise NotImplementedError("ranks are asked side by side")
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """The result has no tokens: the first rank has them."""
-        self._ask(Execute(batch))
+        self.ask(Execute(batch))
         return StepResult(batch.step_id, [])
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
@@ -158,35 +180,27 @@ class RankProcess:
         raise NotImplementedError("only the first rank has grammars")
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
-        return self._ask(UseIdleTime(num_blocks_ever_used)).has_more
+        return self.ask(UseIdleTime(num_blocks_ever_used)).has_more
 
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
-        """One at a time: the result of the one before was asked for."""
-        self._say(self._adapters, LoadAdapter(path, digest))
-        return _LoadOfRank(self)
+        raise NotImplementedError("resolve refuses adapters with stages, which other machines have")
 
     def drop_adapter(self, digest: str) -> None:
-        self._ask(DropAdapter(digest))
+        self.ask(DropAdapter(digest))
 
     def close(self) -> None:
-        """End the process."""
-        self._is_closing.set()
+        """End the rank."""
         self._connection.close()
-        try:
-            self._process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
-    def _ask(self, message: ToRank) -> Answer:
-        self._say(self._connection, message)
-        return self._hear(self._connection)
+    def ask(self, message: ToRank) -> Answer:
+        self.say(self._connection, message)
+        return self.hear(self._connection)
 
-    def _say(self, connection: Connection, message: ToRank) -> None:
+    def say(self, connection: Connection, message: ToRank) -> None:
         with self._is_there():
             connection.send_bytes(encode(message))
 
-    def _hear(self, connection: Connection) -> Answer:
+    def hear(self, connection: Connection) -> Answer:
         with self._is_there():
             answer = decode_from_rank(connection.recv_bytes())
         if isinstance(answer, Failed):
@@ -199,7 +213,39 @@ class RankProcess:
             yield
         except (EOFError, OSError) as error:
             self._failing.fail_for(self._rank)
-            raise EngineDeadError(_end_of(self._process, self._name)) from error
+            raise EngineDeadError(self._end()) from error
+
+
+class RankProcess(OtherRank):
+    """A rank of this machine."""
+
+    def __init__(self, launch: RankLaunch, grid: Grid, failing: Failing) -> None:
+        connection, theirs = multiprocessing.Pipe()
+        self.adapters, their_adapters = multiprocessing.Pipe()
+        super().__init__(launch.rank, grid, failing, connection)
+        self._process = spawn_rank(msgspec.structs.replace(launch, adapters=their_adapters.fileno()), theirs.fileno())
+        theirs.close()
+        their_adapters.close()
+        self._is_closing = threading.Event()
+        watch = (self._process, self._rank, self._name, failing, self._is_closing)
+        threading.Thread(target=_watch, args=watch, name=f"rank {self._rank} watch", daemon=True).start()
+
+    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+        """One at a time: the result of the one before was asked for."""
+        self.say(self.adapters, LoadAdapter(path, digest))
+        return _LoadOfRank(self)
+
+    def close(self) -> None:
+        self._is_closing.set()
+        super().close()
+        try:
+            self._process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _end(self) -> str:
+        return end_of(self._process, self._name)
 
 
 class _LoadOfRank:
@@ -210,16 +256,60 @@ class _LoadOfRank:
         self._facts: AdapterFacts | None = None
 
     def done(self) -> bool:
-        return self._facts is not None or self._rank._adapters.poll()
+        return self._facts is not None or self._rank.adapters.poll()
 
     def result(self) -> AdapterFacts:
         if self._facts is None:
-            self._facts = self._rank._hear(self._rank._adapters).adapter
+            self._facts = self._rank.hear(self._rank.adapters).adapter
         assert self._facts is not None
         return self._facts
 
     def add(self) -> None:
-        self._rank._ask(AddAdapter(self.result().digest))
+        self._rank.ask(AddAdapter(self.result().digest))
+
+
+class Home:
+    """The connection to another node, over which it says why it ends."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._peer, self._host = peer, peer.getpeername()[0]
+        self._why = ""
+        self._thread = threading.Thread(target=self._listen, name=f"node at {self._host}", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        try:
+            message = decode(wire.receive(self._peer))
+        except (wire.WireError, OSError, msgspec.MsgspecError):
+            return
+        if isinstance(message, NodeLost):
+            self._why = message.why
+
+    def close(self) -> None:
+        """Let the node end."""
+        wire.end(self._peer)
+        self._thread.join()
+        self._peer.close()
+
+    def end(self, name: str) -> str:
+        """Why a rank of the node is lost."""
+        self._thread.join(2 * LOOK_SECONDS + SAY_SECONDS)
+        return self._why or f"{name} (on {self._host}) is lost: the connection to its node has ended"
+
+
+class RemoteRank(OtherRank):
+    """A rank of another node. The node watches its process."""
+
+    def __init__(self, rank: int, grid: Grid, failing: Failing, connection: Connection, home: Home) -> None:
+        super().__init__(rank, grid, failing, connection)
+        self._home = home
+
+    def close(self) -> None:
+        super().close()
+        self._home.close()
+
+    def _end(self) -> str:
+        return self._home.end(self._name)
 
 
 def _watch(
@@ -228,26 +318,27 @@ def _watch(
     """Tell the others when the process ends, or has been stopped for two looks."""
     num_stopped = 0
     while process.poll() is None and num_stopped < 2:
-        num_stopped = num_stopped + 1 if _is_stopped(process.pid) else 0
+        num_stopped = num_stopped + 1 if is_stopped(process.pid) else 0
         time.sleep(LOOK_SECONDS)
     if process.returncode != 0 and not is_closing.is_set():
         failing.fail_for(rank)
-        logger.error("%s", _end_of(process, name))
+        logger.error("%s", end_of(process, name))
         process.kill()  # one that is stopped
         process.wait()
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """By a signal."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):
         return False
 
 
-def _end_of(process: subprocess.Popen[bytes], name: str) -> str:
+def end_of(process: subprocess.Popen[bytes], name: str) -> str:
     """Who has ended, where, and how."""
     who = f"{name} (process {process.pid} on {platform.node()})"
-    if _is_stopped(process.pid):
+    if is_stopped(process.pid):
         return f"{who} was stopped by a signal"
     try:
         code = process.wait(1.0)

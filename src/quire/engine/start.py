@@ -14,6 +14,7 @@ from quire.cost.model import CostModel
 from quire.engine.bring_up import RunningWorkers, bring_up
 from quire.engine.calibration import Calibration
 from quire.engine.core import EngineCore
+from quire.engine.external import start_external
 from quire.engine.ranks import start_ranks
 from quire.engine.ready import check_targets, ready_message
 from quire.engine.warm_up import produce_tokens
@@ -87,11 +88,16 @@ def start_engine(
     started = time.monotonic()
     model_config = load_with_drafter(model_folder, drafter_folder, config)
     check_cuts(model_config, config)
-    make_workers = make_workers or partial(
-        start_ranks, config, model_folder, drafter_folder=drafter_folder, is_server=is_server
-    )
-    workers = make_workers(model_config, progress)
-    parts = [part_of_rank(model_config, config, rank) for rank in range(len(workers))]
+    parts = [part_of_rank(model_config, config, rank) for rank in range(config.num_ranks)]
+    executor = None
+    if config.distributed_executor_backend == "external_launcher":
+        executor = start_external(config, model_config, progress, is_server=is_server)
+        workers: Sequence[Worker] = [executor.worker]
+    else:
+        make_workers = make_workers or partial(
+            start_ranks, config, model_folder, drafter_folder=drafter_folder, is_server=is_server
+        )
+        workers = make_workers(model_config, progress)
     model_config = ModelCut(model_config, config.tensor_parallel_size).part()
     try:
         running = bring_up(
@@ -102,22 +108,34 @@ def start_engine(
             progress=progress,
             free_memory_bytes=free_memory_bytes,
             parts=parts,
+            executor=executor,
         )
     except BaseException:
         for worker in workers:
             worker.close()
         raise
     try:
-        return _answering(running, model_config, started, progress, is_first=is_first)
+        return _answering(running, model_config, started, progress, is_first=is_first, has_clock=executor is None)
     except BaseException:
         running.executor.shutdown()
         raise
 
 
 def _answering(
-    running: RunningWorkers, model_config: ModelConfig, started: float, progress: Progress, *, is_first: bool
+    running: RunningWorkers,
+    model_config: ModelConfig,
+    started: float,
+    progress: Progress,
+    *,
+    is_first: bool,
+    has_clock: bool,
 ) -> StartedEngine:
-    """An engine that has produced tokens. `started`: when the start began."""
+    """An engine that has produced tokens.
+
+    Args:
+        started: when the start began.
+        has_clock: its decisions may depend on times. Engines that must schedule alike know none.
+    """
     resolved, measured = running.resolved, running.measured
     schedule = resolved.scheduler
     arithmetic = step_arithmetic(resolved, model_config)
@@ -125,7 +143,8 @@ def _answering(
     guess = assumed_fit(ceilings(resolved, arithmetic, running.facts)).constants
     cost = CostModel(arithmetic, fit([first], guess))
     adapters = None if resolved.lora is None else AdapterRegistry(running.executor, resolved.lora.max_cpu_loras)
-    scheduler = scheduler_of(resolved, model_config, cost, adapters=adapters)
+    clock = time.monotonic if has_clock else lambda: 0.0
+    scheduler = scheduler_of(resolved, model_config, cost, clock, adapters)
     core = EngineCore(
         scheduler, running.executor, depth=schedule.depth, cost=cost, preparer=running.executor, adapters=adapters
     )
@@ -134,10 +153,11 @@ def _answering(
         cost.calibrate(known)
     predicted = decode_step(cost, 1).seconds
     progress(WARM_UP, 2 / 3, "producing a token")
-    laps = produce_tokens(core)
+    laps = produce_tokens(core, has_time_limit=has_clock)
     calibration = None
     # Steps that are much faster than an earlier start has found: that one ran on a busy machine.
-    if known is None or MOST_OVERESTIMATE * min(lap.seconds for lap in laps) < predicted:
+    is_slower = known is None or MOST_OVERESTIMATE * min(lap.seconds for lap in laps) < predicted
+    if is_slower and has_clock:
         calibration = Calibration(core, cost, guess, _points(core, running, model_config), file.write)
         calibration.run(CALIBRATION_SHARE * (time.monotonic() - started))
     if is_first:

@@ -13,7 +13,7 @@ MOST_SECONDS = 0.05  # after it no further token is started
 MOST_DISTURBED_SECONDS = 0.5  # the same, while no step ran undisturbed by other programs
 
 
-def produce_tokens(core: EngineCore, watch: Stopwatch | None = None) -> list[Lap]:
+def produce_tokens(core: EngineCore, watch: Stopwatch | None = None, *, has_time_limit: bool = True) -> list[Lap]:
     """Run one request, of which nothing stays. Returns the times of its steps, of one token each.
 
     How long a step waited for a core is known where this thread computes it: with one batch in flight.
@@ -37,7 +37,9 @@ def produce_tokens(core: EngineCore, watch: Stopwatch | None = None) -> list[Lap
             waited = watch.lap().waited if core.depth == 1 else 0.0
             laps.append(Lap(core.last_record.step_seconds, waited))
             is_disturbed = all(busy_machine(lap.waited) is not None for lap in laps)
-            if sum(lap.seconds for lap in laps) > (MOST_DISTURBED_SECONDS if is_disturbed else MOST_SECONDS):
+            if has_time_limit and sum(lap.seconds for lap in laps) > (
+                MOST_DISTURBED_SECONDS if is_disturbed else MOST_SECONDS
+            ):
                 core.abort(["warm-up"])
     core.scheduler.reset_prefix_cache()
     return laps

@@ -24,7 +24,7 @@ from quire.planning.cut_model import ModelCut, check_degree
 
 def grid_of(config: EngineConfig) -> Grid:
     """All ranks of an engine."""
-    return Grid(config.tensor_parallel_size, config.pipeline_parallel_size)
+    return Grid(config.tensor_parallel_size, config.pipeline_parallel_size, config.nnodes)
 
 
 def check_cuts(model: ModelConfig, config: EngineConfig) -> None:

@@ -25,7 +25,7 @@ def check_machine(config: EngineConfig) -> None:
         _check_count(num_replicas, num_cores, "core")
         if config.device != "cpu" and (num_gpus := devices.num_gpus()):
             _check_count(num_replicas, num_gpus, "GPU")
-    num_processes = num_replicas * config.num_ranks
+    num_processes = num_replicas * config.num_local_ranks
     if num_processes > 1 and not has_own_cores(config, num_cores):
         logger.warning(
             "%d processes with %d threads in all share %d cores: each other's threads hold them up",
@@ -42,7 +42,7 @@ def has_own_cores(config: EngineConfig, num_cores: int) -> bool:
 
 def _num_threads(config: EngineConfig, num_cores: int) -> int:
     """Of all processes that compute. Without a number each rank takes its share of the cores, at least one."""
-    num_ranks = config.data_parallel_size * config.num_ranks
+    num_ranks = config.data_parallel_size * config.num_local_ranks
     return num_ranks * (config.num_threads or envs.NUM_THREADS.get() or max(num_cores // num_ranks, 1))
 
 

@@ -48,7 +48,7 @@ def calibration_file(resolved: Resolved, model: ModelConfig, device: DeviceFacts
             list(place.cudagraph_capture_sizes),
             place.max_cudagraph_capture_size,
             resolved.scheduler.depth,
-            resolved.scheduler.num_stages,
+            resolved.scheduler.pipeline_parallel_size,
         ],
     }
     folder = None

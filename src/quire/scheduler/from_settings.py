@@ -85,7 +85,7 @@ def scheduler_of(
         adapters=turns,
         room_within=cost.room_within,
         clock=clock,
-        num_stages=schedule.num_stages,
+        num_stages=schedule.pipeline_parallel_size,
     )
 
 
@@ -104,7 +104,7 @@ def speculation_of(
         adaptive = AdaptiveDepth(cost.with_drafts, drafter, schedule.depth, reads_late=reads_late)
     most_by_rows = config.num_speculative_tokens_per_batch_size
     proposer, most = proposer_of(config), config.num_speculative_tokens
-    waits = schedule.num_stages == 1  # with several, each request waits by itself
+    waits = schedule.pipeline_parallel_size == 1  # with several, each request waits by itself
     return Speculation(proposer, most, most_by_rows, adaptive, max_tokens=max_tokens, waits=waits, drafter_time=drafter)
 
 

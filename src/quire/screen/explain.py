@@ -194,9 +194,9 @@ def explain(
     parts = [part_of_rank(model, engine, rank) for rank in range(0, grid.size, grid.width)]
     model = ModelCut(model, grid.width).part()
     machine, device = device, share_of_machine(device, engine)
-    own, device = device.shared_by(grid.size), device.shared_by(grid.width, grid.num_stages)
+    own, device = device.shared_by(grid.num_local), device.shared_by(grid.num_local, grid.num_stages)
     if read_bandwidth is not None:
-        read_bandwidth /= engine.data_parallel_size * grid.size
+        read_bandwidth /= engine.data_parallel_size * grid.num_local
     settled = resolve(engine, model, device, is_server=True)
     known = known_cost(settled, model, device, read_bandwidth)
     plans = [_planned(engine, settled, part, own) for part in parts]

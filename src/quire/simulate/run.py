@@ -41,7 +41,7 @@ def client_of(resolved: Planned, model: ModelConfig, cost: CostModel) -> Client:
     depth = resolved.scheduler.depth
     core = EngineCore(
         scheduler,
-        PredictedExecutor(cost, clock, resolved.scheduler.num_stages),
+        PredictedExecutor(cost, clock, resolved.scheduler.pipeline_parallel_size),
         depth,
         cost,
         clock=clock.read,
@@ -71,7 +71,7 @@ def simulate(
     """
     check_cuts(model, config)
     model = ModelCut(model, config.tensor_parallel_size).part()
-    device = device.shared_by(config.tensor_parallel_size, config.pipeline_parallel_size)
+    device = device.shared_by(config.num_local_ranks, config.pipeline_parallel_size)
     resolved = plan_engine(config, model, device)
     known = known_cost(resolved, model, device)
     cost = UntaughtCost(known.cost.arithmetic, known.cost.fit)

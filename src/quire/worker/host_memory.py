@@ -53,7 +53,7 @@ class OnHost:
             buffer_bytes = max(buffer_bytes, _measure_step(drafter, settings.of_drafter(), self._ranks)[0])
             drafter_bytes, mapped_bytes = drafter.weight_bytes(), mapped_bytes + drafter.mapped_bytes
         logits = logits_bytes(model.config, settings.num_logits_rows)
-        num_ranks = 1 if self._ranks is None else self._ranks.grid.size
+        num_ranks = 1 if self._ranks is None else self._ranks.grid.num_local
         memory = MemoryFacts(
             total_bytes=devices.total_memory_bytes() // num_ranks,
             free_bytes=devices.free_memory_bytes() // num_ranks - mapped_bytes,

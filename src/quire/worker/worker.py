@@ -186,7 +186,8 @@ class DeviceWorker:
         return pending.result()
 
     def close(self) -> None:
-        """Nothing to give back."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     @property
     def _samples(self) -> bool:

@@ -1,0 +1,45 @@
+"""A link between ranks of two nodes, over a TCP connection.
+
+Dimensions: T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+from torch import Tensor
+
+from quire.distributed import wire
+from quire.distributed.group import GroupError
+
+
+class SocketLink:
+    """A Link.
+
+    Args:
+        peer: the connection, authenticated.
+    """
+
+    def __init__(self, peer: socket.socket, peer_rank: int) -> None:
+        self._peer, self._rank = peer, peer_rank
+
+    def send(self, rows_TD: Tensor) -> None:
+        try:
+            wire.send(self._peer, rows_TD.contiguous().view(torch.uint8).numpy().reshape(-1).data)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        rows_TD = torch.empty((num_rows, width), dtype=dtype)
+        try:
+            wire.receive_into(self._peer, rows_TD.view(torch.uint8).numpy().reshape(-1).data)
+        except (OSError, wire.WireError) as error:
+            raise self._error(error) from error
+        return rows_TD
+
+    def close(self) -> None:
+        self._peer.close()
+
+    def _error(self, error: Exception) -> Exception:
+        return GroupError(f"rank {self._rank} has failed: {error}")

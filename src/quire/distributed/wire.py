@@ -1,0 +1,178 @@
+"""Connections between the nodes of an engine: whoever connects must know the cluster key. No torch.
+
+The key is checked on connecting, in both directions, by HMAC-SHA256 of fresh random numbers. What is sent later is
+neither encrypted nor signed: nodes need a network of their own.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import secrets
+import socket
+import struct
+import time
+from contextlib import suppress
+from ipaddress import ip_address
+
+from quire import envs
+from quire.errors import ConfigError
+from quire.logs import get_logger
+
+LEAST_KEY_LENGTH = 16  # characters
+HANDSHAKE_SECONDS = 5.0  # for a peer to show that it knows the key
+RETRY_SECONDS = 0.2
+MOST_FRAME_BYTES = 1 << 20  # of frames that nodes exchange before ranks talk
+NONCE_BYTES = 32
+# A machine that is gone sends nothing. After so many seconds the system says so.
+LOST_SECONDS = 5
+_LENGTH = struct.Struct(">Q")
+
+logger = get_logger(__name__)
+
+
+class WireError(Exception):
+    """The peer is gone, or says what it must not say."""
+
+
+def cluster_key() -> bytes:
+    """The key that all nodes share. Raises ConfigError if there is none, or a short one."""
+    key = envs.CLUSTER_KEY.get()
+    if len(key) < LEAST_KEY_LENGTH:
+        raise ConfigError(
+            "Nodes need a cluster key",
+            value=f"{len(key)} characters" if key else None,
+            expected=f"{envs.CLUSTER_KEY.name} with {LEAST_KEY_LENGTH} characters or more, the same on all nodes",
+            fix=f"Make one with `openssl rand -hex 32`, and set {envs.CLUSTER_KEY.name} on each node",
+            param=envs.CLUSTER_KEY.name,
+        )
+    return key.encode()
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket at one address; port 0: any. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if ip_address(str(place[0])).is_unspecified:
+            raise ConfigError(
+                "Nodes would be listened for in all networks",
+                value=address,
+                expected="one address of this machine, in the network of the nodes",
+                param="master_addr",
+            )
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+            listener.listen()
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+    except OSError as error:
+        is_port = error.errno == errno.EADDRINUSE
+        raise ConfigError(
+            f"Nodes cannot be listened for at {address}, port {port}: {error.strerror or error}",
+            value=port if is_port else address,
+            fix="Give another port with --master-port" if is_port else "Give an address of this machine",
+            param="master_port" if is_port else "master_addr",
+        ) from error
+
+
+def accept(listener: socket.socket, key: bytes, until: float) -> socket.socket:
+    """The next peer that knows the key. Others are dropped, and logged. Raises TimeoutError at `until`."""
+    while True:
+        listener.settimeout(max(until - time.monotonic(), 0.001))
+        peer, place = listener.accept()
+        try:
+            peer.settimeout(HANDSHAKE_SECONDS)
+            challenge = secrets.token_bytes(NONCE_BYTES)
+            send(peer, challenge)
+            reply = receive(peer, NONCE_BYTES + 32)
+            own, proof = reply[:NONCE_BYTES], reply[NONCE_BYTES:]
+            if not hmac.compare_digest(proof, _proof(key, b"peer", challenge + own)):
+                raise WireError("it does not know the cluster key")
+            send(peer, _proof(key, b"host", own + challenge))
+        except (WireError, OSError) as error:
+            logger.warning("%s is dropped, which is no node of this engine: %s", place[0], error)
+            peer.close()
+            continue
+        return _ready(peer)
+
+
+def connect(address: str, port: int, key: bytes, until: float) -> socket.socket:
+    """To a listener that knows the key, as soon as there is one. Raises TimeoutError at `until`, and WireError."""
+    while True:
+        try:
+            host = socket.create_connection((address, port), timeout=max(until - time.monotonic(), 0.001))
+            break
+        except OSError as error:
+            if time.monotonic() + RETRY_SECONDS > until:
+                raise TimeoutError(f"nobody listens at {address}, port {port}: {error}") from error
+            time.sleep(RETRY_SECONDS)
+    try:
+        host.settimeout(max(until - time.monotonic(), HANDSHAKE_SECONDS))  # it may be waiting for another peer
+        challenge, own = receive(host, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+        send(host, own + _proof(key, b"peer", challenge + own))
+        if not hmac.compare_digest(receive(host, 32), _proof(key, b"host", own + challenge)):
+            raise WireError("it does not know the cluster key")
+    except (WireError, OSError) as error:
+        host.close()
+        raise WireError(f"{address}, port {port}, does not let this node in: {error}") from error
+    return _ready(host)
+
+
+def send(peer: socket.socket, frame: bytes | memoryview) -> None:
+    """Raises OSError."""
+    peer.sendall(_LENGTH.pack(len(frame)))
+    peer.sendall(frame)
+
+
+def receive(peer: socket.socket, most: int = MOST_FRAME_BYTES) -> bytes:
+    """A frame of at most `most` bytes. Raises WireError and OSError."""
+    (length,) = _LENGTH.unpack(_exactly(peer, _LENGTH.size))
+    if length > most:
+        raise WireError(f"a frame of {length} bytes where {most} are allowed")
+    return bytes(_exactly(peer, length))
+
+
+def receive_into(peer: socket.socket, memory: memoryview) -> None:
+    """A frame that fills the memory. Raises WireError and OSError."""
+    (length,) = _LENGTH.unpack(_exactly(peer, _LENGTH.size))
+    if length != len(memory):
+        raise WireError(f"a frame of {length} bytes where {len(memory)} are expected")
+    _fill(peer, memory)
+
+
+def end(peer: socket.socket) -> None:
+    """Whoever waits for the peer stops waiting, on both sides."""
+    with suppress(OSError):
+        peer.shutdown(socket.SHUT_RDWR)
+
+
+def _ready(peer: socket.socket) -> socket.socket:
+    peer.settimeout(None)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": LOST_SECONDS}
+    for name, value in (options | {"TCP_USER_TIMEOUT": 1000 * LOST_SECONDS}).items():
+        if hasattr(socket, name):  # not every system has all
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return peer
+
+
+def _proof(key: bytes, role: bytes, numbers: bytes) -> bytes:
+    return hmac.digest(key, b"quire ranks 1 " + role + numbers, "sha256")
+
+
+def _exactly(peer: socket.socket, count: int) -> bytearray:
+    frame = bytearray(count)
+    _fill(peer, memoryview(frame))
+    return frame
+
+
+def _fill(peer: socket.socket, memory: memoryview) -> None:
+    while len(memory):
+        count = peer.recv_into(memory)
+        if not count:
+            raise WireError("the connection was closed")
+        memory = memory[count:]

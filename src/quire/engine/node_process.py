@@ -1,0 +1,117 @@
+"""`quire serve --headless`: the ranks of a node that has no engine. They obey node 0, and end with it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import threading
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from quire import envs
+from quire.config import EngineConfig
+from quire.distributed import wire
+from quire.distributed.shared_memory import make_memory
+from quire.engine import nodes
+from quire.engine.nodes import NodeLost, RankConnects, Refused, Welcome
+from quire.engine.rank_messages import RankLaunch
+from quire.engine.ranks import CLOSE_SECONDS, LOOK_SECONDS, end_of, is_stopped, rank_name, spawn_rank
+from quire.errors import ConfigError
+from quire.logs import get_logger
+from quire.planning.cut_stages import grid_of
+
+logger = get_logger(__name__)
+
+
+def run_node(config: EngineConfig, model_folder: Path) -> int:
+    """Compute for node 0 until it ends. Answers with the exit code: 0, or 1 if a rank of this node was lost.
+
+    Raises ConfigError if node 0 does not come, or refuses this node.
+    """
+    with ExitStack() as opened:
+        return _run(config, model_folder, opened)
+
+
+def _run(config: EngineConfig, model_folder: Path, opened: ExitStack) -> int:
+    key, grid = wire.cluster_key(), grid_of(config)
+    until = time.monotonic() + envs.ENGINE_READY_TIMEOUT_S.get()
+    place = (config.master_addr, config.master_port)
+    logger.info("node %d connects to node 0 at %s, port %d", config.node_rank, *place)
+    try:
+        home = opened.enter_context(wire.connect(*place, key, until))
+        listener = opened.enter_context(wire.listen(home.getsockname()[0], 0))
+        wire.send(home, nodes.encode(nodes.hello(config, model_folder, listener.getsockname()[1])))
+        message = nodes.decode(wire.receive(home))
+        if isinstance(message, Refused):
+            raise ConfigError(
+                f"Node 0 refuses this node: {message.why}", fix="Start all nodes alike", param="node_rank"
+            )
+        assert isinstance(message, Welcome)
+        until = time.monotonic() + nodes.MOST_WAIT_SECONDS
+
+        def connect(rank: int, *, is_link: bool) -> socket.socket:
+            target = (message.address, message.port) if is_link else place
+            peer = opened.enter_context(wire.connect(*target, key, until))
+            wire.send(peer, nodes.encode(RankConnects(rank, is_link)))
+            return peer
+
+        receivers, senders = nodes.links_out(config, grid), nodes.links_in(config, grid)
+        out = {rank: connect(rank, is_link=True) for rank in receivers}
+        arrived: dict[int, socket.socket] = {}
+        while arrived.keys() != set(senders.values()):
+            nodes.take(listener, key, until, {}, arrived)
+        controls = {rank: connect(rank, is_link=False) for rank in grid.ranks_of(config.node_rank)}
+    except (TimeoutError, wire.WireError, OSError) as error:
+        raise ConfigError(
+            f"Node 0 is not reached: {error}",
+            value=f"{place[0]}, port {place[1]}",
+            fix=f"Check that it was started, --master-addr and --master-port, and {envs.CLUSTER_KEY.name} on both",
+            param="master_addr",
+        ) from error
+    memory = make_memory(grid)
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+    try:
+        for rank, control in controls.items():
+            links = {}
+            if rank in receivers:
+                links[receivers[rank]] = out[rank].fileno()
+            if rank in senders:
+                links[senders[rank]] = arrived[senders[rank]].fileno()
+            launch = RankLaunch(config, str(model_folder), None, rank, memory, None, True, links)
+            processes[rank] = spawn_rank(launch, control.fileno())
+        os.close(memory)
+        for peer in (*out.values(), *arrived.values(), *controls.values()):
+            peer.close()  # the processes have them
+        return _watch(processes, home, {rank: rank_name(rank, grid) for rank in processes})
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+
+
+def _watch(processes: dict[int, subprocess.Popen[bytes]], home: socket.socket, names: dict[int, str]) -> int:
+    """Until node 0 is gone, or a rank is lost, of which node 0 learns."""
+    is_over = threading.Event()
+
+    def listen() -> None:
+        with suppress(OSError):
+            home.recv(1)  # it says nothing more
+        is_over.set()
+
+    threading.Thread(target=listen, name="node 0", daemon=True).start()
+    num_stopped = dict.fromkeys(processes, 0)
+    while not is_over.wait(LOOK_SECONDS):
+        for rank, process in processes.items():
+            num_stopped[rank] = num_stopped[rank] + 1 if is_stopped(process.pid) else 0
+            if (process.poll() is not None or num_stopped[rank] > 1) and not is_over.wait(LOOK_SECONDS):
+                why = end_of(process, names[rank])
+                logger.error("%s", why)
+                wire.send(home, nodes.encode(NodeLost(why)))
+                return 1
+    logger.info("node 0 has ended")
+    end = time.monotonic() + CLOSE_SECONDS
+    while any(process.poll() is None for process in processes.values()) and time.monotonic() < end:
+        time.sleep(LOOK_SECONDS / 5)
+    return 0

@@ -1,0 +1,252 @@
+"""The nodes of an engine that is spread over machines: node 0 lets the others in, and connects all ranks.
+
+A node says what it is. If it fits, and all others have come, it is told where its links go: each of the ranks in its
+last stage sends to a rank of the node before. Then it connects every rank of its own to node 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from quire import __version__, envs
+from quire.config import EngineConfig
+from quire.distributed import wire
+from quire.distributed.layout import Grid
+from quire.errors import ConfigError
+from quire.kernels import extension
+from quire.logs import get_logger
+from quire.option import options
+from quire.planning.cut_stages import grid_of
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MOST_WAIT_SECONDS = 60.0  # between two steps of nodes that have come
+MOST_NAMED = 5  # differences of two nodes
+# Settings that may differ: where files are, and which node it is.
+_OWN_SETTINGS = {"model", "tokenizer", "download_dir", "node_rank", "headless", "served_model_name"}
+
+logger = get_logger(__name__)
+
+
+class Hello(msgspec.Struct, tag=True):
+    """The first message of a node. `port`: where it listens for the links of the next node."""
+
+    node: int
+    version: str
+    isa: str
+    checkpoint: str
+    settings: dict[str, Any]
+    port: int
+
+
+class Refused(msgspec.Struct, tag=True):
+    """The node does not fit."""
+
+    why: str
+
+
+class Welcome(msgspec.Struct, tag=True):
+    """All nodes are here: the links of this one go there."""
+
+    address: str
+    port: int
+
+
+class RankConnects(msgspec.Struct, tag=True):
+    """The connection over which node 0 tells a rank what to do; or, with `is_link`, the link that the rank sends to."""
+
+    rank: int
+    is_link: bool
+
+
+class NodeLost(msgspec.Struct, tag=True):
+    """A node cannot go on, because of one of its ranks."""
+
+    why: str
+
+
+Message = Hello | Refused | Welcome | RankConnects | NodeLost
+encode: Callable[[Message], bytes] = msgspec.msgpack.Encoder().encode
+decode: Callable[[bytes], Message] = msgspec.msgpack.Decoder(Message).decode
+
+
+def hello(config: EngineConfig, model_folder: Path, port: int = 0) -> Hello:
+    """What this node is."""
+    shown = {f.name: getattr(config, f.name) for f in options(EngineConfig) if not f.metadata["secret"]}
+    settings: dict[str, Any] = {name: value for name, value in shown.items() if name not in _OWN_SETTINGS}
+    settings[envs.PP_LAYER_PARTITION.name] = envs.PP_LAYER_PARTITION.get()
+    return Hello(
+        config.node_rank,
+        __version__,
+        extension.chosen_isa(),
+        _checkpoint(model_folder, config.load_format == "dummy"),
+        msgspec.json.decode(msgspec.json.encode(settings)),  # as it arrives
+        port,
+    )
+
+
+def _checkpoint(folder: Path, is_dummy: bool) -> str:
+    """Tells checkpoints apart: their files and sizes, and what config.json says."""
+    found = hashlib.sha256()
+    files = [folder] if folder.is_file() else [] if is_dummy else sorted(folder.glob("*.safetensors"))
+    for path in files:
+        found.update(f"{path.name} {path.stat().st_size} ".encode())
+    if folder.is_dir():
+        found.update((folder / "config.json").read_bytes())
+    return found.hexdigest()[:16]
+
+
+def misfit(own: Hello, other: Hello) -> str | None:
+    """Why another node does not fit to this one, with both values."""
+    facts = [(name, getattr(own, name), getattr(other, name)) for name in ("version", "isa", "checkpoint")]
+    names = sorted(own.settings.keys() | other.settings.keys())
+    facts += [(name, own.settings.get(name), other.settings.get(name)) for name in names]
+    found = [
+        f"{name} is {mine!r} on node {own.node} and {its!r} on node {other.node}"
+        for name, mine, its in facts
+        if mine != its
+    ]
+    more = f"; {len(found) - MOST_NAMED} more differ" if len(found) > MOST_NAMED else ""
+    return "; ".join(found[:MOST_NAMED]) + more or None
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The connections of node 0.
+
+    Attributes:
+        homes: of each other node, whose end is that of the node.
+        ranks: to each rank of another node.
+        links: from each rank of another node that sends to a rank here.
+    """
+
+    homes: dict[int, socket.socket] = field(default_factory=dict)
+    ranks: dict[int, socket.socket] = field(default_factory=dict)
+    links: dict[int, socket.socket] = field(default_factory=dict)
+
+
+def let_in(config: EngineConfig, model_folder: Path, waiting: Callable[[str], None]) -> Joined:
+    """Wait for all other nodes, and connect their ranks. Raises ConfigError: the port is taken, or nobody comes.
+
+    Args:
+        waiting: is told for whom.
+    """
+    key, own, joined = wire.cluster_key(), hello(config, model_folder), Joined()
+    try:
+        with wire.listen(config.master_addr, config.master_port) as listener:
+            ports = _gather(config, own, listener, key, joined.homes, waiting)
+            _connect(config, listener, key, ports, joined)
+    except BaseException:
+        for peer in (*joined.homes.values(), *joined.ranks.values(), *joined.links.values()):
+            peer.close()
+        raise
+    return joined
+
+
+def _gather(
+    config: EngineConfig,
+    own: Hello,
+    listener: socket.socket,
+    key: bytes,
+    homes: dict[int, socket.socket],
+    waiting: Callable[[str], None],
+) -> dict[int, int]:
+    """Wait for all nodes. Answers with the ports where they listen."""
+    until, ports = time.monotonic() + envs.ENGINE_READY_TIMEOUT_S.get(), dict[int, int]()
+    while missing := set(range(1, config.nnodes)) - homes.keys():
+        names = ", ".join(map(str, sorted(missing)))
+        waiting(f"waiting for node {names} at {config.master_addr}, port {config.master_port}")
+        try:
+            peer = wire.accept(listener, key, until)
+        except TimeoutError:
+            raise ConfigError(
+                f"Node {names} of {config.nnodes} has not come",
+                value=envs.ENGINE_READY_TIMEOUT_S.get(),
+                fix=f"Start it with --node-rank {min(missing)} --headless --master-addr {config.master_addr} "
+                f"--master-port {config.master_port}, or raise {envs.ENGINE_READY_TIMEOUT_S.name}",
+                param="nnodes",
+            ) from None
+        message = _first_message(peer, Hello)
+        if message is None:
+            continue
+        why = misfit(own, message)
+        if message.node not in missing:
+            why = f"node {message.node} is here already, or is none of 1 to {config.nnodes - 1}"
+        if why is None:
+            homes[message.node], ports[message.node] = peer, message.port
+            continue
+        logger.warning("a node is refused: %s", why)
+        with suppress(OSError), peer:
+            wire.send(peer, encode(Refused(why)))
+    return ports
+
+
+def _connect(
+    config: EngineConfig, listener: socket.socket, key: bytes, ports: Mapping[int, int], joined: Joined
+) -> None:
+    """Tell the nodes that all are here, and wait for the connections of their ranks."""
+    grid, until = grid_of(config), time.monotonic() + MOST_WAIT_SECONDS
+    others, senders = set(range(grid.num_local, grid.size)), set(links_in(config, grid).values())
+    try:
+        for node, home in joined.homes.items():
+            address, port = config.master_addr, config.master_port
+            if node > 1:
+                address, port = joined.homes[node - 1].getpeername()[0], ports[node - 1]
+            wire.send(home, encode(Welcome(address, port)))
+        while joined.ranks.keys() != others or joined.links.keys() != senders:
+            take(listener, key, until, joined.ranks, joined.links)
+    except OSError as error:  # a time limit is one
+        raise ConfigError(
+            f"A node has left before all ranks were connected: {error}",
+            fix="Look at what the other nodes say, and start them again",
+            param="nnodes",
+        ) from error
+
+
+def take(
+    listener: socket.socket,
+    key: bytes,
+    until: float,
+    ranks: dict[int, socket.socket],
+    links: dict[int, socket.socket],
+) -> None:
+    """Wait for one connection of a rank. Raises TimeoutError."""
+    peer = wire.accept(listener, key, until)
+    if (message := _first_message(peer, RankConnects)) is not None:
+        (links if message.is_link else ranks)[message.rank] = peer
+
+
+def _first_message(peer: socket.socket, kind: type[T]) -> T | None:
+    """None: it is of another kind, and the peer is dropped."""
+    try:
+        peer.settimeout(wire.HANDSHAKE_SECONDS)
+        message = decode(wire.receive(peer))
+        peer.settimeout(None)
+        if isinstance(message, kind):
+            return message
+        raise wire.WireError(f"{type(message).__name__} where {kind.__name__} comes first")
+    except (wire.WireError, OSError, msgspec.MsgspecError) as error:
+        logger.warning("a peer is dropped, which says what no node says: %s", error)
+        peer.close()
+        return None
+
+
+def links_out(config: EngineConfig, grid: Grid) -> dict[int, int]:
+    """The ranks of this node that send to another one, and to which rank."""
+    here = grid.ranks_of(config.node_rank)
+    return {rank: to for rank in here if (to := grid.behind(rank)) is not None and to not in here}
+
+
+def links_in(config: EngineConfig, grid: Grid) -> dict[int, int]:
+    """The ranks of this node that receive from another one, and from which rank."""
+    here = grid.ranks_of(config.node_rank)
+    return {rank: sender for rank in here if (sender := grid.before(rank)) is not None and sender not in here}

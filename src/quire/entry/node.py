@@ -1,0 +1,27 @@
+"""`quire serve --headless`: a machine that computes some stages for machine 0, which serves."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from quire.config import EngineConfig
+from quire.demo import DEMO_MODEL_NAME
+from quire.engine.node_process import run_node
+from quire.entry.launch import find_model
+from quire.kernels import extension
+from quire.planning import devices
+from quire.planning.cut_stages import check_cuts
+from quire.screen.first_screen import show_header
+from quire.screen.start_display import StartDisplay
+
+
+def compute_for_node_0(config: EngineConfig) -> int:
+    """Exit code 0 when machine 0 has ended, 1 when a rank of this machine was lost. Raises ConfigErrors."""
+    name, device = config.model or DEMO_MODEL_NAME, devices.detect(extension.chosen_isa())
+    display = StartDisplay(on_first=partial(show_header, name, device, has_gpu=devices.has_gpu()))
+    try:
+        folder, _, model = find_model(config, display.update, weights=True)
+    finally:
+        display.close()
+    check_cuts(model, config)
+    return run_node(config, folder)

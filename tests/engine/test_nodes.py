@@ -1,0 +1,252 @@
+"""Stages on several machines, which are two addresses of this one: the tokens of one process, and what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import quire.demo
+from quire import envs
+from quire.config import EngineConfig
+from quire.distributed import wire
+from quire.engine import nodes
+from quire.engine.nodes import Hello, Joined, Refused, Welcome, let_in
+from quire.engine.start import StartedEngine, start_engine
+from quire.errors import ConfigError, EngineDeadError
+from quire.kernels import cpu
+from tests.engine.harness import run
+from tests.engine.ranks import LIMITS, ignore, started
+from tests.engine.test_rank_processes import ENDLESS, is_there, wait_for
+from tests.engine.test_sameness import brief
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
+
+ADDRESS, KEY = "127.0.0.2", "of the tests, long enough"
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CLUSTER_KEY", KEY)
+
+
+def free_port() -> int:
+    with socket.create_server((ADDRESS, 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def settings(port: int, **more: Any) -> dict[str, Any]:
+    nodes = {"pipeline_parallel_size": 2, "nnodes": 2, "master_addr": ADDRESS, "master_port": port}
+    return LIMITS | nodes | more
+
+
+@contextmanager
+def other_node(port: int, **more: Any) -> Iterator[subprocess.Popen[str]]:
+    given = {name.replace("_", "-"): value for name, value in settings(port, node_rank=1, **more).items()}
+    flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "quire", "serve", "--headless", *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def head(port: int, **more: Any) -> StartedEngine:
+    config = EngineConfig.from_kwargs(**settings(port, **more))
+    return start_engine(config, quire.demo.path("target"), is_server=False, progress=ignore)
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_two_machines_give_the_tokens_of_one_process(width: int) -> None:
+    port = free_port()
+    with other_node(port, tensor_parallel_size=width) as node:
+        engine = head(port, tensor_parallel_size=width)
+        pids = children(node.pid)
+        assert len(pids) == width
+        assert run(engine.core, brief()) == run(started(1).core, brief())
+        engine.core.shutdown()
+        assert node.wait(10) == 0
+        assert not any(map(is_there, pids))
+
+
+@pytest.mark.parametrize("lost", ["rank", pytest.param("node", marks=pytest.mark.slow)])
+def test_what_is_lost_on_another_machine_is_named(lost: str) -> None:
+    port = free_port()
+    with other_node(port) as node:
+        engine = head(port)
+        (pid,) = children(node.pid)
+
+        def hit(core: Any, step: int) -> None:
+            if step == 20:
+                os.kill(pid if lost == "rank" else node.pid, signal.SIGKILL)
+
+        words = rf"\(process {pid} on .*\) was killed by SIGKILL" if lost == "rank" else r"\(on 127.0.0.1\) is lost"
+        with pytest.raises(EngineDeadError, match=f"Rank 1 of 2, in stage 0 of 2 {words}"):
+            run(engine.core, [ENDLESS], before_step=hit)
+        engine.core.shutdown()
+        assert wait_for(lambda: not is_there(pid), 5.0)
+        assert node.wait(5) == (1 if lost == "rank" else -signal.SIGKILL)
+
+
+HEAD = """
+import sys
+from quire import LLM
+llm = LLM(**{arguments})
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_another_machine_ends_when_machine_0_is_killed() -> None:
+    port = free_port()
+    with other_node(port) as node:
+        command = [sys.executable, "-c", HEAD.format(arguments=settings(port))]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+            assert first.stdout is not None
+            assert "ready" in first.stdout.read(6)
+            pids = children(node.pid)
+            first.kill()
+        assert node.wait(5) == 0
+        assert not any(map(is_there, pids))
+
+
+@pytest.mark.slow
+def test_a_machine_with_other_settings_says_what_differs() -> None:
+    port = free_port()
+    found: list[Joined] = []
+    config = EngineConfig.from_kwargs(**settings(port))
+    letting = in_thread(lambda: found.append(let_in(config, quire.demo.path("target"), str)))
+    with other_node(port, max_num_seqs=3) as node:
+        assert node.stderr is not None
+        text = node.stderr.read()
+        assert node.wait(5) == 2
+    assert "max_num_seqs is 4 on node 0 and 3 on node 1" in text
+    assert not found
+    finish(port, config)
+    letting.join(15.0)
+    close(found)
+
+
+def in_thread(task: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=task, daemon=True)
+    thread.start()
+    return thread
+
+
+def come(port: int) -> socket.socket:
+    return wire.connect(ADDRESS, port, KEY.encode(), time.monotonic() + 5)
+
+
+def told(config: EngineConfig, **changes: Any) -> Hello:
+    own = nodes.hello(config, quire.demo.path("target"), 1)
+    return msgspec.structs.replace(own, node=1, **changes)
+
+
+def finish(port: int, config: EngineConfig) -> None:
+    """Come as the machine that is waited for."""
+    with come(port) as home:
+        wire.send(home, nodes.encode(told(config)))
+        assert nodes.decode(wire.receive(home)) == Welcome(ADDRESS, port)
+        for is_link in (True, False):
+            with come(port) as peer:
+                wire.send(peer, nodes.encode(nodes.RankConnects(1, is_link)))
+
+
+def close(found: list[Joined]) -> None:
+    """What was let in."""
+    (joined,) = found
+    assert (*joined.homes, *joined.ranks, *joined.links) == (1, 1, 1)
+    for peer in (*joined.homes.values(), *joined.ranks.values(), *joined.links.values()):
+        peer.close()
+
+
+def test_who_is_let_in(caplog: pytest.LogCaptureFixture) -> None:
+    """Others are dropped and logged; the right machine comes after all of them."""
+    port, waited = free_port(), list[str]()
+    config = EngineConfig.from_kwargs(**settings(port))
+    found: list[Joined] = []
+    letting = in_thread(lambda: found.append(let_in(config, quire.demo.path("target"), waited.append)))
+    with pytest.raises(wire.WireError, match="does not let this node in"):
+        wire.connect(ADDRESS, port, b"another key, as long", time.monotonic() + 5)
+    with socket.create_connection((ADDRESS, port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 4)
+        with suppress(OSError):
+            while stranger.recv(4096):
+                pass
+    assert wait_for(lambda: "frame of" in caplog.text, 5.0)
+    for frame in (b"no message", nodes.encode(Welcome("here", 1))):
+        with come(port) as peer:
+            wire.send(peer, frame)
+    for changes in ({"version": "0.0.1"}, {"isa": "none"}, {"checkpoint": "other"}, {"settings": {}}):
+        with come(port) as peer:
+            wire.send(peer, nodes.encode(told(config, **changes)))
+            answer = nodes.decode(wire.receive(peer))
+            assert isinstance(answer, Refused)
+            name = "VLLM_PP_LAYER_PARTITION" if "settings" in changes else next(iter(changes))
+            assert f"{name} is" in answer.why
+            assert "on node 0 and" in answer.why
+    with come(port):  # it says nothing, and is waited for in vain
+        finish(port, config)
+        letting.join(15.0)
+    close(found)
+    assert "it does not know the cluster key" in caplog.text
+    assert "which says what no node says" in caplog.text
+    assert waited[0] == f"waiting for node 1 at {ADDRESS}, port {port}"
+
+
+def test_a_machine_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", "1")
+    with pytest.raises(ConfigError, match="Node 1 of 2 has not come") as error:
+        head(free_port())
+    assert "--node-rank 1 --headless --master-addr 127.0.0.2" in error.value.message
+
+
+def test_a_port_in_use_names_its_flag() -> None:
+    with socket.create_server((ADDRESS, 0)) as taken, pytest.raises(ConfigError, match="in use") as error:
+        head(taken.getsockname()[1])
+    assert error.value.param == "master_port"
+    assert "--master-port" in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"nnodes": 3}, "2 stages cannot be shared by 3 machines.*one of 1, 2"),
+        ({"node_rank": 2, "headless": True}, "No such machine"),
+        ({"node_rank": 1}, "Machine 0 serves"),
+        ({"headless": True}, "Machine 0 serves"),
+        ({"node_rank": 1, "headless": True}, "has no engine"),
+        ({"data_parallel_size": 2}, "Replicas are not spread over machines"),
+        ({"master_addr": "0.0.0.0"}, "in all networks"),
+        ({"master_addr": "::"}, "in all networks"),
+        ({"master_addr": "0"}, "in all networks"),
+        ({"master_port": 0}, "Illegal port"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        head(29501, **changes)
+
+
+def test_nobody_listens_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("", "short"):
+        monkeypatch.setenv(envs.CLUSTER_KEY.name, key)
+        with pytest.raises(ConfigError, match="Nodes need a cluster key"):
+            head(free_port())
