@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire.kernels import pages
 from quire.kernels.dense import linear, pack_linear
 from quire.kernels.fp8 import fp8_rows, pack_fp8, pack_fp8_bands, quantize_fp8
 from quire.kernels.grouped import grouped_rows, pack_grouped, pack_grouped_bands, quantize_grouped
+from quire.kernels.memory_piece import MemoryPiece
 from quire.quantization.scheme import ShardedTensor
 
 
@@ -77,6 +82,27 @@ def test_scratch_is_used_again_when_nothing_is_in_it() -> None:
     address = first.data_ptr()
     del first
     assert pages.scratch((25,), torch.uint8).data_ptr() == address
+
+
+def test_threads_do_not_take_the_same_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SlowPiece(MemoryPiece):
+        @property
+        def is_free(self) -> bool:
+            found = super().is_free
+            time.sleep(1e-3)  # others look too
+            return found
+
+    def take(_: int) -> Tensor:
+        barrier.wait()
+        return pages.scratch((64,), torch.int32)
+
+    monkeypatch.setattr(pages, "MemoryPiece", SlowPiece)
+    monkeypatch.setattr(pages, "_scratch", [])
+    pages.scratch((64,), torch.int32)  # a free piece
+    barrier = threading.Barrier(4)
+    with ThreadPoolExecutor(4) as threads:
+        taken = list(threads.map(take, range(4)))
+    assert len({tensor.data_ptr() for tensor in taken}) == 4
 
 
 def test_what_is_kept_holds_no_scratch_memory() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -26,6 +27,8 @@ _THREAD_BAND_BYTES = 4 << 20  # of a weight, for each thread: some panels of the
 
 # Addresses and sizes of mapped files, with the mappings. The addresses of a mapping that is gone may have a new owner.
 _mapped: dict[int, tuple[int, weakref.ref[mmap.mmap]]] = {}
+# Several threads may load: adapters beside weights, and ranks that are threads of one process.
+_lock = threading.Lock()
 
 
 def map_file(file: BinaryIO) -> mmap.mmap:
@@ -33,9 +36,10 @@ def map_file(file: BinaryIO) -> mmap.mmap:
     # Private and writable: torch takes the buffer without a warning, and the file cannot be changed through it.
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
-    for other in [other for other, (_, owner) in _mapped.items() if owner() is None]:
-        del _mapped[other]
-    _mapped[address] = (len(mapped), weakref.ref(mapped))
+    with _lock:
+        for other in [other for other, (_, owner) in _mapped.items() if owner() is None]:
+            del _mapped[other]
+        _mapped[address] = (len(mapped), weakref.ref(mapped))
     return mapped
 
 
@@ -44,7 +48,9 @@ def release(tensor: Tensor) -> None:
     if not (hasattr(mmap, "MADV_DONTNEED") and tensor.device.type == "cpu" and tensor.is_contiguous()):
         return
     begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    for address, (size, owner) in _mapped.items():
+    with _lock:
+        mappings = list(_mapped.items())
+    for address, (size, owner) in mappings:
         if address <= begin and end <= address + size and (mapped := owner()) is not None:
             first, last = _page_floor(begin - address), _page_floor(end - address)
             if first < last:
@@ -86,15 +92,16 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    free = [piece for piece in _scratch if piece.is_free]
-    piece = next((piece for piece in free if len(piece) >= num_bytes), None)
-    if piece is None:
-        if free:
-            _scratch.remove(free[0])  # too small
-        mapped, begin = map_huge_pages(num_bytes)
-        piece = MemoryPiece(np.frombuffer(mapped, dtype=np.uint8, count=num_bytes, offset=begin))
-        _scratch.append(piece)
-    return piece.take(num_bytes).view(dtype).view(shape)
+    with _lock:
+        free = [piece for piece in _scratch if piece.is_free]
+        piece = next((piece for piece in free if len(piece) >= num_bytes), None)
+        if piece is None:
+            if free:
+                _scratch.remove(free[0])  # too small
+            mapped, begin = map_huge_pages(num_bytes)
+            piece = MemoryPiece(np.frombuffer(mapped, dtype=np.uint8, count=num_bytes, offset=begin))
+            _scratch.append(piece)
+        return piece.take(num_bytes).view(dtype).view(shape)
 
 
 _scratch: list[MemoryPiece] = []
