@@ -278,7 +278,7 @@ def test_a_start_that_fails_late_closes_the_ranks(monkeypatch: pytest.MonkeyPatc
     def note(rank: Rank) -> None:
         closed.append(rank)
 
-    def fail(core: object) -> None:
+    def fail(core: object, *, has_time_limit: bool) -> None:
         raise ConfigError("no token came")
 
     monkeypatch.setattr(Rank, "close", note)

@@ -88,8 +88,7 @@ def start_engine(
     started = time.monotonic()
     model_config = load_with_drafter(model_folder, drafter_folder, config)
     check_cuts(model_config, config)
-    parts = [part_of_rank(model_config, config, rank) for rank in range(config.num_ranks)]
-    executor = None
+    executor, num_ranks = None, config.num_ranks
     if config.distributed_executor_backend == "external_launcher":
         executor = start_external(config, model_config, progress, is_server=is_server)
         workers: Sequence[Worker] = [executor.worker]
@@ -98,6 +97,8 @@ def start_engine(
             start_ranks, config, model_folder, drafter_folder=drafter_folder, is_server=is_server
         )
         workers = make_workers(model_config, progress)
+        num_ranks = len(workers)
+    parts = [part_of_rank(model_config, config, rank) for rank in range(num_ranks)]
     model_config = ModelCut(model_config, config.tensor_parallel_size).part()
     try:
         running = bring_up(
