@@ -151,7 +151,7 @@ def in_thread(task: Callable[[], Any]) -> threading.Thread:
 
 
 def come(port: int) -> socket.socket:
-    return wire.connect(ADDRESS, port, KEY.encode(), time.monotonic() + 5)
+    return wire.connect(ADDRESS, port, KEY.encode(), time.monotonic() + 4 * wire.HANDSHAKE_SECONDS)
 
 
 def told(config: EngineConfig, **changes: Any) -> Hello:
