@@ -25,7 +25,7 @@ from quire.distributed.group import Failing
 from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.rank_messages import Answer, Failed, FromRank, decode_from_rank, encode
-from quire.errors import ConfigError, EngineDeadError, InvalidRequestError
+from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, PeerLostError
 from quire.life_cycle import CacheSize, Measured, Worker, WorkerSettings
 from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
@@ -47,6 +47,7 @@ class Companions:
 
     def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
         self.rank, self._peers = rank, peers
+        self._is_closing = False
 
     def all(self, frame: bytes) -> list[bytes]:
         """What all ranks say, in their order."""
@@ -74,13 +75,16 @@ class Companions:
 
         def look() -> None:
             for descriptor, _ in poll.poll():
-                failing.fail_for(ranks[descriptor])
+                if not self._is_closing:
+                    failing.fail_for(ranks[descriptor])
 
         if ranks:
             threading.Thread(target=look, name="other ranks", daemon=True).start()
 
     def close(self) -> None:
+        self._is_closing = True
         for peer in self._peers.values():
+            wire.end(peer)  # the thread that watches holds it open
             peer.close()
 
     def _send(self, rank: int, frame: bytes) -> None:
@@ -259,16 +263,16 @@ class ExternalExecutor:
         self._companions.close()
 
     def _everywhere(self, step: Callable[[], Answer | None]) -> list[Answer]:
-        """What all ranks answer. Raises the error of the first one that has one."""
+        """What all ranks answer. Raises the error of one that has one: of the others, some have waited for it."""
         own: FromRank
         try:
             own = step() or Answer()
         except Exception as error:
             own = Failed.of(error)
         answers = [decode_from_rank(frame) for frame in self._companions.all(encode(own))]
-        for answer in answers:
-            if isinstance(answer, Failed):
-                raise answer.error()
+        errors = [answer.error() for answer in answers if isinstance(answer, Failed)]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PeerLostError)), errors[0])
         return [answer for answer in answers if isinstance(answer, Answer)]
 
 
@@ -281,18 +285,19 @@ class _Shared:
     def result(self) -> StepResult:
         error: Exception | None = None
         try:
-            answer: FromRank = Answer(result=self._own.result())
+            result = self._own.result()
+            own: FromRank = Answer(result=result) if self._companions.rank == 0 else Answer()
         except EngineDeadError:
             self._companions.close()
             raise
         except Exception as failure:
-            error, answer = failure, Failed.of(failure)
-        if self._companions.rank == 0:
-            self._companions.tell(encode(answer))
-        else:
-            answer = decode_from_rank(self._companions.hear())
-        if isinstance(answer, Failed):
-            raise error or answer.error()
+            error, own = failure, Failed.of(failure)
+        answers = [decode_from_rank(frame) for frame in self._companions.all(encode(own))]
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, Failed):
+                raise error if error is not None and rank == self._companions.rank else answer.error()
+        answer = answers[0]
+        assert isinstance(answer, Answer)
         assert answer.result is not None
         self._note(StepTokens(answer.result.step_id, answer.result.token_ids))
         return answer.result

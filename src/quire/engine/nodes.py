@@ -31,8 +31,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 MOST_WAIT_SECONDS = 60.0  # between two steps of nodes that have come
 MOST_NAMED = 5  # differences of two nodes
-# Settings that may differ: where files are, and which node it is.
-_OWN_SETTINGS = {"model", "tokenizer", "download_dir", "node_rank", "headless", "served_model_name"}
+# Settings that may differ: where files are, which node it is, and by which name it has reached node 0.
+_OWN_SETTINGS = {"model", "tokenizer", "download_dir", "node_rank", "headless", "served_model_name", "master_addr"}
 
 logger = get_logger(__name__)
 

@@ -16,6 +16,8 @@ from quire.lora.facts import AdapterFacts
 from quire.resolve import DeviceFacts
 from quire.schedule import RowsFailedError, ScheduledBatch, StepResult
 
+MOST_MESSAGE_BYTES = 1 << 30
+
 
 class RankLaunch(msgspec.Struct, tag=True):
     """The first message to a new process.

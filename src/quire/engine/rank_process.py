@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from quire import logs
 from quire.distributed.shared_memory import ranks_on
 from quire.engine.rank_messages import (
+    MOST_MESSAGE_BYTES,
     AddAdapter,
     Allocate,
     Answer,
@@ -97,7 +98,7 @@ def _read_adapters(worker: DeviceWorker, loads: dict[str, AdapterLoad], connecti
     """Beside the steps, one after the other."""
     with suppress(EOFError, OSError):
         while True:
-            message = decode_to_rank(connection.recv_bytes())
+            message = decode_to_rank(connection.recv_bytes(MOST_MESSAGE_BYTES))
             assert isinstance(message, LoadAdapter)
             try:
                 load = worker.load_adapter(message.path, message.digest)
@@ -114,7 +115,7 @@ def _listen(connection: Connection, frames: SimpleQueue[bytes]) -> None:
     """Hand on what the first rank says, and leave at once when it is gone: the main thread may wait for it."""
     while True:
         try:
-            frames.put(connection.recv_bytes())
+            frames.put(connection.recv_bytes(MOST_MESSAGE_BYTES))
         except (EOFError, OSError):
             os._exit(0)
 

@@ -26,6 +26,7 @@ from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.nodes import Joined, NodeLost, decode, let_in, links_in
 from quire.engine.rank_messages import (
+    MOST_MESSAGE_BYTES,
     AddAdapter,
     Allocate,
     Answer,
@@ -202,7 +203,7 @@ class OtherRank:
 
     def hear(self, connection: Connection) -> Answer:
         with self._is_there():
-            answer = decode_from_rank(connection.recv_bytes())
+            answer = decode_from_rank(connection.recv_bytes(MOST_MESSAGE_BYTES))
         if isinstance(answer, Failed):
             raise answer.error()
         return answer
@@ -238,6 +239,7 @@ class RankProcess(OtherRank):
     def close(self) -> None:
         self._is_closing.set()
         super().close()
+        self.adapters.close()
         try:
             self._process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:

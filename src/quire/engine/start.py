@@ -14,7 +14,6 @@ from quire.cost.model import CostModel
 from quire.engine.bring_up import RunningWorkers, bring_up
 from quire.engine.calibration import Calibration
 from quire.engine.core import EngineCore
-from quire.engine.external import start_external
 from quire.engine.ranks import start_ranks
 from quire.engine.ready import check_targets, ready_message
 from quire.engine.warm_up import produce_tokens
@@ -90,6 +89,8 @@ def start_engine(
     check_cuts(model_config, config)
     executor, num_ranks = None, config.num_ranks
     if config.distributed_executor_backend == "external_launcher":
+        from quire.engine.external import start_external  # it loads torch, which no other start needs here
+
         executor = start_external(config, model_config, progress, is_server=is_server)
         workers: Sequence[Worker] = [executor.worker]
     else:
@@ -112,8 +113,11 @@ def start_engine(
             executor=executor,
         )
     except BaseException:
-        for worker in workers:
-            worker.close()
+        if executor is not None:
+            executor.shutdown()
+        else:
+            for worker in workers:
+                worker.close()
         raise
     try:
         return _answering(running, model_config, started, progress, is_first=is_first, has_clock=executor is None)
@@ -147,7 +151,7 @@ def _answering(
     clock = time.monotonic if has_clock else lambda: 0.0
     scheduler = scheduler_of(resolved, model_config, cost, clock, adapters)
     core = EngineCore(
-        scheduler, running.executor, depth=schedule.depth, cost=cost, preparer=running.executor, adapters=adapters
+        scheduler, running.executor, schedule.depth, cost, clock, preparer=running.executor, adapters=adapters
     )
     file = calibration_file(resolved, model_config, running.facts)
     if (known := file.read()) is not None:

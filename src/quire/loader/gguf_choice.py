@@ -49,7 +49,7 @@ def find_gguf(
         model, _, gguf_file = model.rpartition("/")
     if gguf_file is not None:
         path = local_path(gguf_file, "gguf_file")
-        if model is None or path.is_file():
+        if model is None or (path.is_file() and not is_stored(model)):
             return _checked(path, "gguf_file")
         folder = local_folder(model)
         if folder is None and not weights and (header := _header(model, gguf_file, revision, download_dir, token)):

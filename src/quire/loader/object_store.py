@@ -69,7 +69,7 @@ class StoredObject:
     Attributes:
         folder: its URL, without the last slash.
         size: in bytes.
-        etag: of this version; None: the store gives none.
+        etag: of this version, as an HTTP header has it; None: the store gives none.
     """
 
     folder: str
@@ -109,7 +109,7 @@ class StoredObject:
 
         options = {"range": (begin, begin + len(buffer)), "if_match": self.etag}
         found = obstore.get(_store(self.folder), self.name, options=options)
-        if found.meta["size"] != self.size or self.etag not in (None, found.meta["e_tag"]):
+        if found.meta["size"] != self.size or self.etag not in (None, _as_header(found.meta["e_tag"])):
             raise _changed(self.url)  # a store that ignores If-Match
         filled = 0
         for chunk in found.stream(CHUNK_BYTES):
@@ -152,8 +152,10 @@ def _failure(url: str, error: Exception) -> QuireError:
 
 
 def _without_secrets(text: str) -> str:
-    """The first line of an error of the client library, without queries of URLs (signatures) and the keys in use."""
+    """The first line of an error of the client library, without the keys in use, and of URLs without queries
+    (signatures), names and passwords."""
     text = re.sub(r"\?\S+", "?...", text.partition("\n")[0])
+    text = re.sub(r"//[^/\s@]+@", "//...@", text)
     for name, value in os.environ.items():
         if len(value) >= 8 and _SECRETS.match(name):
             text = text.replace(value, "...")
@@ -198,7 +200,7 @@ def list_objects(folder: str) -> list[StoredObject]:
         metas = obstore.list_with_delimiter(store)["objects"]
     except Exception as error:
         raise _failure(folder, error) from None
-    found = [StoredObject(folder, meta["path"], meta["size"], meta["e_tag"]) for meta in metas]
+    found = [StoredObject(folder, meta["path"], meta["size"], _as_header(meta["e_tag"])) for meta in metas]
     found = sorted((each for each in found if _is_file_name(each.name)), key=lambda each: each.name)
     if not found:
         raise ConfigError(
@@ -208,6 +210,11 @@ def list_objects(folder: str) -> list[StoredObject]:
             param="model",
         )
     return found
+
+
+def _as_header(etag: str | None) -> str | None:
+    """In quotes: Azure lists ETags without."""
+    return etag if etag is None or etag.startswith(('"', "W/")) else f'"{etag}"'
 
 
 def _is_file_name(name: str) -> bool:

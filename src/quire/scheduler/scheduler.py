@@ -235,7 +235,8 @@ class Scheduler:
                 num_answers_left -= 1
                 if not self._extend_or_preempt(request, count):
                     break
-                drafts = self._draft(request, num_drafts_left) if num_drafts_left > 0 and count == 1 else ()
+                most = min(num_drafts_left, budget - 1)  # forced tokens of others count
+                drafts = self._draft(request, most) if most > 0 and count == 1 else ()
                 num_drafts_left -= len(drafts)
                 budget -= self._add_row(step, request, min(count, budget) + len(drafts), drafts)
 

@@ -205,6 +205,8 @@ class DeviceWorker:
         try:
             yield
         except GroupError as error:
+            if ranks is not None:
+                ranks.fail()  # those that are linked to this rank over a network do not know yet
             raise _lost(ranks, error) from error
         except Exception as error:
             if ranks is None:
@@ -219,6 +221,7 @@ class DeviceWorker:
                 if ranks.group is not None:
                     ranks.group.leave_step()
             except GroupError as lost:
+                ranks.fail()
                 raise _lost(ranks, lost) from error
             if isinstance(error, AgreedError) and error.__cause__ is not None:
                 raise error.__cause__ from None
