@@ -35,6 +35,8 @@ from tests.cli.reading import read
 LINES = (Path(__file__).parent / "vllm_0_32_flags.txt").read_text().splitlines()[1:]
 NUM_ENGINE_FLAGS = 252  # they come first in the file
 LEGAL = {
+    "nnodes": "1",
+    "node_rank": "0",
     "block_size": "32",
     "tensor_parallel_size": "1",
     "quantization": "awq",
@@ -46,7 +48,7 @@ LEGAL = {
     "root_path": "/a",
     "ssl_cert_reqs": "0",
 }
-NOT_ALONE = ("allow_credentials", "trust_remote_code")  # with any origin, and ever
+NOT_ALONE = ("allow_credentials", "headless", "trust_remote_code")  # with any origin, with several nodes, and ever
 
 
 @pytest.fixture(autouse=True)
