@@ -101,7 +101,9 @@ def random_weight(weight_format: GroupedFormat, N: int, K: int) -> GroupedWeight
 def product(x: Tensor, packed: Packed, out: Tensor) -> Callable[[], Any]:
     if isinstance(packed, PackedLinear):
         return partial(linear, x, packed, out=out)
-    return partial(fp8_linear if isinstance(packed, PackedFp8) else grouped_linear, x, packed)
+    if isinstance(packed, PackedFp8):
+        return partial(fp8_linear, x, packed)
+    return partial(grouped_linear, x, packed)
 
 
 def engines(x: Tensor, out: Tensor, weights: list[Tensor], packed: list[Packed], peers: bool) -> Engines:
@@ -119,7 +121,7 @@ def engines(x: Tensor, out: Tensor, weights: list[Tensor], packed: list[Packed],
 def measure(calls: Engines, peak_of: Callable[[], float], seconds: float) -> tuple[dict[str, float], float, float]:
     """Median seconds of a call per engine, median bytes per second of reading, median peak operations per second."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    bandwidths, peaks = [], []
+    bandwidths, peaks = list[float](), list[float]()
     deadline = time.perf_counter() + seconds
     while not bandwidths or time.perf_counter() < deadline:
         bandwidths.append(cpu.read_bandwidth(256 << 20, repeats=2))
