@@ -38,7 +38,7 @@ def base_runner() -> ModelRunner:
 def quality(folder: Path, text: str, **options: Any) -> Quality:
     """Against the demo model in float32."""
     model = EngineConfig(model=str(folder), **COMMON | options)
-    windows = measure.read_text(text, BASE, [model], 256, 1024 if IS_FULL else 512)
+    windows = measure.read_text(text, BASE, [model], 256, 1024 if IS_FULL else 256)
     runner = measure.load(model, lambda *_: None).runner
     return summarize(measure.compare_runners(windows, base_runner(), runner))
 

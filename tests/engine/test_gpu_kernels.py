@@ -31,11 +31,11 @@ if reason := triton_interpreter.why_not():
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
 
 PARAMS = (
-    SamplingParams(temperature=0.0, min_tokens=6, max_tokens=6),
+    SamplingParams(temperature=0.0, min_tokens=5, max_tokens=5),
     SamplingParams(temperature=0.9, top_p=0.9, top_k=40, seed=11, max_tokens=2),
     SamplingParams(temperature=0.0, max_tokens=2),
 )
-LENGTHS = (9, 21, 3)
+LENGTHS = (9, 18, 3)
 
 
 def requests() -> list[Prompt]:

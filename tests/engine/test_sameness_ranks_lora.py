@@ -20,7 +20,7 @@ from quire.messages import AdapterState, LoadAdapter
 from quire.model_config import load_model_config
 from tests.engine.harness import Prompt, run
 from tests.engine.ranks import started
-from tests.engine.test_rank_processes import in_processes
+from tests.engine.test_rank_processes import in_processes, process_of
 from tests.engine.test_sameness import brief
 from tests.lora.adapters import random_tensors, write_adapter
 from tests.models.tiny_models import SIZES
@@ -70,7 +70,9 @@ def two() -> Iterator[StartedEngine]:
     """Ranks as processes."""
     engine = in_processes(tensor_parallel_size=2, **LORA)
     yield engine
+    process = process_of(engine)
     engine.core.shutdown()
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class Run:
     tolerance: float
 
 
-RUNS = (Run(3072, 4, 0.025), pytest.param(Run(16_384, 40, 0.01), marks=pytest.mark.slow))
+RUNS = (Run(1536, 2, 0.025), pytest.param(Run(16_384, 40, 0.01), marks=pytest.mark.slow))
 
 
 @learned
