@@ -72,7 +72,8 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1, 2])
 def test_two_machines_give_the_tokens_of_one_process(width: int) -> None:
     port = free_port()
     with other_node(port, tensor_parallel_size=width) as node:
@@ -87,10 +88,12 @@ def test_two_machines_give_the_tokens_of_one_process(width: int) -> None:
 
 @pytest.mark.parametrize("lost", ["rank", pytest.param("node", marks=pytest.mark.slow)])
 def test_what_is_lost_on_another_machine_is_named(lost: str) -> None:
+    """Before that both machines give the tokens of one process."""
     port = free_port()
     with other_node(port) as node:
         engine = head(port)
         (pid,) = children(node.pid)
+        assert run(engine.core, brief()) == run(started(1).core, brief())
 
         def hit(core: Any, step: int) -> None:
             if step == 20:

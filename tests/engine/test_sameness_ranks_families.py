@@ -112,11 +112,12 @@ EXPERTS: dict[str, Any] = {
 
 def _experts(form: Format | Fp8Form) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
-        config = transformers.Qwen3MoeConfig(**EXPERTS, head_dim=128 if isinstance(form, Fp8Form) else 32)
-        if isinstance(form, Fp8Form):
+        if isinstance(form, Fp8Form):  # ranks have whole blocks of 128 rows
+            sizes = EXPERTS | {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
+            config = transformers.Qwen3MoeConfig(**sizes, head_dim=128)
             fp8_checkpoints.write(folder, config, form)
         else:
-            checkpoints.write(folder, config, form)
+            checkpoints.write(folder, transformers.Qwen3MoeConfig(**EXPERTS, head_dim=32), form)
 
     return write
 

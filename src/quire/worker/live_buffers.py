@@ -25,7 +25,7 @@ class LiveBuffers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here. To skip it, torch would load its compiler at the first call: a second of a start."""
+        """Nothing is compiled here, and to skip it torch would load its compiler, which takes a second of a start."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
