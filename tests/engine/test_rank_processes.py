@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +60,25 @@ def wait_for(condition: Any, seconds: float = 20.0) -> bool:
     return bool(condition())
 
 
-@pytest.fixture(params=["tensor_parallel_size", "pipeline_parallel_size"])
+SHARES = ["tensor_parallel_size", "pipeline_parallel_size"]
+
+
+@pytest.fixture(scope="module", params=SHARES)
 def engine(request: pytest.FixtureRequest) -> Iterator[StartedEngine]:
+    """Until its last test ends it. The clean end is shown in test_sameness_ranks_lora.py and test_nodes.py."""
     engine = in_processes(**{request.param: 2})
     yield engine
     engine.core.shutdown()
     assert process_of(engine).returncode is not None, "the process is left behind"
 
 
+@cache
+def expected() -> list[list[int]]:
+    return run(started(1).core, brief())
+
+
 def test_a_process_per_rank_gives_the_tokens_of_one(engine: StartedEngine) -> None:
-    assert run(engine.core, brief()) == run(started(1).core, brief())
-    process = process_of(engine)
-    engine.core.shutdown()
-    assert process.returncode == 0
+    assert run(engine.core, brief()) == expected()
 
 
 def test_a_request_that_cannot_be_prepared_ends_alone(engine: StartedEngine) -> None:
@@ -83,17 +90,22 @@ def test_a_request_that_cannot_be_prepared_ends_alone(engine: StartedEngine) -> 
         deltas += engine.core.step()
     (delta,) = deltas
     assert delta.error == "The model gives tokens, and no vector of a prompt."
-    assert run(engine.core, [brief()[0]]) == run(started(1).core, [brief()[0]])
+    assert run(engine.core, [brief()[0]]) == expected()[:1]
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (signal.SIGKILL, "was killed by SIGKILL"),
-        pytest.param(signal.SIGSTOP, "was stopped by a signal", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_that_is_lost_is_named(number: signal.Signals, words: str, engine: StartedEngine) -> None:
+def test_a_rank_that_is_lost_is_named(engine: StartedEngine) -> None:
+    check_that_it_is_named(engine, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", SHARES)
+def test_a_rank_that_is_stopped_is_named(share: str) -> None:
+    engine = in_processes(**{share: 2})
+    check_that_it_is_named(engine, signal.SIGSTOP)
+    engine.core.shutdown()
+
+
+def check_that_it_is_named(engine: StartedEngine, number: signal.Signals) -> None:
     """In the middle of steps: the first rank leaves what it waits for."""
     pid = process_of(engine).pid
 
