@@ -18,6 +18,11 @@ class LiveBuffers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peak_bytes: that lived at once.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and the wrapper of torch would import its compiler: a second of every start."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes: int = 0
