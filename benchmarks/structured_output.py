@@ -11,7 +11,7 @@ which comes first. The first round is not counted; it makes the tables of the vo
 
 MODEL: a folder with weights of the measured shape; the default is the bundled demo model. --peer adds another engine,
 as a command that speaks the protocol of benchmarks/peers/constraining.py: it gets the same requests in the same turns,
-and the schemas that Quire refuses. An engine that takes such a schema is wrong if one of eight answers does not fit the
+and the schemas that Quire refuses. An engine that takes such a schema is wrong if one of 16 answers does not fit the
 schema. --save writes benchmarks/results/HARDWARE/structured_output_DATE.md and .json.
 """
 
@@ -35,7 +35,7 @@ from quire.sampling_params import StructuredOutputsParams
 
 PROMPT = "Write the records of the library as JSON: "
 MOST_ROWS = 100  # of the schema for throughput: at least 2,000 tokens
-NUM_ANSWERS = 8  # of each schema that Quire refuses
+NUM_ANSWERS = 16  # of each schema that Quire refuses
 ANSWER_TOKENS = 60
 TEXT, COUNT = {"type": "string", "maxLength": 3}, {"type": "integer", "minimum": 0, "maximum": 3}
 LIST = {"type": "array", "items": COUNT, "minItems": 2, "maxItems": 4}
@@ -55,8 +55,14 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "dependentRequired": {**PAIR, "dependentRequired": {"a": ["b"]}},
     "dependentSchemas": {**PAIR, "dependentSchemas": {"a": {"required": ["b"]}}},
-    "unevaluatedProperties": {"type": "object", "properties": {"a": COUNT}, "unevaluatedProperties": False},
-    "unevaluatedItems": {"type": "array", "prefixItems": [COUNT], "unevaluatedItems": False, "maxItems": 3},
+    "unevaluatedProperties": {
+        "type": "object", "properties": {"a": COUNT}, "anyOf": [{"required": ["a"]}, {"properties": {"b": COUNT}}],
+        "unevaluatedProperties": False,
+    },
+    "unevaluatedItems": {
+        "type": "array", "maxItems": 3, "anyOf": [{"prefixItems": [COUNT]}, {"prefixItems": [TEXT, TEXT]}],
+        "unevaluatedItems": False,
+    },
     "oneOf that overlaps": {"oneOf": [COUNT, {"type": "integer", "minimum": 2, "maximum": 5}]},
     "a schema without a text": {"type": "integer", "minimum": 5, "maximum": 4},
     "an exclusive bound": {"type": "number", "exclusiveMinimum": 1, "maximum": 1.5},
