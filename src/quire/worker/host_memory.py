@@ -86,8 +86,9 @@ class OnHost:
         recorded = _recorded(model, inputs, cache.layers)
         watched = model.watch_experts() if form.expert_metrics and isinstance(model, Decoder) else []
         experts = ExpertCounter(watched) if watched else None
-        takes_forced = settings.steps_in_flight == 1 and drafter is None and self._ranks is None
         mode, ranks = form.logprobs_mode, self._ranks
+        is_in_time = settings.steps_in_flight == 1 or (ranks is not None and ranks.grid.num_stages > 1)
+        takes_forced = is_in_time and drafter is None
         return ModelRunner(model, cache, inputs, mode, device, recorded, drafts, experts, ranks, takes_forced)
 
 
