@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from quire.sampling_params import SamplingParams
 from tests.engine.harness import Prompt, run
 from tests.engine.ranks import LIMITS, ignore, started
 from tests.engine.test_sameness import brief
+from tests.models.test_families import CASES, random_hf_model
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
@@ -72,6 +74,17 @@ def test_a_process_per_rank_gives_the_tokens_of_one(engine: StartedEngine) -> No
     process = process_of(engine)
     engine.core.shutdown()
     assert process.returncode == 0
+
+
+def test_processes_with_whole_experts_that_move(tmp_path: Path) -> None:
+    case = CASES["qwen3_moe"]
+    random_hf_model(replace(case, settings=case.settings | {"vocab_size": 5000})).save_pretrained(tmp_path)
+    form = {"max_model_len": 128, "dtype": "bfloat16"}
+    asked = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_config": {"step_interval": 2}}
+    engine = in_processes(tmp_path, tensor_parallel_size=2, **form, **asked)
+    assert run(engine.core, brief()) == run(started(1, tmp_path, **form).core, brief())
+    assert engine.executor.workers[0].runner.balancer.num_moved > 0  # type: ignore[attr-defined]
+    engine.core.shutdown()
 
 
 def test_a_request_that_cannot_be_prepared_ends_alone(engine: StartedEngine) -> None:

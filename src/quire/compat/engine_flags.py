@@ -139,16 +139,17 @@ PARALLELISM: tuple[Foreign, ...] = (
         ONE_DEVICE,
         values="""
             distributed_timeout_seconds cpu_distributed_timeout_seconds dcp_comm_backend dcp_kv_cache_interleave_size
-            cp_kv_cache_interleave_size all2all_backend ubatch_size elastic_ep_max_dp_size
-            dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config expert_placement_strategy
+            cp_kv_cache_interleave_size ubatch_size elastic_ep_max_dp_size
+            dbo_decode_token_threshold dbo_prefill_token_threshold
         """,
         switches="""
-            dcp_q_replicate enable_hc_sp enable_expert_parallel enable_batch_sharded_sampling
-            enable_ep_weight_filter enable_dbo enable_shm_tensor_arena enable_eplb ray_workers_use_nsight
-            disable_custom_all_reduce
+            dcp_q_replicate enable_hc_sp enable_batch_sharded_sampling enable_dbo enable_shm_tensor_arena
+            ray_workers_use_nsight disable_custom_all_reduce
         """,
         lists="device_ids",
     ),
+    *accepted("ranks exchange the results of experts through memory that they share", values="all2all_backend"),
+    *accepted("a rank always reads its own experts only", switches="enable_ep_weight_filter"),
     *accepted(
         "threads run on the cores the process is allowed; use taskset or numactl, and --num-threads",
         switches="numa_bind",
