@@ -105,8 +105,8 @@ def expert_linear(
     """
     T, S = _check_routing(routing, stack.E if first_place is None else None)
     first = first_place or 0
-    if first + stack.E >= len(routing.begins):
-        raise ValueError(f"experts from place {first}, expected {stack.E} of {len(routing.begins) - 1}")
+    if first + stack.E >= routing.begins.shape[0]:
+        raise ValueError(f"experts from place {first}, expected {stack.E} of {routing.begins.shape[0] - 1}")
     rows = T if of_tokens else T * S
     check_places(x=x, weight=stack.tensor, order=routing.order_P, bias=bias_EN)
     check_shape("x", x, rows, stack.K)
