@@ -89,14 +89,14 @@ def test_what_each_rank_holds(tmp_path: Path) -> None:
     folder = write_config(tmp_path, "Qwen3-0.6B", architectures=["Qwen3MoeForCausalLM"], **experts)
     model = load_model_config(folder)
     asked = EngineConfig(tensor_parallel_size=3, enable_expert_parallel=True)
-    explanation = explain("m", asked, ServerConfig(), model, replace(DEVICE, isa="scalar"))
+    explanation = explain("m", asked, ServerConfig(), model, DEVICE)
     ranks = explanation.as_dict()["ranks"]
     assert [rank["num_experts"] for rank in ranks] == [3, 3, 2]
     assert " with 3 experts of a layer, " in explanation.text()
     assert explanation.settings["enable_expert_parallel"].detail == "3 + 3 + 2 experts of a layer, by ranks"
-    whole = explain("m", EngineConfig(), ServerConfig(), model, replace(DEVICE, isa="scalar"))
+    whole = explain("m", EngineConfig(), ServerConfig(), model, DEVICE)
     assert whole.ranks == ()
-    on_all = 28 * 2 * (2 * 1024 + 2 * 128 + 8 * 1024) + 2 * 1024  # norms and routers, in bfloat16
+    on_all = 28 * 2 * (2 * 1024 + 2 * 128 + 64 * 1024) + 2 * 1024  # norms, and routers in panels, in bfloat16
     more = sum(rank["weight_bytes"] for rank in ranks) - whole.settings["weight_bytes"].value
     assert more == 2 * on_all
 
