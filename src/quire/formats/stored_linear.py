@@ -67,7 +67,7 @@ def stored_from(shape: LinearShape, checkpoint: QuantizedCheckpoint | GgufWeight
 def _format(shard: LinearShape, checkpoint: QuantizedCheckpoint) -> LayerFormat | None:
     """The format of a layer, which all its experts share."""
     (name,) = shard.names
-    first, *others = checkpoint.formats_of(name, shard.num_experts)
+    first, *others = checkpoint.formats_of(name, shard.num_stored_experts)
     for expert, other in enumerate(others, 1):
         if other != first:
             described = ["floating point" if each is None else each.describe() for each in (other, first)]

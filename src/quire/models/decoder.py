@@ -229,12 +229,12 @@ class Decoder:
             parts += sublayers
         self._parts_of_pass = parts
 
-    def watch_experts(self) -> list[Tensor]:
-        """A tensor for each layer with experts. From now on each pass leaves Routing.begins there, int32 [E + 1]."""
+    def watch_experts(self) -> list[tuple[MoE, Tensor]]:
+        """Each part with experts, and a tensor. From now on each pass leaves Routing.begins there, int32."""
         watched = []
         for mixture in self._mixtures:
-            mixture.begins = torch.zeros(mixture.num_experts + 1, dtype=torch.int32, device=self.device)
-            watched.append(mixture.begins)
+            mixture.begins = torch.zeros(mixture.num_places + 1, dtype=torch.int32, device=self.device)
+            watched.append((mixture, mixture.begins))
         return watched
 
     def forward(self, batch: ForwardBatch) -> Tensor:
