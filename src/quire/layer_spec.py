@@ -196,10 +196,20 @@ class LinearShape:
 
 
 class NormShape(NamedTuple):
-    """An RMS norm: the name of its module in the checkpoint, and the number of elements with one mean."""
+    """A norm: the name of its module in the checkpoint, and the number of elements with one mean.
+
+    Attributes:
+        is_layer_norm: it takes the mean away and has a bias; else it is an RMS norm.
+    """
 
     name: str
     size: int
+    is_layer_norm: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        """Of its weight and its bias."""
+        return (2 if self.is_layer_norm else 1) * self.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -497,7 +507,7 @@ FeedForward = Dense | Experts
 
 
 class Norms(NamedTuple):
-    """RMS norms around one part of a layer: of its input, and of its addition to the residual stream."""
+    """Norms around one part of a layer: of its input, and of its addition to the residual stream."""
 
     before: NormShape | None = None
     after: NormShape | None = None
@@ -547,7 +557,7 @@ class LayerSpec:
         around = [norm for _, norms in self.parts for norm in norms if norm is not None]
         num_sinks = self.attention.num_q_heads if isinstance(self.attention, Full) and self.attention.sinks else 0
         norms = (*around, *(() if self.attention is None else self.attention.norms))
-        return sum(norm.size for norm in norms) + num_sinks
+        return sum(norm.num_elements for norm in norms) + num_sinks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -208,6 +208,22 @@ CASES = {
             "head_dim": 8,
         },
     ),
+    "phimoe": Case(
+        "PhimoeConfig",
+        {
+            "num_local_experts": 5,
+            "num_hidden_layers": 2,
+            "router_jitter_noise": 0.2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "sliding_window": 9,
+            "head_dim": 12,
+            "rope_parameters": LONGROPE
+            | {"partial_rotary_factor": 1.0, "original_max_position_embeddings": 64}
+            | {"short_mscale": 1.2, "long_mscale": 1.2},
+        },
+        max_model_len=64,
+    ),
     "gpt_oss": Case(
         "GptOssConfig",
         {
@@ -520,6 +536,9 @@ FOREIGN: dict[str, Any] = {
     "logits_scaling": 3.0,
     "hidden_activation": "gelu_pytorch_tanh",
     "mlp_bias": True,
+    "lm_head_bias": True,
+    "short_mscale": 1.3,
+    "long_mscale": 1.3,
 }
 
 

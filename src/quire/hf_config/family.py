@@ -87,8 +87,8 @@ def decoder_layer(facts: LayerFacts, layer: int) -> LayerSpec:
     names, prefix = facts.family.norms, f"model.layers.{layer}."
 
     def norms(before: str | None, after: str | None) -> Norms:
-        shapes = (None if name is None else NormShape(prefix + name, facts.hidden_size) for name in (before, after))
-        return Norms(*shapes)
+        form = (facts.hidden_size, facts.family.has_layer_norms)
+        return Norms(*(None if name is None else NormShape(prefix + name, *form) for name in (before, after)))
 
     return LayerSpec(
         attention=_attention(facts, layer, prefix + "self_attn."),
@@ -176,6 +176,7 @@ class Family:
         head_dim_field: the field with the size of a head, or of its part that rotates.
         qkv_bias: None: attention_bias of the file decides for q, k, v and o; else it is fixed, and o has no bias.
         norm_offset: added to every norm weight. GGUF files hold the sum.
+        has_layer_norms: the norms around attention and MLP, and the last one, take the mean away and have a bias.
         reads: the OPTIONAL_FIELDS that matter. The others change nothing, as in the family's own modelling code.
         scales_embeddings: by sqrt(hidden_size).
         has_fused_checkpoint: the checkpoint holds qkv_proj and gate_up_proj.
@@ -194,6 +195,7 @@ class Family:
     qk_norm: QkNorm = "none"
     norms: NormNames = PRE_NORM
     norm_offset: float = 0.0
+    has_layer_norms: bool = False
     head_dim_field: str = "head_dim"
     qkv_bias: bool | None = None
     reads: tuple[str, ...] = ()

@@ -34,7 +34,7 @@ from quire.layer_spec import (
 from quire.layers.activation import gated_activation
 from quire.layers.joined import JoinedLinear, JoinedNorm
 from quire.layers.linear import Linear, Projection, make_linear
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import RMSNorm, make_norm
 from quire.layers.up_projection import UpProjection
 from quire.layers.weight_slot import AnySlots
 from quire.model_config import ModelConfig
@@ -88,12 +88,9 @@ class Sublayer:
         y_TD = self._mixer(x_TD, batch)
         if self._output_norm is not None:
             y_TD = self._output_norm(y_TD, out=y_TD)
-        if self._multiplier != 1.0:
-            y_TD.mul_(self._multiplier)
         if self.next_norm is None:
-            residual_TD += y_TD
-            return residual_TD
-        return self.next_norm.add(y_TD, residual_TD)
+            return residual_TD.add_(y_TD, alpha=self._multiplier)
+        return self.next_norm.add(y_TD, residual_TD, self._multiplier)
 
 
 class SelfAttention:
@@ -169,9 +166,9 @@ class LayerBuilder:
         return sublayers
 
     def norm(self, shape: NormShape, eps: float | None = None) -> RMSNorm:
-        """One RMS norm of the layer. `eps`: None: the model's."""
+        """One norm of the layer. `eps`: None: the model's."""
         eps = self.config.rms_norm_eps if eps is None else eps
-        norm = RMSNorm(shape.size, eps, self.config.norm_offset, self.dtype)
+        norm = make_norm(shape, eps, self.config.norm_offset, self.dtype)
         self.parts.append((f"{shape.name}.", norm))
         return norm
 
