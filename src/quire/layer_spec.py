@@ -128,7 +128,7 @@ class LinearShape:
             entry: none. Here halves of a head rotate, so loading reorders their rows.
         num_experts: as many layers of this shape are stacked; 0: an ordinary layer. Sizes are of one of them.
         stacked: the name of one tensor [num_experts, N, K] that a checkpoint may hold instead; empty: there is none.
-            Biases and the tensors of a quantized form have its name, `_` and their own.
+            Biases and the tensors of a quantized form have its name, `_` and their own without `weight_`.
         stacked_form: `columns`: that tensor is [num_experts, K, N]. `turns`: so too, and in all of them the outputs of
             the shards take turns.
         is_gate: its few outputs decide about others, so it stays in floating point, and adapters do not change it.
@@ -250,6 +250,7 @@ class Full:
         sinks: each head has a learned score without a value, which takes a part of the weights (gpt-oss).
         sink_share: the scores that a rank has; None: all.
         temperature, temperature_floor: of queries at late positions: see kernels/layer_rules.py; 0: there is none.
+        clip: elements of q, k and v are not above it, and not below its negative, before they rotate; 0: there is none.
     """
 
     num_q_heads: int
@@ -265,6 +266,7 @@ class Full:
     sink_share: Share | None = None
     temperature: float = 0.0
     temperature_floor: float = 1.0
+    clip: float = 0.0
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:

@@ -195,7 +195,7 @@ CASES = {
             "mlp_only_layers": [1],
         },
     ),
-    "olmoe": Case("OlmoeConfig", {"num_experts": 5, "num_experts_per_tok": 3, "head_dim": 8}),
+    "olmoe": Case("OlmoeConfig", {"num_experts": 5, "num_experts_per_tok": 3, "head_dim": 8, "clip_qkv": 0.6}),
     "granitemoe": Case(
         "GraniteMoeConfig",
         {

@@ -31,6 +31,7 @@ FAMILY = Family(
         "num_experts_per_tok": 2,
     },
     has_window=always,
+    renamed_in_layers=(("mlp.", EXPERTS.prefix),),  # as transformers holds it
     experts=EXPERTS,
     gguf=GgufForm("llama", is_interleaved=True),
 )

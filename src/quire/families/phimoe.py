@@ -28,6 +28,7 @@ FAMILY = Family(
     },
     has_window=always,
     has_layer_norms=True,
+    renamed_in_layers=(("mlp.router.", f"{mixtral.EXPERTS.prefix}gate."), *mixtral.FAMILY.renamed_in_layers),
     reads=("lm_head_bias", "short_mscale", "long_mscale"),
     experts=replace(mixtral.EXPERTS, scoring="sparsemixer", routing=_routing),
 )

@@ -182,6 +182,7 @@ class Family:
         has_fused_checkpoint: the checkpoint holds qkv_proj and gate_up_proj.
         renamed_prefixes: pairs (prefix in the checkpoint, our prefix); the first that fits is used. Our names are
             Llama's: `model.embed_tokens`, `model.layers.<i>.self_attn.q_proj`, ..., `model.norm`, `lm_head`.
+        renamed_in_layers: such pairs behind `model.layers.<i>.`, of another form of the checkpoint.
         ignored_prefixes: parts of the checkpoint that we do not run.
         experts: of layers that have some; None: all layers have a gated MLP.
         layer: makes the spec of one layer.
@@ -202,6 +203,7 @@ class Family:
     scales_embeddings: bool = False
     has_fused_checkpoint: bool = False
     renamed_prefixes: tuple[tuple[str, str], ...] = ()
+    renamed_in_layers: tuple[tuple[str, str], ...] = ()
     ignored_prefixes: tuple[str, ...] = ()
     experts: ExpertsForm | None = None
     layer: Callable[[LayerFacts, int], LayerSpec] = decoder_layer

@@ -225,7 +225,7 @@ def _facts(fields: Fields, family: Family, is_native: bool) -> dict[str, Any]:
         "norm_offset": family.norm_offset,
         "final_norm": NormShape("model.norm", hidden_size, family.has_layer_norms),
         "output_bias": _output_bias(fields),
-        "renamed_prefixes": family.renamed_prefixes,
+        "renamed_prefixes": family.renamed_prefixes + tuple(_renamed_in_layers(family, num_layers)),
         "ignored_prefixes": family.ignored_prefixes + tuple(_drafting_layers(fields, num_layers)),
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, minimum=0.0),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
@@ -234,6 +234,12 @@ def _facts(fields: Fields, family: Family, is_native: bool) -> dict[str, Any]:
         ),
         "logits_scaling": fields.number("logits_scaling", 1.0, minimum=1e-6),
     }
+
+
+def _renamed_in_layers(family: Family, num_layers: int) -> Iterator[tuple[str, str]]:
+    for theirs, ours in family.renamed_in_layers:
+        for prefix in (f"model.layers.{layer}." for layer in range(num_layers)):
+            yield prefix + theirs, prefix + ours
 
 
 def _output_bias(fields: Fields) -> bool:

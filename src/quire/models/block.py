@@ -109,6 +109,7 @@ class SelfAttention:
         self._q_width, self._kv_width = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._attention, self.reader, self._output = attention, qkv, output
         self._wide_norms = wide_norms  # OLMo 2: over all q heads, and over all k heads
+        self._clip = spec.clip
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
         qkv = self.reader(x_TD, adapter_slots_T=batch.adapter_slots_T)
@@ -120,6 +121,9 @@ class SelfAttention:
             q_THE, k_TGE = (
                 x.view(num_tokens, heads, self._head_dim) for x, heads in zip(normed, self._heads, strict=False)
             )
+        if self._clip:
+            for x in (q_THE, k_TGE, v_TGE):
+                x.clamp_(-self._clip, self._clip)
         out_THE = self._attention(q_THE, k_TGE, v_TGE, batch)
         out_TW = out_THE.view(num_tokens, self._q_width)
         return self._output(out_TW, adapter_slots_T=batch.adapter_slots_T)
