@@ -112,6 +112,21 @@ class Stage:
         return self.index == self.num_stages - 1
 
 
+class HeadMatrices(NamedTuple):
+    """A matrix [N, K] for each of `count` heads.
+
+    Attributes:
+        name: of a module with these matrices alone, [count, N, K], which GGUF files have.
+        num_rows: of each, in the weight that is taken apart.
+    """
+
+    name: str
+    count: int
+    N: int
+    K: int
+    num_rows: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearShape:
     """A linear layer. Several tensors of the checkpoint, side by side, may form its weight.
@@ -132,8 +147,8 @@ class LinearShape:
         stacked_form: `columns`: that tensor is [num_experts, K, N]. `turns`: so too, and in all of them the outputs of
             the shards take turns.
         is_gate: its few outputs decide about others, so it stays in floating point, and adapters do not change it.
-        matrices: the weight is taken apart after loading. These matrices, (count, N, K), are held in the model's dtype,
-            whatever form the checkpoint has. Empty: the weight is held as it is.
+        matrices: the weight is taken apart after loading. These matrices are held in the model's dtype, whatever form
+            the checkpoint has. Empty: the weight is held as it is.
     """
 
     prefix: str
@@ -147,7 +162,7 @@ class LinearShape:
     stacked: str = ""
     stacked_form: StackedForm = "rows"
     is_gate: bool = False
-    matrices: tuple[tuple[int, int, int], ...] = ()
+    matrices: tuple[HeadMatrices, ...] = ()
 
     @property
     def out_features(self) -> int:
@@ -184,6 +199,19 @@ class LinearShape:
             return self
         sizes = {name: size for (name, _), size in zip(self.shards, self.share.tensor_rows, strict=True)}
         return replace(self, shards=tuple(sizes.items()), share=None)
+
+    def taken_apart(self) -> Iterator[LinearShape]:
+        """The matrices as layers of their own, with [N, K] of all heads one after the other."""
+        for each in self.matrices:
+            shards = ((each.name, each.count * each.N),)
+            share = self.share
+            if share is not None:
+                per_head = sum(matrix.num_rows for matrix in self.matrices)
+                rows = tuple(
+                    range(own.start // per_head * each.N, own.stop // per_head * each.N) for own in share.rows[0]
+                )
+                share = Share(share.rank, (rows,), (share.tensor_rows[0] // per_head * each.N,))
+            yield replace(self, shards=shards, in_features=each.K, matrices=(each,), share=share)
 
     @property
     def is_adaptable(self) -> bool:

@@ -86,7 +86,7 @@ def test_one_tensor_for_all_experts(quantization: str | None, folder: Path, othe
         assert whole.weight_bytes() == whole.config.weight_bytes("bfloat16", quantization)
 
 
-def test_one_tensor_for_all_experts_in_fp8(folder: Path, other: Path, tmp_path: Path) -> None:
+def test_one_tensor_for_all_experts_in_fp8(folder: Path, other: Path) -> None:
     """With a tensor of the scales of blocks, in the names of transformers."""
     random = torch.Generator().manual_seed(3)
     changes: dict[str, Tensor | None] = {}

@@ -145,6 +145,14 @@ def _no_windows(metadata: GgufMetadata, sizes: Fields) -> dict[str, Any]:
     return {}
 
 
+def _nothing(metadata: GgufMetadata) -> dict[str, Any]:
+    return {}
+
+
+def _any_file(metadata: GgufMetadata) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class GgufForm:
     """The form of a family in llama.cpp's files.
@@ -155,7 +163,8 @@ class GgufForm:
         is_interleaved: heads in these files rotate neighbouring dimensions; converters reorder the rows of q and k.
         fits_float16: whether activations fit into float16.
         names: of modules in a layer, by these files' names, where they are the family's own.
-        yarn: fields of a YaRN scaling that have no key.
+        yarn: fields of a YaRN scaling that have no key in files of other families.
+        fits: whether a file of the architecture is of the family; other families may have the same architecture.
     """
 
     architecture: str
@@ -163,7 +172,8 @@ class GgufForm:
     is_interleaved: bool = False
     fits_float16: bool = True
     names: Mapping[str, str] = field(default_factory=dict)
-    yarn: Mapping[str, Any] = field(default_factory=dict)
+    yarn: Callable[[GgufMetadata], dict[str, Any]] = _nothing
+    fits: Callable[[GgufMetadata], bool] = _any_file
 
 
 @dataclass(frozen=True, kw_only=True)

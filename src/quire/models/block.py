@@ -237,8 +237,7 @@ class LayerBuilder:
 
     def latent(self, spec: Latent) -> LatentAttention:
         """Multi-head latent attention."""
-        (stored_up,) = self.config.stored(spec.up, self.quantization)
-        up = UpProjection(stored_up, self.dtype)
+        up = UpProjection(self.config.stored(spec.up, self.quantization), self.dtype)
         self.parts.append((spec.up.prefix, up))
         backend = self.backend(
             AttentionSpec(
