@@ -277,6 +277,10 @@ class Decoder:
         """Our name, in Llama's style, of a tensor of the checkpoint; None: the model does not use it."""
         return self._weights.own_name(checkpoint_name)
 
+    def is_of_all_experts(self, checkpoint_name: str) -> bool:
+        """Whether a tensor of the checkpoint holds those of all experts of a layer."""
+        return self._weights.is_of_all_experts(checkpoint_name)
+
     def load_some(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take some tensors by our names, each once and with the right shape. Layers that are complete can run."""
         self._weights.load_some((name, tensor.to(self.device)) for name, tensor in weights)
