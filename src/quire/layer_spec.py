@@ -113,15 +113,15 @@ class Stage:
 
 
 class HeadMatrices(NamedTuple):
-    """A matrix [N, K] for each of `count` heads.
+    """A matrix [N, K] for each head.
 
     Attributes:
-        name: of a module with these matrices alone, [count, N, K], which GGUF files have.
+        name: of a module with these matrices alone, [num_heads, N, K], which GGUF files have.
         num_rows: of each, in the weight that is taken apart.
     """
 
     name: str
-    count: int
+    num_heads: int
     N: int
     K: int
     num_rows: int
@@ -203,7 +203,7 @@ class LinearShape:
     def taken_apart(self) -> Iterator[LinearShape]:
         """The matrices as layers of their own, with [N, K] of all heads one after the other."""
         for each in self.matrices:
-            shards = ((each.name, each.count * each.N),)
+            shards = ((each.name, each.num_heads * each.N),)
             share = self.share
             if share is not None:
                 per_head = sum(matrix.num_rows for matrix in self.matrices)

@@ -35,7 +35,7 @@ def _layer(facts: LayerFacts, layer: int) -> LayerSpec:
 
 def chooses_by_sigmoid(metadata: GgufMetadata) -> bool:
     """Whether a file of llama.cpp's architecture is of DeepSeek-V3; else it is of V2."""
-    return metadata.get("expert_gating_func") == SIGMOID_OF_GGUF
+    return bool(metadata.get("expert_gating_func") == SIGMOID_OF_GGUF)
 
 
 def _gguf_fields(metadata: GgufMetadata, sizes: Fields) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class StoredLinear:
         """Bytes of the weight in memory, for a model in `dtype`. `is_packed`: the compiled kernels pack and pad it."""
         N, K, count = self.shape.out_features, self.shape.in_features, max(self.shape.num_experts, 1)
         if self.held is None:
-            parts = [(each.count, each.N, each.K) for each in self.shape.matrices] or [(count, N, K)]
+            parts = [(each.num_heads, each.N, each.K) for each in self.shape.matrices] or [(count, N, K)]
             return sum(count * float_bytes(N, K, dtype, is_packed=is_packed) for count, N, K in parts)
         if isinstance(self.held, Fp8Format):
             return count * self.held.num_bytes(N, K, is_packed=is_packed)

@@ -18,7 +18,7 @@ from quire.layers.weight_slot import WeightSlot, WeightSlots
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * (weight + offset), in float32 inside. Gemma stores weights around 0: offset 1."""
 
-    held = ("weight_D",)
+    held: tuple[str, ...] = ("weight_D",)
 
     def __init__(self, size: int, eps: float, offset: float, dtype: torch.dtype) -> None:
         self.eps = eps

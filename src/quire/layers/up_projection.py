@@ -61,14 +61,14 @@ class UpProjection:
         layer.weight = None
         first, *others = shape.matrices
         if not others:
-            packed = pack_heads(weight_NK.view(first.count, first.N, first.K))
+            packed = pack_heads(weight_NK.view(first.num_heads, first.N, first.K))
             if layer is self._arriving[0][1]:
                 self.keys = packed
             else:
                 self.values = packed
             return
         keys, (values,) = first, others
-        keys_HKL, values_HVL = weight_NK.view(keys.count, -1, values.K).split_with_sizes((keys.K, values.N), 1)
+        keys_HKL, values_HVL = weight_NK.view(keys.num_heads, -1, values.K).split_with_sizes((keys.K, values.N), 1)
         self.keys, self.values = pack_heads(keys_HKL.mT), pack_heads(values_HVL)
 
     def weight_bytes(self) -> int:
