@@ -135,8 +135,8 @@ def row_cases(model: Model, T: int) -> list[Case]:
     norms, silus, ropes, norms_to_fp8, silus_to_fp8 = [], [], [], [], []
     for _ in range(num_copies(norm_bytes)):
         x_TD, residual_TD = randn(T, model.hidden), randn(T, model.hidden)
-        norms.append(partial(norm.rms_norm, x_TD, residual_TD, weight_D, 1e-6, 0.0, x_TD))
-        norms_to_fp8.append(partial(norm.rms_norm_to_fp8, x_TD, residual_TD, weight_D, 1e-6, 0.0))
+        norms.append(partial(norm.norm, x_TD, residual_TD, 1.0, weight_D, None, 1e-6, 0.0, x_TD))
+        norms_to_fp8.append(partial(norm.rms_norm_to_fp8, x_TD, residual_TD, 1.0, weight_D, 1e-6, 0.0))
     for _ in range(num_copies(silu_bytes)):
         x_T2I, out_TI = randn(T, 2 * model.inner), torch.empty(T, model.inner, dtype=torch.bfloat16, device="cuda")
         silus.append(partial(activation.gated_activation, "silu", x_T2I, out_TI))

@@ -33,6 +33,7 @@ from quire.layer_spec import (
     KvSpec,
     LayerSpec,
     LinearShape,
+    NormShape,
     Placement,
     RopeConfig,
     Share,
@@ -71,8 +72,10 @@ class ModelConfig:
     dtype: str  # of the checkpoint: bfloat16, float16 or float32
     quantized: QuantizedCheckpoint | GgufWeights | None  # the format of its linear layers; None: dtype
     tie_word_embeddings: bool
-    rms_norm_eps: float
+    rms_norm_eps: float  # of layer norms too
     norm_offset: float  # added to every norm weight
+    final_norm: NormShape
+    output_bias: bool  # the logits have one
     rope: RopeConfig  # of layers with full attention; layers with a window may have their own
     logits_soft_cap: float  # 0 = none
     embedding_multiplier: float  # on the embeddings
@@ -153,8 +156,9 @@ class ModelConfig:
 
     def num_active_parameters(self) -> int:
         """Elements of the weights that one token uses, with the rows of all tokens in embeddings and output."""
-        output = self.output_linear().num_weights if self.has_output else 0
-        return self.num_block_parameters() + output + self._num_looked_up_parameters()
+        output = self.output_linear()
+        num_output = output.num_weights + output.num_biases if self.has_output else 0
+        return self.num_block_parameters() + num_output + self._num_looked_up_parameters()
 
     def num_block_parameters(self) -> int:
         """Elements of the weights that one token uses in the layers and the final norm, without idle experts."""
@@ -269,12 +273,15 @@ class ModelConfig:
     def output_linear(self) -> LinearShape:
         """hidden -> logits."""
         prefix, name = ("model.", "embed_tokens") if self.tie_word_embeddings else ("", OUTPUT)
-        return self._over_vocabulary(prefix, name, self.vocab_size if self.head is None else self.head.num_tokens)
+        num_tokens = self.vocab_size if self.head is None else self.head.num_tokens
+        return self._over_vocabulary(prefix, name, num_tokens, bias=self.output_bias)
 
-    def _over_vocabulary(self, prefix: str, name: str, num_tokens: int) -> LinearShape:
+    def _over_vocabulary(self, prefix: str, name: str, num_tokens: int, *, bias: bool = False) -> LinearShape:
         share = self.vocab_share
         shards = ((name, num_tokens if share is None else len(share.own_rows(0))),)
-        return LinearShape(prefix=prefix, shards=shards, in_features=self.hidden_size, cut=Cut("rows"), share=share)
+        return LinearShape(
+            prefix=prefix, shards=shards, in_features=self.hidden_size, bias=bias, cut=Cut("rows"), share=share
+        )
 
     def _num_looked_up_parameters(self) -> int:
         """Elements of the embeddings; 0 if they are the output projection too, or the target's."""
@@ -297,7 +304,7 @@ class ModelConfig:
 
     def _num_norm_elements(self) -> int:
         around = () if self.head is None else self.head.norms
-        final = self.hidden_size if self.has_output else 0
+        final = self.final_norm.num_elements if self.has_output else 0
         return sum(layer.num_norm_elements() for layer in self.layers) + final + sum(n.size for n in around)
 
     def _held_bytes(self, linear: LinearShape, dtype: str, quantization: str | None, is_packed: bool) -> int:

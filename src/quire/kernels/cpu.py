@@ -360,11 +360,27 @@ def advise_huge_pages(x: Tensor) -> None:
         _C.advise_huge_pages(x)
 
 
-def rms_norm(
-    x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, weight_offset: float, out_TD: Tensor
+def norm(
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    multiplier: float,
+    weight_D: Tensor,
+    bias_D: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    out_TD: Tensor,
 ) -> None:
-    """See ops.rms_norm and ops.add_rms_norm (residual given). Rows may be strided."""
-    _C.RmsNorm(x=x_TD, residual=residual_TD, weight=weight_D, eps=eps, weight_offset=weight_offset, out=out_TD).run()
+    """See ops.rms_norm, ops.layer_norm (with a bias) and what adds to a residual. Rows may be strided."""
+    _C.Norm(
+        x=x_TD,
+        residual=residual_TD,
+        multiplier=multiplier,
+        weight=weight_D,
+        bias=bias_D,
+        eps=eps,
+        weight_offset=weight_offset,
+        out=out_TD,
+    ).run()
 
 
 def attention_rule(scale: float, sliding_window: int, soft_cap: float, chunk: int) -> Any:

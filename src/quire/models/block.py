@@ -34,7 +34,7 @@ from quire.layer_spec import (
 from quire.layers.activation import gated_activation
 from quire.layers.joined import JoinedLinear, JoinedNorm
 from quire.layers.linear import Linear, Projection, make_linear
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import RMSNorm, make_norm
 from quire.layers.up_projection import UpProjection
 from quire.layers.weight_slot import AnySlots
 from quire.model_config import ModelConfig
@@ -88,12 +88,9 @@ class Sublayer:
         y_TD = self._mixer(x_TD, batch)
         if self._output_norm is not None:
             y_TD = self._output_norm(y_TD, out=y_TD)
-        if self._multiplier != 1.0:
-            y_TD.mul_(self._multiplier)
         if self.next_norm is None:
-            residual_TD += y_TD
-            return residual_TD
-        return self.next_norm.add(y_TD, residual_TD)
+            return residual_TD.add_(y_TD, alpha=self._multiplier)
+        return self.next_norm.add(y_TD, residual_TD, self._multiplier)
 
 
 class SelfAttention:
@@ -112,6 +109,7 @@ class SelfAttention:
         self._q_width, self._kv_width = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._attention, self.reader, self._output = attention, qkv, output
         self._wide_norms = wide_norms  # OLMo 2: over all q heads, and over all k heads
+        self._clip = spec.clip
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
         qkv = self.reader(x_TD, adapter_slots_T=batch.adapter_slots_T)
@@ -123,6 +121,9 @@ class SelfAttention:
             q_THE, k_TGE = (
                 x.view(num_tokens, heads, self._head_dim) for x, heads in zip(normed, self._heads, strict=False)
             )
+        if self._clip:
+            for x in (q_THE, k_TGE, v_TGE):
+                x.clamp_(-self._clip, self._clip)
         out_THE = self._attention(q_THE, k_TGE, v_TGE, batch)
         out_TW = out_THE.view(num_tokens, self._q_width)
         return self._output(out_TW, adapter_slots_T=batch.adapter_slots_T)
@@ -169,9 +170,9 @@ class LayerBuilder:
         return sublayers
 
     def norm(self, shape: NormShape, eps: float | None = None) -> RMSNorm:
-        """One RMS norm of the layer. `eps`: None: the model's."""
+        """One norm of the layer. `eps`: None: the model's."""
         eps = self.config.rms_norm_eps if eps is None else eps
-        norm = RMSNorm(shape.size, eps, self.config.norm_offset, self.dtype)
+        norm = make_norm(shape, eps, self.config.norm_offset, self.dtype)
         self.parts.append((f"{shape.name}.", norm))
         return norm
 
@@ -236,8 +237,7 @@ class LayerBuilder:
 
     def latent(self, spec: Latent) -> LatentAttention:
         """Multi-head latent attention."""
-        (stored_up,) = self.config.stored(spec.up, self.quantization)
-        up = UpProjection(stored_up, self.dtype)
+        up = UpProjection(self.config.stored(spec.up, self.quantization), self.dtype)
         self.parts.append((spec.up.prefix, up))
         backend = self.backend(
             AttentionSpec(

@@ -127,6 +127,10 @@ class WeightTable:
         is_used = self._slot(name) is not None and not checkpoint_name.startswith(self._ignored_prefixes)
         return name if is_used else None
 
+    def is_of_all_experts(self, checkpoint_name: str) -> bool:
+        """Whether a tensor of the checkpoint holds those of all experts of a layer."""
+        return renamed(checkpoint_name, self._renamed_prefixes) in self._stacked
+
     def load_some(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take some tensors by our names. Each must fit."""
         for name, tensor in weights:

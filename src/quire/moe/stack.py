@@ -64,7 +64,13 @@ class ExpertStack:
         shape = self._shape
         for name, like in self._layer(0).slots():
             shard, _, tensor = name.rpartition(".")
-            suffix = "" if tensor == "weight" else f"_{tensor}"
+            suffix = "" if tensor == "weight" else f"_{tensor.removeprefix('weight_')}"
+            rows, num_rows = self._rows[shard], like.shape[0]
+            has_stack = bool(shape.stacked)
+            if num_rows != len(rows):  # a row is of a block of outputs
+                has_stack = has_stack and shape.stacked_form == "rows"
+                begin = rows.start * num_rows // len(rows)
+                rows = range(begin, begin + num_rows)
             yield (
                 name,
                 StackedSlots(
@@ -72,8 +78,8 @@ class ExpertStack:
                     self._places,
                     like,
                     self._loader(name, like),
-                    shape.stacked + suffix if shape.stacked else "",
-                    self._rows[shard],
+                    shape.stacked + suffix if has_stack else "",
+                    rows,
                     is_transposed=tensor == "weight" and shape.stacked_form != "rows",
                 ),
             )

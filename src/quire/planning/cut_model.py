@@ -111,7 +111,7 @@ class ModelCut:
             query=None if part.query is None else _with_rows(part.query, rank, (queries,)),
             up=replace(
                 _with_rows(part.up, rank, (ups,)),
-                matrices=tuple((num_heads, N, K) for _, N, K in part.up.matrices),
+                matrices=tuple(each._replace(num_heads=num_heads) for each in part.up.matrices),
             ),
             output=self._joined(part.output, rank, _times(heads, part.value_dim), self._outputs(part.output)),
         )
