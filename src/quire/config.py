@@ -638,6 +638,12 @@ def _check_lora(config: EngineConfig) -> None:
         for name in ("max_loras", "max_cpu_loras", "lora_target_modules", "lora_dir"):
             if getattr(config, name):
                 logger.warning("%s has no effect without enable_lora", name)
+    elif config.distributed_executor_backend == "external_launcher":
+        raise ConfigError(
+            "Adapters are not read where somebody else has started the ranks",
+            fix="Leave --enable-lora out, or let Quire start the ranks",
+            param="enable_lora",
+        )
     if config.max_lora_rank not in RANKS:
         raise ConfigError(
             "Illegal max_lora_rank",

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import quire.demo
 from quire.config import EngineConfig
 from quire.distributed.shared_memory import make_memory, ranks_on
@@ -25,6 +27,20 @@ LIMITS: dict[str, Any] = {
     "max_model_len": 512,
     "num_gpu_blocks_override": 100,
 }
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, number: int, error: Exception) -> list[int]:
+    """Let a method raise `error` at its call of this number. The answer grows by one with each call."""
+    method, calls = getattr(owner, name), list[int]()
+
+    def fail_once(*arguments: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == number:
+            raise error
+        return method(*arguments)
+
+    monkeypatch.setattr(owner, name, fail_once)
+    return calls
 
 
 def ignore(phase: str, share: float, detail: str) -> None: ...

@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 import quire.demo
 from quire import envs
 from quire.config import EngineConfig
+from quire.engine.core import EngineCore
 from quire.engine.ranks import RankProcess
 from quire.engine.start import StartedEngine, start_engine
 from quire.errors import EngineDeadError, WeightsError
 from quire.kernels import cpu
-from quire.messages import AddRequest
+from quire.messages import AddRequest, UseTokenizer
 from quire.sampling_params import SamplingParams
-from tests.engine.harness import Prompt, run
+from tests.engine.harness import EOS, Prompt, run
 from tests.engine.ranks import LIMITS, ignore, started
 from tests.engine.test_sameness import brief
 
@@ -67,8 +69,15 @@ def engine(request: pytest.FixtureRequest) -> Iterator[StartedEngine]:
     assert process_of(engine).returncode is not None, "the process is left behind"
 
 
+def with_a_constraint(core: EngineCore) -> list[list[int]]:
+    """The tokens of the brief prompts, and of one whose answer is four letters."""
+    core.use_tokenizer(UseTokenizer((quire.demo.path("target") / "tokenizer.json").read_text(), [EOS]))
+    letters = SamplingParams(temperature=1.0, seed=1, max_tokens=8, grammar=LLMatcher.grammar_from_regex("[ab]{4}"))
+    return run(core, [*brief(), Prompt((5, 7, 9), letters)])
+
+
 def test_a_process_per_rank_gives_the_tokens_of_one(engine: StartedEngine) -> None:
-    assert run(engine.core, brief()) == run(started(1).core, brief())
+    assert with_a_constraint(engine.core) == with_a_constraint(started(1).core)
     process = process_of(engine)
     engine.core.shutdown()
     assert process.returncode == 0

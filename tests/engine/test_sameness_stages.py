@@ -17,7 +17,7 @@ from quire.engine.start import StartedEngine
 from quire.errors import ConfigError
 from quire.kernels import cpu
 from tests.engine.harness import Prompt, run
-from tests.engine.ranks import started
+from tests.engine.ranks import fail_at, started
 from tests.engine.test_kv_groups import CONFIG as WINDOWS
 from tests.engine.test_sameness import brief
 from tests.engine.test_sameness_latent import CONFIG as LATENT
@@ -126,15 +126,7 @@ def test_families(name: str, tmp_path: Path) -> None:
 def test_a_step_that_cannot_be_sampled_is_void_in_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = started(1, num_stages=2)
     runner = engine.executor.workers[0].runner  # type: ignore[attr-defined]
-    choose, calls = runner.sampler.choose, []
-
-    def fail_once(*arguments: Any) -> Any:
-        calls.append(len(calls))
-        if len(calls) == 3:
-            raise OSError("no numbers today")
-        return choose(*arguments)
-
-    monkeypatch.setattr(runner.sampler, "choose", fail_once)
+    calls = fail_at(monkeypatch, runner.sampler, "choose", 3, OSError("no numbers today"))
     assert run(engine.core, brief()) == of_one()
     assert len(calls) > 3
     engine.core.shutdown()

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import re
-import threading
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+from tests.loader.local_server import LocalServer
 
 SECRET = "a-secret-of-this-test"
 # What a fault does to one answer: the request's number for its object -> its name, or None.
 Fault = Callable[[int], str | None]
 
 
-class Store(ThreadingHTTPServer):
+class Store(LocalServer):
     """Objects by key, in the bucket `models`.
 
     Attributes:
@@ -24,16 +25,13 @@ class Store(ThreadingHTTPServer):
         reads: (key, Range header) of every object that was asked for.
     """
 
-    daemon_threads = True
-
     def __init__(self, objects: Mapping[str, bytes]) -> None:
-        super().__init__(("127.0.0.1", 0), StoreHandler)
+        super().__init__(StoreHandler)
         self.objects = dict(objects)
         self.etags: dict[str, str] = {}
         self.faults: dict[str, Fault] = {}
         self.reads: list[tuple[str, str | None]] = []
         self.is_open = True
-        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
 
     def environment(self, cache: Path) -> dict[str, str]:
         """What tells a reader of this store."""
@@ -50,19 +48,6 @@ class Store(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that has gone is no error."""
-
-    def __enter__(self) -> Store:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.shutdown()
-        self.server_close()
-        self._thread.join()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
 
 class StoreHandler(BaseHTTPRequestHandler):

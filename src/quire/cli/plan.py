@@ -106,13 +106,12 @@ class _Machine:
 
     def __init__(self, args: argparse.Namespace, engine: EngineConfig) -> None:
         from quire.kernels import extension
-        from quire.planning import devices
+        from quire.planning.hardware import this_machine
         from quire.planning.replicas import share_of_machine
 
         _check_description(args, engine)
         is_elsewhere = args.hardware is not None or (engine.device == "cuda" and args.memory is not None)
-        gpu = "none was looked for" if engine.device == "cpu" or is_elsewhere else devices.ask_gpu()
-        self.facts = devices.detect(extension.chosen_isa(), gpu)
+        self.facts = this_machine("cpu" if is_elsewhere else engine.device)
         self.read_bandwidth: float | None = None
         self.described: Ceilings | None = None
         if args.hardware is not None:

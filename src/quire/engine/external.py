@@ -26,7 +26,7 @@ from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.rank_messages import Answer, Failed, FromRank, decode_from_rank, encode
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, PeerLostError
-from quire.life_cycle import CacheSize, Measured, Worker, WorkerSettings
+from quire.life_cycle import CacheSize, FirstWorker, Measured, WorkerSettings
 from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
 from quire.model_config import ModelConfig
@@ -203,7 +203,7 @@ def _is_ours(peer: socket.socket) -> bool:
 class ExternalExecutor:
     """The WorkerExecutor of one of the ranks: each method is called on all of them, in the same order."""
 
-    def __init__(self, worker: Worker, companions: Companions) -> None:
+    def __init__(self, worker: FirstWorker, companions: Companions) -> None:
         self.worker, self._companions = worker, companions
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"quire-worker-{companions.rank}")
         self._untold: list[StepTokens] = []
@@ -238,10 +238,10 @@ class ExternalExecutor:
         return self.worker.use_idle_time(num_blocks_ever_used)
 
     def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]:
-        raise NotImplementedError("resolve refuses adapters")
+        raise AssertionError("a config with adapters is refused")
 
     def drop_adapter(self, digest: str) -> None:
-        raise NotImplementedError("resolve refuses adapters")
+        raise AssertionError("a config with adapters is refused")
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         digests = self._companions.all(_digest(batch))

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,7 +46,7 @@ from quire.engine.rank_messages import (
     encode,
 )
 from quire.errors import ConfigError, EngineDeadError
-from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, WorkerSettings
+from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, Workers, WorkerSettings
 from quire.logs import get_logger
 from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
@@ -54,7 +55,7 @@ from quire.planning import devices
 from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.planning.replicas import has_own_cores
 from quire.resolve import DeviceFacts
-from quire.schedule import Pending, Polled, ScheduledBatch, StepResult
+from quire.schedule import ScheduledBatch, StepResult
 from quire.worker.worker import DeviceWorker
 
 PROGRAM = ("-m", "quire.engine.rank_process")  # arguments of the interpreter
@@ -73,7 +74,7 @@ def start_ranks(
     *,
     drafter_folder: Path | None,
     is_server: bool,
-) -> list[Worker]:
+) -> Workers:
     """The ranks of an engine on this machine. The processes load their libraries when this returns.
 
     Args:
@@ -81,7 +82,7 @@ def start_ranks(
     """
     grid = grid_of(config)
     if grid.size == 1:
-        return [DeviceWorker(model_config, progress)]
+        return (DeviceWorker(model_config, progress),)
     joined = Joined()
     if config.headless:
         raise ConfigError(
@@ -110,7 +111,7 @@ def start_ranks(
     homes = {node: Home(home) for node, home in joined.homes.items()}
     for rank, peer in sorted(joined.ranks.items()):
         others.append(RemoteRank(rank, grid, ranks.failing, Connection(peer.detach()), homes[grid.node(rank)]))
-    return [DeviceWorker(part_of_rank(model_config, config, 0), progress, ranks=ranks), *others]
+    return (DeviceWorker(part_of_rank(model_config, config, 0), progress, ranks=ranks), *others)
 
 
 def rank_name(rank: int, grid: Grid) -> str:
@@ -132,7 +133,7 @@ def spawn_rank(launch: RankLaunch, connection: int) -> subprocess.Popen[bytes]:
     return process
 
 
-class OtherRank:
+class OtherRank(ABC):
     """A Worker at the other end of a connection. Each method waits for its answer.
 
     Args:
@@ -143,9 +144,13 @@ class OtherRank:
         self._rank, self._failing, self._connection = rank, failing, connection
         self._name = rank_name(rank, grid)
 
+    @abstractmethod
     def _end(self) -> str:
         """Who has ended, where, and how."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+        """See Worker."""
 
     def facts(self, wants_gpu: bool) -> DeviceFacts:
         facts = self.ask(AskFacts(wants_gpu)).facts
@@ -166,25 +171,12 @@ class OtherRank:
     def capture(self) -> None:
         self.ask(Capture())
 
-    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        raise NotImplementedError("ranks are asked side by side")
-
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        """The result has no tokens: the first rank has them."""
         self.ask(Execute(batch))
         return StepResult(batch.step_id, [])
 
-    def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
-        """Only the first rank has grammars."""
-
-    def prepare_grammar(self, text: str) -> Polled[object]:
-        raise NotImplementedError("only the first rank has grammars")
-
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return self.ask(UseIdleTime(num_blocks_ever_used)).has_more
-
-    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
-        raise NotImplementedError("resolve refuses adapters with stages, which other machines have")
 
     def drop_adapter(self, digest: str) -> None:
         self.ask(DropAdapter(digest))
@@ -305,6 +297,9 @@ class RemoteRank(OtherRank):
     def __init__(self, rank: int, grid: Grid, failing: Failing, connection: Connection, home: Home) -> None:
         super().__init__(rank, grid, failing, connection)
         self._home = home
+
+    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+        raise AssertionError("resolve refuses adapters with stages, and another machine has other stages")
 
     def close(self) -> None:
         super().close()

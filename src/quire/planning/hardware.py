@@ -8,12 +8,20 @@ from typing import Any
 
 from quire.cost.devices import GPUS, NOT_RUN_ON, Ceilings, Gpu, find_gpu, runnable_names
 from quire.errors import ConfigError
+from quire.kernels import extension
+from quire.planning import devices
 from quire.planning.devices import LEAST_CAPABILITY
 from quire.resolve import DeviceFacts, GpuFacts, shown_bytes
 
 MOST_DEVICES = 1024
 # Bytes per second from one device to the next where nothing is known: 16 lanes of PCIe 4.
 DEFAULT_LINK_BANDWIDTH = 32e9
+
+
+def this_machine(device: str) -> DeviceFacts:
+    """What an engine with this --device would find here. A GPU is looked for in a process of its own."""
+    gpu = "none was looked for" if device == "cpu" else devices.ask_gpu()
+    return devices.detect(extension.chosen_isa(), gpu)
 
 
 @dataclass(frozen=True)
