@@ -280,6 +280,9 @@ class EngineConfig:
         "LLM(...) in processes that torchrun has started. none: as ranks need it.",
         choices=("mp", "uni", "external_launcher"),
     )
+    distributed_timeout_seconds: int = option(
+        600, "Seconds that a rank waits for another one on its machine, which computes; then the engine ends."
+    )
     nnodes: int = option(1, "Machines that share the stages of one copy of the model.", flags=("-n",))
     node_rank: int = option(
         0, "Number of this machine. 0 has the engine; the others run quire serve --headless.", flags=("-r",)
@@ -783,6 +786,7 @@ def _check_engine(config: EngineConfig) -> None:
         "num_threads",
         "data_parallel_size",
         "max_num_queued_reqs",
+        "distributed_timeout_seconds",
         "max_loras",
         "max_cpu_loras",
     ):

@@ -121,6 +121,10 @@ class Worker(Protocol):
         """Do a little of the work that must be done at some time; False: there is none now."""
         ...
 
+    def check_alive(self) -> None:
+        """Raise EngineDeadError if the rank is in another process, which has ended."""
+        ...
+
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
         """Begin to read an adapter, while steps go on.
 
@@ -183,6 +187,8 @@ class WorkerExecutor(Executor, Protocol):
     def prepare_grammar(self, text: str) -> Polled[object]: ...
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool: ...
+
+    def check_alive(self) -> None: ...
 
     def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]: ...
 

@@ -67,7 +67,10 @@ def started(
         if grid.size == 1:
             return [DeviceWorker(model_config, progress)]
         memory = make_memory(grid)
-        found = [ranks_on(memory, rank, grid, has_own_cores=False) for rank in range(grid.size)]
+        found = [
+            ranks_on(memory, rank, grid, has_own_cores=False, timeout_seconds=config.distributed_timeout_seconds)
+            for rank in range(grid.size)
+        ]
         os.close(memory)
         return [DeviceWorker(part_of_rank(model_config, config, ranks.rank), progress, ranks=ranks) for ranks in found]
 

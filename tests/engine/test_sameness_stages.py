@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import quire.demo
 from quire.engine.core import EngineCore
 from quire.engine.start import StartedEngine
 from quire.errors import ConfigError
@@ -22,6 +23,7 @@ from tests.engine.test_kv_groups import CONFIG as WINDOWS
 from tests.engine.test_sameness import brief
 from tests.engine.test_sameness_latent import CONFIG as LATENT
 from tests.engine.test_sameness_ranks import CHECKPOINTS, FORMS, Answer, answers, expected
+from tests.engine.test_sameness_ranks_drafters import speculation
 from tests.models.tiny_models import SIZES
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
@@ -163,6 +165,9 @@ def test_what_cannot_be_cut_is_refused_before_weights_are_read(monkeypatch: pyte
     ):
         with pytest.raises(ConfigError, match=words):
             started(1, num_stages=2, **arguments)
+    folder = quire.demo.path("draft")
+    with pytest.raises(ConfigError, match="Pipeline parallelism does not go together with a model that drafts"):
+        started(1, drafter_folder=folder, num_stages=2, **speculation("draft_model", folder))
     for partition in ("1,1", f"0,{num_layers}", f"{num_layers}"):
         monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
         with pytest.raises(ConfigError, match="2 positive numbers that add up to"):

@@ -23,6 +23,7 @@ class Store(LocalServer):
     Attributes:
         faults: by key.
         reads: (key, Range header) of every object that was asked for.
+        modified: when all of them were written.
     """
 
     def __init__(self, objects: Mapping[str, bytes]) -> None:
@@ -31,7 +32,8 @@ class Store(LocalServer):
         self.etags: dict[str, str] = {}
         self.faults: dict[str, Fault] = {}
         self.reads: list[tuple[str, str | None]] = []
-        self.is_open = True
+        self.modified = "2026-01-01T00:00:00.000Z"
+        self.is_open, self.has_etags = True, True
 
     def environment(self, cache: Path) -> dict[str, str]:
         """What tells a reader of this store."""
@@ -79,8 +81,9 @@ class StoreHandler(BaseHTTPRequestHandler):
     def list(self, prefix: str) -> None:
         found = [key for key in self.server.objects if key.startswith(prefix)]
         files = "".join(
-            f"<Contents><Key>{escape(key)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
-            f'<ETag>"{self.server.etag(key)}"</ETag><Size>{len(self.server.objects[key])}</Size></Contents>'
+            f"<Contents><Key>{escape(key)}</Key><LastModified>{self.server.modified}</LastModified>"
+            + f'<ETag>"{self.server.etag(key)}"</ETag>' * self.server.has_etags
+            + f"<Size>{len(self.server.objects[key])}</Size></Contents>"
             for key in found
             if "/" not in key.removeprefix(prefix)
         )
@@ -101,6 +104,8 @@ class StoreHandler(BaseHTTPRequestHandler):
             "Last_Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
             "Content_Range": f"bytes {begin}-{end - 1}/{len(data)}",
         }
+        if not self.server.has_etags:
+            del headers["ETag"]
         if fault == "503":
             self.respond(503, b"<Error><Code>SlowDown</Code></Error>")
         elif fault == "changed" or self.headers.get("If-Match") not in (None, etag):

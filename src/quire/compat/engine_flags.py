@@ -135,10 +135,15 @@ PARALLELISM: tuple[Foreign, ...] = (
         values="data_parallel_address data_parallel_rpc_port dp_sync_interval",
         switches="disable_nccl_for_dp_synchronization",
     ),
+    translated(
+        "cpu_distributed_timeout_seconds",
+        "ranks wait in one way, on a CPU too",
+        lambda value: {"distributed_timeout_seconds": value},
+    ),
     *accepted(
         ONE_DEVICE,
         values="""
-            distributed_timeout_seconds cpu_distributed_timeout_seconds dcp_comm_backend dcp_kv_cache_interleave_size
+            dcp_comm_backend dcp_kv_cache_interleave_size
             cp_kv_cache_interleave_size all2all_backend ubatch_size elastic_ep_max_dp_size
             dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config expert_placement_strategy
         """,

@@ -50,6 +50,10 @@ class InlineExecutor:
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return any(self._tell(lambda worker: worker.use_idle_time(num_blocks_ever_used)))
 
+    def check_alive(self) -> None:
+        for worker in self.workers:
+            worker.check_alive()
+
     def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]:
         return _AllLoads([worker.load_adapter(path, digest) for worker in self.workers], self._run_on)
 

@@ -126,7 +126,13 @@ def start_external(
             f"The ranks have not met: {error}", fix="Start as many as WORLD_SIZE says, on one machine", param="RANK"
         ) from error
     try:
-        ranks = ranks_on(memory, rank, grid, has_own_cores=has_own_cores(config, devices.num_cores()))
+        ranks = ranks_on(
+            memory,
+            rank,
+            grid,
+            has_own_cores=has_own_cores(config, devices.num_cores()),
+            timeout_seconds=config.distributed_timeout_seconds,
+        )
     finally:
         os.close(memory)
     companions.watch(ranks.failing)
@@ -169,8 +175,11 @@ def _meet(rank: int, grid: Grid, name: str, until: float) -> tuple[Companions, i
                 listener.settimeout(max(until - time.monotonic(), 0.001))
                 peer, _ = listener.accept()
                 if _is_ours(peer):
+                    peer.settimeout(max(until - time.monotonic(), 0.001))
+                    if len(frame := peer.recv(_RANK.size, socket.MSG_WAITALL)) < _RANK.size:
+                        raise ConnectionError("a rank has ended")
                     peer.settimeout(None)
-                    peers[_RANK.unpack(peer.recv(_RANK.size, socket.MSG_WAITALL))[0]] = peer
+                    peers[_RANK.unpack(frame)[0]] = peer
                 else:
                     peer.close()
         memory = make_memory(grid)
@@ -190,8 +199,12 @@ def _meet(rank: int, grid: Grid, name: str, until: float) -> tuple[Companions, i
     if not _is_ours(peer):
         raise PermissionError("another user's process is in the place of rank 0")
     peer.sendall(_RANK.pack(rank))
-    _, (memory, *_), _, _ = socket.recv_fds(peer, len(b"memory"), 1)
-    return Companions(rank, {0: peer}), memory
+    peer.settimeout(max(until - time.monotonic(), 0.001))
+    _, descriptors, _, _ = socket.recv_fds(peer, len(b"memory"), 1)
+    if not descriptors:
+        raise ConnectionError("rank 0 has ended")
+    peer.settimeout(None)
+    return Companions(rank, {0: peer}), descriptors[0]
 
 
 def _is_ours(peer: socket.socket) -> bool:
@@ -233,6 +246,9 @@ class ExternalExecutor:
             "Grammars are not read where somebody else has started the ranks",
             fix="Leave structured output out, or let Quire start the ranks",
         )
+
+    def check_alive(self) -> None:
+        """Whoever has started the ranks watches them."""
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return self.worker.use_idle_time(num_blocks_ever_used)

@@ -26,7 +26,7 @@ import zmq
 
 from quire import logs
 from quire.engine.core import EngineCore
-from quire.errors import QuireError
+from quire.errors import EngineDeadError, QuireError
 from quire.messages import (
     Abort,
     AddRequest,
@@ -102,6 +102,10 @@ class EngineProcess:
         self._send(started.ready_message())
         try:
             self._serve(started)
+        except EngineDeadError as error:
+            logger.error("%s", error.message)
+            self._send(EngineFailed(error.message))
+            return 1
         except Exception as error:
             logger.exception("the engine loop ended")
             self._send(
@@ -141,7 +145,8 @@ class EngineProcess:
         if not self._inputs.poll(PAUSE_MILLISECONDS):
             while not self._inputs.poll(0) and started.calibrate():
                 pass
-        self._inputs.poll()
+        while not self._inputs.poll(PAUSE_MILLISECONDS):
+            started.check_alive()
 
     def _receive(self, core: EngineCore) -> None:
         """Take in every message that is there."""

@@ -13,7 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -83,7 +83,6 @@ def start_ranks(
     grid = grid_of(config)
     if grid.size == 1:
         return (DeviceWorker(model_config, progress),)
-    joined = Joined()
     if config.headless:
         raise ConfigError(
             "This machine computes for machine 0, and has no engine",
@@ -91,27 +90,40 @@ def start_ranks(
             fix="Start `quire serve --headless` with the same flags here",
             param="headless",
         )
-    if grid.num_nodes > 1:
-        joined = let_in(config, model_folder, lambda detail: progress("load", 0.0, detail))
-    memory = make_memory(grid)
-    links = {rank: {sender: joined.links[sender].detach()} for rank, sender in links_in(config, grid).items()}
-    try:
-        own_cores = has_own_cores(config, devices.num_cores())
-        ranks = ranks_on(memory, 0, grid, links.pop(0, {}), has_own_cores=own_cores)
-        model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
-        launches = (
-            RankLaunch(config, model, drafter, rank, memory, None, is_server, links.get(rank, {}))
-            for rank in grid.ranks_of(0)[1:]
-        )
-        others: list[Worker] = [RankProcess(launch, grid, ranks.failing) for launch in launches]
-    finally:
-        os.close(memory)
-        for descriptor in (each for of_rank in links.values() for each in of_rank.values()):
-            os.close(descriptor)  # a process has it
-    homes = {node: Home(home) for node, home in joined.homes.items()}
-    for rank, peer in sorted(joined.ranks.items()):
-        others.append(RemoteRank(rank, grid, ranks.failing, Connection(peer.detach()), homes[grid.node(rank)]))
-    return (DeviceWorker(part_of_rank(model_config, config, 0), progress, ranks=ranks), *others)
+    joined, others = Joined(), list[Worker]()
+    with ExitStack() as on_error:
+        if grid.num_nodes > 1:
+            joined = let_in(config, model_folder, lambda detail: progress("load", 0.0, detail))
+            for peer in joined.peers():
+                on_error.callback(peer.close)
+                on_error.callback(wire.end, peer)
+        with ExitStack() as given:  # to the processes
+            memory = make_memory(grid)
+            given.callback(os.close, memory)
+            links = {rank: {sender: joined.links[sender].fileno()} for rank, sender in links_in(config, grid).items()}
+            own = {sender: joined.links[sender].detach() for sender in links.pop(0, {})}
+            for peer in joined.links.values():
+                given.callback(peer.close)
+            ranks = ranks_on(
+                memory,
+                0,
+                grid,
+                own,
+                has_own_cores=has_own_cores(config, devices.num_cores()),
+                timeout_seconds=config.distributed_timeout_seconds,
+            )
+            on_error.callback(ranks.close)
+            model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
+            for rank in grid.ranks_of(0)[1:]:
+                launch = RankLaunch(config, model, drafter, rank, memory, None, is_server, links.get(rank, {}))
+                others.append(process := RankProcess(launch, grid, ranks.failing))
+                on_error.callback(process.close)
+        homes = {node: Home(home) for node, home in joined.homes.items()}
+        for rank, peer in sorted(joined.ranks.items()):
+            others.append(RemoteRank(rank, grid, ranks.failing, Connection(peer.detach()), homes[grid.node(rank)]))
+        first = DeviceWorker(part_of_rank(model_config, config, 0), progress, ranks=ranks)
+        on_error.pop_all()
+    return (first, *others)
 
 
 def rank_name(rank: int, grid: Grid) -> str:
@@ -128,8 +140,8 @@ def spawn_rank(launch: RankLaunch, connection: int) -> subprocess.Popen[bytes]:
     descriptors = (connection, launch.memory, *adapters, *launch.links.values())
     process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=descriptors, env=envs.for_children())
     assert process.stdin is not None
-    process.stdin.write(encode(launch))
-    process.stdin.close()
+    with suppress(BrokenPipeError), process.stdin:  # whoever talks to a rank that has ended learns how
+        process.stdin.write(encode(launch))
     return process
 
 
@@ -145,8 +157,16 @@ class OtherRank(ABC):
         self._name = rank_name(rank, grid)
 
     @abstractmethod
+    def _is_lost(self) -> bool:
+        """Whether its process has ended."""
+
+    @abstractmethod
     def _end(self) -> str:
         """Who has ended, where, and how."""
+
+    def check_alive(self) -> None:
+        if self._is_lost():
+            raise EngineDeadError(self._end())
 
     @abstractmethod
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
@@ -221,7 +241,8 @@ class RankProcess(OtherRank):
         their_adapters.close()
         self._is_closing = threading.Event()
         watch = (self._process, self._rank, self._name, failing, self._is_closing)
-        threading.Thread(target=_watch, args=watch, name=f"rank {self._rank} watch", daemon=True).start()
+        self._watching = threading.Thread(target=_watch, args=watch, name=f"rank {self._rank} watch", daemon=True)
+        self._watching.start()
 
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
         """One at a time: the result of the one before was asked for."""
@@ -237,6 +258,9 @@ class RankProcess(OtherRank):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def _is_lost(self) -> bool:
+        return not self._watching.is_alive()
 
     def _end(self) -> str:
         return end_of(self._process, self._name)
@@ -285,6 +309,10 @@ class Home:
         self._thread.join()
         self._peer.close()
 
+    def is_lost(self) -> bool:
+        """Whether the node has ended."""
+        return not self._thread.is_alive()
+
     def end(self, name: str) -> str:
         """Why a rank of the node is lost."""
         self._thread.join(2 * LOOK_SECONDS + SAY_SECONDS)
@@ -304,6 +332,9 @@ class RemoteRank(OtherRank):
     def close(self) -> None:
         super().close()
         self._home.close()
+
+    def _is_lost(self) -> bool:
+        return self._home.is_lost()
 
     def _end(self) -> str:
         return self._home.end(self._name)

@@ -57,6 +57,10 @@ class StartedEngine:
         """Take a little of what will be needed; False: there is nothing to take now."""
         return self.executor.use_idle_time(self.core.scheduler.kv.pool.num_ever_used)
 
+    def check_alive(self) -> None:
+        """Raise EngineDeadError if a rank is lost. A step finds out by itself; an engine without requests looks."""
+        self.executor.check_alive()
+
     def calibrate(self) -> bool:
         """Measure a step; False: there is nothing to measure now."""
         return self.calibration is not None and self.calibration.step()

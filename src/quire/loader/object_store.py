@@ -70,12 +70,14 @@ class StoredObject:
         folder: its URL, without the last slash.
         size: in bytes.
         etag: of this version, as an HTTP header has it; None: the store gives none.
+        modified: when it was written, for stores that give no ETag.
     """
 
     folder: str
     name: str
     size: int
     etag: str | None
+    modified: str = ""
 
     @property
     def url(self) -> str:
@@ -200,7 +202,10 @@ def list_objects(folder: str) -> list[StoredObject]:
         metas = obstore.list_with_delimiter(store)["objects"]
     except Exception as error:
         raise _failure(folder, error) from None
-    found = [StoredObject(folder, meta["path"], meta["size"], _as_header(meta["e_tag"])) for meta in metas]
+    found = [
+        StoredObject(folder, meta["path"], meta["size"], _as_header(meta["e_tag"]), meta["last_modified"].isoformat())
+        for meta in metas
+    ]
     found = sorted((each for each in found if _is_file_name(each.name)), key=lambda each: each.name)
     if not found:
         raise ConfigError(
@@ -247,7 +252,8 @@ def mirror(
         if any(fnmatch(each.name, one) for one in patterns) and not any(fnmatch(each.name, one) for one in ignored)
     ]
     folder = folder.rstrip("/")
-    version = digest(repr((folder, with_holes, [(each.name, each.size, each.etag) for each in objects])))
+    seen = [(each.name, each.size, each.etag or each.modified) for each in objects]
+    version = digest(repr((folder, with_holes, seen)))
     assert not (with_holes and download_dir)
     parent = mirrors() if download_dir is None else Path(download_dir)
     path = parent / f"{folder.rpartition('/')[2]}-{version[:20]}"

@@ -240,6 +240,9 @@ class DeviceWorker:
         assert self.adapters is not None
         self.adapters.drop(digest)
 
+    def check_alive(self) -> None:
+        """It is in this process."""
+
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         """Takes memory of the KV cache that will be needed soon."""
         return self._prefault.step(num_blocks_ever_used)
