@@ -27,7 +27,15 @@ from quire.planning.flashinfer_facts import flashinfer_version, why_not_flashinf
 from quire.planning.graph_sizes import graph_sizes
 from quire.planning.knee import Knee, described_constants
 from quire.planning.step_sizes import INTEGER_TIMES, SHORT_REQUEST, StepSizes
-from quire.settings import DeviceSettings, ModelSettings, Record, Resolved, SchedulerSettings, SchedulingPolicy, Setting
+from quire.settings import (
+    DeviceSettings,
+    ModelSettings,
+    Record,
+    Resolved,
+    SchedulerSettings,
+    SchedulingPolicy,
+    ServerSettings,
+)
 
 T = TypeVar("T")
 Choice = tuple[T, Source, str]  # a value, its source, and why
@@ -240,18 +248,19 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
     )
 
 
-def resolve_server(config: ServerConfig, chat_template: str = "") -> dict[str, Setting]:
-    """Every setting of the HTTP side, by name. Raises ConfigError for parsers that do not go together.
+def resolve_server(config: ServerConfig, chat_template: str = "") -> ServerSettings:
+    """The settings of the HTTP side. Raises ConfigError for parsers that do not go together.
 
     Args:
         chat_template: the source, which decides how answers are parsed.
     """
-    record = Record()
+    record, settled = Record(), {f.name: getattr(config, f.name) for f in options(config)}
     formats = AnswerFormats.choose(config.tool_call_parser, config.reasoning_parser, chat_template)
     for name, chosen, why in (
         ("tool_call_parser", formats.tools, formats.why_tools),
         ("reasoning_parser", formats.reasoning, formats.why_reasoning),
     ):
+        settled[name] = chosen
         if why:
             record.put(name, chosen, "default" if chosen is None else "model", why)
     if not config.api_key and envs.API_KEY.get():
@@ -260,9 +269,9 @@ def resolve_server(config: ServerConfig, chat_template: str = "") -> dict[str, S
         if getattr(config, name) is None:
             value = variable.get()
             source: Source = "default" if value == variable.default else "environment"
-            record.put(name, value.lower(), source, variable.name)
+            settled[name] = record.put(name, value.lower(), source, variable.name)
     _put_rest(record, config)
-    return record
+    return ServerSettings(**settled, sources=config.sources, settings=record)
 
 
 def _put_rest(record: Record, config: EngineConfig | ServerConfig) -> None:

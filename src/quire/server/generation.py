@@ -225,8 +225,8 @@ def _check_stream_options(body: GenerationRequest) -> None:
 def _apply_defaults(state: ServerState, body: GenerationRequest) -> None:
     """The operator's: usage over the request's wish, as in vLLM, the others where the request does not say."""
     if body.return_tokens_as_token_ids is None:
-        body.return_tokens_as_token_ids = state.settings.returns_tokens_as_token_ids
-    if state.settings.forces_usage and body.is_streamed:
+        body.return_tokens_as_token_ids = state.settings.server.return_tokens_as_token_ids
+    if state.settings.server.enable_force_include_usage and body.is_streamed:
         body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
     if state.settings.reports_metrics and body.return_metrics is None and not body.use_beam_search:
         # A chunk without choices comes to those only who asked for one.
