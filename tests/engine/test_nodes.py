@@ -297,7 +297,7 @@ def test_a_port_in_use_names_its_flag() -> None:
         ({"master_addr": "0.0.0.0"}, "in all networks"),
         ({"master_addr": "::"}, "in all networks"),
         ({"master_addr": "0"}, "in all networks"),
-        ({"master_port": 0}, "Illegal port"),
+        ({"master_port": 0}, "Illegal value of master_port"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
