@@ -117,6 +117,7 @@ OTHER_VALUES: dict[str, Any] = {
     "slo_ttft": 0.5,
     "slo_itl": 0.05,
     "slo_attainment": 0.9,
+    "distributed_timeout_seconds": 60,
     "max_shared_prefill_tokens": 9,
     "enable_chunked_prefill": False,
     "scheduling_policy": "priority",

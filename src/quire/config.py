@@ -257,7 +257,7 @@ class EngineConfig:
         "Share of the times that have to reach these targets, from 0.5 to 0.9999.",
         live=True,
         limits="how far below the targets predictions have to stay",
-        bounds=Bounds(*ATTAINMENTS),
+        bounds=Bounds(*ATTAINMENTS, "a share from {} to {}".format(*ATTAINMENTS)),
     )
     slo: str | None = option(None, "The targets in one flag: ttft=500ms,itl=50ms.")
     max_num_queued_reqs: int | None = option(

@@ -92,7 +92,7 @@ class DeviceFacts:
         """What one of several ranks on this machine has of it.
 
         Args:
-            num_stages: the memory is that of so many ranks, which have the layers of a whole model together.
+            num_stages: these ranks together have the layers of a whole model, and share this memory.
         """
         return replace(
             self,
@@ -115,7 +115,7 @@ class _Form:
 
 
 def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is_server: bool) -> Resolved:
-    """Every setting except those of memory. Raises ConfigError when a value does not fit the model."""
+    """Every setting except the settings of memory. Raises ConfigError when a value does not fit the model."""
     record = Record()
     put = record.put
 
@@ -129,7 +129,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
     gpu = device.gpu if kind == "cuda" else None
     if (num_ranks := config.num_ranks) > 1:
         _check_ranks(config, model, kind)
-        why = "processes of this machine, with its cores divided; tokens and logprobs are those of one rank, to the bit"
+        why = "processes of this machine, with its cores divided; tokens and logprobs are as with one rank, to the bit"
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             put(name, getattr(config, name), config.sources[name], why)
     if gpu is not None:
@@ -497,7 +497,7 @@ def _attention_backend(
 def _step_sizes(
     config: EngineConfig, model: ModelConfig, device: DeviceFacts, form: _Form, is_server: bool
 ) -> StepSizes:
-    """What the sizes of steps are chosen by: the same at every start, whatever else runs on the machine."""
+    """The facts that decide the sizes of steps: the same at every start, whatever else runs on the machine."""
     if form.device == "cuda":
         assert device.gpu is not None, "a device that was not found"
         return StepSizes(config, None, 0, device.gpu.total_memory_bytes, is_server)

@@ -251,7 +251,7 @@ class MemorySettings:
 
 @dataclass(frozen=True)
 class Resolved:
-    """All settings but those of memory."""
+    """All settings except the settings of memory."""
 
     model: ModelSettings
     device: DeviceSettings

@@ -97,14 +97,14 @@ def test_torchrun(tmp_path: Path) -> None:
         ({"WORLD_SIZE": "2", "RANK": "2"}, "No such rank"),
     ],
 )
-def test_adapters_are_refused() -> None:
-    """Ranks with an engine each would begin to use one at different steps."""
-    with pytest.raises(ValueError, match="somebody else has started the ranks"):
-        LLM(**LIMITS, enable_lora=True, distributed_executor_backend="external_launcher")
-
-
 def test_what_is_refused(environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=words):
         LLM(**LIMITS, pipeline_parallel_size=2, distributed_executor_backend="external_launcher")
+
+
+def test_adapters_are_refused() -> None:
+    """Ranks with an engine each would begin to use one at different steps."""
+    with pytest.raises(ValueError, match="somebody else has started the ranks"):
+        LLM(**LIMITS, enable_lora=True, distributed_executor_backend="external_launcher")

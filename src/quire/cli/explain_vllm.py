@@ -2,7 +2,7 @@
 
 `--llama-server`, `--sglang`, `--tgi` and `--modelfile` do the same for other servers.
 
-The answers are those of `compat` and of the settings themselves. Nothing is executed, loaded or downloaded.
+The answers come from `compat` and from the settings themselves. Nothing is executed, loaded or downloaded.
 """
 
 from __future__ import annotations

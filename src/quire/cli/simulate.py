@@ -15,7 +15,7 @@ from quire.errors import ConfigError
 from quire.measure.options import Report, Target, Traffic, Workload, from_args, given
 
 DESCRIPTION = """
-The scheduler, the KV cache's pages and the queue's limit are those of a server with these settings; a step takes as
+Scheduler, pages of the KV cache and limit of the queue are the same as in a server with these settings. A step takes as
 long as the engine predicts. Nothing is loaded. The report is that of `quire bench serve`.
 """
 

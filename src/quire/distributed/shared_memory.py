@@ -23,7 +23,7 @@ from quire.errors import ConfigError
 from quire.kernels import cpu, extension
 
 SLOT_BYTES = 1 << 20  # of a rank in a turn; larger results take several turns
-# A rank that waits looks for so long before it sleeps. It has a core of its own, or others need the core.
+# How long a waiting rank looks before it sleeps, if it has a core of its own; and if others need the core.
 SPIN_MICROSECONDS, SHORT_SPIN_MICROSECONDS = 200, 5
 
 

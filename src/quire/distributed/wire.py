@@ -24,7 +24,7 @@ HANDSHAKE_SECONDS = 5.0  # for a peer to show that it knows the key
 RETRY_SECONDS = 0.2
 MOST_FRAME_BYTES = 1 << 20  # of frames that nodes exchange before ranks talk
 NONCE_BYTES = 32
-# A machine that is gone sends nothing. After so many seconds the system says so.
+# A machine that is gone sends nothing. After these seconds the system reports it.
 LOST_SECONDS = 5
 _LENGTH = struct.Struct(">Q")
 

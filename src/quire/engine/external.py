@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 
 import msgspec
 
@@ -166,26 +167,38 @@ def _place(grid: Grid) -> tuple[int, str]:
 
 def _meet(rank: int, grid: Grid, name: str, until: float) -> tuple[Companions, int]:
     """Connections to processes of the same user, and the memory that all share. Raises OSError."""
-    if rank == 0:
-        peers: dict[int, socket.socket] = {}
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(name)
-            listener.listen()
-            while len(peers) < grid.size - 1:
-                listener.settimeout(max(until - time.monotonic(), 0.001))
-                peer, _ = listener.accept()
-                if _is_ours(peer):
-                    peer.settimeout(max(until - time.monotonic(), 0.001))
-                    if len(frame := peer.recv(_RANK.size, socket.MSG_WAITALL)) < _RANK.size:
-                        raise ConnectionError("a rank has ended")
-                    peer.settimeout(None)
-                    peers[_RANK.unpack(frame)[0]] = peer
-                else:
-                    peer.close()
-        memory = make_memory(grid)
-        for peer in peers.values():
-            socket.send_fds(peer, [b"memory"], [memory])
-        return Companions(0, dict(sorted(peers.items()))), memory
+    with ExitStack() as on_error:
+        found = _join(rank, name, until, on_error) if rank else _gather(grid, name, until, on_error)
+        on_error.pop_all()
+    return found
+
+
+def _gather(grid: Grid, name: str, until: float, on_error: ExitStack) -> tuple[Companions, int]:
+    """The first rank waits for the others, and shares the memory with them."""
+    peers: dict[int, socket.socket] = {}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(name)
+        listener.listen()
+        while len(peers) < grid.size - 1:
+            listener.settimeout(max(until - time.monotonic(), 0.001))
+            peer = on_error.enter_context(listener.accept()[0])
+            if not _is_ours(peer):
+                peer.close()
+                continue
+            peer.settimeout(max(until - time.monotonic(), 0.001))
+            if len(frame := peer.recv(_RANK.size, socket.MSG_WAITALL)) < _RANK.size:
+                raise ConnectionError("a rank has ended")
+            peer.settimeout(None)
+            peers[_RANK.unpack(frame)[0]] = peer
+    memory = make_memory(grid)
+    on_error.callback(os.close, memory)
+    for peer in peers.values():
+        socket.send_fds(peer, [b"memory"], [memory])
+    return Companions(0, dict(sorted(peers.items()))), memory
+
+
+def _join(rank: int, name: str, until: float, on_error: ExitStack) -> tuple[Companions, int]:
+    """Another rank connects to the first one, and gets the memory."""
     while True:
         peer = socket.socket(socket.AF_UNIX)
         try:
@@ -196,6 +209,7 @@ def _meet(rank: int, grid: Grid, name: str, until: float) -> tuple[Companions, i
             if time.monotonic() > until:
                 raise
             time.sleep(wire.RETRY_SECONDS)
+    on_error.enter_context(peer)
     if not _is_ours(peer):
         raise PermissionError("another user's process is in the place of rank 0")
     peer.sendall(_RANK.pack(rank))

@@ -141,7 +141,7 @@ class EngineProcess:
         """For a message, as long as it takes; what has to be done some day is done meanwhile."""
         while not self._inputs.poll(0) and started.take_memory():
             pass
-        # Who measures a step holds up whoever comes meanwhile: only behind a pause that looks like a longer one.
+        # A request that comes while a step is measured has to wait: so steps are measured only in longer pauses.
         if not self._inputs.poll(PAUSE_MILLISECONDS):
             while not self._inputs.poll(0) and started.calibrate():
                 pass

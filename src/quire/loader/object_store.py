@@ -109,7 +109,9 @@ class StoredObject:
     def _fill(self, buffer: Bytes, begin: int) -> None:
         import obstore
 
-        options = {"range": (begin, begin + len(buffer)), "if_match": self.etag}
+        options: dict[str, Any] = {"range": (begin, begin + len(buffer))}
+        if self.etag is not None:
+            options["if_match"] = self.etag
         found = obstore.get(_store(self.folder), self.name, options=options)
         if found.meta["size"] != self.size or self.etag not in (None, _as_header(found.meta["e_tag"])):
             raise _changed(self.url)  # a store that ignores If-Match
@@ -292,7 +294,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _make(path: Path, objects: Sequence[StoredObject], progress: Progress | None, with_holes: bool) -> None:
-    """Write all files beside the place of the mirror, then move them there. What an earlier try has written stays."""
+    """Write all files beside the place of the mirror, then move them there. Files of an earlier try stay."""
     part = path.with_name(f".{path.name}.part")
     part.mkdir(mode=0o700, exist_ok=True)
     holes = {each.name for each in objects if with_holes and each.name.endswith((".safetensors", ".gguf"))}

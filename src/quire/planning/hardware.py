@@ -30,7 +30,7 @@ class Hardware:
 
     Args:
         facts: of a machine that has one of them.
-        described: rates that somebody else measured; None: those of `gpu`, or this machine's own.
+        described: rates that somebody else measured; None: rates of `gpu`, or this machine's own.
         read_bandwidth: of this machine's memory, in bytes per second, if it was measured.
         price_per_hour: of one device.
         origin: of its memory and its rates, for people.

@@ -266,7 +266,7 @@ NOT_WITH_BEAMS: dict[str, tuple[object, ...]] = {
 
 
 def _check_beam_search(body: GenerationRequest) -> None:
-    """What beam search cannot do is refused; its own field without it too."""
+    """Refuse fields that do not go together with beam search, and its own field without it."""
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1.0):
             raise UnsupportedFieldError(

@@ -55,7 +55,7 @@ class AppSettings:
         max_model_len: context length, until the engine says its own.
         default_sampling_params: SamplingParams fields from the model's generation_config.json.
         chat_template: Jinja source, or the name of one of the model's templates, in place of the model's default.
-        default_chat_template_kwargs: variables of the template; those of a request come first.
+        default_chat_template_kwargs: variables of the template; a request's own variables come first.
         max_render_seconds: after which a chat template that has not ended is killed.
         reports_metrics: what a request that does not say gets of return_metrics; streamed, only beside its usage.
         max_tokens_cap: no request generates more tokens; None: up to the context length.
@@ -65,7 +65,7 @@ class AppSettings:
         lora_dirs: folders from which clients may load adapters.
         changes_adapters: clients may load and unload adapters.
         lora_resolver_dir: where adapters of unknown model names are looked for.
-        stores_responses: those of /v1/responses, for later requests.
+        stores_responses: responses of /v1/responses are kept for later requests.
         is_development: there are routes for developers.
     """
 
