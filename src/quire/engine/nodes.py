@@ -197,15 +197,19 @@ def _gather(
 def _present(homes: dict[int, socket.socket]) -> set[int]:
     """The nodes that are still there. Others have ended, and may come again."""
     for node, home in list(homes.items()):
-        with suppress(BlockingIOError):  # it is there, and waits
-            try:
-                has_ended = not home.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            except ConnectionError:
-                has_ended = True
-            if has_ended:
-                logger.warning("node %d has ended, and is awaited again", node)
-                homes.pop(node).close()
+        if _has_ended(home):
+            logger.warning("node %d has ended, and is awaited again", node)
+            homes.pop(node).close()
     return set(homes)
+
+
+def _has_ended(home: socket.socket) -> bool:
+    try:
+        return not home.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:  # it is there, and waits
+        return False
+    except OSError:
+        return True
 
 
 def _connect(
