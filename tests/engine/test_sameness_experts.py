@@ -31,7 +31,7 @@ from tests.models.test_families import CASES, random_hf_model
 from tests.models.tiny_models import SIZES
 from tests.worker.fake_accelerator import FakeAccelerator
 
-FAMILIES = ("qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss", "llama4_text")
+FAMILIES = ("qwen3_moe", "phimoe", "qwen2_moe", "glm4_moe", "gpt_oss", "llama4_text")
 PRECISIONS = ("bfloat16", "float32", *ON_LOAD)
 POISON = 99  # a token whose embedding has no numbers, in one test
 SCHEDULES = {
@@ -138,9 +138,9 @@ def test_every_instruction_set(isa: str, precision: str, schedule: Schedule) -> 
 
 
 @pytest.mark.skipif(not cpu.available(), reason="plain torch is not recorded")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "granitemoe", "olmoe"])
 def test_decode_steps_are_recorded(family: str) -> None:
-    """With shared experts and their gate, with biases for the choice, and with layers of other kinds."""
+    """With shared experts and their gate, biases for the choice, layers of other kinds, residual factors, clips."""
     config, model = loaded(family, "bfloat16")
     assert isinstance(model, Decoder)
     groups, num_tokens = kv_groups(config), MAX_TOKENS + 2

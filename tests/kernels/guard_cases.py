@@ -114,6 +114,16 @@ def norms() -> Iterator[Case]:
     added.add_elsewhere("x_TD", "residual_TD", "weight_D")
     added.add_dtypes(residual_TD=torch.bfloat16)
     yield from added.cases
+    layer = Table(
+        "layer_norm",
+        ops.layer_norm,
+        lambda: {"x_TD": torch.ones(3, 8), "weight_D": torch.ones(8), "bias_D": torch.ones(8), "eps": 1e-6},
+    )
+    layer.add(ValueError, "bias is [7], expected [8]", "bias too short", bias_D=torch.ones(7))
+    layer.add(ValueError, "bias has strides", "bias with gaps", bias_D=_columns)
+    layer.add_elsewhere("x_TD", "weight_D", "bias_D")
+    layer.add_dtypes(bias_D=torch.bfloat16)
+    yield from layer.cases
 
 
 def activations() -> Iterator[Case]:
@@ -402,8 +412,8 @@ def products() -> Iterator[Case]:
         "rms_norm_to_fp8",
         fp8.rms_norm_to_fp8,
         lambda: (
-            {"x_TD": torch.ones(3, 8), "residual_TD": None, "weight_D": torch.ones(8), "eps": 1e-6}
-            | {"weight_offset": 0.0}
+            {"x_TD": torch.ones(3, 8), "residual_TD": None, "multiplier": 1.0, "weight_D": torch.ones(8)}
+            | {"eps": 1e-6, "weight_offset": 0.0}
         ),
     )
     norm.add(ValueError, "weight is [7], expected [8]", "weight too short", weight_D=torch.ones(7))

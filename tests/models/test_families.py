@@ -196,7 +196,7 @@ CASES = {
             "mlp_only_layers": [1],
         },
     ),
-    "olmoe": Case("OlmoeConfig", {"num_experts": 5, "num_experts_per_tok": 3, "head_dim": 8}),
+    "olmoe": Case("OlmoeConfig", {"num_experts": 5, "num_experts_per_tok": 3, "head_dim": 8, "clip_qkv": 0.6}),
     "granitemoe": Case(
         "GraniteMoeConfig",
         {
@@ -208,6 +208,22 @@ CASES = {
             "logits_scaling": 2.5,
             "head_dim": 8,
         },
+    ),
+    "phimoe": Case(
+        "PhimoeConfig",
+        {
+            "num_local_experts": 5,
+            "num_hidden_layers": 2,
+            "router_jitter_noise": 0.2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "sliding_window": 9,
+            "head_dim": 12,
+            "rope_parameters": LONGROPE
+            | {"partial_rotary_factor": 1.0, "original_max_position_embeddings": 64}
+            | {"short_mscale": 1.2, "long_mscale": 1.2},
+        },
+        max_model_len=64,
     ),
     "gpt_oss": Case(
         "GptOssConfig",
@@ -471,6 +487,7 @@ def test_quantized_logits_are_those_of_the_rounded_weights(name, quantization, p
     all_active = {}  # else rounded activations could choose other experts
     if experts := load_model_config(want.folder).experts():
         all_active = {"num_experts_per_tok": experts[0].num_experts, "topk_group": experts[0].router.num_groups}
+        all_active |= {"router_jitter_noise": 1.0}  # all experts are near the best one
     models = [
         load(case, want.folder, torch.float32, *arguments, overrides=all_active)
         for arguments in [(quantization, None), (None, quantization)]
@@ -545,6 +562,9 @@ FOREIGN: dict[str, Any] = {
     "logits_scaling": 3.0,
     "hidden_activation": "gelu_pytorch_tanh",
     "mlp_bias": True,
+    "lm_head_bias": True,
+    "short_mscale": 1.3,
+    "long_mscale": 1.3,
 }
 
 
