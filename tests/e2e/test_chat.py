@@ -18,9 +18,10 @@ ANSWER = "`len(obj, /)`: Return the number of items in a container."
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """What the chat writes to disk lies in `folder`."""
+    """What the chat writes to disk lies in `folder`, and so does what torch writes that a nursery has loaded."""
     (folder / "tmp").mkdir()
-    return {"TMPDIR": str(folder / "tmp"), "XDG_STATE_HOME": str(folder / "state")}
+    names = {"TMPDIR": "tmp", "XDG_STATE_HOME": "state", "TORCHINDUCTOR_CACHE_DIR": "torch"}
+    return {variable: str(folder / name) for variable, name in names.items()}
 
 
 def _exchange(terminal: Terminal, typed: str, until: str = PROMPT) -> str:
