@@ -69,6 +69,14 @@ def pytest_collection_finish() -> None:
     gc.get_freeze_count = cache(gc.get_freeze_count)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nor what a file of tests has imported meanwhile, and keeps for its next ones."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 # The machine that runs the tests may be busy.
 settings.register_profile(
     "patient", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
