@@ -132,7 +132,7 @@ def test_aborts_free_blocks_that_a_step_in_flight_writes_to(
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_late_stops(accelerator: FakeAccelerator, depth: int) -> None:
     """A stop is seen when later steps of the request are in flight already: their tokens are dropped."""
-    for prompt, tokens in zip(prompts(), expected(), strict=True):
+    for prompt, tokens in list(zip(prompts(), expected(), strict=True))[: 5 if IS_FULL else 2]:
         stop = tokens[len(tokens) // 2]
         kept = tokens[: tokens.index(stop) + 1]
         core = build_core(Schedule(depth=depth, accelerator=accelerator, graph_sizes=(1,)), "bfloat16")

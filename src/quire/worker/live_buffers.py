@@ -18,15 +18,15 @@ class LiveBuffers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peak_bytes: that lived at once.
     """
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and the wrapper of torch would import its compiler: a second of every start."""
-        return False
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes: int = 0
         self.peak_bytes: int = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and to skip it torch would load its compiler, which takes a second of a start."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
