@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the comp
 LIMITS: dict[str, Any] = {"max_model_len": 128}
 VOCABULARY = {"vocab_size": 5000}  # the prompts' tokens
 FAMILIES = (
-    *("qwen3_moe", "qwen2_moe", "glm4_moe", "granitemoe", "gpt_oss", "llama4_text"),
+    *("phimoe", "qwen2_moe", "glm4_moe", "granitemoe", "gpt_oss", "llama4_text"),
     *("deepseek_v2", "deepseek_v3", DENSE := "deepseek_v3-halves"),
 )
 
