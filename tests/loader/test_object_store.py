@@ -87,6 +87,13 @@ def test_weights_are_streamed_and_never_on_the_disk(store: Store) -> None:
     assert (folder / "model.safetensors").read_bytes() != store.objects[FILE], "the file still has its hole"
 
 
+def test_little_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for size, expected in ((0, 1 << 20), (600 << 20, 3_932_160), (5 << 30, 8 << 20)):
+        assert object_store.piece_bytes(size) == expected
+        assert object_store.NUM_READERS * expected <= max(0.1 * size, 16 << 20)
+
+
 def test_a_mirror_is_used_again_until_the_folder_changes(store: Store) -> None:
     folder = resolve_model(URL)
     store.reads.clear()

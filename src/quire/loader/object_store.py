@@ -38,9 +38,10 @@ from quire.resolve import shown_bytes
 
 SCHEMES = ("s3://", "gs://", "az://")
 MANIFEST = ".objects.json"  # of a mirror with holes
-PIECE_BYTES = 8 << 20  # of one request
+LEAST_PIECE_BYTES, PIECE_BYTES = 1 << 20, 8 << 20  # of one request
 CHUNK_BYTES = 256 << 10  # that come from the client library at once, beside the pieces
-NUM_READERS = 16  # requests at once, so at most 128 MiB are read ahead
+NUM_READERS = 16  # requests at once
+AHEAD = 0.1  # of a file is read ahead, at most 128 MiB
 FIRST_BYTES = 1 << 20  # of a file of weights: most headers are shorter
 MAX_MANIFEST_BYTES = 16 << 20
 WAITS = (0.2, 1.0)  # seconds before another try. The client library has its own, for 5xx and for cut connections
@@ -363,17 +364,19 @@ def _write_whole(source: StoredObject, file: IO[bytes], report: Callable[[int], 
         )
 
 
+def piece_bytes(size: int) -> int:
+    """Of one request for a part of an object of `size` bytes."""
+    return min(PIECE_BYTES, max(LEAST_PIECE_BYTES, int(AHEAD * size) // NUM_READERS))
+
+
 def read_ahead(source: StoredObject, spans: Iterable[tuple[int, int]]) -> Iterator[Bytes]:
     """Yield the bytes of spans (begin, end) of an object in order, in pieces. The next ones are read meanwhile.
 
     A piece is overwritten when the next one is taken. Raises like StoredObject.fill.
     """
-    places = (
-        (start, min(PIECE_BYTES, end - start)) for begin, end in spans for start in range(begin, end, PIECE_BYTES)
-    )
-    free = [
-        np.empty(PIECE_BYTES, dtype=np.uint8) for _ in range(NUM_READERS + 1)
-    ]  # takes no memory before it is written
+    piece = piece_bytes(source.size)
+    places = ((start, min(piece, end - start)) for begin, end in spans for start in range(begin, end, piece))
+    free = [np.empty(piece, dtype=np.uint8) for _ in range(NUM_READERS + 1)]  # takes no memory before it is written
     pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="objects")
     waiting: deque[tuple[Bytes, Future[Bytes]]] = deque()
 
@@ -387,9 +390,9 @@ def read_ahead(source: StoredObject, spans: Iterable[tuple[int, int]]) -> Iterat
             ask()
         while waiting:
             buffer, reading = waiting.popleft()
-            piece = reading.result()
+            data = reading.result()
             ask()
-            yield piece
+            yield data
             free.append(buffer)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
