@@ -269,7 +269,7 @@ LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rop
         ("MixtralConfig", {"num_local_experts": 4}, "fp8", "layers.1.block_sparse_moe.gate"),
         (
             "DeepseekV2Config",
-            LATENT | {"n_routed_experts": 4, "num_key_value_heads": 6},
+            LATENT | {"n_routed_experts": 4, "num_attention_heads": 4, "num_key_value_heads": 4},
             "int8",
             "layers.1.self_attn.kv_b_proj",
         ),
