@@ -178,8 +178,8 @@ def test_every_translation_is_tested() -> None:
     of_text |= {"speculative_model", "num_speculative_tokens"}
     assert translated == of_text | OF_A_DRAFTER.keys() | {
         "max_num_scheduled_tokens", "max_num_active_seqs", "rope_scaling", "compilation_config",
-        "cpu_distributed_timeout_seconds",
         "num_redundant_experts", "eplb_window_size", "eplb_step_interval",
+        "cpu_distributed_timeout_seconds",
     }  # fmt: skip
 
 

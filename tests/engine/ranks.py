@@ -34,20 +34,6 @@ LIMITS: dict[str, Any] = {
 }
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, number: int, error: Exception) -> list[int]:
-    """Let a method raise `error` at its call of this number. The answer grows by one with each call."""
-    method, calls = getattr(owner, name), list[int]()
-
-    def fail_once(*arguments: Any) -> Any:
-        calls.append(len(calls))
-        if len(calls) == number:
-            raise error
-        return method(*arguments)
-
-    monkeypatch.setattr(owner, name, fail_once)
-    return calls
-
-
 @cache
 def two_layers() -> Path:
     """A folder with the demo model without its other layers, until the process ends."""
@@ -68,6 +54,20 @@ def two_layers() -> Path:
 @cache
 def _folder() -> TemporaryDirectory[str]:
     return TemporaryDirectory()
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, number: int, error: Exception) -> list[int]:
+    """Let a method raise `error` at its call of this number. The answer grows by one with each call."""
+    method, calls = getattr(owner, name), list[int]()
+
+    def fail_once(*arguments: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == number:
+            raise error
+        return method(*arguments)
+
+    monkeypatch.setattr(owner, name, fail_once)
+    return calls
 
 
 def ignore(phase: str, share: float, detail: str) -> None: ...

@@ -101,7 +101,6 @@ def with_a_constraint(core: EngineCore) -> list[list[int]]:
 
 @cache
 def expected() -> list[list[int]]:
-    """With the constraint behind them."""
     return with_a_constraint(started(1).core)
 
 
