@@ -14,12 +14,13 @@ import pytest
 
 from quire.server.openapi import build
 from quire.server.request_schemas import SchemaBounds, decimals_below
+from quire.server.state import AppSettings
 from tests.examples import IS_FULL, examples
 from tests.server.serving import LIMITS, RunningServer
 from tests.server.test_errors import MESSAGES, error_of
 from tests.server.test_poison import poisoned  # noqa: F401 (a fixture)
 
-DOCUMENT = build(SchemaBounds(LIMITS))
+DOCUMENT = build(SchemaBounds(LIMITS), AppSettings(("m",)))
 TYPES = {"string": str, "integer": int, "boolean": bool, "null": type(None), "array": list, "object": dict}
 # Good bodies of each route, of which one field or several are replaced.
 BASES: dict[str, list[dict[str, Any]]] = {
