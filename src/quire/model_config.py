@@ -207,7 +207,7 @@ class ModelConfig:
         return weights + others * DTYPE_BYTES[dtype] + self._num_router_biases() * ROUTER_BIAS_BYTES
 
     def expert_counts(self) -> Counter[tuple[int, int]]:
-        """How many layers have so many experts, of which so many are active."""
+        """How many layers there are for each (number of experts, number of active ones)."""
         return Counter((part.num_experts, part.num_active_here) for part in self.experts())
 
     def expert_bytes(self, dtype: str, quantization: str | None = None) -> Iterator[tuple[Experts, int]]:

@@ -85,7 +85,7 @@ class ExpertUse(msgspec.Struct, array_like=True):
     """The experts that the tokens of a step went to."""
 
     distinct: float  # experts of a layer that were hit: the mean over layers
-    balancedness: float  # tokens of an expert by those of the busiest one of its layer: the mean over all
+    balancedness: float  # tokens of an expert, relative to the busiest expert of its layer: the mean over all
     tokens: list[int]  # of each expert that was hit, in one layer: the layers take turns
     of_ranks: float = 1.0  # tokens of a rank by those of the busiest one: the mean over all; 1: ranks share each expert
     num_moved: int = 0  # experts that have got another place

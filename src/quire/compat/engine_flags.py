@@ -34,7 +34,7 @@ MODEL: tuple[Foreign, ...] = (
     *accepted("no code from a model repository is ever loaded", values="code_revision"),
     *refused("the checkpoint says how it is quantized", "Use --hf-overrides", values="quantization_config"),
     *accepted("it only permits formats that are not in this version", switches="allow_deprecated_quantization"),
-    *refused("mixture-of-experts models are not in this version", switches="enable_return_routed_experts"),
+    *refused("the experts of a token are not returned in this version", switches="enable_return_routed_experts"),
     *refused("the mask of the sampler is not returned in this version", switches="return_sampling_mask"),
     *accepted("tokens are drawn with 53-bit random numbers, without Gumbel noise", switches="use_fp64_gumbel"),
     *refused("traces cannot be replayed in this version", switches="enable_trace_replay"),
@@ -144,10 +144,15 @@ PARALLELISM: tuple[Foreign, ...] = (
         values="data_parallel_address data_parallel_rpc_port dp_sync_interval",
         switches="disable_nccl_for_dp_synchronization",
     ),
+    translated(
+        "cpu_distributed_timeout_seconds",
+        "ranks wait in one way, on a CPU too",
+        lambda value: {"distributed_timeout_seconds": value},
+    ),
     *accepted(
         ONE_DEVICE,
         values="""
-            distributed_timeout_seconds cpu_distributed_timeout_seconds elastic_ep_max_dp_size
+            elastic_ep_max_dp_size
         """,
         switches="""
             enable_hc_sp enable_batch_sharded_sampling enable_shm_tensor_arena

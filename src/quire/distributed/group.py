@@ -75,7 +75,7 @@ class Group(Protocol):
 
 
 class Link(Protocol):
-    """From a rank of a stage to one of the next stage. What is sent is received in the same order."""
+    """From a rank of a stage to one of the next stage. Rows are received in the order in which they are sent."""
 
     def send(self, rows_TD: Tensor) -> None:
         """Returns once they are received, or on their way. Raises GroupError."""

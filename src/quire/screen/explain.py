@@ -228,7 +228,7 @@ def explain(
     waited = 0.0 if known.is_measured else waited
     expected = expectation(resolved.scheduler.max_num_seqs, known.cost, known.origin, waited)
     resolved = resolved.noting({**expected, **peaks(resolved, known.cost.arithmetic, device)})
-    settings = {**resolved.settings, **resolve_server(server, chat_template)}
+    settings = {**resolved.settings, **resolve_server(server, chat_template).settings}
     form, device_settings = resolved.model, resolved.device
     layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
     pages = KvPages.of(resolved, model)
