@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import obstore
 
 from quire.loader.hub import resolve_model
-from quire.loader.object_store import NUM_READERS, PIECE_BYTES, RETRIES, list_objects
+from quire.loader.object_store import NUM_READERS, RETRIES, list_objects, piece_bytes
 from quire.loader.safetensors import open_checkpoint
 
 
@@ -23,10 +23,10 @@ def library_alone(folder: str, is_plain: bool) -> int:
     """Read all weights with the client library; the number of bytes."""
     store = obstore.store.from_url(folder, client_options={"allow_http": is_plain}, retry_config=RETRIES)
     places = [
-        (each.name, begin, min(begin + PIECE_BYTES, each.size))
+        (each.name, begin, min(begin + piece_bytes(each.size), each.size))
         for each in list_objects(folder)
         if each.name.endswith(".safetensors")
-        for begin in range(0, each.size, PIECE_BYTES)
+        for begin in range(0, each.size, piece_bytes(each.size))
     ]
     with ThreadPoolExecutor(NUM_READERS) as pool:
         read = pool.map(lambda place: len(obstore.get_range(store, place[0], start=place[1], end=place[2])), places)

@@ -80,6 +80,7 @@ void wake_all([[maybe_unused]] std::atomic<uint32_t>& word) {
 }
 
 void copy_rows(const char* from, int64_t from_stride, char* to, int64_t to_stride, int64_t width, int64_t rows) {
+  if (rows == 0) return;
   if (from_stride == width && to_stride == width) {
     width *= rows;
     rows = 1;
@@ -91,6 +92,11 @@ void copy_rows(const char* from, int64_t from_stride, char* to, int64_t to_strid
   if (num_tasks == 1 || num_threads() == 1) return copy(0, rows);
   parallel_for(static_cast<int>(num_tasks),
                [&](int task, int) { copy(rows * task / num_tasks, rows * (task + 1) / num_tasks); });
+}
+
+GroupError late(const std::string& name, double seconds) {
+  return GroupError(name + " did not come within " + std::to_string(static_cast<int64_t>(seconds)) +
+                    " s (--distributed-timeout-seconds)");
 }
 
 }  // namespace
@@ -161,7 +167,10 @@ void SharedGroup::leave_step() {
       if (aborted() >= 0) check();
       const timespec look = timespec_of(kLook);
       nanosleep(&look, nullptr);
-      if (std::chrono::duration<double>(Clock::now() - start).count() > timeout_seconds_) abort(members_[rank]);
+      if (std::chrono::duration<double>(Clock::now() - start).count() > timeout_seconds_) {
+        abort(members_[rank]);
+        throw late(name(rank), timeout_seconds_);
+      }
     }
   }
 }
@@ -196,17 +205,22 @@ void SharedGroup::wait_for(int rank, uint64_t signature) {
       for (int i = 0; i < kPausesPerClockRead && !has_arrived(rank); ++i) pause_cpu();
     } while (!has_arrived(rank) && Clock::now() < spin_until);
     if (!has_arrived(rank)) {
+      bool is_late = false;
       other.num_sleepers.fetch_add(1, std::memory_order_seq_cst);
       while (!has_arrived(rank) && aborted() < 0 && !is_void()) {
         const uint32_t seen = other.turn.load(std::memory_order_seq_cst);
         if (static_cast<int32_t>(seen - turn_) >= 0) break;
         sleep_on(other.turn, seen);
         if (std::chrono::duration<double>(Clock::now() - start).count() > timeout_seconds_) {
-          abort(members_[rank]);
+          is_late = true;
           break;
         }
       }
       other.num_sleepers.fetch_sub(1, std::memory_order_seq_cst);
+      if (is_late) {
+        abort(members_[rank]);
+        throw late(name(rank), timeout_seconds_);
+      }
     }
   }
   if (!has_arrived(rank) || aborted() >= 0) check();
@@ -238,6 +252,40 @@ void SharedGroup::gather(const GatherArgs& args) {
         const int64_t width = width_of(rank);
         if (args.out.data == nullptr) continue;
         copy_rows(slot(rank), width, args.out.data + row * args.out.stride + column, args.out.stride, width, rows);
+      }
+    }
+  }
+}
+
+void SharedGroup::exchange(const ExchangeArgs& args) {
+  check();
+  const auto first_row = [&](int rank) { return static_cast<int64_t>(args.begins[args.firsts[rank]]); };
+  int64_t most = 0;
+  uint64_t signature = static_cast<uint64_t>(args.row_bytes);
+  for (int rank = 0; rank < size_; ++rank) {
+    const int64_t rows = first_row(rank + 1) - first_row(rank);
+    most = std::max(most, rows);
+    signature = signature * 0x9e3779b97f4a7c15u + static_cast<uint64_t>(rows);
+  }
+  const int64_t piece_bytes = std::min(args.row_bytes, slot_bytes_), piece_rows = slot_bytes_ / piece_bytes;
+  const int64_t last_byte = args.first_byte + args.num_columns_bytes;
+  for (int64_t row = 0; row < most; row += piece_rows) {
+    const auto rows_of = [&](int rank) {
+      return std::clamp<int64_t>(first_row(rank + 1) - first_row(rank) - row, 0, piece_rows);
+    };
+    for (int64_t first = 0; first < args.row_bytes; first += piece_bytes) {
+      ++turn_;
+      const int64_t width = std::min(args.row_bytes - first, piece_bytes);
+      copy_rows(args.own.data + (first_row(rank_) + row) * args.own.stride + first, args.own.stride, slot(rank_), width,
+                width, rows_of(rank_));
+      arrive(signature);
+      const int64_t begin = std::max(first, args.first_byte), end = std::min(first + width, last_byte);
+      for (int rank = 0; rank < size_; ++rank) {
+        if (rank != rank_) wait_for(rank, signature);
+        if (begin >= end) continue;
+        copy_rows(slot(rank) + begin - first, width,
+                  args.out.data + (first_row(rank) + row) * args.out.stride + begin - args.first_byte, args.out.stride,
+                  end - begin, rows_of(rank));
       }
     }
   }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from quire.formats.kv_format import KvFormat
@@ -89,6 +90,39 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Which of several ranks has which experts. Each expert has a place, or several: ranks in order, then as here.
+
+    Attributes:
+        experts: of each rank: their numbers. No rank has an expert twice.
+        columns: of the experts' results: each rank adds up some for all tokens.
+    """
+
+    rank: int
+    experts: tuple[tuple[int, ...], ...]
+    columns: tuple[range, ...]
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The experts of this rank."""
+        return self.experts[self.rank]
+
+    @property
+    def num_experts(self) -> int:
+        """Of the layer."""
+        return 1 + max(max(own) for own in self.experts)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The first place of each rank, and at last the number of places."""
+        return tuple(accumulate(map(len, self.experts), initial=0))
+
+    @property
+    def num_places(self) -> int:
+        return self.firsts[-1]
+
+
+@dataclass(frozen=True)
 class Stage:
     """The part of a model that one of several stages holds: some of its layers.
 
@@ -142,6 +176,7 @@ class LinearShape:
         paired_heads: for each shard, the number of heads that rotate neighbouring dimensions in the checkpoint; 0 or no
             entry: none. Here halves of a head rotate, so loading reorders their rows.
         num_experts: as many layers of this shape are stacked; 0: an ordinary layer. Sizes are of one of them.
+        placement: they are the experts of one rank; None: they are all experts of the layer.
         stacked: the name of one tensor [num_experts, N, K] that a checkpoint may hold instead; empty: there is none.
             Biases and the tensors of a quantized form have its name, `_` and their own without `weight_`.
         stacked_form: `columns`: that tensor is [num_experts, K, N]. `turns`: so too, and in all of them the outputs of
@@ -159,6 +194,7 @@ class LinearShape:
     share: Share | None = None
     paired_heads: tuple[int, ...] = ()
     num_experts: int = 0
+    placement: Placement | None = None
     stacked: str = ""
     stacked_form: StackedForm = "rows"
     is_gate: bool = False
@@ -214,13 +250,18 @@ class LinearShape:
             yield replace(self, shards=shards, in_features=each.K, matrices=(each,), share=share)
 
     @property
+    def num_stored_experts(self) -> int:
+        """Stacked layers of this shape in the checkpoint."""
+        return self.num_experts if self.placement is None else self.placement.num_experts
+
+    @property
     def is_adaptable(self) -> bool:
         """Whether adapters may change it."""
         return not (self.num_experts or self.is_gate)
 
     def of_expert(self, expert: int) -> LinearShape:
         """The ordinary layer of one expert."""
-        return replace(self, prefix=self.prefix.format(expert), num_experts=0, stacked="")
+        return replace(self, prefix=self.prefix.format(expert), num_experts=0, placement=None, stacked="")
 
 
 class NormShape(NamedTuple):
@@ -505,7 +546,23 @@ class Experts:
 
     @property
     def num_experts(self) -> int:
+        """That are held. Of a rank, these may be some of those that the router chooses from."""
         return self.expert.gate_up.num_experts
+
+    @property
+    def num_routed(self) -> int:
+        """That the router chooses from."""
+        return self.router.linear.out_features
+
+    @property
+    def num_active_here(self) -> int:
+        """Held experts per token, if tokens go to all experts alike."""
+        return -(-self.num_active * self.num_experts // self.num_routed)
+
+    @property
+    def placement(self) -> Placement | None:
+        """See LinearShape."""
+        return self.expert.gate_up.placement
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
@@ -514,7 +571,7 @@ class Experts:
     @property
     def active_linears(self) -> tuple[LinearShape, ...]:
         """The linear layers that one token reads: stacks of the chosen experts."""
-        return self._linears(self.num_active)
+        return self._linears(self.num_active_here)
 
     @property
     def width(self) -> int:
@@ -592,7 +649,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftHead:
-    """A head drafts from the hidden states of another model, its target. Its own layers are those of its ModelConfig.
+    """A head drafts from the hidden states of another model, its target. Its ModelConfig has its own layers.
 
     At each position it reads the target's hidden state there and the embedding of the token behind it.
 

@@ -5,9 +5,11 @@ hf_config/ translates Hugging Face's names.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +34,7 @@ from quire.layer_spec import (
     LayerSpec,
     LinearShape,
     NormShape,
+    Placement,
     RopeConfig,
     Share,
     Stage,
@@ -40,6 +43,7 @@ from quire.layer_spec import (
 __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeConfig", "load_model_config"]
 
 
+EXPERT = re.compile(r"(.*\.)(\d{1,6})(\.[^.]+\.[^.]+)")  # the number of an expert, before module and tensor
 TOKEN_ID_BYTES = 8
 ROUTER_BIAS_BYTES = 4  # they stay in float32
 
@@ -101,13 +105,19 @@ class ModelConfig:
         return self.stage is None or self.stage.is_last
 
     def holds(self, name: str) -> bool:
-        """Whether a tensor of the checkpoint is of this stage, by its name there."""
-        if self.stage is None:
+        """Whether a tensor of the checkpoint is of this stage and this rank's experts, by its name there."""
+        if self.stage is None and not self._placements:
             return True
         for prefix, ours in self.renamed_prefixes:
             if name.startswith(prefix):
                 name = ours + name.removeprefix(prefix)
                 break
+        if self._placements and (match := EXPERT.fullmatch(name)) is not None:
+            placement = self._placements.get(match[1])
+            if placement is not None and int(match[2]) not in placement.own:
+                return int(match[2]) >= placement.num_experts  # no expert has such a number
+        if self.stage is None:
+            return True
         match name.split(".", 3):
             case ["model", "layers", number, _] if number.isdecimal():
                 return int(number) in self.stage.layers or (
@@ -116,6 +126,12 @@ class ModelConfig:
             case ["model", "embed_tokens", *_]:
                 return self.has_embeddings or (self.has_output and self.tie_word_embeddings)
         return self.has_output
+
+    @cached_property
+    def _placements(self) -> dict[str, Placement]:
+        """Of experts that ranks share, by the part of the names of their tensors before the number."""
+        linears = (linear for part in self.experts() for linear in part.expert.linears)
+        return {each.prefix.partition("{}")[0]: each.placement for each in linears if each.placement is not None}
 
     def describe_checkpoint(self) -> str:
         """The format of the weights, for people."""
@@ -191,8 +207,8 @@ class ModelConfig:
         return weights + others * DTYPE_BYTES[dtype] + self._num_router_biases() * ROUTER_BIAS_BYTES
 
     def expert_counts(self) -> Counter[tuple[int, int]]:
-        """How many layers have so many experts, of which so many are active."""
-        return Counter((part.num_experts, part.num_active) for part in self.experts())
+        """How many layers there are for each (number of experts, number of active ones)."""
+        return Counter((part.num_experts, part.num_active_here) for part in self.experts())
 
     def expert_bytes(self, dtype: str, quantization: str | None = None) -> Iterator[tuple[Experts, int]]:
         """The experts of each layer that has some, and the bytes in memory of one of them."""

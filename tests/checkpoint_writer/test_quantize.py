@@ -30,6 +30,7 @@ from tests.loading import load_model
 from tests.models.paged_run import PagedRun
 from tests.models.test_families import Case, random_hf_model
 from tests.models.tiny_models import QUANTIZED_ACTIVATIONS_TOLERANCE
+from tests.quality.remembering import remembering
 
 COMMON: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 256, "num_threads": 1}
 BASE = EngineConfig(dtype="float32", **COMMON)
@@ -38,13 +39,13 @@ BASE = EngineConfig(dtype="float32", **COMMON)
 @cache
 def base_runner() -> ModelRunner:
     """The demo model in float32."""
-    return measure.load(BASE, lambda *_: None).runner
+    return remembering(measure.load(BASE, lambda *_: None).runner)
 
 
 def quality(folder: Path, text: str, **options: Any) -> Quality:
     """Against the demo model in float32."""
     model = EngineConfig(model=str(folder), **COMMON | options)
-    windows = measure.read_text(text, BASE, [model], 256, 1024 if IS_FULL else 512)
+    windows = measure.read_text(text, BASE, [model], 256, 1024 if IS_FULL else 256)
     runner = measure.load(model, lambda *_: None).runner
     return summarize(measure.compare_runners(windows, base_runner(), runner))
 

@@ -83,6 +83,24 @@ def test_expectation_from_bandwidth(tmp_path: Path) -> None:
     assert detail.startswith("the machine is busy: this was measured with a core for 50% of the time; ")
 
 
+def test_what_each_rank_holds(tmp_path: Path) -> None:
+    """8 experts on 3 ranks. A rank takes none of the others' weights: together they hold the model and two routers."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
+    folder = write_config(tmp_path, "Qwen3-0.6B", architectures=["Qwen3MoeForCausalLM"], **experts)
+    model = load_model_config(folder)
+    asked = EngineConfig(tensor_parallel_size=3, enable_expert_parallel=True)
+    explanation = explain("m", asked, ServerConfig(), model, DEVICE)
+    ranks = explanation.as_dict()["ranks"]
+    assert [rank["num_experts"] for rank in ranks] == [3, 3, 2]
+    assert " with 3 experts of a layer, " in explanation.text()
+    assert explanation.settings["enable_expert_parallel"].detail == "3 + 3 + 2 experts of a layer, by ranks"
+    whole = explain("m", EngineConfig(), ServerConfig(), model, DEVICE)
+    assert whole.ranks == ()
+    on_all = 28 * 2 * (2 * 1024 + 2 * 128 + 64 * 1024) + 2 * 1024  # norms, and routers in panels, in bfloat16
+    more = sum(rank["weight_bytes"] for rank in ranks) - whole.settings["weight_bytes"].value
+    assert more == 2 * on_all
+
+
 def test_what_an_earlier_start_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
     model = load_model_config(write_config(tmp_path, "Phi-3-mini-4k"))

@@ -12,6 +12,8 @@ import jsonschema
 import pytest
 import yaml
 
+import quire.demo
+from quire.engine import nodes
 from quire.metrics.queries import DECLARED
 from quire.server.auth import PUBLIC_PATHS
 from tests.cli.reading import read
@@ -20,6 +22,7 @@ CHART = Path(__file__).parents[2] / "deploy" / "helm" / "quire"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 OPEN = {"auth": {"disabled": True}}
+NODES = {"nodes.count": 2, "nodes.keySecretName": "c"}
 # Each value: another one, what it needs beside it, and what the rendered text then has and had not before.
 EFFECTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "image.repository": ("r/q", {}, 'image: "r/q:0.1.0"'),
@@ -27,6 +30,10 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "image.pullPolicy": ("Always", {}, "imagePullPolicy: Always"),
     "imagePullSecrets": ([{"name": "x"}], {}, "imagePullSecrets:"),
     "replicas": (3, {}, "replicas: 3"),
+    "nodes.count": (2, {"nodes.keySecretName": "c"}, "kind: LeaderWorkerSet"),
+    "nodes.keySecretName": ("s", NODES, "secretKeyRef: {name: s, key: cluster-key}"),
+    "nodes.keySecretKey": ("k", NODES, "secretKeyRef: {name: c, key: k}"),
+    "nodes.port": (7, NODES, "--master-port=7"),
     "model": ("org/m", {}, '- "org/m"'),
     "args": (["--max-num-seqs", "32"], {}, '- "--max-num-seqs"'),
     "env": ([{"name": "A", "value": "b"}], {}, "name: A"),
@@ -178,10 +185,64 @@ INFERENCE_POOL = {
 }
 
 
+# Of LeaderWorkerSet's config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml, version v1; no package has it.
+_COUNT = {"type": "integer", "minimum": 0}
+LEADER_WORKER_SET = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "leaderworkerset.x-k8s.io/v1"},
+        "kind": {"const": "LeaderWorkerSet"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["leaderWorkerTemplate"],
+            "properties": {
+                "replicas": _COUNT,
+                "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
+                "networkConfig": {"type": "object"},
+                "rolloutStrategy": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["type"],
+                    "properties": {
+                        "type": {"const": "RollingUpdate"},
+                        "rollingUpdateConfiguration": {
+                            "type": "object",
+                            "additionalProperties": False,
+                            "properties": {
+                                name: {"type": ["integer", "string"]} for name in ("maxSurge", "maxUnavailable")
+                            }
+                            | {"partition": _COUNT},
+                        },
+                    },
+                },
+                "leaderWorkerTemplate": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["workerTemplate"],
+                    "properties": {
+                        "size": {"type": "integer", "minimum": 1},
+                        "restartPolicy": {
+                            "enum": ["Default", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]
+                        },
+                        "leaderTemplate": {"type": "object"},  # pods, which `kubernetes_validate` knows
+                        "workerTemplate": {"type": "object"},
+                    },
+                },
+            },
+        },
+    },
+}
+_SCHEMAS = {"InferencePool": INFERENCE_POOL, "LeaderWorkerSet": LEADER_WORKER_SET}
+
+
 def check_foreign(document: dict[str, Any]) -> None:
     """Raise for a document that its custom resource definition refuses, or that has fields that it does not know."""
-    if document["kind"] == "InferencePool":
-        jsonschema.validate(document, INFERENCE_POOL)
+    if (schema := _SCHEMAS.get(document["kind"])) is not None:
+        jsonschema.validate(document, schema)
         return
     group = {"ScaledObject": "keda.v1alpha1", "PodMonitor": "prometheus_operator.v1"}[document["kind"]]
     models = pytest.importorskip(f"cloudcoil.models.{group}", reason="the models are in the extra `charts`")
@@ -204,16 +265,29 @@ def test_what_is_not_legal_is_found() -> None:
         check_foreign(scaled | {"spec": {**scaled["spec"], "minReplicaCount": "many"}})
     with pytest.raises(AssertionError, match="does not know"):
         check_foreign(scaled | {"spec": {**scaled["spec"], "triggers": [trigger | {"treshold": "4"}]}})
+    template = {"size": 2, "workerTemplate": {}}
+    group = {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": {"name": "x"},
+        "spec": {"leaderWorkerTemplate": template},
+    }
+    check_foreign(group)
+    for wrong in ({"size": 0}, {"restartPolicy": "Never"}, {"template": {}}):
+        with pytest.raises(jsonschema.ValidationError):
+            check_foreign(group | {"spec": {"leaderWorkerTemplate": template | wrong}})
 
 
 @pytest.mark.slow
 def test_what_is_rendered_is_legal() -> None:
     validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is in the extra `charts`")
-    changes = {path: value for path, (value, _, _) in EFFECTS.items() if path not in ("model", "env")}
+    changes = {path: value for path, (value, _, _) in EFFECTS.items() if path not in ("model", "env", "nodes.count")}
+    several = changes | NODES | {"loras.existingClaim": ""}
     own = {"Deployment", "Service", "HorizontalPodAutoscaler", "PodDisruptionBudget", "NetworkPolicy"}
     seen = set()
     for kind in ("none", "hpa", "keda"):
-        for values in (OPEN, _with(changes | {"autoscaling.kind": kind})):
+        kinds = {"autoscaling.kind": kind}
+        for values in (OPEN, _with(changes | kinds), _with(several | kinds)):
             for document in yaml.safe_load_all(_render(values)):
                 if document is not None:
                     seen.add(document["kind"])
@@ -221,18 +295,70 @@ def test_what_is_rendered_is_legal() -> None:
                         validator.validate(document, "1.32", strict=True)
                     else:
                         check_foreign(document)
-    assert seen == own | {"ScaledObject", "PodMonitor", "InferencePool"}
+                    for pod in _pods(document):
+                        as_kind = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}}
+                        validator.validate(as_kind | {"template": pod}, "1.32", strict=True)
+    assert seen == own | {"ScaledObject", "PodMonitor", "InferencePool", "LeaderWorkerSet"}
+
+
+def _pods(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The templates of a group's first pod, and of the others."""
+    if document["kind"] != "LeaderWorkerSet":
+        return []
+    group = document["spec"]["leaderWorkerTemplate"]
+    return [group["leaderTemplate"], group["workerTemplate"]]
+
+
+def _documents(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What is rendered, by kind."""
+    found = [document for document in yaml.safe_load_all(_render(values)) if document]
+    return {document["kind"]: document for document in found}
+
+
+@pytest.mark.slow
+def test_the_machines_of_a_server_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the pods of a group start, with the variables that the group gives them."""
+    monkeypatch.setenv("QUIRE_CLUSTER_KEY", "of the tests, long enough")
+    more = {
+        "args": ["--max-num-seqs", "32"],
+        "networkPolicy.enabled": True,
+        "networkPolicy.from": [{"podSelector": {}}],
+    }
+    found = _documents(_with(NODES | more))
+    assert "Deployment" not in found
+    given = {"LWS_LEADER_ADDRESS": "demo-0.demo.prod", "POD_IP": "10.0.0.1"}
+    told, pods = [], _pods(found["LeaderWorkerSet"])
+    for index, pod in enumerate(pods):
+        (container,) = pod["spec"]["containers"]
+        assert ("QUIRE_CLUSTER_KEY" in str(container["env"]), container["args"][0]) == (True, "serve")
+        text = "\n".join(container["args"][1:])
+        for name, value in (given | {"LWS_WORKER_INDEX": str(index)}).items():
+            text = text.replace(f"$({name})", value)
+        engine, _ = read(*text.split("\n"))
+        assert (engine.node_rank, engine.nnodes, engine.headless) == (index, 2, index == 1)
+        assert (engine.master_addr, engine.max_num_seqs) == (given["LWS_LEADER_ADDRESS" if index else "POD_IP"], 32)
+        told.append(nodes.hello(engine, quire.demo.path("target")))
+        assert ("startupProbe" in container, "ports" in container) == (index == 0, index == 0)
+    assert nodes.misfit(*told) is None
+    labels = [pod["metadata"]["labels"] for pod in pods]
+
+    def is_selected(selector: dict[str, str]) -> list[bool]:
+        return [selector.items() <= each.items() for each in labels]
+
+    assert is_selected(found["Service"]["spec"]["selector"]) == [True, False]
+    inside = found["NetworkPolicy"]["spec"]["ingress"][1]
+    assert "ports" not in inside  # the links of ranks have ports that the system chooses
+    assert is_selected(inside["from"][0]["podSelector"]["matchLabels"]) == [True, True]
+    # Requests that still run need all machines.
+    first, other = (pod["spec"] for pod in pods)
+    wait = other["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert other["terminationGracePeriodSeconds"] == first["terminationGracePeriodSeconds"] > wait
 
 
 @pytest.mark.slow
 def test_the_server_takes_what_the_pod_starts() -> None:
     changes = {"loras.existingClaim": "l", "args": ["--max-num-seqs", "32"], "model": "org/m"}
-    (deployment,) = (
-        document
-        for document in yaml.safe_load_all(_render(_with(changes)))
-        if document and document["kind"] == "Deployment"
-    )
-    pod = deployment["spec"]["template"]["spec"]
+    pod = _documents(_with(changes))["Deployment"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["args"][0] == "serve"
     engine, server = read(*container["args"][1:])
@@ -252,3 +378,6 @@ def test_without_a_key_nothing_is_rendered() -> None:
     logging.getLogger("helm").setLevel(logging.CRITICAL)
     with pytest.raises(helm.HelmError, match=r"Set auth\.secretName"):
         _render({})
+    for changes, words in (({}, r"Set nodes\.keySecretName"), (NODES | {"loras.existingClaim": "l"}, "no adapters")):
+        with pytest.raises(helm.HelmError, match=words):
+            _render(_with({"nodes.count": 2, **changes}))

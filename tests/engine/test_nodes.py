@@ -72,7 +72,8 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1, 2])
 def test_two_machines_give_the_tokens_of_one_process(width: int) -> None:
     port = free_port()
     with other_node(port, tensor_parallel_size=width) as node:
@@ -87,10 +88,12 @@ def test_two_machines_give_the_tokens_of_one_process(width: int) -> None:
 
 @pytest.mark.parametrize("lost", ["rank", pytest.param("node", marks=pytest.mark.slow)])
 def test_what_is_lost_on_another_machine_is_named(lost: str) -> None:
+    """Before that both machines give the tokens of one process."""
     port = free_port()
     with other_node(port) as node:
         engine = head(port)
         (pid,) = children(node.pid)
+        assert run(engine.core, brief()) == run(started(1).core, brief())
 
         def hit(core: Any, step: int) -> None:
             if step == 20:
@@ -151,12 +154,12 @@ def in_thread(task: Callable[[], Any]) -> threading.Thread:
 
 
 def come(port: int) -> socket.socket:
-    return wire.connect(ADDRESS, port, KEY.encode(), time.monotonic() + 4 * wire.HANDSHAKE_SECONDS)
+    return wire.connect(ADDRESS, port, KEY.encode(), time.monotonic() + 20)
 
 
-def told(config: EngineConfig, **changes: Any) -> Hello:
+def told(config: EngineConfig, node: int = 1, **changes: Any) -> Hello:
     own = nodes.hello(config, quire.demo.path("target"), 1)
-    return msgspec.structs.replace(own, node=1, **changes)
+    return msgspec.structs.replace(own, node=node, **changes)
 
 
 def finish(port: int, config: EngineConfig) -> None:
@@ -173,11 +176,71 @@ def close(found: list[Joined]) -> None:
     """What was let in."""
     (joined,) = found
     assert (*joined.homes, *joined.ranks, *joined.links) == (1, 1, 1)
-    for peer in (*joined.homes.values(), *joined.ranks.values(), *joined.links.values()):
+    for peer in joined.peers():
         peer.close()
 
 
-def test_who_is_let_in(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_machine_that_starts_again_while_others_are_awaited() -> None:
+    port, waited, found = free_port(), list[str](), list[Joined]()
+    config = EngineConfig.from_kwargs(**settings(port, pipeline_parallel_size=3, nnodes=3))
+    letting = in_thread(lambda: found.append(let_in(config, quire.demo.path("target"), waited.append)))
+
+    def coming(node: int) -> socket.socket:
+        home = come(port)
+        wire.send(home, nodes.encode(told(config, node)))
+        return home
+
+    with coming(1):
+        assert wait_for(lambda: any("for node 2 at" in text for text in waited))
+        with coming(1) as another:
+            assert nodes.decode(wire.receive(another)) == Refused("node 1 is here already, or is none of 1 to 2")
+    with coming(1) as one, coming(2) as two:
+        assert [type(nodes.decode(wire.receive(home))) for home in (one, two)] == [Welcome, Welcome]
+        for rank, is_link in ((1, True), (1, False), (2, False)):
+            with come(port) as peer:
+                wire.send(peer, nodes.encode(nodes.RankConnects(rank, is_link)))
+        letting.join(15.0)
+    for peer in found[0].peers():
+        peer.close()
+
+
+class AbortedOnce:
+    """A listener whose first peer has gone before it was let in."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener, self._has_aborted = listener, False
+
+    def settimeout(self, seconds: float) -> None:
+        self._listener.settimeout(seconds)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self._has_aborted:
+            return self._listener.accept()
+        self._has_aborted = True
+        raise ConnectionAbortedError("Software caused connection abort")
+
+
+def test_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One has gone again, and one sends slowly: the limit is of its whole answer, not of each piece."""
+    found: list[socket.socket] = []
+    with wire.listen(ADDRESS, 0) as listener:
+        until, port = time.monotonic() + 60, listener.getsockname()[1]
+        letting = in_thread(lambda: found.append(wire.accept(AbortedOnce(listener), KEY.encode(), until)))  # type: ignore[arg-type]
+        with monkeypatch.context() as patch:
+            patch.setattr(wire, "HANDSHAKE_SECONDS", 0.3)
+            with socket.create_connection((ADDRESS, port)) as slow, suppress(OSError):
+                for byte in (64).to_bytes(8) + bytes(64):
+                    slow.sendall(bytes([byte]))
+                    time.sleep(0.05)
+            assert wait_for(lambda: "which is no node of this engine: timed out" in caplog.text)
+        with come(port):
+            letting.join(15.0)
+    assert "Software caused connection abort" in caplog.text
+    (peer,) = found
+    peer.close()
+
+
+def test_who_is_let_in(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are dropped and logged; the right machine comes after all of them."""
     port, waited = free_port(), list[str]()
     config = EngineConfig.from_kwargs(**settings(port))
@@ -202,6 +265,7 @@ def test_who_is_let_in(caplog: pytest.LogCaptureFixture) -> None:
             name = "VLLM_PP_LAYER_PARTITION" if "settings" in changes else next(iter(changes))
             assert f"{name} is" in answer.why
             assert "on node 0 and" in answer.why
+    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 1.0)
     with come(port):  # it says nothing, and is waited for in vain
         finish(port, config)
         letting.join(15.0)
@@ -237,7 +301,7 @@ def test_a_port_in_use_names_its_flag() -> None:
         ({"master_addr": "0.0.0.0"}, "in all networks"),
         ({"master_addr": "::"}, "in all networks"),
         ({"master_addr": "0"}, "in all networks"),
-        ({"master_port": 0}, "Illegal port"),
+        ({"master_port": 0}, "Illegal value of master_port"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -45,15 +45,20 @@ SCHEDULES = {
 
 
 @cache
+def written(family: str, is_poisoned: bool) -> TemporaryDirectory[str]:
+    """Its checkpoint, until the process ends."""
+    folder, model = TemporaryDirectory(), random_hf_model(CASES[family])
+    if is_poisoned:
+        model.get_input_embeddings().weight.data[POISON] = torch.nan
+    model.save_pretrained(folder.name)
+    return folder
+
+
+@cache
 def loaded(family: str, precision: str, is_poisoned: bool = False) -> tuple[ModelConfig, CausalLM]:
-    with TemporaryDirectory() as folder:
-        model = random_hf_model(CASES[family])
-        if is_poisoned:
-            model.get_input_embeddings().weight.data[POISON] = torch.nan
-        model.save_pretrained(folder)
-        config = load_model_config(Path(folder))
-        quantization = precision if precision in ON_LOAD else None
-        return config, load_model(config, dtype_of(precision), quantization=quantization)
+    config = load_model_config(Path(written(family, is_poisoned).name))
+    quantization = precision if precision in ON_LOAD else None
+    return config, load_model(config, dtype_of(precision), quantization=quantization)
 
 
 def core(family: str, precision: str, schedule: Schedule) -> EngineCore:
@@ -112,12 +117,21 @@ def test_forced_preemption(at_step: int) -> None:
     assert run(engine, prompts(), before_step=preempt) == expected("qwen3_moe", "bfloat16", cpu.isa())
 
 
-@pytest.mark.parametrize(("isa", "precision"), covering(cpu.isas(), list(PRECISIONS)))
-def test_every_instruction_set(isa: str, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("isa", "precision", "schedule"),
+    covering(
+        cpu.isas(),
+        list(PRECISIONS),
+        [Schedule(chunk=7, num_blocks=7, block_size=8), Schedule(chunk=16)],
+        apart=[(0, 1)],
+    ),
+    ids=str,
+)
+def test_every_instruction_set(isa: str, precision: str, schedule: Schedule) -> None:
     best = cpu.isa()
     cpu.set_isa(isa)
     try:
-        engine = core("qwen3_moe", precision, Schedule(chunk=7, num_blocks=7, block_size=8))
+        engine = core("qwen3_moe", precision, schedule)
         assert run(engine, prompts()) == expected("qwen3_moe", precision, isa)
     finally:
         cpu.set_isa(best)

@@ -1,4 +1,7 @@
-"""Drafters that are models on ranks: the tokens are those of one rank without drafts."""
+"""Drafters that are models on ranks: the tokens are those of one rank without drafts.
+
+Ranks are threads here; test_sameness_ranks_lora.py has processes, with a drafter too.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,7 @@ from quire.speculative_config import SpeculativeConfig
 from tests.engine import heads
 from tests.engine.harness import run
 from tests.engine.heads import EAGLE3, eagle3_tensors
-from tests.engine.ranks import started
-from tests.engine.test_rank_processes import in_processes
+from tests.engine.ranks import fail_at, started
 from tests.engine.test_sameness import brief
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
@@ -79,31 +81,12 @@ def test_heads(method: str, tmp_path: Path) -> None:
     several.core.shutdown()
 
 
-def test_processes() -> None:
-    folder = demo.path("draft")
-    engine = in_processes(drafter_folder=folder, tensor_parallel_size=2, **speculation("draft_model", folder))
-    try:
-        tokens, num_drafts, num_held = drafted(engine)
-        assert tokens == run(started(1).core, brief())
-        assert 0 < num_held < num_drafts
-    finally:
-        engine.core.shutdown()
-
-
 def test_an_error_of_the_drafter_ends_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one rank, between two passes of all: the step is computed again."""
     folder = demo.path("draft")
     engine = started(2, drafter_folder=folder, **speculation("draft_model", folder))
     drafter = engine.executor.workers[1].runner.drafter  # type: ignore[attr-defined]
-    draft_one, calls = drafter._draft_one, []
-
-    def fail_once(*arguments: Any) -> Any:
-        calls.append(len(calls))
-        if len(calls) == 2:
-            raise OSError("once")
-        return draft_one(*arguments)
-
-    monkeypatch.setattr(drafter, "_draft_one", fail_once)
+    calls = fail_at(monkeypatch, drafter, "_draft_one", 2, OSError("once"))
     assert drafted(engine)[0] == run(started(1).core, brief())
     assert len(calls) > 2
     engine.core.shutdown()

@@ -1,6 +1,8 @@
 """Calls of every op with one wrong argument each, and what they have to raise: the table of test_guards.py.
 
-    python -m tests.kernels.guard_cases START   # runs the cases from this one on, and prints a line for each
+    python -m tests.kernels.guard_cases START PATH...   # runs the cases from this one on, and prints a line for each
+
+The paths are `kernels` and `reference`. The first cases are those of the first path.
 
 Without a guard many of them end the interpreter, or read what is not theirs. Dimensions as in kernels/ops.py.
 """
@@ -12,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -754,13 +757,15 @@ def verdict(case: Case) -> str:
     return "" if case.error is None else "raised nothing"
 
 
-def main(start: int) -> None:
-    for index in range(start, len(CASES)):
+def main(start: int, paths: list[str]) -> None:
+    for index, (path, case) in enumerate(product(paths, CASES)):
+        if index < start:
+            continue
         print(f"{index} begins", flush=True)
-        case = CASES[index]
+        cpu._available = path == "kernels"
         skipped = case.needs_kernels and not cpu.available()
         print(f"{index} ends {'' if skipped else verdict(case)!r}", flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])

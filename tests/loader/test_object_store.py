@@ -87,6 +87,13 @@ def test_weights_are_streamed_and_never_on_the_disk(store: Store) -> None:
     assert (folder / "model.safetensors").read_bytes() != store.objects[FILE], "the file still has its hole"
 
 
+def test_little_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for size, expected in ((0, 1 << 20), (600 << 20, 3_932_160), (5 << 30, 8 << 20)):
+        assert object_store.piece_bytes(size) == expected
+        assert object_store.NUM_READERS * expected <= max(0.1 * size, 16 << 20)
+
+
 def test_a_mirror_is_used_again_until_the_folder_changes(store: Store) -> None:
     folder = resolve_model(URL)
     store.reads.clear()
@@ -202,6 +209,16 @@ def test_a_foreign_folder_cannot_name_objects(store: Store, tmp_path: Path) -> N
     assert not store.reads
 
 
+def test_a_store_without_etags(store: Store) -> None:
+    """The time of writing tells versions apart."""
+    store.has_etags = False
+    first = resolve_model(URL)
+    check(read(first))
+    assert resolve_model(URL) == first
+    store.modified = "2026-01-02T00:00:00.000Z"
+    assert resolve_model(URL) != first
+
+
 def test_gguf(store: Store, tmp_path: Path) -> None:
     values = np.arange(8192, dtype=np.float32).reshape(64, 128)
     for kind in ("Q8_0", "F32"):
@@ -225,3 +242,5 @@ def test_gguf(store: Store, tmp_path: Path) -> None:
             assert found.stat().st_blocks * 512 < 8192
     with pytest.raises(ConfigError, match="Q4_K_M"):
         find_gguf("s3://models/ggufs:Q4_K_M", None)
+    with pytest.raises(ConfigError, match="Two GGUF files are named"):
+        find_gguf("s3://models/ggufs/model-F32.gguf", "model-Q8_0.gguf")

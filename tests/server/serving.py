@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import httpx
@@ -29,11 +29,13 @@ from quire.frontend.tracing import RequestTracer
 from quire.lora.modules import LoraModule
 from quire.messages import AddRequest
 from quire.metrics.prometheus import PrometheusMetrics
+from quire.option import options
 from quire.outputs import SpecDecodeMetrics
 from quire.server.app import create_app
 from quire.server.http_protocol import ConnectionLimits, guarded_protocol
 from quire.server.http_server import HttpServer, http_config
-from quire.server.state import ServerSettings
+from quire.server.state import AppSettings
+from quire.settings import ServerSettings
 
 T = TypeVar("T")
 
@@ -89,7 +91,10 @@ class RunningServer:
         )
         if has_adapters:
             self.metrics.show_adapters(self.engine.adapter_names)
-        self.settings = replace(ServerSettings((MODEL, "alias"), log_stats_interval=0.0), **settings)
+        own = {f.name for f in options(ServerConfig)} - {f.name for f in fields(AppSettings)}
+        server = ServerSettings(**{name: settings.pop(name) for name in [*settings] if name in own})
+        app_settings = AppSettings((MODEL, "alias"), server, log_stats_interval=0.0)
+        self.settings = replace(app_settings, **settings)
         self.app = create_app(self.engine, tokenizer, self.settings, self.metrics)
         self._listener = Listener(ServerConfig(port=0))
         self._listener.listen()

@@ -25,6 +25,7 @@ from quire.errors import (
     QueueFullError,
     QuireError,
     RendererLostError,
+    VocabularyError,
 )
 from quire.frontend.admission import Admission
 from quire.frontend.echo_client import EchoClient
@@ -34,7 +35,6 @@ from quire.lora.loader import AdapterLoader
 from quire.lora.paths import allowed_folder
 from quire.messages import EngineFailed, SetLimits
 from quire.model_config import load_model_config
-from quire.server.cors import CorsRules
 from quire.server.errors import HTTP_CODES, HttpError
 from quire.server.http_protocol import ConnectionLimits
 from quire.server.limits import Limits
@@ -100,7 +100,7 @@ def strict():
         EchoClient(None, max_model_len=2048),
         api_keys=("key",),
         allowed_hosts=("localhost", "127.0.0.1"),
-        cors=CorsRules(origins=("https://a",)),
+        allowed_origins=("https://a",),
         limits=Limits(max_body_bytes=65_000, body_timeout_seconds=0.1),
         connection_limits=ConnectionLimits(header_seconds=0.2),
     ) as server:
@@ -175,6 +175,15 @@ def renderer_lost() -> str:
 def compiler_lost() -> str:
     async def text(asked: object) -> str:
         raise CompilerLostError("The process that compiles constraints ended")
+
+    with RunningServer() as server:
+        server.run(lambda: setattr(server.engine.grammars, "grammar", text))
+        return code_of(server.chat(response_format={"type": "json_object"}))
+
+
+def no_constraints() -> str:
+    async def text(asked: object) -> str:
+        raise VocabularyError("The tokenizer of this model cannot be used for constraints")
 
     with RunningServer() as server:
         server.run(lambda: setattr(server.engine.grammars, "grammar", text))
@@ -271,6 +280,7 @@ CALLS: dict[str, Callable[[], str]] = {
     "out_of_memory": out_of_memory,
     "renderer_lost": renderer_lost,
     "compiler_lost": compiler_lost,
+    "no_constraints": no_constraints,
     "bad_adapter": bad_adapter,
     "adapter_not_found": adapter_not_found,
     "adapter_changed": adapter_changed,

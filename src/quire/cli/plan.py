@@ -28,7 +28,7 @@ DESCRIPTION = """
 Prints the bytes of weights and KV cache in every format, and how many tokens fit beside the weights, from config.json
 or a GGUF header. With --hardware, or with a workload, a rate, times or a price, it ranks hardware, formats and devices
 per copy, and predicts times and rates. --quantization, --dtype and --kv-cache-dtype leave only what they name; all
-other flags are those of `serve`.
+other flags are the flags of `serve`.
 """
 EPILOG = """
 Exit code: 0; 2 if a model fits in no format; with --check also 1 if the best row does not meet what is asked.
@@ -52,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
     add = parser.add_argument
     add("--json", action="store_true", help="print JSON")
     add("--hardware", metavar="LIST", help="GPUs to rank, as h100x2,l40s: docs/planning.md lists them")
-    add("--memory", metavar="SIZE", help="plan for so much memory, as 80GiB: RAM, or, with --device cuda, a GPU's")
+    add("--memory", metavar="SIZE", help="plan for this much memory, as 80GiB: RAM, or, with --device cuda, a GPU's")
     add("--bandwidth", metavar="RATE", help="with --memory: bytes per second that are read, as 864GB")
     add("--flops", metavar="RATE", help="with --memory: operations per second in bfloat16, as 362T")
     add("--sequences", type=int, metavar="N", help="requests of max_model_len to hold (default: 1)")
@@ -106,13 +106,12 @@ class _Machine:
 
     def __init__(self, args: argparse.Namespace, engine: EngineConfig) -> None:
         from quire.kernels import extension
-        from quire.planning import devices
+        from quire.planning.hardware import this_machine
         from quire.planning.replicas import share_of_machine
 
         _check_description(args, engine)
         is_elsewhere = args.hardware is not None or (engine.device == "cuda" and args.memory is not None)
-        gpu = "none was looked for" if engine.device == "cpu" or is_elsewhere else devices.ask_gpu()
-        self.facts = devices.detect(extension.chosen_isa(), gpu)
+        self.facts = this_machine("cpu" if is_elsewhere else engine.device)
         self.read_bandwidth: float | None = None
         self.described: Ceilings | None = None
         if args.hardware is not None:

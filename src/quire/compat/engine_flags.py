@@ -6,7 +6,6 @@ from quire.compat.foreign import Foreign, accepted, refused, translated
 
 NO_CODE = "no code is loaded by name"
 ONE_DEVICE = "there is one device"
-PARALLEL = "each replica runs on one device in this version"
 OWN_REPLICAS = "a server runs all of its replicas on this machine, and spreads requests over them itself"
 _OWN_SERVERS = "Start a server on each machine, and spread requests over them from outside"
 POOLING = "models here generate text; embedding, scoring and classification are not in this version"
@@ -35,7 +34,7 @@ MODEL: tuple[Foreign, ...] = (
     *accepted("no code from a model repository is ever loaded", values="code_revision"),
     *refused("the checkpoint says how it is quantized", "Use --hf-overrides", values="quantization_config"),
     *accepted("it only permits formats that are not in this version", switches="allow_deprecated_quantization"),
-    *refused("answers do not name the experts of their tokens", switches="enable_return_routed_experts"),
+    *refused("the experts of a token are not returned in this version", switches="enable_return_routed_experts"),
     *refused("the mask of the sampler is not returned in this version", switches="return_sampling_mask"),
     *accepted("tokens are drawn with 53-bit random numbers, without Gumbel noise", switches="use_fp64_gumbel"),
     *refused("traces cannot be replayed in this version", switches="enable_trace_replay"),
@@ -117,11 +116,21 @@ ATTENTION_AND_KERNELS: tuple[Foreign, ...] = (
 
 PARALLELISM: tuple[Foreign, ...] = (
     *refused(
-        PARALLEL,
+        "ranks divide the KV cache by heads, and not by tokens, in this version",
+        "Use --tensor-parallel-size",
         off=(1,),
-        values="""
-            decode_context_parallel_size prefill_context_parallel_size
-        """,
+        values="decode_context_parallel_size",
+    ),
+    *refused(
+        "a prompt is computed in chunks by all ranks together",
+        "Use --tensor-parallel-size",
+        off=(1,),
+        values="prefill_context_parallel_size",
+    ),
+    *accepted(
+        "it belongs to --decode-context-parallel-size, which is not in this version",
+        values="dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size",
+        switches="dcp_q_replicate",
     ),
     *refused(OWN_REPLICAS, _OWN_SERVERS, off=(0,), values="data_parallel_rank data_parallel_start_rank"),
     *refused(
@@ -129,26 +138,35 @@ PARALLELISM: tuple[Foreign, ...] = (
         _OWN_SERVERS,
         switches="data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb",
     ),
-    *refused(PARALLEL, switches="enable_elastic_ep"),
+    *refused("the number of ranks is that of the start", "Start again with other sizes", switches="enable_elastic_ep"),
     *accepted(
         "replicas are processes on this machine with private Unix sockets, and do not wait for each other",
         values="data_parallel_address data_parallel_rpc_port dp_sync_interval",
         switches="disable_nccl_for_dp_synchronization",
     ),
+    translated(
+        "cpu_distributed_timeout_seconds",
+        "ranks wait in one way, on a CPU too",
+        lambda value: {"distributed_timeout_seconds": value},
+    ),
     *accepted(
         ONE_DEVICE,
         values="""
-            distributed_timeout_seconds cpu_distributed_timeout_seconds dcp_comm_backend dcp_kv_cache_interleave_size
-            cp_kv_cache_interleave_size all2all_backend ubatch_size elastic_ep_max_dp_size
-            dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config expert_placement_strategy
+            elastic_ep_max_dp_size
         """,
         switches="""
-            dcp_q_replicate enable_hc_sp enable_expert_parallel enable_batch_sharded_sampling
-            enable_ep_weight_filter enable_dbo enable_shm_tensor_arena enable_eplb ray_workers_use_nsight
-            disable_custom_all_reduce
+            enable_hc_sp enable_batch_sharded_sampling enable_shm_tensor_arena
+            ray_workers_use_nsight disable_custom_all_reduce
         """,
         lists="device_ids",
     ),
+    *refused("all rows of a step are computed together", switches="enable_dbo"),
+    *accepted(
+        "all rows of a step are computed together",
+        values="ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold",
+    ),
+    *accepted("ranks exchange the results of experts through memory that they share", values="all2all_backend"),
+    *accepted("a rank always reads its own experts only", switches="enable_ep_weight_filter"),
     *accepted(
         "threads run on the cores the process is allowed; use taskset or numactl, and --num-threads",
         switches="numa_bind",

@@ -30,7 +30,6 @@ SHORT_FLAGS: dict[str, tuple[str, ...]] = {
     "data_parallel_hybrid_lb": ("-dph",),
     "data_parallel_external_lb": ("-dpe",),
     "data_parallel_multi_port_external_lb": ("-dpm",),
-    "enable_expert_parallel": ("-ep",),
     "diffusion_config": ("-dc",),
     "compilation_config": ("-cc",),
     "attention_config": ("-ac",),
@@ -88,7 +87,7 @@ def _check_refused(asked: Mapping[str, Any], spell: Callable[[str], str], foreig
 
 
 def joined(old: Any, new: Any, source: str, target: str) -> Any:
-    """What a setting becomes that has a value and is translated to as well. Raises ConfigError if the two differ."""
+    """The value of a setting that has one and gets one by a translation. Raises ConfigError if the two differ."""
     if isinstance(old, dict) and isinstance(new, dict) and all(old[key] == new[key] for key in old.keys() & new.keys()):
         return {**old, **new}
     if old is not None and old != new:

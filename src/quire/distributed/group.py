@@ -46,6 +46,18 @@ class Group(Protocol):
         """The same for the first rank alone; others get [T, 0]."""
         ...
 
+    def exchange(self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range) -> Tensor:
+        """Some columns of the rows of all ranks, [P, C], in memory of its own.
+
+        Args:
+            rows_PN: this rank has filled its own rows. Rank r has rows begins[firsts[r]] to begins[firsts[r + 1]].
+            begins: int32, ascending from 0 to P, and equal on all ranks.
+            columns: that this rank wants.
+
+        Raises as `gather`.
+        """
+        ...
+
     def begin_step(self) -> None:
         """Before what ranks do together in a step. All of them take the same steps in the same order."""
         ...
@@ -63,7 +75,7 @@ class Group(Protocol):
 
 
 class Link(Protocol):
-    """From a rank of a stage to one of the next stage. What is sent is received in the same order."""
+    """From a rank of a stage to one of the next stage. Rows are received in the order in which they are sent."""
 
     def send(self, rows_TD: Tensor) -> None:
         """Returns once they are received, or on their way. Raises GroupError."""

@@ -61,7 +61,7 @@ class Grid:
         return rank - self.width if rank >= self.width else None
 
     def groups(self, node: int = 0) -> list[tuple[int, ...]]:
-        """The ranks of a machine that exchange something: those of a stage, and pairs of sender and receiver."""
+        """The ranks of a machine that exchange something: the ranks of a stage, and pairs of sender and receiver."""
         here = self.ranks_of(node)
         stages = [self.stage_members(rank) for rank in here[:: self.width] if self.width > 1]
         return stages + [(rank, rank - self.width) for rank in here[self.width :]]
@@ -77,6 +77,21 @@ def shares(size: int, num_ranks: int, unit: int = 1) -> list[range]:
     stops = [(rank + 1) * least + min(rank + 1, more) for rank in range(num_ranks)]
     starts = [0, *stops[:-1]]
     return [range(start * unit, min(stop * unit, size)) for start, stop in zip(starts, stops, strict=True)]
+
+
+def place_experts(
+    num_experts: int, num_ranks: int, strategy: str = "linear", num_redundant: int = 0
+) -> tuple[tuple[int, ...], ...]:
+    """The experts of each rank; ranks differ by at most one, and the first ones have the most.
+
+    Args:
+        strategy: `linear`: neighbours are on one rank. `round_robin`: they are on different ones.
+        num_redundant: the first experts, in turns, are there once more. They are placed linearly.
+    """
+    if strategy == "round_robin" and not num_redundant:
+        return tuple(tuple(range(rank, num_experts, num_ranks)) for rank in range(num_ranks))
+    places = shares(num_experts + num_redundant, num_ranks)
+    return tuple(tuple(place % num_experts for place in own) for own in places)
 
 
 def head_shares(num_q_heads: int, num_kv_heads: int, num_ranks: int, unit: int = 1) -> list[tuple[range, range]]:

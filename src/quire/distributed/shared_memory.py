@@ -23,9 +23,8 @@ from quire.errors import ConfigError
 from quire.kernels import cpu, extension
 
 SLOT_BYTES = 1 << 20  # of a rank in a turn; larger results take several turns
-# A rank that waits looks for so long before it sleeps. It has a core of its own, or others need the core.
+# How long a waiting rank looks before it sleeps, if it has a core of its own; and if others need the core.
 SPIN_MICROSECONDS, SHORT_SPIN_MICROSECONDS = 200, 5
-TIMEOUT_SECONDS = 600.0  # for one turn: a step of another rank that is still computing
 
 
 def make_memory(grid: Grid) -> int:
@@ -49,8 +48,8 @@ def ranks_on(
     grid: Grid,
     links: Mapping[int, int] = MappingProxyType({}),
     *,
-    has_own_cores: bool = True,
-    timeout_seconds: float = TIMEOUT_SECONDS,
+    has_own_cores: bool,
+    timeout_seconds: float,
 ) -> Ranks:
     """What a rank knows of the others. It may go through the memory only once: later ranks need other memory.
 
@@ -58,6 +57,7 @@ def ranks_on(
         memory: of `make_memory`, which the caller may close afterwards.
         links: file descriptors of the connections to ranks of other machines, by rank. They belong to the result.
         has_own_cores: no other rank needs the core that this one waits on.
+        timeout_seconds: for one turn: another rank may still be computing.
     """
     if not extension.is_used():
         raise ConfigError(
@@ -135,6 +135,11 @@ class SharedMemoryGroup:
             return self.gather(part, widths)
         self.bring(part, widths)
         return part[:, :0]
+
+    def exchange(self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range) -> Tensor:
+        out = torch.empty((rows_PN.shape[0], len(columns)), dtype=rows_PN.dtype, device=rows_PN.device)
+        cpu.exchange(self._shared, rows_PN, begins, firsts, columns.start, out)
+        return out
 
     def begin_step(self) -> None:
         self._shared.begin_step()

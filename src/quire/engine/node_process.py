@@ -92,7 +92,7 @@ def _run(config: EngineConfig, model_folder: Path, opened: ExitStack) -> int:
 
 
 def _watch(processes: dict[int, subprocess.Popen[bytes]], home: socket.socket, names: dict[int, str]) -> int:
-    """Until node 0 is gone, or a rank is lost, of which node 0 learns."""
+    """Until node 0 is gone, or a rank is lost. Then node 0 is told."""
     is_over = threading.Event()
 
     def listen() -> None:

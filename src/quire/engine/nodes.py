@@ -133,6 +133,10 @@ class Joined:
     ranks: dict[int, socket.socket] = field(default_factory=dict)
     links: dict[int, socket.socket] = field(default_factory=dict)
 
+    def peers(self) -> list[socket.socket]:
+        """All of them."""
+        return [*self.homes.values(), *self.ranks.values(), *self.links.values()]
+
 
 def let_in(config: EngineConfig, model_folder: Path, waiting: Callable[[str], None]) -> Joined:
     """Wait for all other nodes, and connect their ranks. Raises ConfigError: the port is taken, or nobody comes.
@@ -146,7 +150,7 @@ def let_in(config: EngineConfig, model_folder: Path, waiting: Callable[[str], No
             ports = _gather(config, own, listener, key, joined.homes, waiting)
             _connect(config, listener, key, ports, joined)
     except BaseException:
-        for peer in (*joined.homes.values(), *joined.ranks.values(), *joined.links.values()):
+        for peer in joined.peers():
             peer.close()
         raise
     return joined
@@ -162,7 +166,7 @@ def _gather(
 ) -> dict[int, int]:
     """Wait for all nodes. Answers with the ports where they listen."""
     until, ports = time.monotonic() + envs.ENGINE_READY_TIMEOUT_S.get(), dict[int, int]()
-    while missing := set(range(1, config.nnodes)) - homes.keys():
+    while missing := set(range(1, config.nnodes)) - _present(homes):
         names = ", ".join(map(str, sorted(missing)))
         waiting(f"waiting for node {names} at {config.master_addr}, port {config.master_port}")
         try:
@@ -179,7 +183,7 @@ def _gather(
         if message is None:
             continue
         why = misfit(own, message)
-        if message.node not in missing:
+        if message.node in _present(homes) or message.node not in range(1, config.nnodes):
             why = f"node {message.node} is here already, or is none of 1 to {config.nnodes - 1}"
         if why is None:
             homes[message.node], ports[message.node] = peer, message.port
@@ -188,6 +192,24 @@ def _gather(
         with suppress(OSError), peer:
             wire.send(peer, encode(Refused(why)))
     return ports
+
+
+def _present(homes: dict[int, socket.socket]) -> set[int]:
+    """The nodes that are still there. Others have ended, and may come again."""
+    for node, home in list(homes.items()):
+        if _has_ended(home):
+            logger.warning("node %d has ended, and is awaited again", node)
+            homes.pop(node).close()
+    return set(homes)
+
+
+def _has_ended(home: socket.socket) -> bool:
+    try:
+        return not home.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:  # it is there, and waits
+        return False
+    except OSError:
+        return True
 
 
 def _connect(
@@ -228,8 +250,7 @@ def take(
 def _first_message(peer: socket.socket, kind: type[T]) -> T | None:
     """None: it is of another kind, and the peer is dropped."""
     try:
-        peer.settimeout(wire.HANDSHAKE_SECONDS)
-        message = decode(wire.receive(peer))
+        message = decode(wire.receive(peer, until=time.monotonic() + wire.HANDSHAKE_SECONDS))
         peer.settimeout(None)
         if isinstance(message, kind):
             return message

@@ -26,7 +26,7 @@ import zmq
 
 from quire import logs
 from quire.engine.core import EngineCore
-from quire.errors import QuireError
+from quire.errors import EngineDeadError, QuireError
 from quire.messages import (
     Abort,
     AddRequest,
@@ -99,9 +99,15 @@ class EngineProcess:
             logger.exception("the engine could not start")
             self._send(EngineFailed(f"The engine could not start: {type(error).__name__}: {error}"))
             return 1
-        self._send(started.ready_message())
         try:
+            if self._launch.gets_tokenizer:
+                self._take_tokenizer(started.core)
+            self._send(started.ready_message())
             self._serve(started)
+        except EngineDeadError as error:
+            logger.error("%s", error.message)
+            self._send(EngineFailed(error.message))
+            return 1
         except Exception as error:
             logger.exception("the engine loop ended")
             self._send(
@@ -111,6 +117,15 @@ class EngineProcess:
         finally:
             started.core.shutdown()
         return 0
+
+    def _take_tokenizer(self, core: EngineCore) -> None:
+        """The first message. Its tables hold Python's lock for up to 0.8 s, so they are made before steps matter."""
+        message = self._decoder.decode(self._inputs.recv())
+        assert isinstance(message, UseTokenizer)
+        try:
+            core.use_tokenizer(message)
+        except QuireError as error:
+            logger.warning("requests with a constraint are refused: %s", error.message)
 
     def fail(self, error: Exception) -> int:
         """Tell why the libraries could not be loaded, and answer with the exit code."""
@@ -137,11 +152,12 @@ class EngineProcess:
         """For a message, as long as it takes; what has to be done some day is done meanwhile."""
         while not self._inputs.poll(0) and started.take_memory():
             pass
-        # Who measures a step holds up whoever comes meanwhile: only behind a pause that looks like a longer one.
+        # A request that comes while a step is measured has to wait: so steps are measured only in longer pauses.
         if not self._inputs.poll(PAUSE_MILLISECONDS):
             while not self._inputs.poll(0) and started.calibrate():
                 pass
-        self._inputs.poll()
+        while not self._inputs.poll(PAUSE_MILLISECONDS):
+            started.check_alive()
 
     def _receive(self, core: EngineCore) -> None:
         """Take in every message that is there."""
@@ -149,7 +165,6 @@ class EngineProcess:
             AddRequest: core.add,
             Abort: lambda message: core.abort(message.request_ids),
             SetLimits: core.set_limits,
-            UseTokenizer: core.use_tokenizer,
             Command: self._command(core),
         }
         if core.adapters is not None:

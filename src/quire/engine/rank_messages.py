@@ -24,7 +24,7 @@ class RankLaunch(msgspec.Struct, tag=True):
 
     Attributes:
         memory: file descriptor of distributed.shared_memory.
-        adapters: file descriptor of a connection for LoadAdapter, each of which has its answer there when it is read.
+        adapters: file descriptor of a connection for LoadAdapter. The answer comes there when the adapter is read.
             None: there are no adapters, as with stages.
         dies_with_parent: the system kills it when the thread ends that has started it.
         links: file descriptors of connections to ranks of other machines, by rank.

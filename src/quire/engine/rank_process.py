@@ -51,8 +51,14 @@ logger = logs.get_logger("quire.engine.rank_process")
 
 def _worker(launch: RankLaunch) -> DeviceWorker:
     config = launch.config
-    own_cores = has_own_cores(config, devices.num_cores())
-    ranks = ranks_on(launch.memory, launch.rank, grid_of(config), launch.links, has_own_cores=own_cores)
+    ranks = ranks_on(
+        launch.memory,
+        launch.rank,
+        grid_of(config),
+        launch.links,
+        has_own_cores=has_own_cores(config, devices.num_cores()),
+        timeout_seconds=config.distributed_timeout_seconds,
+    )
     os.close(launch.memory)
     drafter_folder = None if launch.drafter_folder is None else Path(launch.drafter_folder)
     model = load_with_drafter(Path(launch.model_folder), drafter_folder, config)

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -45,7 +46,7 @@ from quire.engine.rank_messages import (
     encode,
 )
 from quire.errors import ConfigError, EngineDeadError
-from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, WorkerSettings
+from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, Workers, WorkerSettings
 from quire.logs import get_logger
 from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
@@ -54,7 +55,7 @@ from quire.planning import devices
 from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.planning.replicas import has_own_cores
 from quire.resolve import DeviceFacts
-from quire.schedule import Pending, Polled, ScheduledBatch, StepResult
+from quire.schedule import ScheduledBatch, StepResult
 from quire.worker.worker import DeviceWorker
 
 PROGRAM = ("-m", "quire.engine.rank_process")  # arguments of the interpreter
@@ -73,7 +74,7 @@ def start_ranks(
     *,
     drafter_folder: Path | None,
     is_server: bool,
-) -> list[Worker]:
+) -> Workers:
     """The ranks of an engine on this machine. The processes load their libraries when this returns.
 
     Args:
@@ -81,8 +82,7 @@ def start_ranks(
     """
     grid = grid_of(config)
     if grid.size == 1:
-        return [DeviceWorker(model_config, progress)]
-    joined = Joined()
+        return (DeviceWorker(model_config, progress),)
     if config.headless:
         raise ConfigError(
             "This machine computes for machine 0, and has no engine",
@@ -90,27 +90,40 @@ def start_ranks(
             fix="Start `quire serve --headless` with the same flags here",
             param="headless",
         )
-    if grid.num_nodes > 1:
-        joined = let_in(config, model_folder, lambda detail: progress("load", 0.0, detail))
-    memory = make_memory(grid)
-    links = {rank: {sender: joined.links[sender].detach()} for rank, sender in links_in(config, grid).items()}
-    try:
-        own_cores = has_own_cores(config, devices.num_cores())
-        ranks = ranks_on(memory, 0, grid, links.pop(0, {}), has_own_cores=own_cores)
-        model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
-        launches = (
-            RankLaunch(config, model, drafter, rank, memory, None, is_server, links.get(rank, {}))
-            for rank in grid.ranks_of(0)[1:]
-        )
-        others: list[Worker] = [RankProcess(launch, grid, ranks.failing) for launch in launches]
-    finally:
-        os.close(memory)
-        for descriptor in (each for of_rank in links.values() for each in of_rank.values()):
-            os.close(descriptor)  # a process has it
-    homes = {node: Home(home) for node, home in joined.homes.items()}
-    for rank, peer in sorted(joined.ranks.items()):
-        others.append(RemoteRank(rank, grid, ranks.failing, Connection(peer.detach()), homes[grid.node(rank)]))
-    return [DeviceWorker(part_of_rank(model_config, config, 0), progress, ranks=ranks), *others]
+    joined, others = Joined(), list[Worker]()
+    with ExitStack() as on_error:
+        if grid.num_nodes > 1:
+            joined = let_in(config, model_folder, lambda detail: progress("load", 0.0, detail))
+            for peer in joined.peers():
+                on_error.callback(peer.close)
+                on_error.callback(wire.end, peer)
+        with ExitStack() as given:  # to the processes
+            memory = make_memory(grid)
+            given.callback(os.close, memory)
+            links = {rank: {sender: joined.links[sender].fileno()} for rank, sender in links_in(config, grid).items()}
+            own = {sender: joined.links[sender].detach() for sender in links.pop(0, {})}
+            for peer in joined.links.values():
+                given.callback(peer.close)
+            ranks = ranks_on(
+                memory,
+                0,
+                grid,
+                own,
+                has_own_cores=has_own_cores(config, devices.num_cores()),
+                timeout_seconds=config.distributed_timeout_seconds,
+            )
+            on_error.callback(ranks.close)
+            model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
+            for rank in grid.ranks_of(0)[1:]:
+                launch = RankLaunch(config, model, drafter, rank, memory, None, is_server, links.get(rank, {}))
+                others.append(process := RankProcess(launch, grid, ranks.failing))
+                on_error.callback(process.close)
+        homes = {node: Home(home) for node, home in joined.homes.items()}
+        for rank, peer in sorted(joined.ranks.items()):
+            others.append(RemoteRank(rank, grid, ranks.failing, Connection(peer.detach()), homes[grid.node(rank)]))
+        first = DeviceWorker(part_of_rank(model_config, config, 0), progress, ranks=ranks)
+        on_error.pop_all()
+    return (first, *others)
 
 
 def rank_name(rank: int, grid: Grid) -> str:
@@ -127,12 +140,12 @@ def spawn_rank(launch: RankLaunch, connection: int) -> subprocess.Popen[bytes]:
     descriptors = (connection, launch.memory, *adapters, *launch.links.values())
     process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=descriptors, env=envs.for_children())
     assert process.stdin is not None
-    process.stdin.write(encode(launch))
-    process.stdin.close()
+    with suppress(BrokenPipeError), process.stdin:  # whoever talks to a rank that has ended learns how
+        process.stdin.write(encode(launch))
     return process
 
 
-class OtherRank:
+class OtherRank(ABC):
     """A Worker at the other end of a connection. Each method waits for its answer.
 
     Args:
@@ -143,9 +156,21 @@ class OtherRank:
         self._rank, self._failing, self._connection = rank, failing, connection
         self._name = rank_name(rank, grid)
 
+    @abstractmethod
+    def _is_lost(self) -> bool:
+        """Whether its process has ended."""
+
+    @abstractmethod
     def _end(self) -> str:
         """Who has ended, where, and how."""
-        raise NotImplementedError
+
+    def check_alive(self) -> None:
+        if self._is_lost():
+            raise EngineDeadError(self._end())
+
+    @abstractmethod
+    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+        """See Worker."""
 
     def facts(self, wants_gpu: bool) -> DeviceFacts:
         facts = self.ask(AskFacts(wants_gpu)).facts
@@ -166,25 +191,12 @@ class OtherRank:
     def capture(self) -> None:
         self.ask(Capture())
 
-    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        raise NotImplementedError("ranks are asked side by side")
-
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        """The result has no tokens: the first rank has them."""
         self.ask(Execute(batch))
         return StepResult(batch.step_id, [])
 
-    def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
-        """Only the first rank has grammars."""
-
-    def prepare_grammar(self, text: str) -> Polled[object]:
-        raise NotImplementedError("only the first rank has grammars")
-
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return self.ask(UseIdleTime(num_blocks_ever_used)).has_more
-
-    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
-        raise NotImplementedError("resolve refuses adapters with stages, which other machines have")
 
     def drop_adapter(self, digest: str) -> None:
         self.ask(DropAdapter(digest))
@@ -229,7 +241,8 @@ class RankProcess(OtherRank):
         their_adapters.close()
         self._is_closing = threading.Event()
         watch = (self._process, self._rank, self._name, failing, self._is_closing)
-        threading.Thread(target=_watch, args=watch, name=f"rank {self._rank} watch", daemon=True).start()
+        self._watching = threading.Thread(target=_watch, args=watch, name=f"rank {self._rank} watch", daemon=True)
+        self._watching.start()
 
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
         """One at a time: the result of the one before was asked for."""
@@ -245,6 +258,9 @@ class RankProcess(OtherRank):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def _is_lost(self) -> bool:
+        return not self._watching.is_alive()
 
     def _end(self) -> str:
         return end_of(self._process, self._name)
@@ -293,6 +309,10 @@ class Home:
         self._thread.join()
         self._peer.close()
 
+    def is_lost(self) -> bool:
+        """Whether the node has ended."""
+        return not self._thread.is_alive()
+
     def end(self, name: str) -> str:
         """Why a rank of the node is lost."""
         self._thread.join(2 * LOOK_SECONDS + SAY_SECONDS)
@@ -306,9 +326,15 @@ class RemoteRank(OtherRank):
         super().__init__(rank, grid, failing, connection)
         self._home = home
 
+    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+        raise AssertionError("resolve refuses adapters with stages, and another machine has other stages")
+
     def close(self) -> None:
         super().close()
         self._home.close()
+
+    def _is_lost(self) -> bool:
+        return self._home.is_lost()
 
     def _end(self) -> str:
         return self._home.end(self._name)

@@ -219,7 +219,7 @@ class OfflineRunner:
         self._in_deltas.discard(request_id)
 
     def _take_loads(self, adapters: AdapterRegistry) -> None:
-        """What was read is for who waits. Nobody waits for a load that Ctrl-C ended: its adapter goes again."""
+        """Hand adapters that were read to whoever waits. After Ctrl-C nobody waits: the adapter is dropped again."""
         for state in adapters.take_states():
             self._outputs.metrics.on_adapter_read(state)
             if state.operation in self._loads:

@@ -72,7 +72,7 @@ def _taken_apart(shape: LinearShape, checkpoint: QuantizedCheckpoint | GgufWeigh
 def _format(shard: LinearShape, checkpoint: QuantizedCheckpoint) -> LayerFormat | None:
     """The format of a layer, which all its experts share."""
     (name,) = shard.names
-    first, *others = checkpoint.formats_of(name, shard.num_experts)
+    first, *others = checkpoint.formats_of(name, shard.num_stored_experts)
     for expert, other in enumerate(others, 1):
         if other != first:
             described = ["floating point" if each is None else each.describe() for each in (other, first)]

@@ -143,6 +143,7 @@ def gated_activation(
     out: Tensor | None = None,
     factors_F: Tensor | None = None,
     order_T: Tensor | None = None,
+    begins: Tensor | None = None,
 ) -> Tensor:
     """f(first half of each row) * second half, float32 inside, rounded once; Shazeer, arXiv 2002.05202.
 
@@ -150,6 +151,7 @@ def gated_activation(
         name: f is silu, gelu (exact, by erf) or gelu_tanh (its tanh form). Or clamped_swiglu, of gpt-oss: with g the
             first half, at most 7, and u the second half, from -7 to 7, it is g * sigmoid(1.702 * g) * (u + 1).
         factors_F, order_T: row t of x is multiplied by factors[order[t]] first (float32, and int32 in [0, F)).
+        begins: int32. Only rows from its first number to its last one are computed, by the compiled kernels.
     """
     check_gated(name, x_T2I)
     check_factors(x_T2I, factors_F, order_T)
@@ -158,12 +160,20 @@ def gated_activation(
         check_places(x=x_T2I, out=out)
         check_shape("out", out, *shape)
         check_dtype("out", out, x_T2I.dtype)
+    if begins is not None:
+        check_places(x=x_T2I, begins=begins)
+        check_filled("begins", begins, "B")
+        check_dtype("begins", begins, torch.int32)
+        check_contiguous(begins=begins)
     if (kernels := _kernels(x_T2I)) is None:
         y_TI = reference.gated_activation(name, x_T2I, factors_F, order_T)
         return y_TI if out is None else out.copy_(y_TI)
     out = torch.empty(shape, dtype=x_T2I.dtype, device=x_T2I.device) if out is None else out
     check_last_stride(x=x_T2I, out=out)
-    kernels.gated_activation(name, x_T2I, out, factors_F, order_T)
+    if begins is None:
+        kernels.gated_activation(name, x_T2I, out, factors_F, order_T)
+    else:
+        cpu.gated_activation(name, x_T2I, out, factors_F, order_T, begins)
     return out
 
 

@@ -38,9 +38,10 @@ from quire.resolve import shown_bytes
 
 SCHEMES = ("s3://", "gs://", "az://")
 MANIFEST = ".objects.json"  # of a mirror with holes
-PIECE_BYTES = 8 << 20  # of one request
+LEAST_PIECE_BYTES, PIECE_BYTES = 1 << 20, 8 << 20  # of one request
 CHUNK_BYTES = 256 << 10  # that come from the client library at once, beside the pieces
-NUM_READERS = 16  # requests at once, so at most 128 MiB are read ahead
+NUM_READERS = 16  # requests at once
+AHEAD = 0.1  # of a file is read ahead, at most 128 MiB
 FIRST_BYTES = 1 << 20  # of a file of weights: most headers are shorter
 MAX_MANIFEST_BYTES = 16 << 20
 WAITS = (0.2, 1.0)  # seconds before another try. The client library has its own, for 5xx and for cut connections
@@ -70,12 +71,14 @@ class StoredObject:
         folder: its URL, without the last slash.
         size: in bytes.
         etag: of this version, as an HTTP header has it; None: the store gives none.
+        modified: when it was written, for stores that give no ETag.
     """
 
     folder: str
     name: str
     size: int
     etag: str | None
+    modified: str = ""
 
     @property
     def url(self) -> str:
@@ -107,7 +110,9 @@ class StoredObject:
     def _fill(self, buffer: Bytes, begin: int) -> None:
         import obstore
 
-        options = {"range": (begin, begin + len(buffer)), "if_match": self.etag}
+        options: dict[str, Any] = {"range": (begin, begin + len(buffer))}
+        if self.etag is not None:
+            options["if_match"] = self.etag
         found = obstore.get(_store(self.folder), self.name, options=options)
         if found.meta["size"] != self.size or self.etag not in (None, _as_header(found.meta["e_tag"])):
             raise _changed(self.url)  # a store that ignores If-Match
@@ -200,7 +205,10 @@ def list_objects(folder: str) -> list[StoredObject]:
         metas = obstore.list_with_delimiter(store)["objects"]
     except Exception as error:
         raise _failure(folder, error) from None
-    found = [StoredObject(folder, meta["path"], meta["size"], _as_header(meta["e_tag"])) for meta in metas]
+    found = [
+        StoredObject(folder, meta["path"], meta["size"], _as_header(meta["e_tag"]), meta["last_modified"].isoformat())
+        for meta in metas
+    ]
     found = sorted((each for each in found if _is_file_name(each.name)), key=lambda each: each.name)
     if not found:
         raise ConfigError(
@@ -247,7 +255,8 @@ def mirror(
         if any(fnmatch(each.name, one) for one in patterns) and not any(fnmatch(each.name, one) for one in ignored)
     ]
     folder = folder.rstrip("/")
-    version = digest(repr((folder, with_holes, [(each.name, each.size, each.etag) for each in objects])))
+    seen = [(each.name, each.size, each.etag or each.modified) for each in objects]
+    version = digest(repr((folder, with_holes, seen)))
     assert not (with_holes and download_dir)
     parent = mirrors() if download_dir is None else Path(download_dir)
     path = parent / f"{folder.rpartition('/')[2]}-{version[:20]}"
@@ -286,7 +295,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _make(path: Path, objects: Sequence[StoredObject], progress: Progress | None, with_holes: bool) -> None:
-    """Write all files beside the place of the mirror, then move them there. What an earlier try has written stays."""
+    """Write all files beside the place of the mirror, then move them there. Files of an earlier try stay."""
     part = path.with_name(f".{path.name}.part")
     part.mkdir(mode=0o700, exist_ok=True)
     holes = {each.name for each in objects if with_holes and each.name.endswith((".safetensors", ".gguf"))}
@@ -355,17 +364,19 @@ def _write_whole(source: StoredObject, file: IO[bytes], report: Callable[[int], 
         )
 
 
+def piece_bytes(size: int) -> int:
+    """Of one request for a part of an object of `size` bytes."""
+    return min(PIECE_BYTES, max(LEAST_PIECE_BYTES, int(AHEAD * size) // NUM_READERS))
+
+
 def read_ahead(source: StoredObject, spans: Iterable[tuple[int, int]]) -> Iterator[Bytes]:
     """Yield the bytes of spans (begin, end) of an object in order, in pieces. The next ones are read meanwhile.
 
     A piece is overwritten when the next one is taken. Raises like StoredObject.fill.
     """
-    places = (
-        (start, min(PIECE_BYTES, end - start)) for begin, end in spans for start in range(begin, end, PIECE_BYTES)
-    )
-    free = [
-        np.empty(PIECE_BYTES, dtype=np.uint8) for _ in range(NUM_READERS + 1)
-    ]  # takes no memory before it is written
+    piece = piece_bytes(source.size)
+    places = ((start, min(piece, end - start)) for begin, end in spans for start in range(begin, end, piece))
+    free = [np.empty(piece, dtype=np.uint8) for _ in range(NUM_READERS + 1)]  # takes no memory before it is written
     pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="objects")
     waiting: deque[tuple[Bytes, Future[Bytes]]] = deque()
 
@@ -379,9 +390,9 @@ def read_ahead(source: StoredObject, spans: Iterable[tuple[int, int]]) -> Iterat
             ask()
         while waiting:
             buffer, reading = waiting.popleft()
-            piece = reading.result()
+            data = reading.result()
             ask()
-            yield piece
+            yield data
             free.append(buffer)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -334,6 +334,8 @@ class EngineSeries:
                 self._observe("quire_expert_tokens", count)
             self._observe("quire_distinct_experts", use.distinct)
             self._set("quire_expert_balancedness", use.balancedness)
+            self._set("quire_expert_rank_balancedness", use.of_ranks)
+            self._count("quire_moved_experts", use.num_moved)
         if ("quire_lora_adapters", "known") in self._gauges:
             self._set("quire_lora_adapters", record.num_adapters, "known")
             self._set("quire_lora_adapters", record.num_adapters_in_memory, "in_memory")

@@ -40,7 +40,7 @@ from quire.layers.weight_slot import AnySlots
 from quire.model_config import ModelConfig
 from quire.models.latent import LatentAttention
 from quire.moe.layer import ChoiceBias, MoE
-from quire.moe.stack import ExpertStack, JoinedStack, SplitStack, make_stack
+from quire.moe.stack import ExchangedStack, ExpertStack, JoinedStack, SplitStack, make_stack
 
 
 class Weighted(Protocol):
@@ -279,11 +279,14 @@ class LayerBuilder:
         """Experts and their router."""
         router, choice_bias = self.gate(spec.router.linear), None
         if spec.router.has_bias_for_choice:
-            choice_bias = ChoiceBias(spec.num_experts)
+            choice_bias = ChoiceBias(spec.num_routed)
             self.parts.append((f"{spec.router.linear.names[0]}.", choice_bias))
         gate_up, stack, join = self.stack(spec.expert.gate_up), self.stack(spec.expert.down), None
-        down: ExpertStack | SplitStack | JoinedStack = stack
-        if self.group is not None and (share := spec.expert.down.share) is not None:
+        down: ExpertStack | SplitStack | JoinedStack | ExchangedStack = stack
+        if self.group is not None and (placement := spec.placement) is not None:
+            down = ExchangedStack(stack, placement, self.group)
+            join = partial(self.group.gather, widths=[len(columns) for columns in placement.columns])
+        elif self.group is not None and (share := spec.expert.down.share) is not None:
             down, join = JoinedStack(stack, share, self.group), partial(self.group.gather, widths=share.widths(0))
         shared = None if spec.shared is None else self.mlp(spec.shared, keeps_part=True)
         shared_gate = None if spec.shared_gate is None else self.gate(spec.shared_gate)

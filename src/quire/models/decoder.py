@@ -45,7 +45,7 @@ class Adaptable:
 
     Attributes:
         parts: the names of its weights in Llama's style, without suffix, and their out-features.
-        rows: of each part: those of the whole weight that a rank has; None: all.
+        rows: of each part, which rows of the whole weight a rank has; None: all.
         looks_up: the in-features are tokens.
     """
 
@@ -229,12 +229,12 @@ class Decoder:
             parts += sublayers
         self._parts_of_pass = parts
 
-    def watch_experts(self) -> list[Tensor]:
-        """A tensor for each layer with experts. From now on each pass leaves Routing.begins there, int32 [E + 1]."""
+    def watch_experts(self) -> list[tuple[MoE, Tensor]]:
+        """Each part with experts, and a tensor. From now on each pass leaves Routing.begins there, int32."""
         watched = []
         for mixture in self._mixtures:
-            mixture.begins = torch.zeros(mixture.num_experts + 1, dtype=torch.int32, device=self.device)
-            watched.append(mixture.begins)
+            mixture.begins = torch.zeros(mixture.num_places + 1, dtype=torch.int32, device=self.device)
+            watched.append((mixture, mixture.begins))
         return watched
 
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -309,7 +309,7 @@ class Decoder:
         return self.join_logits(logits_RV)
 
     def join_logits(self, logits_RV: Tensor) -> Tensor:
-        """Of all tokens, from those of a rank's tokens: for the first rank, others get none."""
+        """Logits of all tokens, from the logits of a rank's tokens: for the first rank, others get none."""
         share = self.config.vocab_share
         if self._group is None or share is None:
             return logits_RV

@@ -468,7 +468,7 @@ class Scheduler:
     def _num_drafts(self) -> int:
         """Most drafts of the next step: each request that may take part in it has a token and a row of logits.
 
-        Memory was planned for so many rows of logits; drafts have what others leave of them.
+        Memory was planned for a number of rows of logits; drafts have the rows that others leave.
         """
         limits, num_running = self.limits, len(self._running)
         num_others = max(num_running, min(num_running + len(self._queue), limits.max_num_seqs))
@@ -530,6 +530,9 @@ class Scheduler:
         batch.num_scheduled_tokens.append(count)
         batch.new_block_ids.append(table.take_new())
         step.rows.append(request)
+        if (num_forced := request.num_forced_tokens) > 0:
+            begin = request.num_tokens - num_forced
+            batch.forced_tokens.append((request.request_id, begin, request.output_token_ids[-num_forced:]))
         num_logits = advance(request, count, len(drafts))
         batch.num_logits.append(num_logits)
         batch.draft_token_ids.append(drafts)
@@ -585,7 +588,7 @@ class Scheduler:
         return parent if is_shared else None
 
     def _cached_prefix(self, request: Request) -> Prefix:
-        """What the prefix cache has of a request that may read it."""
+        """The part of a request that the prefix cache has, if the request may read it."""
         params = request.sampling_params
         is_read = params.prompt_logprobs is None and not params.skip_reading_prefix_cache
         return self.kv.find_cached_prefix(request) if is_read else NO_PREFIX

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
 from quire.errors import InvalidRequestError, NotReadyError, UnsupportedFieldError
-from quire.frontend.input_processor import Truncation
+from quire.frontend.input_processor import ProcessedRequest, Truncation
 from quire.frontend.prompts import PromptType
 from quire.frontend.stream import RequestStream
 from quire.outputs import RequestOutput
@@ -82,6 +83,22 @@ async def start(state: ServerState, *generations: Generation) -> list[RequestStr
         _close(streams)
         raise
     return streams
+
+
+async def process(state: ServerState, asked: Generation) -> ProcessedRequest:
+    """Its one prompt, which is not sent. Raises what `start` raises because of the request."""
+    check_fan_out(state, asked)
+    return await state.engine.process(
+        asked.prompts[0],
+        asked.params,
+        asked.response_id,
+        time.monotonic(),
+        priority=asked.priority,
+        cache_salt=asked.cache_salt,
+        add_special_tokens=asked.add_special_tokens,
+        clamp_max_tokens=asked.max_tokens_is_default,
+        truncation=asked.truncation,
+    )
 
 
 def check_fan_out(state: ServerState, *generations: Generation) -> None:
@@ -225,8 +242,8 @@ def _check_stream_options(body: GenerationRequest) -> None:
 def _apply_defaults(state: ServerState, body: GenerationRequest) -> None:
     """The operator's: usage over the request's wish, as in vLLM, the others where the request does not say."""
     if body.return_tokens_as_token_ids is None:
-        body.return_tokens_as_token_ids = state.settings.returns_tokens_as_token_ids
-    if state.settings.forces_usage and body.is_streamed:
+        body.return_tokens_as_token_ids = state.settings.server.return_tokens_as_token_ids
+    if state.settings.server.enable_force_include_usage and body.is_streamed:
         body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
     if state.settings.reports_metrics and body.return_metrics is None and not body.use_beam_search:
         # A chunk without choices comes to those only who asked for one.
@@ -266,7 +283,7 @@ NOT_WITH_BEAMS: dict[str, tuple[object, ...]] = {
 
 
 def _check_beam_search(body: GenerationRequest) -> None:
-    """What beam search cannot do is refused; its own field without it too."""
+    """Refuse fields that do not go together with beam search, and its own field without it."""
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1.0):
             raise UnsupportedFieldError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -64,7 +63,7 @@ class Place(Protocol):
 
 
 class DeviceWorker:
-    """The real life_cycle.Worker.
+    """The real life_cycle.FirstWorker, which may also be another rank.
 
     Args:
         model_config: of the model it will load.
@@ -180,6 +179,8 @@ class DeviceWorker:
         if group is not None:
             group.begin_step()
         with self._as_rank(in_step=True):
+            if self.runner.balancer is not None:
+                self.runner.balancer.begin_step()
             pending = self.runner.submit(batch if self._samples else _without_grammars(batch))
         if group is not None:
             group.end_step()
@@ -228,15 +229,9 @@ class DeviceWorker:
             raise
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
-        if not self._samples:
-            return
         self.runner.input_batch.grammars.use_tokenizer(tokenizer, eos_token_ids)
 
     def prepare_grammar(self, text: str) -> Polled[object]:
-        if not self._samples:
-            ready: Future[object] = Future()
-            ready.set_result(None)
-            return ready
         return self.runner.input_batch.grammars.prepare(text)
 
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
@@ -246,6 +241,9 @@ class DeviceWorker:
     def drop_adapter(self, digest: str) -> None:
         assert self.adapters is not None
         self.adapters.drop(digest)
+
+    def check_alive(self) -> None:
+        """It is in this process."""
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         """Takes memory of the KV cache that will be needed soon."""

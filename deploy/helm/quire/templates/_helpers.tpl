@@ -12,3 +12,22 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
+
+{{- /* The pods that serve: not the other machines of a server. */ -}}
+{{- define "quire.serving" -}}
+{{ include "quire.selector" . }}
+{{- if gt (int .Values.nodes.count) 1 }}
+app.kubernetes.io/component: server
+{{- end }}
+{{- end -}}
+
+{{- define "quire.scaled" -}}
+{{- if gt (int .Values.nodes.count) 1 -}}
+apiVersion: leaderworkerset.x-k8s.io/v1
+kind: LeaderWorkerSet
+{{- else -}}
+apiVersion: apps/v1
+kind: Deployment
+{{- end }}
+name: {{ include "quire.name" . }}
+{{- end -}}
