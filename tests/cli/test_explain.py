@@ -13,6 +13,7 @@ from quire.cli.main import main
 from quire.config import EngineConfig, ServerConfig
 from quire.cost.calibrate import Fit
 from quire.cost.model import CostModel
+from quire.formats.kv_format import kv_format
 from quire.model_config import load_model_config
 from quire.option import options
 from quire.planning import devices
@@ -69,6 +70,22 @@ def test_when_the_length_limits_the_kv_cache(tmp_path: Path) -> None:
     for settings in ({}, {"max_model_len": 4096, "kv_cache_memory_bytes": own_size}):
         assert explained(**settings)[0] == "tokens of one request; not how many tokens the KV cache holds for all"
     assert explained(max_model_len=2048, kv_cache_memory_bytes=own_size)[1] == num_blocks
+
+
+def test_what_each_rank_holds(tmp_path: Path) -> None:
+    model = load_model_config(write_config(tmp_path, "Qwen2.5-0.5B"))
+    alone = explain("m", EngineConfig(), ServerConfig(), model, DEVICE)
+    assert alone.as_dict()["ranks"] == []
+    degrees = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2, nnodes=2)
+    explanation = explain("m", degrees, ServerConfig(), model, DEVICE)
+    last, first = explanation.as_dict()["ranks"]
+    assert (first["ranks"], first["node"], first["stage"], first["layers"][0]) == ([2, 3], 1, 0, 0)
+    assert (last["ranks"], last["node"], last["stage"], last["layers"][1]) == ([0, 1], 0, 1, 23)
+    assert (
+        first["kv_bytes_per_token"] + last["kv_bytes_per_token"]
+        == model.kv_bytes_per_token(kv_format("auto", "bfloat16")) / 2
+    )
+    assert "\nranks    ranks 0 to 1, each: node 0, stage 1, layers " in explanation.text()
 
 
 def test_expectation_from_bandwidth(tmp_path: Path) -> None:

@@ -61,15 +61,22 @@ def wait_for(condition: Any, seconds: float = 20.0) -> bool:
 
 @pytest.fixture(params=["tensor_parallel_size", "pipeline_parallel_size"])
 def engine(request: pytest.FixtureRequest) -> Iterator[StartedEngine]:
-    engine = in_processes(**{request.param: 2})
+    cpus = sorted(os.sched_getaffinity(0))
+    engine = in_processes(**{request.param: 2}, numa_bind_cpus=(str(cpus[0]), str(cpus[-1])))
     yield engine
     engine.core.shutdown()
+    os.sched_setaffinity(0, cpus)
     assert process_of(engine).returncode is not None, "the process is left behind"
 
 
 def test_a_process_per_rank_gives_the_tokens_of_one(engine: StartedEngine) -> None:
     assert run(engine.core, brief()) == run(started(1).core, brief())
+    times = engine.core.last_record.ranks
+    assert len(times) == 2
+    assert all(0.0 <= waited < seconds for seconds, waited in times)
+    assert any(waited for _, waited in times)
     process = process_of(engine)
+    assert [len(os.sched_getaffinity(pid)) for pid in (0, process.pid)] == [1, 1], "each is bound"
     engine.core.shutdown()
     assert process.returncode == 0
 

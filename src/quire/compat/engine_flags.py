@@ -72,8 +72,11 @@ LOAD: tuple[Foreign, ...] = (
         "weights are mapped and read once, in the order of the file",
         values="""
             safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
-            max_parallel_loading_workers
         """,
+    ),
+    *accepted(
+        "each rank reads only its own part of the mapped files, and pages that ranks share are read once",
+        values="max_parallel_loading_workers",
     ),
     *refused("loaders have no further settings", values="model_loader_extra_config"),
     *accepted("only safetensors, config and tokenizer files are downloaded", lists="ignore_patterns"),
@@ -119,9 +122,13 @@ PARALLELISM: tuple[Foreign, ...] = (
     *refused(
         PARALLEL,
         off=(1,),
-        values="""
-            decode_context_parallel_size prefill_context_parallel_size
-        """,
+        values="decode_context_parallel_size",
+    ),
+    *refused(
+        "all positions of a prompt are computed by the same ranks",
+        "Use --tensor-parallel-size for long prompts",
+        off=(1,),
+        values="prefill_context_parallel_size",
     ),
     *refused(OWN_REPLICAS, _OWN_SERVERS, off=(0,), values="data_parallel_rank data_parallel_start_rank"),
     *refused(
@@ -129,7 +136,8 @@ PARALLELISM: tuple[Foreign, ...] = (
         _OWN_SERVERS,
         switches="data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb",
     ),
-    *refused(PARALLEL, switches="enable_elastic_ep"),
+    *refused("the ranks of an engine stay the same while it lives", switches="enable_elastic_ep"),
+    *refused("a step is one batch, which is not cut into two that overlap", switches="enable_dbo"),
     *accepted(
         "replicas are processes on this machine with private Unix sockets, and do not wait for each other",
         values="data_parallel_address data_parallel_rpc_port dp_sync_interval",
@@ -144,16 +152,15 @@ PARALLELISM: tuple[Foreign, ...] = (
         """,
         switches="""
             dcp_q_replicate enable_hc_sp enable_expert_parallel enable_batch_sharded_sampling
-            enable_ep_weight_filter enable_dbo enable_shm_tensor_arena enable_eplb ray_workers_use_nsight
-            disable_custom_all_reduce
+            enable_ep_weight_filter enable_shm_tensor_arena enable_eplb
         """,
-        lists="device_ids",
     ),
     *accepted(
-        "threads run on the cores the process is allowed; use taskset or numactl, and --num-threads",
-        switches="numa_bind",
-        lists="numa_bind_nodes numa_bind_cpus",
+        "ranks join what they have through memory that they share, and in no other way",
+        switches="disable_custom_all_reduce",
     ),
+    *accepted("ranks run on CPUs, and CUDA_VISIBLE_DEVICES says which GPUs replicas may use", lists="device_ids"),
+    *accepted("no profiler is started with the processes", switches="ray_workers_use_nsight"),
     *refused(NO_CODE, off=("auto",), values="worker_cls worker_extension_cls"),
     *accepted("a failed engine is always replaced", switches="enable_fault_tolerance", values="fault_tolerance_config"),
 )

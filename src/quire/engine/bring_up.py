@@ -12,6 +12,7 @@ from quire.life_cycle import CacheSize, Measured, Worker, WorkerExecutor, Worker
 from quire.logs import get_logger
 from quire.messages import WARM_UP, Progress
 from quire.model_config import ModelConfig
+from quire.planning.binding import bound_facts, is_bound
 from quire.planning.memory_plan import (
     MemoryFacts,
     plan_kv_cache,
@@ -55,7 +56,10 @@ def bring_up(
         parts: what each worker holds; none: all of it.
         executor: of the workers; None: they are of this engine alone, and it makes one.
     """
-    facts = share_of_machine(least_facts((executor or InlineExecutor(workers)).facts(config.device != "cpu")), config)
+    facts = least_facts((executor or InlineExecutor(workers)).facts(config.device != "cpu"))
+    if is_bound(config):
+        facts = bound_facts(facts, config, facts.num_cores)
+    facts = share_of_machine(facts, config)
     facts = facts.shared_by(config.num_local_ranks, config.pipeline_parallel_size)
     resolved = resolve(config, model_config, facts, is_server=is_server)
     total_bytes, _ = facts.memory_of(resolved.device.device)

@@ -140,6 +140,15 @@ class _AllRanks(Generic[T]):
         return _results(self._pending)[0]
 
 
+class _StepOfRanks(_AllRanks[StepResult]):
+    """The same for a step: the first one's result, with the times of all."""
+
+    def result(self) -> StepResult:
+        results = _results(self._pending)
+        results[0].ranks = tuple(each.ranks[0] for each in results if each.ranks)
+        return results[0]
+
+
 class _AllPolled(_AllRanks[T]):
     """The same for what need not be waited for."""
 
@@ -177,7 +186,7 @@ def _log_failure(future: Future[None]) -> None:
 
 
 def _together(pending: Sequence[Pending[StepResult]]) -> Pending[StepResult]:
-    return pending[0] if len(pending) == 1 else _AllRanks(pending)
+    return pending[0] if len(pending) == 1 else _StepOfRanks(pending)
 
 
 def _results(pending: Sequence[Pending[T]]) -> list[T]:

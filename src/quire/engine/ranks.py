@@ -24,7 +24,7 @@ from quire.distributed import wire
 from quire.distributed.group import Failing
 from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import make_memory, ranks_on
-from quire.engine.nodes import Joined, NodeLost, decode, let_in, links_in
+from quire.engine.nodes import Joined, NodeLost, Starting, decode, let_in, links_in
 from quire.engine.rank_messages import (
     MOST_MESSAGE_BYTES,
     AddAdapter,
@@ -51,6 +51,7 @@ from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.planning import devices
+from quire.planning.binding import bind, cpus_of_processes
 from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.planning.replicas import has_own_cores
 from quire.resolve import DeviceFacts
@@ -73,16 +74,21 @@ def start_ranks(
     *,
     drafter_folder: Path | None,
     is_server: bool,
+    engine_index: int,
 ) -> list[Worker]:
     """The ranks of an engine on this machine. The processes load their libraries when this returns.
 
     Args:
         model_config: of the whole model.
+        engine_index: of the replica.
     """
     grid = grid_of(config)
+    cpus = cpus_of_processes(config)[engine_index * grid.num_local :]
+    if cpus:
+        bind(cpus[0])
     if grid.size == 1:
         return [DeviceWorker(model_config, progress)]
-    joined = Joined()
+    joined, starting = Joined(), None
     if config.headless:
         raise ConfigError(
             "This machine computes for machine 0, and has no engine",
@@ -90,8 +96,16 @@ def start_ranks(
             fix="Start `quire serve --headless` with the same flags here",
             param="headless",
         )
+    if grid.num_nodes == 1 and config.distributed_executor_backend == "ray":
+        logger.warning("all ranks are on this machine, so Ray has nothing to start: it places stages on machines")
     if grid.num_nodes > 1:
-        joined = let_in(config, model_folder, lambda detail: progress("load", 0.0, detail))
+        starting = _starting(config)
+        try:
+            joined = let_in(config, model_folder, lambda detail: progress("load", 0.0, detail), starting)
+        except BaseException:
+            if starting is not None:
+                starting.close()
+            raise
     memory = make_memory(grid)
     links = {rank: {sender: joined.links[sender].detach()} for rank, sender in links_in(config, grid).items()}
     try:
@@ -99,7 +113,17 @@ def start_ranks(
         ranks = ranks_on(memory, 0, grid, links.pop(0, {}), has_own_cores=own_cores)
         model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
         launches = (
-            RankLaunch(config, model, drafter, rank, memory, None, is_server, links.get(rank, {}))
+            RankLaunch(
+                config,
+                model,
+                drafter,
+                rank,
+                memory,
+                None,
+                is_server,
+                links.get(rank, {}),
+                cpus[rank] if cpus else set(),
+            )
             for rank in grid.ranks_of(0)[1:]
         )
         others: list[Worker] = [RankProcess(launch, grid, ranks.failing) for launch in launches]
@@ -109,8 +133,18 @@ def start_ranks(
             os.close(descriptor)  # a process has it
     homes = {node: Home(home) for node, home in joined.homes.items()}
     for rank, peer in sorted(joined.ranks.items()):
-        others.append(RemoteRank(rank, grid, ranks.failing, Connection(peer.detach()), homes[grid.node(rank)]))
+        last = starting if rank == grid.size - 1 else None
+        others.append(RemoteRank(rank, grid, ranks.failing, Connection(peer.detach()), homes[grid.node(rank)], last))
     return [DeviceWorker(part_of_rank(model_config, config, 0), progress, ranks=ranks), *others]
+
+
+def _starting(config: EngineConfig) -> Starting | None:
+    """Who starts the other nodes; None: people do. Raises ConfigError."""
+    if config.distributed_executor_backend != "ray":
+        return None
+    from quire.engine.ray_nodes import RayNodes
+
+    return RayNodes(config)
 
 
 def rank_name(rank: int, grid: Grid) -> str:
@@ -171,8 +205,7 @@ class OtherRank:
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """The result has no tokens: the first rank has them."""
-        self.ask(Execute(batch))
-        return StepResult(batch.step_id, [])
+        return StepResult(batch.step_id, [], ranks=self.ask(Execute(batch)).ranks)
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
         """Only the first rank has grammars."""
@@ -300,15 +333,29 @@ class Home:
 
 
 class RemoteRank(OtherRank):
-    """A rank of another node. The node watches its process."""
+    """A rank of another node. The node watches its process.
 
-    def __init__(self, rank: int, grid: Grid, failing: Failing, connection: Connection, home: Home) -> None:
+    Args:
+        starting: who has started the nodes, for the rank that is closed last.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        grid: Grid,
+        failing: Failing,
+        connection: Connection,
+        home: Home,
+        starting: Starting | None,
+    ) -> None:
         super().__init__(rank, grid, failing, connection)
-        self._home = home
+        self._home, self._starting = home, starting
 
     def close(self) -> None:
         super().close()
         self._home.close()
+        if self._starting is not None:
+            self._starting.close()
 
     def _end(self) -> str:
         return self._home.end(self._name)

@@ -13,8 +13,11 @@ from quire.errors import MemoryPlanError
 from quire.formats.kv_format import KvFormat, kv_format
 from quire.formats.weight_format import packs_floats
 from quire.model_config import DTYPE_BYTES, ModelConfig
+from quire.planning import devices
+from quire.planning.binding import bound_facts, cpus_of_processes
 from quire.planning.cut_model import ModelCut
 from quire.planning.cut_stages import check_cuts, grid_of, part_of_rank
+from quire.planning.layouts import RankShare, rank_shares
 from quire.planning.memory_plan import (
     KvPages,
     MemoryFacts,
@@ -42,6 +45,7 @@ class Explanation:
         layers: the formats of the weights and their kernels.
         pages: the KV cache that requests take.
         next_costs: the cost of the next larger value, for settings where it is known.
+        ranks: what each of several holds.
         error: the reason why a start would fail; None: it would not.
     """
 
@@ -52,6 +56,7 @@ class Explanation:
     layers: list[LayerKernel]
     pages: KvPages
     next_costs: dict[str, str]
+    ranks: list[RankShare]
     error: MemoryPlanError | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,6 +81,7 @@ class Explanation:
                 "free_memory_bytes": self.device.free_memory_bytes,
                 "gpu": None if self.device.gpu is None else asdict(self.device.gpu),
             },
+            "ranks": [share.as_dict() for share in self.ranks],
             "layers": [layer.as_dict() for layer in self.layers],
             "settings": {
                 name: setting.as_dict() | ({"next": self.next_costs[name]} if name in self.next_costs else {})
@@ -107,6 +113,8 @@ class Explanation:
         if (stage := self.model.stage) is not None:
             layers = f"layers {stage.layers[0]} to {stage.layers[-1]}"
             yield f"stage    {stage.index} of {stage.num_stages}, with {layers}: it has the fewest KV blocks"
+        for share in self.ranks:
+            yield f"{'ranks' if share is self.ranks[0] else '':<8} {share.text()}"
         yield from self._kv_groups()
         if "num_blocks" in self.settings:
             yield from self._memory()
@@ -192,8 +200,11 @@ def explain(
     check_cuts(model, engine)
     grid = grid_of(engine)
     parts = [part_of_rank(model, engine, rank) for rank in range(0, grid.size, grid.width)]
-    model = ModelCut(model, grid.width).part()
-    machine, device = device, share_of_machine(device, engine)
+    whole, model = model, ModelCut(model, grid.width).part()
+    machine = device
+    if places := cpus_of_processes(engine):
+        device = bound_facts(device, engine, min(map(devices.physical_cores, places)))
+    device = share_of_machine(device, engine)
     own, device = device.shared_by(grid.num_local), device.shared_by(grid.num_local, grid.num_stages)
     if read_bandwidth is not None:
         read_bandwidth /= engine.data_parallel_size * grid.num_local
@@ -207,10 +218,9 @@ def explain(
     settings = {**resolved.settings, **resolve_server(server, chat_template)}
     form, device_settings = resolved.model, resolved.device
     layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
-    pages = KvPages.of(resolved, model)
-    return Explanation(
-        model_name, model, machine, settings, layers, pages, _next_costs(resolved, model, pages, memory), error
-    )
+    pages, ranks = KvPages.of(resolved, model), rank_shares(whole, engine, resolved) if grid.size > 1 else []
+    next_costs = _next_costs(resolved, model, pages, memory)
+    return Explanation(model_name, model, machine, settings, layers, pages, next_costs, ranks, error)
 
 
 class _Plan(NamedTuple):
