@@ -25,7 +25,7 @@ import torch
 import transformers
 
 import quire.demo
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, TokensPrompt
 from quire.measure import report
 
 STATIC_BATCH = 16
@@ -74,7 +74,7 @@ def run_quire(llm: LLM, requests: list[Request]) -> float:
     """Seconds for all requests, sent at once."""
     params = [SamplingParams(temperature=0.0, max_tokens=request.num_output, ignore_eos=True) for request in requests]
     started = time.perf_counter()
-    outputs = llm.generate([{"prompt_token_ids": request.token_ids} for request in requests], params, use_tqdm=False)
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=each.token_ids) for each in requests], params, use_tqdm=False)
     seconds = time.perf_counter() - started
     assert [len(output.outputs[0].token_ids) for output in outputs] == [request.num_output for request in requests]
     return seconds

@@ -141,7 +141,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         paths: dict[int, list[Path]] = {}
         for form in arguments.formats:
-            cores = []
+            engines = []
             for enable_lora in (False, True):
                 config = EngineConfig(
                     model=arguments.model,
@@ -154,14 +154,13 @@ def main() -> None:
                     max_loras=most * len(arguments.ranks) if enable_lora else None,
                 )
                 folder, name, _ = find_model(config, None, weights=True)
-                cores.append(start_engine(config, folder, is_server=False, progress=lambda *report: None).core)
+                engines.append(start_engine(config, folder, is_server=False, progress=lambda *report: None))
             model = load_model_config(folder)
             if not paths:
                 for rank in arguments.ranks:
                     places = [Path(scratch) / f"{rank}-{seed}" for seed in range(most)]
                     paths[rank] = [write_adapter(place, model, rank, seed) for seed, place in enumerate(places)]
-            plain, adapted = cores
-            load = adapted.executor.load_adapter
+            load, (plain, adapted) = engines[-1].executor.load_adapter, (each.core for each in engines)
             digests = {rank: [load(str(path), None).result().digest for path in paths[rank]] for rank in paths}
             found: dict[str, list[tuple[float, float]]] = {case.name: [] for case in cases}
             for number in range(arguments.rounds + 1):
@@ -171,9 +170,9 @@ def main() -> None:
                     if number:  # the first round warms up
                         found[case.name].append(pair)
             formats[form] = found
-            for core in cores:
-                core.shutdown()
-            del plain, adapted, cores, core, load
+            for each in engines:
+                each.core.shutdown()
+            del plain, adapted, engines, each, load
     result = {
         **environment,
         "model": name,

@@ -58,7 +58,7 @@ class Bench:
         """Send `num_prompts` requests with new prompts, which are not in the prefix cache."""
         self._seed += 1
         workload = Workload(num_prompts=num_prompts, random_input_len=INPUT_LEN, random_output_len=OUTPUT_LEN)
-        plan = self._server.plan(workload, traffic)
+        plan = self._server.prepare(workload, traffic)
         requests = plan.requests(self._seed)
         if traffic.num_warmups:
             self._runner.run(warm_up(self._server, plan))

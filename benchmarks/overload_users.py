@@ -120,7 +120,7 @@ class Load:
         users = [Connection(self) for _ in range(num_users)]
         probe = Probe(self, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         for connection in (*users, probe):
-            await loop.create_connection(lambda connection=connection: connection, "127.0.0.1", self.port)
+            await loop.create_connection(iter([connection]).__next__, "127.0.0.1", self.port)
         await asyncio.sleep(WARM_UP_SECONDS)
         self.seen.clear()
         self.health.clear()

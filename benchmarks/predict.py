@@ -70,14 +70,15 @@ QUANTITIES = ("step", "ttft", "itl", "throughput")
 def measure(model: str, quantization: str | None) -> dict[str, Any]:
     """One round of a model in one format, in this process: the calibration, steps, requests and memory."""
     from quire.config import EngineConfig
-    from quire.engine.start import one_worker, start_engine
+    from quire.engine.start import start_engine
     from quire.planning.memory_plan import plan_kv_cache, predict_memory
     from quire.planning.step_costs import ceilings
     from quire.resolve import resolve
+    from quire.worker.worker import DeviceWorker
 
     config = EngineConfig(model=model, quantization=quantization, max_model_len=MAX_MODEL_LEN)
-    (worker,) = workers = one_worker(load_model_config(Path(model)), lambda *report: None)
     model_config = load_model_config(Path(model))
+    worker = DeviceWorker(model_config, lambda *report: None)
     facts = worker.facts(wants_gpu=False)
     asked = resolve(config, model_config, facts, is_server=True)
     planned = plan_kv_cache(config, model_config, asked, predict_memory(asked, model_config, facts))
@@ -86,7 +87,7 @@ def measure(model: str, quantization: str | None) -> dict[str, Any]:
         Path(model),
         is_server=True,
         progress=lambda *report: None,
-        make_workers=lambda model_config, progress: workers,
+        make_workers=lambda model_config, progress: [worker],
     )
     core, resolved = engine.core, engine.resolved
     assert engine.calibration is not None
@@ -389,7 +390,7 @@ def main() -> None:
                 print(
                     f"round {number + 1}: {Path(model).name} {form}, {time.monotonic() - start:.0f} s", file=sys.stderr
                 )
-    models = {
+    models: dict[str, dict[str, Any]] = {
         Path(model).name: {
             form: {"cells": cells(Path(model), found), "memory": memory_errors(found), "measured": found}
             for form, found in formats.items()

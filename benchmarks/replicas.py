@@ -75,7 +75,7 @@ async def tokens_per_second(url: str, prompts: list[list[list[int]]], num_answer
 
 def measure(urls: dict[str, str], given: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     """Tokens per second of each server, by the number of users and the round."""
-    draw, found = random.Random(0), {}
+    draw, found = random.Random(0), dict[str, list[dict[str, float]]]()
     for users in given.users:
         rounds = found[str(users)] = []
         for number in range(given.rounds + 1):

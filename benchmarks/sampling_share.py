@@ -27,7 +27,7 @@ from quire.measure import report
 from quire.messages import AddRequest
 from quire.sampling_params import SamplingParams
 
-WAYS: dict[str, dict[str, float]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "random": {"temperature": 0.8, "top_p": 0.95},
     "random, peaked": {"temperature": 0.05, "top_p": 0.95},
@@ -40,7 +40,7 @@ def decode_steps(core: EngineCore, name: str, batch: int, steps: int) -> dict[st
     for row, request_id in enumerate(ids):
         params = SamplingParams(max_tokens=steps + 2, seed=row, ignore_eos=True, **WAYS[name])
         core.add(AddRequest(request_id, [row + 10] * 8, params, max_tokens=steps + 2))
-    whole, sampling = [], []
+    whole, sampling = list[float](), list[float]()
     while len(whole) < steps:
         started = time.perf_counter()
         core.step()

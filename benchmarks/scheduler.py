@@ -16,7 +16,8 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import ScheduledBatch, StepResult
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
-from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 512

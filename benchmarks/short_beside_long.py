@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire import AsyncLLM, SamplingParams
+from quire import AsyncLLM, SamplingParams, TokensPrompt
 from quire.measure import report
 from quire.messages import SetLimits
 
@@ -68,7 +68,7 @@ class Bench:
     async def request(self, num_input: int, num_output: int, times: Times) -> None:
         """One request with a prompt that is not in the prefix cache."""
         self._num_sent += 1
-        prompt = {"prompt_token_ids": self._draw.choices(range(10, 30000), k=num_input)}
+        prompt = TokensPrompt(prompt_token_ids=self._draw.choices(range(10, 30000), k=num_input))
         params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
         last, count = time.perf_counter(), 0
         async for output in self._llm.generate(prompt, params, f"r{self._num_sent}"):

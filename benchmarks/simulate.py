@@ -116,7 +116,7 @@ class Bench:
         """Wait without load until the server has measured its steps. The program ends if it does not."""
         resolved = plan_engine(self._config, self._model, self._device)
         end = time.monotonic() + CALIBRATION_SECONDS
-        while not known_cost(resolved, self._model, self._device)[1]:
+        while not known_cost(resolved, self._model, self._device).is_measured:
             if time.monotonic() > end:
                 sys.exit(f"the server has not measured its steps after {CALIBRATION_SECONDS} s")
             time.sleep(0.5)

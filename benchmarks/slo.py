@@ -75,11 +75,10 @@ class Bench:
     async def round(self, name: str) -> dict[str, Any]:
         """Answers and long prompts, with a fixed budget or the target."""
         given = self._arguments
-        moves = {"max_num_batched_tokens": BUDGETS[-1], "slo_itl": given.itl} if name == TARGET else {"slo_itl": None}
-        if name != TARGET:
-            moves["max_num_batched_tokens"] = int(name)
+        budget, target = (BUDGETS[-1], given.itl) if name == TARGET else (int(name), None)
+        moves = {"max_num_batched_tokens": budget, "slo_itl": target}
         (await self._http.post("/v1/config", json=moves)).raise_for_status()
-        times, ignored, start = Times(), [], time.perf_counter()
+        times, ignored, start = Times(), list[float](), time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             for _ in range(given.users):
                 tasks.create_task(self.request(16, given.answer, times, ignored))

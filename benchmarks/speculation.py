@@ -32,10 +32,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import random
-import shlex
-import signal
 import statistics
 import subprocess
 import sys
@@ -47,6 +44,7 @@ from typing import Any
 
 import numpy as np
 from inflated import DRAFT, TARGET, Shape, copy_edit, edited_text, first_layers, inflate
+from peers.process import Peer
 from tokenizers import Tokenizer
 from verify_rows import median_step
 
@@ -149,39 +147,6 @@ class Engine:
         num_decoded = sum(map(len, found.values())) - before
         rows = self._noted.rows(first_step)
         return Answer(ended - started, ended - decoding, num_decoded, list(found.values()), rows)
-
-
-class Peer:
-    """Another engine, in a process that stands still while it is not asked."""
-
-    def __init__(self, command: str) -> None:
-        self._process = subprocess.Popen(
-            shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        self._answer("ready")
-        os.killpg(self._process.pid, signal.SIGSTOP)
-
-    def _answer(self, key: str) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:  # engines print too
-            if line.startswith("{") and key in (found := json.loads(line)):
-                return found
-        raise SystemExit(f"{shlex.join(map(str, self._process.args))} ended without {key!r}")  # type: ignore[arg-type]
-
-    def run(self, prompts: Prompts, num_tokens: int, temperature: float) -> Answer:
-        """Greedy, whatever the temperature."""
-        assert self._process.stdin is not None
-        os.killpg(self._process.pid, signal.SIGCONT)
-        self._process.stdin.write(json.dumps({"prompts": prompts, "num_tokens": num_tokens}) + "\n")
-        self._process.stdin.flush()
-        seconds = self._answer("seconds")["seconds"]
-        os.killpg(self._process.pid, signal.SIGSTOP)
-        return Answer(seconds, 0.0, 0, [], [])
-
-    def close(self) -> None:
-        with self._process:  # closes its pipes and waits for it
-            os.killpg(self._process.pid, signal.SIGCONT)
-            os.killpg(self._process.pid, signal.SIGTERM)
 
 
 def write_models(folder: Path, draft_steps: int, is_small: bool) -> None:
@@ -316,7 +281,7 @@ class Case:
         arguments = self._arguments
         prompts = self._prompts(number, requests)
         names = list(self.engines) if number % 2 else list(reversed(self.engines))
-        answers = {name: self.engines[name].run(prompts, arguments.tokens, arguments.temperature) for name in names}
+        answers = {name: self._run(self.engines[name], prompts) for name in names}
         off, context = self.engines[OFF], len(prompts[0]) + arguments.tokens // 2
         assert isinstance(off, Engine)
         deepest = 1 + max(arguments.drafts, *arguments.fixed, 0)
@@ -349,6 +314,13 @@ class Case:
                 }
             found["engines"][name] = one
         return found
+
+    def _run(self, engine: Engine | Peer, prompts: Prompts) -> Answer:
+        """A peer is greedy, whatever the temperature."""
+        if isinstance(engine, Engine):
+            return engine.run(prompts, self._arguments.tokens, self._arguments.temperature)
+        seconds = engine.ask({"prompts": prompts, "num_tokens": self._arguments.tokens}, "seconds")
+        return Answer(seconds, 0.0, 0, [], [])
 
     def close(self) -> None:
         for engine in self.engines.values():

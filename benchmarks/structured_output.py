@@ -7,25 +7,66 @@ time covers the whole call: the check of the schema, its compilation, the prompt
 which comes first. The first round is not counted; it makes the tables of the vocabulary.
 
     python benchmarks/structured_output.py [MODEL] [--quantization int8] [--requests 32] [--tokens 128] [--keys 200]
-                                           [--rounds 5] [--save HARDWARE]
+                                           [--rounds 5] [--peer NAME COMMAND] [--save HARDWARE]
 
-MODEL: a folder with weights of the measured shape; the default is the bundled demo model. --save writes
-benchmarks/results/HARDWARE/structured_output_DATE.md and .json.
+MODEL: a folder with weights of the measured shape; the default is the bundled demo model. --peer adds another engine,
+as a command that speaks the protocol of benchmarks/peers/constraining.py: it gets the same requests in the same turns,
+and the schemas that Quire refuses. An engine that takes such a schema is wrong if one of 16 answers does not fit the
+schema. --save writes benchmarks/results/HARDWARE/structured_output_DATE.md and .json.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+from peers.process import Peer
+
 from quire import LLM, SamplingParams
+from quire.errors import InvalidRequestError
+from quire.grammar.text import grammar_text
 from quire.measure import report
 from quire.sampling_params import StructuredOutputsParams
 
 PROMPT = "Write the records of the library as JSON: "
+MOST_ROWS = 100  # of the schema for throughput: at least 2,000 tokens
+NUM_ANSWERS = 16  # of each schema that Quire refuses
+ANSWER_TOKENS = 60
+TEXT, COUNT = {"type": "string", "maxLength": 3}, {"type": "integer", "minimum": 0, "maximum": 3}
+LIST = {"type": "array", "items": COUNT, "minItems": 2, "maxItems": 4}
+PAIR = {
+    "type": "object", "properties": {"a": COUNT, "b": COUNT}, "required": ["a"], "additionalProperties": False
+}  # fmt: skip
+# What docs/structured_output.md says is refused.
+REFUSED: dict[str, dict[str, Any]] = {
+    "not": {**COUNT, "not": {"const": 1}},
+    "if, then": {**PAIR, "if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}},
+    "if, else": {**PAIR, "if": {"properties": {"a": {"const": 1}}}, "else": {"required": ["b"]}},
+    "contains": {**LIST, "contains": {"const": 3}},
+    "uniqueItems": {**LIST, "uniqueItems": True},
+    "propertyNames": {
+        "type": "object", "additionalProperties": COUNT, "propertyNames": {"pattern": "^x"}, "minProperties": 1,
+        "maxProperties": 2,
+    },
+    "dependentRequired": {**PAIR, "dependentRequired": {"a": ["b"]}},
+    "dependentSchemas": {**PAIR, "dependentSchemas": {"a": {"required": ["b"]}}},
+    "unevaluatedProperties": {
+        "type": "object", "properties": {"a": COUNT}, "anyOf": [{"required": ["a"]}, {"properties": {"b": COUNT}}],
+        "unevaluatedProperties": False,
+    },
+    "unevaluatedItems": {
+        "type": "array", "maxItems": 3, "anyOf": [{"prefixItems": [COUNT]}, {"prefixItems": [TEXT, TEXT]}],
+        "unevaluatedItems": False,
+    },
+    "oneOf that overlaps": {"oneOf": [COUNT, {"type": "integer", "minimum": 2, "maximum": 5}]},
+    "a schema without a text": {"type": "integer", "minimum": 5, "maximum": 4},
+    "an exclusive bound": {"type": "number", "exclusiveMinimum": 1, "maximum": 1.5},
+}  # fmt: skip
 
 
 def schema_of_rows(name: str) -> dict[str, Any]:
@@ -41,7 +82,7 @@ def schema_of_rows(name: str) -> dict[str, Any]:
         "required": [f"id_{name}", "title", "kind", "pages"],
         "additionalProperties": False,
     }
-    return {"type": "array", "items": row, "minItems": 5000}
+    return {"type": "array", "items": row, "minItems": MOST_ROWS}
 
 
 def schema_of_keys(name: str, num_keys: int) -> dict[str, Any]:
@@ -71,6 +112,56 @@ def seconds(llm: LLM, asked: list[SamplingParams]) -> float:
     return taken
 
 
+def is_right(answer: str, schema: dict[str, Any]) -> bool:
+    try:
+        jsonschema.validate(json.loads(answer), schema)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def verdict(peer: Peer, schema: dict[str, Any]) -> str:
+    """What a peer does with a schema that Quire refuses."""
+    try:
+        grammar_text(StructuredOutputsParams(json=schema))
+    except InvalidRequestError:
+        pass
+    else:
+        raise SystemExit(f"Quire takes {schema}")
+    question = {"schemas": [schema] * NUM_ANSWERS, "seeds": list(range(1, NUM_ANSWERS + 1))}
+    answers = peer.ask({**question, "num_tokens": ANSWER_TOKENS}, "answers")
+    if any(isinstance(answer, dict) for answer in answers):
+        return "refused"
+    ended = [answer for answer in answers if answer is not None]
+    num_wrong = sum(not is_right(answer, schema) for answer in ended)
+    return f"wrong in {num_wrong} of {len(ended)}" if num_wrong or not ended else f"right in {len(ended)}"
+
+
+def peers(result: dict[str, Any]) -> list[str]:
+    """Each engine's tokens/s and first token, and what it does with what Quire refuses."""
+    if not result["peers"]:
+        return []
+    names, tokens = ["Quire", *result["peers"]], result["requests"] * result["tokens"]
+    runs = [result, *result["peers"].values()]
+    middle = statistics.median
+    lines = report.table_head(
+        "engine | tokens/s without | with | with over without | Quire over it, with | first token, cold, ms | cached"
+    )
+    for name, each in zip(names, runs, strict=True):
+        without, with_ = each["runs"]
+        cost = middle(free / constrained for free, constrained in zip(without, with_, strict=True))
+        over = middle(theirs / ours for ours, theirs in zip(result["runs"][1], with_, strict=True))
+        _, cold, cached = each["first_tokens"]
+        lines.append(
+            f"| {name} | {tokens / middle(without):.1f} | {tokens / middle(with_):.1f} | {cost:.3f} | {over:.2f} | "
+            f"{1e3 * middle(cold):.1f} | {1e3 * middle(cached):.1f} |"
+        )
+    lines += ["", *report.table_head("refused by Quire | " + " | ".join(result["peers"]))]
+    for name in REFUSED:
+        lines.append(f"| {name} | " + " | ".join(peer["verdicts"][name] for peer in result["peers"].values()) + " |")
+    return ["", *lines]
+
+
 def markdown(result: dict[str, Any]) -> str:
     without, with_ = ([result["requests"] * result["tokens"] / taken for taken in side] for side in result["runs"])
     ratios = [constrained / free for free, constrained in zip(without, with_, strict=True)]
@@ -92,7 +183,7 @@ def markdown(result: dict[str, Any]) -> str:
             f"| {name} | {statistics.median(times):.1f} | "
             f"{statistics.median(more):.1f} ({min(more):.1f}, {max(more):.1f}) |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *peers(result)]) + "\n"
 
 
 def main() -> None:
@@ -103,42 +194,63 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--keys", type=int, default=200, help="of the schema for the first token")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peer", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"))
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
+    others = {name: Peer(command) for name, command in arguments.peer}
+    try:
+        result = measured(arguments, others)
+    finally:
+        for peer in others.values():
+            peer.close()
+    print(markdown(result))
+    if arguments.save:
+        report.save_published(Path(__file__).parent, "structured_output", arguments.save, result, markdown(result))
+
+
+def measured(arguments: argparse.Namespace, others: dict[str, Peer]) -> dict[str, Any]:
+    """All rounds of all engines."""
     llm = LLM(
         model=arguments.model,
         quantization=arguments.quantization,
         max_num_seqs=arguments.requests,
-        max_model_len=arguments.tokens + 64,
+        max_model_len=max(arguments.tokens, ANSWER_TOKENS) + 64,
         enable_prefix_caching=False,
     )
-    runs: tuple[list[float], list[float]] = ([], [])
-    first_tokens: tuple[list[float], list[float], list[float]] = ([], [], [])
+
+    def seconds_of(name: str, schemas: list[dict[str, Any] | None], tokens: int) -> float:
+        if name == "Quire":
+            return seconds(llm, [params(tokens, schema) for schema in schemas])
+        prompts = [f"{PROMPT}{number}" for number in range(len(schemas))]
+        taken: float = others[name].ask({"prompts": prompts, "schemas": schemas, "num_tokens": tokens}, "seconds")
+        return taken
+
+    names = ["Quire", *others]
+    found: dict[str, dict[str, Any]] = {name: {"runs": ([], []), "first_tokens": ([], [], [])} for name in names}
     for number in range(arguments.rounds + 1):
-        constrained = [
-            params(arguments.tokens, schema_of_rows(f"{number}_{index}")) for index in range(arguments.requests)
+        constrained: list[dict[str, Any] | None] = [
+            schema_of_rows(f"{number}_{index}") for index in range(arguments.requests)
         ]
-        turns = [(0, [params(arguments.tokens, None)] * arguments.requests), (1, constrained)]
-        keyed = params(1, schema_of_keys(str(number), arguments.keys))
-        first_turns = [(0, params(1, None)), (1, keyed), (2, keyed)]
-        for side, asked in turns if number % 2 else reversed(turns):
-            taken = seconds(llm, asked)
-            if number:
-                runs[side].append(taken)
-        for side, first in first_turns:
-            taken = seconds(llm, [first])
-            if number:
-                first_tokens[side].append(taken)
-    result = {
+        keyed = schema_of_keys(str(number), arguments.keys)
+        turns: list[list[dict[str, Any] | None]] = [[None] * arguments.requests, constrained]
+        for name in names if number % 2 else reversed(names):
+            for side in (0, 1) if number % 2 else (1, 0):
+                taken = seconds_of(name, turns[side], arguments.tokens)
+                if number:
+                    found[name]["runs"][side].append(taken)
+            for side, first in enumerate((None, keyed, keyed)):
+                taken = seconds_of(name, [first], 1)
+                if number:
+                    found[name]["first_tokens"][side].append(taken)
+    for name, peer in others.items():
+        found[name]["verdicts"] = {what: verdict(peer, schema) for what, schema in REFUSED.items()}
+    return {
         **report.environment("python", "benchmarks/structured_output.py"),
         **vars(arguments),
         "model": Path(arguments.model).name if arguments.model else "demo",
-        "runs": runs,
-        "first_tokens": first_tokens,
+        **found["Quire"],
+        "peers": {name: found[name] for name in others},
     }
-    print(markdown(result))
-    if arguments.save:
-        report.save_published(Path(__file__).parent, "structured_output", arguments.save, result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
 // Python name of the gated activations.
+#include <stdexcept>
+#include <string>
+
 #include "bindings.h"
 #include "checks.h"
 #include "quire/kernels/activation.h"
@@ -8,7 +11,18 @@ namespace {
 
 void run(const ActivationArgs& args) {
   if (args.factors != nullptr) check_indices({"order"}, args.order, args.rows, args.num_factors);
-  activation_kernels().gated(args);
+  if (args.begins == nullptr) return activation_kernels().gated(args);
+  const int64_t begin = args.begins[0], end = args.begins[args.num_begins - 1];
+  if (begin < 0 || begin > end || end > args.rows)
+    throw std::invalid_argument("rows " + std::to_string(begin) + " to " + std::to_string(end) + " of " +
+                                std::to_string(args.rows));
+  const auto item = static_cast<int64_t>(size_of(args.dtype));
+  ActivationArgs own = args;
+  own.x.data = static_cast<const char*>(args.x.data) + begin * args.x.stride * item;
+  own.out.data = static_cast<char*>(args.out.data) + begin * args.out.stride * item;
+  own.rows = end - begin;
+  if (args.order != nullptr) own.order += begin;
+  activation_kernels().gated(own);
 }
 using GatedActivation = CallOf<ActivationArgs, run>;
 
@@ -17,7 +31,8 @@ using GatedActivation = CallOf<ActivationArgs, run>;
 void bind_activation(nanobind::module_& m) {
   bind_struct<GatedActivation, KernelCall>(
       m, "GatedActivation",
-      [](GatedActivation* self, int activation, TensorView x, TensorView factors, TensorView order, TensorView out) {
+      [](GatedActivation* self, int activation, TensorView x, TensorView factors, TensorView order, TensorView out,
+         TensorView begins) {
         new (self) GatedActivation({.dtype = x.dtype(),
                                     .activation = static_cast<Activation>(activation),
                                     .x = x.rows<const void>(),
@@ -26,9 +41,11 @@ void bind_activation(nanobind::module_& m) {
                                     .inner = out.size(1),
                                     .factors = factors.data<const float>(),
                                     .num_factors = factors.is_given() ? factors.size(0) : 0,
-                                    .order = order.data<const int32_t>()});
+                                    .order = order.data<const int32_t>(),
+                                    .begins = begins.data<const int32_t>(),
+                                    .num_begins = begins.is_given() ? begins.size(0) : 0});
       },
-      "activation"_a, "x"_a, "factors"_a.none(), "order"_a.none(), "out"_a);
+      "activation"_a, "x"_a, "factors"_a.none(), "order"_a.none(), "out"_a, "begins"_a.none());
 }
 
 }  // namespace quire

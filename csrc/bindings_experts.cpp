@@ -32,12 +32,16 @@ void check_rule(const RoutingRule& rule) {
                                 " groups, expected groups of equal size, and experts in the active ones");
 }
 
-void run(const RouteArgs& args) { route(args); }
+void run(const RouteArgs& args) {
+  if (args.places != nullptr)
+    check_indices({"places"}, args.places, args.rule.num_experts * args.num_copies, args.num_places);
+  route(args);
+}
 using Route = CallOf<RouteArgs, run>;
 
 void check_begins(const ExpertProductArgs& args) {
   const int32_t* const begins = args.begins;
-  const int64_t count = args.stack.num_experts + 1;
+  const int64_t count = args.num_places + 1;
   check_indices({"begins"}, begins, count, args.num_pairs + 1);
   for (int64_t e = 0; e + 1 < count; ++e)
     if (begins[e] > begins[e + 1])
@@ -83,14 +87,17 @@ void bind_routing(nb::module_& m) {
   bind_struct<Route, KernelCall>(
       m, "Route",
       [](Route* self, TensorView logits, const RoutingRule& rule, TensorView bias, TensorView experts,
-         TensorView weights, TensorView order, TensorView begins) {
-        const int64_t rows = logits.size(0);
+         TensorView weights, TensorView order, TensorView begins, TensorView places) {
+        const int64_t rows = logits.size(0), num_places = begins.size(0) - 1;
         check_rows("logits", logits, rows, rule.num_experts);
         if (bias.is_given()) check_size("bias", bias.size(0), rule.num_experts);
         check_rows("experts", experts, rows, rule.num_active);
         check_rows("weights", weights, rows, rule.num_active);
         check_size("order", order.size(0), rows * rule.num_active);
-        check_size("begins", begins.size(0), rule.num_experts + 1);
+        if (places.is_given())
+          check_size("places", places.size(0), rule.num_experts);
+        else
+          check_size("begins", begins.size(0), rule.num_experts + 1);
         new (self) Route({.logits = logits.rows<const float>(),
                           .rows = rows,
                           .rule = rule,
@@ -98,9 +105,12 @@ void bind_routing(nb::module_& m) {
                           .experts = experts.data<int32_t>(),
                           .weights = weights.data<float>(),
                           .order = order.data<int32_t>(),
-                          .begins = begins.data<int32_t>()});
+                          .begins = begins.data<int32_t>(),
+                          .places = places.data<const int32_t>(),
+                          .num_places = num_places,
+                          .num_copies = places.is_given() ? places.size(1) : 1});
       },
-      "logits"_a, "rule"_a, "bias"_a.none(), "experts"_a, "weights"_a, "order"_a, "begins"_a);
+      "logits"_a, "rule"_a, "bias"_a.none(), "experts"_a, "weights"_a, "order"_a, "begins"_a, "places"_a.none());
 }
 
 void bind_products(nb::module_& m) {
@@ -114,12 +124,14 @@ void bind_products(nb::module_& m) {
   bind_struct<ExpertProduct, KernelCall>(
       m, "ExpertProduct",
       [](ExpertProduct* self, TensorView x, const ExpertStack& stack, TensorView order, TensorView begins,
-         int64_t num_slots, bool of_tokens, TensorView bias, TensorView out) {
-        const int64_t num_pairs = order.size(0);
+         int64_t num_slots, bool of_tokens, TensorView bias, TensorView out, int64_t first_place) {
+        const int64_t num_pairs = order.size(0), num_places = begins.size(0) - 1;
         if (num_slots < 1 || num_pairs % num_slots)
           throw std::invalid_argument(std::to_string(num_pairs) + " pairs with " + std::to_string(num_slots) +
                                       " slots of a token, expected a multiple of 1 or more");
-        check_size("begins", begins.size(0), stack.num_experts + 1);
+        if (first_place < 0 || first_place + stack.num_experts > num_places)
+          throw std::invalid_argument("experts from place " + std::to_string(first_place) + ", expected " +
+                                      std::to_string(stack.num_experts) + " of " + std::to_string(num_places));
         check_rows("x", x, of_tokens ? num_pairs / num_slots : num_pairs, stack.first.k);
         check_rows("out", out, num_pairs, stack.first.n);
         if (bias.is_given()) check_rows("bias", bias, stack.num_experts, stack.first.n);
@@ -128,6 +140,8 @@ void bind_products(nb::module_& m) {
                                   .stack = stack,
                                   .order = order.data<const int32_t>(),
                                   .begins = begins.data<const int32_t>(),
+                                  .num_places = num_places,
+                                  .first_place = first_place,
                                   .num_pairs = num_pairs,
                                   .num_slots = num_slots,
                                   .of_tokens = of_tokens,
@@ -136,7 +150,7 @@ void bind_products(nb::module_& m) {
                                   .out = out.rows<void>(),
                                   .out_dtype = out.dtype()});
       },
-      "x"_a, "stack"_a, "order"_a, "begins"_a, "num_slots"_a, "of_tokens"_a, "bias"_a.none(), "out"_a);
+      "x"_a, "stack"_a, "order"_a, "begins"_a, "num_slots"_a, "of_tokens"_a, "bias"_a.none(), "out"_a, "first_place"_a);
 }
 
 }  // namespace

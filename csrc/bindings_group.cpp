@@ -16,6 +16,14 @@ namespace {
 void run(const GatherArgs& args) { args.group->gather(args); }
 using Gather = CallOf<GatherArgs, run>;
 
+void run(const ExchangeArgs& args) {
+  for (int64_t i = 0; i < args.num_begins; ++i)
+    if (args.begins[i] < (i == 0 ? 0 : args.begins[i - 1]) || args.begins[i] > args.rows)
+      throw nb::value_error("begins do not ascend from 0 to the number of rows");
+  args.group->exchange(args);
+}
+using Exchange = CallOf<ExchangeArgs, run>;
+
 void check(bool is_legal, const char* what) {
   if (!is_legal) throw nb::value_error(what);
 }
@@ -64,6 +72,36 @@ void bind_group(nb::module_& m) {
         new (self) Gather(args);
       },
       "group"_a, "widths"_a, "part"_a, "out"_a.none());
+  bind_struct<Exchange, KernelCall>(
+      m, "Exchange",
+      [](Exchange* self, SharedGroup* group, const std::vector<int64_t>& firsts, TensorView begins, TensorView own,
+         int64_t first_column, TensorView out) {
+        check(firsts.size() == static_cast<size_t>(group->size()) + 1, "firsts are not one more than ranks");
+        const int64_t bytes = own.item_bytes(), num_begins = begins.size(0);
+        ExchangeArgs args{.group = group,
+                          .firsts = {},
+                          .begins = begins.data<const int32_t>(),
+                          .num_begins = num_begins,
+                          .rows = own.size(0),
+                          .row_bytes = own.size(1) * bytes,
+                          .own = {},
+                          .first_byte = first_column * bytes,
+                          .num_columns_bytes = out.size(1) * bytes,
+                          .out = {}};
+        for (size_t i = 0; i < firsts.size(); ++i) {
+          check(firsts[i] >= (i == 0 ? 0 : firsts[i - 1]) && firsts[i] < num_begins, "firsts are not in begins");
+          args.firsts[i] = firsts[i];
+        }
+        check(own.size(1) > 0 && first_column >= 0 && first_column + out.size(1) <= own.size(1) &&
+                  out.size(0) == own.size(0),
+              "the columns are not in the rows");
+        const auto own_rows = own.rows<const char>();
+        args.own = {own_rows.data, own_rows.stride * bytes};
+        const auto out_rows = out.rows<char>();
+        args.out = {out_rows.data, out_rows.stride * bytes};
+        new (self) Exchange(args);
+      },
+      "group"_a, "firsts"_a, "begins"_a, "own"_a, "first_column"_a, "out"_a);
 }
 
 }  // namespace quire

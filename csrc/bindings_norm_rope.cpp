@@ -19,8 +19,8 @@ void check(const RopeCacheArgs& a) {
       [num_slots] { return "less than the " + std::to_string(num_slots) + " slots of the cache"; });
 }
 
-void run(const RmsNormArgs& args) { norm_rope_kernels().rms_norm(args); }
-using RmsNorm = CallOf<RmsNormArgs, run>;
+void run(const NormArgs& args) { norm_rope_kernels().norm(args); }
+using Norm = CallOf<NormArgs, run>;
 
 void run(const RopeCacheArgs& args) {
   check(args);
@@ -29,22 +29,24 @@ void run(const RopeCacheArgs& args) {
 using RopeAndCache = CallOf<RopeCacheArgs, run>;
 
 void bind_norm(nb::module_& m) {
-  bind_struct<RmsNorm, KernelCall>(
-      m, "RmsNorm",
-      [](RmsNorm* self, TensorView x, TensorView residual, TensorView weight, float eps, float weight_offset,
-         TensorView out) {
-        new (self) RmsNorm({.dtype = x.dtype(),
-                            .x = x.rows<const void>(),
-                            .residual = residual.rows<void>(),
-                            .weight = weight.data<const void>(),
-                            .weight_dtype = weight.dtype(),
-                            .eps = eps,
-                            .weight_offset = weight_offset,
-                            .out = out.rows<void>(),
-                            .rows = x.size(0),
-                            .dim = x.size(1)});
+  bind_struct<Norm, KernelCall>(
+      m, "Norm",
+      [](Norm* self, TensorView x, TensorView residual, float multiplier, TensorView weight, TensorView bias, float eps,
+         float weight_offset, TensorView out) {
+        new (self) Norm({.dtype = x.dtype(),
+                         .x = x.rows<const void>(),
+                         .residual = residual.rows<void>(),
+                         .multiplier = multiplier,
+                         .weight = weight.data<const void>(),
+                         .bias = bias.data<const void>(),
+                         .weight_dtype = weight.dtype(),
+                         .eps = eps,
+                         .weight_offset = weight_offset,
+                         .out = out.rows<void>(),
+                         .rows = x.size(0),
+                         .dim = x.size(1)});
       },
-      "x"_a, "residual"_a.none(), "weight"_a, "eps"_a, "weight_offset"_a, "out"_a);
+      "x"_a, "residual"_a.none(), "multiplier"_a, "weight"_a, "bias"_a.none(), "eps"_a, "weight_offset"_a, "out"_a);
 }
 
 void bind_rotation(nb::module_& m) {

@@ -138,13 +138,18 @@ void route(const RouteArgs& args) {
   };
   parallel_for(static_cast<int>(ceil_div(args.rows, rows_per_task)), choose);
   const int64_t num_pairs = args.rows * rule.num_active;
-  std::fill_n(args.begins, rule.num_experts + 1, 0);
-  for (int64_t pair = 0; pair < num_pairs; ++pair) ++args.begins[args.experts[pair] + 1];
-  for (int64_t e = 0; e < rule.num_experts; ++e) args.begins[e + 1] += args.begins[e];
-  // begins[e] moves to the end of expert e while its pairs are placed, and then back.
+  const auto place_of = [&](int64_t pair) {
+    const int64_t expert = args.experts[pair];
+    if (args.places == nullptr) return expert;
+    return int64_t{args.places[expert * args.num_copies + pair / rule.num_active % args.num_copies]};
+  };
+  std::fill_n(args.begins, args.num_places + 1, 0);
+  for (int64_t pair = 0; pair < num_pairs; ++pair) ++args.begins[place_of(pair) + 1];
+  for (int64_t e = 0; e < args.num_places; ++e) args.begins[e + 1] += args.begins[e];
+  // begins[e] moves to the end of place e while its pairs are placed, and then back.
   for (int64_t pair = 0; pair < num_pairs; ++pair)
-    args.order[args.begins[args.experts[pair]]++] = static_cast<int32_t>(pair);
-  std::copy_backward(args.begins, args.begins + rule.num_experts, args.begins + rule.num_experts + 1);
+    args.order[args.begins[place_of(pair)]++] = static_cast<int32_t>(pair);
+  std::copy_backward(args.begins, args.begins + args.num_places, args.begins + args.num_places + 1);
   args.begins[0] = 0;
 }
 
@@ -158,8 +163,9 @@ void multiply_experts(const ExpertProductArgs& args) {
     for (int64_t p = 0; p < args.num_pairs; ++p) tokens[p] = args.order[p] / static_cast<int32_t>(args.num_slots);
   Plan plan{.pieces = pieces};
   for (int64_t e = 0; e < num_experts; ++e) {
-    for (int64_t begin = args.begins[e], end; begin < args.begins[e + 1]; begin = end) {
-      end = std::min<int64_t>(args.begins[e + 1], begin + kMostRows);
+    const int64_t place = args.first_place + e;
+    for (int64_t begin = args.begins[place], end; begin < args.begins[place + 1]; begin = end) {
+      end = std::min<int64_t>(args.begins[place + 1], begin + kMostRows);
       if (plan.num_rows + end - begin > kMostRows) {
         run(plan);
         plan = {.pieces = pieces};

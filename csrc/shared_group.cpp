@@ -80,6 +80,7 @@ void wake_all([[maybe_unused]] std::atomic<uint32_t>& word) {
 }
 
 void copy_rows(const char* from, int64_t from_stride, char* to, int64_t to_stride, int64_t width, int64_t rows) {
+  if (rows == 0) return;
   if (from_stride == width && to_stride == width) {
     width *= rows;
     rows = 1;
@@ -239,6 +240,40 @@ void SharedGroup::gather(const GatherArgs& args) {
         const int64_t width = width_of(rank);
         if (args.out.data == nullptr) continue;
         copy_rows(slot(rank), width, args.out.data + row * args.out.stride + column, args.out.stride, width, rows);
+      }
+    }
+  }
+}
+
+void SharedGroup::exchange(const ExchangeArgs& args) {
+  check();
+  const auto first_row = [&](int rank) { return static_cast<int64_t>(args.begins[args.firsts[rank]]); };
+  int64_t most = 0;
+  uint64_t signature = static_cast<uint64_t>(args.row_bytes);
+  for (int rank = 0; rank < size_; ++rank) {
+    const int64_t rows = first_row(rank + 1) - first_row(rank);
+    most = std::max(most, rows);
+    signature = signature * 0x9e3779b97f4a7c15u + static_cast<uint64_t>(rows);
+  }
+  const int64_t piece_bytes = std::min(args.row_bytes, slot_bytes_), piece_rows = slot_bytes_ / piece_bytes;
+  const int64_t last_byte = args.first_byte + args.num_columns_bytes;
+  for (int64_t row = 0; row < most; row += piece_rows) {
+    const auto rows_of = [&](int rank) {
+      return std::clamp<int64_t>(first_row(rank + 1) - first_row(rank) - row, 0, piece_rows);
+    };
+    for (int64_t first = 0; first < args.row_bytes; first += piece_bytes) {
+      ++turn_;
+      const int64_t width = std::min(args.row_bytes - first, piece_bytes);
+      copy_rows(args.own.data + (first_row(rank_) + row) * args.own.stride + first, args.own.stride, slot(rank_), width,
+                width, rows_of(rank_));
+      arrive(signature);
+      const int64_t begin = std::max(first, args.first_byte), end = std::min(first + width, last_byte);
+      for (int rank = 0; rank < size_; ++rank) {
+        if (rank != rank_) wait_for(rank, signature);
+        if (begin >= end) continue;
+        copy_rows(slot(rank) + begin - first, width,
+                  args.out.data + (first_row(rank) + row) * args.out.stride + begin - args.first_byte, args.out.stride,
+                  end - begin, rows_of(rank));
       }
     }
   }

@@ -37,9 +37,20 @@ def pytest_collection_finish() -> None:
 
     Nor need it be counted, which every capture asks for too.
     """
+    _freeze()
+    gc.get_freeze_count = cache(gc.get_freeze_count)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nor what a file of tests has imported meanwhile, and keeps for its next ones."""
+    if nextitem is not None and nextitem.path != item.path:
+        _freeze()
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()
-    gc.get_freeze_count = cache(gc.get_freeze_count)
 
 
 # The machine that runs the tests may be busy.

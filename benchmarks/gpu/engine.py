@@ -464,7 +464,7 @@ def main() -> None:
         note(lines_of(deterministic[-1]))
         note(["", cost_of_determinism(own, deterministic[-1])])
     if arguments.save:
-        rates = {"copy_bytes_per_s": None, "flop_per_s": None}
+        rates: dict[str, float | None] = {"copy_bytes_per_s": None, "flop_per_s": None}
         if limit is not None:
             rates = {"copy_bytes_per_s": limit.read_bandwidth, "flop_per_s": limit.peak_flops}
         saved = {**environment, **rates, "models": [*plain, *deterministic]}

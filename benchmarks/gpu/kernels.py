@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,12 +69,12 @@ class Case:
     """Calls that do the same work on copies of the inputs, with the bytes and operations of one call."""
 
     name: str
-    calls: list[Callable[[], Any]]
+    calls: Sequence[Callable[..., Any]]
     num_bytes: float = 0.0
     num_flops: float = 0.0
 
 
-def seconds_per_call(calls: list[Callable[[], Any]]) -> float:
+def seconds_per_call(calls: Sequence[Callable[..., Any]]) -> float:
     """Median over replays of a graph that runs every call once."""
     for call in calls[:2]:
         call()
@@ -118,7 +118,7 @@ def attention_case(
         tables = torch.randperm(num_seqs * blocks, device="cuda").int().view(num_seqs, blocks)
         q_THE = randn(num_seqs * query_len, H, E)
         out_THE = torch.empty_like(q_THE)
-        cache, rule = LayerCache(*caches, *scales), AttentionRule(E**-0.5)
+        cache, rule = LayerCache(caches[0], caches[1], *scales), AttentionRule(E**-0.5)
         calls.append(partial(attention.paged_attention, q_THE, cache, tables, seq_lens, cu_seqlens, rule, out_THE))
     keys = query_len * (seq_len - query_len) + query_len * (query_len + 1) / 2
     kind = "decode" if query_len == 1 else "prefill"
@@ -135,20 +135,20 @@ def row_cases(model: Model, T: int) -> list[Case]:
     norms, silus, ropes, norms_to_fp8, silus_to_fp8 = [], [], [], [], []
     for _ in range(num_copies(norm_bytes)):
         x_TD, residual_TD = randn(T, model.hidden), randn(T, model.hidden)
-        norms.append(lambda x=x_TD, r=residual_TD: norm.rms_norm(x, r, weight_D, 1e-6, 0.0, x))
-        norms_to_fp8.append(lambda x=x_TD, r=residual_TD: norm.rms_norm_to_fp8(x, r, weight_D, 1e-6, 0.0))
+        norms.append(partial(norm.norm, x_TD, residual_TD, 1.0, weight_D, None, 1e-6, 0.0, x_TD))
+        norms_to_fp8.append(partial(norm.rms_norm_to_fp8, x_TD, residual_TD, 1.0, weight_D, 1e-6, 0.0))
     for _ in range(num_copies(silu_bytes)):
         x_T2I, out_TI = randn(T, 2 * model.inner), torch.empty(T, model.inner, dtype=torch.bfloat16, device="cuda")
-        silus.append(lambda x=x_T2I, y=out_TI: activation.gated_activation("silu", x, y))
-        silus_to_fp8.append(lambda x=x_T2I: activation.gated_activation_to_fp8("silu", x))
+        silus.append(partial(activation.gated_activation, "silu", x_T2I, out_TI))
+        silus_to_fp8.append(partial(activation.gated_activation_to_fp8, "silu", x_T2I))
     positions_T = torch.arange(T, device="cuda")
     rotation = HeadRotation(torch.rand(T, E, device="cuda"), weight_E, weight_E, 1e-6)
     for _ in range(num_copies(rope_bytes)):
         qkv = randn(T, (H + 2 * G) * E)
         q_THE, k_TGE, v_TGE = (x.unflatten(1, (-1, E)) for x in qkv.split([H * E, G * E, G * E], dim=1))
         caches = randn(2, -(-T // BLOCK_SIZE), G, BLOCK_SIZE, E)
-        arguments = (q_THE, k_TGE, v_TGE, positions_T, positions_T, LayerCache(*caches), rotation)
-        ropes.append(lambda a=arguments: rope_cache.rope_and_cache(*a))
+        arguments = (q_THE, k_TGE, v_TGE, positions_T, positions_T, LayerCache(caches[0], caches[1]), rotation)
+        ropes.append(partial(rope_cache.rope_and_cache, *arguments))
     return [
         Case(f"add and norm {model.name} {T} tokens", norms, norm_bytes),
         Case(f"silu {model.name} {T} tokens", silus, silu_bytes),
@@ -163,10 +163,8 @@ def sampling_cases(R: int) -> list[Case]:
     full, ids_R = torch.ones(R, device="cuda"), torch.empty(R, dtype=torch.int64, device="cuda")
     top_k_R = torch.zeros(R, dtype=torch.int32, device="cuda")
     uniform_R = torch.rand(R, dtype=torch.float64, device="cuda")
-    greedy: list[Callable[[], Any]] = [lambda x=x: sampling.greedy(x, ids_R) for x in logits]
-    top_p: list[Callable[[], Any]] = [
-        lambda x=x: sampling.sample(x, 0.8 * full, top_k_R, 0.95 * full, 0 * full, uniform_R, ids_R) for x in logits
-    ]
+    greedy = [partial(sampling.greedy, x, ids_R) for x in logits]
+    top_p = [partial(sampling.sample, x, 0.8 * full, top_k_R, 0.95 * full, 0 * full, uniform_R, ids_R) for x in logits]
     return [
         Case(f"greedy {R} rows", greedy, 4.0 * R * VOCABULARY),
         Case(f"temperature 0.8, top-p 0.95 {R} rows", top_p, 4.0 * R * VOCABULARY),
@@ -176,7 +174,7 @@ def sampling_cases(R: int) -> list[Case]:
 def linear_case(M: int, N: int, K: int) -> Case:
     weights = [randn(N, K) for _ in range(num_copies(2.0 * N * K))]
     x_MK = randn(M, K)
-    calls: list[Callable[[], Any]] = [lambda w=w: F.linear(x_MK, w) for w in weights]
+    calls = [partial(F.linear, x_MK, w) for w in weights]
     return Case(f"cuBLAS {M} x {K} -> {N}", calls, 2.0 * (N * K + M * K + M * N), 2.0 * M * N * K)
 
 
@@ -186,7 +184,7 @@ def deterministic_cases(model: Model) -> Iterator[Case]:
         for N, K in ((2 * model.inner, model.hidden), (model.hidden, model.inner)):
             weights = [randn(N, K) for _ in range(num_copies(2.0 * N * K))]
             x_MK, out_MN = randn(M, K), torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
-            calls = [lambda w=w, x=x_MK, y=out_MN: dense.linear(x, w, None, y) for w in weights]
+            calls = [partial(dense.linear, x_MK, w, None, out_MN) for w in weights]
             num_bytes = 2.0 * (N * K + M * K + M * N)
             yield Case(f"deterministic {M} x {K} -> {N}", calls, num_bytes, 2.0 * M * N * K)
     H, G, E = model.num_q_heads, model.num_kv_heads, model.head_dim
@@ -194,8 +192,8 @@ def deterministic_cases(model: Model) -> Iterator[Case]:
         case = attention_case(model, query_len, seq_len, num_seqs)
         sizes = (query_len * num_seqs, num_seqs, H // G, G, E, -(-seq_len // BLOCK_SIZE) * BLOCK_SIZE)
         shape = attention.choose_fixed_shape(*sizes, has_wgmma(torch.device("cuda", 0)))
-        calls = [lambda call=call, shape=shape: call(shape=shape) for call in case.calls]
-        yield Case(f"deterministic {case.name}", calls, case.num_bytes, case.num_flops)
+        calls = [partial(call, shape=shape) for call in case.calls]
+        yield replace(case, name=f"deterministic {case.name}", calls=calls)
 
 
 def random_weight(form: GroupedFormat, N: int, K: int) -> GroupedWeight:
@@ -229,7 +227,7 @@ def random_weight(form: GroupedFormat, N: int, K: int) -> GroupedWeight:
 def grouped_case(name: str, form: GroupedFormat, M: int, N: int, K: int) -> Case:
     weights = [pack_grouped(random_weight(form, N, K)) for _ in range(num_copies(form.num_bytes(N, K)))]
     x_MK = randn(M, K)
-    calls: list[Callable[[], Any]] = [lambda w=w: grouped_linear(x_MK, w) for w in weights]
+    calls = [partial(grouped_linear, x_MK, w) for w in weights]
     num_bytes = form.num_bytes(N, K) + 2.0 * (M * K + M * N)
     return Case(f"{name} {M} x {K} -> {N}", calls, num_bytes, 2.0 * M * N * K)
 
@@ -243,7 +241,7 @@ def fp8_case(M: int, N: int, K: int, group_size: int) -> Case:
             weight = Fp8Weight(weight.codes_NK, weight.scales_NG.repeat(1, -(-K // group_size)), group_size)
         weights.append(pack_fp8(weight))
     x_MK = randn(M, K)
-    calls: list[Callable[[], Any]] = [lambda w=w: fp8_linear(x_MK, w) for w in weights]
+    calls = [partial(fp8_linear, x_MK, w) for w in weights]
     name = "FP8 in blocks" if group_size else "FP8"
     return Case(f"{name} {M} x {K} -> {N}", calls, N * K + 2.0 * (M * K + M * N), 2.0 * M * N * K)
 
@@ -251,7 +249,7 @@ def fp8_case(M: int, N: int, K: int, group_size: int) -> Case:
 def limits() -> Machine:
     """A copy, and a large product in bfloat16, which is also the arithmetic of integer weights."""
     pairs = [(randn(1 << 27), torch.empty(1 << 27, dtype=torch.bfloat16, device="cuda")) for _ in range(4)]
-    copy = seconds_per_call([lambda a=a, b=b: b.copy_(a) for a, b in pairs])
+    copy = seconds_per_call([partial(b.copy_, a) for a, b in pairs])
     a, b = randn(8192, 8192), randn(8192, 8192)
     product = seconds_per_call([lambda: a @ b])
     flops = 2 * 8192**3 / product
@@ -326,7 +324,7 @@ def main() -> None:
         rows.append(row)
         shares = f"{row['percent_of_copy_rate']:6.1f} % {row['percent_of_product_rate']:6.1f} %"
         print(f"{case.name:45} {row['microseconds']:10.1f} us {shares}", flush=True)
-        case.calls.clear()
+        case.calls = ()  # frees their tensors
         torch.cuda.empty_cache()
     if arguments.save:
         result = {**environment, "copy_bytes_per_s": bandwidth, "flop_per_s": flops, "cases": rows}

@@ -6,20 +6,24 @@ would take a core from the next engine); a reading is the median call. The limit
 bytes over the measured read bandwidth and operations over the measured register-only peak. Where weights are integers,
 that is the peak of codes with as many bits times 8-bit integers. Both are measured between the bursts, so that a noisy
 machine hits numerator and denominator alike. `--quantization` lists how weights are held (`none`: in `--dtype`);
-formats of checkpoints (`q4_k`, `awq` ...) are random codes in the form the kernels hold.
+formats of checkpoints (`q4_k`, `awq` ...) are random codes in the form the kernels hold. Instruction sets are measured
+one after the other.
 
     python benchmarks/kernels/gemm.py --quantization none --shapes 1024x3072,1024x151936 --m 1,4,16,64,256 --isa amx
+    python benchmarks/kernels/gemm.py --no-peers --isa avx2,avx512_bf16 --save HARDWARE
+
+--save writes benchmarks/results/HARDWARE/gemm_DATE.md and .json: the table of docs/performance.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +37,7 @@ from quire.kernels.fp8 import PackedFp8, fp8_linear, pack_fp8, quantize_fp8
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.grouped import PackedGrouped, grouped_linear, pack_grouped
 from quire.kernels.grouped_weight import GroupedWeight
+from quire.measure import report
 
 COLD_BYTES = 640 << 20  # of weight copies per engine
 BURST_S = 0.02
@@ -101,7 +106,9 @@ def random_weight(weight_format: GroupedFormat, N: int, K: int) -> GroupedWeight
 def product(x: Tensor, packed: Packed, out: Tensor) -> Callable[[], Any]:
     if isinstance(packed, PackedLinear):
         return partial(linear, x, packed, out=out)
-    return partial(fp8_linear if isinstance(packed, PackedFp8) else grouped_linear, x, packed)
+    if isinstance(packed, PackedFp8):
+        return partial(fp8_linear, x, packed)
+    return partial(grouped_linear, x, packed)
 
 
 def engines(x: Tensor, out: Tensor, weights: list[Tensor], packed: list[Packed], peers: bool) -> Engines:
@@ -119,7 +126,7 @@ def engines(x: Tensor, out: Tensor, weights: list[Tensor], packed: list[Packed],
 def measure(calls: Engines, peak_of: Callable[[], float], seconds: float) -> tuple[dict[str, float], float, float]:
     """Median seconds of a call per engine, median bytes per second of reading, median peak operations per second."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    bandwidths, peaks = [], []
+    bandwidths, peaks = list[float](), list[float]()
     deadline = time.perf_counter() + seconds
     while not bandwidths or time.perf_counter() < deadline:
         bandwidths.append(cpu.read_bandwidth(256 << 20, repeats=2))
@@ -154,6 +161,7 @@ def bench_shape(
         medians, bandwidth, peak = measure(calls, peak_of, seconds)
         rows.append(
             {
+                "isa": cpu.isa(),
                 "dtype": str(dtype).removeprefix("torch."),
                 "quantization": quantization,
                 "K": K,
@@ -170,15 +178,38 @@ def bench_shape(
     return rows
 
 
+def name_of(row: dict[str, Any]) -> str:
+    """The format of the weights and the dtype of the input."""
+    return row["dtype"] if row["quantization"] == "none" else f"{row['quantization']}, {row['dtype']}"
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The text of the result file."""
+    Ms = sorted({row["M"] for row in result["rows"]})
+    lines = [
+        *report.heading("Matrix products: the share of what the machine can do", result),
+        f"- {result['threads']} threads; a cell is the share at which weights are read (r) or numbers multiplied (m),"
+        " whichever limits that product.",
+        "",
+        *report.table_head("instruction set | shape | format | " + " | ".join(f"{M} rows" for M in Ms)),
+    ]
+    cases: dict[tuple[str, str, str], list[str]] = {}
+    for row in result["rows"]:
+        is_read = row["weight_bytes"] / row["bandwidth_gb_s"] / 1e9 >= 0.99e-6 * row["limit_us"]
+        share = f"{row['limit_us'] / row['us']['quire']:.0%} {'r' if is_read else 'm'}"
+        cases.setdefault((row["isa"], f"{row['K']}x{row['N']}", name_of(row)), []).append(share)
+    lines += [f"| {' | '.join((*case, *shares))} |" for case, shares in cases.items()]
+    return "\n".join(lines) + "\n"
+
+
 def print_row(row: dict[str, Any]) -> None:
     flops, num_bytes = 2 * row["M"] * row["N"] * row["K"], row["weight_bytes"]
     cells = [
         f"{name} {flops / us / 1e3:7.0f} GFLOP/s {num_bytes / us / 1e3:5.1f} GB/s {row['limit_us'] / us:4.0%}"
         for name, us in row["us"].items()
     ]
-    name = row["dtype"] if row["quantization"] == "none" else f"{row['quantization']}, {row['dtype']}"
     sizes = f"[{row['M']:4},{row['K']:5}] x [{row['K']:5},{row['N']:6}]"
-    head = f"{name:>15} {sizes}  limit {flops / row['limit_us'] / 1e3:6.0f}"
+    head = f"{name_of(row):>15} {sizes}  limit {flops / row['limit_us'] / 1e3:6.0f}"
     print(f"{head} ({row['bandwidth_gb_s']:.1f} GB/s, {row['peak_gops']:.0f})  " + "  |  ".join(cells), flush=True)
 
 
@@ -202,25 +233,26 @@ def main() -> None:
     parser.add_argument("--dtype", type=names_of(DTYPES), default="bfloat16,float32", help="of " + ", ".join(DTYPES))
     known = ("none", *FORMATS)
     parser.add_argument("--quantization", type=names_of(known), default=DEFAULT_FORMATS, help="of " + ", ".join(known))
-    parser.add_argument("--isa", default="", help="instruction set; default: the best present")
+    parser.add_argument("--isa", default="", help="instruction sets, comma separated; default: the best present")
     parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="per product")
     parser.add_argument("--no-peers", action="store_true", help="only Quire")
-    parser.add_argument("--json", default="", help="write the rows to this file")
+    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     args = parser.parse_args()
-    if args.isa:
-        cpu.set_isa(args.isa)
     cpu.set_num_threads(args.threads)
     torch.set_num_threads(args.threads)
-    print(f"isa {cpu.isa()}, {cpu.get_num_threads()} threads, torch {torch.__version__}")
-    rows = []
-    for dtype, quantization, shape in itertools.product(args.dtype, args.quantization, args.shapes.split(",")):
-        K, N = (int(part) for part in shape.split("x"))
-        Ms = [int(m) for m in args.m.split(",")]
-        rows += bench_shape(K, N, Ms, getattr(torch, dtype), quantization, args.seconds, not args.no_peers)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"isa": cpu.isa(), "threads": args.threads, "rows": rows}, file, indent=1)
+    result = {**report.environment("python", "benchmarks/kernels/gemm.py"), "threads": args.threads, "rows": []}
+    for isa in args.isa.split(",") if args.isa else [cpu.isa()]:
+        cpu.set_isa(isa)
+        print(f"isa {isa}, {cpu.get_num_threads()} threads, torch {torch.__version__}")
+        for dtype, quantization, shape in itertools.product(args.dtype, args.quantization, args.shapes.split(",")):
+            K, N = (int(part) for part in shape.split("x"))
+            Ms = [int(m) for m in args.m.split(",")]
+            result["rows"] += bench_shape(
+                K, N, Ms, getattr(torch, dtype), quantization, args.seconds, not args.no_peers
+            )
+    if args.save:
+        report.save_published(Path(__file__).parents[1], "gemm", args.save, result, markdown(result))
 
 
 if __name__ == "__main__":

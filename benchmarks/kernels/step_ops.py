@@ -47,7 +47,7 @@ def cases(R: int, dtype: torch.dtype, vocab: int) -> tuple[dict[str, Callable[[i
     D, H, G, E, P, inner = 1024, 16, 8, 128, 16, 3072
     qkv_TC = torch.randn(R, (H + 2 * G) * E).to(dtype)
     q, k, v = (x.unflatten(1, (-1, E)) for x in qkv_TC.split((H * E, G * E, G * E), dim=1))
-    cache = LayerCache(*(torch.zeros(R * 4, G, P, E, dtype=dtype) for _ in "kv"))
+    cache = LayerCache(torch.zeros(R * 4, G, P, E, dtype=dtype), torch.zeros(R * 4, G, P, E, dtype=dtype))
     codes = {name: [torch.zeros(R * 4, G, P, E, dtype=name) for _ in "kv"] for name in kv_codes.CODE_DTYPES}
     scales = [torch.zeros(R * 4, G, P) for _ in "kv"]
     angles, weight_E = torch.randn(4096, E // 2), torch.ones(E, dtype=dtype)
@@ -72,7 +72,9 @@ def cases(R: int, dtype: torch.dtype, vocab: int) -> tuple[dict[str, Callable[[i
     token_ids = torch.randint(vocab, (R,))
 
     def to_codes(name: torch.dtype) -> Callable[[int], Any]:
-        cache = LayerCache(*codes[name], *(scales if name == torch.int8 else ()))
+        keys, values = codes[name]
+        k_scales, v_scales = scales if name == torch.int8 else (None, None)
+        cache = LayerCache(keys, values, k_scales, v_scales)
         return lambda _: ops.rope_and_cache(q, k, v, positions, slots, cache, rotation)
 
     calls: dict[str, Callable[[int], Any]] = {

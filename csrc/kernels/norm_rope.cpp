@@ -1,5 +1,5 @@
-// RMS norm (with and without residual), and per-head norm + rotary embedding + KV cache write. float32 inside, rounded
-// once.
+// RMS and layer norm (with and without residual), and per-head norm + rotary embedding + KV cache write. float32
+// inside, rounded once.
 #include "quire/kernels/norm_rope.h"
 
 #include <algorithm>
@@ -13,42 +13,60 @@ namespace {
 
 constexpr int kLanes = F32::kWidth;
 
-// 1 / sqrt(mean(x^2) + eps). next(i, left) gives kLanes values from i on, and zeros after the end. Four sums hide the
-// latency of the addition; their order depends only on dim.
-template <class Next>
-inline float inverse_rms(int64_t dim, float eps, const Next& next) {
+// The sum of a row by add(sum, x). next(i, left) gives kLanes values from i on, and zeros after the end. Four sums hide
+// the latency of the addition; their order depends only on dim.
+template <class Next, class Add>
+inline float sum_of_row(int64_t dim, const Next& next, const Add& add) {
   F32 sums[4] = {zero(), zero(), zero(), zero()};
   int64_t i = 0;
   for (; i + 4 * kLanes <= dim; i += 4 * kLanes) {
     for (int j = 0; j < 4; ++j) {
-      const F32 x = next(i + j * kLanes, kLanes);
-      sums[j] = fma(x, x, sums[j]);
+      sums[j] = add(sums[j], next(i + j * kLanes, kLanes));
     }
   }
-  for (; i < dim; i += kLanes) {
-    const F32 x = next(i, dim - i);
-    sums[0] = fma(x, x, sums[0]);
-  }
-  const float sum = reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  for (; i < dim; i += kLanes) sums[0] = add(sums[0], next(i, dim - i));
+  return reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+// 1 / sqrt(mean(x^2) + eps)
+template <class Next>
+inline float inverse_rms(int64_t dim, float eps, const Next& next) {
+  const float sum = sum_of_row(dim, next, [](F32 sum, F32 x) { return fma(x, x, sum); });
   return 1.0f / std::sqrt(sum / static_cast<float>(dim) + eps);
 }
 
-template <class T, class W>
-void rms_norm_row(const RmsNormArgs& a, int64_t row) {
+// Calls measure(next) for a row of x, or for the sum of residual and x, which it stores. Returns the row that was read.
+template <class T, class Measure>
+inline const T* measured_row(const NormArgs& a, int64_t row, const Measure& measure) {
   const T* x = static_cast<const T*>(a.x.data) + row * a.x.stride;
-  const W* weight = static_cast<const W*>(a.weight);
-  T* out = static_cast<T*>(a.out.data) + row * a.out.stride;
-  float scale;
   if (a.residual.data == nullptr) {
-    scale = inverse_rms(a.dim, a.eps, [&](int64_t i, int64_t left) { return load_part(x + i, left); });
-  } else {
-    T* residual = static_cast<T*>(a.residual.data) + row * a.residual.stride;
-    scale = inverse_rms(a.dim, a.eps, [&](int64_t i, int64_t left) {
+    measure([&](int64_t i, int64_t left) { return load_part(x + i, left); });
+    return x;
+  }
+  T* residual = static_cast<T*>(a.residual.data) + row * a.residual.stride;
+  if (a.multiplier == 1.0f) {
+    measure([&](int64_t i, int64_t left) {
       store_part(residual + i, load_part(residual + i, left) + load_part(x + i, left), left);
       return load_part(residual + i, left);
     });
-    x = residual;
+  } else {
+    const F32 multiplier = broadcast(a.multiplier);
+    measure([&](int64_t i, int64_t left) {
+      const F32 before = load_part(residual + i, left);
+      store_part(residual + i, load_part(x + i, left) * multiplier, left);
+      store_part(residual + i, before + load_part(residual + i, left), left);
+      return load_part(residual + i, left);
+    });
   }
+  return residual;
+}
+
+template <class T, class W>
+void rms_norm_row(const NormArgs& a, int64_t row) {
+  float scale = 0;
+  const T* x = measured_row<T>(a, row, [&](const auto& next) { scale = inverse_rms(a.dim, a.eps, next); });
+  const W* weight = static_cast<const W*>(a.weight);
+  T* out = static_cast<T*>(a.out.data) + row * a.out.stride;
   const F32 scales = broadcast(scale), offset = broadcast(a.weight_offset);
   for (int64_t i = 0; i < a.dim; i += kLanes) {
     const int64_t left = a.dim - i;
@@ -56,17 +74,36 @@ void rms_norm_row(const RmsNormArgs& a, int64_t row) {
   }
 }
 
-template <class T>
-void rms_norm_of(const RmsNormArgs& a) {
-  if (a.weight_dtype == a.dtype) {
-    for_rows(a.rows, a.dim, [&](int64_t row) { rms_norm_row<T, T>(a, row); });
-  } else {
-    for_rows(a.rows, a.dim, [&](int64_t row) { rms_norm_row<T, float>(a, row); });
+template <class T, class W>
+void layer_norm_row(const NormArgs& a, int64_t row) {
+  float mean = 0;
+  const T* x = measured_row<T>(a, row, [&](const auto& next) {
+    mean = sum_of_row(a.dim, next, [](F32 sum, F32 x) { return sum + x; }) / static_cast<float>(a.dim);
+  });
+  const F32 means = broadcast(mean);
+  const auto centred = [&](int64_t i, int64_t left) {
+    return (left >= kLanes ? load(x + i) : load_n(x + i, static_cast<int>(left), mean)) - means;
+  };
+  const F32 scales = broadcast(inverse_rms(a.dim, a.eps, centred));
+  const W *weight = static_cast<const W*>(a.weight), *bias = static_cast<const W*>(a.bias);
+  T* out = static_cast<T*>(a.out.data) + row * a.out.stride;
+  for (int64_t i = 0; i < a.dim; i += kLanes) {
+    const int64_t left = a.dim - i;
+    store_part(out + i, fma(centred(i, left) * scales, load_part(weight + i, left), load_part(bias + i, left)), left);
   }
 }
 
-void rms_norm(const RmsNormArgs& a) {
-  with_type_of(a.dtype, [&]<class T>(T) { rms_norm_of<T>(a); });
+template <class T, class W>
+void norm_rows(const NormArgs& a) {
+  if (a.bias == nullptr) {
+    for_rows(a.rows, a.dim, [&](int64_t row) { rms_norm_row<T, W>(a, row); });
+  } else {
+    for_rows(a.rows, a.dim, [&](int64_t row) { layer_norm_row<T, W>(a, row); });
+  }
+}
+
+void norm(const NormArgs& a) {
+  with_type_of(a.dtype, [&]<class T>(T) { a.weight_dtype == a.dtype ? norm_rows<T, T>(a) : norm_rows<T, float>(a); });
 }
 
 // Norm (weight not null) and rotation (cos_sin not null) of one head. write(i, x, left) takes kLanes elements from i
@@ -182,7 +219,7 @@ void rope_and_cache(const RopeCacheArgs& a) {
 }  // namespace
 
 extern const NormRopeKernels norm_rope_table;
-const NormRopeKernels norm_rope_table = {rms_norm, rope_and_cache};
+const NormRopeKernels norm_rope_table = {norm, rope_and_cache};
 
 }  // namespace quire::QUIRE_ISA
 

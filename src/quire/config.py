@@ -15,6 +15,7 @@ from typing import Any
 from quire.compat.names import nearest
 from quire.compat.speculation import speculative_config_of
 from quire.compat.table import FOREIGN, settle
+from quire.eplb_config import EplbConfig
 from quire.errors import ConfigError
 from quire.formats.answer_formats import NO_PARSER, REASONING_PARSERS, TOOL_PARSERS
 from quire.formats.kv_format import KV_CACHE_DTYPES
@@ -274,6 +275,23 @@ class EngineConfig:
         "Stages of consecutive layers, each of --tensor-parallel-size ranks. As many batches are computed at once.",
         flags=("-pp",),
     )
+    enable_expert_parallel: bool = option(
+        False, "Each of --tensor-parallel-size ranks has whole experts, instead of rows of all.", flags=("-ep",)
+    )
+    expert_placement_strategy: str = option(
+        "linear",
+        "Which experts a rank has: linear: neighbours; round_robin: every so many.",
+        choices=("linear", "round_robin"),
+    )
+    enable_eplb: bool = option(
+        False, "Ranks that have whole experts exchange some between steps, so that all get as many tokens."
+    )
+    eplb_config: dict[str, Any] | None = option(
+        None,
+        "JSON object of --enable-eplb: window_size, step_interval, num_redundant_experts, ...; docs/parallel.md has "
+        "the keys.",
+        type="json",
+    )
     distributed_executor_backend: str | None = option(
         None,
         "mp: each rank but the first is a process of its own; ray: Ray starts those of --nnodes; uni: one process, for "
@@ -378,6 +396,11 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Processes that share a copy of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def balancing(self) -> EplbConfig | None:
+        """How ranks exchange experts; None: they do not."""
+        return EplbConfig.of(self.eplb_config or {}) if self.enable_eplb else None
 
     @property
     def num_local_ranks(self) -> int:
@@ -666,6 +689,25 @@ def _check_lora(config: EngineConfig) -> None:
         )
 
 
+def _check_eplb(config: EngineConfig) -> None:
+    """ConfigError for experts that ranks cannot exchange."""
+    given = EplbConfig.of(config.eplb_config or {})
+    if given.num_redundant_experts and not config.enable_eplb:
+        raise ConfigError(
+            "Redundant experts need --enable-eplb",
+            value=given.num_redundant_experts,
+            fix="Give --enable-eplb too, or leave num_redundant_experts out of --eplb-config",
+            param="eplb_config",
+        )
+    if config.enable_eplb and not (config.enable_expert_parallel and config.tensor_parallel_size > 1):
+        raise ConfigError(
+            "Only ranks that have whole experts can exchange them",
+            value=config.enable_eplb,
+            fix="Give --enable-expert-parallel and --tensor-parallel-size 2 or more, or leave --enable-eplb out",
+            param="enable_eplb",
+        )
+
+
 def _check_nodes(config: EngineConfig) -> None:
     """ConfigError for machines that cannot share a copy of the model."""
     most, stages = config.nnodes, config.pipeline_parallel_size
@@ -733,6 +775,7 @@ def _check_engine(config: EngineConfig) -> None:
             fix="Leave draft_tensor_parallel_size out of --speculative-config",
             param="speculative_config",
         )
+    _check_eplb(config)
     _check_nodes(config)
     local = config.data_parallel_size_local
     if local not in (None, config.data_parallel_size):

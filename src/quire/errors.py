@@ -154,6 +154,12 @@ class CompilerLostError(ProcessLostError):
     code, status = "compiler_lost", 503
 
 
+class VocabularyError(QuireError):
+    """This model's tokenizer cannot be used for constraints."""
+
+    code, status = "no_constraints", 501
+
+
 class NotReadyError(QuireError):
     """The engine is starting for the first time or again."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from quire.formats.kv_format import KvFormat
@@ -89,6 +90,39 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Which of several ranks has which experts. Each expert has a place, or several: ranks in order, then as here.
+
+    Attributes:
+        experts: of each rank: their numbers. No rank has an expert twice.
+        columns: of the experts' results: each rank adds up some for all tokens.
+    """
+
+    rank: int
+    experts: tuple[tuple[int, ...], ...]
+    columns: tuple[range, ...]
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The experts of this rank."""
+        return self.experts[self.rank]
+
+    @property
+    def num_experts(self) -> int:
+        """Of the layer."""
+        return 1 + max(max(own) for own in self.experts)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The first place of each rank, and at last the number of places."""
+        return tuple(accumulate(map(len, self.experts), initial=0))
+
+    @property
+    def num_places(self) -> int:
+        return self.firsts[-1]
+
+
+@dataclass(frozen=True)
 class Stage:
     """The part of a model that one of several stages holds: some of its layers.
 
@@ -112,6 +146,21 @@ class Stage:
         return self.index == self.num_stages - 1
 
 
+class HeadMatrices(NamedTuple):
+    """A matrix [N, K] for each head.
+
+    Attributes:
+        name: of a module with these matrices alone, [num_heads, N, K], which GGUF files have.
+        num_rows: of each, in the weight that is taken apart.
+    """
+
+    name: str
+    num_heads: int
+    N: int
+    K: int
+    num_rows: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearShape:
     """A linear layer. Several tensors of the checkpoint, side by side, may form its weight.
@@ -127,13 +176,14 @@ class LinearShape:
         paired_heads: for each shard, the number of heads that rotate neighbouring dimensions in the checkpoint; 0 or no
             entry: none. Here halves of a head rotate, so loading reorders their rows.
         num_experts: as many layers of this shape are stacked; 0: an ordinary layer. Sizes are of one of them.
+        placement: they are the experts of one rank; None: they are all experts of the layer.
         stacked: the name of one tensor [num_experts, N, K] that a checkpoint may hold instead; empty: there is none.
-            Biases and the tensors of a quantized form have its name, `_` and their own.
+            Biases and the tensors of a quantized form have its name, `_` and their own without `weight_`.
         stacked_form: `columns`: that tensor is [num_experts, K, N]. `turns`: so too, and in all of them the outputs of
             the shards take turns.
         is_gate: its few outputs decide about others, so it stays in floating point, and adapters do not change it.
-        matrices: the weight is taken apart after loading. These matrices, (count, N, K), are held in the model's dtype,
-            whatever form the checkpoint has. Empty: the weight is held as it is.
+        matrices: the weight is taken apart after loading. These matrices are held in the model's dtype, whatever form
+            the checkpoint has. Empty: the weight is held as it is.
     """
 
     prefix: str
@@ -144,10 +194,11 @@ class LinearShape:
     share: Share | None = None
     paired_heads: tuple[int, ...] = ()
     num_experts: int = 0
+    placement: Placement | None = None
     stacked: str = ""
     stacked_form: StackedForm = "rows"
     is_gate: bool = False
-    matrices: tuple[tuple[int, int, int], ...] = ()
+    matrices: tuple[HeadMatrices, ...] = ()
 
     @property
     def out_features(self) -> int:
@@ -185,6 +236,24 @@ class LinearShape:
         sizes = {name: size for (name, _), size in zip(self.shards, self.share.tensor_rows, strict=True)}
         return replace(self, shards=tuple(sizes.items()), share=None)
 
+    def taken_apart(self) -> Iterator[LinearShape]:
+        """The matrices as layers of their own, with [N, K] of all heads one after the other."""
+        for each in self.matrices:
+            shards = ((each.name, each.num_heads * each.N),)
+            share = self.share
+            if share is not None:
+                per_head = sum(matrix.num_rows for matrix in self.matrices)
+                rows = tuple(
+                    range(own.start // per_head * each.N, own.stop // per_head * each.N) for own in share.rows[0]
+                )
+                share = Share(share.rank, (rows,), (share.tensor_rows[0] // per_head * each.N,))
+            yield replace(self, shards=shards, in_features=each.K, matrices=(each,), share=share)
+
+    @property
+    def num_stored_experts(self) -> int:
+        """Stacked layers of this shape in the checkpoint."""
+        return self.num_experts if self.placement is None else self.placement.num_experts
+
     @property
     def is_adaptable(self) -> bool:
         """Whether adapters may change it."""
@@ -192,14 +261,24 @@ class LinearShape:
 
     def of_expert(self, expert: int) -> LinearShape:
         """The ordinary layer of one expert."""
-        return replace(self, prefix=self.prefix.format(expert), num_experts=0, stacked="")
+        return replace(self, prefix=self.prefix.format(expert), num_experts=0, placement=None, stacked="")
 
 
 class NormShape(NamedTuple):
-    """An RMS norm: the name of its module in the checkpoint, and the number of elements with one mean."""
+    """A norm: the name of its module in the checkpoint, and the number of elements with one mean.
+
+    Attributes:
+        is_layer_norm: it takes the mean away and has a bias; else it is an RMS norm.
+    """
 
     name: str
     size: int
+    is_layer_norm: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        """Of its weight and its bias."""
+        return (2 if self.is_layer_norm else 1) * self.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +319,7 @@ class Full:
         sinks: each head has a learned score without a value, which takes a part of the weights (gpt-oss).
         sink_share: the scores that a rank has; None: all.
         temperature, temperature_floor: of queries at late positions: see kernels/layer_rules.py; 0: there is none.
+        clip: elements of q, k and v are not above it, and not below its negative, before they rotate; 0: there is none.
     """
 
     num_q_heads: int
@@ -255,6 +335,7 @@ class Full:
     sink_share: Share | None = None
     temperature: float = 0.0
     temperature_floor: float = 1.0
+    clip: float = 0.0
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
@@ -465,7 +546,23 @@ class Experts:
 
     @property
     def num_experts(self) -> int:
+        """That are held. Of a rank, these may be some of those that the router chooses from."""
         return self.expert.gate_up.num_experts
+
+    @property
+    def num_routed(self) -> int:
+        """That the router chooses from."""
+        return self.router.linear.out_features
+
+    @property
+    def num_active_here(self) -> int:
+        """Held experts per token, if tokens go to all experts alike."""
+        return -(-self.num_active * self.num_experts // self.num_routed)
+
+    @property
+    def placement(self) -> Placement | None:
+        """See LinearShape."""
+        return self.expert.gate_up.placement
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
@@ -474,7 +571,7 @@ class Experts:
     @property
     def active_linears(self) -> tuple[LinearShape, ...]:
         """The linear layers that one token reads: stacks of the chosen experts."""
-        return self._linears(self.num_active)
+        return self._linears(self.num_active_here)
 
     @property
     def width(self) -> int:
@@ -497,7 +594,7 @@ FeedForward = Dense | Experts
 
 
 class Norms(NamedTuple):
-    """RMS norms around one part of a layer: of its input, and of its addition to the residual stream."""
+    """Norms around one part of a layer: of its input, and of its addition to the residual stream."""
 
     before: NormShape | None = None
     after: NormShape | None = None
@@ -547,7 +644,7 @@ class LayerSpec:
         around = [norm for _, norms in self.parts for norm in norms if norm is not None]
         num_sinks = self.attention.num_q_heads if isinstance(self.attention, Full) and self.attention.sinks else 0
         norms = (*around, *(() if self.attention is None else self.attention.norms))
-        return sum(norm.size for norm in norms) + num_sinks
+        return sum(norm.num_elements for norm in norms) + num_sinks
 
 
 @dataclass(frozen=True, kw_only=True)

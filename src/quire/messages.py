@@ -25,6 +25,7 @@ class EngineLaunch(msgspec.Struct):
     is_first: bool = True  # no engine of this server was ready before
     drafter_folder: str | None = None
     free_memory_bytes: int | None = None  # RAM when the server started, for all of its replicas
+    gets_tokenizer: bool = False  # with its first message, and it is ready behind that
 
 
 class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
@@ -71,7 +72,7 @@ class SetLimits(msgspec.Struct, tag="limits", omit_defaults=True):
 
 
 class UseTokenizer(msgspec.Struct, tag="tokenizer", frozen=True):
-    """The vocabulary of the grammars of requests. It comes before the first request with a grammar."""
+    """The vocabulary of the grammars of requests. It is an engine's first message, if it gets one."""
 
     tokenizer: str  # the content of a tokenizer.json
     eos_token_ids: list[int]  # end an output where the grammar allows it

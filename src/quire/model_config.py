@@ -5,9 +5,11 @@ hf_config/ translates Hugging Face's names.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +26,24 @@ from quire.hf_config.json_file import read_object
 from quire.hf_config.layer_format import QuantizedCheckpoint
 from quire.hf_config.quantization import OUTPUT, SEPARATE_FILES, parse_description
 from quire.hf_config.translate import merge, translate
-from quire.layer_spec import Cut, DraftHead, Experts, KvSpec, LayerSpec, LinearShape, RopeConfig, Share, Stage
+from quire.layer_spec import (
+    Cut,
+    DraftHead,
+    Experts,
+    KvSpec,
+    LayerSpec,
+    LinearShape,
+    NormShape,
+    Placement,
+    RopeConfig,
+    Share,
+    Stage,
+)
 
 __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeConfig", "load_model_config"]
 
 
+EXPERT = re.compile(r"(.*\.)(\d{1,6})(\.[^.]+\.[^.]+)")  # the number of an expert, before module and tensor
 TOKEN_ID_BYTES = 8
 ROUTER_BIAS_BYTES = 4  # they stay in float32
 
@@ -57,8 +72,10 @@ class ModelConfig:
     dtype: str  # of the checkpoint: bfloat16, float16 or float32
     quantized: QuantizedCheckpoint | GgufWeights | None  # the format of its linear layers; None: dtype
     tie_word_embeddings: bool
-    rms_norm_eps: float
+    rms_norm_eps: float  # of layer norms too
     norm_offset: float  # added to every norm weight
+    final_norm: NormShape
+    output_bias: bool  # the logits have one
     rope: RopeConfig  # of layers with full attention; layers with a window may have their own
     logits_soft_cap: float  # 0 = none
     embedding_multiplier: float  # on the embeddings
@@ -88,13 +105,19 @@ class ModelConfig:
         return self.stage is None or self.stage.is_last
 
     def holds(self, name: str) -> bool:
-        """Whether a tensor of the checkpoint is of this stage, by its name there."""
-        if self.stage is None:
+        """Whether a tensor of the checkpoint is of this stage and this rank's experts, by its name there."""
+        if self.stage is None and not self._placements:
             return True
         for prefix, ours in self.renamed_prefixes:
             if name.startswith(prefix):
                 name = ours + name.removeprefix(prefix)
                 break
+        if self._placements and (match := EXPERT.fullmatch(name)) is not None:
+            placement = self._placements.get(match[1])
+            if placement is not None and int(match[2]) not in placement.own:
+                return int(match[2]) >= placement.num_experts  # no expert has such a number
+        if self.stage is None:
+            return True
         match name.split(".", 3):
             case ["model", "layers", number, _] if number.isdecimal():
                 return int(number) in self.stage.layers or (
@@ -103,6 +126,12 @@ class ModelConfig:
             case ["model", "embed_tokens", *_]:
                 return self.has_embeddings or (self.has_output and self.tie_word_embeddings)
         return self.has_output
+
+    @cached_property
+    def _placements(self) -> dict[str, Placement]:
+        """Of experts that ranks share, by the part of the names of their tensors before the number."""
+        linears = (linear for part in self.experts() for linear in part.expert.linears)
+        return {each.prefix.partition("{}")[0]: each.placement for each in linears if each.placement is not None}
 
     def describe_checkpoint(self) -> str:
         """The format of the weights, for people."""
@@ -127,8 +156,9 @@ class ModelConfig:
 
     def num_active_parameters(self) -> int:
         """Elements of the weights that one token uses, with the rows of all tokens in embeddings and output."""
-        output = self.output_linear().num_weights if self.has_output else 0
-        return self.num_block_parameters() + output + self._num_looked_up_parameters()
+        output = self.output_linear()
+        num_output = output.num_weights + output.num_biases if self.has_output else 0
+        return self.num_block_parameters() + num_output + self._num_looked_up_parameters()
 
     def num_block_parameters(self) -> int:
         """Elements of the weights that one token uses in the layers and the final norm, without idle experts."""
@@ -178,7 +208,7 @@ class ModelConfig:
 
     def expert_counts(self) -> Counter[tuple[int, int]]:
         """How many layers have so many experts, of which so many are active."""
-        return Counter((part.num_experts, part.num_active) for part in self.experts())
+        return Counter((part.num_experts, part.num_active_here) for part in self.experts())
 
     def expert_bytes(self, dtype: str, quantization: str | None = None) -> Iterator[tuple[Experts, int]]:
         """The experts of each layer that has some, and the bytes in memory of one of them."""
@@ -243,12 +273,15 @@ class ModelConfig:
     def output_linear(self) -> LinearShape:
         """hidden -> logits."""
         prefix, name = ("model.", "embed_tokens") if self.tie_word_embeddings else ("", OUTPUT)
-        return self._over_vocabulary(prefix, name, self.vocab_size if self.head is None else self.head.num_tokens)
+        num_tokens = self.vocab_size if self.head is None else self.head.num_tokens
+        return self._over_vocabulary(prefix, name, num_tokens, bias=self.output_bias)
 
-    def _over_vocabulary(self, prefix: str, name: str, num_tokens: int) -> LinearShape:
+    def _over_vocabulary(self, prefix: str, name: str, num_tokens: int, *, bias: bool = False) -> LinearShape:
         share = self.vocab_share
         shards = ((name, num_tokens if share is None else len(share.own_rows(0))),)
-        return LinearShape(prefix=prefix, shards=shards, in_features=self.hidden_size, cut=Cut("rows"), share=share)
+        return LinearShape(
+            prefix=prefix, shards=shards, in_features=self.hidden_size, bias=bias, cut=Cut("rows"), share=share
+        )
 
     def _num_looked_up_parameters(self) -> int:
         """Elements of the embeddings; 0 if they are the output projection too, or the target's."""
@@ -271,7 +304,7 @@ class ModelConfig:
 
     def _num_norm_elements(self) -> int:
         around = () if self.head is None else self.head.norms
-        final = self.hidden_size if self.has_output else 0
+        final = self.final_norm.num_elements if self.has_output else 0
         return sum(layer.num_norm_elements() for layer in self.layers) + final + sum(n.size for n in around)
 
     def _held_bytes(self, linear: LinearShape, dtype: str, quantization: str | None, is_packed: bool) -> int:

@@ -124,6 +124,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         why = "processes of this machine, with its cores divided; tokens and logprobs are those of one rank, to the bit"
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             put(name, getattr(config, name), config.sources[name], why)
+    if config.enable_expert_parallel:
+        put("enable_expert_parallel", True, config.sources["enable_expert_parallel"], _experts_of_ranks(model))
     if gpu is not None:
         isa = put("isa", gpu.isa, "device", gpu.name)
     else:
@@ -199,6 +201,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         packed_weights_cache=config.packed_weights_cache,
         logprobs_mode=config.logprobs_mode,
         expert_metrics=config.expert_metrics,
+        balancing=config.balancing,
     )
     lora = lora_settings(config, model, form, record)
     _put_rest(record, config)
@@ -359,6 +362,13 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
                 fix=f"{fix}, or leave --{name.replace('_', '-')} out",
                 param=name,
             )
+
+
+def _experts_of_ranks(model: ModelConfig) -> str:
+    """How many experts each rank has."""
+    placements = {part.placement for part in model.experts()}
+    counts = (" + ".join(str(len(own)) for own in placement.experts) for placement in placements if placement)
+    return "; ".join(f"{count} experts of a layer, by ranks" for count in counts) or "one rank has all experts"
 
 
 def _enforce_eager(config: EngineConfig, model: ModelConfig) -> Choice[bool]:

@@ -40,8 +40,8 @@ class ScheduledBatch:
     as if the drafts before them were true, and a draft holds if it equals the token that is sampled in its place. A row
     that wants a vector gets it with its last token, instead of that token's logits.
 
-    The worker applies, in order: removed_request_ids, new_rows, new_block_ids, block_copies; then it computes. The KV
-    of drafts that do not hold stays in the cache until a later step writes the same slots.
+    The worker applies, in order: removed_request_ids, new_rows, new_block_ids, forced_tokens, block_copies; then it
+    computes. The KV of drafts that do not hold stays in the cache until a later step writes the same slots.
     """
 
     step_id: int
@@ -55,6 +55,9 @@ class ScheduledBatch:
     new_rows: list[NewRow] = field(default_factory=list)
     removed_request_ids: list[str] = field(default_factory=list)  # finished, aborted or preempted since the last batch
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination): copy-on-write
+    # Of rows in which a grammar forced tokens behind the last one that was sampled: request id, position of the first
+    # of them, and they. The worker that sampled it knows them.
+    forced_tokens: list[tuple[str, int, list[int]]] = field(default_factory=list)
     # Of steps before, for workers that have not sampled them. Empty: all workers know them.
     tokens_before: list[StepTokens] = field(default_factory=list)
 
@@ -84,6 +87,8 @@ class ExpertUse(msgspec.Struct, array_like=True):
     distinct: float  # experts of a layer that were hit: the mean over layers
     balancedness: float  # tokens of an expert by those of the busiest one of its layer: the mean over all
     tokens: list[int]  # of each expert that was hit, in one layer: the layers take turns
+    of_ranks: float = 1.0  # tokens of a rank by those of the busiest one: the mean over all; 1: ranks share each expert
+    num_moved: int = 0  # experts that have got another place
 
 
 @dataclass(slots=True)

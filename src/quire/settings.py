@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from quire.config import EngineConfig, ServerConfig
+from quire.eplb_config import EplbConfig
 from quire.formats.kv_format import kv_format
 from quire.formats.kv_groups import DrafterLayers, full_table, kv_groups, num_tables
 from quire.formats.weight_format import LORA_PANEL, packs_floats
@@ -100,6 +101,7 @@ class ModelSettings:
     packed_weights_cache: bool
     logprobs_mode: str
     expert_metrics: bool = False
+    balancing: EplbConfig | None = None
 
     @property
     def cache_dtype(self) -> str:

@@ -18,6 +18,13 @@ def test_every_pair_meets(sizes: tuple[int, ...]) -> None:
     assert len(cases) <= 1.6 * largest[0] * largest[-1], "far more cases than the two longest axes ask for"
 
 
+def test_values_of_axes_that_are_apart_all_occur() -> None:
+    cases = all_pairs((5, 6, 3), apart=[(0, 1)])
+    assert {(case[0], case[2]) for case in cases} == set(product(range(5), range(3)))
+    assert {(case[1], case[2]) for case in cases} == set(product(range(6), range(3)))
+    assert len(cases) < 30
+
+
 def test_the_product_is_whole_and_the_rest_is_slow() -> None:
     cases = covering("abc", (1, 2), (True, False))
     assert [case.values for case in cases] == list(product("abc", (1, 2), (True, False)))

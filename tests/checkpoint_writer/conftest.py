@@ -19,7 +19,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     paths = {}
     for seed, name in enumerate(("calibration", "measured")):
         paths[name] = str(folder / name)
-        Path(paths[name]).write_text("".join(chats(clean_entries()[seed::7], random.Random(seed))))
+        Path(paths[name]).write_text("".join(chats(clean_entries()[seed::7], random.Random(seed)))[:16_000])
     return paths
 
 

@@ -35,8 +35,13 @@ def correlated(K: int, seed: int) -> Tensor:
     return x_TK.T @ x_TK
 
 
-@pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize("group_size", [32, 64, 256])
+@pytest.mark.parametrize(
+    ("group_size", "act_order"),
+    [
+        *[(32, False), (64, True), (256, False)],
+        *[pytest.param(*case, marks=pytest.mark.slow) for case in ((32, True), (64, False), (256, True))],
+    ],
+)
 def test_gptq_follows_the_update_it_is_named_after(group_size: int, act_order: bool) -> None:
     """A twin that eliminates one row and column of the inverse after another, in float64 (equations 2 and 3).
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -19,11 +20,17 @@ from quire.checkpoint_writer.output import Output
 from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.loader import safetensors_writer
+from quire.model_config import load_model_config
 from quire.quality import measure
 from quire.quality.summary import Quality, summarize
 from quire.worker.model_runner import ModelRunner
 from tests.checkpoint_writer.folders import OPTIONS, plain_weights, quantize, tensors, write_plain
 from tests.examples import IS_FULL
+from tests.loading import load_model
+from tests.models.paged_run import PagedRun
+from tests.models.test_families import Case, random_hf_model
+from tests.models.tiny_models import QUANTIZED_ACTIVATIONS_TOLERANCE
+from tests.quality.remembering import remembering
 
 COMMON: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 256, "num_threads": 1}
 BASE = EngineConfig(dtype="float32", **COMMON)
@@ -32,13 +39,13 @@ BASE = EngineConfig(dtype="float32", **COMMON)
 @cache
 def base_runner() -> ModelRunner:
     """The demo model in float32."""
-    return measure.load(BASE, lambda *_: None).runner
+    return remembering(measure.load(BASE, lambda *_: None).runner)
 
 
 def quality(folder: Path, text: str, **options: Any) -> Quality:
     """Against the demo model in float32."""
     model = EngineConfig(model=str(folder), **COMMON | options)
-    windows = measure.read_text(text, BASE, [model], 256, 1024 if IS_FULL else 512)
+    windows = measure.read_text(text, BASE, [model], 256, 1024 if IS_FULL else 256)
     runner = measure.load(model, lambda *_: None).runner
     return summarize(measure.compare_runners(windows, base_runner(), runner))
 
@@ -248,6 +255,58 @@ def test_what_it_refuses(
     (odd / "config.json").write_text(json.dumps(config | {"intermediate_size": 600}))
     assert quantize("int4", tmp_path / "out", "", model=odd) == 2
     assert "down_proj" in capsys.readouterr().err
+
+
+SIZES_IN_GROUPS = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 4, "first_k_dense_replace": 1}
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("config_class", "settings", "to", "kept"),
+    [
+        ("Qwen3MoeConfig", {"num_experts": 4}, "int4", "layers.1.mlp.gate"),
+        ("MixtralConfig", {"num_local_experts": 4}, "fp8", "layers.1.block_sparse_moe.gate"),
+        (
+            "DeepseekV2Config",
+            LATENT | {"n_routed_experts": 4, "num_key_value_heads": 6},
+            "int8",
+            "layers.1.self_attn.kv_b_proj",
+        ),
+    ],
+)
+def test_experts_and_latent_attention(
+    config_class: str, settings: dict[str, Any], to: str, kept: str, tmp_path: Path
+) -> None:
+    """Quire reads the weights that were written; routers, gates and weights that are taken apart stay."""
+    model = random_hf_model(Case(config_class, SIZES_IN_GROUPS | EXPERTS | settings))
+    model.save_pretrained(tmp_path / "model")
+    assert quantize(to, tmp_path / "out", "", "--group-size", "32", model=tmp_path / "model") == 0
+    original, found = load_file(tmp_path / "model" / "model.safetensors"), tensors(tmp_path / "out")
+    assert torch.equal(found[f"model.{kept}.weight"], original[f"model.{kept}.weight"])
+    plain = write_plain(tmp_path / "out", tmp_path / "plain")
+    quantized, rounded, exact = (
+        PagedRun(load_model(load_model_config(folder), torch.float32), torch.float32).step({0: list(range(3, 23))})[0]
+        for folder in (tmp_path / "out", plain, tmp_path / "model")
+    )
+    assert (quantized - rounded).norm() < QUANTIZED_ACTIVATIONS_TOLERANCE * rounded.norm()
+    assert 0 < (rounded - exact).norm() < 0.5 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("config_class", "to", "message"),
+    [
+        ("GraniteMoeConfig", "int4", "all experts of a layer in one tensor.*input_linear"),
+        ("MixtralConfig", "gptq", "has experts, which cannot be calibrated"),
+    ],
+)
+def test_experts_that_it_refuses(
+    config_class: str, to: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = random_hf_model(Case(config_class, SIZES_IN_GROUPS | {"num_local_experts": 4}))
+    model.save_pretrained(tmp_path / "model")
+    assert quantize(to, tmp_path / "out", "", "--group-size", "32", model=tmp_path / "model") == 2
+    assert re.search(message, capsys.readouterr().err, re.DOTALL)
 
 
 def test_what_is_copied_beside_the_weights(tmp_path: Path) -> None:

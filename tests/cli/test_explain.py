@@ -72,15 +72,15 @@ def test_when_the_length_limits_the_kv_cache(tmp_path: Path) -> None:
     assert explained(max_model_len=2048, kv_cache_memory_bytes=own_size)[1] == num_blocks
 
 
-def test_what_each_rank_holds(tmp_path: Path) -> None:
+def test_where_each_rank_is(tmp_path: Path) -> None:
     model = load_model_config(write_config(tmp_path, "Qwen2.5-0.5B"))
     alone = explain("m", EngineConfig(), ServerConfig(), model, DEVICE)
     assert alone.as_dict()["ranks"] == []
     degrees = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2, nnodes=2)
     explanation = explain("m", degrees, ServerConfig(), model, DEVICE)
-    last, first = explanation.as_dict()["ranks"]
-    assert (first["ranks"], first["node"], first["stage"], first["layers"][0]) == ([2, 3], 1, 0, 0)
-    assert (last["ranks"], last["node"], last["stage"], last["layers"][1]) == ([0, 1], 0, 1, 23)
+    last, _, _, first = explanation.as_dict()["ranks"]
+    assert (first["rank"], first["node"], first["stage"], first["layers"][0]) == (3, 1, 0, 0)
+    assert (last["rank"], last["node"], last["stage"], last["layers"][1]) == (0, 0, 1, 23)
     assert (
         first["kv_bytes_per_token"] + last["kv_bytes_per_token"]
         == model.kv_bytes_per_token(kv_format("auto", "bfloat16")) / 2
@@ -98,6 +98,24 @@ def test_expectation_from_bandwidth(tmp_path: Path) -> None:
     busy = explain("m", EngineConfig(), ServerConfig(), model, DEVICE, read_bandwidth=30e9, waited=0.5)
     detail = busy.settings["expectation_waited_share"].detail
     assert detail.startswith("the machine is busy: this was measured with a core for 50% of the time; ")
+
+
+def test_what_each_rank_holds(tmp_path: Path) -> None:
+    """8 experts on 3 ranks. A rank takes none of the others' weights: together they hold the model and two routers."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
+    folder = write_config(tmp_path, "Qwen3-0.6B", architectures=["Qwen3MoeForCausalLM"], **experts)
+    model = load_model_config(folder)
+    asked = EngineConfig(tensor_parallel_size=3, enable_expert_parallel=True)
+    explanation = explain("m", asked, ServerConfig(), model, DEVICE)
+    ranks = explanation.as_dict()["ranks"]
+    assert [rank["num_experts"] for rank in ranks] == [3, 3, 2]
+    assert "ranks    ranks 0 to 1, each: layers 0 to 27, 3 experts of a layer, weights " in explanation.text()
+    assert explanation.settings["enable_expert_parallel"].detail == "3 + 3 + 2 experts of a layer, by ranks"
+    whole = explain("m", EngineConfig(), ServerConfig(), model, DEVICE)
+    assert whole.ranks == ()
+    on_all = 28 * 2 * (2 * 1024 + 2 * 128 + 64 * 1024) + 2 * 1024  # norms, and routers in panels, in bfloat16
+    more = sum(rank["weight_bytes"] for rank in ranks) - whole.settings["weight_bytes"].value
+    assert more == 2 * on_all
 
 
 def test_what_an_earlier_start_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,13 @@ def test_asking_for_nothing_is_silent(caplog: pytest.LogCaptureFixture) -> None:
                 num_speculative_tokens_per_batch_size=((1, 8, 4), (9, 1 << 20, 0)),
             ),
         ),
+        (
+            ["--num-redundant-experts", "4", "--enable-eplb", "-ep", "-tp", "2"],
+            "eplb_config",
+            {"num_redundant_experts": 4},
+        ),
+        (["--eplb-window-size", "10"], "eplb_config", {"window_size": 10}),
+        (["--eplb-step-interval", "20"], "eplb_config", {"step_interval": 20}),
     ],
 )
 def test_translated(words: list[str], name: str, value: object, caplog: pytest.LogCaptureFixture) -> None:
@@ -171,6 +178,7 @@ def test_every_translation_is_tested() -> None:
     of_text |= {"speculative_model", "num_speculative_tokens"}
     assert translated == of_text | OF_A_DRAFTER.keys() | {
         "max_num_scheduled_tokens", "max_num_active_seqs", "rope_scaling", "compilation_config",
+        "num_redundant_experts", "eplb_window_size", "eplb_step_interval",
     }  # fmt: skip
 
 

@@ -144,7 +144,7 @@ def test_ways_to_share_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert found["asked"][0] == pipeline
     assert rows["int8", 1, 1]["num_tokens"] > 0
     assert found["legal_tensor_parallel_sizes"][:4] == [1, 2, 3, 4]
-    assert [(share["stage"], share["ranks"]) for share in found["ranks"]] == [(1, [0]), (0, [1])]
+    assert [(share["stage"], share["rank"]) for share in found["ranks"]] == [(1, 0), (0, 1)]
     layers = sorted(share["layers"] for share in found["ranks"])
     assert (layers[0][0], layers[0][1] + 1, layers[1][1]) == (0, layers[1][0], 79)
     assert sum(share["weight_bytes"] for share in found["ranks"]) == one["weight_bytes"]

@@ -13,8 +13,7 @@ from tests.e2e.serving import SMALL, Serve
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Serve]:
-    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with Serve(*SMALL, *tools, "--enable-tokenizer-info-endpoint") as server:
+    with Serve(*SMALL, "--enable-tokenizer-info-endpoint") as server:
         yield server
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -105,6 +106,50 @@ def test_a_recorded_call_joins_again() -> None:
         return [int(number) for number in out[0]]
 
     assert together(groups_of(2), run) == [[10, 11]] * 2
+
+
+@pytest.mark.parametrize("slot_bytes", [64, 1 << 20])
+@pytest.mark.parametrize(
+    ("counts", "columns", "dtype"),
+    [
+        ((3, 0, 41), (range(20), range(20, 50), range(50, 50)), torch.bfloat16),
+        ((1, 1), (range(3), range(3, 5)), torch.float32),
+        ((0, 7), (range(64), range(64, 70)), torch.uint8),
+    ],
+)
+def test_columns_of_the_rows_of_all_ranks(
+    slot_bytes: int,
+    counts: tuple[int, ...],
+    columns: tuple[range, ...],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each rank has one expert and the rest of its rows are anybody's; between two turns that gather."""
+    monkeypatch.setattr(shared_memory, "SLOT_BYTES", slot_bytes)
+    size, rows, width = len(counts), sum(counts), columns[-1].stop
+    begins = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+    whole = part_of(0, 0, rows, width, dtype)
+
+    def run(group: SharedMemoryGroup) -> list[torch.Tensor]:
+        own, wide = range(begins[group.rank], begins[group.rank + 1]), part_of(group.rank, 1, rows, width + 3, dtype)
+        wide[own.start : own.stop, :width] = whole[own.start : own.stop]
+        found = []
+        for _ in range(3):
+            found.append(group.exchange(wide[:, :width], begins, range(size + 1), columns[group.rank]))
+            group.gather(wide[:, :1], [1] * size)
+        return found
+
+    for rank, found in enumerate(together(groups_of(size), run)):
+        for each in found:
+            assert torch.equal(each, whole[:, columns[rank].start : columns[rank].stop])
+
+
+def test_ranks_that_route_differently_are_noticed() -> None:
+    def run(group: SharedMemoryGroup) -> torch.Tensor:
+        begins = torch.tensor([0, 2 + group.rank, 5], dtype=torch.int32)
+        return group.exchange(torch.ones(5, 4), begins, (0, 1, 2), range(2))
+
+    assert any("does something else" in str(each) for each in together(groups_of(2), run))
 
 
 @pytest.mark.parametrize("waits", [0.0, 0.3])

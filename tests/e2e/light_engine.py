@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
@@ -81,6 +82,9 @@ class LightWorker:
             if row.sampling_params.temperature == 0:  # greedy: its seed, which the front end has drawn, means nothing
                 row.sampling_params.seed = 0
         return self._steps.submit(batch).result()
+
+    def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
+        """There are no grammars."""
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return False

@@ -91,6 +91,29 @@ def test_openai_client_parses_what_follows_a_schema(server: Serve) -> None:
             )
 
 
+def test_an_agent_needs_no_flags(server: Serve) -> None:
+    """The demo model has never seen tools: it answers as without them, also behind a call that another model made."""
+    tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "abs"}'}}
+    history: Any = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "found"},
+    ]
+    options: Any = {"model": MODEL, "temperature": 0, "max_tokens": 20}
+    with server.openai() as client:
+        free = client.chat.completions.create(messages=MESSAGES, **options).choices[0]
+        choice = client.chat.completions.create(messages=MESSAGES, tools=[tool], **options).choices[0]
+        assert (choice.message.content, choice.message.tool_calls) == (free.message.content, None)
+        assert client.chat.completions.create(messages=history, tools=[tool], **options).choices[0].message.content
+    body = {"messages": history, "tools": [tool]}
+    prompt = httpx.post(f"{server.url}/v1/chat/completions/render", json=body).json()["prompt"]
+    assert (
+        '<tool_call>\n{"name": "look", "arguments": {"at": "abs"}}\n</tool_call><|im_end|>\n<|im_start|>tool\nfound'
+        in prompt
+    )
+
+
 def test_concurrent_clients_get_their_own_answers(server: Serve) -> None:
     answers: dict[int, str] = {}
 

@@ -264,10 +264,15 @@ def target() -> Any:
     return AutoModelForCausalLM.from_pretrained(quire.demo.path("target"), dtype=torch.float32).model.eval()
 
 
-@cache
+_streams: list[tuple[tuple[int, ...], list[Tensor]]] = []  # of sequences that were asked about
+
+
 @torch.no_grad()
 def streams(token_ids: tuple[int, ...]) -> list[Tensor]:
-    """The residual streams before each layer, and behind the last one."""
+    """The residual streams before each layer, and behind the last one: of a longer sequence the first ones."""
+    for known, of_known in _streams:
+        if known[: len(token_ids)] == token_ids:
+            return [stream_TD[: len(token_ids)] for stream_TD in of_known]
     model, found = target(), []
     hooks = [layer.register_forward_pre_hook(lambda _, args: found.append(args[0][0])) for layer in model.layers]
     hooks.append(model.norm.register_forward_pre_hook(lambda _, args: found.append(args[0][0])))
@@ -276,4 +281,5 @@ def streams(token_ids: tuple[int, ...]) -> list[Tensor]:
     finally:
         for hook in hooks:
             hook.remove()
+    _streams.append((token_ids, found))
     return found

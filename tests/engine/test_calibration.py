@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.cost.calibrate import Fit, Rows
@@ -14,6 +14,7 @@ from quire.engine.start import StartedEngine
 from quire.formats.kv_groups import KvGroup
 from quire.schedule import ScheduledBatch
 from tests.cost.models import cost_model
+from tests.examples import examples
 from tests.scheduler.driver import Driver, TimedDriver, request
 from tests.scheduler.test_stateful import MODELS
 
@@ -31,6 +32,7 @@ class CalibratedDriver(TimedDriver):
 
 
 @pytest.mark.parametrize("groups", MODELS)
+@settings(max_examples=examples(24))
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(1, 30))
 def test_requests_get_the_same_tokens(groups: tuple[KvGroup, ...], prompt: list[int], num_tokens: int) -> None:
     """Steps of nobody before, between and behind requests: nothing is lost that a prefix cache keeps."""

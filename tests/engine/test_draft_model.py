@@ -61,7 +61,7 @@ def test_every_kind_of_sampling(name: str, is_greedy: bool) -> None:
     assert answers(core, [name])[name] == expected(name)
 
 
-@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=interfered(), most=st.integers(1, MOST_DRAFTS), seed=st.integers(0, 1000))
 def test_any_schedule(case: Interfered, most: int, seed: int) -> None:
     case.check(proposer=ByWorker(most, seed), draft=demo_draft(), drafts_greedily=bool(seed % 2))

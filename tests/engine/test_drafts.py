@@ -171,7 +171,7 @@ def interfered(draw: st.DrawFn) -> Interfered:
     return Interfered(names, schedule, draw(st.sampled_from([3, 7, 1000])))
 
 
-@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=interfered(), right=st.floats(0.3, 1.0), longest=st.integers(1, 9), seed=st.integers(0, 1000))
 def test_any_schedule(case: Interfered, right: float, longest: int, seed: int) -> None:
     case.check(proposer=guesser(right, longest=longest, seed=seed))

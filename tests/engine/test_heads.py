@@ -159,6 +159,8 @@ def test_drafts_are_those_of_the_twin(kind: str, schedule: str) -> None:
     assert len(notes.proposals) > 20
     assert len({draft for proposal in notes.proposals for draft in proposal.drafts}) > 30
     assert kind != "bundled" or notes.num_held > 20
+    for prompt, tokens in zip(asked(), plain(kind), strict=True):
+        heads.streams((*prompt.token_ids, *tokens))
     for number, proposal in enumerate(notes.proposals):
         count = len(proposal.drafts) if number % 8 == 0 else 1
         assert proposal.drafts[:count] == twin_of(kind).drafts(proposal.token_ids, count)

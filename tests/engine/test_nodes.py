@@ -72,7 +72,8 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1, 2])
 def test_two_machines_give_the_tokens_of_one_process(width: int) -> None:
     port = free_port()
     with other_node(port, tensor_parallel_size=width) as node:
@@ -87,10 +88,12 @@ def test_two_machines_give_the_tokens_of_one_process(width: int) -> None:
 
 @pytest.mark.parametrize("lost", ["rank", pytest.param("node", marks=pytest.mark.slow)])
 def test_what_is_lost_on_another_machine_is_named(lost: str) -> None:
+    """Before that both machines give the tokens of one process."""
     port = free_port()
     with other_node(port) as node:
         engine = head(port)
         (pid,) = children(node.pid)
+        assert run(engine.core, brief()) == run(started(1).core, brief())
 
         def hit(core: Any, step: int) -> None:
             if step == 20:
@@ -151,7 +154,7 @@ def in_thread(task: Callable[[], Any]) -> threading.Thread:
 
 
 def come(port: int) -> socket.socket:
-    return wire.connect(ADDRESS, port, KEY.encode(), time.monotonic() + 4 * wire.HANDSHAKE_SECONDS)
+    return wire.connect(ADDRESS, port, KEY.encode(), time.monotonic() + 20)
 
 
 def told(config: EngineConfig, **changes: Any) -> Hello:
@@ -177,7 +180,7 @@ def close(found: list[Joined]) -> None:
         peer.close()
 
 
-def test_who_is_let_in(caplog: pytest.LogCaptureFixture) -> None:
+def test_who_is_let_in(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are dropped and logged; the right machine comes after all of them."""
     port, waited = free_port(), list[str]()
     config = EngineConfig.from_kwargs(**settings(port))
@@ -202,6 +205,7 @@ def test_who_is_let_in(caplog: pytest.LogCaptureFixture) -> None:
             name = "VLLM_PP_LAYER_PARTITION" if "settings" in changes else next(iter(changes))
             assert f"{name} is" in answer.why
             assert "on node 0 and" in answer.why
+    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 1.0)
     with come(port):  # it says nothing, and is waited for in vain
         finish(port, config)
         letting.join(15.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,23 @@ from tests.engine.test_sameness import brief
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "moe_intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_experts": 7,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 5000,
+}
 ENDLESS = Prompt((5, 7, 9), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
 
 
@@ -59,24 +78,45 @@ def wait_for(condition: Any, seconds: float = 20.0) -> bool:
     return bool(condition())
 
 
-@pytest.fixture(params=["tensor_parallel_size", "pipeline_parallel_size"])
+SHARES = ["tensor_parallel_size", "pipeline_parallel_size"]
+
+
+@pytest.fixture(scope="module", params=SHARES)
 def engine(request: pytest.FixtureRequest) -> Iterator[StartedEngine]:
+    """Until its last test ends it. The clean end is shown in test_sameness_ranks_lora.py and test_nodes.py."""
     cpus = sorted(os.sched_getaffinity(0))
     engine = in_processes(**{request.param: 2}, numa_bind_cpus=(str(cpus[0]), str(cpus[-1])))
+    assert [len(os.sched_getaffinity(pid)) for pid in (0, process_of(engine).pid)] == [1, 1], "each is bound"
+    os.sched_setaffinity(0, cpus)
     yield engine
     engine.core.shutdown()
-    os.sched_setaffinity(0, cpus)
     assert process_of(engine).returncode is not None, "the process is left behind"
 
 
+@cache
+def expected() -> list[list[int]]:
+    return run(started(1).core, brief())
+
+
+@pytest.mark.parametrize(
+    "engine", [pytest.param("tensor_parallel_size", marks=pytest.mark.slow), "pipeline_parallel_size"], indirect=True
+)
 def test_a_process_per_rank_gives_the_tokens_of_one(engine: StartedEngine) -> None:
-    assert run(engine.core, brief()) == run(started(1).core, brief())
+    assert run(engine.core, brief()) == expected()
     times = engine.core.last_record.ranks
     assert len(times) == 2
     assert all(0.0 <= waited < seconds for seconds, waited in times)
     assert any(waited for _, waited in times)
+
+
+def test_processes_with_whole_experts_that_move(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    form = {"max_model_len": 128, "load_format": "dummy"}
+    asked = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_config": {"step_interval": 2}}
+    engine = in_processes(tmp_path, tensor_parallel_size=2, **form, **asked)
+    assert run(engine.core, brief()) == run(started(1, tmp_path, **form).core, brief())
+    assert engine.executor.workers[0].runner.balancer.num_moved > 0  # type: ignore[attr-defined]
     process = process_of(engine)
-    assert [len(os.sched_getaffinity(pid)) for pid in (0, process.pid)] == [1, 1], "each is bound"
     engine.core.shutdown()
     assert process.returncode == 0
 
@@ -90,17 +130,22 @@ def test_a_request_that_cannot_be_prepared_ends_alone(engine: StartedEngine) -> 
         deltas += engine.core.step()
     (delta,) = deltas
     assert delta.error == "The model gives tokens, and no vector of a prompt."
-    assert run(engine.core, [brief()[0]]) == run(started(1).core, [brief()[0]])
+    assert run(engine.core, [brief()[0]]) == expected()[:1]
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (signal.SIGKILL, "was killed by SIGKILL"),
-        pytest.param(signal.SIGSTOP, "was stopped by a signal", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_that_is_lost_is_named(number: signal.Signals, words: str, engine: StartedEngine) -> None:
+def test_a_rank_that_is_lost_is_named(engine: StartedEngine) -> None:
+    check_that_it_is_named(engine, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", SHARES)
+def test_a_rank_that_is_stopped_is_named(share: str) -> None:
+    engine = in_processes(**{share: 2})
+    check_that_it_is_named(engine, signal.SIGSTOP)
+    engine.core.shutdown()
+
+
+def check_that_it_is_named(engine: StartedEngine, number: signal.Signals) -> None:
     """In the middle of steps: the first rank leaves what it waits for."""
     pid = process_of(engine).pid
 

@@ -31,7 +31,7 @@ from tests.models.test_families import CASES, random_hf_model
 from tests.models.tiny_models import SIZES
 from tests.worker.fake_accelerator import FakeAccelerator
 
-FAMILIES = ("qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss", "llama4_text")
+FAMILIES = ("qwen3_moe", "phimoe", "qwen2_moe", "glm4_moe", "gpt_oss", "llama4_text")
 PRECISIONS = ("bfloat16", "float32", *ON_LOAD)
 POISON = 99  # a token whose embedding has no numbers, in one test
 SCHEDULES = {
@@ -45,15 +45,20 @@ SCHEDULES = {
 
 
 @cache
+def written(family: str, is_poisoned: bool) -> TemporaryDirectory[str]:
+    """Its checkpoint, until the process ends."""
+    folder, model = TemporaryDirectory(), random_hf_model(CASES[family])
+    if is_poisoned:
+        model.get_input_embeddings().weight.data[POISON] = torch.nan
+    model.save_pretrained(folder.name)
+    return folder
+
+
+@cache
 def loaded(family: str, precision: str, is_poisoned: bool = False) -> tuple[ModelConfig, CausalLM]:
-    with TemporaryDirectory() as folder:
-        model = random_hf_model(CASES[family])
-        if is_poisoned:
-            model.get_input_embeddings().weight.data[POISON] = torch.nan
-        model.save_pretrained(folder)
-        config = load_model_config(Path(folder))
-        quantization = precision if precision in ON_LOAD else None
-        return config, load_model(config, dtype_of(precision), quantization=quantization)
+    config = load_model_config(Path(written(family, is_poisoned).name))
+    quantization = precision if precision in ON_LOAD else None
+    return config, load_model(config, dtype_of(precision), quantization=quantization)
 
 
 def core(family: str, precision: str, schedule: Schedule) -> EngineCore:
@@ -112,21 +117,30 @@ def test_forced_preemption(at_step: int) -> None:
     assert run(engine, prompts(), before_step=preempt) == expected("qwen3_moe", "bfloat16", cpu.isa())
 
 
-@pytest.mark.parametrize(("isa", "precision"), covering(cpu.isas(), list(PRECISIONS)))
-def test_every_instruction_set(isa: str, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("isa", "precision", "schedule"),
+    covering(
+        cpu.isas(),
+        list(PRECISIONS),
+        [Schedule(chunk=7, num_blocks=7, block_size=8), Schedule(chunk=16)],
+        apart=[(0, 1)],
+    ),
+    ids=str,
+)
+def test_every_instruction_set(isa: str, precision: str, schedule: Schedule) -> None:
     best = cpu.isa()
     cpu.set_isa(isa)
     try:
-        engine = core("qwen3_moe", precision, Schedule(chunk=7, num_blocks=7, block_size=8))
+        engine = core("qwen3_moe", precision, schedule)
         assert run(engine, prompts()) == expected("qwen3_moe", precision, isa)
     finally:
         cpu.set_isa(best)
 
 
 @pytest.mark.skipif(not cpu.available(), reason="plain torch is not recorded")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "granitemoe", "olmoe"])
 def test_decode_steps_are_recorded(family: str) -> None:
-    """With shared experts and their gate, with biases for the choice, and with layers of other kinds."""
+    """With shared experts and their gate, biases for the choice, layers of other kinds, residual factors, clips."""
     config, model = loaded(family, "bfloat16")
     assert isinstance(model, Decoder)
     groups, num_tokens = kv_groups(config), MAX_TOKENS + 2

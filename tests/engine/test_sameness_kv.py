@@ -14,7 +14,7 @@ from msgspec import structs
 from quire.engine.core import EngineCore
 from quire.kernels import cpu
 from quire.sampling_params import SamplingParams
-from tests.covering import covering
+from tests.covering import covering, in_turn
 from tests.engine.harness import Prompt, Schedule, build_core, run
 from tests.engine.test_sameness import BEST, BLOCK_SIZE, NUM_BRIEF
 from tests.engine.test_sameness import prompts as usual_prompts
@@ -38,7 +38,7 @@ def brief() -> tuple[Prompt, ...]:
 
 @cache
 def _expected_on(kv: str, precision: str, isa: str) -> list[list[int]]:
-    wanted = prompts() if isa == BEST else brief()  # another instruction set rounds differently
+    wanted = prompts() if isa == BEST else brief()[:-1]  # another instruction set rounds differently, and takes longer
     return [run(build_core(Schedule(kv_cache_dtype=kv), precision), [prompt])[0] for prompt in wanted]
 
 
@@ -83,8 +83,7 @@ def test_prefix_hits(kv: str) -> None:
         assert run(core, [prompt], prefix="again") == [tokens]
 
 
-@pytest.mark.parametrize("kv", KV_CACHE_DTYPES)
-@pytest.mark.parametrize("at_step", [0, 1, 5, 20])
+@pytest.mark.parametrize(("at_step", "kv"), in_turn([[(0,), (1,), (5,), (20,)]], KV_CACHE_DTYPES))
 def test_preemption(at_step: int, kv: str) -> None:
     """Every running request loses its blocks before one step and is computed again."""
     core = build_core(Schedule(chunk=BLOCK_SIZE + 1, kv_cache_dtype=kv), "bfloat16")
@@ -113,7 +112,7 @@ def test_forks_copy_the_scales_too(kv: str) -> None:
 
 @pytest.mark.parametrize(
     ("isa", "kv", "schedule"),
-    covering(cpu.isas()[:-1], KV_CACHE_DTYPES, [Schedule(chunk=7), Schedule(num_blocks=8, depth=2)]),
+    covering(cpu.isas()[:-1], KV_CACHE_DTYPES, [Schedule(chunk=7), Schedule(num_blocks=5, depth=2)], apart=[(0, 1)]),
     ids=str,
 )
 def test_every_instruction_set(isa: str, kv: str, schedule: Schedule) -> None:
@@ -121,7 +120,7 @@ def test_every_instruction_set(isa: str, kv: str, schedule: Schedule) -> None:
     cpu.set_isa(isa)
     try:
         core = build_core(replace(schedule, kv_cache_dtype=kv), "bfloat16")
-        assert run(core, brief()) == [tokens[:NUM_BRIEF] for tokens in expected(kv)]
+        assert run(core, brief()[:-1]) == [tokens[:NUM_BRIEF] for tokens in expected(kv)]
         core.shutdown()
     finally:
         cpu.set_isa(best)

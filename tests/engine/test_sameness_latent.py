@@ -91,7 +91,10 @@ def test_the_prompts_exercise_the_matrix() -> None:
     assert min(len(set(each)) for each in tokens) > 3, "the tokens depend on little"
 
 
-@pytest.mark.parametrize(("isa", "precision", "chunk", "depth"), covering(cpu.isas(), PRECISIONS, [1, 7, 256], [1, 2]))
+@pytest.mark.parametrize(
+    ("isa", "precision", "chunk", "depth"),
+    covering(cpu.isas(), PRECISIONS, [1, 7, 256], [1, 2], apart=[(0, 1), (0, 2)]),
+)
 def test_chunks_and_batch_mates(isa: str, precision: str, chunk: int, depth: int) -> None:
     best = cpu.isa()
     cpu.set_isa(isa)

@@ -65,7 +65,7 @@ def test_adapters_change_the_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("chunk", "depth", "preempt_every", "prefix_caching", "precision"),
-    covering([1, 7, BLOCK_SIZE + 1, 2048], [1, 2], [3, 1000], [False, True], PRECISIONS),
+    covering([1, 7, BLOCK_SIZE + 1, 2048], [1, 2], [3, 1000], [False, True], PRECISIONS, apart=[(0, 4)]),
 )
 def test_mixed_batches(chunk: int, depth: int, preempt_every: int, prefix_caching: bool, precision: str) -> None:
     """All at once: prompts and decodes, base and adapters in one batch, some of it computed again."""

@@ -15,7 +15,6 @@ import pytest
 import torch
 from msgspec import structs
 
-import quire.demo
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError
 from quire.kernels import cpu
@@ -24,8 +23,8 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import RowsFailedError
 from tests.covering import covering
 from tests.engine.harness import CHECKPOINT_FORMAT, EOS, run
-from tests.engine.ranks import started
-from tests.engine.test_sameness import brief
+from tests.engine.ranks import started, two_layers
+from tests.engine.test_sameness import asked_on, brief
 from tests.gguf.writing import write_gguf
 from tests.models.tiny_models import SIZES
 from tests.quantization import fp8_checkpoints
@@ -40,7 +39,7 @@ Answer = list[tuple[list[int], list[Any]]]
 def answers(core: EngineCore) -> Answer:
     """Tokens and logprobs of the brief prompts, which run together; prompt logprobs of one of them."""
     found: dict[str, tuple[list[int], list[Any]]] = {}
-    for index, prompt in enumerate(brief()):
+    for index, prompt in enumerate(asked_on(cpu.isa())):
         params = structs.replace(prompt.params, logprobs=3, prompt_logprobs=2 if index == 1 else None)
         core.add(AddRequest(f"r{index}", list(prompt.token_ids), params, 8, stop_token_ids=[EOS]))
         found[f"r{index}"] = ([], [])
@@ -76,32 +75,42 @@ def expected(form: str, isa: str) -> Answer:
     return of_ranks(1, **FORMS[form])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("form", ["bfloat16", "float32"])
+@cache
+def expected_of_two_layers(form: str, isa: str) -> Answer:
+    return of_ranks(1, two_layers(), **FORMS[form])
+
+
+@pytest.mark.parametrize(
+    ("form", "num_ranks"),
+    [
+        *[("bfloat16", 2), ("float32", 3), ("bfloat16", 4)],
+        *[pytest.param(*case, marks=pytest.mark.slow) for case in (("float32", 2), ("bfloat16", 3), ("float32", 4))],
+    ],
+)
 def test_floats(form: str, num_ranks: int) -> None:
     assert of_ranks(num_ranks, **FORMS[form]) == expected(form, cpu.isa())
 
 
-@pytest.mark.parametrize(("isa", "form", "num_ranks"), covering(cpu.isas(), [*FORMS], [2, 3, 4]))
+@pytest.mark.parametrize(("isa", "form", "num_ranks"), covering(cpu.isas(), [*FORMS], [2, 3, 4], apart=[(0, 1)]))
 def test_every_instruction_set(isa: str, form: str, num_ranks: int) -> None:
     """With chunks of prompts and two batches in flight."""
     best = cpu.isa()
     cpu.set_isa(isa)
     try:
-        found = of_ranks(num_ranks, max_num_batched_tokens=17, async_scheduling=True, **FORMS[form])
-        assert found == expected(form, isa)
+        found = of_ranks(num_ranks, two_layers(), max_num_batched_tokens=17, async_scheduling=True, **FORMS[form])
+        assert found == expected_of_two_layers(form, isa)
     finally:
         cpu.set_isa(best)
 
 
 def _gguf(folder: Path) -> Path:
-    write_gguf(folder / "m.gguf", quire.demo.path("target"), "Q4_K")
+    write_gguf(folder / "m.gguf", two_layers(), "Q4_K")
     return folder / "m.gguf"
 
 
 def _quantized(form: Format) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
-        write_quantized(quire.demo.path("target"), folder, form)
+        write_quantized(two_layers(), folder, form)
         return folder
 
     return write

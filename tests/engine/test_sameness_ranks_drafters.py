@@ -1,4 +1,7 @@
-"""Drafters that are models on ranks: the tokens are those of one rank without drafts."""
+"""Drafters that are models on ranks: the tokens are those of one rank without drafts.
+
+Ranks are threads here; test_sameness_ranks_lora.py has processes, with a drafter too.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ from tests.engine import heads
 from tests.engine.harness import run
 from tests.engine.heads import EAGLE3, eagle3_tensors
 from tests.engine.ranks import started
-from tests.engine.test_rank_processes import in_processes
 from tests.engine.test_sameness import brief
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
@@ -77,17 +79,6 @@ def test_heads(method: str, tmp_path: Path) -> None:
     assert found[0] == wanted[0] == run(started(1, target).core, brief())
     assert min(found[1], wanted[1]) > 5
     several.core.shutdown()
-
-
-def test_processes() -> None:
-    folder = demo.path("draft")
-    engine = in_processes(drafter_folder=folder, tensor_parallel_size=2, **speculation("draft_model", folder))
-    try:
-        tokens, num_drafts, num_held = drafted(engine)
-        assert tokens == run(started(1).core, brief())
-        assert 0 < num_held < num_drafts
-    finally:
-        engine.core.shutdown()
 
 
 def test_an_error_of_the_drafter_ends_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:

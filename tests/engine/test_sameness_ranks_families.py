@@ -14,9 +14,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from quire.errors import ConfigError
 from quire.kernels import cpu
+from quire.worker import expert_balancer
 from tests.covering import covering
-from tests.engine.test_sameness_ranks import Answer, of_ranks
+from tests.engine.ranks import started
+from tests.engine.test_sameness_ranks import Answer, answers, of_ranks
 from tests.models.test_families import CASES, random_hf_model
 from tests.quantization import checkpoints, fp8_checkpoints
 from tests.quantization.checkpoints import Format
@@ -28,7 +31,7 @@ LIMITS: dict[str, Any] = {"max_model_len": 128}
 VOCABULARY = {"vocab_size": 5000}  # the prompts' tokens
 FAMILIES = (
     *("qwen3_moe", "qwen2_moe", "glm4_moe", "granitemoe", "gpt_oss", "llama4_text"),
-    *("deepseek_v2", "deepseek_v3", "deepseek_v3-halves"),
+    *("deepseek_v2", "deepseek_v3", DENSE := "deepseek_v3-halves"),
 )
 
 
@@ -57,45 +60,58 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("family", "form", "num_ranks"), covering(list(FAMILIES), list(FORMS), [2, 3]))
+# Ranks have rows of every expert, or whole ones.
+SHARES: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "neighbours": {"enable_expert_parallel": True},
+    "round robin": {"enable_expert_parallel": True, "expert_placement_strategy": "round_robin"},
+}
+MOVING = {"enable_expert_parallel": True, "enable_eplb": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "num_ranks", "share"), covering(list(FAMILIES), list(FORMS), [2, 3], list(SHARES))
+)
 def test_families(
     family: str,
     form: str,
     num_ranks: int,
+    share: str,
     folder_of: Callable[[str], Path],
     expected: Callable[[str, str, str], Answer],
 ) -> None:
     """Router, routing and rows of the cache of latent attention are computed by every rank."""
     one = expected(family, form, cpu.isa())
     assert len({tuple(tokens) for tokens, _ in one}) > 2
-    assert of_ranks(num_ranks, folder_of(family), **LIMITS, **FORMS[form]) == one
+    asked = {} if family == DENSE else SHARES[share]
+    assert of_ranks(num_ranks, folder_of(family), **LIMITS, **FORMS[form], **asked) == one
 
 
-@pytest.mark.parametrize(("isa", "family"), covering(cpu.isas()[:-1], ["qwen2_moe", "deepseek_v3"]))
+@pytest.mark.parametrize(
+    ("isa", "family", "share"), covering(cpu.isas()[:-1], ["qwen2_moe", "deepseek_v3"], ["rows", "round robin"])
+)
 def test_every_instruction_set(
-    isa: str, family: str, folder_of: Callable[[str], Path], expected: Callable[[str, str, str], Answer]
+    isa: str, family: str, share: str, folder_of: Callable[[str], Path], expected: Callable[[str, str, str], Answer]
 ) -> None:
     """With chunks of prompts and two batches in flight."""
-    best = cpu.isa()
+    best, schedule = cpu.isa(), {"max_num_batched_tokens": 17, "async_scheduling": True}
     cpu.set_isa(isa)
     try:
-        found = of_ranks(
-            2, folder_of(family), max_num_batched_tokens=17, async_scheduling=True, **LIMITS, dtype="bfloat16"
-        )
+        found = of_ranks(2, folder_of(family), **schedule, **LIMITS, **SHARES[share], dtype="bfloat16")
         assert found == expected(family, "bfloat16", isa)
     finally:
         cpu.set_isa(best)
 
 
 EXPERTS: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_experts": 4,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 384,
+    "moe_intermediate_size": 192,
     "norm_topk_prob": True,
     **VOCABULARY,
 }
@@ -103,11 +119,12 @@ EXPERTS: dict[str, Any] = {
 
 def _experts(form: Format | Fp8Form) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
-        config = transformers.Qwen3MoeConfig(**EXPERTS, head_dim=128 if isinstance(form, Fp8Form) else 32)
-        if isinstance(form, Fp8Form):
+        if isinstance(form, Fp8Form):  # ranks have whole blocks of 128 rows
+            sizes = EXPERTS | {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
+            config = transformers.Qwen3MoeConfig(**sizes, head_dim=128)
             fp8_checkpoints.write(folder, config, form)
         else:
-            checkpoints.write(folder, config, form)
+            checkpoints.write(folder, transformers.Qwen3MoeConfig(**EXPERTS, head_dim=32), form)
 
     return write
 
@@ -115,6 +132,7 @@ def _experts(form: Format | Fp8Form) -> Callable[[Path], None]:
 def _latent(folder: Path) -> None:
     """Blocks of 128 rows keep two heads together."""
     settings = CASES["deepseek_v3"].settings | {"q_lora_rank": 160, "hidden_size": 256, "num_attention_heads": 4}
+    settings |= {"num_hidden_layers": 2}
     sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
     more = {"num_key_value_heads": 4, "intermediate_size": 256, "moe_intermediate_size": 256, "attention_bias": False}
     config = transformers.DeepseekV3Config(**settings | sizes | more | VOCABULARY)
@@ -123,7 +141,7 @@ def _latent(folder: Path) -> None:
 
 def _mxfp4(folder: Path) -> None:
     case = CASES["gpt_oss"]
-    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_local_experts": 3}
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_local_experts": 3, "num_hidden_layers": 2}
     random_hf_model(replace(case, settings=case.settings | sizes | VOCABULARY)).save_pretrained(folder)
     tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -147,9 +165,71 @@ CHECKPOINTS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
+# No expert is cut with whole ones: these forms have a tensor of all experts, an order of columns, and scales apart.
+AS_WHOLE = ("MXFP4", "GPTQ with act-order", "FP8 blocks")
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        *((name, "rows") for name in CHECKPOINTS),
+        *(pytest.param(name, "neighbours", marks=() if name in AS_WHOLE else pytest.mark.slow) for name in CHECKPOINTS),
+    ],
+)
+def test_quantized_checkpoints(name: str, share: str, tmp_path: Path) -> None:
     CHECKPOINTS[name](tmp_path)
     one = of_ranks(1, tmp_path, **LIMITS)
     assert len({tuple(tokens) for tokens, _ in one}) > 1
-    assert of_ranks(2, tmp_path, **LIMITS) == one
+    assert of_ranks(2, tmp_path, **LIMITS, **SHARES[share]) == one
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stages", "config"),
+    [
+        (2, 2, {"num_redundant_experts": 3, "use_async": False}),
+        (3, 1, {"num_redundant_experts": 2, "window_size": 2}),
+        (3, 1, {}),
+    ],
+)
+def test_experts_that_move_between_steps(
+    num_ranks: int,
+    num_stages: int,
+    config: dict[str, Any],
+    folder_of: Callable[[str], Path],
+    expected: Callable[[str, str, str], Answer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two places change before a step, or all at once; in the middle of answers and of prompts in chunks."""
+    monkeypatch.setattr(expert_balancer, "BUDGET_BYTES", 1)
+    asked = MOVING | {"eplb_config": {"step_interval": 3, **config}}
+    asked |= LIMITS | FORMS["int4"] | {"max_num_batched_tokens": 17, "async_scheduling": num_stages == 1}
+    engine = started(num_ranks, folder_of("qwen2_moe"), num_stages=num_stages, **asked)
+    runners = [worker.runner for worker in engine.executor.workers]  # type: ignore[attr-defined]
+    balancers = [runner.balancer for runner in runners if runner.balancer is not None]  # one stage has experts
+    assert len(balancers) == num_ranks
+    before = balancers[0].num_moved
+    assert answers(engine.core) == expected("qwen2_moe", "int4", cpu.isa())
+    engine.core.shutdown()
+    assert balancers[0].num_moved > before
+    assert len({each.num_moved for each in balancers}) == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "message"),
+    [
+        (DENSE, SHARES["neighbours"], "no experts that ranks could share"),
+        ("qwen3_moe", SHARES["neighbours"] | {"tensor_parallel_size": 6}, "whole ones. Got 6. Expected .* 3, 4, 5[.]"),
+        ("qwen2_moe", {"enable_eplb": True}, "Only ranks that have whole experts"),
+        ("qwen2_moe", {"eplb_config": {"num_redundant_experts": 2}}, "need --enable-eplb"),
+        (
+            "qwen2_moe",
+            MOVING | {"eplb_config": {"num_redundant_experts": 60}},
+            "60 redundant experts are more than",
+        ),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(
+    family: str, asked: dict[str, Any], message: str, folder_of: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        started(2, folder_of(family), **asked)

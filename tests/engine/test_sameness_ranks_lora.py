@@ -20,8 +20,9 @@ from quire.messages import AdapterState, LoadAdapter
 from quire.model_config import load_model_config
 from tests.engine.harness import Prompt, run
 from tests.engine.ranks import started
-from tests.engine.test_rank_processes import in_processes
+from tests.engine.test_rank_processes import in_processes, process_of
 from tests.engine.test_sameness import brief
+from tests.engine.test_sameness_ranks_drafters import drafted, speculation
 from tests.lora.adapters import random_tensors, write_adapter
 from tests.models.tiny_models import SIZES
 
@@ -67,10 +68,14 @@ def tokens(engine: StartedEngine, adapters: list[Path]) -> list[list[int]]:
 
 @pytest.fixture
 def two() -> Iterator[StartedEngine]:
-    """Ranks as processes."""
-    engine = in_processes(tensor_parallel_size=2, **LORA)
+    """Ranks as processes, with a drafter."""
+    folder = quire.demo.path("draft")
+    drafting = speculation("draft_model", folder)
+    engine = in_processes(drafter_folder=folder, tensor_parallel_size=2, **LORA, **drafting)
     yield engine
+    process = process_of(engine)
     engine.core.shutdown()
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -103,6 +108,9 @@ def test_processes(two: StartedEngine, adapters: list[Path], tmp_path: Path) -> 
     assert state.error is not None
     assert f"no {CONFIG_NAME}" in state.error
     assert tokens(two, adapters) == tokens(started(1, **LORA), adapters)
+    of_base, num_drafts, num_held = drafted(two)
+    assert of_base == run(started(1).core, brief())
+    assert 0 < num_held < num_drafts
 
 
 def test_ranks_that_read_different_files(adapters: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,16 @@ from typing import Any
 
 import pytest
 
+import quire.demo
 from quire.engine.core import EngineCore
 from quire.engine.start import StartedEngine
 from quire.errors import ConfigError
+from quire.grammar.matchers import RowGrammar
+from quire.grammar.text import grammar_text
 from quire.kernels import cpu
-from tests.engine.harness import Prompt, run
+from quire.messages import AddRequest, UseTokenizer
+from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.engine.harness import EOS, Prompt, run
 from tests.engine.ranks import started
 from tests.engine.test_kv_groups import CONFIG as WINDOWS
 from tests.engine.test_sameness import brief
@@ -27,6 +32,9 @@ from tests.models.tiny_models import SIZES
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
 GRIDS = [(1, 2), (1, 3), (2, 2)]  # ranks of a stage, stages
+KEYS = {"the_first_of_the_keys": {"const": "a text that is known"}, "ключ": {"type": "boolean"}}
+SCHEMA = {"type": "object", "properties": KEYS, "required": list(KEYS), "additionalProperties": False}
+GRAMMAR = grammar_text(StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True))
 
 
 def of_stages(width: int, num_stages: int, folder: Path | None = None, **arguments: Any) -> Answer:
@@ -178,3 +186,37 @@ def test_what_cannot_be_cut_is_refused_before_weights_are_read(monkeypatch: pyte
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "some")
     with pytest.raises(ConfigError, match="VLLM_PP_LAYER_PARTITION"):
         started(1, num_stages=2)
+
+
+def constrained(width: int, num_stages: int) -> tuple[list[list[int]], int]:
+    """Tokens of three requests, two of which have a grammar, and the number of steps that gave them."""
+    engine = started(width, num_stages=num_stages)
+    core = engine.core
+    tokenizer = (quire.demo.path("target") / "tokenizer.json").read_text()
+    try:
+        core.use_tokenizer(UseTokenizer(tokenizer, [EOS]))
+        found: dict[str, list[int]] = {}
+        for index, grammar in enumerate((GRAMMAR, GRAMMAR, None)):
+            params = SamplingParams(temperature=1.0, seed=index, grammar=grammar, presence_penalty=0.5)
+            core.add(AddRequest(f"r{index}", [5, 6, 7 + index], params, 40, stop_token_ids=[EOS]))
+            found[f"r{index}"] = []
+        num_answers = 0
+        while core.has_work():
+            for delta in core.step():
+                assert delta.error is None, delta.error
+                found[delta.request_id] += delta.token_ids
+                num_answers += bool(delta.token_ids)
+        return list(found.values()), num_answers
+    finally:
+        core.shutdown()
+
+
+def test_tokens_that_a_grammar_forces_take_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that samples takes them; the others are told before the next step of the row."""
+    grids = [(1, 1), (2, 1), (1, 2)]
+    jumped = [constrained(*grid) for grid in grids]
+    monkeypatch.setattr(RowGrammar, "take_forced", lambda grammar, most: [])
+    tokens, num_steps = constrained(1, 1)
+    assert [found for found, _ in jumped] == [tokens] * len(grids)
+    assert num_steps == sum(map(len, tokens))
+    assert jumped[0][1] == jumped[1][1] == jumped[2][1] < num_steps - 10

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,13 @@ def drafted(core: EngineCore) -> tuple[list[list[int]], int]:
     return run(core, PROMPTS, before_step=note), sum(drafts)
 
 
+@cache
+def plain_tokens() -> list[list[int]]:
+    """Without drafts."""
+    config = replace(config_with(), speculative_config=None, device="cpu")
+    return drafted(start_engine(config, demo.path("target"), is_server=True, progress=ignore).core)[0]
+
+
 def test_the_plan_is_what_is_allocated_and_it_serves() -> None:
     workers: list[DeviceWorker] = []
 
@@ -139,14 +147,8 @@ def test_on_a_gpu(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
     scheduler = scheduler_of(resolved, WITH_DRAFT, cost_model())
     core = EngineCore(scheduler, running.executor, depth=resolved.scheduler.depth)
     tokens, num_drafts = drafted(core)
-    plain = start_engine(
-        replace(config_with(), speculative_config=None, device="cpu"),
-        demo.path("target"),
-        is_server=True,
-        progress=ignore,
-    )
     assert strides == {256 // resolved.model.block_size}, "kernels are compiled for a stride: before serving"
-    assert tokens == drafted(plain.core)[0]
+    assert tokens == plain_tokens()
     assert num_drafts > 20 or resolved.scheduler.async_scheduling, "two steps in flight: newest tokens are not known"
     assert isinstance(worker.runner.drafter, DraftModel)
     assert (worker.runner.drafter.forward_pass.captured is None) == bool(arguments.get("enforce_eager"))

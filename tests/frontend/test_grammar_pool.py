@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import psutil
 import pytest
 
 from quire import demo
-from quire.errors import CompilerLostError, InvalidRequestError
+from quire.errors import CompilerLostError, InvalidRequestError, QuireError, VocabularyError
 from quire.frontend import bounded_pool
 from quire.frontend.grammar_pool import GrammarPool
 from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.tokenizer import Tokenizer
+from quire.grammar import kept
 from quire.grammar.text import grammar_text
+from quire.messages import UseTokenizer
 from quire.sampling_params import StructuredOutputsParams as Structured
 
 INPUTS = InputProcessor(Tokenizer.from_folder(demo.path("target")), ModelLimits(512, 4096))
@@ -121,10 +126,52 @@ def test_processes_that_all_die_are_the_servers_fault(monkeypatch: pytest.Monkey
     in_pool(use)
 
 
-def test_what_was_asked_for_last_is_kept_and_no_more() -> None:
+def test_a_vocabulary_without_tables_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making them takes too long, or llguidance does not know the kind of tokenizer."""
+
     async def use(pool: GrammarPool) -> None:
-        for length in range(1, 300):
+        with pytest.raises(VocabularyError, match="cannot be used for constraints") as error:
+            await pool.grammar(DIGITS)
+        assert error.value.status == 501
+
+    in_pool(use, max_seconds=0.001)
+    monkeypatch.setattr(InputProcessor, "use_tokenizer", lambda inputs: UseTokenizer("{}", [0]))
+    in_pool(use)
+
+
+BROKEN = """from quire.frontend import grammar_process
+def broken(asked, special_ids):
+    raise {error}
+grammar_process.grammar_text = broken
+grammar_process.main()"""
+
+
+@pytest.mark.parametrize("error", ["KeyError('a defect')", "type('Panic', (BaseException,), {})('a defect')"])
+def test_a_defect_is_answered_as_one(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    """Not as a process that was lost: it is not tried again, and the process goes on."""
+    Popen = subprocess.Popen
+
+    def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return Popen([sys.executable, "-c", BROKEN.format(error=error), GrammarPool.module], **options)
+
+    monkeypatch.setattr(bounded_pool.subprocess, "Popen", popen)
+
+    async def use(pool: GrammarPool) -> None:
+        for _ in range(2):
+            with pytest.raises(QuireError, match="failed") as raised:
+                await pool.grammar(DIGITS)
+            assert raised.value.code == "internal_error"
+        assert len(compilers()) == 1
+
+    in_pool(use)
+
+
+def test_what_was_asked_for_last_is_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "MAX_KEPT", 3)
+
+    async def use(pool: GrammarPool) -> None:
+        for length in range(1, 6):
             await pool.grammar(Structured(regex=f"[0-9]{{{length}}}"))
-        assert len(pool._kept) == 256
+        assert len(pool._kept) == 3
 
     in_pool(use)

@@ -28,6 +28,7 @@ from quire.measure.floor import Machine, Work, floor
 from quire.model_config import load_model_config
 from quire.models.registry import CausalLM
 from quire.quantization.gguf_blocks import unpack_blocks
+from tests.covering import in_turn
 from tests.gguf.raw import F32_TENSOR, STRING, Raw, pair, tensor, text
 from tests.gguf.writing import write_gguf
 from tests.loading import load_model
@@ -67,6 +68,22 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [1.0, 1.5, 2.5, 4.0]
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2}
 EXPERT_KEYS = {"expert_count": 3, "expert_used_count": 2}
+LATENT = {
+    "num_key_value_heads": 6,
+    "head_dim": 6,
+    "kv_lora_rank": 21,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 11,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 40,
+    "routed_scaling_factor": 1.5,
+}
 CASES = {
     "llama": Case("LlamaConfig", {}),
     "llama-tied-biases": Case(
@@ -216,6 +233,27 @@ CASES = {
             "rope.dimension_count": 8,
         },
     ),
+    "deepseek-v2": Case(
+        "DeepseekV2Config",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "scoring_func": "softmax",
+            "norm_topk_prob": False,
+            "rope_parameters": {
+                **{
+                    "rope_type": "yarn",
+                    "rope_theta": 300.0,
+                    "beta_fast": 8.0,
+                    "mscale": 0.707,
+                    "mscale_all_dim": 0.707,
+                },
+                **YARN,
+            },
+        },
+    ),
+    "deepseek-v3": Case("DeepseekV3Config", LATENT | {"q_lora_rank": 27, "scoring_func": "sigmoid"}),
     "granitemoe": Case(
         "GraniteMoeConfig",
         {"num_local_experts": 3, "num_experts_per_tok": 2, "attention_multiplier": 0.2, "head_dim": 8},
@@ -349,8 +387,11 @@ MIXTURES: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["LlamaConfig", "Qwen3Config"])
-@pytest.mark.parametrize("mixture", MIXTURES)
+PLAIN = [(mixture,) for mixture in MIXTURES if mixture == MIXTURES[mixture][0]]
+MIXED = [(mixture,) for mixture in MIXTURES if mixture != MIXTURES[mixture][0]]
+
+
+@pytest.mark.parametrize(("mixture", "family"), in_turn([PLAIN, MIXED], ["LlamaConfig", "Qwen3Config"]))
 def test_quantized(mixture: str, family: str, tmp_path: Path) -> None:
     """Logits up to what 8-bit activations change, and the tokens of greedy search wherever they are not near ties."""
     kind, overrides = MIXTURES[mixture]
@@ -377,6 +418,30 @@ def test_quantized_experts(overrides: dict[str, str], tmp_path: Path) -> None:
     model = make(tmp_path, "Qwen3MoeConfig", settings | {"moe_intermediate_size": 256})
     extra = {"expert_count": 3, "expert_used_count": 3, "expert_feed_forward_length": 256}
     held = write_gguf(tmp_path / "m.gguf", tmp_path, "Q4_K", overrides=overrides, extra=extra)
+    model.load_state_dict(held)
+    loaded, logits = found_logits(tmp_path / "m.gguf")
+    expected = hf_logits(model, PROMPT)
+    assert (logits - expected).norm() < 0.05 * expected.norm()
+    if cpu.available():
+        assert loaded.weight_bytes() == loaded.config.weight_bytes("float32"), "not the planned bytes are held"
+
+
+def test_older_files_of_deepseek(tmp_path: Path) -> None:
+    """The up-projection in one tensor, and the sizes of heads where newer files have those of rows."""
+    case = CASES["deepseek-v3"]
+    model = make(tmp_path, case.config_class, case.settings)
+    write_gguf(tmp_path / "m.gguf", tmp_path, "F32", splits_heads=False)
+    _, logits = found_logits(tmp_path / "m.gguf")
+    torch.testing.assert_close(logits, hf_logits(model, PROMPT), rtol=0, atol=TOLERANCE)
+
+
+def test_quantized_latent_attention(tmp_path: Path) -> None:
+    """Two types of the matrices of heads, which are unpacked. All experts are active."""
+    sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "head_dim": 32, "v_head_dim": 64}
+    experts = {"num_experts_per_tok": 6, "topk_group": 3, "moe_intermediate_size": 256}
+    settings = CASES["deepseek-v3"].settings | WIDE | {"num_key_value_heads": 4, "q_lora_rank": 64} | sizes | experts
+    model = make(tmp_path, "DeepseekV3Config", settings)
+    held = write_gguf(tmp_path / "m.gguf", tmp_path, "Q8_0", overrides={"attn_k_b": "Q4_0"})
     model.load_state_dict(held)
     loaded, logits = found_logits(tmp_path / "m.gguf")
     expected = hf_logits(model, PROMPT)

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 ARCHITECTURES = {
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
     "gemma3_text": "gemma3",
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
@@ -66,19 +68,57 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, pre: str, vocab_size: i
         writer.add_chat_template(template.read_text())
 
 
-def add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+def add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], splits_heads: bool) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or {}
     writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    if "kv_lora_rank" in config:
+        add_latent(writer, config, splits_heads)
+        return
+    writer.add_head_count_kv(config["num_key_value_heads"])
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
+
+
+def add_latent(writer: gguf.GGUFWriter, config: Mapping[str, Any], splits_heads: bool) -> None:
+    """DeepSeek, as its class in llama.cpp's conversion/deepseek.py: latent attention is that of one head of rows."""
+    rope_dim, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    key_length, value_length = config["qk_nope_head_dim"] + rope_dim, config["v_head_dim"]
+    if splits_heads:
+        writer.add_key_length_mla(key_length)
+        writer.add_value_length_mla(value_length)
+        key_length, value_length = rank + rope_dim, rank
+    writer.add_head_count_kv(1 if splits_heads else config["num_key_value_heads"])
+    writer.add_key_length(key_length)
+    writer.add_value_length(value_length)
+    writer.add_kv_lora_rank(rank)
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_rope_dimension_count(rope_dim)
+    rope = config["rope_parameters"]
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["norm_topk_prob"]:
+        writer.add_expert_weights_norm(True)
+    writer.add_expert_gating_func(getattr(gguf.ExpertGatingFuncType, config["scoring_func"].upper()))
 
 
 def file_type(kind: str) -> gguf.LlamaFileType:
@@ -133,6 +173,7 @@ def write_gguf(
     pre: str = "llama-bpe",
     extra: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
+    splits_heads: bool = True,
 ) -> dict[str, Tensor]:
     """Write a checkpoint folder as GGUF, matrices in `kind`. Gives what the file holds, by Hugging Face's names.
 
@@ -140,11 +181,12 @@ def write_gguf(
         overrides: types of tensors whose GGUF names have one of these parts.
         extra: further values of metadata, keys without the architecture.
         tensors: further tensors.
+        splits_heads: kv_b_proj of latent attention is two tensors, as in files since April 2025.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, architecture)
-    add_config(writer, config)
+    add_config(writer, config, splits_heads)
     writer.add_file_type(file_type(kind))
     for key, value in (extra or {}).items():
         full = f"{architecture}.{key}"
@@ -165,6 +207,8 @@ def write_gguf(
         writer.add_tensor(name, numbers.astype(np.float32))
     held = {}
     weights = stacked_experts(load_file(folder / "model.safetensors"))
+    if splits_heads and "kv_lora_rank" in config:
+        weights = taken_apart(weights, config)
     for seed, (hf_name, weight) in enumerate(sorted(weights.items())):
         named = hf_name.replace("correction_bias", "correction.bias")
         name = tensor_names.get_name(named, try_suffixes=(".weight", ".bias"))
@@ -189,7 +233,29 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return single_experts(held)
+    return single_experts(put_together(held))
+
+
+def taken_apart(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """kv_b_proj as transposed matrices of keys, and matrices of values, of each head."""
+    result: dict[str, Tensor] = {}
+    sizes = (config["qk_nope_head_dim"], config["v_head_dim"])
+    for name, weight in weights.items():
+        if name.endswith("kv_b_proj.weight"):
+            keys, values = weight.view(-1, sum(sizes), config["kv_lora_rank"]).split(sizes, 1)
+            result[name.replace("kv_b", "k_b")], result[name.replace("kv_b", "v_b")] = keys.transpose(1, 2), values
+        else:
+            result[name] = weight
+    return result
+
+
+def put_together(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `taken_apart`."""
+    result = dict(held)
+    for name in [name for name in held if name.endswith(".k_b_proj.weight")]:
+        keys, values = (result.pop(name.replace("k_b", part)) for part in ("k_b", "v_b"))
+        result[name.replace("k_b", "kv_b")] = torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
+    return result
 
 
 def stacked_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -227,7 +293,7 @@ def single_experts(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inverse, as transformers holds them: gate and up in one tensor, and down."""
     result = dict(held)
     for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
-        for name in [name for name in held if name.endswith(f"experts.{gate}.weight")]:
+        for name in [name for name in held if name.endswith(f".experts.{gate}.weight")]:
             prefix = name.removesuffix(f"{gate}.weight")
             if f"{prefix}{gate}.bias" in held:
                 result |= _turns(result, prefix)

@@ -133,7 +133,7 @@ def test_masks_of_many_rows_are_computed_beside_the_forward_pass(llm: LLM, monke
     assert not any(name.startswith("quire-masks") for name in threads)
 
 
-@pytest.mark.parametrize("num_schemas", [60, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_schemas", [25, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_random_schemas(llm: LLM, num_schemas: int) -> None:
     """Every answer that ends by itself is valid; what ends by max_tokens says so."""
     schemas = [random_schema(seed) for seed in range(num_schemas)]
@@ -148,7 +148,7 @@ def test_random_schemas(llm: LLM, num_schemas: int) -> None:
     for output, schema in ended:
         jsonschema.validate(json.loads(output.text), schema)
     assert {output.finish_reason for output in outputs} <= {"stop", "length"}
-    assert len(ended) > 0.7 * num_schemas, "too few answers were looked at"
+    assert len(ended) > 0.6 * num_schemas, "too few answers were looked at"
 
 
 def test_the_likeliest_of_the_allowed_tokens_is_taken(llm: LLM) -> None:
@@ -326,6 +326,7 @@ def test_a_grammar_is_compiled_anew_after_many_tokens(monkeypatch: pytest.Monkey
     monkeypatch.setattr(matchers, "_MAX_TOKENS", 0)
     compiler = Grammars(4096)
     compiler.use_tokenizer((demo.path("target") / "tokenizer.json").read_text(), [0])
+    monkeypatch.delattr(matchers, "vocabulary")  # its tables are there now, and no constraint makes them
     text = LLMatcher.grammar_from_regex("[a-z]{40}")
     compiler.prepare(text).result()
     first = compiler.compile(text)

@@ -120,6 +120,27 @@ def test_a_constraint_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(checks) == 2
 
 
+def test_what_nothing_else_evaluates() -> None:
+    """Beside keywords that apply no other schema in place, it is what additionalProperties and items are."""
+    for schema, same in (
+        (
+            {"properties": {"a": {}}, "unevaluatedProperties": False},
+            {"properties": {"a": {}}, "additionalProperties": False},
+        ),
+        ({"additionalProperties": True, "unevaluatedProperties": False}, {"additionalProperties": True}),
+        ({"prefixItems": [{}], "unevaluatedItems": {"type": "null"}}, {"prefixItems": [{}], "items": {"type": "null"}}),
+        ({"items": {"items": {}, "unevaluatedItems": False}}, {"items": {"items": {}}}),
+    ):
+        assert json.loads(grammar_text(Structured(json=schema))) == json.loads(grammar_text(Structured(json=same)))
+    for applies in (
+        {"anyOf": [{"prefixItems": [{}]}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"prefixItems": [{}]}}},
+        {"items": [{}]},
+    ):
+        with pytest.raises(InvalidRequestError, match="#/unevaluatedItems"):
+            grammar_text(Structured(json={**applies, "unevaluatedItems": False}))
+
+
 def test_only_schemas_are_closed() -> None:
     """Data stays as it is, and so does the map of properties that have the names of keywords."""
     data = {"type": "object", "properties": {}}

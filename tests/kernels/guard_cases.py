@@ -1,6 +1,8 @@
 """Calls of every op with one wrong argument each, and what they have to raise: the table of test_guards.py.
 
-    python -m tests.kernels.guard_cases START   # runs the cases from this one on, and prints a line for each
+    python -m tests.kernels.guard_cases START PATH...   # runs the cases from this one on, and prints a line for each
+
+The paths are `kernels` and `reference`. The first cases are those of the first path.
 
 Without a guard many of them end the interpreter, or read what is not theirs. Dimensions as in kernels/ops.py.
 """
@@ -12,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -111,6 +114,16 @@ def norms() -> Iterator[Case]:
     added.add_elsewhere("x_TD", "residual_TD", "weight_D")
     added.add_dtypes(residual_TD=torch.bfloat16)
     yield from added.cases
+    layer = Table(
+        "layer_norm",
+        ops.layer_norm,
+        lambda: {"x_TD": torch.ones(3, 8), "weight_D": torch.ones(8), "bias_D": torch.ones(8), "eps": 1e-6},
+    )
+    layer.add(ValueError, "bias is [7], expected [8]", "bias too short", bias_D=torch.ones(7))
+    layer.add(ValueError, "bias has strides", "bias with gaps", bias_D=_columns)
+    layer.add_elsewhere("x_TD", "weight_D", "bias_D")
+    layer.add_dtypes(bias_D=torch.bfloat16)
+    yield from layer.cases
 
 
 def activations() -> Iterator[Case]:
@@ -399,8 +412,8 @@ def products() -> Iterator[Case]:
         "rms_norm_to_fp8",
         fp8.rms_norm_to_fp8,
         lambda: (
-            {"x_TD": torch.ones(3, 8), "residual_TD": None, "weight_D": torch.ones(8), "eps": 1e-6}
-            | {"weight_offset": 0.0}
+            {"x_TD": torch.ones(3, 8), "residual_TD": None, "multiplier": 1.0, "weight_D": torch.ones(8)}
+            | {"eps": 1e-6, "weight_offset": 0.0}
         ),
     )
     norm.add(ValueError, "weight is [7], expected [8]", "weight too short", weight_D=torch.ones(7))
@@ -744,13 +757,15 @@ def verdict(case: Case) -> str:
     return "" if case.error is None else "raised nothing"
 
 
-def main(start: int) -> None:
-    for index in range(start, len(CASES)):
+def main(start: int, paths: list[str]) -> None:
+    for index, (path, case) in enumerate(product(paths, CASES)):
+        if index < start:
+            continue
         print(f"{index} begins", flush=True)
-        case = CASES[index]
+        cpu._available = path == "kernels"
         skipped = case.needs_kernels and not cpu.available()
         print(f"{index} ends {'' if skipped else verdict(case)!r}", flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])

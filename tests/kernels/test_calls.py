@@ -58,9 +58,9 @@ def routing_rule() -> Any:
 
 # What each struct takes, but for what may be left out.
 FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
-    "RmsNorm": lambda: {
-        **{"x": torch.ones(T, E), "residual": None, "weight": torch.ones(E), "eps": 1e-6, "weight_offset": 0.0},
-        "out": torch.empty(T, E),
+    "Norm": lambda: {
+        **{"x": torch.ones(T, E), "residual": None, "multiplier": 1.0, "weight": torch.ones(E), "bias": None},
+        **{"eps": 1e-6, "weight_offset": 0.0, "out": torch.empty(T, E)},
     },
     "GatedActivation": lambda: {
         **{"activation": 0, "x": torch.ones(T, 2 * E), "factors": torch.ones(2), "order": ints(*[1] * T)},
@@ -186,12 +186,12 @@ def test_no_function_takes_a_position() -> None:
 
 
 def test_a_tensor_of_a_dtype_that_no_kernel_has_is_refused() -> None:
-    fields = FIELDS["RmsNorm"]()
+    fields = FIELDS["Norm"]()
     for wrong in (torch.float64, torch.int16, torch.float8_e4m3fn):
         with pytest.raises(TypeError, match="expected float32, bfloat16 or float16"):
-            cpu._C.RmsNorm(**fields | {"x": torch.ones(T, E).to(wrong)})
+            cpu._C.Norm(**fields | {"x": torch.ones(T, E).to(wrong)})
     with pytest.raises(ValueError, match="1 dimensions, expected 2"):
-        cpu._C.RmsNorm(**fields | {"x": torch.ones(E)})
+        cpu._C.Norm(**fields | {"x": torch.ones(E)})
 
 
 def test_strides_are_those_of_the_tensor() -> None:

@@ -387,6 +387,54 @@ def test_combines(dtype: torch.dtype) -> None:
         torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+def test_a_rank_computes_the_experts_of_its_places() -> None:
+    """Experts lie in another order, and one of them has two copies, which tokens take in turns."""
+    T, S, E, N, K = 9, 3, 5, 40, 64
+    rule, logits_TE = RoutingRule(E, S), torch.randn(T, E, generator=randoms(1))
+    whole = route(logits_TE, rule)
+    copies = [[3, 3], [0, 5], [4, 4], [1, 1], [2, 2]]  # places of each expert
+    placed = route(logits_TE, rule, None, torch.tensor(copies, dtype=torch.int32), 6)
+    assert torch.equal(placed.experts_TS, whole.experts_TS)
+    assert torch.equal(placed.weights_TS, whole.weights_TS)
+    expert_at = {place: e for e, places in enumerate(copies) for place in places}
+    for place, (begin, end) in enumerate(pairwise(placed.begins.tolist())):
+        pairs = placed.order_P[begin:end].tolist()
+        assert pairs == sorted(pairs)
+        for pair in pairs:
+            expert = int(whole.experts_TS.flatten()[pair])
+            assert expert == expert_at[place]
+            assert copies[expert][pair // S % 2] == place
+    assert sorted(placed.order_P.tolist()) == list(range(T * S))
+
+    x_TK, first, count = torch.randn(T, K, generator=randoms(2)), 1, 4
+    y_PN = expert_linear(x_TK, stack_of(FORMS["float32"], E, N, K), whole, of_tokens=True)
+    own = StackBuilder(count, N)
+    for e in range(count):
+        own.put(e, FORMS["float32"](N, K, expert_at[first + e]))
+    y_of_pair = dict(zip(whole.order_P.tolist(), y_PN, strict=True))
+    out_PN = torch.full((T * S, N), 7.0)
+    expert_linear(x_TK, own.finished(), placed, of_tokens=True, out=out_PN, first_place=first)
+    begins = placed.begins.narrow(0, first, count + 1)
+    act_PI = ops.gated_activation("silu", out_PN)
+    some_PI = ops.gated_activation("silu", out_PN, torch.full_like(act_PI, 7.0), begins=begins)
+    for p, pair in enumerate(placed.order_P.tolist()):
+        is_own = int(begins[0]) <= p < int(begins[-1])
+        assert torch.equal(out_PN[p], y_of_pair[pair] if is_own else torch.full((N,), 7.0))
+        if is_own or not cpu.available():
+            assert torch.equal(some_PI[p], act_PI[p])
+        else:
+            assert bool((some_PI[p] == 7.0).all())
+
+
+@pytest.mark.parametrize(("first", "message"), [(3, "experts from place 3, expected 4 of 6"), (-1, "place -1")])
+def test_places_that_a_routing_has_not(first: int, message: str) -> None:
+    routing = random_routing(2, 6, 2)
+    with pytest.raises(ValueError, match=message):
+        expert_linear(
+            torch.ones(2, 64), stack_of(FORMS["float32"], 4, 40, 64), routing, of_tokens=True, first_place=first
+        )
+
+
 def test_combines_in_the_order_of_slots() -> None:
     """Float sums depend on it: 1 is lost beside 1e8."""
     ids = torch.arange(4, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""RMS norm and rope + KV write, also as codes, against their plain-torch twins on sizes nobody would choose.
+"""Norms and rope + KV write, also as codes, against their plain-torch twins on sizes nobody would choose.
 
 Dimensions: T tokens, D hidden, H query heads, G KV heads, E head_dim, B cache blocks, P block_size, R rotary_dim.
 """
@@ -50,6 +50,35 @@ def test_add_rms_norm(isa: str, dtype: torch.dtype, D: int) -> None:
     out = ops.add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(residual, expected_residual), "the residual is the sum, rounded to its dtype"
     assert_close(out, reference.rms_norm(expected_residual, weight, 1e-6))
+
+
+@pytest.mark.parametrize(("isa", "dtype", "D"), covering(cpu.isas(), DTYPES, [1, 7, 33, 111, 1024]), indirect=["isa"])
+def test_layer_norm(isa: str, dtype: torch.dtype, D: int) -> None:
+    """Rows far from 0: a variance as a difference of squares would lose its digits."""
+    x = randn(19, D + 5, dtype=dtype)[:, :D] + 100
+    for weight_dtype in (dtype, torch.float32):
+        weight, bias = randn(D, dtype=weight_dtype, seed=1), randn(D, dtype=weight_dtype, seed=2)
+        torch.testing.assert_close(
+            ops.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5), atol=2e-5, rtol=8.2e-3
+        )
+
+
+@pytest.mark.parametrize(("isa", "dtype"), covering(cpu.isas(), DTYPES), indirect=["isa"])
+def test_what_is_added_is_multiplied_and_rounded_first(isa: str, dtype: torch.dtype) -> None:
+    x, residual, weight = (randn(5, 111, dtype=dtype, seed=i) for i in range(3))
+    weight, expected_residual = weight[0].clone(), residual + x * 0.22
+    bias = torch.zeros_like(weight)
+    for added in (
+        lambda residual: ops.add_rms_norm(x, residual, weight, 1e-6, multiplier=0.22),
+        lambda residual: ops.add_layer_norm(x, residual, weight, bias, 1e-6, multiplier=0.22),
+    ):
+        changed = residual.clone()
+        added(changed)
+        assert torch.equal(changed, expected_residual)
+    assert_close(
+        ops.add_layer_norm(x, residual, weight, bias, 1e-6, multiplier=0.22),
+        reference.layer_norm(expected_residual, weight, bias, 1e-6),
+    )
 
 
 def test_norm_writes_into_out_and_over_its_input(isa: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels import cpu, ops, reference
 from tests.covering import covering
-from tests.examples import examples
+from tests.examples import IS_FULL, examples
 
 SIZES = [1, 2, 15, 16, 17, 255, 256, 257, 1000, 8191, 8192, 8193, 40000]
 # One unit of the kernels' fixed point, in which probabilities are truncated, and the error of exp in float32.
@@ -214,10 +214,17 @@ ADVERSARIAL: tuple[dict[str, Any], ...] = (
 
 
 @cache
-def adversarial_units(name: str, V: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """What the sorted definition gives to each token of the row: the same for every path."""
+def adversarial_shares(
+    name: str, V: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> tuple[Tensor, Tensor, int]:
+    """What the sorted definition gives to each token of the row, their sums, and the last token that has a share.
+
+    The same for every path.
+    """
     top_p = torch.tensor(top_p).item()  # float32, as the op gets it
-    return reference.sampling_units(adversarial_logits(name, V)[0], temperature, top_k, top_p, min_p=0.0).double()
+    units = reference.sampling_units(adversarial_logits(name, V)[0], temperature, top_k, top_p, min_p=0.0).double()
+    shares = units / units.sum()
+    return shares, units.cumsum(0) / units.sum(), int(units.nonzero()[-1])
 
 
 @pytest.mark.parametrize(
@@ -244,14 +251,13 @@ def adversarial_units(name: str, V: int, temperature: float = 1.0, top_k: int = 
 def test_adversarial_rows_keep_what_the_sorted_definition_keeps(sampling: str, name: str) -> None:
     V = 20_480  # a sample of 256 takes every 80th value
     logits = adversarial_logits(name, V)
-    for parameters in ADVERSARIAL:
-        units = adversarial_units(name, V, **parameters)
-        last = draw(logits, [1 - 2**-53], **parameters)[0]
-        ends = units.cumsum(0) / units.sum()
-        assert last == int(units.nonzero()[-1]), f"{parameters}: another last token"
-        uniforms = [0.0, 0.1, 0.25, 0.5, 0.77, 0.9, 0.999]
-        for uniform, token in zip(uniforms, draw(logits, uniforms, **parameters), strict=True):
-            before = ends[token] - units[token] / units.sum()
+    uniforms = [0.0, 0.1, 0.5, 0.9, 0.999, 1 - 2**-53]
+    for parameters in ADVERSARIAL if IS_FULL else ADVERSARIAL[PATHS.index(sampling) % 2 :: 2]:
+        shares, ends, last_of_all = adversarial_shares(name, V, **parameters)
+        *tokens, last = draw(logits, uniforms, **parameters)
+        assert last == last_of_all, f"{parameters}: another last token"
+        for uniform, token in zip(uniforms, tokens, strict=False):
+            before = ends[token] - shares[token]
             assert before - RELATIVE_ERROR <= uniform <= ends[token] + RELATIVE_ERROR, f"{parameters}: {uniform}"
 
 
@@ -295,16 +301,24 @@ def test_ties_at_the_edge_of_the_nucleus_go_to_the_lowest_ids(sampling: str) -> 
     assert set(draw(logits, uniforms, top_k=3, top_p=0.09)) == {100}
 
 
+FILTERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.5},
+    {"top_k": 7},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"top_k": 12, "top_p": 0.9, "min_p": 0.01},
+)
+
+
 @pytest.mark.parametrize(
-    "parameters",
-    [
-        {},
-        {"temperature": 0.5},
-        {"top_k": 7},
-        {"top_p": 0.8},
-        {"min_p": 0.1},
-        {"top_k": 12, "top_p": 0.9, "min_p": 0.01},
+    ("sampling", "parameters"),
+    [  # what is kept, and with which share, is shown on all paths above
+        pytest.param(path, parameters, marks=() if (path_at + at) % 3 == 0 else pytest.mark.slow)
+        for path_at, path in enumerate(PATHS)
+        for at, parameters in enumerate(FILTERS)
     ],
+    indirect=["sampling"],
 )
 def test_chi_square(sampling: str, parameters: dict[str, float]) -> None:
     """Draws with random uniforms follow the filtered softmax (false alarm once in 10^5 seeds; the seed is

@@ -76,16 +76,16 @@ def test_jobs_from_several_python_threads(set_num_threads: Callable[[int], None]
 
 FORK = """
 import os, sys, time
-from quire.kernels import cpu
-cpu.set_num_threads(3)
-probe = cpu._C.thread_pool_probe
+from quire.kernels.extension import C
+C.set_num_threads(3)
+probe = C.thread_pool_probe
 assert min(probe(100)) >= 0
 pid = os.fork()
 if pid == 0:
     used, deadline = set(), time.monotonic() + 30
     while used != {0, 1, 2} and time.monotonic() < deadline:  # a busy machine may run a thread late
         used.update(probe(5000))
-    os._exit(0 if cpu.get_num_threads() == 3 and used == {0, 1, 2} else 1)
+    os._exit(0 if C.num_threads() == 3 and used == {0, 1, 2} else 1)
 _, status = os.waitpid(pid, 0)
 assert min(probe(100)) >= 0
 sys.exit(os.waitstatus_to_exitcode(status))
@@ -112,8 +112,8 @@ def test_default_follows_the_affinity() -> None:
     one_cpu = f"""
 import os
 os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})
-from quire.kernels import cpu
-print(cpu.get_num_threads())
+from quire.kernels.extension import C
+print(C.num_threads())
 """
     result = subprocess.run([sys.executable, "-c", one_cpu], check=False, timeout=60, capture_output=True, text=True)
     assert result.stdout.strip() == "1", result.stderr

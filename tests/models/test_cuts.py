@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import quire.demo
-from quire.distributed.layout import head_shares, shares
+from quire.distributed.layout import head_shares, place_experts, shares
 from quire.formats.stored_linear import StoredLinear, held_form, row_unit
 from quire.formats.weight_format import GGUF, PANEL_WIDTH
 from quire.gguf.types import TYPES
@@ -112,3 +112,17 @@ def test_pieces_are_whole_panels_where_there_are_enough() -> None:
     for part in parts_of({}, 3)[:-1]:
         for name, rows in rows_of(part.layers[0].feed_forward.gate_up):  # type: ignore[union-attr]
             assert len(rows) % PANEL_WIDTH == 0, name
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_ranks", "strategy", "num_redundant", "expected"),
+    [
+        (5, 2, "linear", 0, ((0, 1, 2), (3, 4))),
+        (5, 2, "round_robin", 0, ((0, 2, 4), (1, 3))),
+        (4, 3, "linear", 4, ((0, 1, 2), (3, 0, 1), (2, 3))),
+    ],
+)
+def test_ranks_have_whole_experts(
+    num_experts: int, num_ranks: int, strategy: str, num_redundant: int, expected: tuple[tuple[int, ...], ...]
+) -> None:
+    assert place_experts(num_experts, num_ranks, strategy, num_redundant) == expected

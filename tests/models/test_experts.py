@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.loader.test_packed_cache import join
 from tests.loading import load_model
 from tests.lora.adapters import write_adapter
 from tests.models.paged_run import PagedRun
-from tests.models.test_families import CASES, make_expected
+from tests.models.test_families import CASES, make_expected, random_hf_model
 
 PROMPT = [5, 17, 23, 99, 101, 42, 7]
 EXPERT = "model.layers.0.mlp.experts.4.up_proj"
@@ -64,16 +65,15 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, **fields: Any) -> Cau
 
 
 def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Changes that put all experts of a layer into one tensor."""
+    """Changes that put all experts of a layer into one tensor, and the scales of FP8 into another."""
     changes: dict[str, Tensor | None] = {name: None for name in tensors if ".experts." in name}
-    for layer in (0, 2):
-        prefix = f"model.layers.{layer}.mlp.experts."
-        parts = {
-            part: torch.stack([tensors[f"{prefix}{expert}.{part}.weight"] for expert in range(5)])
-            for part in ("gate_proj", "up_proj", "down_proj")
-        }
-        changes[f"{prefix}gate_up_proj"] = torch.cat([parts["gate_proj"], parts["up_proj"]], 1)
-        changes[f"{prefix}down_proj"] = parts["down_proj"]
+    suffixes = {name.rpartition(".weight")[2] for name in changes}
+    for prefix, suffix in product((f"model.layers.{layer}.mlp.experts." for layer in (0, 2)), suffixes):
+        gate, up, down = (
+            torch.stack([tensors[f"{prefix}{expert}.{part}_proj.weight{suffix}"] for expert in range(5)])
+            for part in ("gate", "up", "down")
+        )
+        changes |= {f"{prefix}gate_up_proj{suffix}": torch.cat([gate, up], 1), f"{prefix}down_proj{suffix}": down}
     return changes
 
 
@@ -84,6 +84,32 @@ def test_one_tensor_for_all_experts(quantization: str | None, folder: Path, othe
     assert torch.equal(logits(whole), logits(single))
     if cpu.available():
         assert whole.weight_bytes() == whole.config.weight_bytes("bfloat16", quantization)
+
+
+def test_one_tensor_for_all_experts_in_fp8(folder: Path, other: Path) -> None:
+    """With a tensor of the scales of blocks, in the names of transformers."""
+    random = torch.Generator().manual_seed(3)
+    changes: dict[str, Tensor | None] = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if name.endswith("proj.weight"):
+            changes[name] = weight.to(torch.float8_e4m3fn)
+            changes[f"{name}_scale_inv"] = torch.rand(-(-len(weight) // 8), 1, generator=random) + 0.5
+    rewrite(other, changes, quantization_config={"quant_method": "fp8", "weight_block_size": [8, 128]})
+    single = logits(load(other))
+    rewrite(other, stacked(load_file(other / "model.safetensors")))
+    assert torch.equal(logits(load(other)), single)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "phimoe"])
+def test_names_as_transformers_holds_them(family: str, tmp_path: Path) -> None:
+    """save_pretrained writes those of the published checkpoints, unless it is told not to."""
+    model, found = random_hf_model(CASES[family]), []
+    for is_original in (True, False):
+        model.save_pretrained(tmp_path, save_original_format=is_original)
+        names = load_file(tmp_path / "model.safetensors").keys()
+        assert ("model.layers.0.mlp.experts.gate_up_proj" in names) != is_original
+        found.append(logits(load(tmp_path)))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("quantization", [None, "int4"])

@@ -17,6 +17,7 @@ from quire.layer_spec import (
     Dense,
     Experts,
     Full,
+    HeadMatrices,
     KvSpec,
     Latent,
     LayerSpec,
@@ -133,7 +134,11 @@ def test_latent_attention_keeps_one_row() -> None:
         input=linear("q_and_kv_a", hidden, num_heads * (128 + rope_dim) + rank + rope_dim),
         query=None,
         up=replace(
-            linear("kv_b", rank, num_heads * (128 + 128)), matrices=((num_heads, rank, 128), (num_heads, 128, rank))
+            linear("kv_b", rank, num_heads * (128 + 128)),
+            matrices=(
+                HeadMatrices("k", num_heads, rank, 128, num_rows=128),
+                HeadMatrices("v", num_heads, 128, rank, num_rows=128),
+            ),
         ),
         output=linear("o", num_heads * 128, hidden),
         query_norm=None,

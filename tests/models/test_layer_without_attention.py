@@ -67,12 +67,6 @@ def test_it_runs_through_the_engine(folder: Path) -> None:
     """Greedy tokens are those of the twin, whatever the schedule, and the cache has two layers of five."""
     model = twin(folder)
     prompts = [torch.randint(3, SIZES["vocab_size"], (length,)).tolist() for length in (37, 5, 37)]
-    wanted = []
-    for prompt in prompts:
-        tokens = list(prompt)
-        for _ in range(NUM_TOKENS):
-            tokens.append(int(hf_logits(model, tokens)[-1].argmax()))
-        wanted.append(tokens[len(prompt) :])
     config = load_model_config(folder)
     assert config.kv_bytes_per_token(KV_FORMATS["float32"]) == 2 * 2 * 2 * 16 * 4
     assert sum(parameter.numel() for parameter in model.parameters()) - config.num_parameters() == 3 * (
@@ -82,5 +76,9 @@ def test_it_runs_through_the_engine(folder: Path) -> None:
     for schedule in ({}, TIGHT):
         llm = LLM(str(folder), dtype="float32", skip_tokenizer_init=True, max_model_len=128, **schedule)
         assert llm.model_config.is_native
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-        assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            tokens = list(output.outputs[0].token_ids)
+            likeliest = hf_logits(model, prompt + tokens).argmax(1)  # behind each token
+            assert len(tokens) == NUM_TOKENS
+            assert tokens == likeliest[len(prompt) - 1 : -1].tolist()

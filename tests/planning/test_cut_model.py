@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,17 @@ import pytest
 from quire.errors import ConfigError
 from quire.formats.kv_format import kv_format
 from quire.model_config import ModelConfig, load_model_config
-from quire.planning.cut_model import ModelCut, check_degree, legal_degrees
+from quire.planning.cut_model import ExpertCut, ModelCut, check_degree, legal_degrees
 from tests.real_models import write_config
 
 AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}}
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
 BF16 = kv_format("auto", "bfloat16")
 
 
@@ -38,6 +46,22 @@ def test_parts_hold_the_model(name: str, degree: int, more: dict[str, Any], tmp_
     assert sum(part.kv_bytes_per_token(BF16) for part in parts) == model.kv_bytes_per_token(BF16)
     assert held[0].blocks == max(each.blocks for each in held)
     assert {(part.hidden_size, part.vocab_size) for part in parts} == {(model.hidden_size, model.vocab_size)}
+
+
+@pytest.mark.parametrize("strategy", ["linear", "round_robin"])
+def test_whole_experts_hold_the_model(strategy: str, tmp_path: Path) -> None:
+    """128 experts on 3 ranks: 43, 43 and 42. A rank takes the tensors of its own from the checkpoint."""
+    model = model_of(tmp_path, "Qwen3-4B", **EXPERTS)
+    parts = [ModelCut(model, 3, ExpertCut(strategy)).part(rank) for rank in range(3)]
+    whole = model.weight_bytes_by_kind("bfloat16", is_packed=False).blocks
+    routers = 36 * 128 * 2560 * 2  # of every layer, on every rank
+    assert sum(part.weight_bytes_by_kind("bfloat16", is_packed=False).blocks for part in parts) == whole + 2 * routers
+    assert [part.experts()[0].num_experts for part in parts] == [43, 43, 42]
+    names = [f"model.layers.7.mlp.experts.{expert}.down_proj.weight" for expert in range(128)]
+    held = [[name for name in names if part.holds(name)] for part in parts]
+    assert sorted(chain(*held)) == sorted(names)
+    assert held[0][1] == names[1 if strategy == "linear" else 3]
+    assert all(part.holds("model.layers.7.mlp.experts.128.down_proj.weight") for part in parts)  # reported there
 
 
 def test_few_heads_are_held_several_times(tmp_path: Path) -> None:

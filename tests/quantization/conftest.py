@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from quire.kernels import cpu
+from tests.quantization.logits import PATHS
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The plain-torch path, and the compiled kernels."""
     if request.param == "cpu" and not cpu.available():

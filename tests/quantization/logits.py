@@ -12,6 +12,8 @@ from tests.loading import load_model
 from tests.models.paged_run import PagedRun
 from tests.models.tiny_models import hf_logits
 
+PATHS = ("reference", "cpu")  # what computes: plain torch, or the compiled kernels
+
 
 def error_of_logits(
     folder: Path, hf_model: Any, dtype: torch.dtype = torch.float32, quantization: str | None = None

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,12 @@ from quire.kernels import cpu, reference
 from quire.layer_spec import LinearShape
 from quire.layers.linear import Linear, make_linear
 from quire.model_config import load_model_config
+from tests.covering import in_turn
 from tests.loading import load_model
 from tests.models.tiny_models import QUANTIZED_ACTIVATIONS_TOLERANCE, hf_logits
+from tests.quantization.answers import answer, answer_in_floating_point
 from tests.quantization.checkpoints import Format, Numbers, Written, draw, tensors_of, write, write_quantized
-from tests.quantization.logits import error_of_logits
+from tests.quantization.logits import PATHS, error_of_logits
 
 FORMATS = {
     "awq": Format(method="awq", group_size=64, has_zeros=True),
@@ -79,10 +80,11 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
 }
 DENSE = ("llama", "qwen3")
-PAIRS = [
-    *product(DENSE, FORMATS),
-    *(("qwen3_moe", name) for name in ("awq", "gptq-order-zeros", "gptq-8", "w4a16", "w8a16-order", "w8a8")),
+GROUPS = [
+    *([(family, name) for name in FORMATS] for family in DENSE),
+    [("qwen3_moe", name) for name in ("awq", "gptq-order-zeros", "gptq-8", "w4a16", "w8a16-order", "w8a8")],
 ]
+PAIRS = [pair for group in GROUPS for pair in group]
 PREFIX = "model.layers.0.self_attn."
 Q_PROJ = f"{PREFIX}q_proj"
 UP_PROJ = "model.layers.0.mlp.up_proj"
@@ -167,7 +169,7 @@ def test_packed_as_the_compressed_tensors_package_does() -> None:
         assert torch.equal(helpers.pack_to_int32(signed_NG, bits, packed_dim=0), tensors["weight_zero_point"])
 
 
-@pytest.mark.parametrize(("family", "name"), PAIRS)
+@pytest.mark.parametrize(("family", "name", "path"), in_turn(GROUPS, PATHS), indirect=["path"])
 def test_logits(family: str, name: str, path: str, written: Callable[[str, str], Written]) -> None:
     """Close to transformers' with the weights in floating point: only the rounding of activations lies between."""
     checkpoint = written(family, name)
@@ -199,13 +201,8 @@ def test_greedy_tokens(family: str, written: Callable[[str, str], Written]) -> N
 
 @pytest.mark.parametrize("name", ["awq", "gptq-order-zeros", "w4a16", "w8a8"])
 def test_the_demo_model_keeps_its_answer(name: str, tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "What does os.path.join do?"}]
-    params = SamplingParams(temperature=0.0, max_tokens=60)
     write_quantized(quire.demo.path(), tmp_path, FORMATS[name])
-    options = {"kv_cache_memory_bytes": 1 << 24, "num_threads": 1}
-    texts = [LLM(model, **options).chat(messages, params)[0].outputs[0].text for model in (None, str(tmp_path))]
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("`os.path.join(")
+    assert answer(model=str(tmp_path)) == answer_in_floating_point()
 
 
 @needs_kernels

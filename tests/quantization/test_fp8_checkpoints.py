@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,12 @@ from quire.kernels.fp8 import fp8_rows
 from quire.layer_spec import LinearShape
 from quire.layers.linear import make_linear
 from quire.model_config import load_model_config
+from tests.covering import in_turn
 from tests.loading import load_model
 from tests.models.tiny_models import hf_logits
 from tests.quantization.checkpoints import Written
 from tests.quantization.fp8_checkpoints import Fp8Form, draw, tensors_of, write
-from tests.quantization.logits import error_of_logits
+from tests.quantization.logits import PATHS, error_of_logits
 
 FORMS = {
     "tensor": Fp8Form(),
@@ -69,7 +69,11 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
 }
 DENSE = ("llama", "qwen3")
-PAIRS = [*product(DENSE, FORMS), *(("qwen3_moe", name) for name in ("block", "tensor", "compressed-channel"))]
+GROUPS = [
+    *([(family, name) for name in FORMS] for family in DENSE),
+    [("qwen3_moe", name) for name in ("block", "tensor", "compressed-channel")],
+]
+PAIRS = [pair for group in GROUPS for pair in group]
 PREFIX = "model.layers.0.self_attn."
 Q_PROJ = f"{PREFIX}q_proj"
 OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 24, "num_threads": 1, "skip_tokenizer_init": True}
@@ -105,7 +109,7 @@ def test_weights_are_exact(name: str, K: int, path: str) -> None:
     assert torch.equal(held, torch.cat([numbers[shard].weight() for shard, _ in shards]))
 
 
-@pytest.mark.parametrize(("family", "name"), PAIRS)
+@pytest.mark.parametrize(("family", "name", "path"), in_turn(GROUPS, PATHS), indirect=["path"])
 def test_logits(family: str, name: str, path: str, written: Callable[[str, str], Written]) -> None:
     """Those of transformers with dequantized weights."""
     checkpoint = written(family, name)

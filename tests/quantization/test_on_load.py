@@ -14,12 +14,13 @@ import transformers
 from torch import Tensor
 
 import quire.demo
-from quire import LLM, SamplingParams
+from quire import LLM
 from quire.errors import ConfigError, ModelConfigError
 from quire.formats.weight_format import ON_LOAD, Fp8Format, WeightFormat
 from quire.kernels import cpu, reference
 from quire.model_config import load_model_config
 from tests.loading import load_model
+from tests.quantization.answers import answer, answer_in_floating_point
 from tests.quantization.checkpoints import write_model
 from tests.quantization.logits import error_of_logits
 
@@ -123,11 +124,7 @@ def test_the_engine_plans_and_says_it(quantization: str) -> None:
 
 @pytest.mark.parametrize("quantization", ON_LOAD)
 def test_the_demo_model_keeps_its_answer(quantization: str) -> None:
-    messages = [{"role": "user", "content": "What does os.path.join do?"}]
-    params = SamplingParams(temperature=0.0, max_tokens=60)
-    texts = [LLM(quantization=q, **OPTIONS).chat(messages, params)[0].outputs[0].text for q in (None, quantization)]
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("`os.path.join(")
+    assert answer(quantization=quantization) == answer_in_floating_point()
 
 
 def test_unknown_format_names_those_there_are() -> None:

@@ -25,6 +25,7 @@ from quire.errors import (
     QueueFullError,
     QuireError,
     RendererLostError,
+    VocabularyError,
 )
 from quire.frontend.admission import Admission
 from quire.frontend.echo_client import EchoClient
@@ -181,6 +182,15 @@ def compiler_lost() -> str:
         return code_of(server.chat(response_format={"type": "json_object"}))
 
 
+def no_constraints() -> str:
+    async def text(asked: object) -> str:
+        raise VocabularyError("The tokenizer of this model cannot be used for constraints")
+
+    with RunningServer() as server:
+        server.run(lambda: setattr(server.engine.grammars, "grammar", text))
+        return code_of(server.chat(response_format={"type": "json_object"}))
+
+
 def refuse_late(admission: Admission) -> None:
     """As if a step of two seconds ran."""
     admission.on_step(record(1, 0, predicted_seconds=2.0))
@@ -271,6 +281,7 @@ CALLS: dict[str, Callable[[], str]] = {
     "out_of_memory": out_of_memory,
     "renderer_lost": renderer_lost,
     "compiler_lost": compiler_lost,
+    "no_constraints": no_constraints,
     "bad_adapter": bad_adapter,
     "adapter_not_found": adapter_not_found,
     "adapter_changed": adapter_changed,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from quire.frontend import infill
 from quire.frontend.input_processor import InputProcessor
 from quire.frontend.logprobs import LogprobDecoder
 from quire.frontend.tokenizer import Tokenizer
@@ -26,6 +27,7 @@ LONG_CHAT = {"messages": [{"role": "user", "content": "a " * 300}]}
 @pytest.fixture(scope="module")
 def large() -> Iterator[RunningServer]:
     with RunningServer(answer=None) as server:
+        server.app.state.quire.infill_format = infill._FORMATS[infill._CODE_LLAMA]
         yield server
         server.wait_for_idle()
 
@@ -51,6 +53,7 @@ def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
         (COMPLETIONS, {"prompt": [5] * 4_000_000}, completions, "split_prompts"),
         (COMPLETIONS, {"prompt": [5] * 4_000_000}, InputProcessor, "process"),
         (COMPLETIONS, {"prompt": "a " * 4000, "truncate_prompt_tokens": 5, "max_tokens": 1}, InputProcessor, "process"),
+        (COMPLETIONS, {"prompt": "a " * 900, "suffix": "b", "max_tokens": 1}, InputProcessor, "encode"),
         ("/tokenize", {"prompt": "a " * 4000}, Tokenizer, "encode"),
         ("/tokenize", {"prompt": "a " * 4000, "return_token_strs": True}, Tokenizer, "id_to_token"),
         ("/detokenize", {"tokens": [5] * 1_000_000}, Tokenizer, "decode"),

@@ -99,10 +99,10 @@ def test_code_llama_has_no_space_before_the_text_after() -> None:
     def encode(text: str, add_special_tokens: bool) -> list[int]:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    tokenizer: Any = SimpleNamespace(token_to_id=backend.token_to_id, encode=encode)
+    tokenizer: Any = SimpleNamespace(token_to_id=backend.token_to_id)
     form = infill_format(tokenizer)
     assert form is not None
-    prompt = infill_prompt(tokenizer, form, "a", "b a")
+    prompt = infill_prompt(encode, form, "a", "b a")
     assert [backend.id_to_token(each) for each in prompt] == [marks[0], "▁", "a", marks[1], "b", "▁", "a", marks[2]]
 
 

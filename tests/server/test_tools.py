@@ -178,7 +178,14 @@ def test_render(agent):
     assert rendered["model"] == MODEL
     agent.chat(**body, max_tokens=1)
     assert agent.last_request().prompt_token_ids == rendered["token_ids"]
-    assert agent.http.post("/v1/chat/completions/render", json={**body, "model": "x"}).status_code == 404
+    for fields, status, param in (
+        ({"model": "x"}, 404, "model"),
+        ({"temperature": 9}, 400, "temperature"),
+        ({"logit_bias": {"99999": 1}}, 400, "logit_bias"),
+        ({"max_tokens": 10**6}, 400, "max_tokens"),
+    ):
+        answer = agent.http.post("/v1/chat/completions/render", json={**body, **fields})
+        assert error_of(answer, status)["param"] == param
 
 
 def test_required(required):

@@ -252,10 +252,13 @@ def thawed() -> Iterator[None]:
     gc.freeze()
 
 
-@pytest.mark.usefixtures("thawed")
 @pytest.mark.parametrize("is_frozen_by_others", [False, True])
-def test_what_is_captured_is_freed_with_its_owner(is_frozen_by_others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_captured_is_freed_with_its_owner(
+    is_frozen_by_others: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also from a reference cycle; what others have frozen stays as they left it."""
+    if not is_frozen_by_others:
+        request.getfixturevalue("thawed")
     monkeypatch.setitem(globals(), "demo_model", demo_model.__wrapped__)  # a model of its own
     setup = Setup()
     cycle = [setup, setup.graphs]

@@ -36,10 +36,11 @@ def test_counts_are_those_of_the_routing(folder: Path) -> None:
     for chunk in (PROMPT[:6], PROMPT[6:]):
         run.step({0: chunk})
         use = counter.count()
-        counts = torch.stack(watched).diff().double()
+        counts = torch.stack([begins for _, begins in watched]).diff().double()
         assert counts.shape == (2, NUM_EXPERTS)
         assert counts.sum(1).tolist() == [len(chunk) * NUM_ACTIVE] * 2
         assert use.distinct == (counts > 0).sum(1).double().mean()
+        assert use.of_ranks == 1.0
         assert use.balancedness == pytest.approx((counts.mean(1) / counts.amax(1)).mean())
         assert sorted(use.tokens) in [sorted(row[row > 0].tolist()) for row in counts]
     assert use.tokens == [1] * NUM_ACTIVE

@@ -105,3 +105,4 @@ def test_buffers_count_while_they_live() -> None:
         del second
         torch.zeros(150)
     assert (buffers.num_bytes, buffers.peak_bytes) == (0, 800)
+    assert not hasattr(LiveBuffers.__torch_dispatch__, "__wrapped__"), "torch's wrapper imports torch._dynamo"

@@ -32,6 +32,7 @@ class StepVoid : public std::runtime_error {
 
 struct RankWords;
 struct GatherArgs;
+struct ExchangeArgs;
 
 class SharedGroup {
  public:
@@ -52,6 +53,10 @@ class SharedGroup {
   // and widths.
   void gather(const GatherArgs& args);
 
+  // Every rank has some rows, which come one after the other, and gets some columns of the rows of all ranks. Throws
+  // GroupError, or StepVoid. All ranks have the same numbers of rows.
+  void exchange(const ExchangeArgs& args);
+
   // Around the turns of a step. All ranks take the same steps in the same order.
   void begin_step();
   void end_step();
@@ -62,6 +67,7 @@ class SharedGroup {
   // Says that a rank has failed, by its number among all ranks. All ranks of all groups leave what they wait for, now
   // and later. The first one counts.
   void abort(int number);
+  int size() const { return size_; }
   int aborted() const;  // the number of the rank that has failed; -1: none
 
   double waited_seconds() const { return waited_seconds_; }  // for other ranks, in all turns
@@ -96,6 +102,18 @@ struct GatherArgs {
   int64_t rows;
   StridedRows<const char> part;  // [rows, width of this rank], strides in bytes
   StridedRows<char> out;         // [rows, sum of widths], strides in bytes; nullptr: this rank does not want it
+};
+
+struct ExchangeArgs {
+  SharedGroup* group;
+  std::array<int64_t, kMaxRanks + 1> firsts;  // begins[firsts[r]] to begins[firsts[r + 1]] are the rows of rank r
+  const int32_t* begins;                      // read when it runs
+  int64_t num_begins;
+  int64_t rows, row_bytes;      // of all ranks; of all columns
+  StridedRows<const char> own;  // [rows, row_bytes], strides in bytes; other ranks' rows are not read
+  int64_t first_byte;           // of the columns that this rank gets
+  int64_t num_columns_bytes;
+  StridedRows<char> out;  // [rows, num_columns_bytes], strides in bytes
 };
 
 }  // namespace quire

@@ -102,7 +102,9 @@ class EngineModel:
 
     async def _start(self) -> None:
         self._progress("start", 0.0, "the engine's process")
-        self._engine, self._processes = start_async_engine(self._config, self._parts, interpreters=self._interpreters)
+        self._engine, self._processes = start_async_engine(
+            self._config, self._parts, interpreters=self._interpreters, has_constraints=False
+        )
         self._engine.on_progress = self._show
         self._engine.start()
         await self._engine.wait_ready(envs.ENGINE_READY_TIMEOUT_S.get())

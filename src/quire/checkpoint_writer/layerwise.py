@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.checkpoint_writer.awq import Inputs
 from quire.formats.kv_groups import KvGroup, kv_groups
 from quire.forward_batch import ForwardBatch
+from quire.layer_spec import LinearShape
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.model_config import ModelConfig
@@ -32,7 +33,7 @@ Advance = Callable[[int], None]  # the argument: windows that were done since th
 
 @dataclass(frozen=True)
 class LayerLinear:
-    """A linear layer inside a decoder layer. Several tensors may be fused into it.
+    """A linear layer inside a decoder layer, or of one of its experts. Several tensors may be fused into it.
 
     Attributes:
         names: of the tensors, for example `self_attn.q_proj`.
@@ -63,8 +64,19 @@ class Layerwise:
         return model
 
     def linears(self, layer: int) -> list[LayerLinear]:
-        """The linear layers of a layer."""
-        return [_described(prefix, part) for prefix, part in self.names.layer_parts(layer) if isinstance(part, Linear)]
+        """The linear layers of a layer that can be quantized."""
+        return [
+            LayerLinear(_inside(each, layer), tuple(size for _, size in each.shards), each.in_features)
+            for linear in self.config.layers[layer].linears()
+            if not _stays(linear)
+            for each in ([linear.of_expert(expert) for expert in range(linear.num_experts)] or [linear])
+        ]
+
+    def kept(self, layer: int) -> list[str]:
+        """Names of the others: routers and gates, and weights that are taken apart after loading."""
+        return [
+            name for linear in self.config.layers[layer].linears() if _stays(linear) for name in _inside(linear, layer)
+        ]
 
     def norms(self, layer: int) -> dict[str, float]:
         """Names of a layer's norms, for example `input_layernorm`, and the number that is added to their weights."""
@@ -88,7 +100,7 @@ class Layerwise:
         statistics = {}
         for prefix, part in model.layer_parts(layer):
             if isinstance(part, Linear):
-                statistics[_described(prefix, part).names[0]] = watcher = _Watcher(part.in_features)
+                statistics[prefix + part.shards[0][0]] = watcher = _Watcher(part.in_features)
                 part.observe(watcher)
         self._run(model, layer, (residual.clone() for residual in residuals), advance)
         return {name: watcher.inputs() for name, watcher in statistics.items()}
@@ -121,9 +133,12 @@ class Layerwise:
         return inputs.forward_batch(inputs.stage(inputs.step_rows(batch)), [cache] * len(config.kv_specs()))
 
 
-def _described(prefix: str, part: Linear) -> LayerLinear:
-    names, sizes = zip(*part.shards, strict=True)
-    return LayerLinear(tuple(prefix + name for name in names), sizes, part.in_features)
+def _stays(linear: LinearShape) -> bool:
+    return linear.is_gate or bool(linear.matrices)
+
+
+def _inside(linear: LinearShape, layer: int) -> tuple[str, ...]:
+    return tuple(name.removeprefix(f"model.layers.{layer}.") for name in linear.names)
 
 
 class _Watcher:

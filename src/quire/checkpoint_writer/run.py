@@ -62,9 +62,9 @@ def quantize(options: Options, say: Say, tick: Tick, *, use_tqdm: bool) -> Outpu
         if cpu.available():
             cpu.set_num_threads(options.num_threads)
     folder, _, config = find_model(EngineConfig(model=options.model), None, weights=True)
-    _check_model(config)
     dtype: torch.dtype = getattr(torch, config.dtype if config.dtype in DTYPE_BYTES else "bfloat16")
     chosen = method(options.to, options.group_size, options.act_order, dtype)
+    _check_model(config, options.to, chosen)
     layerwise = Layerwise(config, dtype, min(options.calibration_length, config.max_model_len))
     for layer in range(config.num_layers):
         for linear in layerwise.linears(layer):
@@ -119,7 +119,7 @@ class Source:
     """The tensors of the checkpoint by layer."""
 
     def __init__(self, checkpoint: Checkpoint, layerwise: Layerwise) -> None:
-        self._checkpoint = checkpoint
+        self._checkpoint, self._layerwise = checkpoint, layerwise
         self._names: dict[int, dict[str, str]] = {}  # layer -> checkpoint name -> name inside the layer
         self._others: list[str] = []
         self._embedding = ""
@@ -131,6 +131,13 @@ class Source:
                 self._names.setdefault(layer, {})[name] = inner
                 self.prefixes[layer] = name.removesuffix(inner)
                 continue
+            if layerwise.names.is_of_all_experts(name):
+                raise ConfigError(
+                    "The checkpoint holds all experts of a layer in one tensor, which this command does not take apart",
+                    value=name,
+                    fix="Serve the original with --quantization int8, int4 or fp8",
+                    param="model",
+                )
             self._others.append(name)
             if own == EMBEDDING:
                 self._embedding = name
@@ -149,30 +156,27 @@ class Source:
         return dict(self._checkpoint.some(self._others))
 
     def ignored(self) -> list[str]:
-        """Modules outside the layers that readers might take for quantized linear layers."""
+        """Modules that readers might take for quantized linear layers."""
         modules = [name.removesuffix(".weight") for name in self._others if name.endswith(".weight")]
-        return sorted({OUTPUT, *(m for m in modules if not m.endswith(("norm", "embed_tokens")))})
+        outside = {OUTPUT, *(m for m in modules if not m.endswith(("norm", "embed_tokens")))}
+        kept = [prefix + name for layer, prefix in self.prefixes.items() for name in self._layerwise.kept(layer)]
+        return [*sorted(outside), *kept]
 
 
-def _check_model(config: ModelConfig) -> None:
+def _check_model(config: ModelConfig, to: str, chosen: Method) -> None:
     if config.quantized is not None:
         raise ConfigError(
             "The model is quantized already", value=config.quantized.method, fix="Take the original", param="model"
         )
-    if config.experts():
-        raise ConfigError(
-            f"{config.architecture} has experts, which this command does not quantize",
-            fix="Serve the original with --quantization int8, int4 or fp8",
-            param="model",
-        )
     if not config.is_native:
         raise ConfigError(f"{config.architecture} has no native implementation, which quantizing needs", param="model")
-    if any(isinstance(layer.attention, Latent) for layer in config.layers):
+    is_latent = any(isinstance(layer.attention, Latent) for layer in config.layers)
+    if chosen.needs_calibration and (is_latent or config.experts()):
         raise ConfigError(
-            "The model has latent attention, whose layers this command cannot quantize yet",
-            value=config.architecture,
-            fix="Quantize while loading, with --quantization",
-            param="model",
+            f"{config.architecture} has {'latent attention' if is_latent else 'experts'}, which cannot be calibrated",
+            value=to,
+            expected="int4, int8 or fp8",
+            param="to",
         )
 
 

@@ -6,7 +6,6 @@ from quire.compat.foreign import Foreign, accepted, refused, translated
 
 NO_CODE = "no code is loaded by name"
 ONE_DEVICE = "there is one device"
-PARALLEL = "each replica runs on one device in this version"
 OWN_REPLICAS = "a server runs all of its replicas on this machine, and spreads requests over them itself"
 _OWN_SERVERS = "Start a server on each machine, and spread requests over them from outside"
 POOLING = "models here generate text; embedding, scoring and classification are not in this version"
@@ -120,15 +119,21 @@ ATTENTION_AND_KERNELS: tuple[Foreign, ...] = (
 
 PARALLELISM: tuple[Foreign, ...] = (
     *refused(
-        PARALLEL,
+        "ranks divide the KV cache by heads, and not by tokens, in this version",
+        "Use --tensor-parallel-size",
         off=(1,),
         values="decode_context_parallel_size",
     ),
     *refused(
-        "all positions of a prompt are computed by the same ranks",
-        "Use --tensor-parallel-size for long prompts",
+        "a prompt is computed in chunks by all ranks together",
+        "Use --tensor-parallel-size",
         off=(1,),
         values="prefill_context_parallel_size",
+    ),
+    *accepted(
+        "it belongs to --decode-context-parallel-size, which is not in this version",
+        values="dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size",
+        switches="dcp_q_replicate",
     ),
     *refused(OWN_REPLICAS, _OWN_SERVERS, off=(0,), values="data_parallel_rank data_parallel_start_rank"),
     *refused(
@@ -136,8 +141,7 @@ PARALLELISM: tuple[Foreign, ...] = (
         _OWN_SERVERS,
         switches="data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb",
     ),
-    *refused("the ranks of an engine stay the same while it lives", switches="enable_elastic_ep"),
-    *refused("a step is one batch, which is not cut into two that overlap", switches="enable_dbo"),
+    *refused("the number of ranks is that of the start", "Start again with other sizes", switches="enable_elastic_ep"),
     *accepted(
         "replicas are processes on this machine with private Unix sockets, and do not wait for each other",
         values="data_parallel_address data_parallel_rpc_port dp_sync_interval",
@@ -146,15 +150,19 @@ PARALLELISM: tuple[Foreign, ...] = (
     *accepted(
         ONE_DEVICE,
         values="""
-            distributed_timeout_seconds cpu_distributed_timeout_seconds dcp_comm_backend dcp_kv_cache_interleave_size
-            cp_kv_cache_interleave_size all2all_backend ubatch_size elastic_ep_max_dp_size
-            dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config expert_placement_strategy
+            distributed_timeout_seconds cpu_distributed_timeout_seconds elastic_ep_max_dp_size
         """,
         switches="""
-            dcp_q_replicate enable_hc_sp enable_expert_parallel enable_batch_sharded_sampling
-            enable_ep_weight_filter enable_shm_tensor_arena enable_eplb
+            enable_hc_sp enable_batch_sharded_sampling enable_shm_tensor_arena
         """,
     ),
+    *refused("all rows of a step are computed together", switches="enable_dbo"),
+    *accepted(
+        "all rows of a step are computed together",
+        values="ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold",
+    ),
+    *accepted("ranks exchange the results of experts through memory that they share", values="all2all_backend"),
+    *accepted("a rank always reads its own experts only", switches="enable_ep_weight_filter"),
     *accepted(
         "ranks join what they have through memory that they share, and in no other way",
         switches="disable_custom_all_reduce",

@@ -13,6 +13,10 @@ def _key_of_speculation(name: str, key: str) -> Foreign:
     return translated(name, "speculation has one setting", lambda value: {"speculative_config": {key: value}})
 
 
+def _key_of_balancing(name: str, key: str) -> Foreign:
+    return translated(name, "experts are balanced by one setting", lambda value: {"eplb_config": {key: value}})
+
+
 def _rope_parameters(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(
@@ -98,9 +102,12 @@ OLD_FLAGS: tuple[Foreign, ...] = (
     ),
     *accepted(
         "there is one device",
-        values="num_redundant_experts eplb_window_size eplb_step_interval",
-        switches="eplb_log_balancedness enable_multimodal_encoder_data_parallel",
+        switches="enable_multimodal_encoder_data_parallel",
     ),
+    _key_of_balancing("num_redundant_experts", "num_redundant_experts"),
+    _key_of_balancing("eplb_window_size", "window_size"),
+    _key_of_balancing("eplb_step_interval", "step_interval"),
+    *accepted("use log_balancedness of --eplb-config", switches="eplb_log_balancedness"),
     # Adapters.
     *accepted("a vocabulary never grows here", values="lora_extra_vocab_size"),
     *refused("adapters with biases are not read", "Merge the adapter into the model", switches="enable_lora_bias"),

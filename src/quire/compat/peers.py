@@ -316,8 +316,8 @@ _SGLANG = (
     *_none("requests are counted in /metrics, not logged", switches="--log-requests"),
     *_no("the KV cache is sized in bytes", "Use --kv-cache-memory-bytes", "--max-total-tokens"),
     *_no(
-        "there is no expert parallelism in this version",
-        "Leave it out",
+        "all ranks of a stage share the experts",
+        "Use --enable-expert-parallel with --tensor-parallel-size",
         "--ep-size,--ep",
         off=(1,),
     ),

@@ -30,7 +30,6 @@ SHORT_FLAGS: dict[str, tuple[str, ...]] = {
     "data_parallel_hybrid_lb": ("-dph",),
     "data_parallel_external_lb": ("-dpe",),
     "data_parallel_multi_port_external_lb": ("-dpm",),
-    "enable_expert_parallel": ("-ep",),
     "diffusion_config": ("-dc",),
     "compilation_config": ("-cc",),
     "attention_config": ("-ac",),

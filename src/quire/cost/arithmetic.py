@@ -128,7 +128,7 @@ class StepArithmetic:
         )
         expert_bytes: Counter[tuple[int, int]] = Counter()
         for experts, num_bytes in model.expert_bytes(dtype, quantization):
-            expert_bytes[experts.num_experts, experts.num_active] += num_bytes
+            expert_bytes[experts.num_experts, experts.num_active_here] += num_bytes
         # Of all layers with so many experts, and so many active ones: the bytes of one expert in each.
         self._expert_bytes = tuple((*counts, num_bytes) for counts, num_bytes in expert_bytes.items())
         active = sum(num_active * num_bytes for _, num_active, num_bytes in self._expert_bytes)

@@ -51,6 +51,18 @@ class Group(Protocol):
         """The same for the first rank alone; others get [T, 0]."""
         ...
 
+    def exchange(self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range) -> Tensor:
+        """Some columns of the rows of all ranks, [P, C], in memory of its own.
+
+        Args:
+            rows_PN: this rank has filled its own rows. Rank r has rows begins[firsts[r]] to begins[firsts[r + 1]].
+            begins: int32, ascending from 0 to P, and equal on all ranks.
+            columns: that this rank wants.
+
+        Raises as `gather`.
+        """
+        ...
+
     def begin_step(self) -> None:
         """Before what ranks do together in a step. All of them take the same steps in the same order."""
         ...

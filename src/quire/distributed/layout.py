@@ -79,6 +79,21 @@ def shares(size: int, num_ranks: int, unit: int = 1) -> list[range]:
     return [range(start * unit, min(stop * unit, size)) for start, stop in zip(starts, stops, strict=True)]
 
 
+def place_experts(
+    num_experts: int, num_ranks: int, strategy: str = "linear", num_redundant: int = 0
+) -> tuple[tuple[int, ...], ...]:
+    """The experts of each rank; ranks differ by at most one, and the first ones have the most.
+
+    Args:
+        strategy: `linear`: neighbours are on one rank. `round_robin`: they are on different ones.
+        num_redundant: the first experts, in turns, are there once more. They are placed linearly.
+    """
+    if strategy == "round_robin" and not num_redundant:
+        return tuple(tuple(range(rank, num_experts, num_ranks)) for rank in range(num_ranks))
+    places = shares(num_experts + num_redundant, num_ranks)
+    return tuple(tuple(place % num_experts for place in own) for own in places)
+
+
 def head_shares(num_q_heads: int, num_kv_heads: int, num_ranks: int, unit: int = 1) -> list[tuple[range, range]]:
     """Of each rank: its heads of q, and the heads of k and v that these read.
 

@@ -140,6 +140,11 @@ class SharedMemoryGroup:
         self.bring(part, widths)
         return part[:, :0]
 
+    def exchange(self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range) -> Tensor:
+        out = torch.empty((rows_PN.shape[0], len(columns)), dtype=rows_PN.dtype, device=rows_PN.device)
+        cpu.exchange(self._shared, rows_PN, begins, firsts, columns.start, out)
+        return out
+
     def begin_step(self) -> None:
         self._shared.begin_step()
 

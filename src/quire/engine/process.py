@@ -100,8 +100,10 @@ class EngineProcess:
             logger.exception("the engine could not start")
             self._send(EngineFailed(f"The engine could not start: {type(error).__name__}: {error}"))
             return 1
-        self._send(started.ready_message())
         try:
+            if self._launch.gets_tokenizer:
+                self._take_tokenizer(started.core)
+            self._send(started.ready_message())
             self._serve(started)
         except Exception as error:
             logger.exception("the engine loop ended")
@@ -112,6 +114,15 @@ class EngineProcess:
         finally:
             started.core.shutdown()
         return 0
+
+    def _take_tokenizer(self, core: EngineCore) -> None:
+        """The first message. Its tables hold Python's lock for up to 0.8 s, so they are made before steps matter."""
+        message = self._decoder.decode(self._inputs.recv())
+        assert isinstance(message, UseTokenizer)
+        try:
+            core.use_tokenizer(message)
+        except QuireError as error:
+            logger.warning("requests with a constraint are refused: %s", error.message)
 
     def fail(self, error: Exception) -> int:
         """Tell why the libraries could not be loaded, and answer with the exit code."""
@@ -150,7 +161,6 @@ class EngineProcess:
             AddRequest: core.add,
             Abort: lambda message: core.abort(message.request_ids),
             SetLimits: core.set_limits,
-            UseTokenizer: core.use_tokenizer,
             Command: self._command(core),
         }
         if core.adapters is not None:

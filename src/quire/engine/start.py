@@ -24,8 +24,7 @@ from quire.loader.drafter import load_with_drafter
 from quire.lora.registry import AdapterRegistry
 from quire.messages import WARM_UP, EngineReady, Progress
 from quire.model_config import ModelConfig
-from quire.planning.cut_model import ModelCut
-from quire.planning.cut_stages import check_cuts, part_of_rank
+from quire.planning.cut_stages import check_cuts, cut_of, part_of_rank
 from quire.planning.step_costs import (
     EARLIER_START,
     assumed_fit,
@@ -107,7 +106,7 @@ def start_engine(
         workers = make_workers(model_config, progress)
         num_ranks = len(workers)
     parts = [part_of_rank(model_config, config, rank) for rank in range(num_ranks)]
-    model_config = ModelCut(model_config, config.tensor_parallel_size).part()
+    model_config = cut_of(model_config, config).part()
     try:
         running = bring_up(
             config,

@@ -48,7 +48,7 @@ from quire.loader.safetensors_headers import read_headers
 from quire.lora.adapter_config import CONFIG_NAME
 from quire.lora.modules import LoraModule, parse_module
 from quire.lora.paths import TENSORS_NAME
-from quire.messages import EngineLaunch, Progress
+from quire.messages import EngineLaunch, Progress, UseTokenizer
 from quire.model_config import ModelConfig, load_model_config
 from quire.planning import devices
 from quire.speculative_config import BY_WORKER, SpeculativeConfig
@@ -212,6 +212,7 @@ class EngineProcessHandle:
         interpreter: becomes the first process; without it one is started.
         engine_index: which the messages of the processes carry.
         free_memory_bytes: see EngineLaunch.
+        tokenizer: the vocabulary of constraints; None: there are none.
     """
 
     def __init__(
@@ -222,8 +223,9 @@ class EngineProcessHandle:
         engine_index: int = 0,
         drafter_folder: Path | None = None,
         free_memory_bytes: int | None = None,
+        tokenizer: UseTokenizer | None = None,
     ) -> None:
-        self._free_memory_bytes = free_memory_bytes
+        self._free_memory_bytes, self._tokenizer = free_memory_bytes, tokenizer
         self._config, self._model_folder, self._engine_index = config, str(model_folder), engine_index
         self._drafter_folder = None if drafter_folder is None else str(drafter_folder)
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
@@ -237,11 +239,11 @@ class EngineProcessHandle:
         # mkdtemp makes the folder 0700: only this user can reach the sockets in it.
         self._sockets = tempfile.TemporaryDirectory(prefix="quire-", dir=_socket_parent())
         addresses = (f"ipc://{self._sockets.name}/input", f"ipc://{self._sockets.name}/output")
-        client = ProcessClient(*addresses, self.is_alive, self._engine_index)
+        client = ProcessClient(*addresses, self.is_alive, self._engine_index, self._tokenizer)
         try:
             is_first = self._process is None
             launch = (self._config, self._model_folder, *addresses, self._engine_index, is_first, self._drafter_folder)
-            self._start(EngineLaunch(*launch, self._free_memory_bytes))
+            self._start(EngineLaunch(*launch, self._free_memory_bytes, self._tokenizer is not None))
         except OSError:
             client.close()
             raise
@@ -348,6 +350,8 @@ def start_async_engine(
     metrics: Sequence[EngineMetrics] | None = None,
     recovery: RecoveryLimits | None = None,
     interpreters: Sequence[EngineInterpreter] = (),
+    *,
+    has_constraints: bool = True,
 ) -> tuple[AsyncEngine, EngineProcesses]:
     """An engine process for each replica, which begins to load at once, and their front end, which the caller starts.
 
@@ -355,6 +359,7 @@ def start_async_engine(
         metrics: one of each replica.
         interpreters: one of each replica: they become the first processes.
         recovery: when a process counts as failed, and how often it is started again.
+        has_constraints: requests may have some. The engines make tables for them before they are ready.
     """
     num_replicas = config.data_parallel_size
     modules = [_fetched(parse_module(word), config) for word in config.lora_modules] if config.enable_lora else None
@@ -362,8 +367,10 @@ def start_async_engine(
     tracer = request_tracer(config, parts.model_name)
     recovery = recovery or RecoveryLimits(start_seconds=envs.ENGINE_READY_TIMEOUT_S.get())
     first: Sequence[EngineInterpreter | None] = interpreters or [None] * num_replicas
+    tokenizer = parts.input_processor.use_tokenizer() if has_constraints and parts.tokenizer is not None else None
+    facts = (parts.drafter_folder, free_memory_bytes, tokenizer)
     handles = [
-        EngineProcessHandle(config, parts.model_folder, interpreter, index, parts.drafter_folder, free_memory_bytes)
+        EngineProcessHandle(config, parts.model_folder, interpreter, index, *facts)
         for index, interpreter in enumerate(first)
     ]
     processes, replicas = EngineProcesses(handles), []

@@ -17,6 +17,7 @@ from quire.families import (
     olmo2,
     olmoe,
     phi3,
+    phimoe,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -27,7 +28,8 @@ from quire.hf_config.family import Family
 
 _MODULES = (
     *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, smollm3, olmo2, granite, mimo),
-    *(mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, glm4_moe, gpt_oss, llama4_text, deepseek_v2, deepseek_v3),
+    *(mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, phimoe),
+    *(glm4_moe, gpt_oss, llama4_text, deepseek_v2, deepseek_v3),
 )
 
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

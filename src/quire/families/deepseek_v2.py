@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire.hf_config.family import Family, LayerFacts, decoder_layer
-from quire.hf_config.feed_forward import ExpertsForm, group_routing
+from quire.hf_config.family import Family, GgufForm, LayerFacts, decoder_layer
+from quire.hf_config.feed_forward import SIGMOID_OF_GGUF, ExpertsForm, group_routing, group_routing_of_gguf
 from quire.hf_config.fields import Fields
-from quire.hf_config.latent import DEFAULTS, latent_attention
+from quire.hf_config.gguf_metadata import GgufMetadata
+from quire.hf_config.latent import DEFAULTS, GGUF_NAMES, latent_attention, latent_of_gguf, yarn_of_gguf
 from quire.layer_spec import LayerSpec
 
 
@@ -32,6 +33,17 @@ def _layer(facts: LayerFacts, layer: int) -> LayerSpec:
     return replace(decoder_layer(facts, layer), attention=attention)
 
 
+def chooses_by_sigmoid(metadata: GgufMetadata) -> bool:
+    """Whether a file of llama.cpp's architecture is of DeepSeek-V3; else it is of V2."""
+    return bool(metadata.get("expert_gating_func") == SIGMOID_OF_GGUF)
+
+
+def _gguf_fields(metadata: GgufMetadata, sizes: Fields) -> dict[str, Any]:
+    fields = latent_of_gguf(metadata, sizes) | group_routing_of_gguf(metadata)
+    return fields | {"topk_method": "group_limited_greedy" if fields.get("n_group", 1) > 1 else "greedy"}
+
+
+GGUF = GgufForm("deepseek2", names=GGUF_NAMES, yarn=yarn_of_gguf)
 EXPERTS = ExpertsForm(
     count=("num_local_experts", "n_routed_experts"),
     has_experts=has_experts,
@@ -55,4 +67,5 @@ FAMILY = Family(
     reads=("mlp_bias",),
     experts=EXPERTS,
     layer=_layer,
+    gguf=replace(GGUF, fields=_gguf_fields, fits=lambda metadata: not chooses_by_sigmoid(metadata)),
 )

@@ -7,9 +7,10 @@ from typing import Any
 
 from quire.families import deepseek_v2
 from quire.hf_config.family import Family, LayerFacts, decoder_layer
-from quire.hf_config.feed_forward import group_routing
+from quire.hf_config.feed_forward import group_routing, group_routing_of_gguf
 from quire.hf_config.fields import Fields
-from quire.hf_config.latent import DEFAULTS, latent_attention
+from quire.hf_config.gguf_metadata import GgufMetadata
+from quire.hf_config.latent import DEFAULTS, latent_attention, latent_of_gguf
 from quire.layer_spec import LayerSpec
 
 
@@ -27,6 +28,12 @@ def _layer(facts: LayerFacts, layer: int) -> LayerSpec:
     is_interleaved = facts.fields.flag("rope_interleave", True)
     attention = latent_attention(facts, f"model.layers.{layer}.self_attn.", is_interleaved)
     return replace(decoder_layer(facts, layer), attention=attention)
+
+
+def _gguf_fields(metadata: GgufMetadata, sizes: Fields) -> dict[str, Any]:
+    """A key that is missing means nothing, and not the default of the family."""
+    missing = {"norm_topk_prob": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+    return latent_of_gguf(metadata, sizes) | missing | group_routing_of_gguf(metadata)
 
 
 FAMILY = Family(
@@ -49,4 +56,5 @@ FAMILY = Family(
     head_dim_field="qk_rope_head_dim",
     experts=replace(deepseek_v2.EXPERTS, scoring="sigmoid", routing=_routing),
     layer=_layer,
+    gguf=replace(deepseek_v2.GGUF, fields=_gguf_fields, fits=deepseek_v2.chooses_by_sigmoid),
 )

@@ -68,6 +68,6 @@ FAMILY = Family(
         "gpt-oss",
         _gguf_fields,
         names={"post_attention_norm": "post_attention_layernorm"},
-        yarn={"truncate": False},
+        yarn=lambda metadata: {"truncate": False},
     ),
 )

@@ -11,6 +11,14 @@ def _routing(fields: Fields) -> dict[str, Any]:
     return {"normalizes": True}
 
 
+EXPERTS = ExpertsForm(
+    count=("num_experts", "num_local_experts"),
+    width="intermediate_size",
+    prefix="block_sparse_moe.",
+    names=("w1", "w3", "w2"),
+    routing=_routing,
+)
+
 FAMILY = Family(
     model_type="mixtral",
     architectures=("MixtralForCausalLM",),
@@ -23,12 +31,7 @@ FAMILY = Family(
         "num_experts_per_tok": 2,
     },
     has_window=always,
-    experts=ExpertsForm(
-        count=("num_experts", "num_local_experts"),
-        width="intermediate_size",
-        prefix="block_sparse_moe.",
-        names=("w1", "w3", "w2"),
-        routing=_routing,
-    ),
+    renamed_in_layers=(("mlp.", EXPERTS.prefix),),  # as transformers holds it
+    experts=EXPERTS,
     gguf=GgufForm("llama", is_interleaved=True),
 )

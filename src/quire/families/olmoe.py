@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quire.families.qwen2_moe import routing
 from quire.hf_config.family import Family, GgufForm, LayerFacts, decoder_layer
 from quire.hf_config.feed_forward import ExpertsForm
-from quire.layer_spec import LayerSpec
+from quire.layer_spec import Full, LayerSpec
+
+_SMALLEST_CLIP = 1e-6
 
 
 def _layer(facts: LayerFacts, layer: int) -> LayerSpec:
-    if facts.fields.has("clip_qkv"):
-        raise facts.fields.illegal("clip_qkv", "null, as in the published models")
-    return decoder_layer(facts, layer)
+    spec = decoder_layer(facts, layer)
+    assert isinstance(spec.attention, Full)
+    clip = facts.fields.number("clip_qkv", minimum=_SMALLEST_CLIP) if facts.fields.has("clip_qkv") else 0.0
+    return replace(spec, attention=replace(spec.attention, clip=clip))
 
 
 FAMILY = Family(

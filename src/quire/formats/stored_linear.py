@@ -39,7 +39,7 @@ class StoredLinear:
         """Bytes of the weight in memory, for a model in `dtype`. `is_packed`: the compiled kernels pack and pad it."""
         N, K, count = self.shape.out_features, self.shape.in_features, max(self.shape.num_experts, 1)
         if self.held is None:
-            parts = self.shape.matrices or ((count, N, K),)
+            parts = [(each.num_heads, each.N, each.K) for each in self.shape.matrices] or [(count, N, K)]
             return sum(count * float_bytes(N, K, dtype, is_packed=is_packed) for count, N, K in parts)
         if isinstance(self.held, Fp8Format):
             return count * self.held.num_bytes(N, K, is_packed=is_packed)
@@ -53,8 +53,8 @@ def stored_from(shape: LinearShape, checkpoint: QuantizedCheckpoint | GgufWeight
     Raises ModelConfigError if the format does not allow the sizes of the layer.
     """
     if shape.matrices:
-        (whole,) = stored_from(replace(shape, matrices=()), checkpoint)
-        return (replace(whole, shape=shape, held=None, reason=f"{whole.reason}; {TAKEN_APART}"),)
+        is_apart = isinstance(checkpoint, GgufWeights) and checkpoint.type_of(shape.names[0]) is None
+        return tuple(_taken_apart(part, checkpoint) for part in (shape.taken_apart() if is_apart else (shape,)))
     if isinstance(checkpoint, GgufWeights):
         return _stored_from_gguf(shape, checkpoint)
     shards = [shape.only([index]) for index in range(len(shape.shards))]
@@ -64,10 +64,15 @@ def stored_from(shape: LinearShape, checkpoint: QuantizedCheckpoint | GgufWeight
     return tuple(_stored(part, checkpoint) for part in parts)
 
 
+def _taken_apart(shape: LinearShape, checkpoint: QuantizedCheckpoint | GgufWeights) -> StoredLinear:
+    (whole,) = stored_from(replace(shape, matrices=()), checkpoint)
+    return replace(whole, shape=shape, held=None, reason=f"{whole.reason}; {TAKEN_APART}")
+
+
 def _format(shard: LinearShape, checkpoint: QuantizedCheckpoint) -> LayerFormat | None:
     """The format of a layer, which all its experts share."""
     (name,) = shard.names
-    first, *others = checkpoint.formats_of(name, shard.num_experts)
+    first, *others = checkpoint.formats_of(name, shard.num_stored_experts)
     for expert, other in enumerate(others, 1):
         if other != first:
             described = ["floating point" if each is None else each.describe() for each in (other, first)]

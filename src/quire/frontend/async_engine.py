@@ -190,7 +190,27 @@ class AsyncEngine:
         """
         self._pick(data_parallel_rank).check_room()
         arrival_time = self._clock()
+        processed = await self.process(prompt, sampling_params, request_id, arrival_time, **options)
+        waited = self._clock() - arrival_time
+        replica = self._pick(data_parallel_rank, len(processed.prompt_token_ids), waited)
+        if any(request_id in each.output_processor for each in self.replicas):
+            raise InvalidRequestError(
+                "The request id is in use", value=request_id, fix="Use another id", param="request_id"
+            )
+        replica.check_room(len(processed.prompt_token_ids), waited)
+        if adapter is not None:  # as it is now: while the prompt was read it may have been replaced
+            processed = processed.with_adapter(self.adapters.find(adapter))
+        return replica.add(processed)
 
+    async def process(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        arrival_time: float,
+        **options: Unpack[RequestOptions],
+    ) -> ProcessedRequest:
+        """What a request asks of an engine: see InputProcessor.process, and GrammarPool.grammar for other errors."""
         params = sampling_params if isinstance(sampling_params, SamplingParams) else None
         grammar = None
         if params is not None and params.structured_outputs is not None and self.grammars is not None:
@@ -202,17 +222,7 @@ class AsyncEngine:
             )
 
         is_slow = params is not None and bool(params.bad_words)
-        processed = await asyncio.to_thread(process) if is_slow or _is_long(prompt) else process()
-        waited = self._clock() - arrival_time
-        replica = self._pick(data_parallel_rank, len(processed.prompt_token_ids), waited)
-        if any(request_id in each.output_processor for each in self.replicas):
-            raise InvalidRequestError(
-                "The request id is in use", value=request_id, fix="Use another id", param="request_id"
-            )
-        replica.check_room(len(processed.prompt_token_ids), waited)
-        if adapter is not None:  # as it is now: while the prompt was read it may have been replaced
-            processed = processed.with_adapter(self.adapters.find(adapter))
-        return replica.add(processed)
+        return await asyncio.to_thread(process) if is_slow or _is_long(prompt) else process()
 
     def _pick(self, rank: int | None = None, num_prompt_tokens: int = 1, waited: float = 0.0) -> Replica:
         """The replica for a new request: the one that was asked for, or of those with room the one with least work.

@@ -18,14 +18,16 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from quire.errors import ConfigError, InvalidRequestError, QuireError, UnsupportedFieldError
+from quire import logs
+from quire.errors import ConfigError, InvalidRequestError, QuireError, UnsupportedFieldError, VocabularyError
 
 LENGTH = struct.Struct("!I")  # bytes of the JSON message after it
 MAX_MEMORY_BYTES = 2**30  # the largest body, decoded and copied, takes a third of it
 OUT_OF_MEMORY = 3  # exit code of a process that reached its memory limit
 _ERRORS: dict[str, type[QuireError]] = {
-    kind.code: kind for kind in (InvalidRequestError, UnsupportedFieldError, ConfigError)
+    kind.code: kind for kind in (InvalidRequestError, UnsupportedFieldError, ConfigError, VocabularyError, QuireError)
 }
+logger = logs.get_logger(__name__)
 
 
 class Preparation(Protocol):
@@ -65,7 +67,11 @@ def text_of(answer: bytes) -> str:
     return decoded.text
 
 
-def _failed(error: QuireError) -> Answer:
+def _failed(error: BaseException) -> Answer:
+    """The answer that stands for an error. One that nobody expected is the server's, and is logged."""
+    if not isinstance(error, QuireError):
+        logger.error("a bounded process failed", exc_info=error)
+        error = QuireError(f"A process that works for requests failed ({type(error).__name__})", fix="See its log")
     code = error.code if error.code in _ERRORS else InvalidRequestError.code
     return Answer(failure=Failure(code, error.what, error.value, error.expected, error.fix, error.param))
 
@@ -104,6 +110,7 @@ def run(first: type[P], prepare: Callable[[P], Callable[[bytes], str]]) -> None:
         first: the type of the first message.
         prepare: makes of it what answers further ones. Both may raise QuireErrors.
     """
+    logs.configure()
     for number in (signal.SIGINT, signal.SIGTERM):  # these are for the server, which ends this process when it is done
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -125,7 +132,9 @@ def _serve(connection: socket.socket, first: type[P], prepare: Callable[[P], Cal
     with _limited(given.max_seconds):
         try:
             answer = prepare(given)
-        except QuireError as error:
+        except MemoryError:
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             send(connection, _failed(error))
             return
     send(connection, Answer())
@@ -133,7 +142,9 @@ def _serve(connection: socket.socket, first: type[P], prepare: Callable[[P], Cal
         with _limited(given.max_seconds):
             try:
                 answered = Answer(answer(body))
-            except QuireError as error:
+            except MemoryError:
+                raise
+            except BaseException as error:
                 answered = _failed(error)
             send(connection, answered)
 

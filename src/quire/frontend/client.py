@@ -59,6 +59,7 @@ class ProcessClient:
         output_address: for the engine's PUSH socket.
         is_process_alive: called every LIFE_CHECK_SECONDS while receiving; False counts as `mark_dead`.
         engine_index: the index in the engine's messages.
+        first: leaves before every other message, once something is received.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ProcessClient:
         output_address: str,
         is_process_alive: Callable[[], bool] = lambda: True,
         engine_index: int = 0,
+        first: EngineInput | None = None,
     ) -> None:
         self._output_address, self._engine_index = output_address, engine_index
         self._is_process_alive = is_process_alive
@@ -83,6 +85,8 @@ class ProcessClient:
         self._decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
         self._words: tuple[SpelledWords | None, Any] = None, None  # the last ones that were sent, and their encoding
         self._unsent: deque[bytes] = deque()
+        if first is not None:
+            self._unsent.append(self._encode(first))
         self._retry: asyncio.TimerHandle | None = None
         self._death: str | None = None
 
@@ -122,6 +126,8 @@ class ProcessClient:
     async def receive(self) -> EngineMessage:
         if self._life_check is None:
             self._check_life()
+            if self._retry is None:
+                self._flush()
         try:
             frame = await self._output.recv(0 if self._death is None else zmq.NOBLOCK)
             while frame == WAKE:  # messages that the engine sent before its end may follow it

@@ -6,7 +6,7 @@ import json
 
 from msgspec import structs
 
-from quire.errors import CompilerLostError, InvalidRequestError
+from quire.errors import CompilerLostError, InvalidRequestError, VocabularyError
 from quire.frontend.bounded_pool import MAX_SECONDS, BoundedPool
 from quire.frontend.bounded_process import framed
 from quire.frontend.grammar_process import Vocabulary
@@ -41,6 +41,7 @@ class GrammarPool(BoundedPool):
 
         Raises:
             InvalidRequestError: see grammar_text; or compiling it took too much processor time or memory.
+            VocabularyError: the model's tokenizer cannot be used for constraints.
             CompilerLostError: two processes ended or stood still, and the constraint is not the reason.
         """
         try:
@@ -57,11 +58,8 @@ class GrammarPool(BoundedPool):
             self._kept.put(key, kept)
         return kept
 
-    def unprepared(self, fault: str) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"The tokenizer of this model cannot be used for constraints: reading it {fault}",
-            param="structured_outputs",
-        )
+    def unprepared(self, fault: str) -> VocabularyError:
+        return VocabularyError(f"The tokenizer of this model cannot be used for constraints: reading it {fault}")
 
     def refusal(self, fault: str) -> InvalidRequestError:
         return InvalidRequestError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from quire.frontend.tokenizer import Tokenizer
 
 _CODE_LLAMA = ("▁<PRE>", "▁<SUF>", "▁<MID>")
@@ -37,13 +39,16 @@ def infill_format(tokenizer: Tokenizer) -> str | None:
     )
 
 
-def infill_prompt(tokenizer: Tokenizer, form: str, before: str, after: str) -> str | list[int]:
+def infill_prompt(encode: Callable[[str, bool], list[int]], form: str, before: str, after: str) -> str | list[int]:
     """The prompt between two texts, by the model's format: text, or token ids.
 
     CodeLlama's tokenizer begins a text with a space, also behind a special token. The text after must have none.
+
+    Args:
+        encode: see Tokenizer.encode.
     """
     if form != _FORMATS[_CODE_LLAMA]:
         return form.format(before, after)
     first, second, last = _CODE_LLAMA
-    marked = tokenizer.encode(_MARK + after, False)[len(tokenizer.encode(_MARK, False)) :]
-    return [*tokenizer.encode(first + before + second, True), *marked, *tokenizer.encode(last, False)]
+    marked = encode(_MARK + after, False)[len(encode(_MARK, False)) :]
+    return [*encode(first + before + second, True), *marked, *encode(last, False)]

@@ -57,7 +57,7 @@ class ProcessedRequest:
     prompt_token_ids: list[int]
     sampling_params: SamplingParams  # a copy: the caller may change theirs
     requests: list[AddRequest]
-    tokenizer: UseTokenizer | None = None  # what an engine must have got before, if they have a grammar
+    tokenizer: UseTokenizer | None = None  # of the grammar that was made here: the engine must have got it before
     adapter: Registration | None = None
     trace_headers: Mapping[str, str] | None = None  # of the trace that the request belongs to
 
@@ -221,7 +221,7 @@ class InputProcessor:
             )
             for index in range(own.n)
         ]
-        tokenizer = None if own.grammar is None else self.use_tokenizer()
+        tokenizer = self.use_tokenizer() if own.grammar is not None and grammar is None else None
         return ProcessedRequest(request_id, text, ids, own, requests, tokenizer, trace_headers=trace_headers)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

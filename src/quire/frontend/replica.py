@@ -42,7 +42,6 @@ from quire.messages import (
     LoadAdapter,
     SetLimits,
     UnloadAdapter,
-    UseTokenizer,
 )
 from quire.outputs import FinishReason
 from quire.sampling_params import RequestOutputKind
@@ -86,7 +85,6 @@ class Replica:
         self._streams: dict[str, RequestStream] = {}
         self._supervisor = Supervisor(self, client, starter, recovery, clock)
         self._moved_limits: dict[str, Any] = {}  # since the start of the first engine
-        self._tokenizer: UseTokenizer | None = None  # what the engine has
         self._adapters: list[tuple[str, str]] = []  # path and digest of each that requests may name
         self._reading: dict[int, asyncio.Future[AdapterFacts]] = {}  # by operation
         self._operations = itertools.count()
@@ -185,9 +183,6 @@ class Replica:
 
     def _send_request(self, processed: ProcessedRequest, messages: Sequence[AddRequest]) -> None:
         """Send all or the remaining continuations. Raises EngineDeadError."""
-        if processed.tokenizer is not None and self._tokenizer is None:
-            self._tokenizer = processed.tokenizer
-            self.client.send(self._tokenizer)
         for message in messages:
             self.client.send(message)
         self.admission.on_sent(processed.request_id, len(processed.prompt_token_ids), len(messages))
@@ -313,8 +308,6 @@ class Replica:
         ready.max_num_batched_tokens = moved.get("max_num_batched_tokens", ready.max_num_batched_tokens)
         if moved:
             self.client.send(SetLimits(**moved))
-        if self._tokenizer is not None:
-            self.client.send(self._tokenizer)
         old = self.output_processor.adapters() - set(self._adapters)
         for path, digest in [*self._adapters, *old]:
             self.client.send(_known(path, digest))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, VocabularyError
 from quire.grammar.limits import parser_limits
 
 if TYPE_CHECKING:
@@ -18,10 +18,15 @@ def vocabulary(tokenizer: str, eos_token_ids: Sequence[int], vocab_size: int) ->
     Args:
         tokenizer: the content of a tokenizer.json.
         vocab_size: of the logits.
+    Raises:
+        VocabularyError: llguidance cannot use this tokenizer.
     """
     from llguidance import LLTokenizer
 
-    return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    try:
+        return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    except ValueError as error:
+        raise VocabularyError(f"The tokenizer of this model cannot be used for constraints: {error}") from None
 
 
 def compiled_matcher(tokenizer: LLTokenizer, text: str) -> LLMatcher:

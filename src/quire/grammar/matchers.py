@@ -121,9 +121,6 @@ class Grammars:
     are kept so have room for it: see _MAX_BYTES. Besides, the last ones are kept for requests to come. So a step waits
     for a grammar only if the lexer of a row is full.
 
-    The first grammar of an engine makes llguidance's vocabulary, and that holds Python's lock: every step waits 20 ms
-    with 4,000 tokens, and 0.8 s with 150,000.
-
     Args:
         vocab_size: of the logits.
     """
@@ -136,17 +133,16 @@ class Grammars:
         self._waiting: deque[Preparation] = deque()
         self._begun: WeakSet[Preparation] = WeakSet()
         self.end_token_ids: frozenset[int] = frozenset()
-        self._source: tuple[str, list[int]] | None = None
         self._tokenizer: LLTokenizer | None = None
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
-        """The vocabulary that grammars are about.
+        """Make the tables of the vocabulary that grammars are about: see compiled.vocabulary.
 
         Args:
             tokenizer: the content of a tokenizer.json.
             eos_token_ids: tokens that end an output. A grammar allows them where the output may end.
         """
-        self._source, self._tokenizer = (tokenizer, list(eos_token_ids)), None
+        self._tokenizer = vocabulary(tokenizer, eos_token_ids, self._vocab_size)
         self.end_token_ids = frozenset(eos_token_ids)
 
     def prepare(self, text: str) -> Preparation:
@@ -190,9 +186,7 @@ class Grammars:
         """The beginning of a grammar: one that is kept, or a new one."""
         if (kept := self._kept.get(text) or self._alive.get(text)) is not None:
             return kept
-        if self._tokenizer is None:
-            assert self._source is not None, "a grammar came before the tokenizer"
-            self._tokenizer = vocabulary(*self._source, self._vocab_size)
+        assert self._tokenizer is not None, "a grammar came before the tokenizer"
         compiled = _Compiled(compiled_matcher(self._tokenizer, text))
         self._alive[text] = compiled
         self._kept.put(text, compiled)

@@ -23,6 +23,13 @@ _SCHEMAS = {
     "additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "else", "if", "items", "not", "oneOf",
     "prefixItems", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
 }  # fmt: skip
+# What an element is held to that nothing else of the schema has looked at; what would look at all others; and what may
+# look at some in a way that cannot be seen here.
+_UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
+_APPLICATORS = {
+    "$dynamicRef", "$ref", "additionalItems", "allOf", "anyOf", "contains", "dependentSchemas", "else", "if", "not",
+    "oneOf", "then",
+}  # fmt: skip
 _NAMED_SCHEMAS = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
 # What llguidance says against grammars, "": they can be used. A check of a schema of 200 keys takes 6 ms.
 _objections: Kept[str] = Kept(16 << 20, lambda text, objection: 4 * (len(text) + len(objection)))
@@ -42,6 +49,7 @@ def grammar_text(asked: StructuredOutputsParams, special_ids: Mapping[str, int] 
         schema = {"type": "object"} if asked.json is None else _read_schema(asked.json)
         if asked.disable_additional_properties:
             schema = _closed(schema)
+        schema = _evaluated(schema)
         try:
             text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(asked))
         except ValueError as error:  # JSON for Python alone: NaN, half of a surrogate pair, a number of 400 digits
@@ -192,6 +200,19 @@ def _is_inexact(schema: dict[str, Any]) -> bool:
     if lowest is None or highest is None or not 0 < highest - lowest < 1:
         return False
     return (lowest == above and lowest == int(lowest)) or (highest == below and highest == int(highest))
+
+
+def _evaluated(schema: Any) -> Any:
+    """The schema with `unevaluated...` as `additionalProperties` and `items`, where nothing else could evaluate any."""
+    if not any(name in each for _, each in _subschemas(schema) for name in _UNEVALUATED):
+        return schema
+    plain = json.loads(json.dumps(schema))
+    for _, each in _subschemas(plain):
+        if _APPLICATORS.isdisjoint(each) and not isinstance(each.get("items"), list):
+            for name, keyword in _UNEVALUATED.items():
+                if name in each:
+                    each.setdefault(keyword, each.pop(name))
+    return plain
 
 
 def _closed(schema: Any) -> Any:

@@ -87,8 +87,8 @@ def decoder_layer(facts: LayerFacts, layer: int) -> LayerSpec:
     names, prefix = facts.family.norms, f"model.layers.{layer}."
 
     def norms(before: str | None, after: str | None) -> Norms:
-        shapes = (None if name is None else NormShape(prefix + name, facts.hidden_size) for name in (before, after))
-        return Norms(*shapes)
+        form = (facts.hidden_size, facts.family.has_layer_norms)
+        return Norms(*(None if name is None else NormShape(prefix + name, *form) for name in (before, after)))
 
     return LayerSpec(
         attention=_attention(facts, layer, prefix + "self_attn."),
@@ -145,6 +145,14 @@ def _no_windows(metadata: GgufMetadata, sizes: Fields) -> dict[str, Any]:
     return {}
 
 
+def _nothing(metadata: GgufMetadata) -> dict[str, Any]:
+    return {}
+
+
+def _any_file(metadata: GgufMetadata) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class GgufForm:
     """The form of a family in llama.cpp's files.
@@ -155,7 +163,8 @@ class GgufForm:
         is_interleaved: heads in these files rotate neighbouring dimensions; converters reorder the rows of q and k.
         fits_float16: whether activations fit into float16.
         names: of modules in a layer, by these files' names, where they are the family's own.
-        yarn: fields of a YaRN scaling that have no key.
+        yarn: fields of a YaRN scaling that have no key in files of other families.
+        fits: whether a file of the architecture is of the family; other families may have the same architecture.
     """
 
     architecture: str
@@ -163,7 +172,8 @@ class GgufForm:
     is_interleaved: bool = False
     fits_float16: bool = True
     names: Mapping[str, str] = field(default_factory=dict)
-    yarn: Mapping[str, Any] = field(default_factory=dict)
+    yarn: Callable[[GgufMetadata], dict[str, Any]] = _nothing
+    fits: Callable[[GgufMetadata], bool] = _any_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,11 +186,13 @@ class Family:
         head_dim_field: the field with the size of a head, or of its part that rotates.
         qkv_bias: None: attention_bias of the file decides for q, k, v and o; else it is fixed, and o has no bias.
         norm_offset: added to every norm weight. GGUF files hold the sum.
+        has_layer_norms: the norms around attention and MLP, and the last one, take the mean away and have a bias.
         reads: the OPTIONAL_FIELDS that matter. The others change nothing, as in the family's own modelling code.
         scales_embeddings: by sqrt(hidden_size).
         has_fused_checkpoint: the checkpoint holds qkv_proj and gate_up_proj.
         renamed_prefixes: pairs (prefix in the checkpoint, our prefix); the first that fits is used. Our names are
             Llama's: `model.embed_tokens`, `model.layers.<i>.self_attn.q_proj`, ..., `model.norm`, `lm_head`.
+        renamed_in_layers: such pairs behind `model.layers.<i>.`, of another form of the checkpoint.
         ignored_prefixes: parts of the checkpoint that we do not run.
         experts: of layers that have some; None: all layers have a gated MLP.
         layer: makes the spec of one layer.
@@ -194,12 +206,14 @@ class Family:
     qk_norm: QkNorm = "none"
     norms: NormNames = PRE_NORM
     norm_offset: float = 0.0
+    has_layer_norms: bool = False
     head_dim_field: str = "head_dim"
     qkv_bias: bool | None = None
     reads: tuple[str, ...] = ()
     scales_embeddings: bool = False
     has_fused_checkpoint: bool = False
     renamed_prefixes: tuple[tuple[str, str], ...] = ()
+    renamed_in_layers: tuple[tuple[str, str], ...] = ()
     ignored_prefixes: tuple[str, ...] = ()
     experts: ExpertsForm | None = None
     layer: Callable[[LayerFacts, int], LayerSpec] = decoder_layer

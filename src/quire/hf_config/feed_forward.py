@@ -11,6 +11,7 @@ from quire.hf_config.gguf_metadata import GgufMetadata
 from quire.layer_spec import Cut, Dense, Experts, LinearShape, Router, Scoring, StackedForm
 
 _MAX_EXPERTS = 4096
+SIGMOID_OF_GGUF = 2  # llama.cpp's number of the scoring function
 
 
 def gated_mlp(
@@ -174,7 +175,7 @@ def group_routing_of_gguf(metadata: GgufMetadata) -> dict[str, Any]:
         "routed_scaling_factor": "expert_weights_scale",
     }
     fields = {field: value for field, key in keys.items() if (value := metadata.get(key)) is not None}
-    scoring = {1: "softmax", 2: "sigmoid"}
+    scoring = {1: "softmax", SIGMOID_OF_GGUF: "sigmoid"}
     number = metadata.get("expert_gating_func")
     return fields if number is None else fields | {"scoring_func": scoring.get(number, f"number {number}")}
 

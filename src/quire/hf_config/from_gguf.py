@@ -9,7 +9,7 @@ import array
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from quire.errors import ModelConfigError
@@ -46,22 +46,24 @@ CONTROL = 3  # in tokenizer.ggml.token_type
 
 def family_of(file: GgufFile, families: Iterable[Family]) -> tuple[Family, GgufForm]:
     """The family of a file and its form. Raises ModelConfigError for an unknown architecture."""
-    forms = {
-        (family.gguf.architecture, family.experts is not None): (family, family.gguf)
-        for family in families
-        if family.gguf is not None
-    }
-    architecture = file.metadata.get("general.architecture")
+    architecture = str(file.metadata.get("general.architecture"))
+    own = GgufMetadata(file.metadata, architecture, str(file.path))
+    has_experts = bool(own.get("expert_count"))
     # Mixtral is a llama with experts.
-    key = (str(architecture), bool(file.metadata.get(f"{architecture}.expert_count")))
-    if key not in forms:
-        raise ModelConfigError(
-            f"{file.path.name} is of an architecture that is not read from GGUF files",
-            value=f"{architecture} with experts" if key[1] else architecture,
-            expected="one of " + ", ".join(name for name, has_experts in forms if has_experts == key[1]),
-            fix="Name the model's safetensors",
-        )
-    return forms[key]
+    forms = [
+        (family, family.gguf)
+        for family in families
+        if family.gguf is not None and (family.experts is not None) == has_experts
+    ]
+    for family, form in forms:
+        if form.architecture == architecture and form.fits(own):
+            return family, form
+    raise ModelConfigError(
+        f"{file.path.name} is of an architecture that is not read from GGUF files",
+        value=f"{architecture} with experts" if has_experts else architecture,
+        expected="one of " + ", ".join(dict.fromkeys(form.architecture for _, form in forms)),
+        fix="Name the model's safetensors",
+    )
 
 
 def to_hf_config(file: GgufFile, family: Family, form: GgufForm) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def to_hf_config(file: GgufFile, family: Family, form: GgufForm) -> dict[str, An
     sizes = Fields(config, str(file.path))
     width = sizes.integer("hidden_size") // sizes.integer("num_attention_heads")  # of a head, unless head_dim is given
     head_dim = sizes.integer("head_dim", width)
-    return config | _rope(own, file, head_dim, form.yarn) | form.fields(own, sizes)
+    return config | _rope(own, file, head_dim, form) | form.fields(own, sizes)
 
 
 def _dtype(file: GgufFile, form: GgufForm) -> str:
@@ -116,7 +118,7 @@ def _end_tokens(metadata: dict[str, Any]) -> list[int]:
     return list(dict.fromkeys(ends))
 
 
-def _rope(own: GgufMetadata, file: GgufFile, head_dim: int, yarn: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(own: GgufMetadata, file: GgufFile, head_dim: int, form: GgufForm) -> dict[str, Any]:
     """Partial rotation and stretched contexts."""
     given = own.fields(
         rotary_dim="rope.dimension_count",
@@ -140,7 +142,11 @@ def _rope(own: GgufMetadata, file: GgufFile, head_dim: int, yarn: Mapping[str, A
                 "attention_factor": attention_factor,
             }
     if not scaling and kind in ("linear", "yarn"):
-        scaling = {"rope_type": kind, "factor": factor} | (dict(yarn) if kind == "yarn" else {})
+        scaling = {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            keys = {name: f"rope.scaling.yarn_{name}" for name in ("beta_fast", "beta_slow")}
+            betas = own.fields(**keys).values
+            scaling |= form.yarn(own) | {name: value for name, value in betas.items() if value is not None}
         if kind == "yarn" and attention_factor != 1.0:
             scaling["attention_factor"] = attention_factor * (0.1 * math.log(factor) + 1.0)
     if scaling and given.has("original"):

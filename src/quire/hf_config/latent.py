@@ -7,7 +7,8 @@ from typing import Any
 
 from quire.hf_config.family import LayerFacts
 from quire.hf_config.fields import Fields
-from quire.layer_spec import Cut, Latent, LinearShape, NormShape
+from quire.hf_config.gguf_metadata import GgufMetadata
+from quire.layer_spec import Cut, HeadMatrices, Latent, LinearShape, NormShape
 
 # Fields of config.json with their defaults in DeepSeek's config classes.
 DEFAULTS: dict[str, Any] = {
@@ -18,6 +19,53 @@ DEFAULTS: dict[str, Any] = {
     "v_head_dim": 128,
 }
 NORM_EPS = 1e-6  # their norms inside attention have the default of the class, whatever rms_norm_eps is
+
+
+# By llama.cpp's names.
+GGUF_NAMES = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
+
+
+def latent_of_gguf(metadata: GgufMetadata, sizes: Fields) -> dict[str, Any]:
+    """Fields of latent attention from llama.cpp's keys, which describe one KV head with rows of the cache as keys.
+
+    Older files have the sizes of keys and values of the heads at that place.
+    """
+    keys = metadata.fields(
+        key="attention.key_length_mla" if metadata.get("attention.key_length_mla") else "attention.key_length",
+        value="attention.value_length_mla" if metadata.get("attention.value_length_mla") else "attention.value_length",
+        rank="attention.kv_lora_rank",
+        rope="rope.dimension_count",
+        dense="leading_dense_block_count",
+        drafting="nextn_predict_layers",
+    )
+    rope_dim, drafting = keys.integer("rope"), keys.integer("drafting", 0, minimum=0)
+    return {
+        "num_key_value_heads": sizes.integer("num_attention_heads"),
+        "q_lora_rank": metadata.get("attention.q_lora_rank"),
+        "kv_lora_rank": keys.integer("rank"),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": keys.integer("key", minimum=rope_dim + 1) - rope_dim,
+        "v_head_dim": keys.integer("value"),
+        "partial_rotary_factor": 1.0,
+        "first_k_dense_replace": keys.integer("dense", 0, minimum=0),
+        "num_nextn_predict_layers": drafting,
+        "num_hidden_layers": sizes.integer("num_hidden_layers", minimum=drafting + 1) - drafting,
+    }
+
+
+def yarn_of_gguf(metadata: GgufMetadata) -> dict[str, Any]:
+    """The converter writes a tenth of mscale_all_dim, and takes mscale for equal."""
+    tenth = metadata.fields(tenth="rope.scaling.yarn_log_multiplier").number("tenth", 0.0)
+    return {"mscale": 10 * tenth, "mscale_all_dim": 10 * tenth} if tenth else {}
 
 
 def latent_attention(facts: LayerFacts, prefix: str, is_interleaved: bool) -> Latent:
@@ -60,7 +108,10 @@ def latent_attention(facts: LayerFacts, prefix: str, is_interleaved: bool) -> La
             shards=(("kv_b_proj", heads * (nope_dim + value_dim)),),
             in_features=rank,
             cut=Cut("rows"),
-            matrices=((heads, rank, nope_dim), (heads, value_dim, rank)),
+            matrices=(
+                HeadMatrices("k_b_proj", heads, rank, nope_dim, num_rows=nope_dim),
+                HeadMatrices("v_b_proj", heads, value_dim, rank, num_rows=value_dim),
+            ),
         ),
         output=LinearShape(
             prefix=prefix,

@@ -76,6 +76,12 @@ def _parse_one(given: Fields, fields: Fields, head_dim: int) -> RopeConfig:
             "long_factor": given.numbers("long_factor", rotary_dim // 2, *_FACTORS),
             "attention_factor": given.number("attention_factor", scale, *_FACTORS),
         }
+        if given.has("short_mscale"):  # Phi-3.5-MoE's own factors
+            more["attention_factor"] = given.number("short_mscale", None, *_FACTORS)
+            if given.number("long_mscale", None) != more["attention_factor"]:
+                raise given.illegal(
+                    "long_mscale", f"short_mscale = {more['attention_factor']:g}, as in the published models"
+                )
     return RopeConfig(rotary_dim, theta, kind, factor, max_position, original, **more)
 
 

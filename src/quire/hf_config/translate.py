@@ -12,7 +12,7 @@ from quire.hf_config.fields import Fields
 from quire.hf_config.quantization import parse_quantization
 from quire.hf_config.refusal import refusal
 from quire.hf_config.rope import max_model_len, parse_rope
-from quire.layer_spec import RopeConfig
+from quire.layer_spec import NormShape, RopeConfig
 
 # Fields that change the arithmetic of some families only, with the value that changes nothing.
 OPTIONAL_FIELDS: Mapping[str, Any] = {
@@ -28,6 +28,9 @@ OPTIONAL_FIELDS: Mapping[str, Any] = {
     "logits_scaling": 1.0,
     "hidden_activation": None,
     "mlp_bias": False,
+    "lm_head_bias": False,
+    "short_mscale": None,
+    "long_mscale": None,
 }
 
 COMMON_DEFAULTS: Mapping[str, Any] = {
@@ -220,7 +223,9 @@ def _facts(fields: Fields, family: Family, is_native: bool) -> dict[str, Any]:
         "rope": rope,
         "logits_soft_cap": fields.number("final_logit_softcapping", 0.0, minimum=0.0),
         "norm_offset": family.norm_offset,
-        "renamed_prefixes": family.renamed_prefixes,
+        "final_norm": NormShape("model.norm", hidden_size, family.has_layer_norms),
+        "output_bias": _output_bias(fields),
+        "renamed_prefixes": family.renamed_prefixes + tuple(_renamed_in_layers(family, num_layers)),
         "ignored_prefixes": family.ignored_prefixes + tuple(_drafting_layers(fields, num_layers)),
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, minimum=0.0),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
@@ -229,6 +234,19 @@ def _facts(fields: Fields, family: Family, is_native: bool) -> dict[str, Any]:
         ),
         "logits_scaling": fields.number("logits_scaling", 1.0, minimum=1e-6),
     }
+
+
+def _renamed_in_layers(family: Family, num_layers: int) -> Iterator[tuple[str, str]]:
+    for theirs, ours in family.renamed_in_layers:
+        for prefix in (f"model.layers.{layer}." for layer in range(num_layers)):
+            yield prefix + theirs, prefix + ours
+
+
+def _output_bias(fields: Fields) -> bool:
+    has_bias = fields.flag("lm_head_bias", False)
+    if has_bias and fields.flag("tie_word_embeddings", False):
+        raise fields.illegal("lm_head_bias", "false where tie_word_embeddings is true")
+    return has_bias
 
 
 def _drafting_layers(fields: Fields, num_layers: int) -> Iterator[str]:

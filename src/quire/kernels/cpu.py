@@ -218,7 +218,9 @@ def routing_rule(rule: RoutingRule) -> Any:
     )
 
 
-def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None, routing: Routing) -> None:
+def route(
+    logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None, routing: Routing, places_EC: Tensor | None = None
+) -> None:
     """See experts.route. Rows of the logits may be strided."""
     _C.Route(
         logits=logits_TE,
@@ -228,6 +230,7 @@ def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None, routing: 
         weights=routing.weights_TS,
         order=routing.order_P,
         begins=routing.begins,
+        places=places_EC,
     ).run()
 
 
@@ -237,7 +240,13 @@ def expert_stack(first: Any, num_experts: int) -> Any:
 
 
 def expert_linear(
-    x: Tensor, stack: Any, routing: Routing, of_tokens: bool, bias_EN: Tensor | None, out_PN: Tensor
+    x: Tensor,
+    stack: Any,
+    routing: Routing,
+    of_tokens: bool,
+    bias_EN: Tensor | None,
+    out_PN: Tensor,
+    first_place: int = 0,
 ) -> None:
     """See experts.expert_linear. Rows of x and out may be strided. `stack`: from `expert_stack`."""
     _C.ExpertProduct(
@@ -249,6 +258,7 @@ def expert_linear(
         of_tokens=of_tokens,
         bias=bias_EN,
         out=out_PN,
+        first_place=first_place,
     ).run()
 
 
@@ -334,6 +344,13 @@ def gather(group: Any, part: Tensor, widths: Sequence[int], out: Tensor | None) 
     _C.Gather(group=group, widths=widths, part=part, out=out).run()
 
 
+def exchange(
+    group: Any, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], first_column: int, out_PC: Tensor
+) -> None:
+    """See distributed.group.Group. Raises GroupError or StepVoid."""
+    _C.Exchange(group=group, firsts=firsts, begins=begins, own=rows_PN, first_column=first_column, out=out_PC).run()
+
+
 def advise_huge_pages(x: Tensor) -> None:
     """Ask the operating system for huge pages for a large contiguous CPU tensor that nobody has written yet.
 
@@ -343,11 +360,27 @@ def advise_huge_pages(x: Tensor) -> None:
         _C.advise_huge_pages(x)
 
 
-def rms_norm(
-    x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, weight_offset: float, out_TD: Tensor
+def norm(
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    multiplier: float,
+    weight_D: Tensor,
+    bias_D: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    out_TD: Tensor,
 ) -> None:
-    """See ops.rms_norm and ops.add_rms_norm (residual given). Rows may be strided."""
-    _C.RmsNorm(x=x_TD, residual=residual_TD, weight=weight_D, eps=eps, weight_offset=weight_offset, out=out_TD).run()
+    """See ops.rms_norm, ops.layer_norm (with a bias) and what adds to a residual. Rows may be strided."""
+    _C.Norm(
+        x=x_TD,
+        residual=residual_TD,
+        multiplier=multiplier,
+        weight=weight_D,
+        bias=bias_D,
+        eps=eps,
+        weight_offset=weight_offset,
+        out=out_TD,
+    ).run()
 
 
 def attention_rule(scale: float, sliding_window: int, soft_cap: float, chunk: int) -> Any:
@@ -443,11 +476,16 @@ def paged_attention(
 
 
 def gated_activation(
-    name: str, x_T2I: Tensor, out_TI: Tensor, factors_F: Tensor | None = None, order_T: Tensor | None = None
+    name: str,
+    x_T2I: Tensor,
+    out_TI: Tensor,
+    factors_F: Tensor | None = None,
+    order_T: Tensor | None = None,
+    begins: Tensor | None = None,
 ) -> None:
     """See ops.gated_activation; `name` is a key of ACTIVATION_CODES. Rows may be strided."""
     code = ACTIVATION_CODES[name]
-    _C.GatedActivation(activation=code, x=x_T2I, factors=factors_F, order=order_T, out=out_TI).run()
+    _C.GatedActivation(activation=code, x=x_T2I, factors=factors_F, order=order_T, out=out_TI, begins=begins).run()
 
 
 def lora_table(words_SP4: Tensor, dtype: torch.dtype, K: int, columns: Sequence[int]) -> Any:

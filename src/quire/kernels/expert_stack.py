@@ -55,6 +55,11 @@ class PackedStack:
         """The stack in the form of the CPU kernels."""
         return cpu.expert_stack(replace(self.weight, N=self.N).panels, self.E)
 
+    def tensors(self, e: int) -> list[Tensor]:
+        """All that is held of one expert, without a copy. Whoever writes to it changes the expert."""
+        order_EK = _order(self.weight)
+        return [*_tensors(self.expert(e)).values(), *([] if order_EK is None else [order_EK[e]])]
+
     def expert(self, e: int) -> Packed:
         """The weight of one expert, without a copy."""
         parts = {name: x.view(self.E, len(x) // self.E, *x.shape[1:])[e] for name, x in _tensors(self.weight).items()}

@@ -25,7 +25,13 @@ from quire.kernels.product import check_result_dtype
 from quire.kernels.routing import Routing, RoutingRule
 
 
-def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None) -> Routing:
+def route(
+    logits_TE: Tensor,
+    rule: RoutingRule,
+    bias_E: Tensor | None = None,
+    places_EC: Tensor | None = None,
+    num_places: int | None = None,
+) -> Routing:
     """The experts of each token and their weights, by the router's logits (float32, rows may be strided).
 
     Equal scores: the lower expert comes first. A row with a logit that is not finite gets experts 0 to S - 1 and
@@ -33,6 +39,8 @@ def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None) ->
 
     Args:
         bias_E: float32, is added to the scores for the choice, not for the weights (DeepSeek-V3, arXiv 2412.19437).
+        places_EC: int32 in [0, num_places): where the C copies of each expert are, of which some may be equal. Tokens
+            take turns with them: token t goes to copy t % C. None: each expert has the place of its number.
     """
     E = rule.num_experts
     check_places(logits=logits_TE, bias=bias_E)
@@ -46,17 +54,28 @@ def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None) ->
         check_contiguous(bias=bias_E)
         if rule.scoring == "sparsemixer":
             raise ValueError("a bias with the scoring sparsemixer, expected none")
+    if (places_EC is None) != (num_places is None):
+        raise ValueError("places without their number, or the reverse: expected both or none")
+    if places_EC is not None:
+        check_places(logits=logits_TE, places=places_EC)
+        if places_EC.dim() != 2 or places_EC.shape[0] != E or places_EC.shape[1] == 0:
+            raise ValueError(f"places is {list(places_EC.shape)}, expected [{E}, C], C not 0")
+        check_dtype("places", places_EC, torch.int32)
+        check_contiguous(places=places_EC)
     kernels: Any = gpu.kernels() if gpu.takes(logits_TE) else cpu if cpu.takes(logits_TE) else None
     if kernels is None:
-        return reference_experts.route(logits_TE, rule, bias_E)
+        return reference_experts.route(logits_TE, rule, bias_E, places_EC, num_places)
     T, S, device = logits_TE.shape[0], rule.num_active, logits_TE.device
     routing = Routing(
         torch.empty((T, S), dtype=torch.int32, device=device),
         torch.empty((T, S), dtype=torch.float32, device=device),
         torch.empty((T * S,), dtype=torch.int32, device=device),
-        torch.empty((E + 1,), dtype=torch.int32, device=device),
+        torch.empty(((E if num_places is None else num_places) + 1,), dtype=torch.int32, device=device),
     )
-    kernels.route(logits_TE, rule, bias_E, routing)
+    if places_EC is None:
+        kernels.route(logits_TE, rule, bias_E, routing)
+    else:
+        cpu.route(logits_TE, rule, bias_E, routing, places_EC)
     return routing
 
 
@@ -69,6 +88,7 @@ def expert_linear(
     bias_EN: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    first_place: int | None = None,
 ) -> Tensor:
     """y_PN = a row of x @ weight.T + bias of the expert of each pair, in the order of routing.order_P.
 
@@ -80,8 +100,13 @@ def expert_linear(
         of_tokens: x is [T, K], and a pair reads the row of its token; else x is [P, K] in that order.
         bias_EN: any of the three dtypes.
         out: takes the result; rows may be strided.
+        first_place: expert e of the stack has the place first_place + e, and rows of other places are left alone.
+            None: the stack has all experts.
     """
-    T, S = _check_routing(routing, stack.E)
+    T, S = _check_routing(routing, stack.E if first_place is None else None)
+    first = first_place or 0
+    if first + stack.E >= routing.begins.shape[0]:
+        raise ValueError(f"experts from place {first}, expected {stack.E} of {routing.begins.shape[0] - 1}")
     rows = T if of_tokens else T * S
     check_places(x=x, weight=stack.tensor, order=routing.order_P, bias=bias_EN)
     check_shape("x", x, rows, stack.K)
@@ -105,9 +130,10 @@ def expert_linear(
         _multiply_on_gpu(x, stack, routing, of_tokens, bias_EN, y_PN)
         return y_PN
     if stack.is_packed and cpu.takes(x):
-        cpu.expert_linear(x, stack.panels, routing, of_tokens, bias_EN, y_PN)
+        cpu.expert_linear(x, stack.panels, routing, of_tokens, bias_EN, y_PN, first)
         return y_PN
-    for e, (begin, end) in enumerate(pairwise(reference_experts.check_pairs(routing, stack.E))):
+    begins = reference_experts.check_pairs(routing)[first : first + stack.E + 1]
+    for e, (begin, end) in enumerate(pairwise(begins)):
         if begin < end:
             rows_X = routing.order_P[begin:end] // S if of_tokens else torch.arange(begin, end, device=x.device)
             y_PN[begin:end] = _product(x[rows_X], stack.expert(e), None if bias_EN is None else bias_EN[e], dtype)

@@ -118,11 +118,11 @@ def pack_fp8_bands(bands: Iterable[Fp8Weight], N: int, memory: Memory = WEIGHTS)
 
 
 def rms_norm_to_fp8(
-    x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, weight_offset: float
+    x_TD: Tensor, residual_TD: Tensor | None, multiplier: float, weight_D: Tensor, eps: float, weight_offset: float
 ) -> Fp8Rows:
     """On a GPU: ops.rms_norm, or ops.add_rms_norm with a residual (changed in place), and quantization: equal bits."""
     check_norm(x_TD, residual_TD, weight_D, None)
-    codes_TD, scales_T1 = gpu.kernels().rms_norm_to_fp8(x_TD, residual_TD, weight_D, eps, weight_offset)
+    codes_TD, scales_T1 = gpu.kernels().rms_norm_to_fp8(x_TD, residual_TD, multiplier, weight_D, eps, weight_offset)
     return Fp8Rows(codes_TD, scales_T1, x_TD.dtype)
 
 

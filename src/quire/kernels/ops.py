@@ -54,13 +54,7 @@ def rms_norm(
     Zhang and Sennrich, arXiv 1910.07467. The weight has x's dtype or float32. Rows of x and `out` may be strided;
     `out` may be x.
     """
-    check_norm(x_TD, None, weight_D, out)
-    if (kernels := _kernels(x_TD)) is None:
-        y_TD = reference.rms_norm(x_TD, weight_D, eps, weight_offset)
-        return y_TD if out is None else out.copy_(y_TD)
-    out = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) if out is None else out
-    kernels.rms_norm(x_TD, None, weight_D, eps, weight_offset, out)
-    return out
+    return _norm(x_TD, None, 1.0, weight_D, None, eps, weight_offset, out)
 
 
 def add_rms_norm(
@@ -70,29 +64,77 @@ def add_rms_norm(
     eps: float,
     weight_offset: float = 0.0,
     out: Tensor | None = None,
+    multiplier: float = 1.0,
 ) -> Tensor:
-    """residual += x in place (rounded to its dtype), then rms_norm of the new residual. `out` may be x."""
-    check_norm(x_TD, residual_TD, weight_D, out)
+    """residual += multiplier * x in place, then rms_norm of the new residual. `out` may be x.
+
+    The product and the sum are rounded to the residual's dtype.
+    """
+    return _norm(x_TD, residual_TD, multiplier, weight_D, None, eps, weight_offset, out)
+
+
+def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """(x - mean(x)) * rsqrt(variance(x) + eps) * weight + bias, float32 inside, rounded once.
+
+    Ba, Kiros and Hinton, arXiv 1607.06450. The bias has the weight's dtype. For the rest see `rms_norm`.
+    """
+    return _norm(x_TD, None, 1.0, weight_D, bias_D, eps, 0.0, out)
+
+
+def add_layer_norm(
+    x_TD: Tensor,
+    residual_TD: Tensor,
+    weight_D: Tensor,
+    bias_D: Tensor,
+    eps: float,
+    out: Tensor | None = None,
+    multiplier: float = 1.0,
+) -> Tensor:
+    """As add_rms_norm, with layer_norm of the new residual."""
+    return _norm(x_TD, residual_TD, multiplier, weight_D, bias_D, eps, 0.0, out)
+
+
+def _norm(
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    multiplier: float,
+    weight_D: Tensor,
+    bias_D: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    out: Tensor | None,
+) -> Tensor:
+    check_norm(x_TD, residual_TD, weight_D, out, bias_D)
     if (kernels := _kernels(x_TD)) is None:
-        residual_TD += x_TD
-        y_TD = reference.rms_norm(residual_TD, weight_D, eps, weight_offset)
+        if residual_TD is not None:
+            residual_TD += x_TD * multiplier
+            x_TD = residual_TD
+        if bias_D is None:
+            y_TD = reference.rms_norm(x_TD, weight_D, eps, weight_offset)
+        else:
+            y_TD = reference.layer_norm(x_TD, weight_D, bias_D, eps)
         return y_TD if out is None else out.copy_(y_TD)
     out = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) if out is None else out
-    kernels.rms_norm(x_TD, residual_TD, weight_D, eps, weight_offset, out)
+    kernels.norm(x_TD, residual_TD, multiplier, weight_D, bias_D, eps, weight_offset, out)
     return out
 
 
-def check_norm(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, out: Tensor | None) -> None:
-    """Check the arguments of `rms_norm` and `add_rms_norm`."""
-    check_places(x=x_TD, residual=residual_TD, weight=weight_D, out=out)
+def check_norm(
+    x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, out: Tensor | None, bias_D: Tensor | None = None
+) -> None:
+    """Check the arguments of the norms."""
+    check_places(x=x_TD, residual=residual_TD, weight=weight_D, bias=bias_D, out=out)
     check_filled("x", x_TD, "TD")
     check_shape("weight", weight_D, x_TD.shape[1])
     check_dtype("weight", weight_D, x_TD.dtype, torch.float32)
+    if bias_D is not None:
+        check_shape("bias", bias_D, x_TD.shape[1])
+        check_dtype("bias", bias_D, weight_D.dtype)
     for name, like_x in (("residual", residual_TD), ("out", out)):
         if like_x is not None:
             check_shape(name, like_x, *x_TD.shape)
             check_dtype(name, like_x, x_TD.dtype)
-    check_last_stride(x=x_TD, residual=residual_TD, weight=weight_D, out=out)
+    check_last_stride(x=x_TD, residual=residual_TD, weight=weight_D, bias=bias_D, out=out)
 
 
 def gated_activation(
@@ -101,6 +143,7 @@ def gated_activation(
     out: Tensor | None = None,
     factors_F: Tensor | None = None,
     order_T: Tensor | None = None,
+    begins: Tensor | None = None,
 ) -> Tensor:
     """f(first half of each row) * second half, float32 inside, rounded once; Shazeer, arXiv 2002.05202.
 
@@ -108,6 +151,7 @@ def gated_activation(
         name: f is silu, gelu (exact, by erf) or gelu_tanh (its tanh form). Or clamped_swiglu, of gpt-oss: with g the
             first half, at most 7, and u the second half, from -7 to 7, it is g * sigmoid(1.702 * g) * (u + 1).
         factors_F, order_T: row t of x is multiplied by factors[order[t]] first (float32, and int32 in [0, F)).
+        begins: int32. Only rows from its first number to its last one are computed, by the compiled kernels.
     """
     check_gated(name, x_T2I)
     check_factors(x_T2I, factors_F, order_T)
@@ -116,12 +160,20 @@ def gated_activation(
         check_places(x=x_T2I, out=out)
         check_shape("out", out, *shape)
         check_dtype("out", out, x_T2I.dtype)
+    if begins is not None:
+        check_places(x=x_T2I, begins=begins)
+        check_filled("begins", begins, "B")
+        check_dtype("begins", begins, torch.int32)
+        check_contiguous(begins=begins)
     if (kernels := _kernels(x_T2I)) is None:
         y_TI = reference.gated_activation(name, x_T2I, factors_F, order_T)
         return y_TI if out is None else out.copy_(y_TI)
     out = torch.empty(shape, dtype=x_T2I.dtype, device=x_T2I.device) if out is None else out
     check_last_stride(x=x_T2I, out=out)
-    kernels.gated_activation(name, x_T2I, out, factors_F, order_T)
+    if begins is None:
+        kernels.gated_activation(name, x_T2I, out, factors_F, order_T)
+    else:
+        cpu.gated_activation(name, x_T2I, out, factors_F, order_T, begins)
     return out
 
 

@@ -62,7 +62,7 @@ _HARMLESS = {
 
 
 class _Watch(TorchFunctionMode):
-    """Takes memory from the arena, records copies of tensors, and notices torch's other computations."""
+    """Takes memory from the arena, records copies and clamps of tensors, and notices torch's other computations."""
 
     def __init__(self, arena: Arena, calls: list[Callable[[], Any]]) -> None:
         super().__init__()
@@ -77,6 +77,9 @@ class _Watch(TorchFunctionMode):
             case [to, what], {} if func is Tensor.copy_ and not kwargs:
                 self._calls.append(partial(Tensor.copy_, to, what))
                 return func(to, what)
+            case [x, low, high], {} if func is Tensor.clamp_ and not kwargs:
+                self._calls.append(partial(Tensor.clamp_, x, low, high))
+                return func(x, low, high)
         if func not in _HARMLESS:
             self.foreign = getattr(func, "__qualname__", str(func))
         return func(*args, **kwargs)

@@ -173,6 +173,14 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 
     return y.to(x_TD.dtype)
 
 
+def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
+    """(x - mean) * rsqrt(variance + eps) * weight + bias over the last dimension, in x's dtype."""
+    x = x_TD.float()
+    x = x - x.mean(dim=-1, keepdim=True)
+    y = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight_D.float() + bias_D.float()
+    return y.to(x_TD.dtype)
+
+
 def gated_activation(
     name: str, x_T2I: Tensor, factors_F: Tensor | None = None, order_T: Tensor | None = None
 ) -> Tensor:

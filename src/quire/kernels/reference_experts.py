@@ -17,7 +17,13 @@ from quire.kernels.routing import Routing, RoutingRule
 _SMALLEST_SUM = 1e-20  # added to sums of weights: the weights of scores that are all zero stay zero
 
 
-def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None) -> Routing:
+def route(
+    logits_TE: Tensor,
+    rule: RoutingRule,
+    bias_E: Tensor | None,
+    places_EC: Tensor | None = None,
+    num_places: int | None = None,
+) -> Routing:
     experts_TS, weights_TS = (
         _sparsemixer(logits_TE, rule) if rule.scoring == "sparsemixer" else _chosen(logits_TE, rule, bias_E)
     )
@@ -27,10 +33,13 @@ def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None) -> Routin
     first_S = torch.arange(rule.num_active, device=logits_TE.device)
     experts_TS = torch.where(is_broken_T1, first_S, experts_TS)
     weights_TS = torch.where(is_broken_T1, math.nan, weights_TS * rule.scale)
-    experts_P = experts_TS.flatten()
-    order_P = experts_P.argsort(stable=True)
-    ends_E = experts_P.bincount(minlength=rule.num_experts).cumsum(0)
-    begins = torch.cat([ends_E.new_zeros(1), ends_E])
+    places_P = experts_TS.flatten()
+    if places_EC is not None:
+        turns_T = torch.arange(len(logits_TE), device=logits_TE.device) % places_EC.shape[1]
+        places_P = places_EC[experts_TS, turns_T[:, None]].flatten()
+    order_P = places_P.argsort(stable=True)
+    ends = places_P.bincount(minlength=rule.num_experts if num_places is None else num_places).cumsum(0)
+    begins = torch.cat([ends.new_zeros(1), ends])
     return Routing(experts_TS.to(torch.int32), weights_TS, order_P.to(torch.int32), begins.to(torch.int32))
 
 
@@ -77,8 +86,8 @@ def _sparsemixer(logits_TE: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
     return torch.cat(experts, 1), torch.cat(weights, 1)
 
 
-def check_pairs(routing: Routing, num_experts: int) -> list[int]:
-    """`begins`. Raises IndexError or ValueError for numbers that do not cut the pairs into ranges of experts."""
+def check_pairs(routing: Routing) -> list[int]:
+    """`begins`. Raises IndexError or ValueError for numbers that do not cut the pairs into ranges of places."""
     P = len(routing.order_P)
     check_indices("order", routing.order_P, P)
     check_indices("begins", routing.begins, P + 1)
@@ -86,8 +95,8 @@ def check_pairs(routing: Routing, num_experts: int) -> list[int]:
     for e, (begin, end) in enumerate(pairwise(begins)):
         if begin > end:
             raise ValueError(f"begins[{e + 1}] is {end}, expected {begin} or more, like the number before it")
-    if (begins[0], begins[num_experts]) != (0, P):
-        raise ValueError(f"begins go from {begins[0]} to {begins[num_experts]}, expected 0 to {P}")
+    if (begins[0], begins[-1]) != (0, P):
+        raise ValueError(f"begins go from {begins[0]} to {begins[-1]}, expected 0 to {P}")
     return begins
 
 

@@ -80,13 +80,15 @@ class RoutingRule:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Experts of the tokens of a step, and the pairs of a token and a slot in the order of their experts.
+    """Experts of the tokens of a step, and the pairs of a token and a slot in the order of the places of their experts.
+
+    Experts have the places of their numbers, unless ranks share them: then each rank has some places in a row.
 
     Attributes:
         experts_TS: int32, in descending order of their scores.
         weights_TS: float32; NaN in a row with a logit that was not finite.
-        order_P: int32; pair t * S + s at each place; by expert, then by pair.
-        begins: int32 [E + 1]; expert e has places begins[e] to begins[e + 1].
+        order_P: int32; pair t * S + s of each row; by the place of its expert, then by pair.
+        begins: int32, one more than places; place e has rows begins[e] to begins[e + 1].
     """
 
     experts_TS: Tensor

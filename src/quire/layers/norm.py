@@ -1,4 +1,4 @@
-"""RMS norm, alone or with the addition to the residual before it.
+"""RMS norm and layer norm, alone or with the addition to the residual before it.
 
 Dimensions: T tokens, D normalised width.
 """
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.fp8 import Rows, rms_norm_to_fp8
-from quire.kernels.ops import add_rms_norm, rms_norm
+from quire.kernels.ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from quire.layer_spec import NormShape
 from quire.layers.linear import Projection
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 
@@ -17,7 +18,7 @@ from quire.layers.weight_slot import WeightSlot, WeightSlots
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * (weight + offset), in float32 inside. Gemma stores weights around 0: offset 1."""
 
-    held = ("weight_D",)
+    held: tuple[str, ...] = ("weight_D",)
 
     def __init__(self, size: int, eps: float, offset: float, dtype: torch.dtype) -> None:
         self.eps = eps
@@ -32,14 +33,14 @@ class RMSNorm:
     def feed(self, x_TD: Tensor) -> Rows:
         """The norm, already quantized if its reader would quantize it."""
         if self.feeds is not None and self.feeds.quantizes(x_TD):
-            return rms_norm_to_fp8(x_TD, None, self.weight_D, self.eps, self.offset)
+            return rms_norm_to_fp8(x_TD, None, 1.0, self.weight_D, self.eps, self.offset)
         return self(x_TD)
 
-    def add(self, x_TD: Tensor, residual_TD: Tensor) -> Rows:
-        """residual += x in place; the result is the norm of the sum, quantized like `feed`'s."""
+    def add(self, x_TD: Tensor, residual_TD: Tensor, multiplier: float = 1.0) -> Rows:
+        """residual += multiplier * x in place; the result is the norm of the sum, quantized like `feed`'s."""
         if self.feeds is not None and self.feeds.quantizes(x_TD):
-            return rms_norm_to_fp8(x_TD, residual_TD, self.weight_D, self.eps, self.offset)
-        return add_rms_norm(x_TD, residual_TD, self.weight_D, self.eps, self.offset)
+            return rms_norm_to_fp8(x_TD, residual_TD, multiplier, self.weight_D, self.eps, self.offset)
+        return add_rms_norm(x_TD, residual_TD, self.weight_D, self.eps, self.offset, multiplier=multiplier)
 
     @staticmethod
     def without_weights(size: int, eps: float, dtype: torch.dtype, device: torch.device) -> RMSNorm:
@@ -56,3 +57,40 @@ class RMSNorm:
 
     def weight_bytes(self) -> int:
         return self.weight_D.nbytes
+
+
+class LayerNorm(RMSNorm):
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, in float32 inside."""
+
+    held = ("weight_D", "bias_D")
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__(size, eps, 0.0, dtype)
+        self.bias_D = torch.empty(size, dtype=dtype)
+
+    def __call__(self, x_TD: Tensor, out: Tensor | None = None) -> Tensor:
+        """See RMSNorm."""
+        return layer_norm(x_TD, self.weight_D, self.bias_D, self.eps, out)
+
+    def feed(self, x_TD: Tensor) -> Rows:
+        """The norm. Its reader quantizes it, where it does."""
+        return self(x_TD)
+
+    def add(self, x_TD: Tensor, residual_TD: Tensor, multiplier: float = 1.0) -> Rows:
+        """residual += multiplier * x in place; the result is the norm of the sum."""
+        return add_layer_norm(x_TD, residual_TD, self.weight_D, self.bias_D, self.eps, multiplier=multiplier)
+
+    def slots(self) -> WeightSlots:
+        yield from super().slots()
+        yield "bias", WeightSlot(tuple(self.bias_D.shape), self._load_bias)
+
+    def _load_bias(self, bias_D: Tensor) -> None:
+        self.bias_D = bias_D.to(self.bias_D.dtype, copy=True)
+
+    def weight_bytes(self) -> int:
+        return super().weight_bytes() + self.bias_D.nbytes
+
+
+def make_norm(shape: NormShape, eps: float, offset: float, dtype: torch.dtype) -> RMSNorm:
+    """A norm without its weights. `offset`: of an RMS norm."""
+    return LayerNorm(shape.size, eps, dtype) if shape.is_layer_norm else RMSNorm(shape.size, eps, offset, dtype)

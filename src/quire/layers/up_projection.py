@@ -7,7 +7,7 @@ Dimensions: T tokens, H heads, L latents, K elements of a key that do not rotate
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.formats.stored_linear import StoredLinear
 from quire.kernels.head_linear import PackedHeads, head_linear, pack_heads
+from quire.layer_spec import LinearShape
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import WeightSlots
 from quire.quantization.select import select_scheme
@@ -25,15 +26,15 @@ class UpProjection:
     """The weight arrives in the checkpoint's format, and is held in the model's dtype.
 
     Args:
-        stored: its shape's `matrices` are (H, L, K) and (H, V, L).
+        stored: of one weight with the matrices of keys and of values, or one of each.
     """
 
     held = ("keys", "values")
 
-    def __init__(self, stored: StoredLinear, dtype: torch.dtype) -> None:
-        self._stacks = stored.shape.matrices
-        self._arriving = Linear(stored.shape, dtype=dtype, scheme=select_scheme(stored))
-        self._arriving.weight_memory = _passing_memory
+    def __init__(self, stored: Sequence[StoredLinear], dtype: torch.dtype) -> None:
+        self._arriving = [(each.shape, Linear(each.shape, dtype=dtype, scheme=select_scheme(each))) for each in stored]
+        for _, layer in self._arriving:
+            layer.weight_memory = _passing_memory
         self.keys: PackedHeads | None = None
         self.values: PackedHeads | None = None
 
@@ -48,18 +49,26 @@ class UpProjection:
         return head_linear(x_THL, self.values)
 
     def slots(self) -> WeightSlots:
-        for name, slot in self._arriving.slots():
-            yield name, replace(slot, load=partial(self._load, slot.load))
+        for shape, layer in self._arriving:
+            for name, slot in layer.slots():
+                yield name, replace(slot, load=partial(self._load, shape, layer, slot.load))
 
-    def _load(self, load: Callable[[Tensor], None], tensor: Tensor) -> None:
+    def _load(self, shape: LinearShape, layer: Linear, load: Callable[[Tensor], None], tensor: Tensor) -> None:
         load(tensor)
-        layer = self._arriving
         if layer.weight is None:
             return
-        weight_NL = layer.scheme.rows(layer, torch.arange(layer.out_features, device=tensor.device))
+        weight_NK = layer.scheme.rows(layer, torch.arange(layer.out_features, device=tensor.device))
         layer.weight = None
-        (H, L, K), (_, V, _) = self._stacks
-        keys_HKL, values_HVL = weight_NL.view(H, K + V, L).split_with_sizes((K, V), 1)
+        first, *others = shape.matrices
+        if not others:
+            packed = pack_heads(weight_NK.view(first.num_heads, first.N, first.K))
+            if layer is self._arriving[0][1]:
+                self.keys = packed
+            else:
+                self.values = packed
+            return
+        keys, (values,) = first, others
+        keys_HKL, values_HVL = weight_NK.view(keys.num_heads, -1, values.K).split_with_sizes((keys.K, values.N), 1)
         self.keys, self.values = pack_heads(keys_HKL.mT), pack_heads(values_HVL)
 
     def weight_bytes(self) -> int:

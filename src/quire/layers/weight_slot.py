@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -29,8 +29,10 @@ class StackedSlots:
     """The slots of one tensor of each expert of a layer. A slot is made when it is asked for.
 
     Attributes:
+        num_experts: in the checkpoint.
+        places: of the experts that are taken, by their numbers.
         like: a slot of one expert, whose `load` is not used.
-        load: takes the tensor of an expert.
+        load: takes the tensor of the expert at a place.
         loaded: the experts whose tensor came.
         stacked: the name of a tensor that holds those of all experts, and of others; empty: there is none.
         rows: the place of these rows in it.
@@ -38,6 +40,7 @@ class StackedSlots:
     """
 
     num_experts: int
+    places: Mapping[int, int]
     like: WeightSlot
     load: Callable[[int, Tensor], None]
     stacked: str = ""
@@ -53,7 +56,7 @@ class StackedSlots:
 
     def _load(self, expert: int, tensor: Tensor) -> None:
         self.loaded.add(expert)
-        self.load(expert, tensor)
+        self.load(self.places[expert], tensor)
 
 
 WeightSlots = Iterable[tuple[str, WeightSlot]]  # (name relative to the layer, slot)

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.gguf.file import GgufFile, TensorInfo, open_gguf
 from quire.gguf.types import FLOAT_TYPES
 from quire.hf_config.gguf_types import GgufWeights
-from quire.layer_spec import Full
+from quire.layer_spec import Full, Latent
 from quire.layers.rope import halves_from_pairs
 from quire.loader.safetensors import Checkpoint
 from quire.loader.safetensors_headers import TensorEntry
@@ -35,6 +35,7 @@ class GgufCheckpoint:
         self._num_heads = dict(_rotating(config)) if config.quantized.is_interleaved else {}
         self._norm_offset = config.norm_offset
         self._gates = {part.shared_gate.names[0] for part in config.experts() if part.shared_gate is not None}
+        self._of_heads = set(_taken_apart(config))
 
     @property
     def files(self) -> list[Path]:
@@ -65,6 +66,8 @@ class GgufCheckpoint:
             tensor = halves_from_pairs(tensor, self._num_heads[module])
         if tensor.dim() == 1 and module in self._gates:
             tensor = tensor.unsqueeze(0)
+        if module in self._of_heads:
+            tensor = tensor.flatten(0, 1)
         if self._norm_offset and module.endswith("norm"):
             tensor = tensor.float() - self._norm_offset
         return name, tensor
@@ -79,6 +82,13 @@ def _rotating(config: ModelConfig) -> Iterator[tuple[str, int]]:
                 whole.names[:2], whole.shards, strict=False
             ):  # v, the third, does not rotate
                 yield name, num_rows // attention.head_dim
+
+
+def _taken_apart(config: ModelConfig) -> Iterator[str]:
+    """Modules with a matrix for each head."""
+    for layer in config.layers:
+        if isinstance(layer.attention, Latent):
+            yield from (name for part in layer.attention.up.taken_apart() for name in part.names)
 
 
 def _entry(info: TensorInfo) -> TensorEntry:

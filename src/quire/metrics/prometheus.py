@@ -339,6 +339,8 @@ class EngineSeries:
                 self._observe("quire_expert_tokens", count)
             self._observe("quire_distinct_experts", use.distinct)
             self._set("quire_expert_balancedness", use.balancedness)
+            self._set("quire_expert_rank_balancedness", use.of_ranks)
+            self._count("quire_moved_experts", use.num_moved)
         for rank, (seconds, waited) in enumerate(record.ranks):
             self._count("quire_rank_step_seconds", seconds, str(rank))
             self._count("quire_rank_waiting_seconds", waited, str(rank))

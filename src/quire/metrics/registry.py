@@ -394,6 +394,19 @@ EXPERT_METRICS = (
         "share, 0 to 1",
         "Tokens of an expert by the tokens of the busiest expert of its layer, in the last step: the mean over all.",
     ),
+    Metric(
+        "quire_expert_rank_balancedness",
+        "gauge",
+        "share, 0 to 1",
+        "Tokens that go to the experts of a rank by the tokens of the busiest rank, in the last step: the mean over "
+        "ranks and layers. 1 without --enable-expert-parallel.",
+    ),
+    Metric(
+        "quire_moved_experts",
+        "counter",
+        "experts",
+        "Experts that --enable-eplb has moved to another place, on the rank that counts.",
+    ),
 )
 
 # Only where several ranks share a model. Values of the label are their numbers.

@@ -34,13 +34,13 @@ from quire.layer_spec import (
 from quire.layers.activation import gated_activation
 from quire.layers.joined import JoinedLinear, JoinedNorm
 from quire.layers.linear import Linear, Projection, make_linear
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import RMSNorm, make_norm
 from quire.layers.up_projection import UpProjection
 from quire.layers.weight_slot import AnySlots
 from quire.model_config import ModelConfig
 from quire.models.latent import LatentAttention
 from quire.moe.layer import ChoiceBias, MoE
-from quire.moe.stack import ExpertStack, JoinedStack, SplitStack, make_stack
+from quire.moe.stack import ExchangedStack, ExpertStack, JoinedStack, SplitStack, make_stack
 
 
 class Weighted(Protocol):
@@ -88,12 +88,9 @@ class Sublayer:
         y_TD = self._mixer(x_TD, batch)
         if self._output_norm is not None:
             y_TD = self._output_norm(y_TD, out=y_TD)
-        if self._multiplier != 1.0:
-            y_TD.mul_(self._multiplier)
         if self.next_norm is None:
-            residual_TD += y_TD
-            return residual_TD
-        return self.next_norm.add(y_TD, residual_TD)
+            return residual_TD.add_(y_TD, alpha=self._multiplier)
+        return self.next_norm.add(y_TD, residual_TD, self._multiplier)
 
 
 class SelfAttention:
@@ -112,6 +109,7 @@ class SelfAttention:
         self._q_width, self._kv_width = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._attention, self.reader, self._output = attention, qkv, output
         self._wide_norms = wide_norms  # OLMo 2: over all q heads, and over all k heads
+        self._clip = spec.clip
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
         qkv = self.reader(x_TD, adapter_slots_T=batch.adapter_slots_T)
@@ -123,6 +121,9 @@ class SelfAttention:
             q_THE, k_TGE = (
                 x.view(num_tokens, heads, self._head_dim) for x, heads in zip(normed, self._heads, strict=False)
             )
+        if self._clip:
+            for x in (q_THE, k_TGE, v_TGE):
+                x.clamp_(-self._clip, self._clip)
         out_THE = self._attention(q_THE, k_TGE, v_TGE, batch)
         out_TW = out_THE.view(num_tokens, self._q_width)
         return self._output(out_TW, adapter_slots_T=batch.adapter_slots_T)
@@ -169,9 +170,9 @@ class LayerBuilder:
         return sublayers
 
     def norm(self, shape: NormShape, eps: float | None = None) -> RMSNorm:
-        """One RMS norm of the layer. `eps`: None: the model's."""
+        """One norm of the layer. `eps`: None: the model's."""
         eps = self.config.rms_norm_eps if eps is None else eps
-        norm = RMSNorm(shape.size, eps, self.config.norm_offset, self.dtype)
+        norm = make_norm(shape, eps, self.config.norm_offset, self.dtype)
         self.parts.append((f"{shape.name}.", norm))
         return norm
 
@@ -236,8 +237,7 @@ class LayerBuilder:
 
     def latent(self, spec: Latent) -> LatentAttention:
         """Multi-head latent attention."""
-        (stored_up,) = self.config.stored(spec.up, self.quantization)
-        up = UpProjection(stored_up, self.dtype)
+        up = UpProjection(self.config.stored(spec.up, self.quantization), self.dtype)
         self.parts.append((spec.up.prefix, up))
         backend = self.backend(
             AttentionSpec(
@@ -279,11 +279,14 @@ class LayerBuilder:
         """Experts and their router."""
         router, choice_bias = self.gate(spec.router.linear), None
         if spec.router.has_bias_for_choice:
-            choice_bias = ChoiceBias(spec.num_experts)
+            choice_bias = ChoiceBias(spec.num_routed)
             self.parts.append((f"{spec.router.linear.names[0]}.", choice_bias))
         gate_up, stack, join = self.stack(spec.expert.gate_up), self.stack(spec.expert.down), None
-        down: ExpertStack | SplitStack | JoinedStack = stack
-        if self.group is not None and (share := spec.expert.down.share) is not None:
+        down: ExpertStack | SplitStack | JoinedStack | ExchangedStack = stack
+        if self.group is not None and (placement := spec.placement) is not None:
+            down = ExchangedStack(stack, placement, self.group)
+            join = partial(self.group.gather, widths=[len(columns) for columns in placement.columns])
+        elif self.group is not None and (share := spec.expert.down.share) is not None:
             down, join = JoinedStack(stack, share, self.group), partial(self.group.gather, widths=share.widths(0))
         shared = None if spec.shared is None else self.mlp(spec.shared, keeps_part=True)
         shared_gate = None if spec.shared_gate is None else self.gate(spec.shared_gate)

@@ -24,7 +24,7 @@ from quire.layer_spec import RopeConfig
 from quire.layers.embedding import Embedding, Lookup, OutputProjection, PackedEmbedding
 from quire.layers.joined import JoinedLookup
 from quire.layers.linear import Linear
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import RMSNorm, make_norm
 from quire.layers.received import ReceivedRows
 from quire.layers.rope import cos_sin_table
 from quire.layers.weight_slot import StackedSlots, WeightSlot
@@ -101,8 +101,8 @@ class Decoder:
             self._embed = JoinedLookup(self._embed, config.vocab_share, group)
         self._layers = list(self._make_layers(quantization))
         if config.has_output:
-            final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset, dtype)
-            self._parts.append(("model.norm.", final_norm))
+            final_norm = make_norm(config.final_norm, config.rms_norm_eps, config.norm_offset, dtype)
+            self._parts.append((f"{config.final_norm.name}.", final_norm))
         else:  # it adds to the residual stream, and nobody reads the norm
             final_norm = RMSNorm.without_weights(config.hidden_size, config.rms_norm_eps, dtype, device)
         self._sublayers = [sublayer for layer in self._layers for sublayer in layer]
@@ -229,12 +229,12 @@ class Decoder:
             parts += sublayers
         self._parts_of_pass = parts
 
-    def watch_experts(self) -> list[Tensor]:
-        """A tensor for each layer with experts. From now on each pass leaves Routing.begins there, int32 [E + 1]."""
+    def watch_experts(self) -> list[tuple[MoE, Tensor]]:
+        """Each part with experts, and a tensor. From now on each pass leaves Routing.begins there, int32."""
         watched = []
         for mixture in self._mixtures:
-            mixture.begins = torch.zeros(mixture.num_experts + 1, dtype=torch.int32, device=self.device)
-            watched.append(mixture.begins)
+            mixture.begins = torch.zeros(mixture.num_places + 1, dtype=torch.int32, device=self.device)
+            watched.append((mixture, mixture.begins))
         return watched
 
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -276,6 +276,10 @@ class Decoder:
     def own_name(self, checkpoint_name: str) -> str | None:
         """Our name, in Llama's style, of a tensor of the checkpoint; None: the model does not use it."""
         return self._weights.own_name(checkpoint_name)
+
+    def is_of_all_experts(self, checkpoint_name: str) -> bool:
+        """Whether a tensor of the checkpoint holds those of all experts of a layer."""
+        return self._weights.is_of_all_experts(checkpoint_name)
 
     def load_some(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take some tensors by our names, each once and with the right shape. Layers that are complete can run."""

@@ -16,7 +16,7 @@ from quire.forward_batch import ForwardBatch
 from quire.kernels.fp8 import Rows
 from quire.layers.embedding import Lookup
 from quire.layers.linear import make_linear
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import make_norm
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 from quire.model_config import ModelConfig
 from quire.models.decoder import Decoder
@@ -49,7 +49,7 @@ class Head(Decoder):
         config, head = self.config, self.head
         self._input = make_linear(config.stored(head.input, quantization), self.dtype)
         self._parts += [(head.input.prefix, part) for part in self._input.parts]
-        self._norms = [RMSNorm(size, config.rms_norm_eps, config.norm_offset, self.dtype) for _, size in head.norms]
+        self._norms = [make_norm(shape, config.rms_norm_eps, config.norm_offset, self.dtype) for shape in head.norms]
         self._parts += [(f"{shape.name}.", norm) for shape, norm in zip(head.norms, self._norms, strict=True)]
         self._drafted = _DraftedTokens(head.num_tokens, config.vocab_size) if head.maps_tokens else None
         if self._drafted is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from quire.errors import WeightsError
 from quire.layers.weight_slot import StackedSlots, WeightSlot
 from quire.logs import get_logger
+from quire.model_config import EXPERT
 
 # Buffers that old versions of transformers saved. They follow from the config.
 _IGNORED_SUFFIXES = (
@@ -25,7 +25,6 @@ _KV_SCALE_SUFFIXES = (
     *(".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale"),
     *(".k_proj.output_scale", ".v_proj.output_scale"),
 )
-_EXPERT = re.compile(r"(.*\.)(\d{1,6})(\.[^.]+\.[^.]+)")  # the number of an expert, before module and tensor
 _MAX_NAMES = 5
 
 logger = get_logger(__name__)
@@ -79,7 +78,7 @@ class WeightTable:
         for slot in self._slots.values():
             slot.is_loaded = True
         for stack in self._stacks.values():
-            stack.loaded.update(range(stack.num_experts))
+            stack.loaded.update(stack.places)
 
     def check(self, headers: Iterable[tuple[str, Tensor]]) -> None:
         """Raise like `load` for tensors that will not fit. Nothing is loaded.
@@ -128,6 +127,10 @@ class WeightTable:
         is_used = self._slot(name) is not None and not checkpoint_name.startswith(self._ignored_prefixes)
         return name if is_used else None
 
+    def is_of_all_experts(self, checkpoint_name: str) -> bool:
+        """Whether a tensor of the checkpoint holds those of all experts of a layer."""
+        return renamed(checkpoint_name, self._renamed_prefixes) in self._stacked
+
     def load_some(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take some tensors by our names. Each must fit."""
         for name, tensor in weights:
@@ -138,16 +141,16 @@ class WeightTable:
     def _all(self) -> Iterator[tuple[str, WeightSlot]]:
         yield from self._slots.items()
         for name, stack in self._stacks.items():
-            yield from ((name.format(expert), stack.of_expert(expert)) for expert in range(stack.num_experts))
+            yield from ((name.format(expert), stack.of_expert(expert)) for expert in stack.places)
 
     def _slot(self, name: str) -> WeightSlot | None:
         if name in self._slots or not self._stacks:
             return self._slots.get(name)
-        match = _EXPERT.fullmatch(name)
+        match = EXPERT.fullmatch(name)
         if match is None or (stack := self._stacks.get(f"{match[1]}{{}}{match[3]}")) is None:
             return None
         expert = int(match[2])
-        return stack.of_expert(expert) if expert < stack.num_experts and str(expert) == match[2] else None
+        return stack.of_expert(expert) if expert in stack.places and str(expert) == match[2] else None
 
     def _of_one_expert(self, weights: Iterable[tuple[str, Tensor]], unfit: list[str]) -> Iterator[tuple[str, Tensor]]:
         """The tensors, with those of all experts in their parts: views, one expert after the other."""
@@ -169,9 +172,9 @@ class WeightTable:
                 unfit.append(f"{checkpoint_name} has shape {list(tensor.shape)} instead of {list(shape)}")
                 continue
             tensor = tensor.transpose(1, 2) if is_transposed else tensor
-            for expert, of_expert in enumerate(tensor):
+            for expert in first.places:
                 for name, part in zip(names, parts, strict=True):
-                    yield name.format(expert), of_expert[part]
+                    yield name.format(expert), tensor[expert][part]
 
 
 def renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:

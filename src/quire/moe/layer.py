@@ -5,8 +5,10 @@ Dimensions: T tokens, E experts, P pairs of a token and an expert, D hidden, I w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -19,8 +21,9 @@ from quire.kernels.routing import RoutingRule
 from quire.layer_spec import Experts
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import WeightSlot
-from quire.moe.stack import ExpertStack, JoinedStack, SplitStack
+from quire.moe.stack import ExchangedStack, ExpertStack, JoinedStack, SplitStack
 
+_EVEN_COPIES = 6  # of an expert, that get as many tokens as the others
 _FIRST_UNITS = 1024  # rows, more than a step has that is recorded or captured
 
 
@@ -42,6 +45,19 @@ class ChoiceBias:
         return self.bias_E.nbytes
 
 
+def places_of(experts_P: Sequence[int], num_experts: int, num_ranks: int) -> Tensor:
+    """Where the copies of each expert are, int32 [E, C]; C is the same wherever experts are.
+
+    A rank has an expert once, so C is a multiple of the number of copies, up to _EVEN_COPIES of them.
+    """
+    places: list[list[int]] = [[] for _ in range(num_experts)]
+    for place, expert in enumerate(experts_P):
+        places[expert].append(place)
+    most = min(num_ranks, 1 + len(experts_P) - num_experts, _EVEN_COPIES)
+    turns = range(lcm(*range(1, most + 1)))
+    return torch.tensor([[own[turn % len(own)] for turn in turns] for own in places], dtype=torch.int32)
+
+
 class MoE:
     """Each token goes through the experts that the router chooses for it. Input [T, D], output [T, D].
 
@@ -60,15 +76,22 @@ class MoE:
         router: Linear,
         choice_bias: ChoiceBias | None,
         gate_up: ExpertStack | SplitStack,
-        down: ExpertStack | SplitStack | JoinedStack,
+        down: ExpertStack | SplitStack | JoinedStack | ExchangedStack,
         shared: Callable[[Tensor, ForwardBatch], Tensor] | None,
         shared_gate: Linear | None,
         device: torch.device,
         join: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        rule, self.num_experts = spec.router, spec.num_experts
+        rule, placement = spec.router, spec.placement
+        self.placement, self.stacks = placement, (*gate_up.parts, *down.parts)
+        self.num_places, self._own_places = spec.num_routed, None
+        self._places_EC: Tensor | None = None
+        if placement is not None:
+            first, last = placement.firsts[placement.rank : placement.rank + 2]
+            self.num_places, self._own_places = placement.num_places, (first, last - first + 1)
+            self._places_EC = places_of(tuple(chain(*placement.experts)), spec.num_routed, len(placement.experts))
         self._rule = RoutingRule(
-            num_experts=spec.num_experts,
+            num_experts=spec.num_routed,
             num_active=spec.num_active,
             scoring=rule.scoring,
             num_groups=rule.num_groups,
@@ -88,7 +111,13 @@ class MoE:
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
         assert isinstance(x_TD, Tensor), "no norm quantizes for several readers"
         bias_E = None if self._choice_bias is None else self._choice_bias.bias_E
-        routing = route(self._router(x_TD, torch.float32), self._rule, bias_E)
+        logits_TE, places_EC, begins = self._router(x_TD, torch.float32), self._places_EC, None
+        if places_EC is None:
+            routing = route(logits_TE, self._rule, bias_E)
+        else:
+            routing = route(logits_TE, self._rule, bias_E, places_EC, self.num_places)
+            assert self._own_places is not None
+            begins = routing.begins.narrow(0, *self._own_places)
         if self.begins is not None:
             self.begins.copy_(routing.begins)
         # No name holds the wide results: each is freed as soon as it was read.
@@ -97,7 +126,9 @@ class MoE:
             factors = {"factors_F": routing.weights_TS.view(-1), "order_T": routing.order_P}
             routing = replace(routing, weights_TS=self._ones(routing.weights_TS))
         y_PD = self._down(
-            ops.gated_activation(self._activation, self._gate_up(x_TD, routing, of_tokens=True), **factors),
+            ops.gated_activation(
+                self._activation, self._gate_up(x_TD, routing, of_tokens=True), begins=begins, **factors
+            ),
             routing,
             of_tokens=False,
         )
@@ -105,6 +136,12 @@ class MoE:
         gate_T1 = None if self._shared_gate is None else self._shared_gate(x_TD, torch.float32)
         out_TD = combine(y_PD, routing, shared_TD, gate_T1)
         return out_TD if self._join is None else self._join(out_TD)
+
+    def place(self, experts_P: Sequence[int]) -> None:
+        """From now on these experts are at the places of all ranks; the caller has moved their weights."""
+        assert self._places_EC is not None and self.placement is not None
+        num_experts, num_ranks = self._rule.num_experts, len(self.placement.experts)
+        self._places_EC.copy_(places_of(experts_P, num_experts, num_ranks))  # recorded steps read this tensor
 
     def _ones(self, like_TS: Tensor) -> Tensor:
         """Weights of 1. Memory that was handed out stays: recorded steps read it."""

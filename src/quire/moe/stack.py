@@ -19,7 +19,7 @@ from quire.formats.stored_linear import StoredLinear
 from quire.kernels.expert_stack import PackedStack, StackBuilder
 from quire.kernels.experts import expert_linear
 from quire.kernels.routing import Routing
-from quire.layer_spec import Share
+from quire.layer_spec import Placement, Share
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import StackedSlots, WeightSlot
 from quire.quantization.select import select_scheme
@@ -41,30 +41,45 @@ class ExpertStack:
         shape = stored.shape
         self.out_features, self._num_experts = shape.out_features, shape.num_experts
         self._shape, self._dtype, self._scheme = shape, dtype, select_scheme(stored)
+        placement = shape.placement
+        numbers = range(shape.num_experts) if placement is None else placement.own
+        self._places = {number: place for place, number in enumerate(numbers)}
+        self._first_place = None if placement is None else placement.firsts[placement.rank]
         self._builder = StackBuilder(shape.num_experts, shape.out_features)
         self._arriving: dict[int, Linear] = {}
         self.stack: PackedStack | None = None
         self.bias_EN: Tensor | None = None
 
     def __call__(self, x: Tensor, routing: Routing, *, of_tokens: bool, out: Tensor | None = None) -> Tensor:
-        """[P, N] in the order of the routing. x: [T, K] if `of_tokens`, else [P, K] in that order."""
+        """[P, N] in the order of the routing. x: [T, K] if `of_tokens`, else [P, K] in that order.
+
+        A rank fills the rows of its own experts.
+        """
         assert self.stack is not None
-        return expert_linear(x, self.stack, routing, of_tokens=of_tokens, bias_EN=self.bias_EN, out=out)
+        bias_EN, first = self.bias_EN, self._first_place
+        return expert_linear(x, self.stack, routing, of_tokens=of_tokens, bias_EN=bias_EN, out=out, first_place=first)
 
     def slots(self) -> Iterator[tuple[str, StackedSlots]]:
         """The slots of all experts under one name each, with `{}` for the expert in the prefix."""
         shape = self._shape
         for name, like in self._layer(0).slots():
             shard, _, tensor = name.rpartition(".")
-            suffix = "" if tensor == "weight" else f"_{tensor}"
+            suffix = "" if tensor == "weight" else f"_{tensor.removeprefix('weight_')}"
+            rows, num_rows = self._rows[shard], like.shape[0]
+            has_stack = bool(shape.stacked)
+            if num_rows != len(rows):  # a row is of a block of outputs
+                has_stack = has_stack and shape.stacked_form == "rows"
+                begin = rows.start * num_rows // len(rows)
+                rows = range(begin, begin + num_rows)
             yield (
                 name,
                 StackedSlots(
-                    self._num_experts,
+                    shape.num_stored_experts,
+                    self._places,
                     like,
                     self._loader(name, like),
-                    shape.stacked + suffix if shape.stacked else "",
-                    self._rows[shard],
+                    shape.stacked + suffix if has_stack else "",
+                    rows,
                     is_transposed=tensor == "weight" and shape.stacked_form != "rows",
                 ),
             )
@@ -114,6 +129,12 @@ class ExpertStack:
         """Only this stack; SplitStack has several."""
         return (self,)
 
+    def memory(self, expert: int) -> list[Tensor]:
+        """All that is held of one expert, as bytes: views that may be written to."""
+        assert self.stack is not None
+        own = [*self.stack.tensors(expert), *([] if self.bias_EN is None else [self.bias_EN[expert]])]
+        return [each.view(-1).view(torch.uint8) for each in own]
+
     def weight_bytes(self) -> int:
         """Bytes held after loading."""
         assert self.stack is not None
@@ -140,10 +161,24 @@ class JoinedStack:
     """A stack of one of several ranks, which bring some in-features each. It gives its own out-features."""
 
     def __init__(self, stack: ExpertStack | SplitStack, share: Share, group: Group) -> None:
+        self.parts = stack.parts
         self._stack, self._inputs, self._group = stack, share.inputs, group
 
     def __call__(self, x: Tensor, routing: Routing, *, of_tokens: bool) -> Tensor:
         return self._stack(self._group.gather(x, self._inputs), routing, of_tokens=of_tokens)
+
+
+class ExchangedStack:
+    """A stack of one of several ranks, which have whole experts. It gives some columns of the rows of all experts."""
+
+    def __init__(self, stack: ExpertStack | SplitStack, placement: Placement, group: Group) -> None:
+        self.parts = stack.parts
+        self._stack, self._group = stack, group
+        self._firsts, self._columns = placement.firsts, placement.columns[placement.rank]
+
+    def __call__(self, x: Tensor, routing: Routing, *, of_tokens: bool) -> Tensor:
+        y_PN = self._stack(x, routing, of_tokens=of_tokens)
+        return self._group.exchange(y_PN, routing.begins, self._firsts, self._columns)
 
 
 def make_stack(stored: Sequence[StoredLinear], dtype: torch.dtype) -> ExpertStack | SplitStack:

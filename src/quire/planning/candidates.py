@@ -14,6 +14,7 @@ from quire.errors import ConfigError, ModelConfigError
 from quire.formats.weight_format import packs_floats
 from quire.model_config import DTYPE_BYTES, ModelConfig, WeightBytes
 from quire.planning.cut_model import ModelCut, check_degree
+from quire.planning.cut_stages import expert_cut
 from quire.planning.estimate import Estimate
 from quire.planning.fits import Fit, Form, fit_of, possible_forms, weight_bytes
 from quire.planning.hardware import Hardware, listed, next_larger
@@ -355,7 +356,7 @@ class Candidates:
         forms, refused = possible_forms(self._engine, self._model, hardware.facts)
         self.refused |= refused
         if self._degree is not None:
-            check_degree(self._model, self._degree, hardware.count)
+            check_degree(self._model, self._degree, hardware.count, expert_cut(self._engine))
         for form in forms:
             for degree in self._degrees(hardware.count):
                 if (row := self._candidate(hardware, form, degree, self.demand)) is not None:
@@ -392,7 +393,7 @@ class Candidates:
         key = (form.weights.dtype, form.weights.quantization, is_packed, degree)
         if key not in self._parts:
             try:
-                part = ModelCut(self._model, degree).part()
+                part = ModelCut(self._model, degree, expert_cut(self._engine)).part()
                 self._parts[key] = (part, weight_bytes(form, part))
             except ModelConfigError:
                 self._parts[key] = None

@@ -1,23 +1,32 @@
 """The part of a model that one of several ranks holds: a model of its own, planned and loaded like any other. No torch.
 
 Every linear layer is cut by its outputs, so the sum behind an output is the same at every degree. Where a layer reads
-what another layer's cut outputs became, ranks join their parts first (layers/joined.py).
+what another layer's cut outputs became, ranks join their parts first (layers/joined.py). With ExpertCut, a rank has
+some experts instead of rows of all, and adds up some columns of the results of all experts, in the order of slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import lcm
 
-from quire.distributed.layout import head_shares, shares
+from quire.distributed.layout import head_shares, place_experts, shares
 from quire.errors import ConfigError, ModelConfigError
 from quire.formats.stored_linear import row_unit
 from quire.formats.weight_format import PANEL_WIDTH
-from quire.layer_spec import Attention, Dense, FeedForward, Full, Latent, LinearShape, Share
+from quire.layer_spec import Attention, Dense, Experts, FeedForward, Full, Latent, LinearShape, Placement, Share
 from quire.model_config import ModelConfig
 
 MOST_DEGREES = 64  # ranks per copy that are looked at where the legal numbers are listed
+
+
+@dataclass(frozen=True)
+class ExpertCut:
+    """Ranks have whole experts. `distributed.layout.place_experts` explains both."""
+
+    strategy: str = "linear"
+    num_redundant: int = 0
 
 
 class ModelCut:
@@ -25,10 +34,13 @@ class ModelCut:
 
     Heads, the inner width, outputs and the vocabulary are shared. Every rank has all norms. Heads of keys and values
     are held by several ranks where there are fewer of them than ranks.
+
+    Args:
+        experts: None: experts are cut like dense layers.
     """
 
-    def __init__(self, model: ModelConfig, num_parts: int) -> None:
-        self._model, self._num_parts = model, num_parts
+    def __init__(self, model: ModelConfig, num_parts: int, experts: ExpertCut | None = None) -> None:
+        self._model, self._num_parts, self._experts = model, num_parts, experts
 
     def part(self, rank: int = 0) -> ModelConfig:
         """What one rank holds; the first one holds the most. Raises ModelConfigError if the model cannot be cut so."""
@@ -99,7 +111,7 @@ class ModelCut:
             query=None if part.query is None else _with_rows(part.query, rank, (queries,)),
             up=replace(
                 _with_rows(part.up, rank, (ups,)),
-                matrices=tuple((num_heads, N, K) for _, N, K in part.up.matrices),
+                matrices=tuple(each._replace(num_heads=num_heads) for each in part.up.matrices),
             ),
             output=self._joined(part.output, rank, _times(heads, part.value_dim), self._outputs(part.output)),
         )
@@ -108,10 +120,30 @@ class ModelCut:
         if isinstance(part, Dense):
             return self._mlp(part, rank, self._outputs(part.down))
         # Each rank adds up its outputs of all experts before they are joined, so all have the same ones.
+        if self._experts is not None:
+            return self._whole_experts(part, rank, self._experts)
         mlps = (part.expert,) if part.shared is None else (part.expert, part.shared)
         outputs = self._outputs(*(mlp.down for mlp in mlps))
         expert, *shared = (self._mlp(mlp, rank, outputs) for mlp in mlps)
         return replace(part, expert=expert, shared=shared[0] if shared else None)
+
+    def _whole_experts(self, part: Experts, rank: int, cut: ExpertCut) -> Experts:
+        num_experts, most, num_redundant = part.num_experts, part.num_experts * (self._num_parts - 1), cut.num_redundant
+        if num_experts < self._num_parts:
+            raise self._impossible(f"a layer has {num_experts} experts, and each rank holds whole ones")
+        if num_redundant > most:
+            raise self._impossible(f"{num_redundant} redundant experts are more than {most}: no rank has one twice")
+        if part.shared is None:
+            columns, shared = self._ranges("the hidden state", part.expert.down.out_features, 1), None
+        else:
+            columns = self._outputs(part.shared.down)
+            shared = self._mlp(part.shared, rank, columns)
+        experts = place_experts(num_experts, self._num_parts, cut.strategy, num_redundant)
+        placement = Placement(rank, experts, tuple(columns))
+        gate_up, down = (
+            replace(linear, num_experts=len(placement.own), placement=placement) for linear in part.expert.linears
+        )
+        return replace(part, expert=replace(part.expert, gate_up=gate_up, down=down), shared=shared)
 
     def _mlp(self, part: Dense, rank: int, outputs: Sequence[range]) -> Dense:
         inner = self._ranges(part.gate_up.names[0], part.down.in_features, self._unit(part.gate_up))
@@ -170,21 +202,23 @@ def _times(ranges: Sequence[range], size: int) -> list[range]:
     return [range(each.start * size, each.stop * size) for each in ranges]
 
 
-def legal_degrees(model: ModelConfig, most: int) -> list[int]:
+def legal_degrees(model: ModelConfig, most: int, experts: ExpertCut | None = None) -> list[int]:
     """Into how many parts the model can be cut, at most `most`."""
-    return [degree for degree in range(1, most + 1) if why_not_cut(model, degree) is None]
+    return [degree for degree in range(1, most + 1) if why_not_cut(model, degree, experts) is None]
 
 
-def why_not_cut(model: ModelConfig, degree: int) -> str | None:
+def why_not_cut(model: ModelConfig, degree: int, experts: ExpertCut | None = None) -> str | None:
     """Why the model cannot be cut into so many parts; None: it can."""
     try:
-        ModelCut(model, degree).part()
+        ModelCut(model, degree, experts).part()
     except ModelConfigError as error:
         return error.what
     return None
 
 
-def check_degree(model: ModelConfig, degree: int, num_devices: int | None = None) -> None:
+def check_degree(
+    model: ModelConfig, degree: int, num_devices: int | None = None, experts: ExpertCut | None = None
+) -> None:
     """ConfigError for a number of parts that the model cannot have, with those that it can have.
 
     Args:
@@ -195,9 +229,9 @@ def check_degree(model: ModelConfig, degree: int, num_devices: int | None = None
         reason = f"{num_devices} devices do not make whole copies"
     if degree < 1:
         reason = "a copy takes at least one device"
-    reason = reason or why_not_cut(model, degree)
+    reason = reason or why_not_cut(model, degree, experts)
     if reason is not None:
-        legal = legal_degrees(model, MOST_DEGREES)
+        legal = legal_degrees(model, MOST_DEGREES, experts)
         expected = f"one of {', '.join(map(str, legal))}"
         if num_devices is not None:
             here = [each for each in legal if num_devices % each == 0]

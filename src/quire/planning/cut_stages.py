@@ -19,7 +19,7 @@ from quire.formats.kv_groups import kv_groups
 from quire.formats.weight_format import DTYPE_BYTES, ON_LOAD
 from quire.layer_spec import LinearShape, Stage
 from quire.model_config import ModelConfig
-from quire.planning.cut_model import ModelCut, check_degree
+from quire.planning.cut_model import ExpertCut, ModelCut, check_degree
 
 
 def grid_of(config: EngineConfig) -> Grid:
@@ -29,14 +29,34 @@ def grid_of(config: EngineConfig) -> Grid:
 
 def check_cuts(model: ModelConfig, config: EngineConfig) -> None:
     """ConfigError for degrees that the model cannot have, with those that it can have."""
-    check_degree(model, config.tensor_parallel_size)
+    if config.enable_expert_parallel and not model.experts():
+        raise ConfigError(
+            f"{model.architecture} has no experts that ranks could share",
+            value=config.enable_expert_parallel,
+            fix="Leave --enable-expert-parallel out",
+            param="enable_expert_parallel",
+        )
+    check_degree(model, config.tensor_parallel_size, experts=expert_cut(config))
     stage_layers(model, config)
+
+
+def expert_cut(config: EngineConfig) -> ExpertCut | None:
+    """Which experts a rank has; None: rows of all."""
+    if not config.enable_expert_parallel:
+        return None
+    balancing = config.balancing
+    return ExpertCut(config.expert_placement_strategy, balancing.num_redundant_experts if balancing else 0)
+
+
+def cut_of(model: ModelConfig, config: EngineConfig) -> ModelCut:
+    """The parts that the ranks of a stage have of a model."""
+    return ModelCut(model, config.tensor_parallel_size, expert_cut(config))
 
 
 def part_of_rank(model: ModelConfig, config: EngineConfig, rank: int) -> ModelConfig:
     """What a rank holds of a whole model."""
     grid = grid_of(config)
-    part = ModelCut(model, grid.width).part(grid.place(rank))
+    part = cut_of(model, config).part(grid.place(rank))
     if grid.num_stages == 1:
         return part
     index, tables = grid.stage(rank), tuple((group.spec, group.num_tables) for group in kv_groups(part))

@@ -11,13 +11,12 @@ from quire.config import EngineConfig
 from quire.distributed.layout import Grid
 from quire.errors import ConfigError
 from quire.formats.kv_format import kv_format
-from quire.formats.weight_format import packs_floats
 from quire.model_config import ModelConfig
 from quire.planning.cut_model import MOST_DEGREES, legal_degrees
-from quire.planning.cut_stages import check_cuts, grid_of, part_of_rank
+from quire.planning.cut_stages import check_cuts, expert_cut, grid_of, part_of_rank
 from quire.planning.estimate import table
 from quire.planning.fits import Form, fit_of, possible_forms, weight_bytes
-from quire.planning.memory_plan import KvPages
+from quire.planning.memory_plan import KvPages, planned_weight_bytes
 from quire.resolve import DeviceFacts, shown_bytes
 from quire.settings import Resolved
 
@@ -26,6 +25,9 @@ ONE_DEVICE: dict[str, Any] = {
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "nnodes": 1,
+    "enable_expert_parallel": False,
+    "enable_eplb": False,
+    "eplb_config": None,
     "distributed_executor_backend": None,
 }
 
@@ -37,11 +39,13 @@ class RankShare:
     Args:
         grid: of all ranks.
         layers: of their stage.
+        num_experts: whole ones of a layer; 0: rows of all experts, or there are none.
     """
 
     grid: Grid
     ranks: range
     layers: range
+    num_experts: int
     weight_bytes: int
     kv_bytes_per_token: int
 
@@ -59,40 +63,45 @@ class RankShare:
         who = f"rank {first}" if first == last else f"ranks {first} to {last}, each"
         where = f"stage {self.stage}, " if self.grid.num_stages > 1 else ""
         where = f"node {self.node}, {where}" if self.grid.num_nodes > 1 else where
+        experts = f"{self.num_experts} experts of a layer, " if self.num_experts else ""
         return (
-            f"{who}: {where}layers {self.layers[0]} to {self.layers[-1]}, "
+            f"{who}: {where}layers {self.layers[0]} to {self.layers[-1]}, {experts}"
             f"weights {shown_bytes(self.weight_bytes)}, KV {self.kv_bytes_per_token:,} bytes per token"
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "ranks": list(self.ranks),
-            "node": self.node,
-            "stage": self.stage,
-            "layers": [self.layers[0], self.layers[-1]],
-            "weight_bytes": self.weight_bytes,
-            "kv_bytes_per_token": self.kv_bytes_per_token,
-        }
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """Of each rank, for JSON."""
+        return [
+            {
+                "rank": rank,
+                "node": self.node,
+                "stage": self.stage,
+                "layers": [self.layers[0], self.layers[-1]],
+                "num_experts": self.num_experts,
+                "weight_bytes": self.weight_bytes,
+                "kv_bytes_per_token": self.kv_bytes_per_token,
+            }
+            for rank in self.ranks
+        ]
 
 
-def rank_shares(model: ModelConfig, engine: EngineConfig, resolved: Resolved) -> list[RankShare]:
-    """What each rank holds of the model, in its formats. Raises ConfigError for degrees that it cannot have."""
+def rank_shares(model: ModelConfig, engine: EngineConfig, resolved: Resolved) -> tuple[RankShare, ...]:
+    """What each rank holds of the model, in its formats, the drafter too. Raises ConfigError for illegal degrees."""
     check_cuts(model, engine)
     grid, form = grid_of(engine), resolved.model
-    kv, is_packed = kv_format(form.kv_cache_dtype, form.dtype), packs_floats(resolved.device.isa)
+    kv = kv_format(form.kv_cache_dtype, form.dtype)
 
-    def share(rank: int) -> tuple[range, int, int]:
+    def share(rank: int) -> tuple[range, int, int, int]:
         part = part_of_rank(model, engine, rank)
         layers = range(model.num_layers) if part.stage is None else part.stage.layers
-        own = part.weight_bytes(form.dtype, form.quantization, is_packed=is_packed)
-        return layers, own, part.kv_bytes_per_token(kv)
+        experts = (each.num_experts for each in part.experts() if each.placement is not None)
+        return layers, next(experts, 0), planned_weight_bytes(resolved, part), part.kv_bytes_per_token(kv)
 
     found = []
     for held, ranks in groupby(range(grid.size), share):
         first, *others = ranks
         found.append(RankShare(grid, range(first, first + len(others) + 1), *held))
-    return found
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,7 @@ class Layout:
     """A way to share devices among copies, stages and ranks of a model.
 
     Args:
+        has_whole_experts: the ranks of a stage do, and not rows of all.
         weight_bytes: of the rank that holds the most.
         num_tokens: that the KV caches of all copies hold; 0: the weights do not fit.
     """
@@ -108,6 +118,7 @@ class Layout:
     tensor: int
     pipeline: int
     copies: int
+    has_whole_experts: bool
     weight_bytes: int
     num_tokens: int
 
@@ -115,7 +126,8 @@ class Layout:
     def flags(self) -> str:
         """Of `quire serve`."""
         degrees = (("-tp", self.tensor), ("-pp", self.pipeline), ("-dp", self.copies))
-        return " ".join(f"{flag} {degree}" for flag, degree in degrees if degree > 1) or "one device"
+        words = [f"{flag} {degree}" for flag, degree in degrees if degree > 1] + ["-ep"] * self.has_whole_experts
+        return " ".join(words) or "one device"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -124,6 +136,7 @@ class Layout:
             "tensor_parallel_size": self.tensor,
             "pipeline_parallel_size": self.pipeline,
             "data_parallel_size": self.copies,
+            "enable_expert_parallel": self.has_whole_experts,
             "weight_bytes": self.weight_bytes,
             "num_tokens": self.num_tokens,
         }
@@ -135,22 +148,25 @@ def layouts(form: Form, model: ModelConfig, device: DeviceFacts, count: int) -> 
     Args:
         device: what each rank has.
     """
-    for tensor in legal_degrees(model, count)[::-1]:
+    for tensor in range(count, 0, -1):
         for pipeline in range(1, count // tensor + 1):
             copies, rest = divmod(count, tensor * pipeline)
-            engine = replace(form.engine, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
             if rest:
                 continue
-            try:
-                parts = [part_of_rank(model, engine, rank) for rank in range(0, tensor * pipeline, tensor)]
-            except ConfigError:  # so many stages
-                continue
-            fits = [
-                fit_of(form, part, device, weight_bytes(form, part), KvPages.of(form.resolved, part)) for part in parts
-            ]
-            least = min(fits, key=lambda fit: fit.num_blocks)
-            most = max(sum(fit.weight_bytes) for fit in fits)
-            yield Layout(form, tensor, pipeline, copies, most, copies * least.num_tokens)
+            for whole in (False, True) if tensor > 1 and model.experts() else (False,):
+                degrees = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+                engine = replace(form.engine, **degrees, enable_expert_parallel=whole)
+                try:
+                    parts = [part_of_rank(model, engine, rank) for rank in range(0, tensor * pipeline, tensor)]
+                except ConfigError:  # the model cannot be cut so
+                    continue
+                fits = [
+                    fit_of(form, part, device, weight_bytes(form, part), KvPages.of(form.resolved, part))
+                    for part in parts
+                ]
+                least = min(fits, key=lambda fit: fit.num_blocks)
+                most = max(sum(fit.weight_bytes) for fit in fits)
+                yield Layout(form, tensor, pipeline, copies, whole, most, copies * least.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -167,15 +183,16 @@ class LayoutPlan:
     model: ModelConfig
     engine: EngineConfig
     memory_name: str
-    shares: list[RankShare]
+    shares: tuple[RankShare, ...]
     rows: list[Layout]
 
     @property
     def asked(self) -> list[Layout]:
         """The layout that was asked for, in each format."""
         engine = self.engine
-        wanted = (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.data_parallel_size)
-        return [row for row in self.rows if (row.tensor, row.pipeline, row.copies) == wanted]
+        degrees = (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.data_parallel_size)
+        wanted = (*degrees, engine.enable_expert_parallel)
+        return [row for row in self.rows if (row.tensor, row.pipeline, row.copies, row.has_whole_experts) == wanted]
 
     @property
     def exit_code(self) -> int:
@@ -188,8 +205,8 @@ class LayoutPlan:
         """For JSON. Sizes in bytes and tokens."""
         return {
             "name": self.model_name,
-            "ranks": [share.as_dict() for share in self.shares],
-            "legal_tensor_parallel_sizes": legal_degrees(self.model, MOST_DEGREES),
+            "ranks": [entry for share in self.shares for entry in share.as_dicts()],
+            "legal_tensor_parallel_sizes": self._degrees(),
             "most_stages": self.model.num_layers,
             "layouts": [row.as_dict() for row in self.rows],
             "asked": [row.as_dict() for row in self.asked],
@@ -199,6 +216,9 @@ class LayoutPlan:
         """For people."""
         return "\n".join(self._lines())
 
+    def _degrees(self) -> list[int]:
+        return legal_degrees(self.model, MOST_DEGREES, expert_cut(self.engine))
+
     def _lines(self) -> Iterator[str]:
         first = self.asked[0]
         parameters = f"{self.model.num_parameters() / 1e6:,.1f} M parameters"
@@ -206,7 +226,7 @@ class LayoutPlan:
         yield f"memory   {self.memory_name}"
         yield f"ranks    {first.flags}, weights in {first.form.weights.name}"
         yield from (f"         {share.text()}" for share in self.shares)
-        degrees = ", ".join(map(str, legal_degrees(self.model, MOST_DEGREES)))
+        degrees = ", ".join(map(str, self._degrees()))
         yield f"degrees  -tp {degrees}; -pp 1 to {self.model.num_layers}"
         yield ""
         yield from table(

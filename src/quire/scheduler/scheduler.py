@@ -530,6 +530,9 @@ class Scheduler:
         batch.num_scheduled_tokens.append(count)
         batch.new_block_ids.append(table.take_new())
         step.rows.append(request)
+        if (num_forced := request.num_forced_tokens) > 0:
+            begin = request.num_tokens - num_forced
+            batch.forced_tokens.append((request.request_id, begin, request.output_token_ids[-num_forced:]))
         num_logits = advance(request, count, len(drafts))
         batch.num_logits.append(num_logits)
         batch.draft_token_ids.append(drafts)

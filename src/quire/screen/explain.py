@@ -15,8 +15,7 @@ from quire.formats.weight_format import packs_floats
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.planning import devices
 from quire.planning.binding import bound_facts, cpus_of_processes
-from quire.planning.cut_model import ModelCut
-from quire.planning.cut_stages import check_cuts, grid_of, part_of_rank
+from quire.planning.cut_stages import check_cuts, cut_of, grid_of, part_of_rank
 from quire.planning.layouts import RankShare, rank_shares
 from quire.planning.memory_plan import (
     KvPages,
@@ -45,8 +44,8 @@ class Explanation:
         layers: the formats of the weights and their kernels.
         pages: the KV cache that requests take.
         next_costs: the cost of the next larger value, for settings where it is known.
-        ranks: what each of several holds.
         error: the reason why a start would fail; None: it would not.
+        ranks: what each of several holds; none: one has all of it.
     """
 
     model_name: str
@@ -56,8 +55,8 @@ class Explanation:
     layers: list[LayerKernel]
     pages: KvPages
     next_costs: dict[str, str]
-    ranks: list[RankShare]
     error: MemoryPlanError | None = None
+    ranks: tuple[RankShare, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The object for JSON. Sizes are in bytes and tokens."""
@@ -81,7 +80,7 @@ class Explanation:
                 "free_memory_bytes": self.device.free_memory_bytes,
                 "gpu": None if self.device.gpu is None else asdict(self.device.gpu),
             },
-            "ranks": [share.as_dict() for share in self.ranks],
+            "ranks": [entry for share in self.ranks for entry in share.as_dicts()],
             "layers": [layer.as_dict() for layer in self.layers],
             "settings": {
                 name: setting.as_dict() | ({"next": self.next_costs[name]} if name in self.next_costs else {})
@@ -200,7 +199,7 @@ def explain(
     check_cuts(model, engine)
     grid = grid_of(engine)
     parts = [part_of_rank(model, engine, rank) for rank in range(0, grid.size, grid.width)]
-    whole, model = model, ModelCut(model, grid.width).part()
+    whole, model = model, cut_of(model, engine).part()
     machine = device
     if places := cpus_of_processes(engine):
         device = bound_facts(device, engine, min(map(devices.physical_cores, places)))
@@ -218,9 +217,9 @@ def explain(
     settings = {**resolved.settings, **resolve_server(server, chat_template)}
     form, device_settings = resolved.model, resolved.device
     layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
-    pages, ranks = KvPages.of(resolved, model), rank_shares(whole, engine, resolved) if grid.size > 1 else []
+    pages, ranks = KvPages.of(resolved, model), rank_shares(whole, engine, resolved) if grid.size > 1 else ()
     next_costs = _next_costs(resolved, model, pages, memory)
-    return Explanation(model_name, model, machine, settings, layers, pages, next_costs, ranks, error)
+    return Explanation(model_name, model, machine, settings, layers, pages, next_costs, error, ranks)
 
 
 class _Plan(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -59,10 +58,9 @@ async def render_chat(request: Request) -> Response:
     body, ignored = await read_json(request, state.settings.limits, decoder.decode)
     await lora_admin.resolve(state, body.model)
     model = state.adapter(body.model) or state.model_name
-    ToolChoice.of(body, state.settings, ignored)
-    prompt = await render(state, body)
-    token_ids = await asyncio.to_thread(state.engine.input_processor.encode, prompt, bool(body.add_special_tokens))
-    rendered = RenderedChat(model=model, prompt=prompt, token_ids=token_ids)
+    asked = await generation_of(state, body, ignored, "render", "chatcmpl")
+    processed = await generation.process(state, asked)
+    rendered = RenderedChat(model=model, prompt=processed.prompt or "", token_ids=processed.prompt_token_ids)
     headers = generation.ignored_headers(ignored)
     return Response(msgspec.json.encode(rendered), headers=headers, media_type="application/json")
 

@@ -55,7 +55,7 @@ async def prepare(
     """What a body asks of the engine, and who writes the answer; as `answer.respond` says."""
     prompts = split_prompts(body.prompt) if len(body.prompt) <= INLINE_PROMPT_CHARS else await _split_long(body.prompt)
     if body.suffix:
-        prompts = [_infill_prompt(state, body, prompt, body.suffix) for prompt in prompts]
+        prompts = await asyncio.to_thread(_infill_prompts, state, body, prompts, body.suffix)
     asked = _generation(state, body, prompts, request_id)
     return asked, _CompletionWriter(state, body, asked)
 
@@ -65,17 +65,20 @@ async def _split_long(prompt: str | list[Any]) -> list[PromptType]:
     return await asyncio.to_thread(split_prompts, prompt)
 
 
-def _infill_prompt(state: ServerState, body: CompletionRequest, prompt: PromptType, suffix: str) -> PromptType:
-    tokenizer = state.engine.input_processor.tokenizer
-    if state.infill_format is None or tokenizer is None:
+def _infill_prompts(
+    state: ServerState, body: CompletionRequest, prompts: list[PromptType], suffix: str
+) -> list[PromptType]:
+    if (form := state.infill_format) is None:
         raise UnsupportedFieldError(
             "This model has no tokens for filling in the middle", fix="Remove suffix", param="suffix"
         )
-    if not isinstance(prompt, str) or body.echo:
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts) or body.echo:
         raise UnsupportedFieldError(
             "suffix is for prompts of text, without echo", fix="Send the prompt as text, without echo", param="suffix"
         )
-    return infill_prompt(tokenizer, state.infill_format, prompt, suffix)
+    encode = state.engine.input_processor.encode
+    return [infill_prompt(encode, form, text, suffix) for text in texts]
 
 
 def _generation(state: ServerState, body: CompletionRequest, prompts: list[PromptType], request_id: str) -> Generation:

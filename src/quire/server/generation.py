@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
 from quire.errors import InvalidRequestError, NotReadyError, UnsupportedFieldError
-from quire.frontend.input_processor import Truncation
+from quire.frontend.input_processor import ProcessedRequest, Truncation
 from quire.frontend.prompts import PromptType
 from quire.frontend.stream import RequestStream
 from quire.outputs import RequestOutput
@@ -82,6 +83,22 @@ async def start(state: ServerState, *generations: Generation) -> list[RequestStr
         _close(streams)
         raise
     return streams
+
+
+async def process(state: ServerState, asked: Generation) -> ProcessedRequest:
+    """Its one prompt, which is not sent. Raises what `start` raises because of the request."""
+    check_fan_out(state, asked)
+    return await state.engine.process(
+        asked.prompts[0],
+        asked.params,
+        asked.response_id,
+        time.monotonic(),
+        priority=asked.priority,
+        cache_salt=asked.cache_salt,
+        add_special_tokens=asked.add_special_tokens,
+        clamp_max_tokens=asked.max_tokens_is_default,
+        truncation=asked.truncation,
+    )
 
 
 def check_fan_out(state: ServerState, *generations: Generation) -> None:

@@ -17,8 +17,7 @@ from quire.measure.load import Run
 from quire.measure.prepared_load import PreparedLoad
 from quire.measure.workload import BenchRequest
 from quire.model_config import ModelConfig
-from quire.planning.cut_model import ModelCut
-from quire.planning.cut_stages import check_cuts
+from quire.planning.cut_stages import check_cuts, cut_of
 from quire.planning.memory_plan import plan_kv_cache, predict_memory
 from quire.planning.step_costs import KnownCost, known_cost
 from quire.resolve import DeviceFacts, resolve
@@ -70,7 +69,7 @@ def simulate(
         ConfigError: the settings or the load contradict themselves, or the model does not fit into memory.
     """
     check_cuts(model, config)
-    model = ModelCut(model, config.tensor_parallel_size).part()
+    model = cut_of(model, config).part()
     device = device.shared_by(config.num_local_ranks, config.pipeline_parallel_size)
     resolved = plan_engine(config, model, device)
     known = known_cost(resolved, model, device)

@@ -21,6 +21,7 @@ from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import kv_cache
 from quire.worker.accelerator import Host
 from quire.worker.drafters import drafter_of, streams_for
+from quire.worker.expert_balancer import ExpertBalancer
 from quire.worker.expert_use import ExpertCounter
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_cache import PagedCache
@@ -84,11 +85,17 @@ class OnHost:
             group = None if self._ranks is None else self._ranks.group
             drafts = drafter_of(drafter, streams, cache, inputs, device, recorded, settings, group)
         recorded = _recorded(model, inputs, cache.layers)
-        watched = model.watch_experts() if form.expert_metrics and isinstance(model, Decoder) else []
-        experts = ExpertCounter(watched) if watched else None
-        takes_forced = settings.steps_in_flight == 1 and drafter is None and self._ranks is None
+        is_watched = form.expert_metrics or form.balancing is not None
+        watched = model.watch_experts() if is_watched and isinstance(model, Decoder) else []
+        balancer = None
+        if form.balancing is not None and watched:
+            assert self._ranks is not None and self._ranks.group is not None, "one rank has nothing to exchange"
+            balancer = ExpertBalancer(watched, self._ranks.group, form.balancing)
+        experts = ExpertCounter(watched, balancer) if form.expert_metrics and watched else None
         mode, ranks = form.logprobs_mode, self._ranks
-        return ModelRunner(model, cache, inputs, mode, device, recorded, drafts, experts, ranks, takes_forced)
+        is_in_time = settings.steps_in_flight == 1 or (ranks is not None and ranks.grid.num_stages > 1)
+        takes_forced = is_in_time and drafter is None
+        return ModelRunner(model, cache, inputs, mode, device, recorded, drafts, experts, ranks, takes_forced, balancer)
 
 
 def _recorded(model: CausalLM, inputs: InputBatch, caches: list[LayerCache]) -> RecordedSteps | None:

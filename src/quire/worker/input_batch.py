@@ -180,6 +180,9 @@ class InputBatch:
         for request_id, block_ids in zip(batch.request_ids, batch.new_block_ids, strict=True):
             if block_ids:
                 self._append_blocks(self.row_of[request_id], block_ids)
+        for request_id, begin, token_ids in batch.forced_tokens:
+            row, end = self.row_of[request_id], begin + len(token_ids)
+            self.token_ids[row, begin:end], self.num_tokens[row] = token_ids, end
         if any(batch.draft_token_ids):
             for request_id, drafts in zip(batch.request_ids, batch.draft_token_ids, strict=True):
                 self.place_drafts(self.row_of[request_id], drafts)

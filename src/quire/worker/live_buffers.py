@@ -23,6 +23,11 @@ class LiveBuffers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.num_bytes: int = 0
         self.peak_bytes: int = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and to skip it torch would load its compiler, which takes a second of a start."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not any(each.alias_info for each in func._schema.returns):  # a view, or a tensor that was written to

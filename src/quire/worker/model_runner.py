@@ -32,6 +32,7 @@ from quire.worker.accelerator import Device, Download, device_failed
 from quire.worker.captured_steps import CapturedSteps
 from quire.worker.drafter import ANY_TOKEN, Drafted, Drafter
 from quire.worker.drafts import Drafts, Verify, verify
+from quire.worker.expert_balancer import ExpertBalancer
 from quire.worker.expert_use import ExpertCounter
 from quire.worker.forward_pass import ForwardPass
 from quire.worker.input_batch import ExpectedTokens, InputBatch, StagedStep, StepRows
@@ -111,6 +112,7 @@ class ModelRunner:
         ranks: that share the model.
         takes_forced: tokens that a grammar forces get no steps of their own. Every step must be taken in before the
             next one is launched.
+        balancer: moves experts between ranks.
     """
 
     def __init__(
@@ -125,8 +127,9 @@ class ModelRunner:
         experts: ExpertCounter | None = None,
         ranks: Ranks | None = None,
         takes_forced: bool = False,
+        balancer: ExpertBalancer | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.balancer = model, balancer
         self._takes_forced = takes_forced
         self._experts = experts
         self.cache = cache
@@ -192,6 +195,8 @@ class ModelRunner:
             masks = self.sampler.start_masks(sampled_rows, before)
         start = device.mark()
         hidden_TD = self.forward_pass.hidden(step, staged)
+        if self.balancer is not None:
+            self.balancer.count()
         if self._experts is not None:
             result.experts = self._experts.count()
         launched = _Launched(sampling.tolist(), drafts)

@@ -181,6 +181,8 @@ class DeviceWorker:
         if group is not None:
             group.begin_step()
         with self._as_rank(in_step=True):
+            if self.runner.balancer is not None:
+                self.runner.balancer.begin_step()
             pending = self.runner.submit(batch if self._samples else _without_grammars(batch))
         if group is not None:
             group.end_step()

@@ -471,6 +471,8 @@ def lora_cases() -> dict[str, dict[str, Any]]:
 
 def cases() -> dict[str, dict[str, Any]]:
     join = {"H": 32, "E": 128, "BLOCK_E": 128, "SEGMENTS": 32}
+    norm_constants = {"D": 4096, "BLOCK_D": 4096, "HAS_RESIDUAL": True}
+    norm_types = {"multiplier": "fp32", "eps": "fp32", "weight_offset": "fp32"}
     return (
         lora_cases()
         | latent_cases()
@@ -501,9 +503,9 @@ def cases() -> dict[str, dict[str, Any]]:
                 "types": {"partial_ptr": "*fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32"},
             },
             "norm to FP8": {
-                "kernel": norm._rms_norm_kernel,
-                "constants": {"D": 4096, "BLOCK_D": 4096, "HAS_RESIDUAL": True, "IS_QUANTIZED": True},
-                "types": {"eps": "fp32", "weight_offset": "fp32", "out_ptr": "*i8", "scales_ptr": "*fp32"},
+                "kernel": norm._norm_kernel,
+                "constants": norm_constants | {"IS_QUANTIZED": True, "bias_ptr": None},
+                "types": norm_types | {"out_ptr": "*i8", "scales_ptr": "*fp32"},
                 "options": {"num_warps": 8},
             },
             "silu to FP8": {
@@ -513,15 +515,15 @@ def cases() -> dict[str, dict[str, Any]]:
                 "options": {"num_warps": 16},
             },
             "norm": {
-                "kernel": norm._rms_norm_kernel,
-                "constants": {
-                    "D": 4096,
-                    "BLOCK_D": 4096,
-                    "HAS_RESIDUAL": True,
-                    "IS_QUANTIZED": False,
-                    "scales_ptr": None,
-                },
-                "types": {"eps": "fp32", "weight_offset": "fp32"},
+                "kernel": norm._norm_kernel,
+                "constants": norm_constants | {"IS_QUANTIZED": False, "scales_ptr": None, "bias_ptr": None},
+                "types": norm_types,
+                "options": {"num_warps": 8},
+            },
+            "layer norm": {
+                "kernel": norm._norm_kernel,
+                "constants": norm_constants | {"IS_QUANTIZED": False, "scales_ptr": None},
+                "types": norm_types,
                 "options": {"num_warps": 8},
             },
             **{

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.kernels import gpu, reference
 from quire.kernels.lora import LoraTable, add_lora, pack_delta
+from tests.examples import IS_FULL
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of the interpreter
 
@@ -60,10 +61,9 @@ def test_equals_twin(dtype: torch.dtype, x_dtype: torch.dtype) -> None:
         want = reference.add_lora(base, x, slots_T, table, torch.float32)
         atol, rtol = TOLERANCES[x_dtype]
         torch.testing.assert_close(got.float(), want, atol=atol, rtol=rtol)
-        alone = torch.cat(
-            [add_lora(base[t : t + 1], x[t : t + 1], slots_T[t : t + 1], table, x_dtype) for t in range(T)]
-        )
-        assert torch.equal(got, alone)
+        rows = [*range(T)] if IS_FULL else sorted({0, 1 % T, 2 % T, 3 % T, T - 1})  # of every slot
+        alone = [add_lora(base[t : t + 1], x[t : t + 1], slots_T[t : t + 1], table, x_dtype) for t in rows]
+        assert torch.equal(got[rows], torch.cat(alone))
 
 
 def test_embeddings() -> None:

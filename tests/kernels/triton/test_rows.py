@@ -17,7 +17,7 @@ from quire.kernels import kv_codes, reference
 from quire.kernels.layer_rules import HeadRotation
 from quire.kernels.triton.activation import gated_activation, gated_activation_to_fp8
 from quire.kernels.triton.fp8 import quantize_rows
-from quire.kernels.triton.norm import rms_norm, rms_norm_to_fp8
+from quire.kernels.triton.norm import norm, rms_norm_to_fp8
 from quire.kernels.triton.rope_cache import rope_and_cache
 from tests.kernels import by_name
 
@@ -45,7 +45,7 @@ def test_rms_norm(dtype: torch.dtype, D: int) -> None:
     for weight_dtype, offset in ((dtype, 0.0), (torch.float32, 1.0)):
         weight_D = randn(D, dtype=weight_dtype, seed=1)
         wide_TD = torch.zeros(5, D + 3, dtype=dtype, device=DEVICE)
-        rms_norm(x_TD, None, weight_D, 1e-5, offset, wide_TD[:, 1 : D + 1])
+        norm(x_TD, None, 1.0, weight_D, None, 1e-5, offset, wide_TD[:, 1 : D + 1])
         assert_close(wide_TD[:, 1 : D + 1], reference.rms_norm(x_TD, weight_D, 1e-5, offset))
         assert not wide_TD[:, 0].any()
         assert not wide_TD[:, D + 1 :].any(), "wrote behind out"
@@ -55,10 +55,21 @@ def test_rms_norm(dtype: torch.dtype, D: int) -> None:
 def test_add_rms_norm(dtype: torch.dtype) -> None:
     x_TD, residual_TD = randn(5, 111, dtype=dtype), randn(5, 111, dtype=dtype, seed=1)
     weight_D = randn(111, dtype=dtype, seed=2)
-    sum_TD = residual_TD + x_TD
-    rms_norm(x_TD, residual_TD, weight_D, 1e-6, 0.0, x_TD)
+    sum_TD = residual_TD + 0.5 * x_TD
+    norm(x_TD, residual_TD, 0.5, weight_D, None, 1e-6, 0.0, x_TD)
     assert_close(residual_TD, sum_TD)  # the interpreter cuts bfloat16 off where a GPU rounds
     assert_close(x_TD, reference.rms_norm(residual_TD, weight_D, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layer_norm(dtype: torch.dtype) -> None:
+    x_TD, weight_D, bias_D = (randn(5, 111, dtype=dtype, seed=seed) for seed in range(3))
+    weight_D, bias_D = weight_D[0].clone(), bias_D[0].clone()
+    out_TD = torch.empty_like(x_TD)
+    norm(x_TD, None, 1.0, weight_D, bias_D, 1e-5, 0.0, out_TD)
+    expected_TD = reference.layer_norm(x_TD, weight_D, bias_D, 1e-5)
+    atol, rtol = TOLERANCES[dtype]
+    torch.testing.assert_close(out_TD, expected_TD, atol=max(atol, 2e-6, rtol), rtol=rtol)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -99,9 +110,9 @@ def test_norms_and_activations_to_fp8_are_quantized_afterwards(D: int, dtype: to
     for residual in (None, residual_TD):
         changed = None if residual is None else residual.clone()
         y_TD = torch.empty(6, D, dtype=dtype, device=DEVICE)
-        rms_norm(x_TD, changed, weight_D, 1e-6, 1.0, y_TD)
+        norm(x_TD, changed, 1.0, weight_D, None, 1e-6, 1.0, y_TD)
         own = None if residual is None else residual.clone()
-        assert_quantized(rms_norm_to_fp8(x_TD, own, weight_D, 1e-6, 1.0), y_TD)
+        assert_quantized(rms_norm_to_fp8(x_TD, own, 1.0, weight_D, 1e-6, 1.0), y_TD)
         if own is not None and changed is not None:
             torch.testing.assert_close(own, changed, atol=0, rtol=0, equal_nan=True)
     for name in ("silu", "gelu", "gelu_tanh"):

@@ -22,6 +22,9 @@ struct ActivationArgs {
   const float* factors;  // [num_factors] or null
   int64_t num_factors;
   const int32_t* order;  // [rows]
+  // Only rows from the first of these numbers to the last one, when it runs. nullptr: all rows.
+  const int32_t* begins;
+  int64_t num_begins;
 };
 
 struct ActivationKernels {

@@ -31,8 +31,12 @@ struct RouteArgs {
   const float* bias;  // [num_experts], or nullptr
   int32_t* experts;   // [rows, num_active], in descending order of scores; the lower of equal experts first
   float* weights;     // [rows, num_active]
-  int32_t* order;     // [rows * num_active]: pairs by expert, then by number
-  int32_t* begins;    // [num_experts + 1]: expert e has order[begins[e]] to order[begins[e + 1]]
+  int32_t* order;     // [rows * num_active]: pairs by the place of their expert, then by number
+  int32_t* begins;    // [num_places + 1]: place e has order[begins[e]] to order[begins[e + 1]]
+  // Where experts are: [num_experts, num_copies], each in [0, num_places). The tokens of an expert take turns with its
+  // copies, of which some may be equal. nullptr: each expert has the place of its number.
+  const int32_t* places;
+  int64_t num_places, num_copies;
 };
 
 // Experts of one shape. Each begins with a new panel.
@@ -46,8 +50,9 @@ struct ExpertProductArgs {
   StridedRows<const void> x;  // of_tokens: row order[p] / num_slots is that of p; else row p
   DType dtype;
   ExpertStack stack;
-  const int32_t* order;   // [num_pairs], each in [0, num_pairs)
-  const int32_t* begins;  // [num_experts + 1], ascending from 0 to num_pairs
+  const int32_t* order;             // [num_pairs], each in [0, num_pairs)
+  const int32_t* begins;            // [num_places + 1], ascending from 0 to num_pairs
+  int64_t num_places, first_place;  // expert e of the stack is at first_place + e; rows of other places are left alone
   int64_t num_pairs, num_slots;
   bool of_tokens;
   const void* bias;  // [num_experts, n] of bias_dtype, or nullptr

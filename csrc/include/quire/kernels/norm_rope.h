@@ -1,4 +1,5 @@
-// RMS norm, and the work between the qkv projection and attention: per-head norm, rotary embedding, KV cache write.
+// RMS and layer norm, and the work between the qkv projection and attention: per-head norm, rotary embedding, KV cache
+// write.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +10,16 @@
 
 namespace quire {
 
-struct RmsNormArgs {
-  DType dtype;                 // of x, residual and out
-  StridedRows<const void> x;   // [rows, dim]
-  StridedRows<void> residual;  // [rows, dim] or null: residual += x first, rounded to dtype; the norm reads the sum
-  const void* weight;          // [dim]
-  DType weight_dtype;          // dtype or f32
-  float eps, weight_offset;
-  StridedRows<void> out;  // [rows, dim], may be x
+struct NormArgs {
+  DType dtype;                // of x, residual and out
+  StridedRows<const void> x;  // [rows, dim]
+  // [rows, dim] or null: residual += multiplier * x first, product and sum rounded to dtype; the norm reads the sum
+  StridedRows<void> residual;
+  float multiplier;
+  const void *weight, *bias;  // [dim]; bias null: RMS norm, else layer norm, which takes the mean away
+  DType weight_dtype;         // of both: dtype or f32
+  float eps, weight_offset;   // the offset is of RMS norms
+  StridedRows<void> out;      // [rows, dim], may be x
   int64_t rows, dim;
 };
 
@@ -46,7 +49,7 @@ struct RopeCacheArgs {
 inline constexpr int kMaxRopeHeadDim = 576;  // equal to kMaxHeadDim of attention, so that both run or neither
 
 struct NormRopeKernels {
-  void (*rms_norm)(const RmsNormArgs&);
+  void (*norm)(const NormArgs&);
   void (*rope_and_cache)(const RopeCacheArgs&);
 };
 const NormRopeKernels& norm_rope_kernels();

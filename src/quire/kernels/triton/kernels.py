@@ -10,7 +10,7 @@ from quire.kernels.triton.fp8 import fp8_linear, quantize_rows
 from quire.kernels.triton.grouped import grouped_linear
 from quire.kernels.triton.latent import latent_attention, latent_rope_and_cache
 from quire.kernels.triton.lora import add_lora
-from quire.kernels.triton.norm import rms_norm, rms_norm_to_fp8
+from quire.kernels.triton.norm import norm, rms_norm_to_fp8
 from quire.kernels.triton.parts import ExpertRows
 from quire.kernels.triton.rope_cache import rope_and_cache
 from quire.kernels.triton.sampling import forbid_tokens, greedy, sample
@@ -28,9 +28,9 @@ __all__ = [
     "latent_attention",
     "latent_rope_and_cache",
     "linear",
+    "norm",
     "paged_attention",
     "quantize_rows",
-    "rms_norm",
     "rms_norm_to_fp8",
     "rope_and_cache",
     "route",

@@ -1,0 +1,137 @@
+"""Other engines with JSON schemas, for the option --peer of benchmarks/structured_output.py.
+
+    python constraining.py vllm MODEL [--requests 32]
+    python constraining.py llama-server BINARY MODEL.gguf [--requests 32]
+
+A line on the standard input asks: {"prompts": [text], "schemas": [schema or null], "num_tokens": of each}, for greedy
+answers that do not end before. The answer is {"seconds": for all of them at once}. With "seeds" in the place of
+"prompts" a question asks for answers of one schema with a seed each, at temperature 1, which may end: {"answers": [the
+text, or {"refused": why}, or null for an answer that is cut off]}. The first line is {"ready": true}. The script needs
+neither Quire nor its environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+START_SECONDS = 900  # vLLM compiles on its first start
+CONTEXT = 1024  # tokens of a request
+PROMPT = "Data: "
+# One request: the prompt, the schema, options -> the text, None if it was cut off, or why it was refused.
+Asked = tuple[str, Any, dict[str, Any]]
+Answer = str | None | dict[str, str]
+Generate = Callable[[list[Asked]], list[Answer]]
+
+
+def vllm(arguments: argparse.Namespace) -> Generate:
+    """vLLM's offline API."""
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    llm = LLM(
+        arguments.model, max_model_len=CONTEXT, max_num_seqs=arguments.requests, enable_prefix_caching=False, seed=0
+    )
+
+    def generate(asked: list[Asked]) -> list[Answer]:
+        params = []
+        for _, schema, options in asked:
+            constraint = None if schema is None else StructuredOutputsParams(json=schema)
+            params.append(SamplingParams(structured_outputs=constraint, **options))
+        outputs = llm.generate([prompt for prompt, _, _ in asked], params, use_tqdm=False)
+        found = (output.outputs[0] for output in outputs)
+        return [each.text if each.finish_reason == "stop" else None for each in found]
+
+    def or_refusal(asked: list[Asked]) -> list[Answer]:
+        try:
+            return generate(asked)
+        except ValueError as error:  # before anything was added: a question of seeds has one schema
+            return [{"refused": str(error)[:200]}] * len(asked)
+
+    return or_refusal
+
+
+def llama_server(arguments: argparse.Namespace) -> Generate:
+    """llama.cpp's server, one slot for each request."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [arguments.binary, "--model", arguments.model, "--port", str(port), "--parallel", str(arguments.requests)]
+    command += ["--ctx-size", str(CONTEXT * arguments.requests), "--threads", str(arguments.threads)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    atexit.register(server.terminate)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5)
+            break
+        except (urllib.error.URLError, ConnectionError):
+            if server.poll() is not None or time.monotonic() > deadline:
+                sys.exit(f"{' '.join(command)}: not ready, exit code {server.poll()}")
+            time.sleep(0.5)
+    threads = ThreadPoolExecutor(arguments.requests)
+
+    def one(asked: Asked) -> Answer:
+        prompt, schema, options = asked
+        body = {"prompt": prompt, "cache_prompt": False, "n_predict": options["max_tokens"]}
+        body |= {name: value for name, value in options.items() if name != "max_tokens"}
+        if schema is not None:
+            body["json_schema"] = schema
+        request = urllib.request.Request(
+            f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request) as response:
+                found = json.load(response)
+        except urllib.error.HTTPError as error:
+            return {"refused": error.read().decode(errors="replace")[:200]}
+        assert found["tokens_predicted"] == options["max_tokens"] or not options.get("ignore_eos"), found
+        return found["content"] if found["stop_type"] == "eos" else None
+
+    return lambda asked: list(threads.map(one, asked))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    engines = parser.add_subparsers(required=True)
+    for name, start in (("vllm", vllm), ("llama-server", llama_server)):
+        engine = engines.add_parser(name)
+        if start is llama_server:
+            engine.add_argument("binary")
+            engine.add_argument("--threads", type=int, default=2)
+        engine.add_argument("model")
+        engine.add_argument("--requests", type=int, default=32, help="most at once")
+        engine.set_defaults(start=start)
+    arguments = parser.parse_args()
+    generate = arguments.start(arguments)
+    generate([(PROMPT, None, {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True})])
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        schemas, num_tokens = asked["schemas"], asked["num_tokens"]
+        if seeds := asked.get("seeds"):
+            sampled = {"temperature": 1.0, "max_tokens": num_tokens}
+            pairs = zip(schemas, seeds, strict=True)
+            answers = generate([(PROMPT, schema, {**sampled, "seed": seed}) for schema, seed in pairs])
+            print(json.dumps({"answers": answers}), flush=True)
+            continue
+        greedy = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True}
+        started = time.perf_counter()
+        answers = generate([(*each, greedy) for each in zip(asked["prompts"], schemas, strict=True)])
+        seconds = time.perf_counter() - started
+        if refused := [each for each in answers if isinstance(each, dict)]:
+            sys.exit(f"a schema was refused: {refused[0]}")
+        print(json.dumps({"seconds": seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

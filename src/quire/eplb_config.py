@@ -1,0 +1,57 @@
+"""How experts are moved between ranks (--eplb-config), in vLLM's keys. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quire.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EplbConfig:
+    """When ranks exchange experts, so that each of them gets as many tokens as the others.
+
+    Attributes:
+        window_size: steps whose tokens are counted, before experts are moved; at most step_interval count.
+        step_interval: steps between two times of moving.
+        num_redundant_experts: copies of experts, beside one of each, in every layer.
+        log_balancedness: log how evenly the tokens of a step went to ranks.
+        log_balancedness_interval: steps between two such lines.
+        use_async: a few experts move before each step. Else all move before one step, which takes longer.
+        policy: `default`.
+        communicator: experts move through memory that ranks share, whatever it says.
+    """
+
+    window_size: int = 1000
+    step_interval: int = 3000
+    num_redundant_experts: int = 0
+    log_balancedness: bool = False
+    log_balancedness_interval: int = 1
+    use_async: bool = True
+    policy: str = "default"
+    communicator: str | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> EplbConfig:
+        """Raises ConfigError for a key or a value that does not exist."""
+        known = {field.name: field for field in fields(cls)}
+        for name, value in given.items():
+            if name not in known:
+                raise _illegal("There is no such key in eplb_config", name, f"one of {', '.join(known)}")
+            if name == "communicator":
+                continue
+            default = known[name].default
+            if type(value) is not type(default):
+                raise _illegal(f"{name} of eplb_config", value, f"a value such as {default}")
+            least = 0 if name == "num_redundant_experts" else 1
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
+                raise _illegal(f"{name} of eplb_config", value, f"{least} or more")
+            if name == "policy" and value != default:
+                raise _illegal(f"{name} of eplb_config", value, "default, the only policy")
+        return cls(**given)
+
+
+def _illegal(what: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(what, value=value, expected=expected, param="eplb_config")
