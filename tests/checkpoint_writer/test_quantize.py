@@ -257,7 +257,7 @@ def test_what_it_refuses(
     assert "down_proj" in capsys.readouterr().err
 
 
-SIZES_IN_GROUPS = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+SIZES_IN_GROUPS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 16}
 EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 4, "first_k_dense_replace": 1}
 LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 
