@@ -708,8 +708,15 @@ def _check_lora(config: EngineConfig) -> None:
         )
 
 
-def _check_eplb(config: EngineConfig) -> None:
-    """ConfigError for experts that ranks cannot exchange."""
+def _check_experts(config: EngineConfig) -> None:
+    """ConfigError for experts that ranks cannot share, or exchange."""
+    if config.enable_expert_parallel and config.data_parallel_size > 1 and config.tensor_parallel_size == 1:
+        raise ConfigError(
+            "Replicas do not share experts in this version: each has all of them, or its ranks share them",
+            value=config.data_parallel_size,
+            fix="Give --tensor-parallel-size 2 or more, or leave --enable-expert-parallel out",
+            param="data_parallel_size",
+        )
     given = EplbConfig.of(config.eplb_config or {})
     if given.num_redundant_experts and not config.enable_eplb:
         raise ConfigError(
@@ -789,7 +796,7 @@ def _check_engine(config: EngineConfig) -> None:
             fix="Leave draft_tensor_parallel_size out of --speculative-config",
             param="speculative_config",
         )
-    _check_eplb(config)
+    _check_experts(config)
     _check_nodes(config)
     local = config.data_parallel_size_local
     if local not in (None, config.data_parallel_size):

@@ -227,11 +227,11 @@ class ModelConfig:
 
         `quantization`, a key of ON_LOAD, quantizes a floating-point checkpoint. A quantized one has its own format.
         """
-        is_output = linear == self.output_linear()
         if isinstance(self.quantized, GgufWeights):
             return stored_from(linear, self.quantized)
         if linear.is_gate:
             return (StoredLinear(shape=linear, source=None, held=None, reason="it decides about other layers"),)
+        is_output = len(linear.shards) == 1 and linear == self.output_linear()
         if self.quantized is not None and not (is_output and self.tie_word_embeddings):
             return stored_from(linear, self.quantized)
         held, reason = None, f"the checkpoint is in {self.dtype}"

@@ -21,6 +21,8 @@ from quire.resolve import DeviceFacts, GpuFacts, resolve
 from quire.screen.explain import explain
 from quire.screen.layer_kernels import LayerKernel
 from tests.cost.models import CONSTANTS
+from tests.e2e.serving import Program
+from tests.nursery import LightPopen
 from tests.real_models import MODELS, write_config
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -371,13 +373,10 @@ def test_next_value_costs_what_it_says(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_no_torch_is_loaded() -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys\nfrom quire.cli.main import main\n"
         "main(['explain', '--json'])\nmain(['collect-env'])\n"
         "print([n for n in ('torch', 'transformers') if n in sys.modules], file=sys.stderr)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = Program(("-c", code), LightPopen).run()
     assert result.stderr.strip() == "[]"

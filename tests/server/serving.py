@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import re
 import threading
@@ -105,6 +106,7 @@ class RunningServer:
         self._thread = threading.Thread(target=self._run, name="server")
         self.loop: asyncio.AbstractEventLoop | None = None
         headers = {"authorization": f"Bearer {settings['api_keys'][0]}"} if settings.get("api_keys") else {}
+        self._plain_http = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         self.http = httpx.Client(
             base_url=self.url, timeout=20, headers=headers, event_hooks={"response": [check_no_leak]}
         )
@@ -123,6 +125,7 @@ class RunningServer:
 
     def __exit__(self, *exc_info: object) -> None:
         self.http.close()
+        self._plain_http.close()
         self.drain()
         self._thread.join(10)
         assert not self._thread.is_alive(), "the server did not stop"
@@ -162,6 +165,16 @@ class RunningServer:
         """POST a chat with one short message unless `messages` is given."""
         body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
         return self.http.post("/v1/chat/completions", json=body)
+
+    def ask(self, method: str, path: str, content: bytes, **headers: str) -> httpx.Response:
+        """What `http` answers to JSON, in half of the time: for tests that ask thousands of times."""
+        headers = {"content-type": "application/json", **headers}
+        self._plain_http.request(method, path, content, headers)
+        answer = self._plain_http.getresponse()
+        request = httpx.Request(method, self.url + path)
+        response = httpx.Response(answer.status, headers=answer.getheaders(), content=answer.read(), request=request)
+        check_no_leak(response)
+        return response
 
     def complete(self, **fields: Any) -> httpx.Response:
         return self.http.post("/v1/completions", json={"prompt": "Hi", **fields})

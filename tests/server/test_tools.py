@@ -183,6 +183,7 @@ def test_render(agent):
         ({"temperature": 9}, 400, "temperature"),
         ({"logit_bias": {"99999": 1}}, 400, "logit_bias"),
         ({"max_tokens": 10**6}, 400, "max_tokens"),
+        ({"length_penalty": 2.0}, 400, "length_penalty"),
     ):
         answer = agent.http.post("/v1/chat/completions/render", json={**body, **fields})
         assert error_of(answer, status)["param"] == param

@@ -58,6 +58,7 @@ async def render_chat(request: Request) -> Response:
     body, ignored = await read_json(request, state.settings.limits, decoder.decode)
     await lora_admin.resolve(state, body.model)
     model = state.adapter(body.model) or state.model_name
+    generation.check_body(state, body, ignored)
     asked = await generation_of(state, body, ignored, "render", "chatcmpl")
     processed = await generation.process(state, asked)
     rendered = RenderedChat(model=model, prompt=processed.prompt or "", token_ids=processed.prompt_token_ids)

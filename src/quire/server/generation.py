@@ -188,8 +188,13 @@ def _response_id(prefix: str, body: GenerationRequest, header_id: str) -> str:
 
 
 def check(state: ServerState, body: GenerationRequest, ignored: list[str]) -> None:
-    """What every route refuses before it looks further, and the server's defaults. Adds fields without effect."""
+    """What every route that answers refuses before it looks further, and `check_body`."""
     state.check_accepting()
+    check_body(state, body, ignored)
+
+
+def check_body(state: ServerState, body: GenerationRequest, ignored: list[str]) -> None:
+    """What fields may not be together, and the server's defaults. Adds fields without effect."""
     state.adapter(body.model)
     _check_stream_options(body)
     _apply_defaults(state, body)

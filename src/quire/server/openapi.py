@@ -96,30 +96,30 @@ _SERVER_INFO = {
 _CONFIG = {"type": "object", "description": "version, model, settings by name, and live: the limits that can move"}
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
-        "A chat, streamed or not", ChatRequest, ChatResponse, ChatChunk, (*_BODY, 404, 429, 503)
+        "A chat, streamed or not", ChatRequest, ChatResponse, ChatChunk, (*_BODY, 404, 429, 501, 503)
     ),
     ("POST", "/v1/chat/completions/render"): Operation(
-        "The prompt of a chat, as text and as tokens", ChatRequest, RenderedChat, errors=(*_BODY, 404, 503)
+        "The prompt of a chat, as text and as tokens", ChatRequest, RenderedChat, errors=(*_BODY, 404, 501, 503)
     ),
     ("POST", "/v1/completions"): Operation(
         "Continuations of one or several prompts, streamed or not",
         CompletionRequest,
         CompletionResponse,
         CompletionChunk,
-        (*_BODY, 404, 429, 503),
+        (*_BODY, 404, 429, 501, 503),
     ),
     ("POST", "/v1/chat/completions/batch"): Operation(
-        "Several chats in one body", BatchChatRequest, ChatResponse, errors=(*_BODY, 404, 429, 503)
+        "Several chats in one body", BatchChatRequest, ChatResponse, errors=(*_BODY, 404, 429, 501, 503)
     ),
     ("POST", "/invocations"): Operation(
         "A chat or continuations, streamed or not",
         (ChatRequest, CompletionRequest),
         (ChatResponse, CompletionResponse),
         (ChatChunk, CompletionChunk),
-        (*_BODY, 404, 429, 503),
+        (*_BODY, 404, 429, 501, 503),
     ),
     ("POST", "/v1/messages"): Operation(
-        "A chat as of Anthropic, streamed or not", MessagesRequest, Message, MessageEvent, (*_BODY, 404, 429, 503)
+        "A chat as of Anthropic, streamed or not", MessagesRequest, Message, MessageEvent, (*_BODY, 404, 429, 501, 503)
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(
         "How many tokens a prompt has", CountTokensRequest, TokenCount, errors=(*_BODY, 404, 503)
@@ -129,7 +129,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         ResponsesRequest,
         ResponseObject,
         ResponseEvent,
-        (*_BODY, 404, 429, 503),
+        (*_BODY, 404, 429, 501, 503),
     ),
     ("POST", "/v1/responses/input_tokens"): Operation(
         "How many tokens a prompt has", InputTokensRequest, InputTokens, errors=(*_BODY, 404, 503)
