@@ -61,8 +61,8 @@ def test_what_is_computed_with_is_what_is_shown(gpu: GpuFacts | None, arguments:
     for resolved in (before, after):
         for owner in (f.name for f in fields(resolved) if f.name not in ("settings", "drafter", "lora")):
             for name, value in asdict(getattr(resolved, owner)).items():
-                if name == "speculation":
-                    continue  # no setting of its own: what speculative_config says
+                if name in ("speculation", "balancing"):
+                    continue  # no settings of their own: what speculative_config and eplb_config say
                 assert resolved.settings[name].value == value, (owner, name)
 
 
@@ -135,6 +135,13 @@ OTHER_VALUES: dict[str, Any] = {
     "lora_modules": ("a=b",),
     "tensor_parallel_size": 2,
     "pipeline_parallel_size": 2,
+    "enable_expert_parallel": True,
+    "expert_placement_strategy": "round_robin",
+    "enable_eplb": True,
+    "eplb_config": {"step_interval": 100},
+    "numa_bind": True,
+    "numa_bind_nodes": (0,),
+    "numa_bind_cpus": ("0",),
     "nnodes": 2,
     "node_rank": 1,
     "master_addr": "10.0.0.1",
@@ -162,6 +169,8 @@ def test_a_given_value_is_recorded_as_given(f: Any) -> None:
     assert f.name in OTHER_VALUES, "a new setting: give a legal value of it here"
     value = OTHER_VALUES[f.name]
     needed: dict[str, Any] = {"enable_lora": True} if "lora" in f.name else {}
+    if f.name == "enable_eplb":
+        needed = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     if f.name in ("nnodes", "node_rank", "headless"):
         needed = {"pipeline_parallel_size": 2, "nnodes": 2}
     if f.name in ("node_rank", "headless"):
