@@ -222,6 +222,7 @@ void SharedGroup::wait_for(int rank, uint64_t signature) {
         throw late(name(rank), timeout_seconds_);
       }
     }
+    waited_seconds_ += std::chrono::duration<double>(Clock::now() - start).count();
   }
   if (!has_arrived(rank) || aborted() >= 0) check();
   if (other.signatures[turn_ % 2].load(std::memory_order_relaxed) != signature) {

@@ -318,22 +318,29 @@ class EngineConfig:
     )
     distributed_executor_backend: str | None = option(
         None,
-        "mp: each rank but the first is a process of its own; uni: one process, for one rank; external_launcher: "
-        "LLM(...) in processes that torchrun has started. none: as ranks need it.",
-        choices=("mp", "uni", "external_launcher"),
+        "mp: each rank but the first is a process of its own; ray: Ray starts those of --nnodes; uni: one process, for "
+        "one rank; external_launcher: LLM(...) in processes that torchrun has started. none: as ranks need it.",
+        choices=("mp", "ray", "uni", "external_launcher"),
+    )
+    nnodes: int = option(
+        1, "Machines that share the stages of one copy of the model; with Ray: a machine for each stage.", flags=("-n",)
     )
     distributed_timeout_seconds: int = option(
         600,
         "Seconds that a rank waits for another one on its machine, which computes; then the engine ends.",
         bounds=POSITIVE,
     )
-    nnodes: int = option(1, "Machines that share the stages of one copy of the model.", flags=("-n",))
     node_rank: int = option(
         0, "Number of this machine. 0 has the engine; the others run quire serve --headless.", flags=("-r",)
     )
     master_addr: str = option("127.0.0.1", "Address of machine 0 in the network of --nnodes; it listens there.")
     master_port: int = option(29501, "Port of --master-addr.", bounds=Bounds(1, 65535))
     headless: bool = option(False, "Compute stages for machine 0, and serve nothing.")
+    numa_bind: bool = option(False, "Each rank computes on the cores of one NUMA node; ranks share the nodes evenly.")
+    numa_bind_nodes: tuple[int, ...] = option((), "The same with the node of each rank on this machine.", many=True)
+    numa_bind_cpus: tuple[str, ...] = option(
+        (), "CPUs of each rank on this machine: 0-3 4-7; else VLLM_CPU_OMP_THREADS_BIND.", many=True
+    )
     data_parallel_size: int = option(
         1,
         "Replicas of the model behind one API. Each has an equal share of the cores and of the memory, or a GPU.",
@@ -411,6 +418,8 @@ class EngineConfig:
         check_types(self)
         check_values(self)
         _take_slo(self)
+        if self.distributed_executor_backend == "ray" and self.nnodes == 1:
+            object.__setattr__(self, "nnodes", self.pipeline_parallel_size)
         _check_engine(self)
         _check_lora(self)
         complete_sources(self)

@@ -117,6 +117,8 @@ class StepResult:
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
+    # Of each of several ranks: seconds of the step, and those in which it waited for others.
+    ranks: tuple[tuple[float, float], ...] = ()
 
 
 class RowsFailedError(Exception):
@@ -204,4 +206,5 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     num_draft_failures: int = 0
     num_adapters: int = 0  # that requests may name
     num_adapters_in_memory: int = 0
+    ranks: tuple[tuple[float, float], ...] = ()  # see StepResult
     experts: ExpertUse | None = None  # None: without --expert-metrics

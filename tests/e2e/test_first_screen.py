@@ -136,10 +136,13 @@ def test_terminal_without_colour(environment: dict[str, str]) -> None:
         assert BAR in terminal.written
 
 
-def test_log_lines_and_bars_do_not_mix() -> None:
-    """Lines of both processes, before and while bars move."""
+def test_log_lines_and_bars_do_not_mix(tmp_path: Path) -> None:
+    """Lines of both processes, before and while bars move. The engine comes as late as one that is not a fork."""
+    late = tmp_path / "late.py"
+    late.write_text("import time; from quire.engine import process; time.sleep(1); raise SystemExit(process.main())")
+    program = Program((*LIGHT.arguments[:2], str(late)))
     flags = ("serve", "--port", "0", "--num-threads", "1", *TOO_MUCH, "--swap-space", "4")
-    with Terminal(*flags, columns=200) as terminal:
+    with Terminal(*flags, columns=200, program=program) as terminal:
         terminal.read_until(LAST_WORDS)
         terminal.send(signal.SIGTERM)
         assert terminal.read_to_end() == 0, terminal.written

@@ -86,7 +86,10 @@ SHARES = ["tensor_parallel_size", "pipeline_parallel_size"]
 @pytest.fixture(scope="module", params=SHARES)
 def engine(request: pytest.FixtureRequest) -> Iterator[StartedEngine]:
     """Until its last test ends it. The clean end is shown in test_sameness_ranks_lora.py and test_nodes.py."""
-    engine = in_processes(**{request.param: 2})
+    cpus = sorted(os.sched_getaffinity(0))
+    engine = in_processes(**{request.param: 2}, numa_bind_cpus=(str(cpus[0]), str(cpus[-1])))
+    assert [len(os.sched_getaffinity(pid)) for pid in (0, process_of(engine).pid)] == [1, 1], "each is bound"
+    os.sched_setaffinity(0, cpus)
     yield engine
     engine.core.shutdown()
     assert process_of(engine).returncode is not None, "the process is left behind"
@@ -109,6 +112,10 @@ def expected() -> list[list[int]]:
 )
 def test_a_process_per_rank_gives_the_tokens_of_one(engine: StartedEngine) -> None:
     assert with_a_constraint(engine.core) == expected()
+    times = engine.core.last_record.ranks
+    assert len(times) == 2
+    assert all(0.0 <= waited < seconds for seconds, waited in times)
+    assert any(waited for _, waited in times)
 
 
 def test_processes_with_whole_experts_that_move(tmp_path: Path) -> None:

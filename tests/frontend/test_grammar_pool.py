@@ -42,7 +42,8 @@ def bounded_processes() -> Iterator[None]:
 def compilers() -> list[psutil.Process]:
     """The running grammar processes of this process."""
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if GrammarPool.module.endswith(child.name())]
+    module = GrammarPool.module
+    return [child for child in alive if module in child.cmdline() or module.endswith(child.name())]
 
 
 def in_pool(use: Callable[[GrammarPool], Awaitable[None]], max_seconds: float = 5.0) -> None:

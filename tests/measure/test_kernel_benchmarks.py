@@ -45,7 +45,8 @@ NO_KERNELS = {
     *("advise_huge_pages",),
     *("KernelCall", "KvCache", "AttentionRule", "HeadRotation", "GroupedForm", "PackedWeight", "LoraTable"),
     *("NgramIndex", "SuffixIndex", "SharedTexts"),  # of text: they draft
-    *("SharedGroup", "GroupError", "StepVoid", "Gather"),  # between processes: benchmarks of several ranks time them
+    # between processes: benchmarks of several ranks time them
+    *("SharedGroup", "GroupError", "StepVoid", "Gather", "Exchange"),
     *("RoutingRule", "ExpertStack"),
     *("gemm_packed_bytes", "gemm_grouped_packed_bytes", "gemm_fp8_packed_bytes"),
     *("read_bandwidth", "peak_flops", "peak_int8_ops"),

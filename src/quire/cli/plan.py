@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -67,17 +68,14 @@ def add_parser(subparsers: Any) -> None:
 def run(parser: Parser, args: argparse.Namespace) -> int:
     """Exit code 0; 2 if a model fits in no format; with --check 1 if what is asked is not met."""
     is_ranked = args.check or any(getattr(args, name, None) is not None for name in _RANKED_BY)
-    degree = vars(args).pop("tensor_parallel_size", None)  # `serve` takes no other than 1 yet
     names = args.model_tag
     args.model_tag = None
     engine, _ = read_settings(parser, args)
-    if engine.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "Stages of a pipeline are not compared",
-            value=engine.pipeline_parallel_size,
-            fix="Leave --pipeline-parallel-size out; quire explain shows the stage with the smallest KV cache",
-            param="pipeline_parallel_size",
-        )
+    # Without hardware to choose from, the devices are those that the degrees ask for.
+    is_laid_out = engine.pipeline_parallel_size > 1 or (engine.tensor_parallel_size > 1 and args.hardware is None)
+    degree = None if engine.sources["tensor_parallel_size"] == "default" else engine.tensor_parallel_size
+    if not is_laid_out:
+        engine = replace(engine, tensor_parallel_size=1)  # of a row
     is_ranked = is_ranked or engine.slo_ttft is not None or engine.slo_itl is not None
     if names and engine.model is not None:
         raise ConfigError("Models are named twice", value=[*names, engine.model], fix="Leave --model out")
@@ -90,7 +88,9 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     for model_name in names or [engine.model]:
         config = replace(engine, model=model_name)
         folder, name, model = find_model(config, None, weights=False)
-        if is_ranked:
+        if is_laid_out:
+            plans += _laid_out(config, name, model, machine, args.hardware)
+        elif is_ranked:
             plans.append(_ranked(args, config, folder, name, model, machine, degree))
         else:
             plans.append(_plain(args, config, name, model, machine))
@@ -131,6 +131,7 @@ class _Machine:
                 self.read_bandwidth /= engine.data_parallel_size
             self.memory_name += f", for each of {engine.data_parallel_size} replicas"
         self.has_speed = args.memory is None or self.described is not None
+        self.is_gpu = self.facts.gpu is not None and engine.device != "cpu"
 
 
 def _plain(args: argparse.Namespace, engine: EngineConfig, name: str, model: ModelConfig, machine: _Machine) -> Any:
@@ -154,6 +155,22 @@ def _plain(args: argparse.Namespace, engine: EngineConfig, name: str, model: Mod
         num_sequences=1 if args.sequences is None else args.sequences,
         cost_of=cost_of if machine.has_speed else None,
     )
+
+
+def _laid_out(
+    engine: EngineConfig, name: str, model: ModelConfig, machine: _Machine, hardware: str | None
+) -> Iterator[Any]:
+    """A plan for each kind of devices: all ways to share as many as the degrees ask for."""
+    from quire.planning.hardware import parse_hardware
+    from quire.planning.layouts import lay_out
+
+    if hardware is None:
+        num_local = engine.num_local_ranks  # the machine was shared by replicas before
+        facts = machine.facts if machine.is_gpu else machine.facts.shared_by(num_local)
+        yield lay_out(name, engine, model, facts, f"{machine.memory_name}, shared by {num_local} ranks")
+        return
+    for each in parse_hardware(hardware, machine.facts, []):
+        yield lay_out(name, engine, model, each.facts, each.text())
 
 
 def _ranked(

@@ -71,8 +71,11 @@ LOAD: tuple[Foreign, ...] = (
         "weights are mapped and read once, in the order of the file",
         values="""
             safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
-            max_parallel_loading_workers
         """,
+    ),
+    *accepted(
+        "each rank reads only its own part of the mapped files, and pages that ranks share are read once",
+        values="max_parallel_loading_workers",
     ),
     *refused("loaders have no further settings", values="model_loader_extra_config"),
     *accepted("only safetensors, config and tokenizer files are downloaded", lists="ignore_patterns"),
@@ -156,9 +159,7 @@ PARALLELISM: tuple[Foreign, ...] = (
         """,
         switches="""
             enable_hc_sp enable_batch_sharded_sampling enable_shm_tensor_arena
-            ray_workers_use_nsight disable_custom_all_reduce
         """,
-        lists="device_ids",
     ),
     *refused("all rows of a step are computed together", switches="enable_dbo"),
     *accepted(
@@ -168,10 +169,11 @@ PARALLELISM: tuple[Foreign, ...] = (
     *accepted("ranks exchange the results of experts through memory that they share", values="all2all_backend"),
     *accepted("a rank always reads its own experts only", switches="enable_ep_weight_filter"),
     *accepted(
-        "threads run on the cores the process is allowed; use taskset or numactl, and --num-threads",
-        switches="numa_bind",
-        lists="numa_bind_nodes numa_bind_cpus",
+        "ranks join what they have through memory that they share, and in no other way",
+        switches="disable_custom_all_reduce",
     ),
+    *accepted("ranks run on CPUs, and CUDA_VISIBLE_DEVICES says which GPUs replicas may use", lists="device_ids"),
+    *accepted("no profiler is started with the processes", switches="ray_workers_use_nsight"),
     *refused(NO_CODE, off=("auto",), values="worker_cls worker_extension_cls"),
     *accepted("a failed engine is always replaced", switches="enable_fault_tolerance", values="fault_tolerance_config"),
 )

@@ -125,6 +125,10 @@ class SharedMemoryGroup:
         self.rank, self.size = members.index(number), len(members)
         self._shared = shared
 
+    @property
+    def waited_seconds(self) -> float:
+        return float(self._shared.waited_seconds)
+
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         out = torch.empty((part.shape[0], sum(widths)), dtype=part.dtype, device=part.device)
         cpu.gather(self._shared, part, widths, out)
@@ -173,6 +177,10 @@ class SharedMemoryLink:
 
     def __init__(self, pair: SharedMemoryGroup) -> None:
         self._pair = pair
+
+    @property
+    def waited_seconds(self) -> float:
+        return self._pair.waited_seconds
 
     def send(self, rows_TD: Tensor) -> None:
         self._pair.bring(rows_TD, (rows_TD.shape[1], 0))

@@ -12,6 +12,7 @@ from quire.life_cycle import CacheSize, Measured, WorkerExecutor, Workers, Worke
 from quire.logs import get_logger
 from quire.messages import WARM_UP, Progress
 from quire.model_config import ModelConfig
+from quire.planning.binding import bound_facts, is_bound
 from quire.planning.memory_plan import (
     MemoryFacts,
     plan_kv_cache,
@@ -57,7 +58,10 @@ def bring_up(
     """
     wants_gpu = config.device != "cpu"
     found = [worker.facts(wants_gpu) for worker in workers] if executor is None else executor.facts(wants_gpu)
-    facts = share_of_machine(least_facts(found), config)
+    facts = least_facts(found)
+    if is_bound(config):
+        facts = bound_facts(facts, config, facts.num_cores)
+    facts = share_of_machine(facts, config)
     facts = facts.shared_by(config.num_local_ranks, config.pipeline_parallel_size)
     resolved = resolve(config, model_config, facts, is_server=is_server)
     total_bytes, _ = facts.memory_of(resolved.device.device)

@@ -137,13 +137,15 @@ class _Noted:
 
 
 class _AllRanks:
-    """A step of several ranks. The first one has the result."""
+    """A step of several ranks. The first one has the result, which gets the times of all."""
 
     def __init__(self, steps: Sequence[Pending[StepResult]]) -> None:
         self._steps = steps
 
     def result(self) -> StepResult:
-        return _results(self._steps)[0]
+        results = _results(self._steps)
+        results[0].ranks = tuple(each.ranks[0] for each in results if each.ranks)
+        return results[0]
 
 
 class _AllLoads:

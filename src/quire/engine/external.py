@@ -32,6 +32,7 @@ from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.planning import devices
+from quire.planning.binding import bind, cpus_of_processes
 from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.planning.replicas import has_own_cores
 from quire.resolve import DeviceFacts
@@ -136,6 +137,8 @@ def start_external(
         )
     finally:
         os.close(memory)
+    if cpus := cpus_of_processes(config):
+        bind(cpus[rank])
     companions.watch(ranks.failing)
     worker = DeviceWorker(part_of_rank(model_config, config, rank), progress, ranks=ranks)
     return ExternalExecutor(worker, companions)

@@ -91,6 +91,7 @@ class EngineProcess:
                 is_first=self._launch.is_first,
                 drafter_folder=Path(folder) if (folder := self._launch.drafter_folder) else None,
                 free_memory_bytes=self._launch.free_memory_bytes,
+                engine_index=self._launch.engine_index,
             )
         except QuireError as error:
             self._send(EngineFailed(error.message, error.code))

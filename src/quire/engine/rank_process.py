@@ -40,6 +40,7 @@ from quire.engine.rank_messages import (
 from quire.life_cycle import AdapterLoad
 from quire.loader.drafter import load_with_drafter
 from quire.planning import devices
+from quire.planning.binding import bind
 from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.planning.replicas import has_own_cores
 from quire.worker.worker import DeviceWorker
@@ -84,7 +85,7 @@ def _obey(worker: DeviceWorker, loads: dict[str, AdapterLoad], message: ToRank) 
         case Capture():
             worker.capture()
         case Execute(batch):
-            worker.execute(batch)
+            return Answer(ranks=worker.execute(batch).ranks)
         case AddAdapter(digest):
             while loads:
                 load = loads.pop(oldest := next(iter(loads)))
@@ -143,6 +144,8 @@ def main() -> None:
     assert isinstance(launch, RankLaunch)
     if launch.dies_with_parent:
         _die_with_parent()
+    if launch.cpus:
+        bind(launch.cpus)
     worker = _worker(launch)
     loads: dict[str, AdapterLoad] = {}
     if launch.adapters is not None:

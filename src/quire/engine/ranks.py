@@ -25,7 +25,7 @@ from quire.distributed import wire
 from quire.distributed.group import Failing
 from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import make_memory, ranks_on
-from quire.engine.nodes import Joined, NodeLost, decode, let_in, links_in
+from quire.engine.nodes import Joined, NodeLost, Starting, decode, let_in, links_in
 from quire.engine.rank_messages import (
     MOST_MESSAGE_BYTES,
     AddAdapter,
@@ -52,6 +52,7 @@ from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.planning import devices
+from quire.planning.binding import bind, cpus_of_processes
 from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.planning.replicas import has_own_cores
 from quire.resolve import DeviceFacts
@@ -74,13 +75,18 @@ def start_ranks(
     *,
     drafter_folder: Path | None,
     is_server: bool,
+    engine_index: int,
 ) -> Workers:
     """The ranks of an engine on this machine. The processes load their libraries when this returns.
 
     Args:
         model_config: of the whole model.
+        engine_index: of the replica.
     """
     grid = grid_of(config)
+    cpus = cpus_of_processes(config)[engine_index * grid.num_local :]
+    if cpus:
+        bind(cpus[0])
     if grid.size == 1:
         return (DeviceWorker(model_config, progress),)
     if config.headless:
@@ -90,10 +96,14 @@ def start_ranks(
             fix="Start `quire serve --headless` with the same flags here",
             param="headless",
         )
-    joined, others = Joined(), list[Worker]()
+    if grid.num_nodes == 1 and config.distributed_executor_backend == "ray":
+        logger.warning("all ranks are on this machine, so Ray has nothing to start: it places stages on machines")
+    joined, starting, others = Joined(), None, list[Worker]()
     with ExitStack() as on_error:
         if grid.num_nodes > 1:
-            joined = let_in(config, model_folder, lambda detail: progress("load", 0.0, detail))
+            if starting := _starting(config):
+                on_error.callback(starting.close)
+            joined = let_in(config, model_folder, lambda detail: progress("load", 0.0, detail), starting)
             for peer in joined.peers():
                 on_error.callback(peer.close)
                 on_error.callback(wire.end, peer)
@@ -115,15 +125,28 @@ def start_ranks(
             on_error.callback(ranks.close)
             model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
             for rank in grid.ranks_of(0)[1:]:
-                launch = RankLaunch(config, model, drafter, rank, memory, None, is_server, links.get(rank, {}))
+                own_cpus = cpus[rank] if cpus else set[int]()
+                launch = RankLaunch(
+                    config, model, drafter, rank, memory, None, is_server, links.get(rank, {}), own_cpus
+                )
                 others.append(process := RankProcess(launch, grid, ranks.failing))
                 on_error.callback(process.close)
         homes = {node: Home(home) for node, home in joined.homes.items()}
         for rank, peer in sorted(joined.ranks.items()):
-            others.append(RemoteRank(rank, grid, ranks.failing, Connection(peer.detach()), homes[grid.node(rank)]))
+            last, home = starting if rank == grid.size - 1 else None, homes[grid.node(rank)]
+            others.append(RemoteRank(rank, grid, ranks.failing, Connection(peer.detach()), home, last))
         first = DeviceWorker(part_of_rank(model_config, config, 0), progress, ranks=ranks)
         on_error.pop_all()
     return (first, *others)
+
+
+def _starting(config: EngineConfig) -> Starting | None:
+    """Who starts the other nodes; None: people do. Raises ConfigError."""
+    if config.distributed_executor_backend != "ray":
+        return None
+    from quire.engine.ray_nodes import RayNodes
+
+    return RayNodes(config)
 
 
 def rank_name(rank: int, grid: Grid) -> str:
@@ -192,8 +215,8 @@ class OtherRank(ABC):
         self.ask(Capture())
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        self.ask(Execute(batch))
-        return StepResult(batch.step_id, [])
+        """The result has no tokens: the first rank has them."""
+        return StepResult(batch.step_id, [], ranks=self.ask(Execute(batch)).ranks)
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return self.ask(UseIdleTime(num_blocks_ever_used)).has_more
@@ -320,11 +343,23 @@ class Home:
 
 
 class RemoteRank(OtherRank):
-    """A rank of another node. The node watches its process."""
+    """A rank of another node. The node watches its process.
 
-    def __init__(self, rank: int, grid: Grid, failing: Failing, connection: Connection, home: Home) -> None:
+    Args:
+        starting: who has started the nodes, for the rank that is closed last.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        grid: Grid,
+        failing: Failing,
+        connection: Connection,
+        home: Home,
+        starting: Starting | None,
+    ) -> None:
         super().__init__(rank, grid, failing, connection)
-        self._home = home
+        self._home, self._starting = home, starting
 
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
         raise AssertionError("resolve refuses adapters with stages, and another machine has other stages")
@@ -332,6 +367,8 @@ class RemoteRank(OtherRank):
     def close(self) -> None:
         super().close()
         self._home.close()
+        if self._starting is not None:
+            self._starting.close()
 
     def _is_lost(self) -> bool:
         return self._home.is_lost()

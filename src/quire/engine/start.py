@@ -78,6 +78,7 @@ def start_engine(
     is_first: bool = True,
     drafter_folder: Path | None = None,
     free_memory_bytes: int | None = None,
+    engine_index: int = 0,
 ) -> StartedEngine:
     """Load the model in `model_folder` and make it answer once. Raises QuireErrors fit for the user.
 
@@ -86,6 +87,7 @@ def start_engine(
         is_first: refuse targets that cannot be reached. An engine that takes over from one that failed keeps them.
         drafter_folder: of the model that drafts for it.
         free_memory_bytes: of the machine before the first replica began to load; None: there is one replica.
+        engine_index: of the replica.
     """
     started = time.monotonic()
     model_config = load_with_drafter(model_folder, drafter_folder, config)
@@ -98,7 +100,12 @@ def start_engine(
         workers: Workers = (executor.worker,)
     else:
         make_workers = make_workers or partial(
-            start_ranks, config, model_folder, drafter_folder=drafter_folder, is_server=is_server
+            start_ranks,
+            config,
+            model_folder,
+            drafter_folder=drafter_folder,
+            is_server=is_server,
+            engine_index=engine_index,
         )
         workers = make_workers(model_config, progress)
         num_ranks = len(workers)

@@ -45,6 +45,7 @@ def engine_metrics(config: EngineConfig, engine: StartedEngine) -> PrometheusMet
         experts=config.expert_metrics,
         max_draft=max_draft(config),
         has_adapters=config.enable_lora,
+        num_ranks=config.num_ranks,
     )
     metrics.engines[0].on_ready(engine.ready_message())
     return metrics

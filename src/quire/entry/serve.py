@@ -227,6 +227,7 @@ class ServingProcess:
             experts=engine_config.expert_metrics,
             max_draft=max_draft(engine_config),
             has_adapters=engine_config.enable_lora,
+            num_ranks=engine_config.num_ranks,
         )
         self._refreshes_tls = server_config.enable_ssl_refresh
         self._needs_key = bool(settings.api_keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -175,7 +176,7 @@ class DeviceWorker:
     def execute(self, batch: ScheduledBatch) -> StepResult:
         if self._ranks is None:
             return self.runner.execute(batch)
-        group = self._ranks.group
+        group, start, waited = self._ranks.group, time.perf_counter(), self._ranks.waited_seconds
         if group is not None:
             group.begin_step()
         with self._as_rank(in_step=True):
@@ -184,7 +185,9 @@ class DeviceWorker:
             pending = self.runner.submit(batch if self._samples else _without_grammars(batch))
         if group is not None:
             group.end_step()
-        return pending.result()
+        result = pending.result()
+        result.ranks = ((time.perf_counter() - start, self._ranks.waited_seconds - waited),)
+        return result
 
     def close(self) -> None:
         if self._ranks is not None:
