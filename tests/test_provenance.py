@@ -118,6 +118,10 @@ OTHER_VALUES: dict[str, Any] = {
     "slo_itl": 0.05,
     "slo_attainment": 0.9,
     "distributed_timeout_seconds": 60,
+    "enable_expert_parallel": True,
+    "expert_placement_strategy": "round_robin",
+    "enable_eplb": True,
+    "eplb_config": {"window_size": 5},
     "max_shared_prefill_tokens": 9,
     "enable_chunked_prefill": False,
     "scheduling_policy": "priority",
@@ -175,6 +179,8 @@ def test_a_given_value_is_recorded_as_given(f: Any) -> None:
         needed = {"pipeline_parallel_size": 2, "nnodes": 2}
     if f.name in ("node_rank", "headless"):
         needed |= {"node_rank": 1, "headless": True}
+    if f.name == "enable_eplb":
+        needed = {"enable_expert_parallel": True, "tensor_parallel_size": 2}
     setting = _resolve(**needed | {f.name: value}).settings[f.name]
     assert setting.source == "argument"
     value = ("a",) if f.name == "lora_modules" else value  # their paths are not for everybody

@@ -39,6 +39,8 @@ LEGAL = {
     "node_rank": "0",
     "block_size": "32",
     "tensor_parallel_size": "1",
+    "data_parallel_size": "1",
+    "data_parallel_size_local": "1",
     "distributed_executor_backend": "mp",
     "quantization": "awq",
     "slo": "itl=0.5",
