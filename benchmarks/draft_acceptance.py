@@ -56,7 +56,7 @@ def load(folder: str) -> Model:
     config = EngineConfig.from_kwargs(model=folder, max_num_seqs=8, max_num_batched_tokens=STEP_TOKENS, device="cpu")
     *_, model_config = find_model(config, None, weights=True)
     worker = DeviceWorker(model_config, lambda phase, share, detail: None)
-    running = bring_up(config, model_config, [worker], is_server=False, progress=lambda phase, share, detail: None)
+    running = bring_up(config, model_config, (worker,), is_server=False, progress=lambda phase, share, detail: None)
     arithmetic = step_arithmetic(running.resolved, model_config)
     cost = CostModel(arithmetic, assumed_fit(ceilings(running.resolved, arithmetic, running.facts)))
     scheduler = scheduler_of(running.resolved, model_config, cost)

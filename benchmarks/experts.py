@@ -27,7 +27,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from speculation import Peer, Prompts
+from peers.process import Peer
 
 import quire.demo
 from quire import LLM, SamplingParams
@@ -125,7 +125,7 @@ class Ours:
     def __init__(self, model: Path, num_requests: int) -> None:
         self._llm = LLM(str(model), max_model_len=1024, max_num_seqs=num_requests, enable_prefix_caching=False)
 
-    def seconds(self, prompts: Prompts, num_tokens: int) -> float:
+    def seconds(self, prompts: list[list[int]], num_tokens: int) -> float:
         """From the prompts to the last token of all."""
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         started = time.perf_counter()
@@ -144,7 +144,7 @@ def step_limit(config: ModelConfig, num_rows: int, bandwidth: float) -> float:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Rounds of every number of requests, with every engine in turns."""
     config = load_model_config(arguments.model)
-    engines: dict[str, Any] = {OURS: Ours(arguments.model, max(arguments.requests))}
+    engines: dict[str, Ours | Peer] = {OURS: Ours(arguments.model, max(arguments.requests))}
     engines |= {name: Peer(command.replace("{model}", str(arguments.model))) for name, command in arguments.peer}
     generator, cases = random.Random(0), []
     for requests in arguments.requests:
@@ -154,16 +154,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             found = {"limit": step_limit(config, requests, cpu.read_bandwidth(256 << 20, repeats=2))}
             for name in engines if number % 2 == 0 else reversed(engines):
                 engine = engines[name]
-                found[name] = (
-                    engine.seconds(prompts, arguments.tokens)
-                    if name == OURS
-                    else engine.run(prompts, arguments.tokens, 0.0).seconds
-                )
+                if isinstance(engine, Peer):
+                    found[name] = engine.ask({"prompts": prompts, "num_tokens": arguments.tokens}, "seconds")
+                else:
+                    found[name] = engine.seconds(prompts, arguments.tokens)
             if number >= 0:
                 rounds.append(found)
         cases.append({"requests": requests, "rounds": rounds})
-    for name, engine in engines.items():
-        if name != OURS:
+    for engine in engines.values():
+        if isinstance(engine, Peer):
             engine.close()
     return {"peers": [name for name in engines if name != OURS], "cases": cases}
 

@@ -36,7 +36,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.measure import report
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.server.app import create_app
-from quire.server.state import ServerSettings
+from quire.server.state import AppSettings
 
 MAX_MODEL_LEN = 4096
 TARGETS = {"tokens_per_s": 10_000, "requests_per_s": 500}
@@ -63,7 +63,7 @@ def serve(listener: socket.socket, core: int) -> None:
     inputs = InputProcessor(tokenizer, ModelLimits(MAX_MODEL_LEN, tokenizer.vocab_size))
     client = EchoClient(max_model_len=MAX_MODEL_LEN, max_num_seqs=1024)
     engine = AsyncEngine([Replica(client, OutputProcessor(tokenizer, metrics.engines[0]))], inputs)
-    app = create_app(engine, tokenizer, ServerSettings(("echo",), log_stats_interval=0.0), metrics)
+    app = create_app(engine, tokenizer, AppSettings(("echo",), log_stats_interval=0.0), metrics)
     config = uvicorn.Config(app, http="httptools", ws="none", log_level="warning", access_log=False)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(uvicorn.Server(config).serve(sockets=[listener]))

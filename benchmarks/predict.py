@@ -87,7 +87,7 @@ def measure(model: str, quantization: str | None) -> dict[str, Any]:
         Path(model),
         is_server=True,
         progress=lambda *report: None,
-        make_workers=lambda model_config, progress: [worker],
+        make_workers=lambda model_config, progress: (worker,),
     )
     core, resolved = engine.core, engine.resolved
     assert engine.calibration is not None

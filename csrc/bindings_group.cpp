@@ -54,7 +54,8 @@ void bind_group(nb::module_& m) {
       .def("end_step", &SharedGroup::end_step, "Behind the turns of a step")
       .def("leave_step", &SharedGroup::leave_step, nb::call_guard<nb::gil_scoped_release>(),
            "In place of end_step. Waits until no rank is in the step any more")
-      .def_prop_ro("aborted", &SharedGroup::aborted, "The number of the rank that has failed; -1: none");
+      .def_prop_ro("aborted", &SharedGroup::aborted, "The number of the rank that has failed; -1: none")
+      .def_prop_ro("waited_seconds", &SharedGroup::waited_seconds, "For other ranks, in all turns");
   bind_struct<Gather, KernelCall>(
       m, "Gather",
       [](Gather* self, SharedGroup* group, const std::vector<int64_t>& widths, TensorView part, TensorView out) {

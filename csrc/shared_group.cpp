@@ -94,6 +94,11 @@ void copy_rows(const char* from, int64_t from_stride, char* to, int64_t to_strid
                [&](int task, int) { copy(rows * task / num_tasks, rows * (task + 1) / num_tasks); });
 }
 
+GroupError late(const std::string& name, double seconds) {
+  return GroupError(name + " did not come within " + std::to_string(static_cast<int64_t>(seconds)) +
+                    " s (--distributed-timeout-seconds)");
+}
+
 }  // namespace
 
 int64_t SharedGroup::num_bytes(int size, int64_t slot_bytes) {
@@ -162,7 +167,10 @@ void SharedGroup::leave_step() {
       if (aborted() >= 0) check();
       const timespec look = timespec_of(kLook);
       nanosleep(&look, nullptr);
-      if (std::chrono::duration<double>(Clock::now() - start).count() > timeout_seconds_) abort(members_[rank]);
+      if (std::chrono::duration<double>(Clock::now() - start).count() > timeout_seconds_) {
+        abort(members_[rank]);
+        throw late(name(rank), timeout_seconds_);
+      }
     }
   }
 }
@@ -197,18 +205,24 @@ void SharedGroup::wait_for(int rank, uint64_t signature) {
       for (int i = 0; i < kPausesPerClockRead && !has_arrived(rank); ++i) pause_cpu();
     } while (!has_arrived(rank) && Clock::now() < spin_until);
     if (!has_arrived(rank)) {
+      bool is_late = false;
       other.num_sleepers.fetch_add(1, std::memory_order_seq_cst);
       while (!has_arrived(rank) && aborted() < 0 && !is_void()) {
         const uint32_t seen = other.turn.load(std::memory_order_seq_cst);
         if (static_cast<int32_t>(seen - turn_) >= 0) break;
         sleep_on(other.turn, seen);
         if (std::chrono::duration<double>(Clock::now() - start).count() > timeout_seconds_) {
-          abort(members_[rank]);
+          is_late = true;
           break;
         }
       }
       other.num_sleepers.fetch_sub(1, std::memory_order_seq_cst);
+      if (is_late) {
+        abort(members_[rank]);
+        throw late(name(rank), timeout_seconds_);
+      }
     }
+    waited_seconds_ += std::chrono::duration<double>(Clock::now() - start).count();
   }
   if (!has_arrived(rank) || aborted() >= 0) check();
   if (other.signatures[turn_ % 2].load(std::memory_order_relaxed) != signature) {

@@ -8,12 +8,16 @@ import importlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import HealthCheck, settings
 
 from quire.planning import devices
+from tests import one_parser  # noqa: F401 (what it does)
 from tests.examples import examples
 
 # Torch's threads wait for each other by spinning: with several, on a machine that does other things too, the many small
@@ -32,12 +36,36 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         importlib.import_module("quire.kernels.cpu")  # reads it once
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Slow cases are not made where they are left out: they are a third of all. Of slow functions the first one is."""
+    if metafunc.config.option.markexpr != "not slow":
+        return
+    parametrize, is_slow = metafunc.parametrize, metafunc.definition.get_closest_marker("slow") is not None
+
+    def with_quick_ones(names: str | Sequence[str], values: Iterable[Any], *more: Any, **options: Any) -> None:
+        values = list(values)
+        if not isinstance(options.get("ids"), Sequence):  # one for each value
+            values = [value for value in values if not (is_slow or has_slow(value))] or values[:1]
+        parametrize(names, values, *more, **options)
+
+    metafunc.parametrize = with_quick_ones  # type: ignore[method-assign]
+
+
+def has_slow(value: object) -> bool:
+    return isinstance(value, ParameterSet) and any(mark.name == "slow" for mark in value.marks)
+
+
+gc.disable()  # while tests are collected, which makes no garbage
+
+
 def pytest_collection_finish() -> None:
     """What is there now stays. A collection of garbage, which every capture of graphs asks for, need not look at it.
 
     Nor need it be counted, which every capture asks for too.
     """
-    _freeze()
+    gc.enable()
+    gc.freeze()
     gc.get_freeze_count = cache(gc.get_freeze_count)
 
 
@@ -45,12 +73,8 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Nor what a file of tests has imported meanwhile, and keeps for its next ones."""
     if nextitem is not None and nextitem.path != item.path:
-        _freeze()
-
-
-def _freeze() -> None:
-    gc.collect()
-    gc.freeze()
+        gc.collect()
+        gc.freeze()
 
 
 # The machine that runs the tests may be busy.

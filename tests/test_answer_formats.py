@@ -37,7 +37,7 @@ TEMPLATES = {
 def test_the_template_decides(template):
     formats = AnswerFormats.choose(None, None, template)
     assert (formats.tools, formats.reasoning) == TEMPLATES[template]
-    settings = resolve_server(ServerConfig(), template)
+    settings = resolve_server(ServerConfig(), template).settings
     tools, reasoning = settings["tool_call_parser"], settings["reasoning_parser"]
     assert (tools.value, reasoning.value) == TEMPLATES[template]
     for setting in (tools, reasoning):
@@ -49,7 +49,7 @@ def test_flags_decide_first():
     config = ServerConfig(tool_call_parser="granite", reasoning_parser="none")
     formats = AnswerFormats.choose(config.tool_call_parser, config.reasoning_parser, "<tool_call></think>")
     assert (formats.tools, formats.reasoning) == ("granite", None)
-    settings = resolve_server(config, "<tool_call></think>")
+    settings = resolve_server(config, "<tool_call></think>").settings
     assert (settings["tool_call_parser"].value, settings["tool_call_parser"].source) == ("granite", "argument")
 
 

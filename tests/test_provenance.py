@@ -36,7 +36,10 @@ def _resolve(is_server: bool = True, **arguments: Any) -> Planned:
 
 
 def test_every_config_field_has_provenance() -> None:
-    for config, record in ((EngineConfig, _resolve().settings), (ServerConfig, resolve_server(ServerConfig()))):
+    for config, record in (
+        (EngineConfig, _resolve().settings),
+        (ServerConfig, resolve_server(ServerConfig()).settings),
+    ):
         for f in options(config):
             setting = record[f.name]
             assert setting.source in get_args(Source), f.name
@@ -114,6 +117,7 @@ OTHER_VALUES: dict[str, Any] = {
     "slo_ttft": 0.5,
     "slo_itl": 0.05,
     "slo_attainment": 0.9,
+    "distributed_timeout_seconds": 60,
     "max_shared_prefill_tokens": 9,
     "enable_chunked_prefill": False,
     "scheduling_policy": "priority",
@@ -216,9 +220,14 @@ def test_the_mode_explains_itself() -> None:
 def test_server_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "do-not-show")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "debug")
-    settings = resolve_server(ServerConfig(port=1))
+    settings = resolve_server(ServerConfig(port=1)).settings
     assert (settings["port"].value, settings["port"].source) == (1, "argument")
     assert (settings["api_key"].value, settings["api_key"].source) == ("set", "environment")
     assert (settings["log_level"].value, settings["log_level"].source) == ("debug", "environment")
-    given = resolve_server(ServerConfig(api_key=("do-not-show",)))["api_key"]
+    server = resolve_server(ServerConfig(tool_call_parser="hermes"), "</think>")
+    for f in options(ServerConfig):
+        if f.name != "api_key":  # which is never shown
+            assert getattr(server, f.name) == server.settings[f.name].value, f.name
+    assert (server.log_level, server.log_format, server.reasoning_parser) == ("debug", "text", "qwen3")
+    given = resolve_server(ServerConfig(api_key=("do-not-show",))).settings["api_key"]
     assert (given.value, given.source) == ("set", "argument")

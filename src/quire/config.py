@@ -28,10 +28,14 @@ from quire.option import (
     DURATION,
     LEAST_SECONDS,
     MOST_SECONDS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Bounds,
     Source,
-    check_choices,
     check_foreign,
     check_types,
+    check_values,
     complete_sources,
     normalise,
     option,
@@ -160,7 +164,10 @@ class EngineConfig:
         limits="which steps are launched kernel by kernel",
     )
     cudagraph_capture_sizes: tuple[int, ...] = option(
-        (), "Rows of decodes and tokens of mixed steps to capture, up to 256 each; none: chosen.", many=True
+        (),
+        "Rows of decodes and tokens of mixed steps to capture, up to 256 each; none: chosen.",
+        many=True,
+        bounds=POSITIVE,
     )
     max_cudagraph_capture_size: int | None = option(
         None,
@@ -172,15 +179,17 @@ class EngineConfig:
         "Share of the device's total memory (on CPU: RAM) for weights, KV cache and work; on GPUs 0.9 unless given.",
         flags=("--device-memory-utilization",),
         limits="bytes of the KV cache",
+        bounds=SHARE,
     )
     kv_cache_memory_bytes: int | None = option(
         None,
         "Exact bytes of the KV cache; overrides the utilization.",
         type=parse_human_int,
         limits="bytes of the KV cache",
+        bounds=POSITIVE,
     )
     num_gpu_blocks_override: int | None = option(
-        None, "Exact number of KV blocks; overrides everything else.", limits="blocks of the KV cache"
+        None, "Exact number of KV blocks; overrides everything else.", limits="blocks of the KV cache", bounds=POSITIVE
     )
     block_size: int | None = option(
         None,
@@ -201,7 +210,7 @@ class EngineConfig:
         limits="the defaults of max_num_seqs and max_num_batched_tokens",
     )
     max_num_seqs: int | None = option(
-        None, "Most requests running at once.", live=True, limits="running requests; the others wait"
+        None, "Most requests running at once.", live=True, limits="running requests; the others wait", bounds=POSITIVE
     )
     max_num_batched_tokens: int | None = option(
         None,
@@ -209,12 +218,14 @@ class EngineConfig:
         live=True,
         type=parse_human_int,
         limits="tokens of a step: how long a long prompt holds up everybody's next token, and work memory",
+        bounds=POSITIVE,
     )
     long_prefill_token_threshold: int = option(
         0,
         "Most tokens of one prompt in one step; 0: no limit but the budget.",
         live=True,
         limits="tokens of one prompt in a step",
+        bounds=NOT_NEGATIVE,
     )
     max_shared_prefill_tokens: int | None = option(
         None,
@@ -223,6 +234,7 @@ class EngineConfig:
         live=True,
         type=parse_human_int,
         limits="prompt tokens of a shared step: how long a short prompt waits beside long ones",
+        bounds=NOT_NEGATIVE,
     )
     slo_ttft: float | None = option(
         None,
@@ -230,6 +242,7 @@ class EngineConfig:
         live=True,
         type=parse_duration,
         limits="requests that are taken",
+        bounds=Bounds(LEAST_SECONDS, MOST_SECONDS, DURATION),
     )
     slo_itl: float | None = option(
         None,
@@ -238,42 +251,53 @@ class EngineConfig:
         live=True,
         type=parse_duration,
         limits="prompt tokens of a step beside answers, and requests that run at once",
+        bounds=Bounds(LEAST_SECONDS, MOST_SECONDS, DURATION),
     )
     slo_attainment: float = option(
         0.99,
         "Share of the times that have to reach these targets, from 0.5 to 0.9999.",
         live=True,
         limits="how far below the targets predictions have to stay",
+        bounds=Bounds(*ATTAINMENTS, "a share from {} to {}".format(*ATTAINMENTS)),
     )
     slo: str | None = option(None, "The targets in one flag: ttft=500ms,itl=50ms.")
     max_num_queued_reqs: int | None = option(
-        None, "Most requests waiting; above it new ones get 429.", live=True, limits="waiting requests"
+        None, "Most requests waiting; above it new ones get 429.", live=True, limits="waiting requests", bounds=POSITIVE
     )
     enable_chunked_prefill: bool = option(True, "Split long prompts over steps.")
     scheduling_policy: str = option("fcfs", "fcfs, or priority: lower numbers first.", choices=("fcfs", "priority"))
     watermark: float = option(
-        0.0, "Share of KV blocks kept free at admission.", limits="admission: less of it means more preemptions"
+        0.0,
+        "Share of KV blocks kept free at admission.",
+        limits="admission: less of it means more preemptions",
+        bounds=Bounds(0, math.nextafter(1, 0), "a share in [0, 1)"),
     )
     async_scheduling: bool | None = option(
         None, "Schedule the next step while one runs (two batches in flight); none: on GPUs only."
     )
     num_threads: int | None = option(
-        None, "Threads of the CPU kernels; none: physical cores allowed.", limits="cores that compute"
+        None, "Threads of the CPU kernels; none: physical cores allowed.", limits="cores that compute", bounds=POSITIVE
     )
     disable_log_stats: bool = option(False, "No statistics line every 10 seconds.")
     kv_cache_metrics: bool = option(False, "Histograms of how long KV blocks keep their content, in /metrics.")
-    kv_cache_metrics_sample: float = option(0.01, "Share of the KV blocks that these histograms follow, in (0, 1].")
+    kv_cache_metrics_sample: float = option(
+        0.01, "Share of the KV blocks that these histograms follow, in (0, 1].", bounds=SHARE
+    )
     expert_metrics: bool = option(False, "Metrics of the experts that tokens go to, in /metrics; on a CPU.")
     otlp_traces_endpoint: str | None = option(
         None, "Collector that gets a trace of each request: http://host:4317; needs quire[otel]."
     )
     tensor_parallel_size: int = option(
-        1, "Ranks that share one copy of the model: processes of this machine, with its cores divided.", flags=("-tp",)
+        1,
+        "Ranks that share one copy of the model: processes of this machine, with its cores divided.",
+        flags=("-tp",),
+        bounds=Bounds(1, MOST_RANKS),
     )
     pipeline_parallel_size: int = option(
         1,
         "Stages of consecutive layers, each of --tensor-parallel-size ranks. As many batches are computed at once.",
         flags=("-pp",),
+        bounds=Bounds(1, MOST_RANKS),
     )
     enable_expert_parallel: bool = option(
         False, "Each of --tensor-parallel-size ranks has whole experts, instead of rows of all.", flags=("-ep",)
@@ -294,22 +318,35 @@ class EngineConfig:
     )
     distributed_executor_backend: str | None = option(
         None,
-        "mp: each rank but the first is a process of its own; uni: one process, for one rank; external_launcher: "
-        "LLM(...) in processes that torchrun has started. none: as ranks need it.",
-        choices=("mp", "uni", "external_launcher"),
+        "mp: each rank but the first is a process of its own; ray: Ray starts those of --nnodes; uni: one process, for "
+        "one rank; external_launcher: LLM(...) in processes that torchrun has started. none: as ranks need it.",
+        choices=("mp", "ray", "uni", "external_launcher"),
     )
-    nnodes: int = option(1, "Machines that share the stages of one copy of the model.", flags=("-n",))
+    nnodes: int = option(
+        1, "Machines that share the stages of one copy of the model; with Ray: a machine for each stage.", flags=("-n",)
+    )
+    distributed_timeout_seconds: int = option(
+        600,
+        "Seconds that a rank waits for another one on its machine, which computes; then the engine ends.",
+        bounds=POSITIVE,
+    )
     node_rank: int = option(
         0, "Number of this machine. 0 has the engine; the others run quire serve --headless.", flags=("-r",)
     )
     master_addr: str = option("127.0.0.1", "Address of machine 0 in the network of --nnodes; it listens there.")
-    master_port: int = option(29501, "Port of --master-addr.")
+    master_port: int = option(29501, "Port of --master-addr.", bounds=Bounds(1, 65535))
     headless: bool = option(False, "Compute stages for machine 0, and serve nothing.")
+    numa_bind: bool = option(False, "Each rank computes on the cores of one NUMA node; ranks share the nodes evenly.")
+    numa_bind_nodes: tuple[int, ...] = option((), "The same with the node of each rank on this machine.", many=True)
+    numa_bind_cpus: tuple[str, ...] = option(
+        (), "CPUs of each rank on this machine: 0-3 4-7; else VLLM_CPU_OMP_THREADS_BIND.", many=True
+    )
     data_parallel_size: int = option(
         1,
         "Replicas of the model behind one API. Each has an equal share of the cores and of the memory, or a GPU.",
         flags=("-dp",),
         limits="threads and memory of each replica, and requests that run at once",
+        bounds=POSITIVE,
     )
     data_parallel_size_local: int | None = option(
         None, "Replicas on this machine: all of them in this version.", flags=("-dpl",)
@@ -348,6 +385,7 @@ class EngineConfig:
         None,
         "Most different adapters in a step; none: as many as --lora-modules, 8 or more where others may be loaded.",
         limits="adapters that run at once; requests for others wait",
+        bounds=POSITIVE,
     )
     max_lora_rank: int = option(
         16,
@@ -359,6 +397,7 @@ class EngineConfig:
         "Most adapters in memory, at least --max-loras; the others are read again when requests come; none: "
         "--max-loras.",
         limits="memory left for the KV cache, and how often adapters are read again",
+        bounds=POSITIVE,
     )
     lora_dtype: str = option(
         "auto",
@@ -377,8 +416,10 @@ class EngineConfig:
         normalise(self)
         _take_speculation(self)
         check_types(self)
-        check_choices(self)
+        check_values(self)
         _take_slo(self)
+        if self.distributed_executor_backend == "ray" and self.nnodes == 1:
+            object.__setattr__(self, "nnodes", self.pipeline_parallel_size)
         _check_engine(self)
         _check_lora(self)
         complete_sources(self)
@@ -414,7 +455,9 @@ class ServerConfig:
     """Everything about the HTTP side."""
 
     host: str = option("127.0.0.1", "Address to listen on.")
-    port: int = option(8000, "Port to listen on; 0: any free one.")
+    port: int = option(
+        8000, "Port to listen on; 0: any free one.", bounds=Bounds(0, 65535, "0 to 65535; 0: any free one")
+    )
     uds: str | None = option(
         None, "Path of a Unix socket to listen on, in place of host and port; only its owner may connect."
     )
@@ -422,7 +465,11 @@ class ServerConfig:
     ssl_keyfile: str | None = option(None, "PEM file of the certificate's key, if --ssl-certfile does not hold it.")
     ssl_certfile: str | None = option(None, "PEM file of the certificate chain: the server speaks HTTPS only.")
     ssl_ca_certs: str | None = option(None, "PEM file of the authorities that sign clients' certificates.")
-    ssl_cert_reqs: int = option(0, "Clients' certificates; 0: not asked for; 1: checked if sent; 2: required.")
+    ssl_cert_reqs: int = option(
+        0,
+        "Clients' certificates; 0: not asked for; 1: checked if sent; 2: required.",
+        bounds=Bounds(0, 2, "0 (no certificates), 1 (optional) or 2 (required)"),
+    )
     ssl_ciphers: str | None = option(
         None, "Ciphers of TLS 1.2 as an OpenSSL list; none: OpenSSL's choice. The ciphers of TLS 1.3 are fixed."
     )
@@ -482,7 +529,7 @@ class ServerConfig:
     )
     disable_uvicorn_access_log: bool = option(False, "Accepted: the access log is off.")
     shutdown_timeout: float = option(
-        30.0, "Seconds to let running requests finish on SIGTERM.", limits="the time of a drain"
+        30.0, "Seconds to let running requests finish on SIGTERM.", limits="the time of a drain", bounds=NOT_NEGATIVE
     )
     legacy_metric_names: bool = option(False, "Show metrics under the names of old guides and dashboards as well.")
     allowed_origins: tuple[str, ...] = option(
@@ -497,7 +544,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         normalise(self)
         check_types(self)
-        check_choices(self)
+        check_values(self)
         complete_sources(self)
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
             object.__setattr__(self, name, _listed(getattr(self, name), name))
@@ -507,16 +554,7 @@ class ServerConfig:
                 fix="Name the origins in --allowed-origins, or leave out --allow-credentials",
                 param="allow_credentials",
             )
-        if not 0 <= self.port <= 65535:
-            raise ConfigError("Illegal port", value=self.port, expected="0 to 65535; 0: any free one", param="port")
         _check_listening(self)
-        if not 0 <= self.shutdown_timeout < math.inf:
-            raise ConfigError(
-                "Illegal shutdown_timeout",
-                value=self.shutdown_timeout,
-                expected="seconds, 0 or more",
-                param="shutdown_timeout",
-            )
 
 
 def _check_listening(config: ServerConfig) -> None:
@@ -527,13 +565,6 @@ def _check_listening(config: ServerConfig) -> None:
         )
     if config.uds == "":
         raise ConfigError("The path of the Unix socket is empty", fix="Give --uds a path", param="uds")
-    if config.ssl_cert_reqs not in (0, 1, 2):
-        raise ConfigError(
-            "Illegal ssl_cert_reqs",
-            value=config.ssl_cert_reqs,
-            expected="0 (no certificates), 1 (optional) or 2 (required)",
-            param="ssl_cert_reqs",
-        )
     for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "enable_ssl_refresh"):
         if getattr(config, name) and config.ssl_certfile is None:
             raise ConfigError(f"{name} needs a certificate of the server", fix="Give --ssl-certfile too", param=name)
@@ -661,6 +692,12 @@ def _check_lora(config: EngineConfig) -> None:
         for name in ("max_loras", "max_cpu_loras", "lora_target_modules", "lora_dir"):
             if getattr(config, name):
                 logger.warning("%s has no effect without enable_lora", name)
+    elif config.distributed_executor_backend == "external_launcher":
+        raise ConfigError(
+            "Adapters are not read where somebody else has started the ranks",
+            fix="Leave --enable-lora out, or let Quire start the ranks",
+            param="enable_lora",
+        )
     if config.max_lora_rank not in RANKS:
         raise ConfigError(
             "Illegal max_lora_rank",
@@ -680,8 +717,15 @@ def _check_lora(config: EngineConfig) -> None:
         )
 
 
-def _check_eplb(config: EngineConfig) -> None:
-    """ConfigError for experts that ranks cannot exchange."""
+def _check_experts(config: EngineConfig) -> None:
+    """ConfigError for experts that ranks cannot share, or exchange."""
+    if config.enable_expert_parallel and config.data_parallel_size > 1 and config.tensor_parallel_size == 1:
+        raise ConfigError(
+            "Replicas do not share experts in this version: each has all of them, or its ranks share them",
+            value=config.data_parallel_size,
+            fix="Give --tensor-parallel-size 2 or more, or leave --enable-expert-parallel out",
+            param="data_parallel_size",
+        )
     given = EplbConfig.of(config.eplb_config or {})
     if given.num_redundant_experts and not config.enable_eplb:
         raise ConfigError(
@@ -726,8 +770,6 @@ def _check_nodes(config: EngineConfig) -> None:
             fix="Leave --data-parallel-size out",
             param="data_parallel_size",
         )
-    if not 1 <= config.master_port <= 65535:
-        raise ConfigError("Illegal port", value=config.master_port, expected="1 to 65535", param="master_port")
 
 
 def _check_engine(config: EngineConfig) -> None:
@@ -754,9 +796,6 @@ def _check_engine(config: EngineConfig) -> None:
             fix="Leave --quantization out: a quantized checkpoint says what it is",
             param="quantization",
         )
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if not 1 <= (number := getattr(config, name)) <= MOST_RANKS:
-            raise ConfigError("Illegal number of ranks", value=number, expected=f"1 to {MOST_RANKS}", param=name)
     drafts = config.speculative_config
     if drafts is not None and drafts.draft_tensor_parallel_size not in (None, 1, config.tensor_parallel_size):
         raise ConfigError(
@@ -766,7 +805,7 @@ def _check_engine(config: EngineConfig) -> None:
             fix="Leave draft_tensor_parallel_size out of --speculative-config",
             param="speculative_config",
         )
-    _check_eplb(config)
+    _check_experts(config)
     _check_nodes(config)
     local = config.data_parallel_size_local
     if local not in (None, config.data_parallel_size):
@@ -777,23 +816,9 @@ def _check_engine(config: EngineConfig) -> None:
             fix="Leave --data-parallel-size-local out, and start a server on each machine",
             param="data_parallel_size_local",
         )
-    if any(size < 1 for size in config.cudagraph_capture_sizes):
-        raise ConfigError(
-            "Illegal size of a CUDA graph",
-            value=config.cudagraph_capture_sizes,
-            expected="positive numbers",
-            param="cudagraph_capture_sizes",
-        )
     if config.block_size is not None and config.block_size not in (8, 16, 32, 64, 128):
         raise ConfigError(
             "Illegal block size", value=config.block_size, expected="8, 16, 32, 64 or 128", param="block_size"
-        )
-    if config.gpu_memory_utilization is not None and not 0 < config.gpu_memory_utilization <= 1:
-        raise ConfigError(
-            "Illegal memory utilization",
-            value=config.gpu_memory_utilization,
-            expected="a share in (0, 1]",
-            param="gpu_memory_utilization",
         )
     if config.max_model_len is not None and config.max_model_len != -1 and config.max_model_len < 1:
         raise ConfigError(
@@ -802,49 +827,9 @@ def _check_engine(config: EngineConfig) -> None:
             expected="a positive number, or -1",
             param="max_model_len",
         )
-    if not 0 < config.kv_cache_metrics_sample <= 1:
-        raise ConfigError(
-            "Illegal kv_cache_metrics_sample",
-            value=config.kv_cache_metrics_sample,
-            expected="a share in (0, 1]",
-            fix="Leave --kv-cache-metrics out to follow no block",
-            param="kv_cache_metrics_sample",
-        )
-    if not 0 <= config.watermark < 1:
-        raise ConfigError("Illegal watermark", value=config.watermark, expected="a share in [0, 1)", param="watermark")
-    for name in (
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "kv_cache_memory_bytes",
-        "num_gpu_blocks_override",
-        "num_threads",
-        "data_parallel_size",
-        "max_num_queued_reqs",
-        "max_loras",
-        "max_cpu_loras",
-    ):
-        number = getattr(config, name)
-        if number is not None and number < 1:
-            raise ConfigError(f"Illegal value of {name}", value=number, expected="a positive number", param=name)
-    for name in ("slo_ttft", "slo_itl"):
-        seconds = getattr(config, name)
-        if seconds is not None and not LEAST_SECONDS <= seconds <= MOST_SECONDS:
-            raise ConfigError(f"Illegal {name}", value=seconds, expected=DURATION, param=name)
     if config.slo_itl is not None and not config.enable_chunked_prefill:
         raise ConfigError(
             "A target for the time between tokens needs prompts that may be split",
             fix="Leave out --no-enable-chunked-prefill or --slo-itl",
             param="slo_itl",
         )
-    least, most = ATTAINMENTS
-    if not least <= config.slo_attainment <= most:
-        raise ConfigError(
-            "Illegal slo_attainment",
-            value=config.slo_attainment,
-            expected=f"a share from {least} to {most}",
-            param="slo_attainment",
-        )
-    for name in ("long_prefill_token_threshold", "max_shared_prefill_tokens"):
-        number = getattr(config, name)
-        if number is not None and number < 0:
-            raise ConfigError(f"Illegal {name}", value=number, expected="0 or more", param=name)

@@ -1,5 +1,7 @@
-"""How a model or head that drafts is loaded beside its target, and what of it cannot be. What is not said is as the
-target's."""
+"""How a model or head that drafts is loaded beside its target, and which settings it cannot have.
+
+Other settings are the same as the target's.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def drafter_settings(
     _check(drafter, max_model_len)
     if full_table(kv_groups(model)) is None:
         raise _error(
-            "The model keeps all tokens in no layer: those of a draft model have no place", "no full attention"
+            "The model keeps all tokens in no layer, so layers of a draft model have no place", "no full attention"
         )
     load_format = dict(speculation.draft_load_config or {}).get("load_format", "auto")
     if load_format not in LOAD_FORMATS:

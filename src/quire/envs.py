@@ -104,6 +104,9 @@ ISA = Variable(
 NUM_THREADS = Variable(
     "QUIRE_NUM_THREADS", 0, int, "threads of the CPU kernels; 0 = physical cores allowed by affinity and cgroup"
 )
+CPU_OMP_THREADS_BIND = Variable(
+    "VLLM_CPU_OMP_THREADS_BIND", "", str, "CPUs of each rank, as 0-3|4-7; auto, nobind or empty = all that are allowed"
+)
 PP_LAYER_PARTITION = Variable[tuple[int, ...]](
     "VLLM_PP_LAYER_PARTITION",
     (),
@@ -136,6 +139,9 @@ XDG_STATE_HOME = Variable(
 TERM = Variable("TERM", "", str, "dumb: no progress bars, no colours")
 LISTEN_PID = Variable("LISTEN_PID", 0, int, "set by systemd: which process a socket is for")
 LISTEN_FDS = Variable("LISTEN_FDS", 0, int, "set by systemd: how many sockets; `quire serve` takes one, for --host")
+JOURNAL_STREAM = Variable(
+    "JOURNAL_STREAM", "", str, "set by systemd: the journal's stream; log lines there have levels"
+)
 NOTIFY_SOCKET = Variable("NOTIFY_SOCKET", "", str, "set by systemd: where `quire serve` says READY=1 and STOPPING=1")
 
 VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool] | Variable[tuple[int, ...]], ...] = (
@@ -155,6 +161,7 @@ VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool
     ATTENTION_BACKEND,
     ISA,
     NUM_THREADS,
+    CPU_OMP_THREADS_BIND,
     PP_LAYER_PARTITION,
     CLUSTER_KEY,
     RANK,
@@ -171,5 +178,6 @@ VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool
     TERM,
     LISTEN_PID,
     LISTEN_FDS,
+    JOURNAL_STREAM,
     NOTIFY_SOCKET,
 )

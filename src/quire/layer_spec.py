@@ -649,7 +649,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftHead:
-    """A head drafts from the hidden states of another model, its target. Its own layers are those of its ModelConfig.
+    """A head drafts from the hidden states of another model, its target. Its ModelConfig has its own layers.
 
     At each position it reads the target's hidden state there and the embedding of the token behind it.
 

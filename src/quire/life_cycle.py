@@ -113,27 +113,16 @@ class Worker(Protocol):
         """Prepare for steps, and record the steps that will be repeated."""
         ...
 
-    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        """Launch a step. The device decides whether it is computed when this returns."""
-        ...
-
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        """Compute a step."""
-        ...
-
-    def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
-        """The vocabulary of grammars: see messages.UseTokenizer."""
-        ...
-
-    def prepare_grammar(self, text: str) -> Polled[object]:
-        """Compile a grammar beside the steps. The result raises InvalidRequestError if it cannot be used.
-
-        The compiled grammar is kept for rows as long as the answer is.
-        """
+        """Compute a step. The first rank's result has the tokens."""
         ...
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         """Do a little of the work that must be done at some time; False: there is none now."""
+        ...
+
+    def check_alive(self) -> None:
+        """Raise EngineDeadError if the rank is in another process, which has ended."""
         ...
 
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
@@ -153,11 +142,34 @@ class Worker(Protocol):
         ...
 
 
+class FirstWorker(Worker, Protocol):
+    """The rank in the engine's process. It samples, so it alone has grammars."""
+
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        """Launch a step, if there are no other ranks. The device decides whether it is computed when this returns."""
+        ...
+
+    def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
+        """The vocabulary of grammars: see messages.UseTokenizer."""
+        ...
+
+    def prepare_grammar(self, text: str) -> Polled[object]:
+        """Compile a grammar beside the steps. The result raises InvalidRequestError if it cannot be used.
+
+        The compiled grammar is kept for rows as long as the answer is.
+        """
+        ...
+
+
+Workers = tuple[FirstWorker, *tuple[Worker, ...]]  # of an engine, by rank
+
+
 class WorkerExecutor(Executor, Protocol):
     """Takes all ranks through the life of a worker.
 
     Each method goes to every rank and returns when all ranks are done. It raises an error of one rank after that. Only
     reading and dropping adapters is not waited for. Once the result of a load was asked for, steps may have it.
+    Grammars are made by the first rank alone.
     """
 
     def facts(self, wants_gpu: bool) -> Sequence[DeviceFacts]: ...
@@ -175,6 +187,8 @@ class WorkerExecutor(Executor, Protocol):
     def prepare_grammar(self, text: str) -> Polled[object]: ...
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool: ...
+
+    def check_alive(self) -> None: ...
 
     def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]: ...
 

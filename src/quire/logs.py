@@ -23,6 +23,8 @@ from quire.screen.terminal import CLEAR_LINE, Style, is_terminal
 _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 _DATE = "%m-%d %H:%M:%S"
 _STYLES = {logging.WARNING: ("yellow",), logging.ERROR: ("red",), logging.CRITICAL: ("red", "bold")}
+# Of sd-daemon(3), for levels up to these.
+_PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
 _JSON_NAMES = ("time", "level", "logger", "message", "request_id", "exception")
 
 # The x-request-id of the HTTP request that is served: every line that is written for it has it.
@@ -34,9 +36,21 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(self.format(record), file=sys.stderr, flush=True)
+            print(_with_priority(self.format(record), record.levelno), file=sys.stderr, flush=True)
         except Exception:  # as in every handler of the standard library: a line that fails stops nothing
             self.handleError(record)
+
+
+def _with_priority(text: str, level: int) -> str:
+    """What standard error gets: each line begins with its level where systemd's journal reads it."""
+    try:
+        found = os.fstat(sys.stderr.fileno()) if envs.JOURNAL_STREAM.get() else None
+    except (OSError, ValueError):  # standard error is no file
+        found = None
+    if found is None or envs.JOURNAL_STREAM.get() != f"{found.st_dev}:{found.st_ino}":
+        return text
+    priority = next((number for most, number in _PRIORITIES.items() if level <= most), 2)
+    return "\n".join(f"<{priority}>{line}" for line in text.split("\n"))
 
 
 _handler: _StderrHandler | None = None  # of this process, once it is configured
@@ -152,7 +166,7 @@ def say(message: str, level: int = logging.INFO, **values: object) -> None:
     if is_json():
         get_logger("quire").log(level, message, extra=fields(**values))
     else:
-        print(f"quire: {_printable(message)}", file=sys.stderr, flush=True)
+        print(_with_priority(f"quire: {_printable(message)}", level), file=sys.stderr, flush=True)
 
 
 class RateLimited:

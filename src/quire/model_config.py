@@ -207,7 +207,7 @@ class ModelConfig:
         return weights + others * DTYPE_BYTES[dtype] + self._num_router_biases() * ROUTER_BIAS_BYTES
 
     def expert_counts(self) -> Counter[tuple[int, int]]:
-        """How many layers have so many experts, of which so many are active."""
+        """How many layers there are for each (number of experts, number of active ones)."""
         return Counter((part.num_experts, part.num_active_here) for part in self.experts())
 
     def expert_bytes(self, dtype: str, quantization: str | None = None) -> Iterator[tuple[Experts, int]]:
@@ -227,11 +227,11 @@ class ModelConfig:
 
         `quantization`, a key of ON_LOAD, quantizes a floating-point checkpoint. A quantized one has its own format.
         """
-        is_output = linear == self.output_linear()
         if isinstance(self.quantized, GgufWeights):
             return stored_from(linear, self.quantized)
         if linear.is_gate:
             return (StoredLinear(shape=linear, source=None, held=None, reason="it decides about other layers"),)
+        is_output = len(linear.shards) == 1 and linear == self.output_linear()
         if self.quantized is not None and not (is_output and self.tie_word_embeddings):
             return stored_from(linear, self.quantized)
         held, reason = None, f"the checkpoint is in {self.dtype}"

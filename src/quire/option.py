@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import math
 import os
+import sys
 import types
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -87,12 +88,27 @@ def check_reachable(
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """What a number may be, the ends included. `expected`: the same for people, if the two ends do not say it."""
+
+    least: float
+    most: float
+    expected: str = ""
+
+
+POSITIVE = Bounds(1, math.inf, "a positive number")
+NOT_NEGATIVE = Bounds(0, sys.float_info.max, "0 or more")
+SHARE = Bounds(sys.float_info.min, 1, "a share in (0, 1]")
+
+
 def option(
     default: Any,
     help: str,
     *,
     flags: tuple[str, ...] = (),
     choices: tuple[str, ...] = (),
+    bounds: Bounds | None = None,
     type: Any = None,
     live: bool = False,
     many: bool = False,
@@ -103,6 +119,7 @@ def option(
 
     Args:
         flags: other spellings on the command line.
+        bounds: of the number, or of each number if there are several.
         type: a function from a flag's text to a value, or "json"; None: the field's own type.
         live: the value may change while serving.
         many: the field takes several values.
@@ -113,6 +130,7 @@ def option(
         "help": help,
         "flags": flags,
         "choices": choices,
+        "bounds": bounds,
         "type": type,
         "live": live,
         "many": many,
@@ -180,10 +198,18 @@ def check_types(config: Any) -> None:
                 )
 
 
-def check_choices(config: Any) -> None:
-    """Raise ConfigError for a value that is not among its field's choices."""
+def check_values(config: Any) -> None:
+    """Raise ConfigError for a value that is not among its field's choices, or out of its bounds."""
     for f in options(config):
-        choices, value = f.metadata["choices"], getattr(config, f.name)
+        choices, bounds, value = f.metadata["choices"], f.metadata["bounds"], getattr(config, f.name)
+        numbers = () if bounds is None or value is None else value if f.metadata["many"] else (value,)
+        if not all(bounds.least <= number <= bounds.most for number in numbers):
+            raise ConfigError(
+                f"Illegal value of {f.name}",
+                value=value,
+                expected=bounds.expected or f"{bounds.least} to {bounds.most}",
+                param=f.name,
+            )
         if not choices or value in choices or (value is None and f.default is None):
             continue
         check_foreign(f.name, value)

@@ -27,7 +27,15 @@ from quire.planning.flashinfer_facts import flashinfer_version, why_not_flashinf
 from quire.planning.graph_sizes import graph_sizes
 from quire.planning.knee import Knee, described_constants
 from quire.planning.step_sizes import INTEGER_TIMES, SHORT_REQUEST, StepSizes
-from quire.settings import DeviceSettings, ModelSettings, Record, Resolved, SchedulerSettings, SchedulingPolicy, Setting
+from quire.settings import (
+    DeviceSettings,
+    ModelSettings,
+    Record,
+    Resolved,
+    SchedulerSettings,
+    SchedulingPolicy,
+    ServerSettings,
+)
 
 T = TypeVar("T")
 Choice = tuple[T, Source, str]  # a value, its source, and why
@@ -84,7 +92,7 @@ class DeviceFacts:
         """What one of several ranks on this machine has of it.
 
         Args:
-            num_stages: the memory is that of so many ranks, which have the layers of a whole model together.
+            num_stages: these ranks together have the layers of a whole model, and share this memory.
         """
         return replace(
             self,
@@ -107,7 +115,7 @@ class _Form:
 
 
 def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is_server: bool) -> Resolved:
-    """Every setting except those of memory. Raises ConfigError when a value does not fit the model."""
+    """Every setting except the settings of memory. Raises ConfigError when a value does not fit the model."""
     record = Record()
     put = record.put
 
@@ -121,7 +129,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
     gpu = device.gpu if kind == "cuda" else None
     if (num_ranks := config.num_ranks) > 1:
         _check_ranks(config, model, kind)
-        why = "processes of this machine, with its cores divided; tokens and logprobs are those of one rank, to the bit"
+        why = "processes of this machine, with its cores divided; tokens and logprobs are as with one rank, to the bit"
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             put(name, getattr(config, name), config.sources[name], why)
     if config.enable_expert_parallel:
@@ -243,18 +251,19 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
     )
 
 
-def resolve_server(config: ServerConfig, chat_template: str = "") -> dict[str, Setting]:
-    """Every setting of the HTTP side, by name. Raises ConfigError for parsers that do not go together.
+def resolve_server(config: ServerConfig, chat_template: str = "") -> ServerSettings:
+    """The settings of the HTTP side. Raises ConfigError for parsers that do not go together.
 
     Args:
         chat_template: the source, which decides how answers are parsed.
     """
-    record = Record()
+    record, settled = Record(), {f.name: getattr(config, f.name) for f in options(config)}
     formats = AnswerFormats.choose(config.tool_call_parser, config.reasoning_parser, chat_template)
     for name, chosen, why in (
         ("tool_call_parser", formats.tools, formats.why_tools),
         ("reasoning_parser", formats.reasoning, formats.why_reasoning),
     ):
+        settled[name] = chosen
         if why:
             record.put(name, chosen, "default" if chosen is None else "model", why)
     if not config.api_key and envs.API_KEY.get():
@@ -263,9 +272,9 @@ def resolve_server(config: ServerConfig, chat_template: str = "") -> dict[str, S
         if getattr(config, name) is None:
             value = variable.get()
             source: Source = "default" if value == variable.default else "environment"
-            record.put(name, value.lower(), source, variable.name)
+            settled[name] = record.put(name, value.lower(), source, variable.name)
     _put_rest(record, config)
-    return record
+    return ServerSettings(**settled, sources=config.sources, settings=record)
 
 
 def _put_rest(record: Record, config: EngineConfig | ServerConfig) -> None:
@@ -498,7 +507,7 @@ def _attention_backend(
 def _step_sizes(
     config: EngineConfig, model: ModelConfig, device: DeviceFacts, form: _Form, is_server: bool
 ) -> StepSizes:
-    """What the sizes of steps are chosen by: the same at every start, whatever else runs on the machine."""
+    """The facts that decide the sizes of steps: the same at every start, whatever else runs on the machine."""
     if form.device == "cuda":
         assert device.gpu is not None, "a device that was not found"
         return StepSizes(config, None, 0, device.gpu.total_memory_bytes, is_server)

@@ -85,7 +85,7 @@ class ExpertUse(msgspec.Struct, array_like=True):
     """The experts that the tokens of a step went to."""
 
     distinct: float  # experts of a layer that were hit: the mean over layers
-    balancedness: float  # tokens of an expert by those of the busiest one of its layer: the mean over all
+    balancedness: float  # tokens of an expert, relative to the busiest expert of its layer: the mean over all
     tokens: list[int]  # of each expert that was hit, in one layer: the layers take turns
     of_ranks: float = 1.0  # tokens of a rank by those of the busiest one: the mean over all; 1: ranks share each expert
     num_moved: int = 0  # experts that have got another place
@@ -117,6 +117,8 @@ class StepResult:
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
+    # Of each of several ranks: seconds of the step, and those in which it waited for others.
+    ranks: tuple[tuple[float, float], ...] = ()
 
 
 class RowsFailedError(Exception):
@@ -204,4 +206,5 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     num_draft_failures: int = 0
     num_adapters: int = 0  # that requests may name
     num_adapters_in_memory: int = 0
+    ranks: tuple[tuple[float, float], ...] = ()  # see StepResult
     experts: ExpertUse | None = None  # None: without --expert-metrics

@@ -1,7 +1,4 @@
-"""What a start has settled: a frozen dataclass for each owner, and for every setting where its value comes from.
-
-The settings of the HTTP side need no choice, so ServerConfig is their dataclass.
-"""
+"""What a start has settled: a frozen dataclass for each owner, and for every setting where its value comes from."""
 
 from __future__ import annotations
 
@@ -236,6 +233,13 @@ class LoraSettings:
         return (self.max_cpu_loras + 1) * self.max_rank * elements * DTYPE_BYTES[self.dtype]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(ServerConfig):
+    """The HTTP side: its config, with what the user left open settled by the model and the environment."""
+
+    settings: Mapping[str, Setting] = field(default_factory=dict)  # every setting by name, with where it came from
+
+
 @dataclass(frozen=True)
 class MemorySettings:
     """What memory is spent on. In bytes, but for the number of blocks."""
@@ -249,7 +253,7 @@ class MemorySettings:
 
 @dataclass(frozen=True)
 class Resolved:
-    """All settings but those of memory."""
+    """All settings except the settings of memory."""
 
     model: ModelSettings
     device: DeviceSettings

@@ -165,7 +165,7 @@ class SpeculativeConfig:
         entries, last = self.num_speculative_tokens_per_batch_size, 0
         illegal = self._illegal(
             "num_speculative_tokens_per_batch_size",
-            "[first, last, tokens] of so many running requests, in ascending order, each with 0 to "
+            "[first, last, tokens] for numbers of running requests, in ascending order, each with 0 to "
             f"num_speculative_tokens = {self.num_speculative_tokens} tokens",
         )
         if not isinstance(entries, tuple):

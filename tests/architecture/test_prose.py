@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -14,8 +15,11 @@ OTHERS = {"build", "node_modules"}  # folders that hold no documents of ours
 
 
 def _documents() -> list[Path]:
-    found = (path.relative_to(ROOT) for path in ROOT.rglob("*.md"))
-    return sorted(path for path in found if not any(part in OTHERS or part.startswith(".") for part in path.parts))
+    found = []
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [name for name in folders if name not in OTHERS and not name.startswith(".")]
+        found += [Path(folder, name).relative_to(ROOT) for name in files if name.endswith(".md")]
+    return sorted(found)
 
 
 def long_lines(text: str) -> list[int]:

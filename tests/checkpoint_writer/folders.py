@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.cli.main import main
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-OPTIONS = ("--calibration-windows", "8", "--calibration-length", "256", "--num-threads", "1", "--disable-tqdm")
+OPTIONS = ("--calibration-windows", "4", "--calibration-length", "256", "--num-threads", "1", "--disable-tqdm")
 
 
 def quantize(to: str, out: Path, calibration: str, *more: str, model: Path | None = None) -> int:

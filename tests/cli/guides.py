@@ -289,9 +289,7 @@ vllm serve meta-llama/Llama-3.3-70B-Instruct \
     Line(
         "S4-18",
         "vllm serve model-name --enable-expert-parallel",
-        {"--enable-expert-parallel": "no effect"},
-        {"model": "model-name"},
-        "there is one device",
+        settings={"model": "model-name", "enable_expert_parallel": True},
     ),
     Line(
         "S4-24",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.cli import complete
-from quire.cli.main import main
+from quire.cli.main import build_parser, main
 from quire.errors import ConfigError, EngineDeadError
 from quire.kernels import extension
 
@@ -53,6 +53,7 @@ def test_errors(
         raise error
 
     monkeypatch.setattr(complete, "run", fail)
+    monkeypatch.setattr("quire.cli.main.build_parser", build_parser.__wrapped__)  # type: ignore[attr-defined]
     assert main(["complete"]) == code
     assert capsys.readouterr().err.strip() == text
 
@@ -68,13 +69,20 @@ from quire.cli.main import main
 sys.exit(main(sys.argv[2:]))"""
 
 
-@pytest.mark.parametrize("disposition", [signal.SIG_DFL, signal.SIG_IGN])
+# What is being imported, and the command.
+EARLY = ("quire.cli.flags", "explain")
+MIDDLE = ("quire.server.app", "serve", "--port", "0")
+LATE = ("torch", "bench", "throughput")
+
+
 @pytest.mark.parametrize(
-    "command",
+    ("disposition", "command"),
     [
-        ("quire.cli.flags", "explain"),
-        ("quire.server.app", "serve", "--port", "0"),
-        ("torch", "bench", "throughput"),
+        (signal.SIG_IGN, EARLY),
+        (signal.SIG_DFL, MIDDLE),
+        (signal.SIG_IGN, LATE),
+        *(pytest.param(signal.SIG_DFL, command, marks=pytest.mark.slow) for command in (EARLY, LATE)),
+        pytest.param(signal.SIG_IGN, MIDDLE, marks=pytest.mark.slow),
     ],
 )
 def test_ctrl_c_while_a_command_starts(disposition: signal.Handlers, command: tuple[str, ...]) -> None:

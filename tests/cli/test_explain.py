@@ -13,6 +13,7 @@ from quire.cli.main import main
 from quire.config import EngineConfig, ServerConfig
 from quire.cost.calibrate import Fit
 from quire.cost.model import CostModel
+from quire.formats.kv_format import kv_format
 from quire.model_config import load_model_config
 from quire.option import options
 from quire.planning import devices
@@ -21,6 +22,8 @@ from quire.resolve import DeviceFacts, GpuFacts, resolve
 from quire.screen.explain import explain
 from quire.screen.layer_kernels import LayerKernel
 from tests.cost.models import CONSTANTS
+from tests.e2e.serving import Program
+from tests.nursery import LightPopen
 from tests.real_models import MODELS, write_config
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -71,6 +74,22 @@ def test_when_the_length_limits_the_kv_cache(tmp_path: Path) -> None:
     assert explained(max_model_len=2048, kv_cache_memory_bytes=own_size)[1] == num_blocks
 
 
+def test_where_each_rank_is(tmp_path: Path) -> None:
+    model = load_model_config(write_config(tmp_path, "Qwen2.5-0.5B"))
+    alone = explain("m", EngineConfig(), ServerConfig(), model, DEVICE)
+    assert alone.as_dict()["ranks"] == []
+    degrees = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2, nnodes=2)
+    explanation = explain("m", degrees, ServerConfig(), model, DEVICE)
+    last, _, _, first = explanation.as_dict()["ranks"]
+    assert (first["rank"], first["node"], first["stage"], first["layers"][0]) == (3, 1, 0, 0)
+    assert (last["rank"], last["node"], last["stage"], last["layers"][1]) == (0, 0, 1, 23)
+    assert (
+        first["kv_bytes_per_token"] + last["kv_bytes_per_token"]
+        == model.kv_bytes_per_token(kv_format("auto", "bfloat16")) / 2
+    )
+    assert "\nranks    ranks 0 to 1, each: node 0, stage 1, layers " in explanation.text()
+
+
 def test_expectation_from_bandwidth(tmp_path: Path) -> None:
     """Every token reads all weights; of embeddings that are not the output layer too, it reads one row."""
     model = load_model_config(write_config(tmp_path, "Phi-3-mini-4k"))
@@ -92,7 +111,7 @@ def test_what_each_rank_holds(tmp_path: Path) -> None:
     explanation = explain("m", asked, ServerConfig(), model, DEVICE)
     ranks = explanation.as_dict()["ranks"]
     assert [rank["num_experts"] for rank in ranks] == [3, 3, 2]
-    assert " with 3 experts of a layer, " in explanation.text()
+    assert "ranks    rank 0: layers 0 to 27, 3 experts of a layer, weights " in explanation.text()
     assert explanation.settings["enable_expert_parallel"].detail == "3 + 3 + 2 experts of a layer, by ranks"
     whole = explain("m", EngineConfig(), ServerConfig(), model, DEVICE)
     assert whole.ranks == ()
@@ -371,13 +390,10 @@ def test_next_value_costs_what_it_says(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_no_torch_is_loaded() -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys\nfrom quire.cli.main import main\n"
         "main(['explain', '--json'])\nmain(['collect-env'])\n"
         "print([n for n in ('torch', 'transformers') if n in sys.modules], file=sys.stderr)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = Program(("-c", code), LightPopen).run()
     assert result.stderr.strip() == "[]"

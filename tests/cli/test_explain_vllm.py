@@ -39,6 +39,7 @@ LEGAL = {
     "node_rank": "0",
     "block_size": "32",
     "tensor_parallel_size": "1",
+    "distributed_executor_backend": "mp",
     "quantization": "awq",
     "slo": "itl=0.5",
     "speculative_config": """'{"method": "ngram"}'""",
@@ -48,7 +49,8 @@ LEGAL = {
     "root_path": "/a",
     "ssl_cert_reqs": "0",
 }
-NOT_ALONE = ("allow_credentials", "headless", "trust_remote_code")  # with any origin, with several nodes, and ever
+# With any origin; with whole experts; with several nodes; never.
+NOT_ALONE = ("allow_credentials", "enable_eplb", "headless", "trust_remote_code")
 
 
 @pytest.fixture(autouse=True)

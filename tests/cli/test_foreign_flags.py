@@ -179,6 +179,7 @@ def test_every_translation_is_tested() -> None:
     assert translated == of_text | OF_A_DRAFTER.keys() | {
         "max_num_scheduled_tokens", "max_num_active_seqs", "rope_scaling", "compilation_config",
         "num_redundant_experts", "eplb_window_size", "eplb_step_interval",
+        "cpu_distributed_timeout_seconds",
     }  # fmt: skip
 
 
@@ -215,6 +216,7 @@ def test_python_spelling(caplog: pytest.LogCaptureFixture) -> None:
     assert config.max_num_seqs == 3
     assert config.sources["max_num_seqs"] == "argument"
     assert [record.getMessage().split()[0] for record in caplog.records] == ["max_num_active_seqs", "swap_space"]
+    assert EngineConfig.from_kwargs(cpu_distributed_timeout_seconds=30).distributed_timeout_seconds == 30
     with pytest.raises(ConfigError, match=r"^rope_theta is not supported"):
         EngineConfig.from_kwargs(rope_theta=1e4)
 

@@ -130,6 +130,40 @@ def test_hardware_that_numbers_describe(tmp_path: Path, capsys: pytest.CaptureFi
     assert "assumed: 75% of the bandwidth" in plain
 
 
+def test_ways_to_share_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """70 billion parameters on two GPUs of 80 GB: what is left, and what each of them holds."""
+    folder = str(write_config(tmp_path, "Llama-3-70B"))
+    found = shown(capsys, folder, "--hardware", "a100-80", "-pp", "2", "--dtype", "bfloat16", "--max-model-len", "8k")
+    rows = {
+        (row["weights"], row["tensor_parallel_size"], row["pipeline_parallel_size"]): row for row in found["layouts"]
+    }
+    one, tensor, pipeline = (rows["bfloat16", *degrees] for degrees in ((1, 1), (2, 1), (1, 2)))
+    assert one["num_tokens"] == 0
+    assert one["weight_bytes"] == pytest.approx(141.1e9, rel=0.001)
+    assert 15_000 < tensor["num_tokens"] < 30_000
+    assert found["asked"][0] == pipeline
+    assert rows["int8", 1, 1]["num_tokens"] > 0
+    assert found["legal_tensor_parallel_sizes"][:4] == [1, 2, 3, 4]
+    assert [(share["stage"], share["rank"]) for share in found["ranks"]] == [(1, 0), (0, 1)]
+    layers = sorted(share["layers"] for share in found["ranks"])
+    assert (layers[0][0], layers[0][1] + 1, layers[1][1]) == (0, layers[1][0], 79)
+    assert sum(share["weight_bytes"] for share in found["ranks"]) == one["weight_bytes"]
+    assert max(share["weight_bytes"] for share in found["ranks"]) == pipeline["weight_bytes"]
+    text_of(capsys, folder, "--hardware", "l4", "-pp", "2", "--quantization", "int8", code=2)
+
+
+def test_ranks_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    text = text_of(capsys, "--device", "cpu", "-tp", "2", "-pp", "2", "--kv-cache-memory-bytes", "1000000")
+    assert "shared by 4 ranks" in text
+    assert "ranks    -tp 2 -pp 2, weights in " in text
+    assert "ranks 0 to 1, each: stage 1, layers " in text
+    assert "-pp 1 to " in text
+    for row in ("-tp 2 -pp 2", "-tp 2 -dp 2", "-pp 4", "-dp 4"):
+        assert f"\n{row} " in text
+    assert main(["plan", "--device", "cpu", "-tp", "64"]) == 2
+    assert "cannot be shared by 64 devices" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

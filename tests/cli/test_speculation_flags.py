@@ -129,7 +129,7 @@ def test_in_python_and_in_a_file(tmp_path: Path) -> None:
         (["-sc", '{"method": "ngram", "rejection_sample_method": "block"}'], ["one of standard, synthetic"]),
         (
             ["-sc", '{"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 8, 9]]}'],
-            ["[first, last, tokens] of so many running requests"],
+            ["[first, last, tokens] for numbers of running requests"],
         ),
         (
             ["-sc", '{"method": "ngram", "num_speculative_tokens_per_batch_size": [[4, 8, 1], [8, 9, 1]]}'],

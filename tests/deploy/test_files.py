@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
 
 from quire.server.auth import PUBLIC_PATHS
 from tests.cli.reading import read
+from tools import container
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 
 
-@pytest.fixture(scope="module")
-def container() -> ModuleType:
-    """The tool that runs the instructions in a chroot."""
-    spec = importlib.util.spec_from_file_location("container", ROOT / "tools" / "container.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks there
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_container_file(container: ModuleType) -> None:
+def test_the_container_file() -> None:
     instructions = container.instructions((DEPLOY / "Containerfile").read_text())
     last = instructions[[name for name, _ in instructions].index("FROM", 2) :]  # of the image that remains
     found = dict(last)

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tools import release
+
 ROOT = Path(__file__).parents[2]
 FILES = ("pyproject.toml", "CMakeLists.txt", "src/quire/__init__.py", "deploy/helm/quire/Chart.yaml")
-
-
-@pytest.fixture(scope="module")
-def release() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("release", ROOT / "tools" / "release.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -45,16 +35,16 @@ def _commit(folder: Path) -> None:
     _git(folder, "commit", "-q", "-m", "x")
 
 
-def test_the_versions_of_this_tree_agree(release: ModuleType) -> None:
+def test_the_versions_of_this_tree_agree() -> None:
     named = release.versions(ROOT)
     assert len(set(named.values())) == 1, named
 
 
-def test_a_clean_tree_may_be_released(release: ModuleType, tree: Path) -> None:
+def test_a_clean_tree_may_be_released(tree: Path) -> None:
     assert release.problems(tree) == []
 
 
-def test_what_is_refused(release: ModuleType, tree: Path) -> None:
+def test_what_is_refused(tree: Path) -> None:
     (tree / "new").touch()
     assert "?? new" in release.problems(tree)[0]
     (tree / "new").unlink()

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from quire import LLM
+from tests import one_ssl_context
 
 KV_BYTES = 1 << 25
+one_ssl_context.share()
 
 
 @pytest.fixture(scope="session")

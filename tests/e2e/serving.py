@@ -1,4 +1,7 @@
-"""`quire serve` as a real process: started with flags, watched through its standard error, stopped with signals."""
+"""`quire serve` as a real process: started with flags, watched through its standard error, stopped with signals.
+
+Its process and its engine's are forks of a nursery (tests/nursery.py), unless the program is INTERPRETER.
+"""
 
 from __future__ import annotations
 
@@ -9,60 +12,89 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 import openai
 import psutil
 
+from tests.nursery import LightPopen, TorchPopen
+
 START_SECONDS = 60.0
 STOP_SECONDS = 20.0
+# What engines are known by: their command lines, or the names of forks, which have 15 letters.
+ENGINE = re.compile(r"engine\.process|light_engine|abotaged_engine")
 READY = r"ready     ((?:http|unix)\S+)"
 SMALL = ("--kv-cache-memory-bytes", "32M", "--num-threads", "1", "--dtype", "float32")
 # The light engine has no end of an answer: it comes to the end of the context.
 SHORT = ("--max-model-len", "128")
-# Arguments of the interpreter that run `quire`; and with an engine process that has no model and no torch, for what is
-# the same whatever the answers are.
-QUIRE = ("-m", "quire")
+
+
+class Program(NamedTuple):
+    """Arguments of the interpreter that run something, and what starts them."""
+
+    arguments: tuple[str, ...]
+    popen: type[subprocess.Popen[Any]] = TorchPopen
+
+    def run(
+        self, *arguments: str, timeout: float = START_SECONDS, text: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """To its end. `text`: what it reads."""
+        command = [sys.executable, *self.arguments, *arguments]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        with self.popen(command, **pipes, text=True) as process:
+            try:
+                output, errors = process.communicate(text, timeout)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+QUIRE = Program(("-m", "quire"))
+# As users start it, where the start itself is looked at.
+INTERPRETER = Program(("-m", "quire"), subprocess.Popen)
+# With an engine process that has no model and no torch, for what is the same whatever the answers are.
 LIGHT_ENGINE = str(Path(__file__).with_name("light_engine.py"))
-LIGHT = (
-    "-c",
-    "import sys; from quire.entry import spawn; from quire.cli.main import main\n"
-    "spawn.ENGINE_PROGRAM = (sys.argv.pop(1),)\n"
-    "sys.exit(main())",
-    LIGHT_ENGINE,
+LIGHT = Program(
+    (
+        "-c",
+        "import sys; from quire.entry import spawn; from quire.cli.main import main\n"
+        "spawn.ENGINE_PROGRAM = (sys.argv.pop(1),)\n"
+        "sys.exit(main())",
+        LIGHT_ENGINE,
+    ),
+    LightPopen,
 )
 
 
 def quire(
-    *arguments: str, timeout: float = START_SECONDS, program: Sequence[str] = QUIRE
+    *arguments: str, timeout: float = START_SECONDS, program: Program = QUIRE
 ) -> subprocess.CompletedProcess[str]:
     """A `quire` command run to its end."""
-    command = [sys.executable, *program, *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout)
+    return program.run(*arguments, timeout=timeout)
 
 
 class Serve:
-    """`with Serve("--flag", ...) as server`: ready when entered, unless `waits` is False. Killed at the end.
-
-    `program`: arguments of the interpreter that run `quire`.
-    """
+    """`with Serve("--flag", ...) as server`: ready when entered, unless `waits` is False. Killed at the end."""
 
     def __init__(
         self,
         *flags: str,
         waits: bool = True,
         environment: Mapping[str, str] | None = None,
-        program: Sequence[str] = QUIRE,
+        program: Program = QUIRE,
     ) -> None:
-        self._command = [sys.executable, *program, "serve", "--port", "0", *flags]
+        self._command = [sys.executable, *program.arguments, "serve", "--port", "0", *flags]
+        self._popen = program.popen
         self._waits, self._environment = waits, os.environ | dict(environment or {})
         self._lines: list[str] = []
         self.url = ""
 
     def __enter__(self) -> Serve:
-        self.process = subprocess.Popen(
+        self.process = self._popen(
             self._command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=self._environment
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -118,7 +150,7 @@ class Serve:
     def engines(self) -> list[psutil.Process]:
         """The engine processes."""
         children = psutil.Process(self.process.pid).children()
-        return [child for child in children if re.search("quire.engine|light_engine", str(child.cmdline()))]
+        return [child for child in children if ENGINE.search(f"{child.name()} {child.cmdline()}")]
 
     def has_engine(self) -> bool:
         return len(self.engines) == 1

@@ -9,11 +9,13 @@ import re
 import select
 import signal
 import struct
-import subprocess
 import sys
 import termios
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+
+from tests import nursery
+from tests.e2e.serving import QUIRE, Program
 
 _PART = re.compile(r"\x1b\[(?P<parameters>[0-9;]*)(?P<command>[A-Za-z])|(?P<text>[^\x1b])")
 SECONDS = 60.0
@@ -48,7 +50,7 @@ class Terminal:
     Args:
         columns: width.
         environment: added to this process's, colours being as a user has them.
-        program: arguments of the interpreter that run something else than `quire`.
+        program: what is run with the arguments.
     """
 
     def __init__(
@@ -56,10 +58,10 @@ class Terminal:
         *arguments: str,
         columns: int = 80,
         environment: Mapping[str, str] | None = None,
-        program: Sequence[str] = ("-m", "quire"),
+        program: Program = QUIRE,
     ) -> None:
         self.columns = columns
-        self._command = [sys.executable, *program, *arguments]
+        self._command, self._popen = [sys.executable, *program.arguments, *arguments], program.popen
         self._environment = {**os.environ, "TERM": "xterm", **(environment or {})}
         for name in ("NO_COLOR", "FORCE_COLOR"):
             if name not in (environment or {}):
@@ -69,13 +71,19 @@ class Terminal:
     def __enter__(self) -> Terminal:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, self.columns, 0, 0))
-        # In a session of its own the terminal is its controlling one: a Ctrl-C written to it becomes a SIGINT.
+        # In a session of its own the terminal is its controlling one: a Ctrl-C written to it becomes a SIGINT. Forks of
+        # a nursery see to that themselves.
         take = (
             "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
         )
-        command = [sys.executable, "-c", take, *self._command]
-        self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env=self._environment
+        command = [] if issubclass(self._popen, nursery.Popen) else [sys.executable, "-c", take]
+        self.process = self._popen(
+            [*command, *self._command],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            env=self._environment,
         )
         os.close(slave)
         return self

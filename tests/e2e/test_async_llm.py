@@ -34,6 +34,7 @@ from quire.sampling_params import RequestOutputKind
 from quire.schedule import StepRecord
 from tests.e2e import reference
 from tests.e2e.serving import LIGHT_ENGINE
+from tests.nursery import LightPopen
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -54,6 +55,7 @@ async def engine() -> AsyncIterator[AsyncLLM]:
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that are started have no model."""
     monkeypatch.setattr(spawn, "ENGINE_PROGRAM", (LIGHT_ENGINE,))
+    monkeypatch.setattr("subprocess.Popen", LightPopen)
 
 
 def _greedy(
@@ -321,12 +323,11 @@ async def test_vllm_script_without_await_at_the_end() -> None:
 
 async def test_engine_ends_with_a_killed_parent() -> None:
     command = [sys.executable, "-c", SCRIPT.format(end="await asyncio.sleep(60)"), LIGHT_ENGINE]
-    parent = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    assert parent.stdout is not None
-    lines = [int(await parent.stdout.readline()) for _ in range(6)]
-    engine = psutil.Process(lines[-1])
-    sockets = {connection.laddr for connection in engine.net_connections("unix")}
-    parent.kill()
-    await parent.wait()
+    with LightPopen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        lines = [int(parent.stdout.readline()) for _ in range(6)]
+        engine = psutil.Process(lines[-1])
+        sockets = {connection.laddr for connection in engine.net_connections("unix")}
+        parent.kill()
     await _wait_for(lambda: not engine.is_running(), "the engine to follow its parent")
     assert not [path for path in sockets if path and Path(str(path)).exists()]

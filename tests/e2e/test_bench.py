@@ -10,6 +10,7 @@ import pytest
 
 from quire.cli.main import main
 from quire.kernels import cpu
+from tests.nursery import TorchPopen
 
 ENGINE = ("--kv-cache-memory-bytes", "32M", "--num-threads", "1", "--disable-tqdm")
 
@@ -125,7 +126,8 @@ def test_startup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "WARM STARTUP:\nAvg startup time: " in shown.out
 
 
-def test_a_start_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("subprocess.Popen", TorchPopen)
     words = (
         "--num-iters-cold",
         "0",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from quire import demo
-from tests.e2e.serving import SMALL
+from tests.e2e.serving import QUIRE, SMALL
 from tests.e2e.terminal import Terminal
 from tests.loader.local_hub import Hub
 
@@ -20,9 +18,10 @@ ANSWER = "`len(obj, /)`: Return the number of items in a container."
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """What the chat writes to disk lies in `folder`."""
+    """What the chat writes to disk lies in `folder`, and so does what torch writes that a nursery has loaded."""
     (folder / "tmp").mkdir()
-    return {"TMPDIR": str(folder / "tmp"), "XDG_STATE_HOME": str(folder / "state")}
+    names = {"TMPDIR": "tmp", "XDG_STATE_HOME": "state", "TORCHINDUCTOR_CACHE_DIR": "torch"}
+    return {variable: str(folder / name) for variable, name in names.items()}
 
 
 def _exchange(terminal: Terminal, typed: str, until: str = PROMPT) -> str:
@@ -78,8 +77,7 @@ def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
 
 def test_a_question_through_pipes() -> None:
     """Nothing but the answer, in plain text."""
-    command = [sys.executable, "-m", "quire", *CHAT]
-    result = subprocess.run(command, input=QUESTION, capture_output=True, text=True, timeout=60, check=False)
+    result = QUIRE.run(*CHAT, text=QUESTION)
     assert (result.stdout, result.stderr, result.returncode) == (ANSWER + "\n", "", 0)
 
 

@@ -7,8 +7,6 @@ import re
 import shlex
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,14 @@ import psutil
 import pytest
 
 from quire import demo
+from quire.cli.main import main
 from quire.resolve import shown_bytes
 from quire.screen import first_screen
 from quire.screen.memory_lines import MemorySummary
-from tests.e2e.serving import LIGHT, QUIRE, SHORT, SMALL, Serve, quire
+from tests.e2e.serving import INTERPRETER, LIGHT, QUIRE, SHORT, SMALL, Program, Serve, quire
 from tests.e2e.terminal import Terminal
 from tests.loader.local_hub import Hub
+from tests.nursery import LightPopen
 
 SERVE = ("serve", "--port", "0", *SMALL)
 BAR = "[" + "#" * 16 + "]"
@@ -46,7 +46,7 @@ def _url(lines: list[str]) -> str:
 
 def test_terminal() -> None:
     """Bars that move and end at 100 %, the labels in their order, nothing wider than the terminal, a clean end."""
-    with Terminal(*SERVE) as terminal:
+    with Terminal(*SERVE, program=INTERPRETER) as terminal:
         terminal.read_until(LAST_WORDS)
         lines = terminal.lines
         config = httpx.get(_url(lines) + "/v1/config", timeout=10).json()
@@ -73,10 +73,11 @@ def test_terminal() -> None:
     assert f"1 user {one:,.0f} tok/s · {settings['max_num_seqs']} users about {total:,.0f} together, " in expect
 
 
-def test_screen_explain_and_config_say_the_same() -> None:
+def test_screen_explain_and_config_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     """One plan: the numbers of the screen are those of `quire explain`, but for the work, which a start measures."""
     flags = (*SMALL, "--max-num-seqs", "7")
-    explained = json.loads(quire("explain", "--json", *flags).stdout)["settings"]
+    assert main(["explain", "--json", *flags]) == 0
+    explained = json.loads(capsys.readouterr().out)["settings"]
     with Serve(*flags, program=LIGHT) as server:
         lines = server.log.splitlines()
         config = server.get("/v1/config").json()["settings"]
@@ -93,7 +94,8 @@ def test_screen_explain_and_config_say_the_same() -> None:
         f"  fits      KV cache size: {tokens:,} tokens = {tokens // 2048} chats of 2k",
         f"            Maximum concurrency for 2,048 tokens per request: {tokens / 2048:.2f}x",
     ]
-    explanation = quire("explain", *flags).stdout
+    assert main(["explain", *flags]) == 0
+    explanation = capsys.readouterr().out
     for line in fits:
         assert line[12:] in explanation
     chosen = "\n".join(lines)
@@ -134,10 +136,13 @@ def test_terminal_without_colour(environment: dict[str, str]) -> None:
         assert BAR in terminal.written
 
 
-def test_log_lines_and_bars_do_not_mix() -> None:
-    """Lines of both processes, before and while bars move."""
+def test_log_lines_and_bars_do_not_mix(tmp_path: Path) -> None:
+    """Lines of both processes, before and while bars move. The engine comes as late as one that is not a fork."""
+    late = tmp_path / "late.py"
+    late.write_text("import time; from quire.engine import process; time.sleep(1); raise SystemExit(process.main())")
+    program = Program((*LIGHT.arguments[:2], str(late)))
     flags = ("serve", "--port", "0", "--num-threads", "1", *TOO_MUCH, "--swap-space", "4")
-    with Terminal(*flags, columns=200) as terminal:
+    with Terminal(*flags, columns=200, program=program) as terminal:
         terminal.read_until(LAST_WORDS)
         terminal.send(signal.SIGTERM)
         assert terminal.read_to_end() == 0, terminal.written
@@ -215,7 +220,10 @@ def test_json_by_variable_and_by_file(tmp_path: Path) -> None:
     with Serve(*SMALL, "--log-format", "text", environment={"QUIRE_LOG_FORMAT": "json"}, program=LIGHT) as server:
         assert server.log.startswith("  quire "), "the flag wins over the variable"
         assert server.stop() == 0
-    with Serve(*SMALL, waits=False, environment={"QUIRE_LOG_FORMAT": "json"}) as server:
+    asleep = tmp_path / "light_engine.py"
+    asleep.write_text("import time; time.sleep(60)")
+    program = LIGHT._replace(arguments=(*LIGHT.arguments[:2], str(asleep)))
+    with Serve(*SMALL, waits=False, environment={"QUIRE_LOG_FORMAT": "json"}, program=program) as server:
         server.wait_for(lambda: "machine" in server.log, "the first record")
         server.wait_for(server.has_engine, "the engine's process")
         server.engine.kill()  # before it has ever been ready: it is not started again
@@ -231,7 +239,7 @@ def test_json_by_variable_and_by_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", ["quire ", "importing", "load "])
 def test_ctrl_c_while_it_starts(words: str) -> None:
     """Whatever is being done, both processes end at once, and nobody sees a traceback."""
-    with Terminal(*SERVE, program=QUIRE if words == "importing" else LIGHT) as terminal:
+    with Terminal(*SERVE, program=INTERPRETER if words == "importing" else LIGHT) as terminal:
         if words == "importing":
             terminal.read_until("the engine's process")
             _wait_importing(terminal)
@@ -262,7 +270,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_ctrl_c_while_it_writes() -> None:
-    with Terminal(*SERVE, program=("-c", INTERRUPTED_WRITE)) as terminal:
+    with Terminal(*SERVE, program=Program(("-c", INTERRUPTED_WRITE), LightPopen)) as terminal:
         assert terminal.read_to_end() == 130, terminal.written
     assert "quire: interrupted" in terminal.lines
     assert "Traceback" not in terminal.written
@@ -350,9 +358,10 @@ for options in ({}, {"disable_log_stats": True}):
 
 
 def test_llm_shows_bars_on_a_terminal_only() -> None:
-    with Terminal(program=("-c", LLM_SCRIPT)) as terminal:
+    script = Program(("-c", LLM_SCRIPT))
+    with Terminal(program=script) as terminal:
         assert terminal.read_to_end() == 0, terminal.written
     assert [line.split("[")[0].strip() for line in terminal.lines if BAR in line] == ["load", "warm up"]
     assert terminal.lines[2:4] == ["loaded", "loaded"]
-    result = subprocess.run([sys.executable, "-c", LLM_SCRIPT], capture_output=True, text=True, check=True, timeout=60)
-    assert (result.stdout, result.stderr) == ("loaded\nloaded\n", "")
+    result = script.run()
+    assert (result.stdout, result.stderr, result.returncode) == ("loaded\nloaded\n", "", 0)

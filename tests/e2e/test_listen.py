@@ -23,7 +23,8 @@ from quire.config import ServerConfig
 from quire.entry.listen import Listener, check_guarded
 from quire.errors import ConfigError
 from tests.e2e import certificates
-from tests.e2e.serving import LIGHT, SHORT, SMALL, Serve
+from tests.e2e.serving import LIGHT, SHORT, SMALL, Program, Serve
+from tests.nursery import LightPopen
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 
@@ -83,8 +84,8 @@ def test_only_the_http_port_is_open_and_only_on_loopback() -> None:
 
 def test_a_unix_socket_is_removed_on_interrupt_while_loading(tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
-    command = [sys.executable, "-m", "quire", "serve", "--uds", str(path), *SMALL]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+    command = [sys.executable, *LIGHT.arguments, "serve", "--uds", str(path), *SMALL]
+    with LIGHT.popen(command, stderr=subprocess.PIPE) as process:
         deadline = time.monotonic() + 30
         while not path.exists():
             assert process.poll() is None
@@ -114,8 +115,8 @@ sys.exit(main())
 
 def test_a_unix_socket_is_removed_on_interrupt_while_it_is_made(tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
-    command = [sys.executable, "-c", INTERRUPTED_WHILE_BINDING, "serve", "--uds", str(path), *SMALL]
-    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    interrupted = Program(("-c", INTERRUPTED_WHILE_BINDING), LightPopen)
+    result = interrupted.run("serve", "--uds", str(path), *SMALL)
     assert (result.returncode, result.stdout) == (130, ""), result.stderr
     assert "interrupted" in result.stderr
     assert not path.exists()
@@ -213,7 +214,7 @@ def test_certificates_that_cannot_be_used(pems: dict[str, str], tmp_path: Path) 
         ({"ssl_ciphers": "HIGH"}, "needs a certificate of the server"),
         ({"enable_ssl_refresh": True}, "needs a certificate of the server"),
         ({"ssl_certfile": "c", "ssl_cert_reqs": 2}, "Nobody is named"),
-        ({"ssl_certfile": "c", "ssl_ca_certs": "c", "ssl_cert_reqs": 3}, "Illegal ssl_cert_reqs"),
+        ({"ssl_certfile": "c", "ssl_ca_certs": "c", "ssl_cert_reqs": 3}, "Illegal value of ssl_cert_reqs"),
         ({"uds": ""}, "empty"),
         ({"root_path": "llm"}, "Illegal root_path"),
         ({"root_path": "/a//b"}, "Illegal root_path"),
@@ -330,9 +331,9 @@ def test_an_authority_is_withdrawn(version: ssl.TLSVersion, pems: dict[str, str]
         listener.close()
 
 
-def _passed(address: str, *program: str) -> tuple[str, ...]:
-    """`program` with a socket as descriptor 3, as systemd passes it."""
-    flag, code, *rest = program
+def _passed(address: str) -> Program:
+    """LIGHT with a socket as descriptor 3, as systemd passes it."""
+    flag, code, *rest = LIGHT.arguments
     assert flag == "-c"
     before = (
         "import os, socket\n"
@@ -341,12 +342,12 @@ def _passed(address: str, *program: str) -> tuple[str, ...]:
         "    os.dup2(descriptor, 3), os.close(descriptor)\n"
         "os.environ |= {'LISTEN_PID': str(os.getpid()), 'LISTEN_FDS': '1'}\n"
     )
-    return ("-c", before + code, *rest)
+    return LIGHT._replace(arguments=("-c", before + code, *rest))
 
 
 def test_a_socket_of_systemd_is_served_and_handed_back() -> None:
     flags = ("--host", "0.0.0.0", "--port", "1", *SMALL, "--max-model-len", "512")
-    with Serve(*flags, program=_passed("127.0.0.1", *LIGHT)) as server:
+    with Serve(*flags, program=_passed("127.0.0.1")) as server:
         body = {"prompt": "Hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as answer:
             lines = answer.iter_lines()
@@ -363,6 +364,6 @@ def test_a_socket_of_systemd_is_served_and_handed_back() -> None:
 
 
 def test_a_socket_open_to_others_needs_a_key() -> None:
-    with Serve(*SMALL, waits=False, program=_passed("0.0.0.0", *LIGHT)) as server:
+    with Serve(*SMALL, waits=False, program=_passed("0.0.0.0")) as server:
         assert server.wait_exit() == 2
         assert "open to everybody" in server.log

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e import reference
 from tests.e2e.sabotaged_engine import LONG_PROMPT, LONG_SECONDS
-from tests.e2e.serving import SMALL, START_SECONDS, Serve
+from tests.e2e.serving import SMALL, START_SECONDS, Program, Serve
+from tests.nursery import LightPopen, TorchPopen
 
 COMPLETIONS = "/v1/completions"
 NORMAL: tuple[dict[str, Any], ...] = tuple(
@@ -52,17 +52,10 @@ class SabotagedServe(Serve):
     """`patience`: seconds without a sign or a step after which an engine counts as failed; `engine`: which one."""
 
     def __init__(self, folder: Path, max_failures: int = 100, patience: float = 1.0, engine: str = "light") -> None:
-        super().__init__(*SMALL, "--max-shared-prefill-tokens", "0")  # a prompt is one step
-        script = Path(__file__).with_name("sabotaged_serve.py")
-        how = (folder, engine, max_failures, patience)
-        self._command = [sys.executable, str(script), *map(str, how), *self._command[3:]]
+        how = (Path(__file__).with_name("sabotaged_serve.py"), folder, engine, max_failures, patience)
+        program = Program(tuple(map(str, how)), LightPopen if engine == "light" else TorchPopen)
+        super().__init__(*SMALL, "--max-shared-prefill-tokens", "0", program=program)  # a prompt is one step
         self.folder = folder
-
-    @property
-    def engine(self) -> psutil.Process:
-        children = psutil.Process(self.process.pid).children()
-        (engine,) = [child for child in children if "sabotaged_engine" in str(child.cmdline())]
-        return engine
 
     def order(self, order: str) -> None:
         """For the next step of the engine."""
@@ -357,10 +350,11 @@ def test_it_gives_up(tmp_path: Path, poison: str) -> None:
 
 
 def test_an_engine_that_never_served_is_not_started_again(tmp_path: Path) -> None:
-    server = SabotagedServe(tmp_path, engine="model")
+    server = SabotagedServe(tmp_path)
     server._waits = False
+    server.order("hang")  # before its first token
     with server:
-        server.wait_for(lambda: bool(psutil.Process(server.process.pid).children()), "the engine process")
+        server.wait_until_acting()
         server.engine.send_signal(signal.SIGKILL)
         assert server.wait_exit() == 1
         assert "SIGKILL" in server.log

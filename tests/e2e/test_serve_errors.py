@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,13 @@ import pytest
 from quire import demo
 from quire.cli.main import main
 from quire.entry import spawn
-from tests.e2e.serving import LIGHT, LIGHT_ENGINE, QUIRE, Serve, quire
+from tests.e2e.serving import LIGHT, LIGHT_ENGINE, QUIRE, Program, Serve, quire
+from tests.nursery import LightPopen
 
 THREADS = ("--num-threads", "1")
 
 
-def _refused(*flags: str, program: Sequence[str] = QUIRE) -> str:
+def _refused(*flags: str, program: Program = QUIRE) -> str:
     """What a start that is refused says, its progress left out: a line or two."""
     result = quire("serve", "--port", "0", *THREADS, *flags, program=program)
     return _one_message(result.returncode, result.stderr)
@@ -56,6 +56,7 @@ def test_refused_starts(
 ) -> None:
     """In this process; those below are processes of their own."""
     monkeypatch.setattr(spawn, "ENGINE_PROGRAM", (LIGHT_ENGINE,))
+    monkeypatch.setattr("subprocess.Popen", LightPopen)
     try:
         code: object = main(["serve", "--port", "0", *THREADS, *flags])
     except SystemExit as end:  # the parser's

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 from safetensors.torch import load_file, save_file
 
 import quire.demo
@@ -55,6 +56,20 @@ def _folder() -> TemporaryDirectory[str]:
     return TemporaryDirectory()
 
 
+def fail_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, number: int, error: Exception) -> list[int]:
+    """Let a method raise `error` at its call of this number. The answer grows by one with each call."""
+    method, calls = getattr(owner, name), list[int]()
+
+    def fail_once(*arguments: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == number:
+            raise error
+        return method(*arguments)
+
+    monkeypatch.setattr(owner, name, fail_once)
+    return calls
+
+
 def ignore(phase: str, share: float, detail: str) -> None: ...
 
 
@@ -79,7 +94,10 @@ def started(
         if grid.size == 1:
             return [DeviceWorker(model_config, progress)]
         memory = make_memory(grid)
-        found = [ranks_on(memory, rank, grid, has_own_cores=False) for rank in range(grid.size)]
+        found = [
+            ranks_on(memory, rank, grid, has_own_cores=False, timeout_seconds=config.distributed_timeout_seconds)
+            for rank in range(grid.size)
+        ]
         os.close(memory)
         return [DeviceWorker(part_of_rank(model_config, config, ranks.rank), progress, ranks=ranks) for ranks in found]
 

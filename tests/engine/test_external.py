@@ -107,3 +107,9 @@ def test_what_is_refused(environment: dict[str, str], words: str, monkeypatch: p
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=words):
         LLM(**LIMITS, pipeline_parallel_size=2, distributed_executor_backend="external_launcher")
+
+
+def test_adapters_are_refused() -> None:
+    """Ranks with an engine each would begin to use one at different steps."""
+    with pytest.raises(ValueError, match="somebody else has started the ranks"):
+        LLM(**LIMITS, enable_lora=True, distributed_executor_backend="external_launcher")

@@ -157,9 +157,9 @@ def come(port: int) -> socket.socket:
     return wire.connect(ADDRESS, port, KEY.encode(), time.monotonic() + 20)
 
 
-def told(config: EngineConfig, **changes: Any) -> Hello:
+def told(config: EngineConfig, node: int = 1, **changes: Any) -> Hello:
     own = nodes.hello(config, quire.demo.path("target"), 1)
-    return msgspec.structs.replace(own, node=1, **changes)
+    return msgspec.structs.replace(own, node=node, **changes)
 
 
 def finish(port: int, config: EngineConfig) -> None:
@@ -176,8 +176,68 @@ def close(found: list[Joined]) -> None:
     """What was let in."""
     (joined,) = found
     assert (*joined.homes, *joined.ranks, *joined.links) == (1, 1, 1)
-    for peer in (*joined.homes.values(), *joined.ranks.values(), *joined.links.values()):
+    for peer in joined.peers():
         peer.close()
+
+
+def test_a_machine_that_starts_again_while_others_are_awaited() -> None:
+    port, waited, found = free_port(), list[str](), list[Joined]()
+    config = EngineConfig.from_kwargs(**settings(port, pipeline_parallel_size=3, nnodes=3))
+    letting = in_thread(lambda: found.append(let_in(config, quire.demo.path("target"), waited.append)))
+
+    def coming(node: int) -> socket.socket:
+        home = come(port)
+        wire.send(home, nodes.encode(told(config, node)))
+        return home
+
+    with coming(1):
+        assert wait_for(lambda: any("for node 2 at" in text for text in waited))
+        with coming(1) as another:
+            assert nodes.decode(wire.receive(another)) == Refused("node 1 is here already, or is none of 1 to 2")
+    with coming(1) as one, coming(2) as two:
+        assert [type(nodes.decode(wire.receive(home))) for home in (one, two)] == [Welcome, Welcome]
+        for rank, is_link in ((1, True), (1, False), (2, False)):
+            with come(port) as peer:
+                wire.send(peer, nodes.encode(nodes.RankConnects(rank, is_link)))
+        letting.join(15.0)
+    for peer in found[0].peers():
+        peer.close()
+
+
+class AbortedOnce:
+    """A listener whose first peer has gone before it was let in."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener, self._has_aborted = listener, False
+
+    def settimeout(self, seconds: float) -> None:
+        self._listener.settimeout(seconds)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self._has_aborted:
+            return self._listener.accept()
+        self._has_aborted = True
+        raise ConnectionAbortedError("Software caused connection abort")
+
+
+def test_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One has gone again, and one sends slowly: the limit is of its whole answer, not of each piece."""
+    found: list[socket.socket] = []
+    with wire.listen(ADDRESS, 0) as listener:
+        until, port = time.monotonic() + 60, listener.getsockname()[1]
+        letting = in_thread(lambda: found.append(wire.accept(AbortedOnce(listener), KEY.encode(), until)))  # type: ignore[arg-type]
+        with monkeypatch.context() as patch:
+            patch.setattr(wire, "HANDSHAKE_SECONDS", 0.3)
+            with socket.create_connection((ADDRESS, port)) as slow, suppress(OSError):
+                for byte in (64).to_bytes(8) + bytes(64):
+                    slow.sendall(bytes([byte]))
+                    time.sleep(0.05)
+            assert wait_for(lambda: "which is no node of this engine: timed out" in caplog.text)
+        with come(port):
+            letting.join(15.0)
+    assert "Software caused connection abort" in caplog.text
+    (peer,) = found
+    peer.close()
 
 
 def test_who_is_let_in(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +301,7 @@ def test_a_port_in_use_names_its_flag() -> None:
         ({"master_addr": "0.0.0.0"}, "in all networks"),
         ({"master_addr": "::"}, "in all networks"),
         ({"master_addr": "0"}, "in all networks"),
-        ({"master_port": 0}, "Illegal port"),
+        ({"master_port": 0}, "Illegal value of master_port"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], words: str) -> None:

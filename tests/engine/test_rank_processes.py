@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 import quire.demo
 from quire import envs
 from quire.config import EngineConfig
+from quire.engine.core import EngineCore
 from quire.engine.ranks import RankProcess
 from quire.engine.start import StartedEngine, start_engine
 from quire.errors import EngineDeadError, WeightsError
 from quire.kernels import cpu
-from quire.messages import AddRequest
+from quire.messages import AddRequest, UseTokenizer
 from quire.sampling_params import SamplingParams
-from tests.engine.harness import Prompt, run
+from tests.engine.harness import EOS, Prompt, run
 from tests.engine.ranks import LIMITS, ignore, started
 from tests.engine.test_sameness import brief
 
@@ -84,22 +86,36 @@ SHARES = ["tensor_parallel_size", "pipeline_parallel_size"]
 @pytest.fixture(scope="module", params=SHARES)
 def engine(request: pytest.FixtureRequest) -> Iterator[StartedEngine]:
     """Until its last test ends it. The clean end is shown in test_sameness_ranks_lora.py and test_nodes.py."""
-    engine = in_processes(**{request.param: 2})
+    cpus = sorted(os.sched_getaffinity(0))
+    engine = in_processes(**{request.param: 2}, numa_bind_cpus=(str(cpus[0]), str(cpus[-1])))
+    assert [len(os.sched_getaffinity(pid)) for pid in (0, process_of(engine).pid)] == [1, 1], "each is bound"
+    os.sched_setaffinity(0, cpus)
     yield engine
     engine.core.shutdown()
     assert process_of(engine).returncode is not None, "the process is left behind"
 
 
+def with_a_constraint(core: EngineCore) -> list[list[int]]:
+    """The tokens of the brief prompts, and of one whose answer is four letters."""
+    core.use_tokenizer(UseTokenizer((quire.demo.path("target") / "tokenizer.json").read_text(), [EOS]))
+    letters = SamplingParams(temperature=1.0, seed=1, max_tokens=8, grammar=LLMatcher.grammar_from_regex("[ab]{4}"))
+    return run(core, [*brief(), Prompt((5, 7, 9), letters)])
+
+
 @cache
 def expected() -> list[list[int]]:
-    return run(started(1).core, brief())
+    return with_a_constraint(started(1).core)
 
 
 @pytest.mark.parametrize(
     "engine", [pytest.param("tensor_parallel_size", marks=pytest.mark.slow), "pipeline_parallel_size"], indirect=True
 )
 def test_a_process_per_rank_gives_the_tokens_of_one(engine: StartedEngine) -> None:
-    assert run(engine.core, brief()) == expected()
+    assert with_a_constraint(engine.core) == expected()
+    times = engine.core.last_record.ranks
+    assert len(times) == 2
+    assert all(0.0 <= waited < seconds for seconds, waited in times)
+    assert any(waited for _, waited in times)
 
 
 def test_processes_with_whole_experts_that_move(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ REST = ([None, -1, 0, 1], [7, 2048], [1, 2])
     [
         # Proposers without a model are the scheduler's, which knows no formats.
         *covering([*DRAFTERS][:-2], FORMATS, *REST, apart=[(0, 1), (0, 2), (1, 2)]),
-        *covering([*DRAFTERS][-2:], FORMATS, *REST, apart=[(1, 2)]),
+        *covering([*DRAFTERS][-2:], FORMATS, *REST, apart=[(1, 2), (1, 3), (1, 4)]),
     ],
 )
 def test_drafters(drafter: str, formats: tuple[str, str], warm: int | None, chunk: int, depth: int) -> None:

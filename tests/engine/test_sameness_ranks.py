@@ -23,7 +23,7 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import RowsFailedError
 from tests.covering import covering
 from tests.engine.harness import CHECKPOINT_FORMAT, EOS, run
-from tests.engine.ranks import started, two_layers
+from tests.engine.ranks import fail_at, started, two_layers
 from tests.engine.test_sameness import asked_on, brief
 from tests.gguf.writing import write_gguf
 from tests.models.tiny_models import SIZES
@@ -171,15 +171,7 @@ def test_a_step_that_cannot_be_sampled_is_void_on_all_ranks(monkeypatch: pytest.
     """It is computed again: the tokens are those of a run without a failure."""
     engine, one = started(2), started(1)
     runner = engine.executor.workers[0].runner  # type: ignore[attr-defined]
-    choose, calls = runner.sampler.choose, []
-
-    def fail_once(*arguments: Any) -> Any:
-        calls.append(len(calls))
-        if len(calls) == 3:
-            raise OSError("no numbers today")
-        return choose(*arguments)
-
-    monkeypatch.setattr(runner.sampler, "choose", fail_once)
+    calls = fail_at(monkeypatch, runner.sampler, "choose", 3, OSError("no numbers today"))
     assert run(engine.core, brief()) == run(one.core, brief())
     assert len(calls) > 3
     engine.core.shutdown()
@@ -216,15 +208,7 @@ def test_ranks_agree_on_errors_in_a_step(
     owner = engine.executor.workers[rank].runner  # type: ignore[attr-defined]
     for each in path:
         owner = getattr(owner, each)
-    method, calls = getattr(owner, name), []
-
-    def fail_once(*arguments: Any) -> Any:
-        calls.append(len(calls))
-        if len(calls) == 3:
-            raise error
-        return method(*arguments)
-
-    monkeypatch.setattr(owner, name, fail_once)
+    fail_at(monkeypatch, owner, name, 3, error)
     found, expected = {}, run(one.core, brief())
     for index, prompt in enumerate(brief()):
         engine.core.add(AddRequest(f"r{index}", list(prompt.token_ids), prompt.params, 8, stop_token_ids=[EOS]))

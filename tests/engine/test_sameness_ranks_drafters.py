@@ -19,7 +19,7 @@ from quire.speculative_config import SpeculativeConfig
 from tests.engine import heads
 from tests.engine.harness import run
 from tests.engine.heads import EAGLE3, eagle3_tensors
-from tests.engine.ranks import started
+from tests.engine.ranks import fail_at, started
 from tests.engine.test_sameness import brief
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
@@ -86,15 +86,7 @@ def test_an_error_of_the_drafter_ends_no_engine(monkeypatch: pytest.MonkeyPatch)
     folder = demo.path("draft")
     engine = started(2, drafter_folder=folder, **speculation("draft_model", folder))
     drafter = engine.executor.workers[1].runner.drafter  # type: ignore[attr-defined]
-    draft_one, calls = drafter._draft_one, []
-
-    def fail_once(*arguments: Any) -> Any:
-        calls.append(len(calls))
-        if len(calls) == 2:
-            raise OSError("once")
-        return draft_one(*arguments)
-
-    monkeypatch.setattr(drafter, "_draft_one", fail_once)
+    calls = fail_at(monkeypatch, drafter, "_draft_one", 2, OSError("once"))
     assert drafted(engine)[0] == run(started(1).core, brief())
     assert len(calls) > 2
     engine.core.shutdown()

@@ -22,11 +22,12 @@ from quire.kernels import cpu
 from quire.messages import AddRequest, UseTokenizer
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.engine.harness import EOS, Prompt, run
-from tests.engine.ranks import started
+from tests.engine.ranks import fail_at, started
 from tests.engine.test_kv_groups import CONFIG as WINDOWS
 from tests.engine.test_sameness import brief
 from tests.engine.test_sameness_latent import CONFIG as LATENT
 from tests.engine.test_sameness_ranks import CHECKPOINTS, FORMS, Answer, answers, expected
+from tests.engine.test_sameness_ranks_drafters import speculation
 from tests.models.tiny_models import SIZES
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
@@ -134,15 +135,7 @@ def test_families(name: str, tmp_path: Path) -> None:
 def test_a_step_that_cannot_be_sampled_is_void_in_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = started(1, num_stages=2)
     runner = engine.executor.workers[0].runner  # type: ignore[attr-defined]
-    choose, calls = runner.sampler.choose, []
-
-    def fail_once(*arguments: Any) -> Any:
-        calls.append(len(calls))
-        if len(calls) == 3:
-            raise OSError("no numbers today")
-        return choose(*arguments)
-
-    monkeypatch.setattr(runner.sampler, "choose", fail_once)
+    calls = fail_at(monkeypatch, runner.sampler, "choose", 3, OSError("no numbers today"))
     assert run(engine.core, brief()) == of_one()
     assert len(calls) > 3
     engine.core.shutdown()
@@ -179,6 +172,9 @@ def test_what_cannot_be_cut_is_refused_before_weights_are_read(monkeypatch: pyte
     ):
         with pytest.raises(ConfigError, match=words):
             started(1, num_stages=2, **arguments)
+    folder = quire.demo.path("draft")
+    with pytest.raises(ConfigError, match="Pipeline parallelism does not go together with a model that drafts"):
+        started(1, drafter_folder=folder, num_stages=2, **speculation("draft_model", folder))
     for partition in ("1,1", f"0,{num_layers}", f"{num_layers}"):
         monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
         with pytest.raises(ConfigError, match="2 positive numbers that add up to"):

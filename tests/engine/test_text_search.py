@@ -17,6 +17,7 @@ from quire.scheduler.from_settings import proposer_of
 from quire.scheduler.proposer import Proposer
 from quire.speculative_config import SpeculativeConfig, SpeculativeMethod
 from tests.engine.harness import EOS, Prompt, Schedule, build_core, run
+from tests.examples import IS_FULL
 
 QUESTIONS = (
     "What does os.path.join do?",
@@ -106,7 +107,11 @@ def test_no_schedule_changes_a_token(method: SpeculativeMethod, temperature: flo
     ]
     prompts += siblings
     expected = Counted(core_with(None), prompts).tokens
-    for schedule in ({"depth": 2}, {"num_blocks": 24}, {"block_size": 8, "chunk": 17, "prefix_caching": True}):
+    schedules: list[dict[str, Any]] = [
+        *[{"num_blocks": 24}, {"depth": 2}, {"block_size": 8, "chunk": 17, "prefix_caching": True}]
+    ]
+    is_even = (method == "ngram") == (temperature == 0.0)
+    for schedule in schedules if IS_FULL else schedules[:1] if is_even else schedules[1:]:
         core = core_with(proposer_of(SpeculativeConfig(method=method)), **schedule)
         assert Counted(core, prompts, preempt_every=7).tokens == expected
         core.shutdown()

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import psutil
@@ -23,6 +23,7 @@ from quire.grammar import kept
 from quire.grammar.text import grammar_text
 from quire.messages import UseTokenizer
 from quire.sampling_params import StructuredOutputsParams as Structured
+from tests.nursery import BoundedPopen
 
 INPUTS = InputProcessor(Tokenizer.from_folder(demo.path("target")), ModelLimits(512, 4096))
 DIGITS = Structured(regex="[0-9]{3}")
@@ -30,10 +31,19 @@ DIGITS = Structured(regex="[0-9]{3}")
 SLOW = Structured(json={"type": "object", "properties": {f"k{index}": {} for index in range(30_000)}})
 
 
+@pytest.fixture(scope="module", autouse=True)
+def bounded_processes() -> Iterator[None]:
+    """They are forks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("subprocess.Popen", BoundedPopen)
+        yield
+
+
 def compilers() -> list[psutil.Process]:
     """The running grammar processes of this process."""
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if GrammarPool.module in child.cmdline()]
+    module = GrammarPool.module
+    return [child for child in alive if module in child.cmdline() or module.endswith(child.name())]
 
 
 def in_pool(use: Callable[[GrammarPool], Awaitable[None]], max_seconds: float = 5.0) -> None:

@@ -238,6 +238,7 @@ CASES = {
         LATENT
         | {
             "q_lora_rank": None,
+            "kv_lora_rank": 22,
             "topk_method": "group_limited_greedy",
             "scoring_func": "softmax",
             "norm_topk_prob": False,

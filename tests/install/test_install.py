@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -12,23 +11,12 @@ import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tools import install
+
 ROOT = Path(__file__).parents[2]
-
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("install", ROOT / "tools" / "install.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-install = _load()
 
 
 class _Pip:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -113,10 +114,19 @@ def random_logits(rng: random.Random, V: int) -> list[float]:
     return torch.tensor(values).tolist()
 
 
-def test_kept_set_and_masses_equal_the_sorted_definition(sampling: str) -> None:
-    """A uniform number in the middle of a token's share of the mass must draw it: this fixes the set and the shares."""
-    rng = random.Random(1)
-    checked = 0
+@dataclass(frozen=True)
+class Filtered:
+    """A row with parameters, and what the sorted definition keeps of it."""
+
+    logits: list[float]
+    parameters: tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
+    kept: dict[int, float]
+
+
+@cache
+def filtered() -> list[Filtered]:
+    """The same for every path. None of them is decided by rounding."""
+    rng, found = random.Random(1), []
     for _ in range(250):
         V = rng.choice([1, 2, 3, 7, 16, 40, 300, 700])
         logits = random_logits(rng, V)
@@ -124,22 +134,27 @@ def test_kept_set_and_masses_equal_the_sorted_definition(sampling: str) -> None:
         top_k = rng.choice([0, 0, 1, 2, 5, 17, V, V + 9])
         top_p = rng.choice([1.0, 1.0, 0.0, 0.1, 0.5, 0.75, 0.9, 0.99])
         min_p = rng.choice([0.0, 0.0, 0.05, 0.4, 1.0])
-        kept = kept_tokens(logits, temperature, top_k, top_p, min_p)
-        if kept is None:
-            continue
-        checked += 1
+        parameters = (temperature, top_k, top_p, min_p)
+        if (kept := kept_tokens(logits, *parameters)) is not None:
+            found.append(Filtered(logits, parameters, kept))
+    assert len(found) > 150, "nearly all cases were skipped"
+    return found
+
+
+def test_kept_set_and_masses_equal_the_sorted_definition(sampling: str) -> None:
+    """A uniform number in the middle of a token's share of the mass must draw it: this fixes the set and the shares."""
+    for row in filtered():
         tokens, uniforms, cumulated = [], [], 0.0
-        for token, share in kept.items():
+        for token, share in row.kept.items():
             if share > 1e-5:
                 tokens.append(token)
                 uniforms.append(cumulated + share / 2)
             cumulated += share
-        got = draw(torch.tensor([logits]), uniforms, temperature, top_k, top_p, min_p)
-        case = f"V={V} temperature={temperature} top_k={top_k} top_p={top_p} min_p={min_p} logits={logits[:20]}"
+        logits = torch.tensor([row.logits])
+        *got, first, last = draw(logits, [*uniforms, 0.0, 1 - 2**-53], *row.parameters)
+        case = f"V={len(row.logits)} temperature, top_k, top_p, min_p={row.parameters} logits={row.logits[:20]}"
         assert got == tokens, case
-        ends = draw(torch.tensor([logits]), [0.0, 1 - 2**-53], temperature, top_k, top_p, min_p)
-        assert set(ends) <= kept.keys(), f"drew a token that was filtered out: {case}"
-    assert checked > 150, "nearly all cases were skipped"
+        assert {first, last} <= row.kept.keys(), f"drew a token that was filtered out: {case}"
 
 
 @pytest.mark.parametrize(

@@ -9,44 +9,30 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import unquote, urlsplit
+
+from tests.loader.local_server import LocalServer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 BUFFER_BYTES = 1 << 16  # asked for, per connection; the system doubles it
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(LocalServer):
     """As much of the hub's protocol as a snapshot download uses."""
 
-    daemon_threads = True
-
     def __init__(self, files: Mapping[str, bytes], chunk_bytes: int = 1 << 30, chunk_seconds: float = 0.0) -> None:
-        super().__init__(("127.0.0.1", 0), HubHandler)
+        super().__init__(HubHandler)
         self.files, self.chunk_bytes, self.chunk_seconds = files, chunk_bytes, chunk_seconds
         self.paths: list[str] = []
         self.knows_ranges = True
         self.num_bytes = 0  # of files, sent or in the buffers of a connection
         self._lock = threading.Lock()
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)  # of every connection
-        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
 
     def count(self, num_bytes: int) -> None:
         with self._lock:  # every request has a thread
             self.num_bytes += num_bytes
-
-    def __enter__(self) -> Hub:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.shutdown()
-        self.server_close()
-        self._thread.join()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
 
 class HubHandler(BaseHTTPRequestHandler):

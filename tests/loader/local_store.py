@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import re
-import threading
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+from tests.loader.local_server import LocalServer
 
 SECRET = "a-secret-of-this-test"
 # What a fault does to one answer: the request's number for its object -> its name, or None.
 Fault = Callable[[int], str | None]
 
 
-class Store(ThreadingHTTPServer):
+class Store(LocalServer):
     """Objects by key, in the bucket `models`.
 
     Attributes:
         faults: by key.
         reads: (key, Range header) of every object that was asked for.
+        modified: when all of them were written.
     """
 
-    daemon_threads = True
-
     def __init__(self, objects: Mapping[str, bytes]) -> None:
-        super().__init__(("127.0.0.1", 0), StoreHandler)
+        super().__init__(StoreHandler)
         self.objects = dict(objects)
         self.etags: dict[str, str] = {}
         self.faults: dict[str, Fault] = {}
         self.reads: list[tuple[str, str | None]] = []
-        self.is_open = True
-        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self.modified = "2026-01-01T00:00:00.000Z"
+        self.is_open, self.has_etags = True, True
 
     def environment(self, cache: Path) -> dict[str, str]:
         """What tells a reader of this store."""
@@ -50,19 +50,6 @@ class Store(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that has gone is no error."""
-
-    def __enter__(self) -> Store:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.shutdown()
-        self.server_close()
-        self._thread.join()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
 
 class StoreHandler(BaseHTTPRequestHandler):
@@ -94,8 +81,9 @@ class StoreHandler(BaseHTTPRequestHandler):
     def list(self, prefix: str) -> None:
         found = [key for key in self.server.objects if key.startswith(prefix)]
         files = "".join(
-            f"<Contents><Key>{escape(key)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
-            f'<ETag>"{self.server.etag(key)}"</ETag><Size>{len(self.server.objects[key])}</Size></Contents>'
+            f"<Contents><Key>{escape(key)}</Key><LastModified>{self.server.modified}</LastModified>"
+            + f'<ETag>"{self.server.etag(key)}"</ETag>' * self.server.has_etags
+            + f"<Size>{len(self.server.objects[key])}</Size></Contents>"
             for key in found
             if "/" not in key.removeprefix(prefix)
         )
@@ -116,6 +104,8 @@ class StoreHandler(BaseHTTPRequestHandler):
             "Last_Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
             "Content_Range": f"bytes {begin}-{end - 1}/{len(data)}",
         }
+        if not self.server.has_etags:
+            del headers["ETag"]
         if fault == "503":
             self.respond(503, b"<Error><Code>SlowDown</Code></Error>")
         elif fault == "changed" or self.headers.get("If-Match") not in (None, etag):

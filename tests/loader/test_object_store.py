@@ -209,6 +209,16 @@ def test_a_foreign_folder_cannot_name_objects(store: Store, tmp_path: Path) -> N
     assert not store.reads
 
 
+def test_a_store_without_etags(store: Store) -> None:
+    """The time of writing tells versions apart."""
+    store.has_etags = False
+    first = resolve_model(URL)
+    check(read(first))
+    assert resolve_model(URL) == first
+    store.modified = "2026-01-02T00:00:00.000Z"
+    assert resolve_model(URL) != first
+
+
 def test_gguf(store: Store, tmp_path: Path) -> None:
     values = np.arange(8192, dtype=np.float32).reshape(64, 128)
     for kind in ("Q8_0", "F32"):
@@ -232,3 +242,5 @@ def test_gguf(store: Store, tmp_path: Path) -> None:
             assert found.stat().st_blocks * 512 < 8192
     with pytest.raises(ConfigError, match="Q4_K_M"):
         find_gguf("s3://models/ggufs:Q4_K_M", None)
+    with pytest.raises(ConfigError, match="Two GGUF files are named"):
+        find_gguf("s3://models/ggufs/model-F32.gguf", "model-Q8_0.gguf")

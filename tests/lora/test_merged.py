@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from quire.lora.adapter import Adapter, read_adapter
@@ -81,6 +80,8 @@ def untied(model: Any) -> Any:
 
 def saved(kind: Kind, folder: Path) -> tuple[Any, Adapter, ModelConfig]:
     """The base, and an adapter for it that PEFT has made and saved, read by us."""
+    from peft import LoraConfig, get_peft_model  # it takes a second, which only these tests need
+
     model = base_model(kind)
     model.config.save_pretrained(folder)
     fields = {"r": 4, "task_type": "CAUSAL_LM", "init_lora_weights": False} | kind.fields
@@ -100,6 +101,8 @@ def merged(model: Any, adapter: Adapter) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_deltas_are_what_peft_merges(name: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
     kind = KINDS[name]
     model, adapter, config = saved(kind, tmp_path)
     assert len(adapter.deltas) == kind.num_modules

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from quire.measure.serving import Server
 from quire.messages import EngineOutputs
 from quire.model_config import load_model_config
 from tests.metrics.test_registry import record
+from tests.nursery import BoundedPopen
 from tests.server.serving import MODEL, RunningServer
 
 FOLDER = str(quire.demo.path("target"))
@@ -75,6 +77,14 @@ KEYS = {
     "p99_itl_ms",
 }
 DETAILS = {"input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_processes() -> Iterator[None]:
+    """They are forks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("subprocess.Popen", BoundedPopen)
+        yield
 
 
 def bench(*words: str, capsys: pytest.CaptureFixture[str]) -> str:

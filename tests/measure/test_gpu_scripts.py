@@ -21,6 +21,7 @@ from quire.kernels import gpu_facts
 from quire.measure import report
 from quire.measure.floor import Machine
 from quire.model_config import load_model_config
+from tests.nursery import TorchPopen
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ("machine", "kernels", "engine", "against_transformers")
@@ -306,7 +307,10 @@ def test_against_transformers(
     assert result["read_bandwidth"] == 3e12
 
 
-def test_a_side_that_fails_ends_the_comparison_with_its_reason(scripts: SimpleNamespace) -> None:
+def test_a_side_that_fails_ends_the_comparison_with_its_reason(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", TorchPopen)
     module = scripts.against_transformers
     task = module.Task("transformers", "tiny", "cpu", 2, 4, 2, {"page_size_of_old": 1})
     with pytest.raises(RuntimeError, match=r"(?s)transformers failed on tiny:.*page_size_of_old"):

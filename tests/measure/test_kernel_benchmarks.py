@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 
 from quire.kernels import cpu
+from tests.e2e.serving import Program
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the compiled kernels")
 
@@ -46,7 +45,8 @@ NO_KERNELS = {
     *("advise_huge_pages",),
     *("KernelCall", "KvCache", "AttentionRule", "HeadRotation", "GroupedForm", "PackedWeight", "LoraTable"),
     *("NgramIndex", "SuffixIndex", "SharedTexts"),  # of text: they draft
-    *("SharedGroup", "GroupError", "StepVoid", "Gather"),  # between processes: benchmarks of several ranks time them
+    # between processes: benchmarks of several ranks time them
+    *("SharedGroup", "GroupError", "StepVoid", "Gather", "Exchange"),
     *("RoutingRule", "ExpertStack"),
     *("gemm_packed_bytes", "gemm_grouped_packed_bytes", "gemm_fp8_packed_bytes"),
     *("read_bandwidth", "peak_flops", "peak_int8_ops"),
@@ -91,7 +91,7 @@ def run(name, timed, words):
     return {"code": code, "out": out.getvalue(), "errors": errors.getvalue(), "called": sorted(called)}
 
 cpu._C = Noted()
-folder, runs = sys.argv[1:]
+folder, runs, *sys.path = sys.argv[1:]
 sys.path.insert(0, folder)
 print(json.dumps([run(*each) for each in json.loads(runs)]))
 """
@@ -103,15 +103,7 @@ def run(*runs: tuple[str, tuple[str, ...]]) -> list[dict[str, Any]]:
     Of each: its exit code, what it printed, and what of quire._C it takes the times of.
     """
     words = json.dumps([(name, TIMED[name], words) for name, words in runs])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(FOLDER), words],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-        timeout=120,
-    )
+    done = Program(("-c", RUN)).run(str(FOLDER), words, *sys.path, timeout=120)
     assert done.returncode == 0, done.stderr
     results: list[dict[str, Any]] = json.loads(done.stdout)
     return results

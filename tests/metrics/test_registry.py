@@ -249,6 +249,16 @@ def test_drafts_are_shown_where_there_are_some(metrics):
     assert not [name for name in families(metrics) if "spec_decode" in name]
 
 
+def test_ranks(metrics):
+    assert not [name for name in families(metrics) if "rank" in name]
+    metrics = PrometheusMetrics("m", 2048, num_ranks=2)
+    for _ in range(2):
+        metrics.engines[0].on_step(record(ranks=((2.0, 0.5), (1.5, 0.0))))
+    found = families(metrics)
+    for name, totals in {"step": {"0": 4.0, "1": 3.0}, "waiting": {"0": 1.0, "1": 0.0}}.items():
+        assert {s.labels["rank"]: s.value for s in found[f"quire_rank_{name}_seconds"].samples} == totals
+
+
 @pytest.mark.parametrize(
     ("maximum", "expected"),
     [(1, [1]), (2, [1, 2]), (4, [1, 2]), (5, [1, 2, 5]), (2048, [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000])],

@@ -38,7 +38,8 @@ BF16, INT8 = KV_FORMATS["bfloat16"], KV_FORMATS["int8"]
 def model(layers: list[LayerSpec], hidden: int, vocab: int) -> ModelConfig:
     """A model in bfloat16 whose embeddings are not shared."""
     own = load_model_config(quire.demo.path())
-    return replace(own, layers=tuple(layers), hidden_size=hidden, vocab_size=vocab, tie_word_embeddings=False)
+    sizes = {"hidden_size": hidden, "vocab_size": vocab, "final_norm": NormShape("norm", hidden)}
+    return replace(own, layers=tuple(layers), tie_word_embeddings=False, **sizes)
 
 
 def linear(name: str, in_features: int, out_features: int) -> LinearShape:

@@ -83,7 +83,7 @@ def test_few_heads_are_held_several_times(tmp_path: Path) -> None:
 )
 def test_legal_degrees(name: str, more: dict[str, Any], refused: list[int], tmp_path: Path) -> None:
     """Ranks need a head each, and rows of every layer."""
-    model = model_of(tmp_path, name, **more)
+    model = model_of(tmp_path, name, num_hidden_layers=2, **more)
     assert legal_degrees(model, 16) == [degree for degree in range(1, 17) if degree not in refused]
 
 
@@ -100,7 +100,7 @@ def test_a_wrong_degree_is_refused_with_the_valid_ones(
     degree: int, num_devices: int, words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=words) as error:
-        check_degree(model_of(tmp_path, "Llama-3-70B"), degree, num_devices)
+        check_degree(model_of(tmp_path, "Llama-3-70B", num_hidden_layers=2), degree, num_devices)
     valid = ", ".join(str(each) for each in range(1, 65) if num_devices % each == 0)
     assert f"one of {valid} with {num_devices} devices; the model allows 1, 2, 3, 4" in error.value.message
 

@@ -161,12 +161,12 @@ def test_the_longest_that_fits(tmp_path: Path) -> None:
     text = found.text()
     assert "requests of up to 8,192 tokens, cut to what fits:" in text
     assert f"holds 1 x {best.max_model_len:,} tokens" in text
-    assert "--max-model-len -1 starts with so many; no format holds all 8,192" in text
+    assert "--max-model-len -1 starts with that length; no format holds all 8,192" in text
     explained = explain("m", EngineConfig(model="m", max_model_len=-1), ServerConfig(), found.model, device)
     assert explained.error is None
     assert explained.settings["max_model_len"].value == best.max_model_len
     whole = plan_of(tmp_path, LLAMA_70B | AWQ, gpu(48 * 10**9), max_model_len=-1).text()
-    assert "--max-model-len -1 starts with so many; --kv-cache-dtype int8 holds all 8,192" in whole
+    assert "--max-model-len -1 starts with that length; --kv-cache-dtype int8 holds all 8,192" in whole
     assert "cut to" not in plan_of(tmp_path, LLAMA_70B | AWQ, gpu(80 * GIB), max_model_len=-1).text()
 
 

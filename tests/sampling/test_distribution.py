@@ -13,7 +13,7 @@ from quire.kernels import ops
 from quire.sampling.batch_params import SamplingState
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
-from tests.examples import examples
+from tests.examples import IS_FULL
 from tests.sampling.dense import append_token, chi_square, probabilities, state_of
 
 V = 60
@@ -58,7 +58,7 @@ TOKENS: dict[str, list[int]] = {"prompt": [1, 2, 3, 3, 20], "output": [4, 4, 9, 
 
 @pytest.mark.parametrize("name", CASES)
 def test_draws_follow_the_dense_definition(name: str) -> None:
-    num_draws = examples(6000)
+    num_draws = 6000 if IS_FULL else 1200
     requests = [SamplingParams(seed=seed, **CASES[name]) for seed in range(num_draws)]
     state = state_of(V, *requests, **TOKENS)
     row_1V = logits(seed=1)

@@ -423,7 +423,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=examples(250))
+@settings(max_examples=examples(120))
 @given(fields=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6))
 def test_any_json_is_accepted_or_refused(fields: dict[str, Any]) -> None:
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -246,6 +247,24 @@ def test_what_fits() -> None:
     one = MemorySummary(GIB, GIB, GIB, GIB, 19, 16, 150, 304, 1)
     assert one.capacity()[0] == "KV cache size: 304 tokens = 1 chat of 150"
     assert short.as_dict()["num_chats"] == 2
+
+
+def test_lines_of_the_journal_have_levels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    levels = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
+    records = [logging.LogRecord("quire", level, "", 0, "two\nlines", (), None) for level in levels]
+    with (tmp_path / "journal").open("w+") as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", file)
+        place = os.fstat(file.fileno())
+        for stream in (f"{place.st_dev}:{place.st_ino}", "1:2", ""):  # this one, another one, none
+            patch.setenv("JOURNAL_STREAM", stream)
+            handler = logs._StderrHandler()
+            handler.setFormatter(logs.TextFormatter())
+            for record in records:
+                handler.emit(record)
+            logs.say("said", logging.ERROR)
+        lines = (tmp_path / "journal").read_text().splitlines()
+    assert [line[:3] for line in lines[:11]] == [f"<{n}>" for n in (7, 7, 6, 6, 4, 4, 3, 3, 2, 2, 3)]
+    assert [line[3:] for line in lines[:11]] == lines[11:22] == lines[22:]
 
 
 def test_systemd(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,11 @@ class Browser:
             raise AssertionError("chromedriver did not start")
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{started[1]}", timeout=60, trust_env=False)
         capabilities = {
-            "goog:chromeOptions": {"binary": CHROMIUM, "args": [*FLAGS, f"--user-data-dir={self._profile.name}"]},
+            "goog:chromeOptions": {
+                "binary": CHROMIUM,
+                "args": [*FLAGS, f"--user-data-dir={self._profile.name}"],
+                "perfLoggingPrefs": {"enableNetwork": True, "enablePage": False},
+            },
             "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
         }
         self._session = ""
@@ -97,11 +100,16 @@ class Browser:
         return self._post("/execute/sync", script=script, args=list(args))
 
     def wait(self, expression: str, *args: Any, seconds: float = 15.0) -> Any:
-        """Poll until a JavaScript expression is true."""
-        deadline = time.monotonic() + seconds
-        while not (value := self.js(expression, *args)):
-            assert time.monotonic() < deadline, f"waited {seconds} s for {expression} {args}"
-            time.sleep(0.01)
+        """Until a JavaScript expression is true. The page itself looks again and again."""
+        waiting = f"""(async () => {{
+            let value;
+            for (const end = performance.now() + {1000 * seconds}; !(value = await ({expression}));)
+                if (performance.now() > end) return null;
+                else await new Promise(done => setTimeout(done, 10));
+            return value;
+        }})()"""
+        value = self.js(waiting, *args)
+        assert value, f"waited {seconds} s for {expression} {args}"
         return value
 
     def text(self, css: str) -> str:

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 
 from quire.frontend.echo_client import EchoClient
+from tests import one_ssl_context
+from tests.nursery import BoundedPopen
 from tests.server.browser import WHY_NOT, Browser
 from tests.server.serving import ANSWER, MAX_MODEL_LEN, RunningServer
+
+one_ssl_context.share()
+
+
+@pytest.fixture(scope="package", autouse=True)
+def bounded_processes() -> Iterator[None]:
+    """Every server has processes that render chats and make grammars: they are forks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", BoundedPopen)
+        yield
 
 
 @pytest.fixture(scope="module")

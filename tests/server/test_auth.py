@@ -128,7 +128,7 @@ def test_path_and_host_tricks(locked, target, host):
 
 def test_public_metrics_are_public_and_nothing_else():
     with RunningServer(
-        api_keys=KEYS, has_public_metrics=True, has_tokenizer_info=True, allowed_hosts=("127.0.0.1",)
+        api_keys=KEYS, prometheus_public=True, enable_tokenizer_info_endpoint=True, allowed_hosts=("127.0.0.1",)
     ) as server:
         with httpx.Client(base_url=server.url) as anonymous:
             assert anonymous.get("/metrics").status_code == 200

@@ -492,8 +492,8 @@ def test_defaults_of_the_operator():
     settings = {
         "chat_template": TEMPLATE,
         "default_chat_template_kwargs": {"style": "wordy"},
-        "returns_tokens_as_token_ids": True,
-        "forces_usage": True,
+        "return_tokens_as_token_ids": True,
+        "enable_force_include_usage": True,
     }
     with RunningServer(**settings) as server:
         answer = server.chat(max_tokens=1, logprobs=True).json()

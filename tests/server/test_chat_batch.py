@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from quire.formats.answer_formats import AnswerFormats
 from quire.messages import AddRequest
 from tests.server.serving import MODEL, TOKENIZER, RunningServer
 from tests.server.test_errors import error_of
@@ -60,7 +59,7 @@ def test_an_unknown_model(echo: RunningServer) -> None:
 def test_each_prompt_decides_on_its_own_grammar_and_budget() -> None:
     """One chat's template has opened the thinking, one has closed it, and one has done neither."""
     template = "{{ messages[0].content }}"
-    settings = {"formats": AnswerFormats(None, "qwen3"), "chat_template": template}
+    settings = {"reasoning_parser": "qwen3", "chat_template": template}
     chats = [[{"role": "user", "content": text}] for text in ("a<think>\n", "b<think></think>", "c")]
     fields = {"response_format": {"type": "json_object"}, "max_tokens": 4}
     with RunningServer(answer=TOKENIZER.encode("{}", add_special_tokens=False), **settings) as server:

@@ -48,10 +48,10 @@ def _server(ready: EngineReady, **settings: Any) -> RunningServer:
 
 
 def _configured() -> RunningServer:
-    server_record = resolve_server(ServerConfig(port=0, api_key=("do-not-show",), chat_template="/a/b/c.jinja"))
+    server = resolve_server(ServerConfig(port=0, api_key=("do-not-show",), chat_template="/a/b/c.jinja"))
     drafts = {"spec_method": "ngram", "spec_tokens": 5}
     ready = demo_ready(download_dir="/home/somebody/models", hf_token="do-not-show", **drafts)
-    return _server(ready, resolved=as_dict(server_record))
+    return _server(ready, server=server)
 
 
 @pytest.fixture

@@ -35,7 +35,6 @@ from quire.lora.loader import AdapterLoader
 from quire.lora.paths import allowed_folder
 from quire.messages import EngineFailed, SetLimits
 from quire.model_config import load_model_config
-from quire.server.cors import CorsRules
 from quire.server.errors import HTTP_CODES, HttpError
 from quire.server.http_protocol import ConnectionLimits
 from quire.server.limits import Limits
@@ -101,7 +100,7 @@ def strict():
         EchoClient(None, max_model_len=2048),
         api_keys=("key",),
         allowed_hosts=("localhost", "127.0.0.1"),
-        cors=CorsRules(origins=("https://a",)),
+        allowed_origins=("https://a",),
         limits=Limits(max_body_bytes=65_000, body_timeout_seconds=0.1),
         connection_limits=ConnectionLimits(header_seconds=0.2),
     ) as server:

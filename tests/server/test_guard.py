@@ -17,7 +17,6 @@ from quire.errors import ConfigError
 from quire.frontend.echo_client import EchoClient
 from quire.logs import RateLimited
 from quire.server import http_protocol
-from quire.server.cors import CorsRules
 from quire.server.http_protocol import ConnectionLimits
 from tests.server.serving import LEAK, RunningServer
 from tests.server.test_errors import MESSAGES, error_of
@@ -213,8 +212,8 @@ def test_no_cors_by_default(server):
 
 
 def test_cors_for_named_origins():
-    rules = CorsRules(origins=(PAGE,))
-    with RunningServer(cors=rules, api_keys=("key",)) as server, httpx.Client(base_url=server.url) as browser:
+    running = RunningServer(allowed_origins=(PAGE,), api_keys=("key",))
+    with running as server, httpx.Client(base_url=server.url) as browser:
         preflight = {
             "origin": PAGE,
             "access-control-request-method": "POST",

@@ -11,7 +11,7 @@ from quire import __version__
 from quire.errors import ConfigError
 from quire.frontend.echo_client import EchoClient
 from quire.messages import EngineProgress
-from quire.server.state import ServerSettings
+from quire.server.state import AppSettings
 from tests.server.serving import MAX_MODEL_LEN, MODEL, RunningServer
 
 
@@ -104,7 +104,7 @@ def test_version(server):
 
 def test_a_server_needs_a_name():
     with pytest.raises(ConfigError, match="name"):
-        ServerSettings(())
+        AppSettings(())
 
 
 def test_invalid_template_is_told_at_start():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import anthropic
 import pytest
 
 from quire.frontend.echo_client import EchoClient
@@ -15,12 +15,17 @@ from tests.server.test_tools import ANSWER as ANSWER_WITH_CALLS
 from tests.server.test_tools import answering
 from tests.server.text.answers import TOOLS
 
+if TYPE_CHECKING:
+    import anthropic  # it takes a second, which only these tests need
+
 PATH = "/v1/messages"
 ANTHROPIC_TOOLS = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
 
 
 def client_of(server: RunningServer) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=20)
 
 
@@ -196,7 +201,7 @@ def test_fields_that_ask_for_nothing(server: RunningServer) -> None:
 @pytest.fixture(scope="module")
 def agent() -> Iterator[RunningServer]:
     """Thinks, says something, and calls a tool twice."""
-    with answering(ANSWER_WITH_CALLS, calls_tools=True) as server:
+    with answering(ANSWER_WITH_CALLS, enable_auto_tool_choice=True) as server:
         yield server
 
 
@@ -256,6 +261,8 @@ def test_a_call_that_is_cut(agent: RunningServer) -> None:
 
 
 def test_the_client_raises_its_own_errors() -> None:
+    import anthropic
+
     raises = pytest.raises(anthropic.AuthenticationError)
     with RunningServer(api_keys=("key",)) as server, client_of(server) as client, raises as error:
         client.messages.create(model=MODEL, max_tokens=1, messages=MESSAGES)
@@ -263,6 +270,8 @@ def test_the_client_raises_its_own_errors() -> None:
 
 
 def test_an_error_within_a_stream() -> None:
+    import anthropic
+
     engine = EchoClient(ANSWER, step_seconds=0.02, max_model_len=MAX_MODEL_LEN)
     with RunningServer(engine) as server, client_of(server) as client:
         stream = client.messages.create(model=MODEL, max_tokens=50, messages=MESSAGES, stream=True)

@@ -15,10 +15,11 @@ from quire.server.openapi import build
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.request_schemas import SchemaBounds
+from quire.server.state import AppSettings
 from tests.server.serving import LIMITS, RunningServer
 from tests.server.test_errors import MESSAGES
 
-DOCUMENT = build(SchemaBounds(LIMITS))
+DOCUMENT = build(SchemaBounds(LIMITS), AppSettings(("m",)))
 TYPES = {"string": str, "integer": int, "boolean": bool, "null": type(None), "array": list, "object": dict}
 
 

@@ -24,10 +24,11 @@ from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.server.protocol.responses import InputTokensRequest, ResponsesRequest
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from tests.covering import all_pairs
 from tests.examples import IS_FULL
 from tests.server.serving import RunningServer
 from tests.server.test_config_api import demo_ready
-from tests.server.test_errors import JSON, MESSAGES, error_of
+from tests.server.test_errors import MESSAGES, error_of
 
 # Every kind of wrong value, as JSON text: some of them cannot be made by a JSON library.
 POISON = [
@@ -153,9 +154,9 @@ def test_poison_in_bodies(poisoned, path):
                 continue
             others = {name: value for name, value in base.items() if name != field}
             text = json.dumps(others)[:-1] + (", " if others else "") + f'"{field}": {poison}}}'
-            check(poisoned.http.post(path, content=text.encode(), headers=JSON), (path, field, poison[:40]))
+            check(poisoned.ask("POST", path, text.encode()), (path, field, poison[:40]))
         for poison in POISON:
-            check(poisoned.http.post(path, content=poison.encode(), headers=JSON), (path, "body", poison[:40]))
+            check(poisoned.ask("POST", path, poison.encode()), (path, "body", poison[:40]))
 
 
 def check(response: Any, what: object) -> None:
@@ -178,11 +179,13 @@ def test_poison_in_paths(poisoned, path):
 
 def test_poison_at_routes_without_fields(poisoned):
     with four_streams(poisoned):
-        for path, name in itertools.product(sorted(BARE), NAMES):
-            query, header = quote(name, safe=""), {"x-request-id": quote(name), "accept": quote(name), **JSON}
-            for method in ("GET", "POST", "PUT", "HEAD", "OPTIONS", "TRACE"):
-                response = poisoned.http.request(method, f"{path}?{query}", headers=header, content=b"[" * 100)
-                assert response.status_code < 500, (method, path, name, response.text)
+        axes = (sorted(BARE), NAMES, ("GET", "POST", "PUT", "HEAD", "OPTIONS", "TRACE"))
+        cover = None if IS_FULL else all_pairs([len(axis) for axis in axes])
+        for case in cover or itertools.product(*(range(len(axis)) for axis in axes)):
+            path, name, method = (axis[at] for axis, at in zip(axes, case, strict=True))
+            query, header = quote(name, safe=""), {"x-request-id": quote(name), "accept": quote(name)}
+            response = poisoned.ask(method, f"{path}?{query}", b"[" * 100, **header)
+            assert response.status_code < 500, (method, path, name, response.text)
 
 
 def test_every_route_is_poisoned(poisoned):

@@ -14,12 +14,13 @@ import pytest
 
 from quire.server.openapi import build
 from quire.server.request_schemas import SchemaBounds, decimals_below
+from quire.server.state import AppSettings
 from tests.examples import IS_FULL, examples
 from tests.server.serving import LIMITS, RunningServer
-from tests.server.test_errors import JSON, MESSAGES, error_of
+from tests.server.test_errors import MESSAGES, error_of
 from tests.server.test_poison import poisoned  # noqa: F401 (a fixture)
 
-DOCUMENT = build(SchemaBounds(LIMITS))
+DOCUMENT = build(SchemaBounds(LIMITS), AppSettings(("m",)))
 TYPES = {"string": str, "integer": int, "boolean": bool, "null": type(None), "array": list, "object": dict}
 # Good bodies of each route, of which one field or several are replaced.
 BASES: dict[str, list[dict[str, Any]]] = {
@@ -200,7 +201,7 @@ def test_the_schema_accepts_what_the_server_does(server: RunningServer, path: st
     schema = schema_of(path)
     num_accepted = num_refused = 0
     for body in bodies(path):
-        response = server.http.post(path, content=json.dumps(body).encode(), headers=JSON)
+        response = server.ask("POST", path, json.dumps(body).encode())
         said = response.text[:300]
         if accepts(schema, body):
             num_accepted += 1

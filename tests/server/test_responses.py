@@ -296,7 +296,7 @@ def test_an_unknown_model(server: RunningServer, client: openai.OpenAI) -> None:
 @pytest.fixture(scope="module")
 def agent() -> Iterator[RunningServer]:
     """Thinks, says something, and calls a tool twice."""
-    with answering(ANSWER_WITH_CALLS, calls_tools=True) as server:
+    with answering(ANSWER_WITH_CALLS, enable_auto_tool_choice=True) as server:
         yield server
 
 

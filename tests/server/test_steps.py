@@ -14,7 +14,7 @@ from quire.frontend.replica import MAX_RECORDS
 from quire.messages import EngineOutputs
 from quire.server.app import create_app
 from quire.server.protocol.steps import StepLine
-from quire.server.state import ServerSettings
+from quire.server.state import AppSettings
 from quire.server.steps import DEFAULT_LIMIT
 from tests.frontend.test_replicas import Two
 from tests.metrics.test_registry import record
@@ -97,7 +97,7 @@ async def test_every_line_says_its_engine():
         for index, count in ((0, 3), (1, 2)):
             for step_id in range(count):
                 two.replicas[index].on_message(EngineOutputs([], record(step_id=step_id), engine_index=index))
-        app = create_app(two.engine, None, ServerSettings(("m",), owns_engine=False))
+        app = create_app(two.engine, None, AppSettings(("m",), owns_engine=False))
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             found = lines(await client.get("/v1/steps?limit=2"))

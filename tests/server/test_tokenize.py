@@ -110,7 +110,7 @@ def test_tokenizer_info_is_served_if_wanted(server):
     config = TOKENIZER.config | {"model_max_length": 10**30, "vocab_file": "/home/x/vocab.json"}
     tokenizer = Tokenizer(TOKENIZER.backend, chat_templates={"default": "a", "tools": "b"}, config=config)
     for chosen, template in ((None, "a"), ("tools", "b"), ("{{ own }}", "{{ own }}")):
-        with RunningServer(tokenizer=tokenizer, has_tokenizer_info=True, chat_template=chosen) as info:
+        with RunningServer(tokenizer=tokenizer, enable_tokenizer_info_endpoint=True, chat_template=chosen) as info:
             answer = info.http.get("/tokenizer_info").json()
             assert answer == TOKENIZER.config | {"model_max_length": 10**30, "chat_template": template}
             assert isinstance(answer["tokenizer_class"], str)
@@ -118,5 +118,5 @@ def test_tokenizer_info_is_served_if_wanted(server):
 
 
 def test_tokenizer_info_without_a_tokenizer():
-    with RunningServer(tokenizer=None, has_tokenizer_info=True) as server:
+    with RunningServer(tokenizer=None, enable_tokenizer_info_endpoint=True) as server:
         error_of(server.http.get("/tokenizer_info"), 400)

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from quire.formats.answer_formats import REASONING_PARSERS, TOOL_PARSERS, AnswerFormats
+from quire.formats.answer_formats import REASONING_PARSERS, TOOL_PARSERS
 from quire.frontend.tokenizer import Tokenizer
 from quire.grammar.text import grammar_text
 from quire.measure.http import HttpClient
 from quire.measure.load import Outcome, send
 from quire.server.protocol.chat import ChatRequest
-from quire.server.state import ServerSettings
 from quire.server.text.reader import Tags
 from quire.server.text.reasoning import REASONING_FORMATS, ReasoningFormat
 from quire.server.text.tools import CALL_LIST, TOOL_FORMATS
 from quire.server.tool_choice import ToolChoice
+from quire.settings import ServerSettings
 from tests.server.serving import MODEL, TOKENIZER, RunningServer
 from tests.server.test_errors import error_of
 from tests.server.text.answers import TOOLS
@@ -45,8 +45,8 @@ def answering(
 ) -> Iterator[RunningServer]:
     """A server whose model always writes this text."""
     answer = settings.get("tokenizer", TOKENIZER).encode(text, add_special_tokens=False)
-    formats = AnswerFormats(tools, reasoning)
-    with RunningServer(answer=answer, chat_template=TEMPLATE, formats=formats, **settings) as server:
+    parsers = {"tool_call_parser": tools, "reasoning_parser": reasoning}
+    with RunningServer(answer=answer, chat_template=TEMPLATE, **parsers, **settings) as server:
         yield server
         server.wait_for_idle()
 
@@ -262,7 +262,7 @@ def test_refused(agent, fields, param, message):
 def test_automatic_choice_needs_a_format_and_the_flag():
     for tools, settings, fix in (
         (None, {}, "--tool-call-parser"),
-        ("hermes", {"calls_tools": False}, "--enable-auto-tool-choice"),
+        ("hermes", {"enable_auto_tool_choice": False}, "--enable-auto-tool-choice"),
     ):
         with answering("x", tools, None, **settings) as server:
             error = error_of(server.chat(tools=TOOLS), 400)
@@ -271,7 +271,7 @@ def test_automatic_choice_needs_a_format_and_the_flag():
 
 
 def test_tools_that_are_not_to_be_called_may_be_hidden():
-    with answering("x", hides_unused_tools=True) as server:
+    with answering("x", exclude_tools_when_tool_choice_none=True) as server:
         ask(server, tool_choice="none", max_tokens=1)
         assert TOKENIZER.decode(server.last_request().prompt_token_ids).startswith("no tools")
 
@@ -284,7 +284,7 @@ def test_references_of_a_schema_move_with_it():
     tools = [*TOOLS, {"type": "function", "function": {"name": "visit", "parameters": schema}}]
 
     body = ChatRequest(messages=MESSAGES, tools=tools, tool_choice="required", parallel_tool_calls=False)
-    constraint = ToolChoice.of(body, ServerSettings((MODEL,)), []).constraint
+    constraint = ToolChoice.of(body, ServerSettings(), []).constraint
     assert grammar_text(constraint)
     moved = constraint.json["$defs"]["1"]
     assert moved["properties"]["next"] == {"$ref": "#/$defs/1"}

@@ -21,7 +21,9 @@ from quire.planning import devices
 from quire.planning.step_costs import calibration_file
 from quire.resolve import resolve
 from tests.cost.models import CONSTANTS
+from tests.e2e.serving import Program
 from tests.measure.test_bench_serve import DETAILS, KEYS
+from tests.nursery import LightPopen
 
 SMALL = ("--num-prompts", "30", "--random-input-len", "40", "--random-output-len", "20", "--disable-tqdm")
 # The size of the KV cache does not depend on what else runs here.
@@ -201,5 +203,5 @@ def test_nothing_is_loaded() -> None:
         "import sys\nfrom quire.cli.main import main\n"
         f"main({['simulate', *FIXED, *SMALL]!r})\nprint(sorted({{'torch', 'transformers'}} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = Program(("-c", code), LightPopen).run()
     assert done.stdout.splitlines()[-1] == "[]"

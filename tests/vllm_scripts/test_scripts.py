@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import quire.demo
+from tests.nursery import TorchPopen
 
 SCRIPTS = Path(__file__).parent
 MODEL = str(quire.demo.path())
@@ -31,6 +32,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         script.write_text(text)
         monkeypatch.setattr(sys, "argv", [name, *arguments])
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        monkeypatch.setattr("subprocess.Popen", TorchPopen)
         runpy.run_path(str(script), run_name="__main__")
         return capsys.readouterr().out.splitlines()
 

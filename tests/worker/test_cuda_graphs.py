@@ -196,7 +196,7 @@ def test_bounds_that_contradict(arguments: dict[str, Any], problem: str) -> None
 
 
 def test_sizes_are_checked() -> None:
-    with pytest.raises(ConfigError, match="Illegal size of a CUDA graph"):
+    with pytest.raises(ConfigError, match="Illegal value of cudagraph_capture_sizes"):
         settings(cudagraph_capture_sizes=[0, 4])
 
 

@@ -70,6 +70,8 @@ class SharedGroup {
   int size() const { return size_; }
   int aborted() const;  // the number of the rank that has failed; -1: none
 
+  double waited_seconds() const { return waited_seconds_; }  // for other ranks, in all turns
+
  private:
   void arrive(uint64_t signature);
   void wait_for(int rank, uint64_t signature);
@@ -91,6 +93,7 @@ class SharedGroup {
   double timeout_seconds_;
   uint32_t turn_ = 0;
   uint32_t step_ = 0;
+  double waited_seconds_ = 0;
 };
 
 struct GatherArgs {

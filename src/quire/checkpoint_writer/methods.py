@@ -194,7 +194,7 @@ def _source_of(layer: Layer, linear: LayerLinear) -> _Source | None:
 
 
 def _rows_before(layer: Layer, module: str, first: str) -> _Source:
-    """v_proj makes the inputs of o_proj, and up_proj those of down_proj: both are the last rows of a fused weight."""
+    """v_proj makes the inputs of o_proj, up_proj of down_proj: both are the last rows of a fused weight."""
     inner = next(linear.in_features for linear in layer.linears if linear.names[0] == f"{module}.{first}")
     before = next(linear for linear in layer.linears if linear.names[0].startswith(f"{module}.") and first not in
                   linear.names[0])  # fmt: skip

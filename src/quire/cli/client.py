@@ -35,7 +35,7 @@ class ServerAnswerError(QuireError):
 
 
 class NoApiError(ServerAnswerError):
-    """What answers at the address is something else."""
+    """Something else than a server of models answers at the address."""
 
 
 def add_client_flags(parser: Parser) -> None:

@@ -15,7 +15,7 @@ from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
 from quire.option import options
 
-# What a command has beside these, such as a workload, belongs on the command line.
+# Other flags of a command, such as a workload, belong on the command line.
 _SETTINGS = {f.name for config in (EngineConfig, ServerConfig) for f in options(config)} | FOREIGN.keys()
 
 
@@ -23,7 +23,7 @@ def read_config_file(path: Path, parser: argparse.ArgumentParser, *, only_settin
     """The file's settings by name (with underscores), as `parser` would read their flags. Null leaves a setting alone.
 
     Args:
-        only_settings: the keys are those of configs; else all flags of the parser.
+        only_settings: the keys are settings of configs; else all flags of the parser.
 
     Raises:
         ConfigError: no such file, no YAML mapping, an unknown key, a key given twice, or a value its flag would refuse.

@@ -50,13 +50,12 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     from quire.entry.launch import find_chat_template, find_model
     from quire.kernels import extension
     from quire.metrics.stopwatch import Stopwatch
-    from quire.planning import devices
+    from quire.planning.hardware import this_machine
     from quire.screen.explain import explain
 
     folder, name, model = find_model(engine_config, None, weights=False)
     template = find_chat_template(engine_config, server_config, folder)
-    gpu = "none was looked for" if engine_config.device == "cpu" else devices.ask_gpu()
-    device = devices.detect(extension.chosen_isa(), gpu)
+    device = this_machine(engine_config.device)
     watch = Stopwatch()
     bandwidth = extension.read_bandwidth(device.num_cores)
     explanation = explain(name, engine_config, server_config, model, device, bandwidth, watch.lap().waited, template)

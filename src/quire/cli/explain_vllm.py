@@ -2,7 +2,7 @@
 
 `--llama-server`, `--sglang`, `--tgi` and `--modelfile` do the same for other servers.
 
-The answers are those of `compat` and of the settings themselves. Nothing is executed, loaded or downloaded.
+The answers come from `compat` and from the settings themselves. Nothing is executed, loaded or downloaded.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from quire.config import EngineConfig, ServerConfig
 from quire.entry.launch import find_model
 from quire.entry.listen import check_guarded
 from quire.errors import ConfigError, MemoryPlanError, printable
-from quire.kernels import extension
 from quire.loader.hub import cached_file, local_folder, local_path
 from quire.model_config import ModelConfig, load_model_config
 from quire.option import Source, options
-from quire.planning import devices
+from quire.planning.hardware import this_machine
 from quire.screen.explain import Explanation, explain, shown_setting
 
 # same: Quire has it under this name; translated: it is another setting or value here; no effect: there is nothing to
@@ -354,8 +353,7 @@ class _Reading:
         if found is None:
             return f"{engine.model}: not on this machine, so no value is checked against it, and no cost is known", None
         name, model = found
-        gpu = "none was looked for" if engine.device == "cpu" else devices.ask_gpu()
-        explanation = explain(name, engine, server, model, devices.detect(extension.chosen_isa(), gpu))
+        explanation = explain(name, engine, server, model, this_machine(engine.device))
         return f"{name}: {model.architecture}, its config is on this machine", explanation
 
     def _judged(self, answer: Answer, found: Explanation | None) -> Answer:

@@ -21,7 +21,8 @@ quire explain --tgi 'text-generation-launcher --model-id Qwen/Qwen3-0.6B'
 ```
 
 Each prints every flag with its answer, and then the same command for Quire. Nothing is executed, loaded or downloaded.
-`-` reads from standard input. The exit codes are those of [`quire explain --vllm`](vllm.md#what-becomes-of-a-command).
+`-` reads from standard input. The exit codes mean the same as for
+[`quire explain --vllm`](vllm.md#what-becomes-of-a-command).
 """
 _INTRODUCTIONS = {
     "llama.cpp": """\

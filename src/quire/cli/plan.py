@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ DESCRIPTION = """
 Prints the bytes of weights and KV cache in every format, and how many tokens fit beside the weights, from config.json
 or a GGUF header. With --hardware, or with a workload, a rate, times or a price, it ranks hardware, formats and devices
 per copy, and predicts times and rates. --quantization, --dtype and --kv-cache-dtype leave only what they name; all
-other flags are those of `serve`.
+other flags are the flags of `serve`.
 """
 EPILOG = """
 Exit code: 0; 2 if a model fits in no format; with --check also 1 if the best row does not meet what is asked.
@@ -52,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
     add = parser.add_argument
     add("--json", action="store_true", help="print JSON")
     add("--hardware", metavar="LIST", help="GPUs to rank, as h100x2,l40s: docs/planning.md lists them")
-    add("--memory", metavar="SIZE", help="plan for so much memory, as 80GiB: RAM, or, with --device cuda, a GPU's")
+    add("--memory", metavar="SIZE", help="plan for this much memory, as 80GiB: RAM, or, with --device cuda, a GPU's")
     add("--bandwidth", metavar="RATE", help="with --memory: bytes per second that are read, as 864GB")
     add("--flops", metavar="RATE", help="with --memory: operations per second in bfloat16, as 362T")
     add("--sequences", type=int, metavar="N", help="requests of max_model_len to hold (default: 1)")
@@ -67,17 +68,14 @@ def add_parser(subparsers: Any) -> None:
 def run(parser: Parser, args: argparse.Namespace) -> int:
     """Exit code 0; 2 if a model fits in no format; with --check 1 if what is asked is not met."""
     is_ranked = args.check or any(getattr(args, name, None) is not None for name in _RANKED_BY)
-    degree = vars(args).pop("tensor_parallel_size", None)  # `serve` takes no other than 1 yet
     names = args.model_tag
     args.model_tag = None
     engine, _ = read_settings(parser, args)
-    if engine.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "Stages of a pipeline are not compared",
-            value=engine.pipeline_parallel_size,
-            fix="Leave --pipeline-parallel-size out; quire explain shows the stage with the smallest KV cache",
-            param="pipeline_parallel_size",
-        )
+    # Without hardware to choose from, the devices are those that the degrees ask for.
+    is_laid_out = engine.pipeline_parallel_size > 1 or (engine.tensor_parallel_size > 1 and args.hardware is None)
+    degree = None if engine.sources["tensor_parallel_size"] == "default" else engine.tensor_parallel_size
+    if not is_laid_out:
+        engine = replace(engine, tensor_parallel_size=1)  # of a row
     is_ranked = is_ranked or engine.slo_ttft is not None or engine.slo_itl is not None
     if names and engine.model is not None:
         raise ConfigError("Models are named twice", value=[*names, engine.model], fix="Leave --model out")
@@ -90,7 +88,9 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     for model_name in names or [engine.model]:
         config = replace(engine, model=model_name)
         folder, name, model = find_model(config, None, weights=False)
-        if is_ranked:
+        if is_laid_out:
+            plans += _laid_out(config, name, model, machine, args.hardware)
+        elif is_ranked:
             plans.append(_ranked(args, config, folder, name, model, machine, degree))
         else:
             plans.append(_plain(args, config, name, model, machine))
@@ -106,13 +106,12 @@ class _Machine:
 
     def __init__(self, args: argparse.Namespace, engine: EngineConfig) -> None:
         from quire.kernels import extension
-        from quire.planning import devices
+        from quire.planning.hardware import this_machine
         from quire.planning.replicas import share_of_machine
 
         _check_description(args, engine)
         is_elsewhere = args.hardware is not None or (engine.device == "cuda" and args.memory is not None)
-        gpu = "none was looked for" if engine.device == "cpu" or is_elsewhere else devices.ask_gpu()
-        self.facts = devices.detect(extension.chosen_isa(), gpu)
+        self.facts = this_machine("cpu" if is_elsewhere else engine.device)
         self.read_bandwidth: float | None = None
         self.described: Ceilings | None = None
         if args.hardware is not None:
@@ -132,6 +131,7 @@ class _Machine:
                 self.read_bandwidth /= engine.data_parallel_size
             self.memory_name += f", for each of {engine.data_parallel_size} replicas"
         self.has_speed = args.memory is None or self.described is not None
+        self.is_gpu = self.facts.gpu is not None and engine.device != "cpu"
 
 
 def _plain(args: argparse.Namespace, engine: EngineConfig, name: str, model: ModelConfig, machine: _Machine) -> Any:
@@ -155,6 +155,22 @@ def _plain(args: argparse.Namespace, engine: EngineConfig, name: str, model: Mod
         num_sequences=1 if args.sequences is None else args.sequences,
         cost_of=cost_of if machine.has_speed else None,
     )
+
+
+def _laid_out(
+    engine: EngineConfig, name: str, model: ModelConfig, machine: _Machine, hardware: str | None
+) -> Iterator[Any]:
+    """A plan for each kind of devices: all ways to share as many as the degrees ask for."""
+    from quire.planning.hardware import parse_hardware
+    from quire.planning.layouts import lay_out
+
+    if hardware is None:
+        num_local = engine.num_local_ranks  # the machine was shared by replicas before
+        facts = machine.facts if machine.is_gpu else machine.facts.shared_by(num_local)
+        yield lay_out(name, engine, model, facts, f"{machine.memory_name}, shared by {num_local} ranks")
+        return
+    for each in parse_hardware(hardware, machine.facts, []):
+        yield lay_out(name, engine, model, each.facts, each.text())
 
 
 def _ranked(

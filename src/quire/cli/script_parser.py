@@ -1,4 +1,4 @@
-"""The parser of vLLM's scripts: flags of their own beside those of EngineArgs, and `--config FILE` with any of them."""
+"""The parser of vLLM's scripts: their own flags, the flags of EngineArgs, and `--config FILE` with any of them."""
 
 from __future__ import annotations
 

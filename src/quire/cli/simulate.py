@@ -15,7 +15,7 @@ from quire.errors import ConfigError
 from quire.measure.options import Report, Target, Traffic, Workload, from_args, given
 
 DESCRIPTION = """
-The scheduler, the KV cache's pages and the queue's limit are those of a server with these settings; a step takes as
+Scheduler, pages of the KV cache and limit of the queue are the same as in a server with these settings. A step takes as
 long as the engine predicts. Nothing is loaded. The report is that of `quire bench serve`.
 """
 
@@ -55,15 +55,13 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
         )
     workload, traffic, options = _workload(args, config.seed or 0), from_args(Traffic, args), from_args(Report, args)
     from quire.entry.launch import find_model, read_tokenizer
-    from quire.kernels import extension
     from quire.measure import report
     from quire.measure.prepared_load import PreparedLoad
-    from quire.planning import devices
+    from quire.planning.hardware import this_machine
     from quire.simulate.run import simulate
 
     folder, name, model = find_model(config, None, weights=False)
-    gpu = "none was looked for" if config.device == "cpu" else devices.ask_gpu()
-    device = devices.detect(extension.chosen_isa(), gpu)
+    device = this_machine(config.device)
     load = PreparedLoad(workload, traffic, read_tokenizer(config, folder), is_chat=False, ignore_eos=True)
     runs, facts = simulate(name, config, model, device, load, partial(progress_bar, options.disable_tqdm))
     workload = replace(workload, num_prompts=len(runs[0].outcomes))  # a trace's requests are counted only now

@@ -34,7 +34,7 @@ MODEL: tuple[Foreign, ...] = (
     *accepted("no code from a model repository is ever loaded", values="code_revision"),
     *refused("the checkpoint says how it is quantized", "Use --hf-overrides", values="quantization_config"),
     *accepted("it only permits formats that are not in this version", switches="allow_deprecated_quantization"),
-    *refused("mixture-of-experts models are not in this version", switches="enable_return_routed_experts"),
+    *refused("the experts of a token are not returned in this version", switches="enable_return_routed_experts"),
     *refused("the mask of the sampler is not returned in this version", switches="return_sampling_mask"),
     *accepted("tokens are drawn with 53-bit random numbers, without Gumbel noise", switches="use_fp64_gumbel"),
     *refused("traces cannot be replayed in this version", switches="enable_trace_replay"),
@@ -71,8 +71,11 @@ LOAD: tuple[Foreign, ...] = (
         "weights are mapped and read once, in the order of the file",
         values="""
             safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
-            max_parallel_loading_workers
         """,
+    ),
+    *accepted(
+        "each rank reads only its own part of the mapped files, and pages that ranks share are read once",
+        values="max_parallel_loading_workers",
     ),
     *refused("loaders have no further settings", values="model_loader_extra_config"),
     *accepted("only safetensors, config and tokenizer files are downloaded", lists="ignore_patterns"),
@@ -144,16 +147,19 @@ PARALLELISM: tuple[Foreign, ...] = (
         values="data_parallel_address data_parallel_rpc_port dp_sync_interval",
         switches="disable_nccl_for_dp_synchronization",
     ),
+    translated(
+        "cpu_distributed_timeout_seconds",
+        "ranks wait in one way, on a CPU too",
+        lambda value: {"distributed_timeout_seconds": value},
+    ),
     *accepted(
         ONE_DEVICE,
         values="""
-            distributed_timeout_seconds cpu_distributed_timeout_seconds elastic_ep_max_dp_size
+            elastic_ep_max_dp_size
         """,
         switches="""
             enable_hc_sp enable_batch_sharded_sampling enable_shm_tensor_arena
-            ray_workers_use_nsight disable_custom_all_reduce
         """,
-        lists="device_ids",
     ),
     *refused("all rows of a step are computed together", switches="enable_dbo"),
     *accepted(
@@ -163,10 +169,11 @@ PARALLELISM: tuple[Foreign, ...] = (
     *accepted("ranks exchange the results of experts through memory that they share", values="all2all_backend"),
     *accepted("a rank always reads its own experts only", switches="enable_ep_weight_filter"),
     *accepted(
-        "threads run on the cores the process is allowed; use taskset or numactl, and --num-threads",
-        switches="numa_bind",
-        lists="numa_bind_nodes numa_bind_cpus",
+        "ranks join what they have through memory that they share, and in no other way",
+        switches="disable_custom_all_reduce",
     ),
+    *accepted("ranks run on CPUs, and CUDA_VISIBLE_DEVICES says which GPUs replicas may use", lists="device_ids"),
+    *accepted("no profiler is started with the processes", switches="ray_workers_use_nsight"),
     *refused(NO_CODE, off=("auto",), values="worker_cls worker_extension_cls"),
     *accepted("a failed engine is always replaced", switches="enable_fault_tolerance", values="fault_tolerance_config"),
 )

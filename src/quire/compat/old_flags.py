@@ -38,7 +38,9 @@ OLD_FLAGS: tuple[Foreign, ...] = (
     *accepted("drafts are verified in the one way there is", values="speculative_disable_mqa_scorer"),
     *accepted("room for drafts is made where there are drafts", values="num_lookahead_slots", off=(0,)),
     *accepted(
-        "logprobs are always those of the model", switches="disable_logprobs_during_spec_decoding", off=(True, False)
+        "logprobs always come from the model",
+        switches="disable_logprobs_during_spec_decoding",
+        off=(True, False),
     ),
     *refused(
         "a draft holds only if the model samples it, so that no token changes",

@@ -96,7 +96,7 @@ def read_pasted(text: str, program: Program = VLLM) -> PastedCommand:
 
 
 class _Scanner:
-    """Words of a text by command. What a shell would do with a word is left out: `$NAME` and `*` stay as they are."""
+    """Words of a text by command. Nothing is done that a shell would do: `$NAME` and `*` stay as they are."""
 
     def __init__(self, text: str, notes: list[str]) -> None:
         self._text, self._notes = text, notes

@@ -39,7 +39,7 @@ SPECULATION_KEYS: dict[str, Foreign] = {
             switches="enable_adaptive_verification adaptive_verification",
         ),
         *accepted("drafts are verified in the one way there is", switches="disable_mqa_scorer"),
-        *accepted("logprobs are always those of the model", switches="disable_logprobs", off=(True, False)),
+        *accepted("logprobs always come from the model", switches="disable_logprobs", off=(True, False)),
         *accepted("--disable-log-stats holds for drafts too", switches="disable_log_stats", off=(True, False)),
         *accepted("steps are as --enable-chunked-prefill says", switches="enable_chunked_prefill", off=(True, False)),
         *refused(
@@ -178,7 +178,7 @@ def _translate(keys: dict[str, Any]) -> None:
             raise ConfigError(
                 "Illegal disable_by_batch_size in speculative_config",
                 value=size,
-                expected="2 or more: from so many running requests on there are no drafts",
+                expected="2 or more: with that number of running requests or more, there are no drafts",
             )
         schedule = ((1, size - 1, drafts), (size, _MANY, 0))
         if keys.setdefault("num_speculative_tokens_per_batch_size", schedule) != schedule:

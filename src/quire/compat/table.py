@@ -87,7 +87,7 @@ def _check_refused(asked: Mapping[str, Any], spell: Callable[[str], str], foreig
 
 
 def joined(old: Any, new: Any, source: str, target: str) -> Any:
-    """What a setting becomes that has a value and is translated to as well. Raises ConfigError if the two differ."""
+    """The value of a setting that has one and gets one by a translation. Raises ConfigError if the two differ."""
     if isinstance(old, dict) and isinstance(new, dict) and all(old[key] == new[key] for key in old.keys() & new.keys()):
         return {**old, **new}
     if old is not None and old != new:

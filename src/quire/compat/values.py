@@ -50,7 +50,7 @@ FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
         ),
         ForeignValues(
             ("int8_per_channel_weight_only", "experts_int8", "moe_wna16", "nvfp4_per_token"),
-            "it is for mixtures of experts, which are not in this version",
+            "experts have no format of their own here",
             "Use int8 or int4, which quantize every linear layer while it loads",
         ),
         ForeignValues(

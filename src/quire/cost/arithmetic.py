@@ -129,7 +129,7 @@ class StepArithmetic:
         expert_bytes: Counter[tuple[int, int]] = Counter()
         for experts, num_bytes in model.expert_bytes(dtype, quantization):
             expert_bytes[experts.num_experts, experts.num_active_here] += num_bytes
-        # Of all layers with so many experts, and so many active ones: the bytes of one expert in each.
+        # By (number of experts, number of active ones): the bytes of one expert in each layer that has them.
         self._expert_bytes = tuple((*counts, num_bytes) for counts, num_bytes in expert_bytes.items())
         active = sum(num_active * num_bytes for _, num_active, num_bytes in self._expert_bytes)
         self.always_read_bytes = model.read_bytes_per_step(dtype, quantization) - active
@@ -171,7 +171,7 @@ class StepArithmetic:
         return Load(load.num_tokens + count, load.num_rows + 1, load.num_logits + num_logits, kv_tokens, pairs)
 
     def weight_bytes(self, num_tokens: int) -> float:
-        """Bytes of the weights that a step of so many tokens reads, if it has logits. Routing is taken as uniform."""
+        """Bytes of the weights that a step of this number of tokens reads, with logits. Routing is taken as uniform."""
         return self.always_read_bytes + sum(
             distinct_experts(num_experts, num_active, num_tokens) * num_bytes
             for num_experts, num_active, num_bytes in self._expert_bytes

@@ -32,7 +32,7 @@ ROPE_THETA, EPS = 10_000.0, 1e-5
 
 
 class Head(nn.Module):
-    """See models/head.py; the names of its parameters are those of checkpoints.
+    """See models/head.py; its parameters have the names of checkpoints.
 
     Args:
         width: of the target.
@@ -69,7 +69,7 @@ class Head(nn.Module):
         """Of one run over [N, T, D]: hidden states for the positions behind, and the same normed for the logits.
 
         Args:
-            keys, values: of the runs before, one each; those of this one are appended.
+            keys, values: of the runs before, one each; this run appends its own.
         """
         x = torch.cat(
             [self._norm("midlayer.input_layernorm", embeddings), self._norm("midlayer.hidden_norm", hidden)], -1

@@ -32,6 +32,11 @@ class Group(Protocol):
     rank: int
     size: int
 
+    @property
+    def waited_seconds(self) -> float:
+        """For other ranks, so far."""
+        ...
+
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """The columns of all ranks side by side, [T, N], in memory of its own.
 
@@ -75,7 +80,12 @@ class Group(Protocol):
 
 
 class Link(Protocol):
-    """From a rank of a stage to one of the next stage. What is sent is received in the same order."""
+    """From a rank of a stage to one of the next stage. Rows are received in the order in which they are sent."""
+
+    @property
+    def waited_seconds(self) -> float:
+        """For the other rank, so far."""
+        ...
 
     def send(self, rows_TD: Tensor) -> None:
         """Returns once they are received, or on their way. Raises GroupError."""
@@ -125,6 +135,11 @@ class Ranks:
     def fail(self) -> None:
         """This rank cannot go on. Nor can the others."""
         self.failing.fail_for(self.rank)
+
+    @property
+    def waited_seconds(self) -> float:
+        """For others, so far."""
+        return sum(each.waited_seconds for each in (self.group, self.before, self.behind) if each is not None)
 
     def close(self) -> None:
         """Leave the others."""

@@ -61,7 +61,7 @@ class Grid:
         return rank - self.width if rank >= self.width else None
 
     def groups(self, node: int = 0) -> list[tuple[int, ...]]:
-        """The ranks of a machine that exchange something: those of a stage, and pairs of sender and receiver."""
+        """The ranks of a machine that exchange something: the ranks of a stage, and pairs of sender and receiver."""
         here = self.ranks_of(node)
         stages = [self.stage_members(rank) for rank in here[:: self.width] if self.width > 1]
         return stages + [(rank, rank - self.width) for rank in here[self.width :]]

@@ -6,6 +6,7 @@ Dimensions: T tokens, D hidden.
 from __future__ import annotations
 
 import socket
+import time
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class SocketLink:
 
     def __init__(self, peer: socket.socket, peer_rank: int) -> None:
         self._peer, self._rank = peer, peer_rank
+        self.waited_seconds = 0.0
 
     def send(self, rows_TD: Tensor) -> None:
         try:
@@ -32,10 +34,12 @@ class SocketLink:
 
     def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         rows_TD = torch.empty((num_rows, width), dtype=dtype)
+        start = time.perf_counter()
         try:
             wire.receive_into(self._peer, rows_TD.view(torch.uint8).numpy().reshape(-1).data)
         except (OSError, wire.WireError) as error:
             raise self._error(error) from error
+        self.waited_seconds += time.perf_counter() - start
         return rows_TD
 
     def close(self) -> None:

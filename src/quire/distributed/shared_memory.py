@@ -23,9 +23,8 @@ from quire.errors import ConfigError
 from quire.kernels import cpu, extension
 
 SLOT_BYTES = 1 << 20  # of a rank in a turn; larger results take several turns
-# A rank that waits looks for so long before it sleeps. It has a core of its own, or others need the core.
+# How long a waiting rank looks before it sleeps, if it has a core of its own; and if others need the core.
 SPIN_MICROSECONDS, SHORT_SPIN_MICROSECONDS = 200, 5
-TIMEOUT_SECONDS = 600.0  # for one turn: a step of another rank that is still computing
 
 
 def make_memory(grid: Grid) -> int:
@@ -49,8 +48,8 @@ def ranks_on(
     grid: Grid,
     links: Mapping[int, int] = MappingProxyType({}),
     *,
-    has_own_cores: bool = True,
-    timeout_seconds: float = TIMEOUT_SECONDS,
+    has_own_cores: bool,
+    timeout_seconds: float,
 ) -> Ranks:
     """What a rank knows of the others. It may go through the memory only once: later ranks need other memory.
 
@@ -58,6 +57,7 @@ def ranks_on(
         memory: of `make_memory`, which the caller may close afterwards.
         links: file descriptors of the connections to ranks of other machines, by rank. They belong to the result.
         has_own_cores: no other rank needs the core that this one waits on.
+        timeout_seconds: for one turn: another rank may still be computing.
     """
     if not extension.is_used():
         raise ConfigError(
@@ -125,6 +125,10 @@ class SharedMemoryGroup:
         self.rank, self.size = members.index(number), len(members)
         self._shared = shared
 
+    @property
+    def waited_seconds(self) -> float:
+        return float(self._shared.waited_seconds)
+
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         out = torch.empty((part.shape[0], sum(widths)), dtype=part.dtype, device=part.device)
         cpu.gather(self._shared, part, widths, out)
@@ -173,6 +177,10 @@ class SharedMemoryLink:
 
     def __init__(self, pair: SharedMemoryGroup) -> None:
         self._pair = pair
+
+    @property
+    def waited_seconds(self) -> float:
+        return self._pair.waited_seconds
 
     def send(self, rows_TD: Tensor) -> None:
         self._pair.bring(rows_TD, (rows_TD.shape[1], 0))

@@ -24,7 +24,7 @@ HANDSHAKE_SECONDS = 5.0  # for a peer to show that it knows the key
 RETRY_SECONDS = 0.2
 MOST_FRAME_BYTES = 1 << 20  # of frames that nodes exchange before ranks talk
 NONCE_BYTES = 32
-# A machine that is gone sends nothing. After so many seconds the system says so.
+# A machine that is gone sends nothing. After these seconds the system reports it.
 LOST_SECONDS = 5
 _LENGTH = struct.Struct(">Q")
 
@@ -83,12 +83,22 @@ def accept(listener: socket.socket, key: bytes, until: float) -> socket.socket:
     """The next peer that knows the key. Others are dropped, and logged. Raises TimeoutError at `until`."""
     while True:
         listener.settimeout(max(until - time.monotonic(), 0.001))
-        peer, place = listener.accept()
         try:
+            peer, place = listener.accept()
+        except TimeoutError:
+            raise
+        except OSError as error:  # of a peer that has gone again, or of the network: accept(2) says to try again
+            if time.monotonic() > until:
+                raise TimeoutError(f"nobody can be let in: {error}") from error
+            logger.warning("a peer could not be let in: %s", error)
+            time.sleep(RETRY_SECONDS)
+            continue
+        try:
+            end = time.monotonic() + HANDSHAKE_SECONDS
             peer.settimeout(HANDSHAKE_SECONDS)
             challenge = secrets.token_bytes(NONCE_BYTES)
             send(peer, challenge)
-            reply = receive(peer, NONCE_BYTES + 32)
+            reply = receive(peer, NONCE_BYTES + 32, end)
             own, proof = reply[:NONCE_BYTES], reply[NONCE_BYTES:]
             if not hmac.compare_digest(proof, _proof(key, b"peer", challenge + own)):
                 raise WireError("it does not know the cluster key")
@@ -111,10 +121,10 @@ def connect(address: str, port: int, key: bytes, until: float) -> socket.socket:
                 raise TimeoutError(f"nobody listens at {address}, port {port}: {error}") from error
             time.sleep(RETRY_SECONDS)
     try:
-        host.settimeout(max(until - time.monotonic(), HANDSHAKE_SECONDS))  # it may be waiting for another peer
-        challenge, own = receive(host, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+        end = max(until, time.monotonic() + HANDSHAKE_SECONDS)  # it may be waiting for another peer
+        challenge, own = receive(host, NONCE_BYTES, end), secrets.token_bytes(NONCE_BYTES)
         send(host, own + _proof(key, b"peer", challenge + own))
-        if not hmac.compare_digest(receive(host, 32), _proof(key, b"host", own + challenge)):
+        if not hmac.compare_digest(receive(host, 32, end), _proof(key, b"host", own + challenge)):
             raise WireError("it does not know the cluster key")
     except (WireError, OSError) as error:
         host.close()
@@ -128,12 +138,16 @@ def send(peer: socket.socket, frame: bytes | memoryview) -> None:
     peer.sendall(frame)
 
 
-def receive(peer: socket.socket, most: int = MOST_FRAME_BYTES) -> bytes:
-    """A frame of at most `most` bytes. Raises WireError and OSError."""
-    (length,) = _LENGTH.unpack(_exactly(peer, _LENGTH.size))
+def receive(peer: socket.socket, most: int = MOST_FRAME_BYTES, until: float | None = None) -> bytes:
+    """A frame of at most `most` bytes. Raises WireError and OSError.
+
+    Args:
+        until: when all of it must be here; None: each piece may take as long as the peer's timeout says.
+    """
+    (length,) = _LENGTH.unpack(_exactly(peer, _LENGTH.size, until))
     if length > most:
         raise WireError(f"a frame of {length} bytes where {most} are allowed")
-    return bytes(_exactly(peer, length))
+    return bytes(_exactly(peer, length, until))
 
 
 def receive_into(peer: socket.socket, memory: memoryview) -> None:
@@ -164,14 +178,16 @@ def _proof(key: bytes, role: bytes, numbers: bytes) -> bytes:
     return hmac.digest(key, b"quire ranks 1 " + role + numbers, "sha256")
 
 
-def _exactly(peer: socket.socket, count: int) -> bytearray:
+def _exactly(peer: socket.socket, count: int, until: float | None = None) -> bytearray:
     frame = bytearray(count)
-    _fill(peer, memoryview(frame))
+    _fill(peer, memoryview(frame), until)
     return frame
 
 
-def _fill(peer: socket.socket, memory: memoryview) -> None:
+def _fill(peer: socket.socket, memory: memoryview, until: float | None = None) -> None:
     while len(memory):
+        if until is not None:
+            peer.settimeout(max(until - time.monotonic(), 0.001))
         count = peer.recv_into(memory)
         if not count:
             raise WireError("the connection was closed")

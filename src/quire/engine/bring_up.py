@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from quire.config import EngineConfig
 from quire.engine.executor import InlineExecutor, PipelineExecutor, ThreadExecutor
 from quire.errors import ConfigError
-from quire.life_cycle import CacheSize, Measured, Worker, WorkerExecutor, WorkerSettings
+from quire.life_cycle import CacheSize, Measured, WorkerExecutor, Workers, WorkerSettings
 from quire.logs import get_logger
 from quire.messages import WARM_UP, Progress
 from quire.model_config import ModelConfig
+from quire.planning.binding import bound_facts, is_bound
 from quire.planning.memory_plan import (
     MemoryFacts,
     plan_kv_cache,
@@ -39,7 +40,7 @@ class RunningWorkers:
 def bring_up(
     config: EngineConfig,
     model_config: ModelConfig,
-    workers: Sequence[Worker],
+    workers: Workers,
     *,
     is_server: bool,
     progress: Progress,
@@ -55,7 +56,12 @@ def bring_up(
         parts: what each worker holds; none: all of it.
         executor: of the workers; None: they are of this engine alone, and it makes one.
     """
-    facts = share_of_machine(least_facts((executor or InlineExecutor(workers)).facts(config.device != "cpu")), config)
+    wants_gpu = config.device != "cpu"
+    found = [worker.facts(wants_gpu) for worker in workers] if executor is None else executor.facts(wants_gpu)
+    facts = least_facts(found)
+    if is_bound(config):
+        facts = bound_facts(facts, config, facts.num_cores)
+    facts = share_of_machine(facts, config)
     facts = facts.shared_by(config.num_local_ranks, config.pipeline_parallel_size)
     resolved = resolve(config, model_config, facts, is_server=is_server)
     total_bytes, _ = facts.memory_of(resolved.device.device)
@@ -137,7 +143,7 @@ def warn_about_dropped_sizes(resolved: Resolved) -> None:
         logger.warning("--max-cudagraph-capture-size is taken as %d: %s", bound.value, bound.detail)
 
 
-def _executor(workers: Sequence[Worker], resolved: Resolved) -> WorkerExecutor:
+def _executor(workers: Workers, resolved: Resolved) -> WorkerExecutor:
     """Threads for several ranks, and for a CPU that computes while the next step is scheduled: a GPU does by itself."""
     if resolved.scheduler.pipeline_parallel_size > 1:
         return PipelineExecutor(workers)

@@ -16,7 +16,7 @@ from quire.logs import get_logger
 
 logger = get_logger(__name__)
 
-REPEATED_SECONDS = 0.1  # a step is repeated, up to MOST_REPEATS times, until it has taken so long
+REPEATED_SECONDS = 0.1  # a step is repeated for this time, up to MOST_REPEATS times
 MOST_REPEATS = 3
 # A request that comes while a step is measured waits for its end: longer ones are not measured.
 MAX_STEP_SECONDS = 0.5

@@ -338,6 +338,7 @@ class EngineCore:
             draft_seconds=result.draft_seconds,
             evicted_blocks=None if pool.residency is None else pool.residency.take_evicted(),
             experts=result.experts,
+            ranks=result.ranks,
         )
         if load is not None and predicted is not None:
             record.predicted_seconds, record.bound = predicted.seconds, predicted.bound

@@ -1,15 +1,15 @@
-"""Executors that take workers of this process through their life: in the caller's thread, or each on a thread."""
+"""Executors that take workers through their life: in the caller's thread, or each on a thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from quire.distributed.group import StepVoid
 from quire.errors import AdapterChangedError, EngineDeadError, PeerLostError, QuireError
-from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, WorkerSettings
+from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, Workers, WorkerSettings
 from quire.logs import get_logger
 from quire.lora.facts import AdapterFacts
 from quire.resolve import DeviceFacts
@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 class InlineExecutor:
-    """Every worker does its part in the caller's thread. A device that runs ahead goes on after submit()."""
+    """One worker, in the caller's thread. A device that runs ahead goes on after submit()."""
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
+    def __init__(self, workers: Workers) -> None:
         self.workers = workers
 
     def facts(self, wants_gpu: bool) -> list[DeviceFacts]:
@@ -42,13 +42,17 @@ class InlineExecutor:
         self._tell(lambda worker: worker.capture())
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
-        self._tell(lambda worker: worker.use_tokenizer(tokenizer, eos_token_ids))
+        self.workers[0].use_tokenizer(tokenizer, eos_token_ids)
 
     def prepare_grammar(self, text: str) -> Polled[object]:
-        return _AllPolled([worker.prepare_grammar(text) for worker in self.workers])
+        return self.workers[0].prepare_grammar(text)
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return any(self._tell(lambda worker: worker.use_idle_time(num_blocks_ever_used)))
+
+    def check_alive(self) -> None:
+        for worker in self.workers:
+            worker.check_alive()
 
     def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]:
         return _AllLoads([worker.load_adapter(path, digest) for worker in self.workers], self._run_on)
@@ -58,7 +62,8 @@ class InlineExecutor:
             self._run_on(rank, partial(worker.drop_adapter, digest))
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        return _together([worker.submit(batch) for worker in self.workers])
+        assert len(self.workers) == 1, "ranks compute side by side"
+        return self.workers[0].submit(batch)
 
     def shutdown(self) -> None:
         for worker in self.workers:
@@ -75,16 +80,17 @@ class InlineExecutor:
 class ThreadExecutor(InlineExecutor):
     """Each worker on a thread of its own, in order: side by side, while the caller schedules the next step."""
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
+    def __init__(self, workers: Workers) -> None:
         super().__init__(workers)
         self._threads = [
             ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"quire-worker-{rank}") for rank in range(len(workers))
         ]
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        return _together(
-            [thread.submit(worker.execute, batch) for thread, worker in zip(self._threads, self.workers, strict=True)]
-        )
+        steps = [
+            thread.submit(worker.execute, batch) for thread, worker in zip(self._threads, self.workers, strict=True)
+        ]
+        return steps[0] if len(steps) == 1 else _AllRanks(steps)
 
     def shutdown(self) -> None:
         for thread in self._threads:
@@ -106,7 +112,7 @@ class PipelineExecutor(ThreadExecutor):
     A row waits for its own token, so its next batch comes later.
     """
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
+    def __init__(self, workers: Workers) -> None:
         super().__init__(workers)
         self._untold: list[StepTokens] = []
 
@@ -130,33 +136,26 @@ class _Noted:
         return result
 
 
-class _AllRanks(Generic[T]):
-    """What several ranks do. They come to the same result, so the first one answers."""
+class _AllRanks:
+    """A step of several ranks. The first one has the result, which gets the times of all."""
 
-    def __init__(self, pending: Sequence[Pending[T]]) -> None:
-        self._pending = pending
+    def __init__(self, steps: Sequence[Pending[StepResult]]) -> None:
+        self._steps = steps
 
-    def result(self) -> T:
-        return _results(self._pending)[0]
-
-
-class _AllPolled(_AllRanks[T]):
-    """The same for what need not be waited for."""
-
-    def __init__(self, polled: Sequence[Polled[T]]) -> None:
-        super().__init__(polled)
-        self._polled = polled
-
-    def done(self) -> bool:
-        return all(each.done() for each in self._polled)
+    def result(self) -> StepResult:
+        results = _results(self._steps)
+        results[0].ranks = tuple(each.ranks[0] for each in results if each.ranks)
+        return results[0]
 
 
-class _AllLoads(_AllPolled[AdapterFacts]):
+class _AllLoads:
     """An adapter that all ranks read, and keep when all of them have read it."""
 
     def __init__(self, loads: Sequence[AdapterLoad], run_on: Callable[[int, Callable[[], None]], None]) -> None:
-        super().__init__(loads)
         self._loads, self._run_on = loads, run_on
+
+    def done(self) -> bool:
+        return all(load.done() for load in self._loads)
 
     def result(self) -> AdapterFacts:
         facts, *others = _results(self._loads)
@@ -174,10 +173,6 @@ def _log_failure(future: Future[None]) -> None:
     """Nobody asks for its result."""
     if (error := future.exception()) is not None:
         logger.error("a worker's task between steps failed", exc_info=error)
-
-
-def _together(pending: Sequence[Pending[StepResult]]) -> Pending[StepResult]:
-    return pending[0] if len(pending) == 1 else _AllRanks(pending)
 
 
 def _results(pending: Sequence[Pending[T]]) -> list[T]:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 
 import msgspec
 
@@ -26,11 +27,12 @@ from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.rank_messages import Answer, Failed, FromRank, decode_from_rank, encode
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, PeerLostError
-from quire.life_cycle import CacheSize, Measured, Worker, WorkerSettings
+from quire.life_cycle import CacheSize, FirstWorker, Measured, WorkerSettings
 from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.planning import devices
+from quire.planning.binding import bind, cpus_of_processes
 from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.planning.replicas import has_own_cores
 from quire.resolve import DeviceFacts
@@ -126,9 +128,17 @@ def start_external(
             f"The ranks have not met: {error}", fix="Start as many as WORLD_SIZE says, on one machine", param="RANK"
         ) from error
     try:
-        ranks = ranks_on(memory, rank, grid, has_own_cores=has_own_cores(config, devices.num_cores()))
+        ranks = ranks_on(
+            memory,
+            rank,
+            grid,
+            has_own_cores=has_own_cores(config, devices.num_cores()),
+            timeout_seconds=config.distributed_timeout_seconds,
+        )
     finally:
         os.close(memory)
+    if cpus := cpus_of_processes(config):
+        bind(cpus[rank])
     companions.watch(ranks.failing)
     worker = DeviceWorker(part_of_rank(model_config, config, rank), progress, ranks=ranks)
     return ExternalExecutor(worker, companions)
@@ -160,23 +170,38 @@ def _place(grid: Grid) -> tuple[int, str]:
 
 def _meet(rank: int, grid: Grid, name: str, until: float) -> tuple[Companions, int]:
     """Connections to processes of the same user, and the memory that all share. Raises OSError."""
-    if rank == 0:
-        peers: dict[int, socket.socket] = {}
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(name)
-            listener.listen()
-            while len(peers) < grid.size - 1:
-                listener.settimeout(max(until - time.monotonic(), 0.001))
-                peer, _ = listener.accept()
-                if _is_ours(peer):
-                    peer.settimeout(None)
-                    peers[_RANK.unpack(peer.recv(_RANK.size, socket.MSG_WAITALL))[0]] = peer
-                else:
-                    peer.close()
-        memory = make_memory(grid)
-        for peer in peers.values():
-            socket.send_fds(peer, [b"memory"], [memory])
-        return Companions(0, dict(sorted(peers.items()))), memory
+    with ExitStack() as on_error:
+        found = _join(rank, name, until, on_error) if rank else _gather(grid, name, until, on_error)
+        on_error.pop_all()
+    return found
+
+
+def _gather(grid: Grid, name: str, until: float, on_error: ExitStack) -> tuple[Companions, int]:
+    """The first rank waits for the others, and shares the memory with them."""
+    peers: dict[int, socket.socket] = {}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(name)
+        listener.listen()
+        while len(peers) < grid.size - 1:
+            listener.settimeout(max(until - time.monotonic(), 0.001))
+            peer = on_error.enter_context(listener.accept()[0])
+            if not _is_ours(peer):
+                peer.close()
+                continue
+            peer.settimeout(max(until - time.monotonic(), 0.001))
+            if len(frame := peer.recv(_RANK.size, socket.MSG_WAITALL)) < _RANK.size:
+                raise ConnectionError("a rank has ended")
+            peer.settimeout(None)
+            peers[_RANK.unpack(frame)[0]] = peer
+    memory = make_memory(grid)
+    on_error.callback(os.close, memory)
+    for peer in peers.values():
+        socket.send_fds(peer, [b"memory"], [memory])
+    return Companions(0, dict(sorted(peers.items()))), memory
+
+
+def _join(rank: int, name: str, until: float, on_error: ExitStack) -> tuple[Companions, int]:
+    """Another rank connects to the first one, and gets the memory."""
     while True:
         peer = socket.socket(socket.AF_UNIX)
         try:
@@ -187,11 +212,16 @@ def _meet(rank: int, grid: Grid, name: str, until: float) -> tuple[Companions, i
             if time.monotonic() > until:
                 raise
             time.sleep(wire.RETRY_SECONDS)
+    on_error.enter_context(peer)
     if not _is_ours(peer):
         raise PermissionError("another user's process is in the place of rank 0")
     peer.sendall(_RANK.pack(rank))
-    _, (memory, *_), _, _ = socket.recv_fds(peer, len(b"memory"), 1)
-    return Companions(rank, {0: peer}), memory
+    peer.settimeout(max(until - time.monotonic(), 0.001))
+    _, descriptors, _, _ = socket.recv_fds(peer, len(b"memory"), 1)
+    if not descriptors:
+        raise ConnectionError("rank 0 has ended")
+    peer.settimeout(None)
+    return Companions(rank, {0: peer}), descriptors[0]
 
 
 def _is_ours(peer: socket.socket) -> bool:
@@ -203,7 +233,7 @@ def _is_ours(peer: socket.socket) -> bool:
 class ExternalExecutor:
     """The WorkerExecutor of one of the ranks: each method is called on all of them, in the same order."""
 
-    def __init__(self, worker: Worker, companions: Companions) -> None:
+    def __init__(self, worker: FirstWorker, companions: Companions) -> None:
         self.worker, self._companions = worker, companions
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"quire-worker-{companions.rank}")
         self._untold: list[StepTokens] = []
@@ -234,14 +264,17 @@ class ExternalExecutor:
             fix="Leave structured output out, or let Quire start the ranks",
         )
 
+    def check_alive(self) -> None:
+        """Whoever has started the ranks watches them."""
+
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return self.worker.use_idle_time(num_blocks_ever_used)
 
     def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]:
-        raise NotImplementedError("resolve refuses adapters")
+        raise AssertionError("a config with adapters is refused")
 
     def drop_adapter(self, digest: str) -> None:
-        raise NotImplementedError("resolve refuses adapters")
+        raise AssertionError("a config with adapters is refused")
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         digests = self._companions.all(_digest(batch))

@@ -20,6 +20,7 @@ from quire.engine.rank_messages import RankLaunch
 from quire.engine.ranks import CLOSE_SECONDS, LOOK_SECONDS, end_of, is_stopped, rank_name, spawn_rank
 from quire.errors import ConfigError
 from quire.logs import get_logger
+from quire.planning.binding import cpus_of_processes
 from quire.planning.cut_stages import grid_of
 
 logger = get_logger(__name__)
@@ -70,7 +71,7 @@ def _run(config: EngineConfig, model_folder: Path, opened: ExitStack) -> int:
             fix=f"Check that it was started, --master-addr and --master-port, and {envs.CLUSTER_KEY.name} on both",
             param="master_addr",
         ) from error
-    memory = make_memory(grid)
+    cpus, memory = cpus_of_processes(config), make_memory(grid)
     processes: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for rank, control in controls.items():
@@ -79,7 +80,8 @@ def _run(config: EngineConfig, model_folder: Path, opened: ExitStack) -> int:
                 links[receivers[rank]] = out[rank].fileno()
             if rank in senders:
                 links[senders[rank]] = arrived[senders[rank]].fileno()
-            launch = RankLaunch(config, str(model_folder), None, rank, memory, None, True, links)
+            own = cpus[rank % grid.num_local] if cpus else set[int]()
+            launch = RankLaunch(config, str(model_folder), None, rank, memory, None, True, links, own)
             processes[rank] = spawn_rank(launch, control.fileno())
         os.close(memory)
         for peer in (*out.values(), *arrived.values(), *controls.values()):
@@ -92,7 +94,7 @@ def _run(config: EngineConfig, model_folder: Path, opened: ExitStack) -> int:
 
 
 def _watch(processes: dict[int, subprocess.Popen[bytes]], home: socket.socket, names: dict[int, str]) -> int:
-    """Until node 0 is gone, or a rank is lost, of which node 0 learns."""
+    """Until node 0 is gone, or a rank is lost. Then node 0 is told."""
     is_over = threading.Event()
 
     def listen() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -31,8 +31,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 MOST_WAIT_SECONDS = 60.0  # between two steps of nodes that have come
 MOST_NAMED = 5  # differences of two nodes
-# Settings that may differ: where files are, which node it is, and by which name it has reached node 0.
-_OWN_SETTINGS = {"model", "tokenizer", "download_dir", "node_rank", "headless", "served_model_name", "master_addr"}
+LOOK_SECONDS = 1.0  # between two looks at nodes that are started from here
+# Settings that may differ: where files are, which node it is, and where it has reached node 0.
+_OWN_SETTINGS = {"model", "tokenizer", "download_dir", "node_rank", "headless", "served_model_name"}
+_OWN_SETTINGS |= {"master_addr", "master_port", "numa_bind", "numa_bind_nodes", "numa_bind_cpus"}
 
 logger = get_logger(__name__)
 
@@ -133,20 +135,51 @@ class Joined:
     ranks: dict[int, socket.socket] = field(default_factory=dict)
     links: dict[int, socket.socket] = field(default_factory=dict)
 
+    def peers(self) -> list[socket.socket]:
+        """All of them."""
+        return [*self.homes.values(), *self.ranks.values(), *self.links.values()]
 
-def let_in(config: EngineConfig, model_folder: Path, waiting: Callable[[str], None]) -> Joined:
+
+class Starting(Protocol):
+    """Who starts the other nodes. They come to `address`, and know the key."""
+
+    address: str
+    port: int  # 0: any
+    key: str
+
+    def start(self, address: str, port: int) -> None:
+        """Node 0 listens there."""
+        ...
+
+    def check(self) -> None:
+        """Raises ConfigError if a node will not come."""
+        ...
+
+    def close(self) -> None:
+        """The nodes end."""
+        ...
+
+
+def let_in(
+    config: EngineConfig, model_folder: Path, waiting: Callable[[str], None], starting: Starting | None = None
+) -> Joined:
     """Wait for all other nodes, and connect their ranks. Raises ConfigError: the port is taken, or nobody comes.
 
     Args:
         waiting: is told for whom.
+        starting: starts them; None: people do.
     """
-    key, own, joined = wire.cluster_key(), hello(config, model_folder), Joined()
+    key = wire.cluster_key() if starting is None else starting.key.encode()
+    place = (config.master_addr, config.master_port) if starting is None else (starting.address, starting.port)
+    own, joined = hello(config, model_folder), Joined()
     try:
-        with wire.listen(config.master_addr, config.master_port) as listener:
-            ports = _gather(config, own, listener, key, joined.homes, waiting)
+        with wire.listen(*place) as listener:
+            if starting is not None:
+                starting.start(*listener.getsockname()[:2])
+            ports = _gather(config, own, listener, key, joined.homes, waiting, starting)
             _connect(config, listener, key, ports, joined)
     except BaseException:
-        for peer in (*joined.homes.values(), *joined.ranks.values(), *joined.links.values()):
+        for peer in joined.peers():
             peer.close()
         raise
     return joined
@@ -159,27 +192,33 @@ def _gather(
     key: bytes,
     homes: dict[int, socket.socket],
     waiting: Callable[[str], None],
+    starting: Starting | None,
 ) -> dict[int, int]:
     """Wait for all nodes. Answers with the ports where they listen."""
     until, ports = time.monotonic() + envs.ENGINE_READY_TIMEOUT_S.get(), dict[int, int]()
-    while missing := set(range(1, config.nnodes)) - homes.keys():
+    address, port = listener.getsockname()[:2]
+    while missing := set(range(1, config.nnodes)) - _present(homes):
         names = ", ".join(map(str, sorted(missing)))
-        waiting(f"waiting for node {names} at {config.master_addr}, port {config.master_port}")
+        waiting(f"waiting for node {names} at {address}, port {port}")
+        if starting is not None:
+            starting.check()
         try:
-            peer = wire.accept(listener, key, until)
+            peer = wire.accept(listener, key, min(until, time.monotonic() + LOOK_SECONDS))
         except TimeoutError:
+            if time.monotonic() < until:
+                continue
             raise ConfigError(
                 f"Node {names} of {config.nnodes} has not come",
                 value=envs.ENGINE_READY_TIMEOUT_S.get(),
-                fix=f"Start it with --node-rank {min(missing)} --headless --master-addr {config.master_addr} "
-                f"--master-port {config.master_port}, or raise {envs.ENGINE_READY_TIMEOUT_S.name}",
+                fix=f"Start it with --node-rank {min(missing)} --headless --master-addr {address} "
+                f"--master-port {port}, or raise {envs.ENGINE_READY_TIMEOUT_S.name}",
                 param="nnodes",
             ) from None
         message = _first_message(peer, Hello)
         if message is None:
             continue
         why = misfit(own, message)
-        if message.node not in missing:
+        if message.node in _present(homes) or message.node not in range(1, config.nnodes):
             why = f"node {message.node} is here already, or is none of 1 to {config.nnodes - 1}"
         if why is None:
             homes[message.node], ports[message.node] = peer, message.port
@@ -190,6 +229,24 @@ def _gather(
     return ports
 
 
+def _present(homes: dict[int, socket.socket]) -> set[int]:
+    """The nodes that are still there. Others have ended, and may come again."""
+    for node, home in list(homes.items()):
+        if _has_ended(home):
+            logger.warning("node %d has ended, and is awaited again", node)
+            homes.pop(node).close()
+    return set(homes)
+
+
+def _has_ended(home: socket.socket) -> bool:
+    try:
+        return not home.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:  # it is there, and waits
+        return False
+    except OSError:
+        return True
+
+
 def _connect(
     config: EngineConfig, listener: socket.socket, key: bytes, ports: Mapping[int, int], joined: Joined
 ) -> None:
@@ -198,7 +255,7 @@ def _connect(
     others, senders = set(range(grid.num_local, grid.size)), set(links_in(config, grid).values())
     try:
         for node, home in joined.homes.items():
-            address, port = config.master_addr, config.master_port
+            address, port = listener.getsockname()[:2]
             if node > 1:
                 address, port = joined.homes[node - 1].getpeername()[0], ports[node - 1]
             wire.send(home, encode(Welcome(address, port)))
@@ -228,8 +285,7 @@ def take(
 def _first_message(peer: socket.socket, kind: type[T]) -> T | None:
     """None: it is of another kind, and the peer is dropped."""
     try:
-        peer.settimeout(wire.HANDSHAKE_SECONDS)
-        message = decode(wire.receive(peer))
+        message = decode(wire.receive(peer, until=time.monotonic() + wire.HANDSHAKE_SECONDS))
         peer.settimeout(None)
         if isinstance(message, kind):
             return message

@@ -26,7 +26,7 @@ import zmq
 
 from quire import logs
 from quire.engine.core import EngineCore
-from quire.errors import QuireError
+from quire.errors import EngineDeadError, QuireError
 from quire.messages import (
     Abort,
     AddRequest,
@@ -91,6 +91,7 @@ class EngineProcess:
                 is_first=self._launch.is_first,
                 drafter_folder=Path(folder) if (folder := self._launch.drafter_folder) else None,
                 free_memory_bytes=self._launch.free_memory_bytes,
+                engine_index=self._launch.engine_index,
             )
         except QuireError as error:
             self._send(EngineFailed(error.message, error.code))
@@ -104,6 +105,10 @@ class EngineProcess:
                 self._take_tokenizer(started.core)
             self._send(started.ready_message())
             self._serve(started)
+        except EngineDeadError as error:
+            logger.error("%s", error.message)
+            self._send(EngineFailed(error.message))
+            return 1
         except Exception as error:
             logger.exception("the engine loop ended")
             self._send(
@@ -148,11 +153,12 @@ class EngineProcess:
         """For a message, as long as it takes; what has to be done some day is done meanwhile."""
         while not self._inputs.poll(0) and started.take_memory():
             pass
-        # Who measures a step holds up whoever comes meanwhile: only behind a pause that looks like a longer one.
+        # A request that comes while a step is measured has to wait: so steps are measured only in longer pauses.
         if not self._inputs.poll(PAUSE_MILLISECONDS):
             while not self._inputs.poll(0) and started.calibrate():
                 pass
-        self._inputs.poll()
+        while not self._inputs.poll(PAUSE_MILLISECONDS):
+            started.check_alive()
 
     def _receive(self, core: EngineCore) -> None:
         """Take in every message that is there."""

@@ -24,10 +24,11 @@ class RankLaunch(msgspec.Struct, tag=True):
 
     Attributes:
         memory: file descriptor of distributed.shared_memory.
-        adapters: file descriptor of a connection for LoadAdapter, each of which has its answer there when it is read.
+        adapters: file descriptor of a connection for LoadAdapter. The answer comes there when the adapter is read.
             None: there are no adapters, as with stages.
         dies_with_parent: the system kills it when the thread ends that has started it.
         links: file descriptors of connections to ranks of other machines, by rank.
+        cpus: where it computes; empty: where its parent may.
     """
 
     config: EngineConfig
@@ -38,6 +39,7 @@ class RankLaunch(msgspec.Struct, tag=True):
     adapters: int | None
     dies_with_parent: bool
     links: dict[int, int]
+    cpus: set[int]
 
 
 class AskFacts(msgspec.Struct, tag=True):
@@ -93,6 +95,7 @@ class Answer(msgspec.Struct, tag=True, omit_defaults=True):
     has_more: bool = False
     adapter: AdapterFacts | None = None
     result: StepResult | None = None
+    ranks: tuple[tuple[float, float], ...] = ()  # of a StepResult
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -40,6 +40,7 @@ from quire.engine.rank_messages import (
 from quire.life_cycle import AdapterLoad
 from quire.loader.drafter import load_with_drafter
 from quire.planning import devices
+from quire.planning.binding import bind
 from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.planning.replicas import has_own_cores
 from quire.worker.worker import DeviceWorker
@@ -51,8 +52,14 @@ logger = logs.get_logger("quire.engine.rank_process")
 
 def _worker(launch: RankLaunch) -> DeviceWorker:
     config = launch.config
-    own_cores = has_own_cores(config, devices.num_cores())
-    ranks = ranks_on(launch.memory, launch.rank, grid_of(config), launch.links, has_own_cores=own_cores)
+    ranks = ranks_on(
+        launch.memory,
+        launch.rank,
+        grid_of(config),
+        launch.links,
+        has_own_cores=has_own_cores(config, devices.num_cores()),
+        timeout_seconds=config.distributed_timeout_seconds,
+    )
     os.close(launch.memory)
     drafter_folder = None if launch.drafter_folder is None else Path(launch.drafter_folder)
     model = load_with_drafter(Path(launch.model_folder), drafter_folder, config)
@@ -78,7 +85,7 @@ def _obey(worker: DeviceWorker, loads: dict[str, AdapterLoad], message: ToRank) 
         case Capture():
             worker.capture()
         case Execute(batch):
-            worker.execute(batch)
+            return Answer(ranks=worker.execute(batch).ranks)
         case AddAdapter(digest):
             while loads:
                 load = loads.pop(oldest := next(iter(loads)))
@@ -137,6 +144,8 @@ def main() -> None:
     assert isinstance(launch, RankLaunch)
     if launch.dies_with_parent:
         _die_with_parent()
+    if launch.cpus:
+        bind(launch.cpus)
     worker = _worker(launch)
     loads: dict[str, AdapterLoad] = {}
     if launch.adapters is not None:

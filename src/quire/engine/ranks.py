@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from quire.distributed import wire
 from quire.distributed.group import Failing
 from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import make_memory, ranks_on
-from quire.engine.nodes import Joined, NodeLost, decode, let_in, links_in
+from quire.engine.nodes import Joined, NodeLost, Starting, decode, let_in, links_in
 from quire.engine.rank_messages import (
     MOST_MESSAGE_BYTES,
     AddAdapter,
@@ -45,16 +46,17 @@ from quire.engine.rank_messages import (
     encode,
 )
 from quire.errors import ConfigError, EngineDeadError
-from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, WorkerSettings
+from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, Workers, WorkerSettings
 from quire.logs import get_logger
 from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.planning import devices
+from quire.planning.binding import bind, cpus_of_processes
 from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.planning.replicas import has_own_cores
 from quire.resolve import DeviceFacts
-from quire.schedule import Pending, Polled, ScheduledBatch, StepResult
+from quire.schedule import ScheduledBatch, StepResult
 from quire.worker.worker import DeviceWorker
 
 PROGRAM = ("-m", "quire.engine.rank_process")  # arguments of the interpreter
@@ -73,16 +75,20 @@ def start_ranks(
     *,
     drafter_folder: Path | None,
     is_server: bool,
-) -> list[Worker]:
+    engine_index: int,
+) -> Workers:
     """The ranks of an engine on this machine. The processes load their libraries when this returns.
 
     Args:
         model_config: of the whole model.
+        engine_index: of the replica.
     """
     grid = grid_of(config)
+    cpus = cpus_of_processes(config)[engine_index * grid.num_local :]
+    if cpus:
+        bind(cpus[0])
     if grid.size == 1:
-        return [DeviceWorker(model_config, progress)]
-    joined = Joined()
+        return (DeviceWorker(model_config, progress),)
     if config.headless:
         raise ConfigError(
             "This machine computes for machine 0, and has no engine",
@@ -90,27 +96,57 @@ def start_ranks(
             fix="Start `quire serve --headless` with the same flags here",
             param="headless",
         )
-    if grid.num_nodes > 1:
-        joined = let_in(config, model_folder, lambda detail: progress("load", 0.0, detail))
-    memory = make_memory(grid)
-    links = {rank: {sender: joined.links[sender].detach()} for rank, sender in links_in(config, grid).items()}
-    try:
-        own_cores = has_own_cores(config, devices.num_cores())
-        ranks = ranks_on(memory, 0, grid, links.pop(0, {}), has_own_cores=own_cores)
-        model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
-        launches = (
-            RankLaunch(config, model, drafter, rank, memory, None, is_server, links.get(rank, {}))
-            for rank in grid.ranks_of(0)[1:]
-        )
-        others: list[Worker] = [RankProcess(launch, grid, ranks.failing) for launch in launches]
-    finally:
-        os.close(memory)
-        for descriptor in (each for of_rank in links.values() for each in of_rank.values()):
-            os.close(descriptor)  # a process has it
-    homes = {node: Home(home) for node, home in joined.homes.items()}
-    for rank, peer in sorted(joined.ranks.items()):
-        others.append(RemoteRank(rank, grid, ranks.failing, Connection(peer.detach()), homes[grid.node(rank)]))
-    return [DeviceWorker(part_of_rank(model_config, config, 0), progress, ranks=ranks), *others]
+    if grid.num_nodes == 1 and config.distributed_executor_backend == "ray":
+        logger.warning("all ranks are on this machine, so Ray has nothing to start: it places stages on machines")
+    joined, starting, others = Joined(), None, list[Worker]()
+    with ExitStack() as on_error:
+        if grid.num_nodes > 1:
+            if starting := _starting(config):
+                on_error.callback(starting.close)
+            joined = let_in(config, model_folder, lambda detail: progress("load", 0.0, detail), starting)
+            for peer in joined.peers():
+                on_error.callback(peer.close)
+                on_error.callback(wire.end, peer)
+        with ExitStack() as given:  # to the processes
+            memory = make_memory(grid)
+            given.callback(os.close, memory)
+            links = {rank: {sender: joined.links[sender].fileno()} for rank, sender in links_in(config, grid).items()}
+            own = {sender: joined.links[sender].detach() for sender in links.pop(0, {})}
+            for peer in joined.links.values():
+                given.callback(peer.close)
+            ranks = ranks_on(
+                memory,
+                0,
+                grid,
+                own,
+                has_own_cores=has_own_cores(config, devices.num_cores()),
+                timeout_seconds=config.distributed_timeout_seconds,
+            )
+            on_error.callback(ranks.close)
+            model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
+            for rank in grid.ranks_of(0)[1:]:
+                own_cpus = cpus[rank] if cpus else set[int]()
+                launch = RankLaunch(
+                    config, model, drafter, rank, memory, None, is_server, links.get(rank, {}), own_cpus
+                )
+                others.append(process := RankProcess(launch, grid, ranks.failing))
+                on_error.callback(process.close)
+        homes = {node: Home(home) for node, home in joined.homes.items()}
+        for rank, peer in sorted(joined.ranks.items()):
+            last, home = starting if rank == grid.size - 1 else None, homes[grid.node(rank)]
+            others.append(RemoteRank(rank, grid, ranks.failing, Connection(peer.detach()), home, last))
+        first = DeviceWorker(part_of_rank(model_config, config, 0), progress, ranks=ranks)
+        on_error.pop_all()
+    return (first, *others)
+
+
+def _starting(config: EngineConfig) -> Starting | None:
+    """Who starts the other nodes; None: people do. Raises ConfigError."""
+    if config.distributed_executor_backend != "ray":
+        return None
+    from quire.engine.ray_nodes import RayNodes
+
+    return RayNodes(config)
 
 
 def rank_name(rank: int, grid: Grid) -> str:
@@ -127,12 +163,12 @@ def spawn_rank(launch: RankLaunch, connection: int) -> subprocess.Popen[bytes]:
     descriptors = (connection, launch.memory, *adapters, *launch.links.values())
     process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=descriptors, env=envs.for_children())
     assert process.stdin is not None
-    process.stdin.write(encode(launch))
-    process.stdin.close()
+    with suppress(BrokenPipeError), process.stdin:  # whoever talks to a rank that has ended learns how
+        process.stdin.write(encode(launch))
     return process
 
 
-class OtherRank:
+class OtherRank(ABC):
     """A Worker at the other end of a connection. Each method waits for its answer.
 
     Args:
@@ -143,9 +179,21 @@ class OtherRank:
         self._rank, self._failing, self._connection = rank, failing, connection
         self._name = rank_name(rank, grid)
 
+    @abstractmethod
+    def _is_lost(self) -> bool:
+        """Whether its process has ended."""
+
+    @abstractmethod
     def _end(self) -> str:
         """Who has ended, where, and how."""
-        raise NotImplementedError
+
+    def check_alive(self) -> None:
+        if self._is_lost():
+            raise EngineDeadError(self._end())
+
+    @abstractmethod
+    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+        """See Worker."""
 
     def facts(self, wants_gpu: bool) -> DeviceFacts:
         facts = self.ask(AskFacts(wants_gpu)).facts
@@ -166,25 +214,12 @@ class OtherRank:
     def capture(self) -> None:
         self.ask(Capture())
 
-    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        raise NotImplementedError("ranks are asked side by side")
-
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """The result has no tokens: the first rank has them."""
-        self.ask(Execute(batch))
-        return StepResult(batch.step_id, [])
-
-    def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
-        """Only the first rank has grammars."""
-
-    def prepare_grammar(self, text: str) -> Polled[object]:
-        raise NotImplementedError("only the first rank has grammars")
+        return StepResult(batch.step_id, [], ranks=self.ask(Execute(batch)).ranks)
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return self.ask(UseIdleTime(num_blocks_ever_used)).has_more
-
-    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
-        raise NotImplementedError("resolve refuses adapters with stages, which other machines have")
 
     def drop_adapter(self, digest: str) -> None:
         self.ask(DropAdapter(digest))
@@ -229,7 +264,8 @@ class RankProcess(OtherRank):
         their_adapters.close()
         self._is_closing = threading.Event()
         watch = (self._process, self._rank, self._name, failing, self._is_closing)
-        threading.Thread(target=_watch, args=watch, name=f"rank {self._rank} watch", daemon=True).start()
+        self._watching = threading.Thread(target=_watch, args=watch, name=f"rank {self._rank} watch", daemon=True)
+        self._watching.start()
 
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
         """One at a time: the result of the one before was asked for."""
@@ -245,6 +281,9 @@ class RankProcess(OtherRank):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def _is_lost(self) -> bool:
+        return not self._watching.is_alive()
 
     def _end(self) -> str:
         return end_of(self._process, self._name)
@@ -293,6 +332,10 @@ class Home:
         self._thread.join()
         self._peer.close()
 
+    def is_lost(self) -> bool:
+        """Whether the node has ended."""
+        return not self._thread.is_alive()
+
     def end(self, name: str) -> str:
         """Why a rank of the node is lost."""
         self._thread.join(2 * LOOK_SECONDS + SAY_SECONDS)
@@ -300,15 +343,35 @@ class Home:
 
 
 class RemoteRank(OtherRank):
-    """A rank of another node. The node watches its process."""
+    """A rank of another node. The node watches its process.
 
-    def __init__(self, rank: int, grid: Grid, failing: Failing, connection: Connection, home: Home) -> None:
+    Args:
+        starting: who has started the nodes, for the rank that is closed last.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        grid: Grid,
+        failing: Failing,
+        connection: Connection,
+        home: Home,
+        starting: Starting | None,
+    ) -> None:
         super().__init__(rank, grid, failing, connection)
-        self._home = home
+        self._home, self._starting = home, starting
+
+    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+        raise AssertionError("resolve refuses adapters with stages, and another machine has other stages")
 
     def close(self) -> None:
         super().close()
         self._home.close()
+        if self._starting is not None:
+            self._starting.close()
+
+    def _is_lost(self) -> bool:
+        return self._home.is_lost()
 
     def _end(self) -> str:
         return self._home.end(self._name)

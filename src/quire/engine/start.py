@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from quire.engine.ready import check_targets, ready_message
 from quire.engine.warm_up import produce_tokens
 from quire.formats.kv_format import kv_format
 from quire.formats.kv_groups import kv_groups, num_tables
-from quire.life_cycle import Worker, WorkerExecutor
+from quire.life_cycle import WorkerExecutor, Workers
 from quire.loader.drafter import load_with_drafter
 from quire.lora.registry import AdapterRegistry
 from quire.messages import WARM_UP, EngineReady, Progress
@@ -56,6 +56,10 @@ class StartedEngine:
         """Take a little of what will be needed; False: there is nothing to take now."""
         return self.executor.use_idle_time(self.core.scheduler.kv.pool.num_ever_used)
 
+    def check_alive(self) -> None:
+        """Raise EngineDeadError if a rank is lost. A step finds out by itself; an engine without requests looks."""
+        self.executor.check_alive()
+
     def calibrate(self) -> bool:
         """Measure a step; False: there is nothing to measure now."""
         return self.calibration is not None and self.calibration.step()
@@ -70,10 +74,11 @@ def start_engine(
     *,
     is_server: bool,
     progress: Progress,
-    make_workers: Callable[[ModelConfig, Progress], Sequence[Worker]] | None = None,
+    make_workers: Callable[[ModelConfig, Progress], Workers] | None = None,
     is_first: bool = True,
     drafter_folder: Path | None = None,
     free_memory_bytes: int | None = None,
+    engine_index: int = 0,
 ) -> StartedEngine:
     """Load the model in `model_folder` and make it answer once. Raises QuireErrors fit for the user.
 
@@ -82,6 +87,7 @@ def start_engine(
         is_first: refuse targets that cannot be reached. An engine that takes over from one that failed keeps them.
         drafter_folder: of the model that drafts for it.
         free_memory_bytes: of the machine before the first replica began to load; None: there is one replica.
+        engine_index: of the replica.
     """
     started = time.monotonic()
     model_config = load_with_drafter(model_folder, drafter_folder, config)
@@ -91,10 +97,15 @@ def start_engine(
         from quire.engine.external import start_external  # it loads torch, which no other start needs here
 
         executor = start_external(config, model_config, progress, is_server=is_server)
-        workers: Sequence[Worker] = [executor.worker]
+        workers: Workers = (executor.worker,)
     else:
         make_workers = make_workers or partial(
-            start_ranks, config, model_folder, drafter_folder=drafter_folder, is_server=is_server
+            start_ranks,
+            config,
+            model_folder,
+            drafter_folder=drafter_folder,
+            is_server=is_server,
+            engine_index=engine_index,
         )
         workers = make_workers(model_config, progress)
         num_ranks = len(workers)

@@ -14,7 +14,7 @@ MOST_DISTURBED_SECONDS = 0.5  # the same, while no step ran undisturbed by other
 
 
 def produce_tokens(core: EngineCore, watch: Stopwatch | None = None, *, has_time_limit: bool = True) -> list[Lap]:
-    """Run one request, of which nothing stays. Returns the times of its steps, of one token each.
+    """Run one request, and keep nothing of it. Returns the times of its steps, of one token each.
 
     How long a step waited for a core is known where this thread computes it: with one batch in flight.
 

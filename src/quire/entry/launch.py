@@ -75,7 +75,7 @@ class FrontEndParts:
 def find_model(config: EngineConfig, progress: Progress | None, *, weights: bool) -> tuple[Path, str, ModelConfig]:
     """The model's folder or GGUF file, name and facts; what is missing is downloaded, weights only on request.
 
-    Likewise of its drafter, whose facts are among those of the model. Raises ConfigErrors.
+    Likewise of its drafter. The model's facts include the drafter's facts. Raises ConfigErrors.
     """
     any_architecture = config.model_impl in ("auto", "transformers")
     source = (config.revision, config.download_dir, config.hf_token, progress)

@@ -292,7 +292,7 @@ class LLM:
         return texts
 
     def _renderer_for(self, tokenizer: Tokenizer, template: str | None, content_format: str) -> BlockingRenderer:
-        """One set of processes, of which the first takes some tenths of a second to start."""
+        """One set of processes. The first one takes some tenths of a second to start."""
         if self._renderer is None or self._rendered_form != (template, content_format):
             if self._renderer is not None:
                 self._renderer.close()

@@ -1,13 +1,22 @@
-"""`quire serve --headless`: a machine that computes some stages for machine 0, which serves."""
+"""`quire serve --headless`: a machine that computes some stages for machine 0, which serves.
+
+Ray starts it as `python -m quire.entry.node`, with an EngineConfig as JSON on its standard input.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
 from functools import partial
 
+import msgspec
+
+from quire import logs
 from quire.config import EngineConfig
 from quire.demo import DEMO_MODEL_NAME
 from quire.engine.node_process import run_node
 from quire.entry.launch import find_model
+from quire.errors import QuireError
 from quire.kernels import extension
 from quire.planning import devices
 from quire.planning.cut_stages import check_cuts
@@ -25,3 +34,17 @@ def compute_for_node_0(config: EngineConfig) -> int:
         display.close()
     check_cuts(model, config)
     return run_node(config, folder)
+
+
+def main() -> int:
+    """Exit code 2: see the error on standard error; for others see `compute_for_node_0`."""
+    logs.configure()
+    try:
+        return compute_for_node_0(msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig))
+    except QuireError as error:
+        logs.say(error.message, logging.ERROR, code=error.code)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

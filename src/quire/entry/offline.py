@@ -45,6 +45,7 @@ def engine_metrics(config: EngineConfig, engine: StartedEngine) -> PrometheusMet
         experts=config.expert_metrics,
         max_draft=max_draft(config),
         has_adapters=config.enable_lora,
+        num_ranks=config.num_ranks,
     )
     metrics.engines[0].on_ready(engine.ready_message())
     return metrics
@@ -219,7 +220,7 @@ class OfflineRunner:
         self._in_deltas.discard(request_id)
 
     def _take_loads(self, adapters: AdapterRegistry) -> None:
-        """What was read is for who waits. Nobody waits for a load that Ctrl-C ended: its adapter goes again."""
+        """Hand adapters that were read to whoever waits. After Ctrl-C nobody waits: the adapter is dropped again."""
         for state in adapters.take_states():
             self._outputs.metrics.on_adapter_read(state)
             if state.operation in self._loads:

@@ -30,7 +30,6 @@ from quire.entry.launch import (
 from quire.entry.listen import BACKLOG, Listener, allowed_hosts, at_socket, check_guarded
 from quire.entry.spawn import EngineInterpreter
 from quire.errors import AdapterError, ConfigError, QuireError
-from quire.formats.answer_formats import AnswerFormats
 from quire.frontend.tokenizer_files import chat_template_text
 from quire.kernels import extension
 from quire.lora.modules import parse_module
@@ -42,10 +41,8 @@ from quire.screen.first_screen import show_header, show_ready
 from quire.screen.start_display import StartDisplay
 from quire.screen.terminal import clear_line
 from quire.server.app import create_app
-from quire.server.cors import CorsRules
 from quire.server.http_server import HttpServer, http_config
-from quire.server.state import ServerSettings
-from quire.settings import as_dict
+from quire.server.state import AppSettings
 
 logger = logs.get_logger(__name__)
 
@@ -87,50 +84,34 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreters
 
 def server_settings(
     engine_config: EngineConfig, server_config: ServerConfig, parts: FrontEndParts, api_keys: tuple[str, ...] = ()
-) -> ServerSettings:
+) -> AppSettings:
     """What the configs say of a server, with what is known of the model. Raises ConfigErrors."""
     names = engine_config.served_model_name or (parts.model_name,)
     _check_module_names(engine_config, names)
     is_hub_id = "/" in parts.model_name and not Path(parts.model_name).exists()
     template = read_chat_template(server_config.chat_template)
     sources = {} if parts.tokenizer is None else parts.tokenizer.chat_templates
-    source = chat_template_text(sources, template)
-    return ServerSettings(
+    return AppSettings(
         served_model_names=names,
+        server=resolve_server(server_config, chat_template_text(sources, template)),
         model_root=parts.model_name if is_hub_id else names[0],
         api_keys=api_keys,
         allowed_hosts=allowed_hosts(server_config),
-        has_public_metrics=server_config.prometheus_public,
-        has_tokenizer_info=server_config.enable_tokenizer_info_endpoint,
-        root_path=server_config.root_path,
         max_model_len=parts.model_config.max_model_len,
         default_sampling_params=parts.input_processor.defaults,
         chat_template=template,
         default_chat_template_kwargs=default_template_kwargs(server_config),
-        response_role=server_config.response_role,
-        formats=AnswerFormats.choose(server_config.tool_call_parser, server_config.reasoning_parser, source),
-        calls_tools=server_config.enable_auto_tool_choice,
-        hides_unused_tools=server_config.exclude_tools_when_tool_choice_none,
-        returns_tokens_as_token_ids=server_config.return_tokens_as_token_ids,
-        forces_usage=server_config.enable_force_include_usage,
         reports_metrics=server_config.enable_per_request_metrics
         or engine_config.per_request_spec_decode_metrics != "none",
         max_tokens_cap=_max_tokens_cap(engine_config, parts),
         has_priorities=engine_config.scheduling_policy == "priority",
         owns_engine=False,
-        cors=CorsRules(
-            server_config.allowed_origins,
-            server_config.allowed_methods,
-            server_config.allowed_headers,
-            server_config.allow_credentials,
-        ),
         lora_dirs=tuple(map(Path, engine_config.lora_dir)),
         changes_adapters=engine_config.enable_lora and envs.ALLOW_RUNTIME_LORA_UPDATING.get(),
         lora_resolver_dir=_resolver_dir(engine_config),
         log_stats_interval=0 if engine_config.disable_log_stats else envs.LOG_STATS_INTERVAL.get(),
         stores_responses=envs.ENABLE_RESPONSES_API_STORE.get(),
         is_development=envs.SERVER_DEV_MODE.get(),
-        resolved=as_dict(resolve_server(server_config, source)),
     )
 
 
@@ -228,7 +209,7 @@ class ServingProcess:
         self,
         engine_config: EngineConfig,
         server_config: ServerConfig,
-        settings: ServerSettings,
+        settings: AppSettings,
         parts: FrontEndParts,
         listener: Listener,
         display: StartDisplay,
@@ -246,6 +227,7 @@ class ServingProcess:
             experts=engine_config.expert_metrics,
             max_draft=max_draft(engine_config),
             has_adapters=engine_config.enable_lora,
+            num_ranks=engine_config.num_ranks,
         )
         self._refreshes_tls = server_config.enable_ssl_refresh
         self._needs_key = bool(settings.api_keys)

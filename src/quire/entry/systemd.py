@@ -40,7 +40,7 @@ def take_socket() -> socket.socket | None:
 
 
 def notify(state: str) -> None:
-    """Send `READY=1` or `STOPPING=1` to the service manager, where there is one. What fails is logged."""
+    """Send `READY=1` or `STOPPING=1` to the service manager, where there is one. A failure is logged."""
     address = envs.NOTIFY_SOCKET.get()
     if not address:
         return

@@ -119,7 +119,7 @@ def page_bytes(groups: Sequence[KvGroup], kv: KvFormat, block_size: int) -> int:
 
 @dataclass(frozen=True)
 class DrafterLayers:
-    """The layers of a drafter that keep something: they lie behind those of the model, in the pages of one table.
+    """The layers of a drafter that keep something: they lie behind the model's layers, in the pages of one table.
 
     So the block copies, forks and prefix hits of the model are theirs. The pages of other tables have the room too.
 

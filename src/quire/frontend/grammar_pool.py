@@ -18,7 +18,7 @@ _KEPT_BYTES = 16 << 20
 
 
 class GrammarPool(BoundedPool):
-    """`grammar.text.grammar_text` behind processes, each of which compiles the grammar too.
+    """`grammar.text.grammar_text` behind processes. Each of them compiles the grammar too.
 
     Args:
         inputs: of a model with a tokenizer.

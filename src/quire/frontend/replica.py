@@ -158,7 +158,7 @@ class Replica:
         return stream
 
     def release(self) -> list[tuple[RequestState, RequestStream]]:
-        """Give up the requests of which nothing was handed on: another replica will take them over."""
+        """Give up the requests whose answers have not begun: another replica will take them over."""
         return [(request, self._streams.pop(request.request_id)) for request in self.output_processor.release()]
 
     def take_over(self, request: RequestState, stream: RequestStream) -> None:

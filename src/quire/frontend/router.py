@@ -7,7 +7,7 @@ distributed server system" (Journal of Parallel and Distributed Computing 59, 19
 
 - P: seconds to compute the prompts that were sent to it and are not computed yet, as Admission counts them.
 - R: its continuations without an end, and one more for the new request. S: the places in its batch.
-- K: tokens of context that a step of its answers reads: those of its last step, and of the prompts in P.
+- K: tokens of context that a step of its answers reads: the context of its last step, and the prompts in P.
 - step(rows, tokens): the predicted seconds of a step with one token of each answer (Pace.answer_step).
 - A: the steps that recent answers took, the mean over all replicas.
 

@@ -223,7 +223,7 @@ class Tokenizer:
         tokenize: bool = True,
         **kwargs: Any,
     ) -> str | list[int]:
-        """A conversation as prompt text, or as its token ids if `tokenize`. The defaults are those of transformers.
+        """A conversation as prompt text, or as its token ids if `tokenize`. The defaults are transformers'.
 
         Args:
             chat_template: Jinja source, or the name of one of the model's templates, instead of the default.
@@ -277,7 +277,7 @@ def _incomplete_end(table: TokenBytes, token_ids: Sequence[int]) -> bytes:
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raises ConfigError with the first id that means other tokens to the two. What one has more is padding."""
+    """Raises ConfigError with the first id that means other tokens to the two. Further tokens of one are padding."""
     names = [{token_id: token for token, token_id in each.backend.get_vocab(True).items()} for each in (target, draft)]
     differing = (token_id for token_id in names[0].keys() & names[1].keys() if names[0][token_id] != names[1][token_id])
     if (first := min(differing, default=None)) is not None:

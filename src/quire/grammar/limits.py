@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def parser_limits() -> LLParserLimits:
     """llguidance's bounds: they count work, so a grammar that passes on one machine passes on every machine.
 
-    The counters' speeds are those of llguidance's documentation: 50,000 per ms for `initial_lexer_fuel`, 14,000 for
+    llguidance's documentation gives the counters' speeds: 50,000 per ms for `initial_lexer_fuel`, 14,000 for
     `step_lexer_fuel`. So a mask takes about 15 ms at most, and the lexer of a grammar about 20 ms. The parser's part
     grows with the text: on 2 shared cores an enum of 50,000 texts (0.7 MB) took 150 ms, an object of 5,000 keys 300 ms.
     """

@@ -1,6 +1,6 @@
 """The fields of ModelConfig for heads that draft from the hidden states of a target: EAGLE-3 and MiMo's.
 
-Names and meanings are those of vLLM: llama_eagle3.py, mimo_mtp.py, and the configs of the speculators library.
+vLLM has the same names and meanings: llama_eagle3.py, mimo_mtp.py, and the configs of the speculators library.
 """
 
 from __future__ import annotations

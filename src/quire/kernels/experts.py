@@ -1,6 +1,6 @@
 """The ops of mixture-of-experts layers: compiled kernels on CPU, Triton on GPU, plain torch otherwise.
 
-A row's bits depend on the row alone: the bits of its expert's product are those of `linear` with that expert's weight.
+A row's bits depend on the row alone: its expert's product has the same bits as `linear` with that expert's weight.
 Arguments are checked as in ops.py.
 
 Dimensions: T tokens, E experts, S slots (active experts of a token), P = T * S pairs of a token and a slot, K

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline has in the place of embeddings: the residual stream of the stage before it.
+"""A stage of a pipeline has no embeddings: it receives the residual stream of the stage before it.
 
 Dimensions: T tokens, D hidden.
 """

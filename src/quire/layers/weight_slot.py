@@ -34,7 +34,7 @@ class StackedSlots:
         like: a slot of one expert, whose `load` is not used.
         load: takes the tensor of the expert at a place.
         loaded: the experts whose tensor came.
-        stacked: the name of a tensor that holds those of all experts, and of others; empty: there is none.
+        stacked: the name of a tensor that holds the rows of all experts, and other rows; empty: there is none.
         rows: the place of these rows in it.
         is_transposed: it is [num_experts, columns, rows].
     """

@@ -46,6 +46,10 @@ def find_gguf(
     Raises ConfigError with the possible names if no model or more than one model fits.
     """
     if is_stored(model) and model is not None and model.lower().endswith(".gguf"):
+        if gguf_file is not None:
+            raise ConfigError(
+                "Two GGUF files are named", value=[model, gguf_file], fix="Leave one of both out", param="gguf_file"
+            )
         model, _, gguf_file = model.rpartition("/")
     if gguf_file is not None:
         path = local_path(gguf_file, "gguf_file")

@@ -1,6 +1,6 @@
 """Finds the folder of a model's name: a local path, a hub id, or a folder of an object store.
 
-What is on the hub is downloaded into the hub library's cache, and what is in an object store is mirrored.
+Models on the hub are downloaded into the hub library's cache, and models in object stores are mirrored.
 
 No torch here: the API process resolves tokenizers through this file.
 """

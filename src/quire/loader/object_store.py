@@ -71,12 +71,14 @@ class StoredObject:
         folder: its URL, without the last slash.
         size: in bytes.
         etag: of this version, as an HTTP header has it; None: the store gives none.
+        modified: when it was written, for stores that give no ETag.
     """
 
     folder: str
     name: str
     size: int
     etag: str | None
+    modified: str = ""
 
     @property
     def url(self) -> str:
@@ -108,7 +110,9 @@ class StoredObject:
     def _fill(self, buffer: Bytes, begin: int) -> None:
         import obstore
 
-        options = {"range": (begin, begin + len(buffer)), "if_match": self.etag}
+        options: dict[str, Any] = {"range": (begin, begin + len(buffer))}
+        if self.etag is not None:
+            options["if_match"] = self.etag
         found = obstore.get(_store(self.folder), self.name, options=options)
         if found.meta["size"] != self.size or self.etag not in (None, _as_header(found.meta["e_tag"])):
             raise _changed(self.url)  # a store that ignores If-Match
@@ -201,7 +205,10 @@ def list_objects(folder: str) -> list[StoredObject]:
         metas = obstore.list_with_delimiter(store)["objects"]
     except Exception as error:
         raise _failure(folder, error) from None
-    found = [StoredObject(folder, meta["path"], meta["size"], _as_header(meta["e_tag"])) for meta in metas]
+    found = [
+        StoredObject(folder, meta["path"], meta["size"], _as_header(meta["e_tag"]), meta["last_modified"].isoformat())
+        for meta in metas
+    ]
     found = sorted((each for each in found if _is_file_name(each.name)), key=lambda each: each.name)
     if not found:
         raise ConfigError(
@@ -248,7 +255,8 @@ def mirror(
         if any(fnmatch(each.name, one) for one in patterns) and not any(fnmatch(each.name, one) for one in ignored)
     ]
     folder = folder.rstrip("/")
-    version = digest(repr((folder, with_holes, [(each.name, each.size, each.etag) for each in objects])))
+    seen = [(each.name, each.size, each.etag or each.modified) for each in objects]
+    version = digest(repr((folder, with_holes, seen)))
     assert not (with_holes and download_dir)
     parent = mirrors() if download_dir is None else Path(download_dir)
     path = parent / f"{folder.rpartition('/')[2]}-{version[:20]}"
@@ -287,7 +295,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _make(path: Path, objects: Sequence[StoredObject], progress: Progress | None, with_holes: bool) -> None:
-    """Write all files beside the place of the mirror, then move them there. What an earlier try has written stays."""
+    """Write all files beside the place of the mirror, then move them there. Files of an earlier try stay."""
     part = path.with_name(f".{path.name}.part")
     part.mkdir(mode=0o700, exist_ok=True)
     holes = {each.name for each in objects if with_holes and each.name.endswith((".safetensors", ".gguf"))}

@@ -230,7 +230,7 @@ def _checked(value: Any) -> Any:
                 _checked(each)
         case PackedStack(weight, E, N, K):
             if (weight.N, weight.K) != (E * N, K):
-                raise ValueError("the sizes of experts are not those of their weight")
+                raise ValueError("the sizes of experts do not fit their weight")
             _check_weight(weight, E, N, (E, K))
         case PackedLinear() | PackedFp8() | PackedGrouped():
             _check_weight(value, 1, value.N, (value.K,))

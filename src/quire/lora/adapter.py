@@ -54,7 +54,7 @@ class Delta:
 class Adapter:
     """All deltas of an adapter, by the names of the weights that they change.
 
-    The names are those of shards in Hugging Face's checkpoints, in the order of the model: `model.layers.0.self_attn.
+    The names are names of shards in Hugging Face's checkpoints, in the order of the model: `model.layers.0.self_attn.
     q_proj`. EMBEDDINGS is the lookup, OUTPUT the projection to logits, also in a model whose two share one weight.
 
     Attributes:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from quire.errors import ConfigError
-from quire.option import check_choices, check_types, normalise, option, options, parse_human_int
+from quire.option import POSITIVE, Bounds, check_types, check_values, normalise, option, options, parse_human_int
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "timed_trace")
 INFINITE = float("inf")
@@ -20,7 +21,7 @@ class _Checked:
     def __post_init__(self) -> None:
         normalise(self)
         check_types(self)
-        check_choices(self)
+        check_values(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,27 +32,37 @@ class Workload(_Checked):
     dataset_path: str | None = option(
         None, "File of the data set: sharegpt JSON, custom JSONL (prompt, output_tokens), timed_trace JSONL."
     )
-    num_prompts: int = option(1000, "Number of requests.", type=parse_human_int)
+    num_prompts: int = option(1000, "Number of requests.", type=parse_human_int, bounds=POSITIVE)
     seed: int = option(0, "The same seed gives the same requests and arrivals.")
-    input_len: int | None = option(None, "Tokens of a prompt, for every data set.", type=parse_human_int)
-    output_len: int | None = option(None, "Tokens of an answer, for every data set.", type=parse_human_int)
+    input_len: int | None = option(
+        None, "Tokens of a prompt, for every data set.", type=parse_human_int, bounds=POSITIVE
+    )
+    output_len: int | None = option(
+        None, "Tokens of an answer, for every data set.", type=parse_human_int, bounds=POSITIVE
+    )
     random_input_len: int = option(1024, "Tokens of a random prompt.", type=parse_human_int)
-    random_output_len: int = option(128, "Tokens of the answer to a random prompt.", type=parse_human_int)
+    random_output_len: int = option(
+        128, "Tokens of the answer to a random prompt.", type=parse_human_int, bounds=POSITIVE
+    )
     random_range_ratio: str = option(
         "0.0", 'Lengths are drawn within this share of the mean; or {"input": 0.3, "output": 0.5}.'
     )
     random_prefix_len: int = option(0, "Tokens of a common prefix of all random prompts.", flags=("--prefix-len",))
     prefix_repetition_prefix_len: int = option(256, "Tokens of a shared prefix.")
     prefix_repetition_suffix_len: int = option(256, "Tokens of a prompt after its prefix.")
-    prefix_repetition_num_prefixes: int = option(10, "Number of different prefixes.")
-    prefix_repetition_output_len: int = option(128, "Tokens of an answer.")
+    prefix_repetition_num_prefixes: int = option(10, "Number of different prefixes.", bounds=POSITIVE)
+    prefix_repetition_output_len: int = option(128, "Tokens of an answer.", bounds=POSITIVE)
     sharegpt_output_len: int | None = option(None, "Tokens of an answer; default: the length of the recorded answer.")
     custom_output_len: int = option(256, "Tokens of an answer; -1: the file's output_tokens.")
     skip_chat_template: bool = option(False, "Send custom prompts without a chat template.")
     disable_shuffle: bool = option(False, "Keep the file's order.")
     oversample: bool = option(True, "Repeat entries of a file that has too few.")
-    timed_trace_chunk_hash_size: int = option(16, "Tokens for each id of hash_ids.")
-    timed_trace_sec_multiplier: float = option(1.0, "Seconds of one unit of the trace's time; 0.001 for milliseconds.")
+    timed_trace_chunk_hash_size: int = option(16, "Tokens for each id of hash_ids.", bounds=POSITIVE)
+    timed_trace_sec_multiplier: float = option(
+        1.0,
+        "Seconds of one unit of the trace's time; 0.001 for milliseconds.",
+        bounds=Bounds(sys.float_info.min, sys.float_info.max, "a number of seconds, more than 0"),
+    )
     timed_trace_label_timestamp: str = option("timestamp", "Key of the time.")
     timed_trace_label_input_length: str = option("input_length", "Key of the prompt's length.")
     timed_trace_label_output_length: str = option("output_length", "Key of the answer's length.")
@@ -59,15 +70,6 @@ class Workload(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _positive(self, "num_prompts", "random_output_len", "prefix_repetition_output_len")
-        _positive(self, "input_len", "output_len", "prefix_repetition_num_prefixes", "timed_trace_chunk_hash_size")
-        if not 0 < self.timed_trace_sec_multiplier < INFINITE:
-            raise ConfigError(
-                "Illegal value of timed_trace_sec_multiplier",
-                value=self.timed_trace_sec_multiplier,
-                expected="a number of seconds, more than 0",
-                param="timed_trace_sec_multiplier",
-            )
         is_file = self.dataset_name in ("sharegpt", "custom", "timed_trace")
         if is_file != (self.dataset_path is not None):
             raise ConfigError(
@@ -81,24 +83,30 @@ class Workload(_Checked):
 class Traffic(_Checked):
     """The options of the arrival times."""
 
-    request_rate: float = option(INFINITE, "Requests per second on average; inf: all at once.")
-    burstiness: float = option(
-        1.0, "Shape of the gamma distribution of the gaps: 1 is Poisson, less comes in bursts, inf is a clock."
+    request_rate: float = option(
+        INFINITE,
+        "Requests per second on average; inf: all at once.",
+        bounds=Bounds(sys.float_info.min, INFINITE, "more than 0"),
     )
-    max_concurrency: int | None = option(None, "Requests in flight at most; others wait in the client.")
+    burstiness: float = option(
+        1.0,
+        "Shape of the gamma distribution of the gaps: 1 is Poisson, less comes in bursts, inf is a clock.",
+        bounds=Bounds(sys.float_info.min, INFINITE, "more than 0"),
+    )
+    max_concurrency: int | None = option(
+        None, "Requests in flight at most; others wait in the client.", bounds=POSITIVE
+    )
     ramp_up_strategy: str | None = option(None, "How the rate grows over the run.", choices=("linear", "exponential"))
     ramp_up_start_rps: float | None = option(None, "Rate of the first request.")
     ramp_up_end_rps: float | None = option(None, "Rate of the last request.")
     self_timed: bool | None = option(None, "Keep the times of the trace (default with timed_trace).")
     num_warmups: int = option(0, "Requests before the run, which do not count; their random prompts are not repeated.")
-    num_rounds: int = option(1, "Number of runs, each with its own prompts; three or more can be compared.")
+    num_rounds: int = option(
+        1, "Number of runs, each with its own prompts; three or more can be compared.", bounds=POSITIVE
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _positive(self, "num_rounds", "max_concurrency")
-        for name in ("request_rate", "burstiness"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"Illegal value of {name}", value=getattr(self, name), expected="more than 0")
         ramp = (self.ramp_up_start_rps, self.ramp_up_end_rps)
         if self.ramp_up_strategy is None:
             if ramp != (None, None):
@@ -212,10 +220,3 @@ def given(kind: type, args: argparse.Namespace) -> dict[str, Any]:
     """The fields of the group `kind` that were given on the command line."""
     values = vars(args)
     return {f.name: values[f.name] for f in options(kind) if f.name in values}
-
-
-def _positive(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"Illegal value of {name}", value=value, expected="1 or more", param=name)

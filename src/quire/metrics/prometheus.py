@@ -36,6 +36,7 @@ from quire.metrics.registry import (
     LORA_REQUESTS_LABELS,
     METRICS,
     POSITION,
+    RANK_METRICS,
     SPECULATION_METRICS,
     UP_TO_MODEL_LEN,
     Metric,
@@ -116,6 +117,7 @@ class PrometheusMetrics:
         experts: show where tokens go.
         max_draft: tokens of the longest draft; 0: there are no drafts, and no metrics of drafts.
         has_adapters: show what is known of adapters.
+        num_ranks: that share a model; 1: there are no metrics of ranks.
 
     Attributes:
         engines: the front end's EngineMetrics of each engine, by its index.
@@ -133,6 +135,7 @@ class PrometheusMetrics:
         experts: bool = False,
         max_draft: int = 0,
         has_adapters: bool = False,
+        num_ranks: int = 1,
     ) -> None:
         self.registry = CollectorRegistry()
         self._max_model_len = max_model_len
@@ -144,6 +147,8 @@ class PrometheusMetrics:
             declared += tuple(
                 replace(metric, values=positions if metric.label == POSITION else ()) for metric in SPECULATION_METRICS
             )
+        if num_ranks > 1:
+            declared += tuple(replace(metric, values=tuple(map(str, range(num_ranks)))) for metric in RANK_METRICS)
         families = {metric: self._add(metric) for metric in declared}
         info = CACHE_CONFIG_INFO
         cache_config = Gauge(info.name, info.help, (*info.common, *CACHE_CONFIG_LABELS), registry=self.registry)
@@ -336,6 +341,9 @@ class EngineSeries:
             self._set("quire_expert_balancedness", use.balancedness)
             self._set("quire_expert_rank_balancedness", use.of_ranks)
             self._count("quire_moved_experts", use.num_moved)
+        for rank, (seconds, waited) in enumerate(record.ranks):
+            self._count("quire_rank_step_seconds", seconds, str(rank))
+            self._count("quire_rank_waiting_seconds", waited, str(rank))
         if ("quire_lora_adapters", "known") in self._gauges:
             self._set("quire_lora_adapters", record.num_adapters, "known")
             self._set("quire_lora_adapters", record.num_adapters_in_memory, "in_memory")

@@ -409,6 +409,19 @@ EXPERT_METRICS = (
     ),
 )
 
+# Only where several ranks share a model. Values of the label are their numbers.
+RANK = "rank"
+RANK_METRICS = (
+    Metric("quire_rank_step_seconds", "counter", "seconds", "Time of a rank's steps, with what it waited.", label=RANK),
+    Metric(
+        "quire_rank_waiting_seconds",
+        "counter",
+        "seconds",
+        "The part of it in which the rank waited for others: to join columns in a stage, or for rows between stages.",
+        label=RANK,
+    ),
+)
+
 # Only servers that speculate have these, as in vLLM. Values of the label are the positions up to the longest draft.
 POSITION = "position"
 SPECULATION_METRICS = (

@@ -45,7 +45,7 @@ class Adaptable:
 
     Attributes:
         parts: the names of its weights in Llama's style, without suffix, and their out-features.
-        rows: of each part: those of the whole weight that a rank has; None: all.
+        rows: of each part, which rows of the whole weight a rank has; None: all.
         looks_up: the in-features are tokens.
     """
 
@@ -309,7 +309,7 @@ class Decoder:
         return self.join_logits(logits_RV)
 
     def join_logits(self, logits_RV: Tensor) -> Tensor:
-        """Of all tokens, from those of a rank's tokens: for the first rank, others get none."""
+        """Logits of all tokens, from the logits of a rank's tokens: for the first rank, others get none."""
         share = self.config.vocab_share
         if self._group is None or share is None:
             return logits_RV

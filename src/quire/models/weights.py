@@ -153,7 +153,7 @@ class WeightTable:
         return stack.of_expert(expert) if expert in stack.places and str(expert) == match[2] else None
 
     def _of_one_expert(self, weights: Iterable[tuple[str, Tensor]], unfit: list[str]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, with those of all experts in their parts: views, one expert after the other."""
+        """The tensors. Tensors of all experts come in their parts: views, one expert after the other."""
         for checkpoint_name, tensor in weights:
             own = renamed(checkpoint_name, self._renamed_prefixes)
             names = self._stacked.get(own)

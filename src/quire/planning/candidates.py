@@ -202,7 +202,7 @@ class MemoryTerm:
 
 
 def memory_terms(candidate: Candidate) -> list[MemoryTerm]:
-    """What the memory of one device goes to. They add up to all of it."""
+    """The parts of the memory of one device. They add up to all of it."""
     fit, form = candidate.fit, candidate.fit.form
     memory, weights = fit.memory, sum(fit.weight_bytes)
     kv_bytes = fit.num_blocks * fit.pages.page_bytes
@@ -271,7 +271,7 @@ class Candidates:
         if not self.rows:
             counts = ", ".join(f"{each.name} has {each.count}" for each in hardware)
             raise ConfigError(
-                "No hardware can be shared equally by so many copies",
+                "No hardware can be shared equally by this number of copies",
                 value=copies,
                 expected=f"a part of the number of devices: {counts}",
                 fix="Leave --data-parallel-size out to compare all numbers of copies",
@@ -371,7 +371,7 @@ class Candidates:
         )
 
     def _candidate(self, hardware: Hardware, form: Form, degree: int, demand: Demand) -> Candidate | None:
-        """None: the model in these formats cannot be cut in so many parts."""
+        """None: the model in these formats cannot be cut into this number of parts."""
         part = self._part(form, degree)
         if part is None:
             return None

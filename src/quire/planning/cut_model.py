@@ -101,7 +101,7 @@ class ModelCut:
         unit = lcm(*(lcm(self._unit(linear), size) // size for linear, size in sizes.items()))
         heads = shares(part.num_heads, self._num_parts, unit)
         if not all(heads):
-            raise self._impossible(f"it has {part.num_heads} heads, {unit} of which stay together")
+            raise self._impossible(f"it has {part.num_heads} heads, and groups of {unit} stay together")
         (queries, ups), num_heads = (_times(heads, size) for size in sizes.values()), len(heads[rank])
         rows = [range(part.input.shards[1][1])] * self._num_parts
         return replace(
@@ -167,7 +167,7 @@ class ModelCut:
         panels = lcm(PANEL_WIDTH, unit)
         ranges = shares(size, self._num_parts, panels if size >= self._num_parts * panels else unit)
         if not all(ranges):
-            raise self._impossible(f"{what} has {size} rows, {unit} of which stay together")
+            raise self._impossible(f"{what} has {size} rows, and groups of {unit} stay together")
         return ranges
 
     def _unit(self, linear: LinearShape) -> int:
@@ -208,7 +208,7 @@ def legal_degrees(model: ModelConfig, most: int, experts: ExpertCut | None = Non
 
 
 def why_not_cut(model: ModelConfig, degree: int, experts: ExpertCut | None = None) -> str | None:
-    """Why the model cannot be cut into so many parts; None: it can."""
+    """Why the model cannot be cut into this number of parts; None: it can."""
     try:
         ModelCut(model, degree, experts).part()
     except ModelConfigError as error:

@@ -105,31 +105,38 @@ def num_cores() -> int:
     # Level 0 has the performance cores. Macs with Intel's CPUs have no levels.
     if fast := _sysctl_number("hw.perflevel0.physicalcpu") or _sysctl_number("hw.physicalcpu"):
         return fast
-    cores, quota = _physical_cores(_allowed_cpus() - _efficient_cpus()), cpu_quota()
+    cores, quota = physical_cores(allowed_cpus() - _efficient_cpus()), cpu_quota()
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def num_efficient_cores() -> int:
     """Cores beside them that are slower; 0 where all cores are of one kind."""
-    return _sysctl_number("hw.perflevel1.physicalcpu") or _physical_cores(_efficient_cpus())
+    return _sysctl_number("hw.perflevel1.physicalcpu") or physical_cores(_efficient_cpus())
 
 
-def _allowed_cpus() -> set[int]:
+def allowed_cpus() -> set[int]:
+    """That this thread may use, with SMT siblings."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _efficient_cpus() -> set[int]:
     """CPUs of this process that are slower than others of it."""
-    allowed = _allowed_cpus()
-    fast: set[int] = set()
-    for numbers in (_read_text(_FAST_CPUS) or "").split(","):
-        first, _, last = numbers.strip().partition("-")
-        if first:
-            fast |= allowed & set(range(int(first), int(last or first) + 1))
+    allowed = allowed_cpus()
+    fast = allowed & cpu_list(_read_text(_FAST_CPUS) or "")
     return allowed - fast if fast else set()
 
 
-def _physical_cores(cpus: set[int]) -> int:
+def cpu_list(text: str) -> set[int]:
+    """The numbers of `0-3,8`, as Linux writes them. Raises ValueError."""
+    cpus: set[int] = set()
+    for numbers in text.split(","):
+        first, _, last = numbers.strip().partition("-")
+        if first:
+            cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def physical_cores(cpus: set[int]) -> int:
     """Cores with these CPUs: SMT siblings count once."""
     cores = set()
     for cpu in cpus:

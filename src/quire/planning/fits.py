@@ -27,7 +27,7 @@ class WeightsForm:
     """Weights in one format.
 
     Args:
-        dtype: of activations and of what is not quantized.
+        dtype: of activations and of all weights that are not quantized.
         quantization: on-load, or the checkpoint's own method; None: all weights are in `dtype`.
         flags: that give it.
     """
@@ -114,7 +114,7 @@ class Fit:
 
 
 def possible_forms(engine: EngineConfig, model: ModelConfig, device: DeviceFacts) -> tuple[list[Form], dict[str, str]]:
-    """The formats that `engine` leaves open, those of a start first, and those that are refused, with the reason.
+    """The formats that `engine` leaves open: formats of a start first, then refused formats, with the reason.
 
     Raises ConfigError for settings that contradict each other or the model.
     """

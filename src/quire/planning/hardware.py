@@ -8,6 +8,8 @@ from typing import Any
 
 from quire.cost.devices import GPUS, NOT_RUN_ON, Ceilings, Gpu, find_gpu, runnable_names
 from quire.errors import ConfigError
+from quire.kernels import extension
+from quire.planning import devices
 from quire.planning.devices import LEAST_CAPABILITY
 from quire.resolve import DeviceFacts, GpuFacts, shown_bytes
 
@@ -16,13 +18,19 @@ MOST_DEVICES = 1024
 DEFAULT_LINK_BANDWIDTH = 32e9
 
 
+def this_machine(device: str) -> DeviceFacts:
+    """What an engine with this --device would find here. A GPU is looked for in a process of its own."""
+    gpu = "none was looked for" if device == "cpu" else devices.ask_gpu()
+    return devices.detect(extension.chosen_isa(), gpu)
+
+
 @dataclass(frozen=True)
 class Hardware:
     """Some devices of one kind.
 
     Args:
         facts: of a machine that has one of them.
-        described: rates that somebody else measured; None: those of `gpu`, or this machine's own.
+        described: rates that somebody else measured; None: rates of `gpu`, or this machine's own.
         read_bandwidth: of this machine's memory, in bytes per second, if it was measured.
         price_per_hour: of one device.
         origin: of its memory and its rates, for people.

@@ -1,7 +1,7 @@
 """Sizes of steps that are worth their time: the knee of a step's rate. No torch.
 
 More rows raise the rate of a step while reading the weights takes longer than products. Beyond that knee they make the
-step longer, and hardly anything faster. The constants are those of data sheets, never measured ones: so a machine
+step longer, and hardly anything faster. The constants come from data sheets and are never measured: so a machine
 settles the same sizes at every start.
 """
 
@@ -43,19 +43,19 @@ class Knee:
         self._decode = arithmetic.load([SHORT_CONTEXT], [1], 1)
 
     def prompt_tokens(self, share: float) -> int:
-        """With about so many in a step, a power of two, prompts reach this share of the rate of endless steps."""
+        """Tokens in a step, about, a power of two: prompts reach this share of the rate of endless steps with them."""
         nothing = (0,) * len(self._arithmetic.kinds)
         return _power_of_two(self._size(share, lambda count: _with_prompt(Load(0, 0, 0, nothing, nothing), count)))
 
     def prompt_tokens_beside(self, num_answers: int, context: int, times: float) -> int:
-        """With about so many, a multiple of PROMPT_UNIT, a step with some answers takes so many times as long."""
+        """Prompt tokens, about, a multiple of PROMPT_UNIT: with them a step with some answers takes `times` as long."""
         answers = self._arithmetic.load([context - 1] * num_answers, [1] * num_answers, num_answers)
         most = times * self._seconds(answers)
         size = bisect_right(range(_ENDLESS), most, key=lambda count: self._seconds(_with_prompt(answers, count)))
         return max(round(size / PROMPT_UNIT), 1) * PROMPT_UNIT
 
     def requests(self, share: float) -> int:
-        """With about so many that decode, a power of two, they reach this share of the rate of endless steps."""
+        """Rows that decode, about, a power of two: they reach this share of the rate of endless steps."""
         one = self._decode
 
         def load(count: int) -> Load:

@@ -52,7 +52,7 @@ class MemoryFacts:
 
 
 def logits_bytes(model: ModelConfig, num_rows: int) -> int:
-    """Bytes of so many rows of logits, those of the drafter beside them."""
+    """Bytes of this number of rows of logits, and of the drafter's rows."""
     own = num_rows * model.vocab_size * 4 * LOGITS_COPIES if model.has_output else 0
     return own if model.drafter is None else own + logits_bytes(model.drafter, num_rows)
 
@@ -107,7 +107,7 @@ def _of_mlp(part: Dense, hidden_size: int) -> int:
 
 
 def planned_weight_bytes(resolved: Resolved, model: ModelConfig) -> int:
-    """Bytes that the weights will take in memory once they are loaded, those of the drafter too."""
+    """Bytes that the weights will take in memory once they are loaded, also the drafter's weights."""
     is_packed = packs_floats(resolved.device.isa)
     own = model.weight_bytes(resolved.model.dtype, resolved.model.quantization, is_packed=is_packed)
     return own + _drafter_weight_bytes(resolved, model)
@@ -190,7 +190,7 @@ class KvPages:
         return pages_for(self.groups, num_tokens, self.block_size, self.depth * self.step_tokens)
 
     def longest(self, num_pages: int) -> int:
-        """Tokens of the longest request that so many pages hold."""
+        """Tokens of the longest request that this number of pages holds."""
         return longest_request(self.groups, num_pages, self.block_size, self.depth * self.step_tokens)
 
     def num_requests(self, num_pages: int, num_tokens: int) -> int:
@@ -233,7 +233,7 @@ class _Offer:
 
 
 def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, memory: MemoryFacts) -> Planned:
-    """The settings with those of memory; max_model_len -1 is cut to what fits.
+    """All settings, also the settings of memory; max_model_len -1 is cut to what fits.
 
     Raises MemoryPlanError naming the missing bytes and the changes that would fit.
     """
@@ -399,7 +399,7 @@ class _Shortage:
         )
 
     def _fixes(self) -> list[str]:
-        """Single changes, each of which makes the same start succeed."""
+        """Single changes. Each makes the same start succeed."""
         config, resolved, memory, offer = self.config, self.resolved, self.memory, self.offer
         needed = self.blocks_needed * self.pages.page_bytes
         missing = needed - offer.num_bytes

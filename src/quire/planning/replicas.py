@@ -9,6 +9,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.logs import get_logger
 from quire.planning import devices
+from quire.planning.binding import is_bound
 from quire.planning.memory_plan import MemoryFacts
 from quire.resolve import DeviceFacts
 
@@ -26,7 +27,7 @@ def check_machine(config: EngineConfig) -> None:
         if config.device != "cpu" and (num_gpus := devices.num_gpus()):
             _check_count(num_replicas, num_gpus, "GPU")
     num_processes = num_replicas * config.num_local_ranks
-    if num_processes > 1 and not has_own_cores(config, num_cores):
+    if num_processes > 1 and not is_bound(config) and not has_own_cores(config, num_cores):
         logger.warning(
             "%d processes with %d threads in all share %d cores: each other's threads hold them up",
             num_processes,
@@ -36,7 +37,13 @@ def check_machine(config: EngineConfig) -> None:
 
 
 def has_own_cores(config: EngineConfig, num_cores: int) -> bool:
-    """Whether the threads of all ranks of all replicas have a core of a machine each."""
+    """Whether the threads of all ranks of all replicas have a core of a machine each.
+
+    Args:
+        num_cores: of the machine, or of this process where processes are bound.
+    """
+    if is_bound(config):
+        return (config.num_threads or envs.NUM_THREADS.get()) <= num_cores
     return _num_threads(config, num_cores) <= num_cores
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from quire.planning.memory_plan import KvPages
 
 SHORTAGE_QUANTILE = 2.33  # standard deviations above the mean: a shortage of pages in one step of a hundred
-# Two times within an answer whose mean and spread are those of all of its steps (Gauss and Legendre).
+# Two times within an answer. They have the mean and spread of all of its steps (Gauss and Legendre).
 _MOMENTS = (0.5 - math.sqrt(1 / 12), 0.5 + math.sqrt(1 / 12))
 
 

@@ -1,4 +1,4 @@
-"""What a server gives to so many requests at once: times to tokens, rates, and how many it may take. No torch."""
+"""What a server gives to a number of requests at once: times to tokens, rates, how many it may take. No torch."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Service:
         return 1 + bisect_left(range(1, self.most + 1), True, key=lambda count: holds(self.at(count)))
 
     def at(self, count: int) -> Point:
-        """With so many requests, `most` at the most."""
+        """With this number of requests, but at most with `most`."""
         if count not in self._known:
             self._known[count] = self._at(count)
         return self._known[count]

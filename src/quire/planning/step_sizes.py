@@ -29,7 +29,7 @@ KNEE_SHARE = 0.99
 # While several requests are there, prompts make a step about so many times as long as these answers alone do: fewer
 # tokens delay prompts, more delay answers. benchmarks/defaults.py has the goodput of other settings.
 SHARED_TIMES, SHARED_ANSWERS, SHARED_CONTEXT = 2, 8, 1024
-# Products of integers on a CPU, over those of floats: 1.75 for 2.59 ps, tests/planning/constants_0.6b.json.
+# Products of integers on a CPU, relative to products of floats: 1.75 for 2.59 ps, tests/planning/constants_0.6b.json.
 INTEGER_TIMES = 1.5
 SHORT_REQUEST = 256  # tokens; no more requests run than memory holds of such ones
 LEAST_REQUESTS = 8  # that may run, however little memory there is

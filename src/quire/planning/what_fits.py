@@ -134,7 +134,7 @@ class ModelPlan:
         for (num_experts, num_active), num_layers in model.expert_counts().items():
             hits = (f"{distinct_experts(num_experts, num_active, rows):.3g} at {rows}" for rows in STEPS)
             yield f"experts  {num_layers} layers of {num_experts}, {num_active} active per token; a step hits in each,"
-            yield f"         if all are equally likely, at so many tokens: {', '.join(hits)}"
+            yield f"         if all are equally likely, at these numbers of tokens: {', '.join(hits)}"
         yield f"memory   {self.memory_name}" + ("" if share is None else f", {share} of it in use")
         at_least = "" if self.resolved.device.device == "cpu" else "at least "  # a GPU has graphs too
         yield f"work     {at_least}{work}: a step of {budget:,} tokens, logits of {requests}"
@@ -218,7 +218,7 @@ class ModelPlan:
             whole = (fit for fit in self.fits if fit.pages.num_requests(fit.num_blocks, longest) >= count)
             other = min(whole, key=lambda fit: fit.form.expected_loss, default=None)
             instead = "no format holds" if other is None else f"{_words(other.form.flags)} holds"
-            yield f"         --max-model-len -1 starts with so many; {instead} all {longest:,}"
+            yield f"         --max-model-len -1 starts with that length; {instead} all {longest:,}"
         yield f"         {best.why}"
         if best.form.expected_loss:
             flags = " ".join((shlex.quote(self.model_name), *best.form.flags))

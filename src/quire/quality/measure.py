@@ -126,7 +126,7 @@ def load(config: EngineConfig, progress: Progress) -> Loaded:
     """A model with the weights, kernels and KV cache that a server would have. Raises QuireErrors."""
     *_, model_config = find_model(config, progress, weights=True)
     worker = DeviceWorker(model_config, progress)
-    running = bring_up(config, model_config, [worker], is_server=False, progress=progress)
+    running = bring_up(config, model_config, (worker,), is_server=False, progress=progress)
     return Loaded(worker.runner, running.resolved.model.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Which adapters may run: at most so many different ones at once, and nobody is overtaken for ever."""
+"""Which adapters may run: a limited number at once, and no request is overtaken for ever."""
 
 from __future__ import annotations
 

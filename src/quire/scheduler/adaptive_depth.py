@@ -24,18 +24,18 @@ from quire.scheduler.draft_depth import MIN_GAIN, Acceptance, best_depths, chanc
 
 logger = get_logger(__name__)
 
-# Drafts of a position that count in the rates of a request, and in those of all: a text changes sooner than traffic.
+# Drafts of a position that count in the rates of a request, and in the rates of all requests: a text changes sooner.
 MEMORY, MEMORY_OF_ALL = 32, 256
 PRIOR_WEIGHT, PRIOR_WEIGHT_OF_ALL = 8, 16
 TRIAL_SHARE = 1 / 128  # of the time of steps, added to the credit
 READING_SHARE = 1 / 72  # at most, where a drafter in the worker needs it to read what it misses
 MOST_SAVED, MOST_OWED = 16, 4  # bounds of the credit, in steps; it may be saved for one trial that takes longer
-FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start: so many steps, or so many trials where they take less
+FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start, in steps; or in trials, where these take less
 MOST_TRIALS = 8  # of a step: a drafter reads its weights for several at once
 DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by a standard deviation
 SEARCH_STEPS = 16  # between two looks for somebody who may try, where nobody may
 MOST_WAITED = 64  # steps of a request between two trials that failed
-NEWS_SHARE = 1 / 4  # of the running requests: after so many results, depths are chosen anew
+NEWS_SHARE = 1 / 4  # of the running requests: after results of this share, depths are chosen anew
 # Between two looks at what steps cost: at first the engine learns what steps with drafts take, and later contexts grow.
 FIRST_COST_STEPS, COST_STEPS = 4, 64
 LEAST_MISSED = 32  # tokens that a drafter has not read: fewer it reads beside its drafts
@@ -55,7 +55,7 @@ class StepSeconds(Protocol):
 
 
 class DrafterTime:
-    """Seconds in which a drafter in the worker computes a step of so many tokens, learned from its steps.
+    """Seconds in which a drafter in the worker computes a step of a number of tokens, learned from its steps.
 
     Reading `READ_TOKENS` tokens at once takes about twice the time of one token: weights are read once.
 
@@ -74,7 +74,7 @@ class DrafterTime:
         return self._seconds * _units_of_step(depths)
 
     def observe(self, seconds: float, depths: Sequence[int]) -> None:
-        """It took so long to draft as many tokens of each row."""
+        """Learn how long it took to draft these numbers of tokens, one for each row."""
         self._seconds += (seconds / _units_of_step(depths) - self._seconds) / DRAFTER_MEMORY
 
 
@@ -180,7 +180,7 @@ class AdaptiveDepth:
         return int(request.request_id in self._due)
 
     def drafted(self, request: Request, num_drafts: int) -> None:
-        """The request has so many drafts in this step."""
+        """Note how many drafts the request has in this step."""
         drafting = self._requests[request.request_id]
         read_seconds = self._read_seconds(request, drafting)
         self._is_reading |= read_seconds > 0 or not drafting.is_read
@@ -195,7 +195,7 @@ class AdaptiveDepth:
         drafting.num_read, drafting.is_read = request.num_tokens, True
 
     def admit(self, request: Request, num_cached: int) -> None:
-        """The request has new blocks; those of the first tokens come from others, whose drafter has read them too.
+        """The request has new blocks. Blocks of its first tokens come from others, whose drafter has read them too.
 
         Where nobody drafts, it has not.
         """
@@ -218,7 +218,7 @@ class AdaptiveDepth:
             drafting.next_trial = self._step + drafting.wait
 
     def read_later(self, request: Request, num_unread: int) -> None:
-        """Its drafter has yet to read so many of its tokens, and has made no drafts."""
+        """Its drafter has made no drafts, because it has yet to read this number of its tokens."""
         drafting = self._requests[request.request_id]
         drafting.num_read, drafting.is_read = drafting.num_read - num_unread, False
         self._credit += self._read_seconds(request, drafting)
@@ -231,7 +231,7 @@ class AdaptiveDepth:
         self._due.discard(request.request_id)
 
     def settle_drafter(self, seconds: float, depths: Sequence[int]) -> None:
-        """The worker's drafter took so long for a step with as many drafts of each row."""
+        """Learn how long the worker's drafter took for a step with these numbers of drafts, one for each row."""
         if self._draft_seconds is not None and not self._is_reading:
             self._draft_seconds.observe(seconds, depths)
         self._is_reading = False

@@ -24,7 +24,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_free_blocks = num_blocks
-        self.num_ever_used = 0  # the first so many were handed out at least once: new ones go out in ascending order
+        self.num_ever_used = 0  # blocks below it were handed out at least once: new ones go out in ascending order
         self.residency = residency
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
@@ -55,7 +55,7 @@ class BlockPool:
         return sum(1 for block in blocks if not ref_counts[block])
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` of num_free_blocks, each with one reference. What they cached is forgotten."""
+        """Take `count` of num_free_blocks, each with one reference. Their cached content is forgotten."""
         assert count <= self.num_free_blocks, f"{count} blocks wanted, {self.num_free_blocks} free"
         blocks = []
         for _ in range(count):

@@ -111,7 +111,7 @@ class KVCacheManager:
         self._width = num_tables(groups)
         ends = [num_tables(groups[: index + 1]) for index in range(len(groups))]
         self._columns = {group: range(end - group.num_tables, end) for group, end in zip(groups, ends, strict=True)}
-        # What a block has in one table is found by the block's hash and the number of the table.
+        # A block's content in one table is found by the block's hash and the number of the table.
         self._suffixes = {
             column: column.to_bytes(2, "little") if column else b""
             for group, columns in self._columns.items()
@@ -247,8 +247,8 @@ class KVCacheManager:
     ) -> list[tuple[int, int]] | None:
         """Give `request` its block table: the prefix's pages and new ones for `num_tokens` tokens.
 
-        A group that does not keep all gets those of the next steps. Answers the page copies (source, destination) that
-        must run before the request computes, or None, with nothing changed, if the free pages do not suffice.
+        A group that does not keep all gets the pages of the next steps. Answers the page copies (source, destination)
+        that must run before the request computes, or None, with nothing changed, if the free pages do not suffice.
         """
         pool = self.pool
         num_blocks, num_shared = self.num_blocks_for(num_tokens), len(prefix.pages) // self._width

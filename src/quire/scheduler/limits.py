@@ -51,7 +51,7 @@ class RoomWithin(Protocol):
     def __call__(
         self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int], num_logits: int, /
     ) -> StepRoom:
-        """What so many seconds leave beside rows with `counts` new tokens behind `starts`, and rows of logits."""
+        """What a time in seconds leaves beside rows with `counts` new tokens behind `starts`, and rows of logits."""
         ...
 
 

@@ -23,12 +23,12 @@ def num_lacking(request: Request) -> int:
 
 
 def start_at(request: Request, num_tokens: int) -> None:
-    """The request has the KV of so many tokens: it was admitted, or it has lost its blocks."""
+    """Set how many tokens of the request have KV: it was admitted, or it has lost its blocks."""
     request.num_computed_tokens = request.num_settled_tokens = num_tokens
 
 
 def advance(request: Request, count: int, num_drafts: int = 0) -> int:
-    """A batch is made that computes the next `count` tokens, of which the last `num_drafts` are guesses.
+    """A batch is made that computes the next `count` tokens. The last `num_drafts` of them are guesses.
 
     Answers the row's num_logits: see ScheduledBatch. With drafts, what is in flight is the drafts: the token behind
     them has no place yet, so nothing of the request is left to schedule until the result is here.

@@ -53,7 +53,7 @@ class BlockResidency:
                 self._stays[block] = _Stay(now)
 
     def on_accessed(self, blocks: Iterable[int]) -> None:
-        """A request found these blocks in the prefix cache, or shares those of its parent."""
+        """A request found these blocks in the prefix cache, or shares them with its parent."""
         now = self._clock()
         for block in blocks:
             if (stay := self._stays.get(block)) is not None:

@@ -468,7 +468,7 @@ class Scheduler:
     def _num_drafts(self) -> int:
         """Most drafts of the next step: each request that may take part in it has a token and a row of logits.
 
-        Memory was planned for so many rows of logits; drafts have what others leave of them.
+        Memory was planned for a number of rows of logits; drafts have the rows that others leave.
         """
         limits, num_running = self.limits, len(self._running)
         num_others = max(num_running, min(num_running + len(self._queue), limits.max_num_seqs))
@@ -588,7 +588,7 @@ class Scheduler:
         return parent if is_shared else None
 
     def _cached_prefix(self, request: Request) -> Prefix:
-        """What the prefix cache has of a request that may read it."""
+        """The part of a request that the prefix cache has, if the request may read it."""
         params = request.sampling_params
         is_read = params.prompt_logprobs is None and not params.skip_reading_prefix_cache
         return self.kv.find_cached_prefix(request) if is_read else NO_PREFIX

@@ -26,7 +26,7 @@ class DraftCounts:
     num_failures: int = 0  # rows whose drafter failed
 
     def add(self, num_drafts: int, num_held: int) -> None:
-        """A row with so many drafts, the first of which held."""
+        """Count a row with drafts. `num_held`: how many of the first ones held."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_held
@@ -53,7 +53,7 @@ class Speculation:
 
     Args:
         most: drafts of one request in one step; may be moved.
-        most_by_rows: (first, last, most): at most so many drafts each while the running requests are so many.
+        most_by_rows: (first, last, most): at most `most` drafts each, while `first` to `last` requests run.
         adaptive: chooses depths; without it all requests draft as far as they may.
         max_tokens: of a request that drafts, with all its drafts but the last: what the drafter can read. None: any.
         waits: requests that may draft are in no step before their newest token is known, unless `adaptive` says that
@@ -84,7 +84,7 @@ class Speculation:
         self._failure_log = RateLimited(logger)
 
     def admit(self, request: Request, num_cached: int) -> None:
-        """The request has new blocks, of which those of its first `num_cached` tokens were computed for others."""
+        """The request has new blocks. The blocks of its first `num_cached` tokens were computed for others."""
         if self._adaptive is not None:
             self._adaptive.admit(request, num_cached)
 
@@ -118,19 +118,19 @@ class Speculation:
         return self._proposer.propose(request, depth)[:depth]
 
     def take(self, request: Request, num_drafts: int) -> None:
-        """The step verifies so many of the drafts that were proposed."""
+        """Note how many of the proposed drafts the step verifies."""
         if self._adaptive is not None:
             self._adaptive.drafted(request, num_drafts)
 
     def settle(self, request: Request, num_drafts: int, num_held: int) -> None:
-        """So many drafts of a request were verified; the first `num_held` were what the target sampled."""
+        """Drafts of a request were verified; the first `num_held` were what the target sampled."""
         self._counts.add(num_drafts, num_held)
         self._errors.pop(request.request_id, None)
         if self._adaptive is not None:
             self._adaptive.settle(request, num_drafts, num_held)
 
     def read_later(self, request: Request, num_unread: int) -> None:
-        """The worker's drafter made no drafts of a request: it has yet to read so many tokens."""
+        """The worker's drafter made no drafts of a request, because it has yet to read this number of tokens."""
         if self._adaptive is not None:
             self._adaptive.read_later(request, num_unread)
 
@@ -142,7 +142,7 @@ class Speculation:
         return seconds + self.drafter_time.of_step([len(row) for row in drafts])
 
     def settle_drafter(self, seconds: float, drafts: Sequence[Sequence[int]]) -> None:
-        """The worker's drafter took so long for the drafts of a step."""
+        """Note how long the worker's drafter took for the drafts of a step."""
         depths = [len(row) for row in drafts]
         if self._adaptive is not None:
             self._adaptive.settle_drafter(seconds, depths)
@@ -158,7 +158,7 @@ class Speculation:
         self._failure_log.warning("Request %s goes on without drafts: %s", request.request_id, why)
 
     def fail_for_now(self, request: Request, num_drafts: int, why: str) -> None:
-        """The drafter raised in a step with so many places of drafts of this request."""
+        """The drafter raised in a step that had this number of places for drafts of this request."""
         errors = self._errors.setdefault(request.request_id, _Errors())
         errors.count += 1
         if errors.count > MOST_ERRORS:

@@ -13,14 +13,16 @@ from quire.errors import MemoryPlanError
 from quire.formats.kv_format import KvFormat, kv_format
 from quire.formats.weight_format import packs_floats
 from quire.model_config import DTYPE_BYTES, ModelConfig
+from quire.planning import devices
+from quire.planning.binding import bound_facts, cpus_of_processes
 from quire.planning.cut_stages import check_cuts, cut_of, grid_of, part_of_rank
+from quire.planning.layouts import RankShare, rank_shares
 from quire.planning.memory_plan import (
     KvPages,
     MemoryFacts,
     logits_bytes,
     memory_settings,
     plan_kv_cache,
-    planned_weight_bytes,
     predict_memory,
 )
 from quire.planning.replicas import share_of_machine
@@ -33,22 +35,6 @@ from quire.settings import Planned, Resolved, Setting
 NAME_COLUMN = 35  # the longest name of a setting fits
 
 
-class RankShare(NamedTuple):
-    """What one rank holds. `num_experts`: whole ones of a layer; 0: rows of all experts, or there are none."""
-
-    weight_bytes: int
-    num_experts: int
-
-    @classmethod
-    def of(cls, part: ModelConfig, resolved: Resolved) -> RankShare:
-        whole = (experts.num_experts for experts in part.experts() if experts.placement is not None)
-        return cls(planned_weight_bytes(resolved, part), next(whole, 0))
-
-    def __str__(self) -> str:
-        experts = f" with {self.num_experts} experts of a layer" if self.num_experts else ""
-        return shown_bytes(self.weight_bytes) + experts
-
-
 @dataclass(frozen=True)
 class Explanation:
     """The result of a start that does not happen.
@@ -59,7 +45,7 @@ class Explanation:
         pages: the KV cache that requests take.
         next_costs: the cost of the next larger value, for settings where it is known.
         error: the reason why a start would fail; None: it would not.
-        ranks: those that share the model, or the stage; none: one has all of it.
+        ranks: what each of several holds; none: one has all of it.
     """
 
     model_name: str
@@ -94,7 +80,7 @@ class Explanation:
                 "free_memory_bytes": self.device.free_memory_bytes,
                 "gpu": None if self.device.gpu is None else asdict(self.device.gpu),
             },
-            "ranks": [rank._asdict() for rank in self.ranks],
+            "ranks": [entry for share in self.ranks for entry in share.as_dicts()],
             "layers": [layer.as_dict() for layer in self.layers],
             "settings": {
                 name: setting.as_dict() | ({"next": self.next_costs[name]} if name in self.next_costs else {})
@@ -126,8 +112,8 @@ class Explanation:
         if (stage := self.model.stage) is not None:
             layers = f"layers {stage.layers[0]} to {stage.layers[-1]}"
             yield f"stage    {stage.index} of {stage.num_stages}, with {layers}: it has the fewest KV blocks"
-        if self.ranks:
-            yield f"ranks    weights of {', '.join(map(str, self.ranks))}"
+        for share in self.ranks:
+            yield f"{'ranks' if share is self.ranks[0] else '':<8} {share.text()}"
         yield from self._kv_groups()
         if "num_blocks" in self.settings:
             yield from self._memory()
@@ -214,24 +200,24 @@ def explain(
     grid = grid_of(engine)
     parts = [part_of_rank(model, engine, rank) for rank in range(0, grid.size, grid.width)]
     whole, model = model, cut_of(model, engine).part()
-    machine, device = device, share_of_machine(device, engine)
+    machine = device
+    if places := cpus_of_processes(engine):
+        device = bound_facts(device, engine, min(map(devices.physical_cores, places)))
+    device = share_of_machine(device, engine)
     own, device = device.shared_by(grid.num_local), device.shared_by(grid.num_local, grid.num_stages)
     if read_bandwidth is not None:
         read_bandwidth /= engine.data_parallel_size * grid.num_local
     settled = resolve(engine, model, device, is_server=True)
     known = known_cost(settled, model, device, read_bandwidth)
     plans = [_planned(engine, settled, part, own) for part in parts]
-    stage = min(range(len(plans)), key=lambda index: plans[index].num_blocks)
-    model, memory, resolved, error = plans[stage]
-    members = grid.stage_members(stage * grid.width) if grid.width > 1 else ()
-    ranks = tuple(RankShare.of(part_of_rank(whole, engine, rank), resolved) for rank in members)
+    model, memory, resolved, error = min(plans, key=lambda plan: plan.num_blocks)
     waited = 0.0 if known.is_measured else waited
     expected = expectation(resolved.scheduler.max_num_seqs, known.cost, known.origin, waited)
     resolved = resolved.noting({**expected, **peaks(resolved, known.cost.arithmetic, device)})
-    settings = {**resolved.settings, **resolve_server(server, chat_template)}
+    settings = {**resolved.settings, **resolve_server(server, chat_template).settings}
     form, device_settings = resolved.model, resolved.device
     layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
-    pages = KvPages.of(resolved, model)
+    pages, ranks = KvPages.of(resolved, model), rank_shares(whole, engine, resolved) if grid.size > 1 else ()
     next_costs = _next_costs(resolved, model, pages, memory)
     return Explanation(model_name, model, machine, settings, layers, pages, next_costs, error, ranks)
 

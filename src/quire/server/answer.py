@@ -1,4 +1,4 @@
-"""What the routes that generate have in common: from the body to the checks to the answer, whole or as events."""
+"""The common part of all routes that generate: from the body to the checks to the answer, whole or as events."""
 
 from __future__ import annotations
 

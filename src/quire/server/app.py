@@ -42,11 +42,12 @@ from quire.server import (
 from quire.server.auth import PUBLIC_PATHS, AccessControl, check_api_keys
 from quire.server.chat import chat_completions, render_chat
 from quire.server.completions import completions
+from quire.server.cors import cors_middleware
 from quire.server.errors import error_response, internal_error_body, on_http_exception, on_quire_error
 from quire.server.http_metrics import CountRequests
 from quire.server.state import (
     REQUEST_ID_KEY,
-    ServerSettings,
+    AppSettings,
     ServerState,
     new_request_id,
     sane_request_id,
@@ -57,7 +58,7 @@ logger = get_logger(__name__)
 
 
 def create_app(
-    engine: AsyncEngine, tokenizer: Tokenizer | None, settings: ServerSettings, metrics: PrometheusMetrics | None = None
+    engine: AsyncEngine, tokenizer: Tokenizer | None, settings: AppSettings, metrics: PrometheusMetrics | None = None
 ) -> Starlette:
     """The server for one engine.
 
@@ -79,7 +80,7 @@ def create_app(
         "/v1/responses": responses.create,
     }
     routes = [
-        *page.routes(settings.root_path),
+        *page.routes(settings.server.root_path),
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generation.items()),
         *(Route(alias, generation[path], methods=["POST"]) for alias, path in openapi.ALIASES.items()),
         Route("/v1/chat/completions/render", render_chat, methods=["POST"]),
@@ -107,23 +108,23 @@ def create_app(
         routes += lora_admin.routes()
     if settings.is_development:
         routes += development.routes()
-    if settings.has_tokenizer_info:
+    if settings.server.enable_tokenizer_info_endpoint:
         routes.append(Route("/tokenizer_info", tokenization.tokenizer_info, methods=["GET"]))
     middleware = [
         Middleware(RequestContext, state=state),
-        *settings.cors.middleware(),
+        *cors_middleware(settings.server),
         Middleware(
             AccessControl,
             api_keys=settings.api_keys,
             allowed_hosts=settings.allowed_hosts,
-            keyless_paths=["/metrics"] if settings.has_public_metrics else [],
+            keyless_paths=["/metrics"] if settings.server.prometheus_public else [],
         ),
         Middleware(Door, state=state, queued_paths={*generation, *openapi.ALIASES}),
     ]
     if metrics is not None:
         middleware.insert(0, Middleware(CountRequests, metrics=metrics.http, routes=routes))
-    if settings.root_path:
-        middleware.insert(0, Middleware(StripPrefix, prefix=settings.root_path))
+    if root_path := settings.server.root_path:
+        middleware.insert(0, Middleware(StripPrefix, prefix=root_path))
     app = Starlette(
         routes=routes,
         middleware=middleware,

@@ -43,7 +43,7 @@ class AccessControl:
             api_keys: any of them opens every route; none leaves the server open.
             allowed_hosts: host names (without port) a request may be addressed to; none allows all. Against pages that
                 make a browser talk to a loopback server under their own name (DNS rebinding).
-            keyless_paths: need no key, on the operator's word; unlike those of PUBLIC_PATHS they tell of the server.
+            keyless_paths: need no key, on the operator's word; unlike PUBLIC_PATHS they tell of the server.
         """
         self._app = app
         self._key_hashes = [_hash(key.encode()) for key in api_keys]

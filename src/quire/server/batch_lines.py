@@ -53,7 +53,7 @@ def entry_id(number: int, line: bytes) -> str:
 
 
 async def answer_line(app: ASGIApp, line_id: str, line: bytes) -> BatchEntry:
-    """The entry of one line, whatever is wrong with it. What the server is too busy for is asked again."""
+    """The entry of one line, whatever is wrong with it. A line is asked again if the server is too busy for it."""
     try:
         asked = msgspec.json.decode(line, type=BatchLine)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

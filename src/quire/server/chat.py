@@ -78,15 +78,15 @@ async def generation_of(
     state: ServerState, body: ChatRequest, ignored: list[str], request_id: str, prefix: str
 ) -> Generation:
     """What a chat asks of the engine. `prefix`: of the answer's id. Adds the names of fields without effect."""
-    tools = ToolChoice.of(body, state.settings, ignored)
+    tools = ToolChoice.of(body, state.settings.server, ignored)
     if body.reasoning_effort is not None and not state.has_reasoning_effort:
         ignored.append("reasoning_effort")
     prompt = await render(state, body)
     if (constraint := tools.constraint or body.constraint()) is not None:
-        if (reasoning := REASONING_FORMATS.get(state.settings.formats.reasoning or "")) is not None:
+        if (reasoning := REASONING_FORMATS.get(state.settings.server.reasoning_parser or "")) is not None:
             constraint = reasoning.constrained(constraint, prompt)
         body.structured_outputs, body.response_format = constraint, None
-    new_parser = tools.new_parser(body, state.settings, prompt)
+    new_parser = tools.new_parser(body, state.settings.server, prompt)
     if new_parser is not None and state.has_special_tags:
         body.skip_special_tokens = False
     return replace(_generation(state, body, prompt, request_id, prefix), new_parser=new_parser)
@@ -95,7 +95,7 @@ async def generation_of(
 async def render(state: ServerState, body: ChatRequest) -> str:
     """The prompt of a chat."""
     continues = bool(body.continue_final_message)
-    hides_tools = body.tool_choice == "none" and state.settings.hides_unused_tools
+    hides_tools = body.tool_choice == "none" and state.settings.server.exclude_tools_when_tool_choice_none
     adds_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     return await state.renderer.render(
         Render(
@@ -131,7 +131,7 @@ def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: 
 
 def _thinking_budget(state: ServerState, body: ChatRequest, prompt: str) -> dict[str, Any]:
     """The budget's SamplingParams fields; none if the prompt has closed the reasoning. Raises UnsupportedFieldError."""
-    reasoning = REASONING_FORMATS.get(state.settings.formats.reasoning or "")
+    reasoning = REASONING_FORMATS.get(state.settings.server.reasoning_parser or "")
     if reasoning is None or state.tokenizer is None:
         raise UnsupportedFieldError(
             "This server does not know how its model writes reasoning",
@@ -182,7 +182,7 @@ class ChatWriter:
         self._id = asked.response_id
         self._created = int(time.time())
         self._model = asked.adapter or state.model_name
-        self._role = state.settings.response_role
+        self._role = state.settings.server.response_role
         self._n = asked.params.n
         self._prefix = _echoed_text(body, self._role)
         new_parser = asked.new_parser

@@ -16,6 +16,7 @@ from quire.frontend.live_limits import live_limits, move_limits
 from quire.messages import EngineReady
 from quire.server.limits import read_json
 from quire.server.state import ServerState, state_of
+from quire.settings import as_dict
 
 
 async def config(request: Request) -> Response:
@@ -46,7 +47,7 @@ def _decode(body: bytes) -> dict[str, Any]:
 
 def settings_of(state: ServerState) -> dict[str, Any]:
     """Every setting as a record with its value and source. Raises NotReadyError, EngineDeadError."""
-    settings = {**_ready(state).resolved, **state.settings.resolved}
+    settings = {**_ready(state).resolved, **as_dict(state.settings.server.settings)}
     return {name: _without_paths(setting) for name, setting in settings.items()}
 
 

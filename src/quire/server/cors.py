@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from quire.server.errors import HttpError, error_response
+from quire.settings import ServerSettings
 
 EXPOSED_HEADERS = ("retry-after", "x-quire-ignored-fields", "x-request-id")
 
 
-@dataclass(frozen=True)
-class CorsRules:
-    """What pages of other origins may do; "*" stands for any."""
-
-    origins: tuple[str, ...] = ()
-    methods: tuple[str, ...] = ("*",)
-    headers: tuple[str, ...] = ("*",)
-    allow_credentials: bool = False
-
-    def middleware(self) -> list[Middleware]:
-        """Nothing unless there are origins: then no answer has a CORS header, and browsers keep pages out."""
-        if not self.origins:
-            return []
-        rules = Middleware(
-            _Cors,
-            allow_origins=self.origins,
-            allow_methods=self.methods,
-            allow_headers=self.headers,
-            allow_credentials=self.allow_credentials,
-            expose_headers=EXPOSED_HEADERS,
-        )
-        return [rules]
+def cors_middleware(settings: ServerSettings) -> list[Middleware]:
+    """Nothing unless origins are allowed: then no answer has a CORS header, and browsers keep pages out."""
+    if not settings.allowed_origins:
+        return []
+    rules = Middleware(
+        _Cors,
+        allow_origins=settings.allowed_origins,
+        allow_methods=settings.allowed_methods,
+        allow_headers=settings.allowed_headers,
+        allow_credentials=settings.allow_credentials,
+        expose_headers=EXPOSED_HEADERS,
+    )
+    return [rules]
 
 
 class _Cors(CORSMiddleware):

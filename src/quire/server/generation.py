@@ -247,8 +247,8 @@ def _check_stream_options(body: GenerationRequest) -> None:
 def _apply_defaults(state: ServerState, body: GenerationRequest) -> None:
     """The operator's: usage over the request's wish, as in vLLM, the others where the request does not say."""
     if body.return_tokens_as_token_ids is None:
-        body.return_tokens_as_token_ids = state.settings.returns_tokens_as_token_ids
-    if state.settings.forces_usage and body.is_streamed:
+        body.return_tokens_as_token_ids = state.settings.server.return_tokens_as_token_ids
+    if state.settings.server.enable_force_include_usage and body.is_streamed:
         body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
     if state.settings.reports_metrics and body.return_metrics is None and not body.use_beam_search:
         # A chunk without choices comes to those only who asked for one.
@@ -288,7 +288,7 @@ NOT_WITH_BEAMS: dict[str, tuple[object, ...]] = {
 
 
 def _check_beam_search(body: GenerationRequest) -> None:
-    """What beam search cannot do is refused; its own field without it too."""
+    """Refuse fields that do not go together with beam search, and its own field without it."""
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1.0):
             raise UnsupportedFieldError(

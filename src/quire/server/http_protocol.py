@@ -91,7 +91,7 @@ class _Connection:
         self._linger()
 
     def _linger(self) -> None:
-        """What is still to be sent has the time it needs; whoever does not read it is noticed elsewhere."""
+        """Bytes that wait to be sent have the time that they need. Other code notices clients that do not read."""
         self._timer = self._loop.call_later(self._linger_seconds, self._on_lingered)
 
     def _on_lingered(self) -> None:

@@ -116,7 +116,7 @@ def _content(content: str | Sequence[TextPart | TextBlock]) -> str | list[dict[s
 
 
 def _history(message: InputMessage) -> list[dict[str, Any]]:
-    """The message as those of a chat: each result of a tool is one of its own, and comes first."""
+    """The message as messages of a chat: each result of a tool is a message of its own, and comes first."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results, texts, calls, thoughts = [], [], [], []

@@ -43,7 +43,7 @@ from quire.server.protocol.timeline import TimelineResponse
 from quire.server.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from quire.server.request_schemas import SchemaBounds, config_body, refine
 from quire.server.response_store import MAX_SEQUENCE_NUMBER
-from quire.server.state import ServerState
+from quire.server.state import AppSettings, ServerState
 from quire.server.steps import DEFAULT_LIMIT, JSON_LINES
 
 # The pages are text alone: nothing is loaded, and no script runs.
@@ -207,22 +207,14 @@ ALIASES = {"/chat/completions": "/v1/chat/completions", "/completions": "/v1/com
 OPERATIONS |= {("POST", alias): OPERATIONS["POST", path] for alias, path in ALIASES.items()}
 
 
-def build(
-    bounds: SchemaBounds,
-    root_path: str = "",
-    *,
-    has_tokenizer_info: bool = False,
-    has_public_metrics: bool = False,
-    changes_adapters: bool = False,
-    is_development: bool = False,
-) -> dict[str, Any]:
+def build(bounds: SchemaBounds, settings: AppSettings) -> dict[str, Any]:
     """The OpenAPI 3.1 document. Every route of the app is in OPERATIONS; a test compares them."""
     absent = (
-        *(() if has_tokenizer_info else ("/tokenizer_info",)),
-        *(() if changes_adapters else ADAPTER_PATHS),
-        *(() if is_development else DEVELOPMENT_PATHS),
+        *(() if settings.server.enable_tokenizer_info_endpoint else ("/tokenizer_info",)),
+        *(() if settings.changes_adapters else ADAPTER_PATHS),
+        *(() if settings.is_development else DEVELOPMENT_PATHS),
     )
-    keyless = PUBLIC_PATHS | ({"/metrics"} if has_public_metrics else set())
+    keyless = PUBLIC_PATHS | ({"/metrics"} if settings.server.prometheus_public else set())
     operations = {key: operation for key, operation in OPERATIONS.items() if key[1] not in absent}
     structs: list[Any] = [ErrorBody, MessagesError, Starting]
     for operation in operations.values():
@@ -248,7 +240,7 @@ def build(
             "version": __version__,
             "description": "OpenAI's HTTP API with vLLM's extra fields, and Anthropic's. Errors: docs/errors.md.",
         },
-        **({"servers": [{"url": root_path}]} if root_path else {}),
+        **({"servers": [{"url": settings.server.root_path}]} if settings.server.root_path else {}),
         "paths": paths,
         "components": {
             "schemas": dict(sorted(components.items())),
@@ -320,7 +312,7 @@ def routes(state: ServerState) -> list[Route]:
     settings = state.settings
     has_start_token = state.tokenizer is not None and bool(state.tokenizer.encode("", add_special_tokens=True))
     limits = state.engine.input_processor.limits
-    calls_tools = settings.calls_tools and settings.formats.tools is not None
+    calls_tools = settings.server.enable_auto_tool_choice and settings.server.tool_call_parser is not None
     bounds = SchemaBounds(
         limits,
         settings.limits,
@@ -328,14 +320,7 @@ def routes(state: ServerState) -> list[Route]:
         has_infill=state.infill_format is not None,
         calls_tools=calls_tools,
     )
-    document = build(
-        bounds,
-        settings.root_path,
-        has_tokenizer_info=settings.has_tokenizer_info,
-        has_public_metrics=settings.has_public_metrics,
-        changes_adapters=settings.changes_adapters,
-        is_development=settings.is_development,
-    )
+    document = build(bounds, settings)
     description = msgspec.json.encode(document)
     page = render(document).encode()
 

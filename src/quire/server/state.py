@@ -18,7 +18,6 @@ from starlette.types import Scope
 
 from quire import __version__
 from quire.errors import ConfigError, ModelNotFoundError, ShuttingDownError
-from quire.formats.answer_formats import AnswerFormats
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.bounded_pool import MAX_SECONDS
 from quire.frontend.infill import infill_format
@@ -26,11 +25,11 @@ from quire.frontend.render_pool import RenderPool
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tokenizer_files import chat_template_text
 from quire.metrics.prometheus import PrometheusMetrics
-from quire.server.cors import CorsRules
 from quire.server.limits import Limits
 from quire.server.recent import RecentRequests
 from quire.server.response_store import ResponseStore
 from quire.server.text.parser import marks
+from quire.settings import ServerSettings
 
 SYSTEM_FINGERPRINT = f"quire-{__version__}"
 # Where the middleware leaves the request's id in the ASGI scope.
@@ -45,28 +44,19 @@ SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 
 
 @dataclass(frozen=True)
-class ServerSettings:
-    """What the operator chose, and what is known of the model before the engine is ready.
+class AppSettings:
+    """What the app is told: the settings of the server, and what is known of the model before the engine is ready.
 
     Args:
         served_model_names: names of the one model; the first is reported.
         model_root: hub id the model card shows as root; never a path of this machine.
         api_keys: any of them is accepted; none leaves the server open.
         allowed_hosts: host names (without port) requests may be addressed to; none allows all.
-        has_public_metrics: /metrics needs no key.
-        has_tokenizer_info: there is GET /tokenizer_info.
-        root_path: prefix under which a proxy shows the server, such as /llm; empty: none.
         max_model_len: context length, until the engine says its own.
         default_sampling_params: SamplingParams fields from the model's generation_config.json.
         chat_template: Jinja source, or the name of one of the model's templates, in place of the model's default.
-        default_chat_template_kwargs: variables of the template; those of a request come first.
+        default_chat_template_kwargs: variables of the template; a request's own variables come first.
         max_render_seconds: after which a chat template that has not ended is killed.
-        response_role: role of the answers.
-        formats: how answers are parsed.
-        calls_tools: the model may call tools where tool_choice is auto.
-        hides_unused_tools: the chat template does not see the tools of a request with tool_choice none.
-        returns_tokens_as_token_ids: what a request that does not say gets of return_tokens_as_token_ids.
-        forces_usage: every chunk of a streamed answer has its usage, whatever the request says.
         reports_metrics: what a request that does not say gets of return_metrics; streamed, only beside its usage.
         max_tokens_cap: no request generates more tokens; None: up to the context length.
         has_priorities: the scheduler looks at priorities; if not, a priority is named among the ignored fields.
@@ -75,42 +65,31 @@ class ServerSettings:
         lora_dirs: folders from which clients may load adapters.
         changes_adapters: clients may load and unload adapters.
         lora_resolver_dir: where adapters of unknown model names are looked for.
-        stores_responses: those of /v1/responses, for later requests.
+        stores_responses: responses of /v1/responses are kept for later requests.
         is_development: there are routes for developers.
-        resolved: the server's settings with their sources, for GET /v1/config: {name: Setting.as_dict()}.
     """
 
     served_model_names: tuple[str, ...]
+    server: ServerSettings = field(default_factory=ServerSettings)
     model_root: str | None = None
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
-    has_public_metrics: bool = False
-    has_tokenizer_info: bool = False
-    root_path: str = ""
     max_model_len: int | None = None
     default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_render_seconds: float = MAX_SECONDS
-    response_role: str = "assistant"
-    formats: AnswerFormats = AnswerFormats(None, None)
-    calls_tools: bool = True
-    hides_unused_tools: bool = False
-    returns_tokens_as_token_ids: bool = False
-    forces_usage: bool = False
     reports_metrics: bool = False
     max_tokens_cap: int | None = None
     has_priorities: bool = False
     owns_engine: bool = True
     log_stats_interval: float = 10.0
     limits: Limits = field(default_factory=Limits)
-    cors: CorsRules = field(default_factory=CorsRules)
     lora_dirs: tuple[Path, ...] = ()
     changes_adapters: bool = False
     lora_resolver_dir: Path | None = None
     stores_responses: bool = True
     is_development: bool = False
-    resolved: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.served_model_names:
@@ -124,7 +103,7 @@ class ServerState:
         self,
         engine: AsyncEngine,
         tokenizer: Tokenizer | None,
-        settings: ServerSettings,
+        settings: AppSettings,
         metrics: PrometheusMetrics | None,
     ) -> None:
         self.engine, self.tokenizer, self.settings, self.metrics = engine, tokenizer, settings, metrics
@@ -141,7 +120,7 @@ class ServerState:
         if tokenizer is not None:
             source = chat_template_text(tokenizer.chat_templates, settings.chat_template)
             self.has_reasoning_effort = any(name in source for name in ("reasoning_effort", "enable_thinking"))
-            tags = marks(settings.formats.reasoning, settings.formats.tools)
+            tags = marks(settings.server.reasoning_parser, settings.server.tool_call_parser)
             self.has_special_tags = not tags.isdisjoint(tokenizer.special_ids)
             self._renderer = RenderPool(
                 tokenizer.chat_templates,

@@ -10,8 +10,8 @@ from quire.errors import InvalidRequestError, UnsupportedFieldError
 from quire.formats.answer_formats import HARMONY_REASONING
 from quire.sampling_params import StructuredOutputsParams
 from quire.server.protocol.chat import ChatRequest
-from quire.server.state import ServerSettings
 from quire.server.text.parser import CALL_LIST, AnswerParser
+from quire.settings import ServerSettings
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -49,7 +49,7 @@ class ToolChoice:
         most_calls = 1 if body.parallel_tool_calls is False else None
         if choice in (None, "auto"):
             _check_automatic(settings)
-            return cls(settings.formats.tools, most_calls=most_calls)
+            return cls(settings.tool_call_parser, most_calls=most_calls)
         if choice == "required":
             constraint = StructuredOutputsParams(json=_call_list(schemas, most_calls))
             return cls(CALL_LIST, constraint=constraint, most_calls=most_calls)
@@ -61,7 +61,7 @@ class ToolChoice:
 
         In harmony, reasoning is a message. A text that follows a grammar has no messages.
         """
-        reasoning = settings.formats.reasoning
+        reasoning = settings.reasoning_parser
         if reasoning == HARMONY_REASONING and body.structured_outputs is not None:
             reasoning = None
         if reasoning is None and self.parser is None and self.named is None:
@@ -77,13 +77,13 @@ class ToolChoice:
 
 
 def _check_automatic(settings: ServerSettings) -> None:
-    if not settings.calls_tools:
+    if not settings.enable_auto_tool_choice:
         raise UnsupportedFieldError(
             "This server lets the model call tools only where tool_choice asks for it",
             fix='Set tool_choice to "required" or to a tool, or start the server with --enable-auto-tool-choice',
             param="tools",
         )
-    if settings.formats.tools is None:
+    if settings.tool_call_parser is None:
         raise UnsupportedFieldError(
             "This server does not know how its model writes tool calls",
             fix='Set tool_choice to "none", "required" or a tool, or start the server with --tool-call-parser',

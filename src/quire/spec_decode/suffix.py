@@ -40,7 +40,7 @@ class SuffixProposer:
         min_token_prob: float,
         shared_bytes: int,
     ) -> None:
-        """Names and meanings are those of vLLM's `suffix_decoding_*`.
+        """vLLM's `suffix_decoding_*` have the same names and meanings.
 
         Args:
             max_cached_requests: 0: answers are not shared.

@@ -41,7 +41,7 @@ class DraftDraws:
         return () if self._is_greedy else self._sampler.host_parameters(rows_R, np.full(len(rows_R), offset))
 
     def draw(self, logits_RV: Tensor, step: StepRows, staged: StagedStep, earlier: list[Tensor]) -> Tensor:
-        """token_ids_R behind those of the step, which become inputs of the next one; -1: none.
+        """token_ids_R behind the tokens of the step, which become inputs of the next one; -1: none.
 
         Args:
             earlier: what was drawn before for the same rows, and for some behind them.

@@ -170,13 +170,13 @@ class DraftModel:
         offset: int,
         earlier: list[Tensor],
     ) -> Tensor:
-        """token_ids_R behind the tokens up to `ends_R`, of which those before `starts_R` are computed; -1: none."""
+        """token_ids_R behind the tokens up to `ends_R`; tokens before `starts_R` are computed. -1: none."""
         step = StepRows(rows_R, starts_R, ends_R - starts_R, np.arange(len(rows_R)))
         staged = self.forward_pass.stage(step, self._draws.parameters(rows_R, offset))
         logits_RV = self.forward_pass.logits(staged, self.forward_pass.hidden(step, staged))
         vocab_size = self._inputs.sampling.vocab_size
         if logits_RV.shape[1] != vocab_size:
-            # What one of both has more is padding.
+            # Further tokens of one of both are padding.
             own_RV, width = logits_RV, min(logits_RV.shape[1], vocab_size)
             logits_RV = own_RV.new_full((len(own_RV), vocab_size), -torch.inf)
             logits_RV[:, :width] = own_RV[:, :width]

@@ -42,7 +42,7 @@ class Drafter(Protocol):
         ...
 
     def draft(self, rows: Sequence[int], counts: Sequence[int]) -> Drafted:
-        """So many tokens behind those of each row. What it raises fails these drafts, and nothing else.
+        """A number of tokens behind the tokens of each row. An error fails these drafts, and nothing else.
 
         Args:
             rows: of the InputBatch, distinct. Their tokens behind the known ones are its to write.

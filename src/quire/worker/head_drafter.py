@@ -63,7 +63,7 @@ class HeadDrafter:
         inputs: of the target.
         captured: forward passes of the head that are repeated instead of run.
         max_tokens: that it reads in one pass.
-        num_kept: positions of a row whose hidden states may wait: at least those of the newest token and all drafts.
+        num_kept: positions of a row whose hidden states may wait: at least for the newest token and all drafts.
         is_greedy: it drafts its likeliest token, however the request samples.
         group: the ranks that share the target.
     """

@@ -35,7 +35,7 @@ class StepRows:
     lens_S: NDArray[np.int64]  # tokens of this step
     sampling_R: NDArray[np.int64]  # position in the batch
     drafts: Drafts | None = None
-    ahead: int = 0  # each position reads the token so many places behind it
+    ahead: int = 0  # each position reads the token that is this number of places behind it
     adapter_slots_S: NDArray[np.int32] | None = None  # None: no row has an adapter, or the model takes none
 
     def expecting_rows(self) -> NDArray[np.int64]:
@@ -234,12 +234,12 @@ class InputBatch:
         self._free_rows = list(range(2 * capacity - 1, capacity - 1, -1))
 
     def place_drafts(self, row: int, token_ids: Sequence[int]) -> None:
-        """Take drafts as the tokens behind those of the row."""
+        """Take drafts as the tokens behind the tokens of the row."""
         begin = self.num_tokens[row]
         self.token_ids[row, begin : begin + len(token_ids)] = token_ids
 
     def place_guesses(self, step: StepRows, staged: StagedStep, token_ids_S: Tensor) -> None:
-        """The tokens behind those of a step that was staged are inputs of the next one (-1: any token is)."""
+        """The tokens behind the tokens of a staged step are inputs of the next one (-1: any token is)."""
         ends_S = step.starts_S + step.lens_S + step.ahead
         self.token_ids[step.rows_S, ends_S] = token_ids_S.clamp(min=0).numpy()
 

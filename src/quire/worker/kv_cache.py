@@ -33,7 +33,7 @@ class PagedCache:
         pages: uint8 [B, bytes of a page]. A block of tokens is one piece of memory.
         layers: views of it, by layer that keeps something. What a layer has in a page lies side by side: K, V, and
             scales of both.
-        drafter_layers: the same of a drafter, whose layers lie behind those of the model in the pages of one table.
+        drafter_layers: the same of a drafter, whose layers lie behind the model's layers in the pages of one table.
     """
 
     pages: Tensor

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -64,7 +64,7 @@ class Place(Protocol):
 
 
 class DeviceWorker:
-    """The real life_cycle.Worker.
+    """The real life_cycle.FirstWorker, which may also be another rank.
 
     Args:
         model_config: of the model it will load.
@@ -176,7 +176,7 @@ class DeviceWorker:
     def execute(self, batch: ScheduledBatch) -> StepResult:
         if self._ranks is None:
             return self.runner.execute(batch)
-        group = self._ranks.group
+        group, start, waited = self._ranks.group, time.perf_counter(), self._ranks.waited_seconds
         if group is not None:
             group.begin_step()
         with self._as_rank(in_step=True):
@@ -185,7 +185,9 @@ class DeviceWorker:
             pending = self.runner.submit(batch if self._samples else _without_grammars(batch))
         if group is not None:
             group.end_step()
-        return pending.result()
+        result = pending.result()
+        result.ranks = ((time.perf_counter() - start, self._ranks.waited_seconds - waited),)
+        return result
 
     def close(self) -> None:
         if self._ranks is not None:
@@ -230,15 +232,9 @@ class DeviceWorker:
             raise
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
-        if not self._samples:
-            return
         self.runner.input_batch.grammars.use_tokenizer(tokenizer, eos_token_ids)
 
     def prepare_grammar(self, text: str) -> Polled[object]:
-        if not self._samples:
-            ready: Future[object] = Future()
-            ready.set_result(None)
-            return ready
         return self.runner.input_batch.grammars.prepare(text)
 
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
@@ -248,6 +244,9 @@ class DeviceWorker:
     def drop_adapter(self, digest: str) -> None:
         assert self.adapters is not None
         self.adapters.drop(digest)
+
+    def check_alive(self) -> None:
+        """It is in this process."""
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         """Takes memory of the KV cache that will be needed soon."""

@@ -134,7 +134,7 @@ ROPE_SHAPES = [
 
 def rope_inputs(shape: tuple[int, int, int, int, int, bool], dtype: torch.dtype) -> dict[str, Any]:
     H, G, E, R, P, has_norm = shape
-    T, B = 13, 4
+    T, B = 8, 4
     qkv = randn(T, (H + 2 * G) * E, dtype=dtype)
     q_THE, k_TGE, v_TGE = (x.unflatten(1, (-1, E)) for x in qkv.split([H * E, G * E, G * E], dim=1))
     generator = torch.Generator().manual_seed(2)

@@ -487,7 +487,7 @@ def paged_attention(
     shape: AttentionShape | None = None,
     sinks_H: Tensor | None = None,
 ) -> None:
-    """See ops.paged_attention. `shape`: tiles instead of those of `choose_shape`.
+    """See ops.paged_attention. `shape`: tiles instead of the choice of `choose_shape`.
 
     Values in tables, lengths and sums are not checked, because the host would have to wait for the device.
     """

@@ -27,7 +27,7 @@ _NONE = 1 << 30  # no slot
 
 @triton.jit
 def _slot_of_program(slots_ptr, t, is_t, ordinal, NONE: tl.constexpr):
-    """The different slots of a block in ascending order: the one with this number, or NONE; and those of the rows."""
+    """The different slots of a block in ascending order: the one with this number, or NONE; and the rows' slots."""
     slots = tl.load(slots_ptr + t, mask=is_t, other=NONE)
     slot = tl.min(slots, axis=0)
     for _ in range(ordinal):

@@ -46,7 +46,7 @@ def read_hex(reader: Reader, count: int) -> Steps[str]:
 
 
 def read_word(reader: Reader) -> Steps[str]:
-    """Read letters, digits and signs, such as those of a number."""
+    """Read letters, digits and signs, such as a number has."""
     return (yield from reader.take(_WORD))
 
 

@@ -1,0 +1,261 @@
+"""How a model lies on several devices: what each rank holds, and what each way to share them leaves. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.distributed.layout import Grid
+from quire.errors import ConfigError
+from quire.formats.kv_format import kv_format
+from quire.model_config import ModelConfig
+from quire.planning.cut_model import MOST_DEGREES, legal_degrees
+from quire.planning.cut_stages import check_cuts, expert_cut, grid_of, part_of_rank
+from quire.planning.estimate import table
+from quire.planning.fits import Form, fit_of, possible_forms, weight_bytes
+from quire.planning.memory_plan import KvPages, planned_weight_bytes
+from quire.resolve import DeviceFacts, shown_bytes
+from quire.settings import Resolved
+
+ONE_DEVICE: dict[str, Any] = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "nnodes": 1,
+    "enable_expert_parallel": False,
+    "enable_eplb": False,
+    "eplb_config": None,
+    "distributed_executor_backend": None,
+}
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What ranks that hold the same amount, side by side in a stage, hold each.
+
+    Args:
+        grid: of all ranks.
+        layers: of their stage.
+        num_experts: whole ones of a layer; 0: rows of all experts, or there are none.
+    """
+
+    grid: Grid
+    ranks: range
+    layers: range
+    num_experts: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+    @property
+    def node(self) -> int:
+        return self.grid.node(self.ranks[0])
+
+    @property
+    def stage(self) -> int:
+        return self.grid.stage(self.ranks[0])
+
+    def text(self) -> str:
+        """For people."""
+        first, last = self.ranks[0], self.ranks[-1]
+        who = f"rank {first}" if first == last else f"ranks {first} to {last}, each"
+        where = f"stage {self.stage}, " if self.grid.num_stages > 1 else ""
+        where = f"node {self.node}, {where}" if self.grid.num_nodes > 1 else where
+        experts = f"{self.num_experts} experts of a layer, " if self.num_experts else ""
+        return (
+            f"{who}: {where}layers {self.layers[0]} to {self.layers[-1]}, {experts}"
+            f"weights {shown_bytes(self.weight_bytes)}, KV {self.kv_bytes_per_token:,} bytes per token"
+        )
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """Of each rank, for JSON."""
+        return [
+            {
+                "rank": rank,
+                "node": self.node,
+                "stage": self.stage,
+                "layers": [self.layers[0], self.layers[-1]],
+                "num_experts": self.num_experts,
+                "weight_bytes": self.weight_bytes,
+                "kv_bytes_per_token": self.kv_bytes_per_token,
+            }
+            for rank in self.ranks
+        ]
+
+
+def rank_shares(model: ModelConfig, engine: EngineConfig, resolved: Resolved) -> tuple[RankShare, ...]:
+    """What each rank holds of the model, in its formats, the drafter too. Raises ConfigError for illegal degrees."""
+    check_cuts(model, engine)
+    grid, form = grid_of(engine), resolved.model
+    kv = kv_format(form.kv_cache_dtype, form.dtype)
+
+    def share(rank: int) -> tuple[range, int, int, int]:
+        part = part_of_rank(model, engine, rank)
+        layers = range(model.num_layers) if part.stage is None else part.stage.layers
+        experts = (each.num_experts for each in part.experts() if each.placement is not None)
+        return layers, next(experts, 0), planned_weight_bytes(resolved, part), part.kv_bytes_per_token(kv)
+
+    found = []
+    for held, ranks in groupby(range(grid.size), share):
+        first, *others = ranks
+        found.append(RankShare(grid, range(first, first + len(others) + 1), *held))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to share devices among copies, stages and ranks of a model.
+
+    Args:
+        has_whole_experts: the ranks of a stage do, and not rows of all.
+        weight_bytes: of the rank that holds the most.
+        num_tokens: that the KV caches of all copies hold; 0: the weights do not fit.
+    """
+
+    form: Form
+    tensor: int
+    pipeline: int
+    copies: int
+    has_whole_experts: bool
+    weight_bytes: int
+    num_tokens: int
+
+    @property
+    def flags(self) -> str:
+        """Of `quire serve`."""
+        degrees = (("-tp", self.tensor), ("-pp", self.pipeline), ("-dp", self.copies))
+        words = [f"{flag} {degree}" for flag, degree in degrees if degree > 1] + ["-ep"] * self.has_whole_experts
+        return " ".join(words) or "one device"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "weights": self.form.weights.name,
+            "tensor_parallel_size": self.tensor,
+            "pipeline_parallel_size": self.pipeline,
+            "data_parallel_size": self.copies,
+            "enable_expert_parallel": self.has_whole_experts,
+            "weight_bytes": self.weight_bytes,
+            "num_tokens": self.num_tokens,
+        }
+
+
+def layouts(form: Form, model: ModelConfig, device: DeviceFacts, count: int) -> Iterator[Layout]:
+    """All legal ways to share `count` devices in one pair of formats, first those with the most ranks in a stage.
+
+    Args:
+        device: what each rank has.
+    """
+    for tensor in range(count, 0, -1):
+        for pipeline in range(1, count // tensor + 1):
+            copies, rest = divmod(count, tensor * pipeline)
+            if rest:
+                continue
+            for whole in (False, True) if tensor > 1 and model.experts() else (False,):
+                degrees: dict[str, Any] = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+                engine = replace(form.engine, **degrees, enable_expert_parallel=whole)
+                try:
+                    parts = [part_of_rank(model, engine, rank) for rank in range(0, tensor * pipeline, tensor)]
+                except ConfigError:  # the model cannot be cut so
+                    continue
+                fits = [
+                    fit_of(form, part, device, weight_bytes(form, part), KvPages.of(form.resolved, part))
+                    for part in parts
+                ]
+                least = min(fits, key=lambda fit: fit.num_blocks)
+                most = max(sum(fit.weight_bytes) for fit in fits)
+                yield Layout(form, tensor, pipeline, copies, whole, most, copies * least.num_tokens)
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """A model on several devices.
+
+    Args:
+        engine: with the degrees that were asked for.
+        memory_name: what each rank has, for people.
+        rows: in all formats of the weights.
+    """
+
+    model_name: str
+    model: ModelConfig
+    engine: EngineConfig
+    memory_name: str
+    shares: tuple[RankShare, ...]
+    rows: list[Layout]
+
+    @property
+    def asked(self) -> list[Layout]:
+        """The layout that was asked for, in each format."""
+        engine = self.engine
+        degrees = (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.data_parallel_size)
+        wanted = (*degrees, engine.enable_expert_parallel)
+        return [row for row in self.rows if (row.tensor, row.pipeline, row.copies, row.has_whole_experts) == wanted]
+
+    @property
+    def exit_code(self) -> int:
+        """0: it fits in some format; 2: in none."""
+        return 0 if any(row.num_tokens for row in self.asked) else 2
+
+    check_code = exit_code
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON. Sizes in bytes and tokens."""
+        return {
+            "name": self.model_name,
+            "ranks": [entry for share in self.shares for entry in share.as_dicts()],
+            "legal_tensor_parallel_sizes": self._degrees(),
+            "most_stages": self.model.num_layers,
+            "layouts": [row.as_dict() for row in self.rows],
+            "asked": [row.as_dict() for row in self.asked],
+        }
+
+    def text(self) -> str:
+        """For people."""
+        return "\n".join(self._lines())
+
+    def _degrees(self) -> list[int]:
+        return legal_degrees(self.model, MOST_DEGREES, expert_cut(self.engine))
+
+    def _lines(self) -> Iterator[str]:
+        first = self.asked[0]
+        parameters = f"{self.model.num_parameters() / 1e6:,.1f} M parameters"
+        yield f"model    {self.model_name}: {self.model.architecture}, {parameters}"
+        yield f"memory   {self.memory_name}"
+        yield f"ranks    {first.flags}, weights in {first.form.weights.name}"
+        yield from (f"         {share.text()}" for share in self.shares)
+        degrees = ", ".join(map(str, self._degrees()))
+        yield f"degrees  -tp {degrees}; -pp 1 to {self.model.num_layers}"
+        yield ""
+        yield from table(
+            ["layout", "weights", "of the largest rank", "KV tokens of all copies"],
+            [
+                [row.flags, row.form.weights.name, shown_bytes(row.weight_bytes), _tokens(row.num_tokens)]
+                for row in self.rows
+            ],
+            num_names=2,
+        )
+        yield "A request passes all stages, so -pp makes no answer faster; -tp does, and -dp serves more requests."
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,}" if count else "does not fit"
+
+
+def lay_out(
+    model_name: str, engine: EngineConfig, model: ModelConfig, device: DeviceFacts, memory_name: str
+) -> LayoutPlan:
+    """Compare all ways to share as many devices as `engine` asks for. Raises ConfigError for illegal degrees.
+
+    Args:
+        device: what each rank has.
+    """
+    check_cuts(model, engine)
+    alone = replace(engine, **ONE_DEVICE)
+    forms, _ = possible_forms(alone, model, device)
+    forms = [form for form in forms if form.kv_cache_dtype == engine.kv_cache_dtype]
+    count = engine.num_ranks * engine.data_parallel_size
+    rows = [row for form in forms for row in layouts(form, model, device, count)]
+    return LayoutPlan(model_name, model, engine, memory_name, rank_shares(model, engine, forms[0].resolved), rows)

@@ -1,0 +1,139 @@
+"""Stages on a Ray cluster, which is two addresses of this machine: the tokens of one process, and what has no room."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire.demo
+from quire.config import EngineConfig
+from quire.engine.nodes import let_in
+from quire.engine.start import StartedEngine, start_engine
+from quire.errors import ConfigError, EngineDeadError
+from quire.kernels import cpu
+from tests.engine.harness import run
+from tests.engine.ranks import LIMITS, ignore, started
+from tests.engine.test_rank_processes import ENDLESS, is_there, wait_for
+from tests.engine.test_sameness import brief
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
+
+RAY: dict[str, Any] = {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}
+
+
+def on_ray(**more: Any) -> StartedEngine:
+    config = EngineConfig.from_kwargs(**LIMITS | RAY | more)
+    return start_engine(config, quire.demo.path("target"), is_server=False, progress=ignore)
+
+
+def test_each_stage_gets_a_machine() -> None:
+    assert EngineConfig.from_kwargs(**RAY).nnodes == 2
+    assert EngineConfig.from_kwargs(**RAY | {"pipeline_parallel_size": 4, "nnodes": 2}).nnodes == 2
+    assert EngineConfig.from_kwargs(tensor_parallel_size=2, distributed_executor_backend="ray").nnodes == 1
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"Ray is not installed.*pip install 'quire\[ray\]'"):
+        on_ray()
+
+
+class LostNodes:
+    """A Starting whose nodes end at once."""
+
+    address, port, key = "127.0.0.2", 0, "of the tests, long enough"
+
+    def __init__(self) -> None:
+        self.started: list[tuple[str, int]] = []
+
+    def start(self, address: str, port: int) -> None:
+        self.started.append((address, port))
+
+    def check(self) -> None:
+        raise ConfigError("Node 1 ended with exit code 2")
+
+    def close(self) -> None: ...
+
+
+def test_nobody_waits_for_a_node_that_has_ended() -> None:
+    starting = LostNodes()
+    with pytest.raises(ConfigError, match="Node 1 ended"):
+        let_in(EngineConfig.from_kwargs(**LIMITS | RAY), quire.demo.path("target"), str, starting)
+    ((address, port),) = starting.started
+    assert (address, port > 0) == (starting.address, True)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two machines with a core each."""
+    pytest.importorskip("ray", reason="ray is in the extra `ray`")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        from ray.cluster_utils import Cluster
+
+        sizes = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=sizes | {"node_ip_address": "127.0.0.1"})
+        try:
+            del sizes["include_dashboard"]
+            cluster.add_node(**sizes, node_ip_address="127.0.0.2")
+            patch.setenv("RAY_ADDRESS", cluster.address)
+            yield cluster
+        finally:
+            cluster.shutdown()
+
+
+def processes_with(word: str) -> list[int]:
+    """Their numbers, by a word of their command lines."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if word.encode() in words and int(folder.name) != os.getpid():
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # Ray's own
+def test_ray_starts_the_machines(cluster: Any) -> None:
+    on_term = signal.getsignal(signal.SIGTERM)
+    engine = on_ray()
+    (node,) = processes_with("quire.entry.node")
+    assert run(engine.core, brief()) == run(started(1).core, brief())
+    assert signal.getsignal(signal.SIGTERM) is on_term
+    engine.core.shutdown()
+    assert not is_there(node)
+
+    engine = on_ray()  # the places were given back
+    (node,) = processes_with("quire.entry.node")
+    (rank,) = processes_with("quire.engine.rank_process")
+
+    def hit(core: Any, step: int) -> None:
+        if step == 20:
+            os.kill(rank, signal.SIGKILL)
+
+    with pytest.raises(EngineDeadError, match=rf"Rank 1 of 2.*process {rank} on .* was killed by SIGKILL"):
+        run(engine.core, [ENDLESS], before_step=hit)
+    engine.core.shutdown()
+    assert wait_for(lambda: not is_there(node), 5.0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # Ray's own
+def test_what_ray_cannot_place_is_said(cluster: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        on_ray(num_threads=3)
+    assert "Ray has no room for 2 nodes" in error.value.message
+    for address in ("127.0.0.1 (this one)", "127.0.0.2"):
+        assert f"{address} has 1 of 1 CPUs free, 2 too few" in error.value.message
+    with pytest.raises(ConfigError, match=r"Got '2 machines'\. Expected 3 machines with 1 free CPUs each"):
+        on_ray(pipeline_parallel_size=3)

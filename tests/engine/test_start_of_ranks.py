@@ -1,0 +1,146 @@
+"""Ranks that end before there are steps, or between steps: who has ended is named, and nobody is left behind."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.distributed.layout import Grid
+from quire.engine import external, process, ranks
+from quire.engine.nodes import Joined
+from quire.engine.process import EngineProcess
+from quire.engine.rank_messages import RankLaunch
+from quire.errors import EngineDeadError
+from quire.kernels import cpu
+from quire.messages import EngineLaunch
+from tests.engine.ranks import ignore
+from tests.engine.test_rank_processes import wait_for
+
+WAITING = "import os, sys; os.read(int(sys.argv[1]), 1)"  # until the connection to the first rank ends
+
+
+class Told:
+    """Failing: who has failed."""
+
+    def __init__(self) -> None:
+        self.ranks: list[int] = []
+
+    def fail_for(self, rank: int) -> None:
+        self.ranks.append(rank)
+
+
+def spawn(launch: RankLaunch, connection: int) -> subprocess.Popen[bytes]:
+    """A process in the place of a rank, which loads nothing."""
+    return subprocess.Popen([sys.executable, "-S", "-c", WAITING, str(connection)], pass_fds=[connection])
+
+
+def launch_of(config: EngineConfig, rank: int = 1) -> RankLaunch:
+    return RankLaunch(config, "", None, rank, 0, None, False, {})
+
+
+@pytest.fixture
+def second(monkeypatch: pytest.MonkeyPatch) -> ranks.RankProcess:
+    monkeypatch.setattr(ranks, "spawn_rank", spawn)
+    return ranks.RankProcess(launch_of(EngineConfig(tensor_parallel_size=2)), Grid(2), Told())
+
+
+def test_a_rank_that_is_lost_between_steps_is_named(second: ranks.RankProcess) -> None:
+    second.check_alive()
+    second._process.send_signal(signal.SIGKILL)
+    assert wait_for(second._is_lost)
+    with pytest.raises(
+        EngineDeadError, match=rf"Rank 1 of 2 \(process {second._process.pid} on .*\) was killed by SIG"
+    ):
+        second.check_alive()
+    second.close()
+
+
+def test_a_machine_that_is_lost_between_steps_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    home = ranks.Home(ours)
+    rank = ranks.RemoteRank(1, Grid(1, 2, 2), Told(), SimpleNamespace(close=lambda: None), home)  # type: ignore[arg-type]
+    rank.check_alive()
+    theirs.close()
+    assert wait_for(rank._is_lost)
+    with pytest.raises(EngineDeadError, match=r"Rank 1 of 2, in stage 0 of 2 \(on 127.0.0.1\) is lost"):
+        rank.check_alive()
+    rank.close()
+
+
+def test_an_engine_without_requests_looks_at_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "PAUSE_MILLISECONDS", 1)
+    looks: list[int] = []
+
+    def check_alive() -> None:
+        looks.append(len(looks))
+        if len(looks) == 3:
+            raise EngineDeadError("Rank 1 of 2 was killed")
+
+    idle: Any = SimpleNamespace(take_memory=bool, calibrate=bool, check_alive=check_alive)
+    engine = EngineProcess(EngineLaunch(EngineConfig(), "", f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out"))
+    with pytest.raises(EngineDeadError, match="Rank 1 of 2 was killed"):
+        engine._wait(idle)
+    engine.close()
+
+
+@pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
+def test_a_start_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three ranks here and three on another machine, the third process cannot be started."""
+    spawned: list[subprocess.Popen[bytes]] = []
+
+    def spawn_one(launch: RankLaunch, connection: int) -> subprocess.Popen[bytes]:
+        if spawned:
+            raise BlockingIOError("no more processes")
+        spawned.append(spawn(launch, connection))
+        return spawned[0]
+
+    pairs = {name: socket.socketpair() for name in ("home", "3", "4", "5", "3 sends", "4 sends", "5 sends")}
+    ours = {name: pair[0] for name, pair in pairs.items()}
+    joined = Joined(
+        {1: ours["home"]},
+        {rank: ours[str(rank)] for rank in (3, 4, 5)},
+        {rank: ours[f"{rank} sends"] for rank in (3, 4, 5)},
+    )
+    monkeypatch.setattr(ranks, "let_in", lambda *arguments: joined)
+    monkeypatch.setattr(ranks, "spawn_rank", spawn_one)
+    config = EngineConfig(tensor_parallel_size=3, pipeline_parallel_size=2, nnodes=2, device="cpu")
+    with pytest.raises(BlockingIOError, match="no more processes"):
+        ranks.start_ranks(config, Path(), None, ignore, drafter_folder=None, is_server=False)  # type: ignore[arg-type]
+    assert spawned[0].returncode == 0
+    for _, theirs in pairs.values():
+        theirs.settimeout(10.0)
+        assert theirs.recv(1) == b"", "a machine is not told"
+        theirs.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_of_somebody_else_that_end_before_they_have_met(rank: int, tmp_path: Path) -> None:
+    name, until = f"\0{tmp_path}", time.monotonic() + 20
+
+    def other() -> None:
+        with socket.socket(socket.AF_UNIX) as end:
+            if rank:
+                end.bind(name)
+                end.listen()
+                end.accept()[0].close()
+                return
+            while end.connect_ex(name):
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    with pytest.raises(ConnectionError, match=r"has ended|reset|Broken pipe"):
+        external._meet(rank, Grid(2), name, until)
+    thread.join()

@@ -1,0 +1,341 @@
+"""Starts programs of Python as forks of processes that have imported what they import, which is most of a start.
+
+A nursery is such a process. It forks on order and knows nothing of what its children do. A child is a child of whoever
+ordered it: it has the descriptors, variables, folder, session and group that subprocess.Popen was asked for, and the
+program runs as `__main__`. It has a nursery of its own for the processes that it starts itself, as `quire serve` starts
+its engines. What reads a variable while it is imported, and what is about the start of an interpreter, is started as
+users start it: Popen sees to the first, tests to the second.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import threading
+import time
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypedDict
+
+ROOT = Path(__file__).parents[1]
+# They limit their own memory, in which torch would not have room.
+BOUNDED = ("quire.frontend.render_process", "quire.frontend.grammar_process")
+# What the API process and the commands import, and what an engine without a model does.
+LIGHT = (
+    "tests.one_parser",
+    "quire.cli.serve",
+    "quire.cli.chat",
+    "quire.cli.explain",
+    "quire.entry.serve",
+    "quire.entry.async_llm",
+    "quire.engine.process",
+    "quire.engine.deterministic",
+    "quire.engine.bring_up",
+    *BOUNDED,
+)
+# And what one with a model does.
+WITH_TORCH = (*LIGHT, "quire.engine.start", "quire.engine.ranks", "quire.entry.llm")
+# Variables that are read while these are imported. Who has others than the nursery starts as an interpreter.
+READ_BY_LIGHT = re.compile("PYTHON|LD_")
+READ_WITH_TORCH = re.compile("PYTHON|LD_|OMP_|MKL_|TRITON|QUIRE_(ISA|FORCE_REFERENCE|NUM_THREADS)")
+NAME = b"nursery"  # of a nursery among processes
+
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
+_MAX_ORDER_BYTES, _MAX_DESCRIPTORS = 1 << 17, 64
+_ADOPTION_SECONDS = 10.0
+_FIRST_FREE = 100  # descriptors from here on are nobody's
+_libc = ctypes.CDLL(None)
+_Popen, _INTERPRETER = subprocess.Popen, sys.executable  # whatever tests put in their places
+_is_ordering = threading.Lock()  # whoever waits for a child adopts all that others orphan meanwhile
+
+
+class Order(TypedDict):
+    """The descriptors come beside it: those of `numbers`, in their order."""
+
+    arguments: list[str]  # of the interpreter
+    environment: dict[str, str]
+    folder: str
+    numbers: list[int]
+    parent: int
+    has_session: bool
+    group: int  # -1: its parent's
+
+
+class Nursery:
+    """Of whoever orders.
+
+    Args:
+        modules: what a process imports that is started at the first order.
+        variables: names of those that the imports depend on.
+        channel: leads to a process that is there, with the imports of this one.
+    """
+
+    def __init__(
+        self, modules: Sequence[str], variables: re.Pattern[str], channel: socket.socket | None = None
+    ) -> None:
+        self._modules, self._variables, self._channel = modules, variables, channel
+        self._environment = dict(os.environ)
+
+    def starts_alike(self, environment: Mapping[str, str]) -> bool:
+        """Whether what is imported here would be imported alike with these variables."""
+        names = filter(self._variables.match, {**environment, **self._environment})
+        return all(environment.get(name) == self._environment.get(name) for name in names)
+
+    def fork(self, order: Order, descriptors: Sequence[int]) -> int:
+        """The process id of a new child of this process."""
+        with _is_ordering:
+            channel = self._channel = self._channel or self._start()
+            _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(channel, [json.dumps(order).encode()], descriptors)
+                if not (answer := channel.recv(100)):
+                    raise OSError("the nursery has ended")
+                return int(answer)
+            finally:
+                _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [_INTERPRETER, __file__, str(theirs.fileno())]
+            process = _Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], cwd=ROOT, env=self._environment
+            )
+        ours.send(" ".join(self._modules).encode())
+        atexit.register(process.wait)
+        atexit.register(ours.close)  # first, and the process ends
+        return ours
+
+
+class Popen(subprocess.Popen[Any]):
+    """subprocess.Popen, whose children come from a nursery if they are programs of this interpreter."""
+
+    nursery: Nursery
+
+    @staticmethod
+    def is_served(module: str | None) -> bool:
+        """Whether the nursery has children of this module, or, for None, of a script."""
+        return module not in BOUNDED
+
+    def _execute_child(  # type: ignore[no-untyped-def]
+        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, *rest
+    ) -> None:
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_, has_session, group = rest
+        environment = os.environ if env is None else env
+        arguments = [] if isinstance(args, (str, bytes)) else list(map(os.fsdecode, args))
+        is_served = arguments[:1] == [_INTERPRETER] and not (preexec_fn or shell or executable)
+        if is_served:
+            kind, *words = arguments[1 + (arguments[1] == "-P") :]
+            is_served = (kind in ("-m", "-c") or kind[0] != "-") and self.is_served(words[0] if kind == "-m" else None)
+        if not (is_served and self.nursery.starts_alike(environment)):
+            super()._execute_child(  # type: ignore[misc]
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, *rest
+            )
+            return
+        standard = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        order = Order(
+            arguments=arguments[1:],
+            environment=dict(environment),
+            folder=os.fspath(cwd or os.getcwd()),
+            numbers=[0, 1, 2, *pass_fds],
+            parent=os.getpid(),
+            has_session=has_session,
+            group=group,
+        )
+        self.pid = self.nursery.fork(order, [*standard, *pass_fds])
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+class LightPopen(Popen):
+    nursery = Nursery(LIGHT, READ_BY_LIGHT)
+
+    @staticmethod
+    def is_served(module: str | None) -> bool:
+        return True
+
+
+class TorchPopen(Popen):
+    nursery = Nursery(WITH_TORCH, READ_WITH_TORCH)
+
+
+class BoundedPopen(Popen):
+    """For processes that strangers' work is done in. Everything else is started as an interpreter."""
+
+    nursery = Nursery(BOUNDED, READ_BY_LIGHT)
+
+    @staticmethod
+    def is_served(module: str | None) -> bool:
+        return module in BOUNDED
+
+
+def serve(channel: socket.socket) -> tuple[Order, list[int]]:
+    """Fork children until nobody is there to order any. Returns in each child, with what is ordered of it."""
+    _libc.prctl(_PR_SET_NAME, NAME, 0, 0, 0)
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(channel, _MAX_ORDER_BYTES, _MAX_DESCRIPTORS)
+        if not data:
+            os._exit(0)
+        # A child whose parent ends is adopted by the nearest of its ancestors that wishes it, who is the orderer.
+        middle = os.fork()
+        if middle == 0:
+            if os.fork() > 0:
+                os._exit(0)
+            return json.loads(data), descriptors
+        os.waitpid(middle, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def run(order: Order, descriptors: list[int], channel: socket.socket) -> NoReturn:
+    """Become what is ordered, and say so over the channel."""
+    deadline = time.monotonic() + _ADOPTION_SECONDS
+    while os.getppid() != order["parent"]:
+        if time.monotonic() > deadline:  # the orderer has ended
+            os._exit(1)
+        time.sleep(0.0002)
+    arguments = order["arguments"]
+    words = [word for word in arguments[:3] if word != "-P"]
+    name = words[1] if words[0] == "-m" else Path(words[0]).stem
+    _libc.prctl(_PR_SET_NAME, name.encode()[-15:], 0, 0, 0)  # the kernel keeps 15 bytes
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    time.tzset()
+    if order["has_session"]:
+        os.setsid()
+    elif order["group"] >= 0:
+        os.setpgid(0, order["group"])
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    channel = _high(channel)
+    for number, descriptor in zip(order["numbers"], high, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    if order["has_session"] and os.isatty(0):
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    _open_standard_streams()
+    if name not in BOUNDED:
+        _make_own_nursery(channel)
+    channel.send(str(os.getpid()).encode())
+    channel.close()
+    _end(_run_main(arguments))
+
+
+def _open_standard_streams() -> None:
+    """As the interpreter opens them at its start."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = open(  # noqa: SIM115
+            number,
+            "w" if number else "r",
+            buffering=1 if name == "stderr" or os.isatty(number) else -1,
+            errors="backslashreplace" if name == "stderr" else None,
+            closefd=False,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _make_own_nursery(channel: socket.socket) -> None:
+    """For what this program starts. It has to be made while there is one thread."""
+    ours, theirs = map(_high, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    if os.fork() == 0:
+        channel.close()
+        ours.close()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        os.closerange(0, _FIRST_FREE)
+        for _ in range(3):
+            os.open(os.devnull, os.O_RDWR)
+        order, descriptors = serve(theirs)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        run(order, descriptors, theirs)
+    theirs.close()
+    kind = TorchPopen if "torch" in sys.modules else LightPopen
+    subprocess.Popen = type("Popen", (kind,), {"nursery": Nursery((), READ_WITH_TORCH, ours)})  # type: ignore[misc]
+
+
+def _high(low: socket.socket) -> socket.socket:
+    """The same with a number that no program counts on."""
+    with low:
+        return socket.socket(fileno=fcntl.fcntl(low.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE))
+
+
+def _run_main(arguments: list[str]) -> int:
+    """Run the program -> its exit code."""
+    is_safe = arguments[0] == "-P"
+    kind, *words = arguments[is_safe:]
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    try:
+        if kind == "-m":
+            spec = importlib.util.find_spec(words[0])
+            if spec is not None and spec.submodule_search_locations is not None:
+                spec = importlib.util.find_spec(f"{words[0]}.__main__")
+            assert spec is not None, words[0]
+            folder, code = os.getcwd(), spec.loader.get_code(spec.name)  # type: ignore[union-attr]
+            main.__spec__, main.__package__, main.__file__ = spec, spec.parent, spec.origin
+            sys.argv = [str(spec.origin), *words[1:]]
+        elif kind == "-c":
+            folder, code, sys.argv = "", compile(words[0], "<string>", "exec"), ["-c", *words[1:]]
+        else:
+            folder, code = str(Path(kind).parent), compile(Path(kind).read_bytes(), kind, "exec")
+            main.__file__, sys.argv = kind, [kind, *words]
+        if not is_safe:
+            sys.path.insert(0, folder)
+        exec(code, vars(main))
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        return 1
+    return 0
+
+
+def _end(code: int) -> NoReturn:
+    """As the interpreter ends, but that it does not take apart what it has imported."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+def main() -> None:
+    sys.path[0] = str(ROOT)
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # see quire.engine.process
+    for module in channel.recv(_MAX_ORDER_BYTES).decode().split():
+        importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
+    del sys.path[0]
+    order, descriptors = serve(channel)
+    run(order, descriptors, channel)
+
+
+if __name__ == "__main__":
+    main()
