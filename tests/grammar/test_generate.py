@@ -141,7 +141,8 @@ def test_random_schemas(llm: LLM, num_schemas: int) -> None:
         SamplingParams(structured_outputs=Structured(json=schema), temperature=seed % 3, seed=seed, max_tokens=300)
         for seed, schema in enumerate(schemas)
     ]
-    outputs = [output.outputs[0] for output in llm.generate(["Data: "] * num_schemas, params, use_tqdm=False)]
+    parts = [params[first : first + 500] for first in range(0, num_schemas, 500)]
+    outputs = [each.outputs[0] for part in parts for each in llm.generate(["Data: "] * len(part), part, use_tqdm=False)]
     ended = [
         (output, schema) for output, schema in zip(outputs, schemas, strict=True) if output.finish_reason == "stop"
     ]
