@@ -109,7 +109,7 @@ def test_what_each_rank_holds(tmp_path: Path) -> None:
     explanation = explain("m", asked, ServerConfig(), model, DEVICE)
     ranks = explanation.as_dict()["ranks"]
     assert [rank["num_experts"] for rank in ranks] == [3, 3, 2]
-    assert "ranks    ranks 0 to 1, each: layers 0 to 27, 3 experts of a layer, weights " in explanation.text()
+    assert "rank 0: layers 0 to 27, 3 experts of a layer, weights " in explanation.text()
     assert explanation.settings["enable_expert_parallel"].detail == "3 + 3 + 2 experts of a layer, by ranks"
     whole = explain("m", EngineConfig(), ServerConfig(), model, DEVICE)
     assert whole.ranks == ()
