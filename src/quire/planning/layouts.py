@@ -154,8 +154,12 @@ def layouts(form: Form, model: ModelConfig, device: DeviceFacts, count: int) -> 
             if rest:
                 continue
             for whole in (False, True) if tensor > 1 and model.experts() else (False,):
-                degrees: dict[str, Any] = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
-                engine = replace(form.engine, **degrees, enable_expert_parallel=whole)
+                engine = replace(
+                    form.engine,
+                    tensor_parallel_size=tensor,
+                    pipeline_parallel_size=pipeline,
+                    enable_expert_parallel=whole,
+                )
                 try:
                     parts = [part_of_rank(model, engine, rank) for rank in range(0, tensor * pipeline, tensor)]
                 except ConfigError:  # the model cannot be cut so
