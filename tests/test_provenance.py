@@ -139,10 +139,6 @@ OTHER_VALUES: dict[str, Any] = {
     "lora_modules": ("a=b",),
     "tensor_parallel_size": 2,
     "pipeline_parallel_size": 2,
-    "enable_expert_parallel": True,
-    "expert_placement_strategy": "round_robin",
-    "enable_eplb": True,
-    "eplb_config": {"step_interval": 100},
     "numa_bind": True,
     "numa_bind_nodes": (0,),
     "numa_bind_cpus": ("0",),
@@ -179,8 +175,6 @@ def test_a_given_value_is_recorded_as_given(f: Any) -> None:
         needed = {"pipeline_parallel_size": 2, "nnodes": 2}
     if f.name in ("node_rank", "headless"):
         needed |= {"node_rank": 1, "headless": True}
-    if f.name == "enable_eplb":
-        needed = {"enable_expert_parallel": True, "tensor_parallel_size": 2}
     setting = _resolve(**needed | {f.name: value}).settings[f.name]
     assert setting.source == "argument"
     value = ("a",) if f.name == "lora_modules" else value  # their paths are not for everybody
