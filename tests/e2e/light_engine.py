@@ -129,10 +129,11 @@ class Ranks(ModuleType):
         *,
         drafter_folder: Path | None,
         is_server: bool,
-    ) -> list[LightWorker]:
+        engine_index: int,
+    ) -> tuple[LightWorker]:
         assert config.tensor_parallel_size == 1, "one light worker is all ranks"
         assert "torch" not in sys.modules, "a light engine has loaded torch, and starts as slowly as a real one"
-        return [LightWorker(model_config, progress)]
+        return (LightWorker(model_config, progress),)
 
 
 def without_torch() -> None:

@@ -66,6 +66,8 @@ def test_the_text_is_that_of_the_caller() -> None:
             assert await pool.grammar(asked) == grammar_text(asked)
         (process,) = compilers()
         process.kill()
+        while compilers():
+            await asyncio.sleep(0.01)
         assert await pool.grammar(DIGITS) == grammar_text(DIGITS)
         assert not compilers()
 

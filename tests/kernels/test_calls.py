@@ -64,7 +64,7 @@ FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "GatedActivation": lambda: {
         **{"activation": 0, "x": torch.ones(T, 2 * E), "factors": torch.ones(2), "order": ints(*[1] * T)},
-        "out": torch.empty(T, E),
+        **{"begins": None, "out": torch.empty(T, E)},
     },
     "KvCache": lambda: {
         **{"k": torch.zeros(B, G, P, E), "v": torch.zeros(B, G, P, E), "k_scales": None, "v_scales": None}
@@ -98,13 +98,13 @@ FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "Route": lambda: {
         **{"logits": torch.ones(T, 4), "rule": routing_rule(), "bias": None, "experts": ints(*range(6)).view(T, 2)},
-        **{"weights": torch.empty(T, 2), "order": ints(*range(6)), "begins": ints(*range(5))},
+        **{"weights": torch.empty(T, 2), "order": ints(*range(6)), "begins": ints(*range(5)), "places": None},
     },
     "ExpertStack": lambda: {"first": packed().panels, "num_experts": 1},
     "ExpertProduct": lambda: {
         **{"x": torch.ones(T, E), "stack": cpu._C.ExpertStack(first=packed().panels, num_experts=1), "bias": None},
         **{"order": ints(*range(T)), "begins": ints(0, T), "num_slots": 1, "of_tokens": True},
-        "out": torch.empty(T, V),
+        **{"first_place": 0, "out": torch.empty(T, V)},
     },
     "CombineExperts": lambda: {
         **{"y": torch.ones(2 * T, E), "order": ints(*range(2 * T)), "weights": torch.ones(T, 2), "shared": None},
@@ -145,6 +145,7 @@ def structs() -> set[str]:
         "GroupError",
         "StepVoid",
         "Gather",
+        "Exchange",
     }
     return {name for name, member in vars(cpu._C).items() if isinstance(member, type)} - others
 

@@ -121,7 +121,7 @@ def test_timed_trace(tmp_path: Path) -> None:
         ({"dataset_name": "sharegpt"}, "needs a file"),
         ({"dataset_path": "x.json"}, "reads no file"),
         ({"dataset_name": "shargpt"}, "Did you mean 'sharegpt'"),
-        ({"num_prompts": 0}, "1 or more"),
+        ({"num_prompts": 0}, "positive number"),
         ({"random_range_ratio": "1.5"}, "range-ratio"),
         ({"timed_trace_sec_multiplier": float("nan")}, "more than 0"),
         ({"timed_trace_sec_multiplier": float("inf")}, "more than 0"),
