@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import combinations, product
+from itertools import combinations, combinations_with_replacement, product
 from typing import Any
 
 import pytest
@@ -56,6 +56,7 @@ def all_pairs(sizes: Sequence[int], apart: Collection[tuple[int, int]] = ()) -> 
         return set(product(*map(range, sizes)))
     pairs = [pair for pair in combinations(axes, 2) if pair not in apart]
     left = {(a, i, b, j): None for a, b in pairs for i, j in product(range(sizes[a]), range(sizes[b]))}
+    left |= {(a, i, a, i): None for a in axes for i in range(sizes[a])}  # of an axis that is apart from all others
     cases: set[tuple[int, ...]] = set()
     taken: Counter[tuple[int, int]] = Counter()  # by axis and value
     while left:
@@ -69,7 +70,7 @@ def all_pairs(sizes: Sequence[int], apart: Collection[tuple[int, int]] = ()) -> 
                 )
         case = tuple(chosen[axis] for axis in axes)
         taken.update(enumerate(case))
-        for first, second in combinations(axes, 2):
+        for first, second in combinations_with_replacement(axes, 2):
             left.pop((first, case[first], second, case[second]), None)
         cases.add(case)
     return cases

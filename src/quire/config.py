@@ -304,7 +304,8 @@ class EngineConfig:
     )
     expert_placement_strategy: str = option(
         "linear",
-        "Which experts a rank has: linear: neighbours; round_robin: every so many.",
+        "Which experts a rank has: linear: neighbours; round_robin: expert 0 on the first rank, expert 1 on the "
+        "second, and so on.",
         choices=("linear", "round_robin"),
     )
     enable_eplb: bool = option(
@@ -318,8 +319,9 @@ class EngineConfig:
     )
     distributed_executor_backend: str | None = option(
         None,
-        "mp: each rank but the first is a process of its own; ray: Ray starts those of --nnodes; uni: one process, for "
-        "one rank; external_launcher: LLM(...) in processes that torchrun has started. none: as ranks need it.",
+        "mp: each rank but the first is a process of its own; ray: Ray starts the processes of the other machines; "
+        "uni: one process, for one rank; external_launcher: LLM(...) in processes that torchrun has started. none: as "
+        "ranks need it.",
         choices=("mp", "ray", "uni", "external_launcher"),
     )
     nnodes: int = option(

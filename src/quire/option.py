@@ -151,8 +151,8 @@ def normalise(config: Any) -> None:
         value, plain = getattr(config, f.name), None
         if callable(f.metadata["type"]) and isinstance(value, str):
             plain = f.metadata["type"](value)
-        elif f.metadata["many"] and isinstance(value, (str, list)):
-            plain = (value,) if isinstance(value, str) else tuple(value)
+        elif f.metadata["many"] and value is not None and not isinstance(value, tuple):
+            plain = tuple(value) if isinstance(value, list) else (value,)
         elif f.name == "dtype" and str(value).startswith("torch."):
             plain = str(value).removeprefix("torch.")
         elif isinstance(value, str) and value in (same := SAME_VALUES.get(f.name, {})):

@@ -23,6 +23,9 @@ def test_values_of_axes_that_are_apart_all_occur() -> None:
     assert {(case[0], case[2]) for case in cases} == set(product(range(5), range(3)))
     assert {(case[1], case[2]) for case in cases} == set(product(range(6), range(3)))
     assert len(cases) < 30
+    for axis, size in enumerate((1, 6, 3)):
+        alone = all_pairs((1, 6, 3), apart=[(0, 1), (1, 2)])
+        assert {case[axis] for case in alone} == set(range(size))
 
 
 def test_the_product_is_whole_and_the_rest_is_slow() -> None:

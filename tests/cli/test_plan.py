@@ -152,6 +152,14 @@ def test_ways_to_share_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     text_of(capsys, folder, "--hardware", "l4", "-pp", "2", "--quantization", "int8", code=2)
 
 
+def test_whole_experts_on_devices_to_choose_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
+    folder = str(write_config(tmp_path, "Qwen3-0.6B", architectures=["Qwen3MoeForCausalLM"], **experts))
+    shown(capsys, folder, "-tp", "2", "-ep", "--enable-eplb", "--hardware", "h100x2")
+    (first, *_) = shown(capsys, folder, "-pp", "2", "-ep", "--hardware", "h100")["asked"]
+    assert (first["tensor_parallel_size"], first["pipeline_parallel_size"]) == (1, 2)
+
+
 def test_ranks_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     text = text_of(capsys, "--device", "cpu", "-tp", "2", "-pp", "2", "--kv-cache-memory-bytes", "1000000")
     assert "shared by 4 ranks" in text
@@ -182,6 +190,8 @@ def test_ranks_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
         (("--bandwidth", "1T"), "--hardware names a machine"),
         (("--tensor-parallel-size", "3"), "cannot be shared by 3 devices"),
         (("--sequences", "0"), "Too few sequences"),
+        (("-pp", "2", "--check"), "compared by memory alone"),
+        (("-pp", "2", "--slo-ttft", "1s"), "compared by memory alone"),
     ],
 )
 def test_what_it_refuses(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

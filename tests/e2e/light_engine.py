@@ -107,6 +107,9 @@ class LightWorker:
     def drop_adapter(self, digest: str) -> None:
         """There is no memory to give back."""
 
+    def check_alive(self) -> None:
+        """It lives as long as its engine."""
+
     def close(self) -> None:
         """Nothing to give back."""
 

@@ -159,7 +159,9 @@ grammar_process.main()"""
 
 
 @pytest.mark.parametrize("error", ["KeyError('a defect')", "type('Panic', (BaseException,), {})('a defect')"])
-def test_a_defect_is_answered_as_one(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+def test_a_defect_is_answered_as_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: str
+) -> None:
     """Not as a process that was lost: it is not tried again, and the process goes on."""
     Popen = subprocess.Popen
 
@@ -173,6 +175,7 @@ def test_a_defect_is_answered_as_one(monkeypatch: pytest.MonkeyPatch, error: str
             with pytest.raises(QuireError, match="failed") as raised:
                 await pool.grammar(DIGITS)
             assert raised.value.code == "internal_error"
+        assert caplog.text.count("Traceback") == caplog.text.count("a defect") == 2
         assert len(compilers()) == 1
 
     in_pool(use)

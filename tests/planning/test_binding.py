@@ -58,11 +58,12 @@ def test_the_variable_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     ("settings", "words"),
     [
         ({"numa_bind_cpus": ("0-x",)}, "no list of CPUs"),
+        ({"numa_bind": True, "numa_bind_cpus": ("0",)}, "Got 'numa_bind, numa_bind_cpus'. Expected one of these"),
         ({"numa_bind_cpus": ("7",)}, "Got '7'. Expected some of CPUs 0,1,2,3,4,5,6"),
         ({"numa_bind_cpus": ("",)}, "Got ''"),
         ({"numa_bind_nodes": (2,)}, "Got 2. Expected a NUMA node with CPUs of this process: 0, 1"),
         ({"numa_bind_nodes": (0,), "tensor_parallel_size": 2}, "Expected 2 nodes"),
-        ({"numa_bind": True, "tensor_parallel_size": 16}, "Got ''"),
+        ({"numa_bind": True, "tensor_parallel_size": 16}, "Got '8 processes'. Expected at most 4: the CPUs of node 0"),
     ],
 )
 def test_what_is_refused(settings: dict[str, Any], words: str) -> None:

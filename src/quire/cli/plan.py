@@ -65,6 +65,9 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=partial(run, parser))
 
 
+_ASKS = ("sequences", "workload", "request_rate", "price_per_hour")  # of a row, beside --check and targets
+
+
 def run(parser: Parser, args: argparse.Namespace) -> int:
     """Exit code 0; 2 if a model fits in no format; with --check 1 if what is asked is not met."""
     is_ranked = args.check or any(getattr(args, name, None) is not None for name in _RANKED_BY)
@@ -74,9 +77,18 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     # Without hardware to choose from, the devices are those that the degrees ask for.
     is_laid_out = engine.pipeline_parallel_size > 1 or (engine.tensor_parallel_size > 1 and args.hardware is None)
     degree = None if engine.sources["tensor_parallel_size"] == "default" else engine.tensor_parallel_size
-    if not is_laid_out:
-        engine = replace(engine, tensor_parallel_size=1)  # of a row
     is_ranked = is_ranked or engine.slo_ttft is not None or engine.slo_itl is not None
+    asks = args.check or engine.slo_ttft is not None or engine.slo_itl is not None
+    if is_laid_out and (asks or any(getattr(args, name) is not None for name in _ASKS)):
+        raise ConfigError(
+            "Ways to share a model between ranks are compared by memory alone",
+            fix="Leave out --check, --sequences, targets, workload, rate and price; or leave out -pp, and -tp without "
+            "--hardware",
+        )
+    if not is_laid_out:  # of a row
+        engine = replace(
+            engine, tensor_parallel_size=1, enable_expert_parallel=False, enable_eplb=False, eplb_config=None
+        )
     if names and engine.model is not None:
         raise ConfigError("Models are named twice", value=[*names, engine.model], fix="Leave --model out")
     if args.sequences is not None and args.sequences < 1:

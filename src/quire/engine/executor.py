@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class InlineExecutor:
-    """One worker, in the caller's thread. A device that runs ahead goes on after submit()."""
+    """Tells each phase to all workers, in the caller's thread. Steps need one worker; a device may run ahead of them."""
 
     def __init__(self, workers: Workers) -> None:
         self.workers = workers

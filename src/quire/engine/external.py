@@ -119,6 +119,8 @@ def start_external(
         )
     grid = grid_of(config)
     rank, name = _place(grid)
+    if cpus := cpus_of_processes(config):
+        bind(cpus[rank])
     until = time.monotonic() + envs.ENGINE_READY_TIMEOUT_S.get()
     progress("load", 0.0, f"rank {rank} of {grid.size} waits for the others")
     try:
@@ -137,8 +139,6 @@ def start_external(
         )
     finally:
         os.close(memory)
-    if cpus := cpus_of_processes(config):
-        bind(cpus[rank])
     companions.watch(ranks.failing)
     worker = DeviceWorker(part_of_rank(model_config, config, rank), progress, ranks=ranks)
     return ExternalExecutor(worker, companions)

@@ -36,7 +36,7 @@ def run_node(config: EngineConfig, model_folder: Path) -> int:
 
 
 def _run(config: EngineConfig, model_folder: Path, opened: ExitStack) -> int:
-    key, grid = wire.cluster_key(), grid_of(config)
+    key, grid, cpus = wire.cluster_key(), grid_of(config), cpus_of_processes(config)
     until = time.monotonic() + envs.ENGINE_READY_TIMEOUT_S.get()
     place = (config.master_addr, config.master_port)
     logger.info("node %d connects to node 0 at %s, port %d", config.node_rank, *place)
@@ -71,7 +71,7 @@ def _run(config: EngineConfig, model_folder: Path, opened: ExitStack) -> int:
             fix=f"Check that it was started, --master-addr and --master-port, and {envs.CLUSTER_KEY.name} on both",
             param="master_addr",
         ) from error
-    cpus, memory = cpus_of_processes(config), make_memory(grid)
+    memory = make_memory(grid)
     processes: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for rank, control in controls.items():

@@ -127,7 +127,7 @@ def _listen(connection: Connection, frames: SimpleQueue[bytes]) -> None:
             os._exit(0)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Even where this process is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -143,7 +143,7 @@ def main() -> None:
     launch = decode_to_rank(sys.stdin.buffer.read())
     assert isinstance(launch, RankLaunch)
     if launch.dies_with_parent:
-        _die_with_parent()
+        die_with_parent()
     if launch.cpus:
         bind(launch.cpus)
     worker = _worker(launch)

@@ -77,7 +77,9 @@ def start_ranks(
     is_server: bool,
     engine_index: int,
 ) -> Workers:
-    """The ranks of an engine on this machine. The processes load their libraries when this returns.
+    """The ranks of an engine, on this machine and on others. The processes load their libraries when this returns.
+
+    Raises ConfigError: other nodes have not come, or Ray cannot start them.
 
     Args:
         model_config: of the whole model.

@@ -1,7 +1,8 @@
 """Ray starts the other nodes of an engine, on machines of a cluster that runs already.
 
 Ray reserves cores and starts processes: a bundle of a placement group for each node, each on a machine of its own, the
-first one here. The nodes connect as those of --nnodes do, and Ray sees nothing of what they say.
+first one here. Ray also brings the settings and the cluster key to the nodes. They connect as those of --nnodes do, and
+Ray sees nothing of what they say then.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import msgspec
 
 from quire import envs
 from quire.config import EngineConfig
+from quire.distributed import wire
 from quire.errors import ConfigError
 from quire.logs import get_logger
 from quire.planning import devices
+from quire.planning.binding import cpus_of_processes
 
 NODE_PROGRAM = ("-m", "quire.entry.node")  # arguments of the interpreter
 PLACE_SECONDS = 8.0  # for Ray to find machines
@@ -58,24 +61,31 @@ class RayNodes:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        self.key = wire.cluster_key().decode() if envs.CLUSTER_KEY.get() else secrets.token_hex(32)
+        threads = config.num_threads or envs.NUM_THREADS.get()
+        bound = sum(map(devices.physical_cores, cpus_of_processes(config)))
+        self._cpus = config.num_local_ranks * threads or bound or devices.num_cores()
+        self._actors: list[Any] = []
+        self._runs: dict[Any, int] = {}  # what a node will answer -> its number
+        self._places: Any = None
         self._ray, self._is_connected_here = _connected()
+        try:
+            self._take_places(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_places(self, config: EngineConfig) -> None:
         own = self._ray.get_runtime_context().get_node_id()
         here = next(each["NodeManagerAddress"] for each in self._ray.nodes() if each["NodeID"] == own)
         is_given = {name: config.sources[name] != "default" for name in ("master_addr", "master_port")}
         self.address = config.master_addr if is_given["master_addr"] else here
         self.port = config.master_port if is_given["master_port"] else 0
-        self.key = envs.CLUSTER_KEY.get() or secrets.token_hex(32)
-        threads = config.num_threads or envs.NUM_THREADS.get()
-        self._cpus = config.num_local_ranks * threads or devices.num_cores()
-        self._actors: list[Any] = []
-        self._runs: dict[Any, int] = {}  # what a node will answer -> its number
         bundles: list[dict[str, float]] = [{"CPU": self._cpus} for _ in range(config.nnodes)]
         bundles[0][f"node:{here}"] = _HERE
         self._places = self._ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
         if not self._places.wait(PLACE_SECONDS):
-            error = self._no_room(here)
-            self.close()
-            raise error
+            raise self._no_room(here)
 
     def start(self, address: str, port: int) -> None:
         """Start the other nodes, which will come to this address."""
@@ -87,7 +97,9 @@ class RayNodes:
         for node in range(1, self._config.nnodes):
             place = PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=node)
             remote = self._ray.remote(Node).options(num_cpus=self._cpus, scheduling_strategy=place, max_restarts=0)
-            config = replace(self._config, node_rank=node, headless=True, master_addr=address, master_port=port)
+            config = replace(
+                self._config, node_rank=node, headless=True, master_addr=address, master_port=port, hf_token=None
+            )
             actor = remote.remote()
             self._actors.append(actor)
             self._runs[actor.run.remote(msgspec.json.encode(config), environment)] = node
@@ -98,7 +110,7 @@ class RayNodes:
             try:
                 how = f"ended with exit code {self._ray.get(run)}"
             except Exception as error:  # of the node, in any form that Ray gives it
-                how = f"was not started by Ray: {str(error).strip().splitlines()[-1]}"
+                how = f"was not started by Ray: {_lines(error)[-1]}"
             raise ConfigError(
                 f"Node {self._runs[run]} {how}",
                 fix="Look at what it says, here or in Ray's logs; Quire is installed on each machine of the cluster",
@@ -113,7 +125,8 @@ class RayNodes:
             self._ray.kill(actor)
         self._runs.clear()
         self._actors.clear()
-        self._ray.util.remove_placement_group(self._places)
+        if self._places is not None:
+            self._ray.util.remove_placement_group(self._places)
         if self._is_connected_here:
             self._ray.shutdown()
 
@@ -137,6 +150,10 @@ class RayNodes:
         )
 
 
+def _lines(error: Exception) -> list[str]:
+    return (str(error).strip() or type(error).__name__).splitlines()
+
+
 def _connected() -> tuple[Any, bool]:
     """Ray, connected to its cluster, and whether this is new. Raises ConfigError."""
     try:
@@ -156,7 +173,7 @@ def _connected() -> tuple[Any, bool]:
         ray.init(address="auto", configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"No Ray cluster is reached: {str(error).strip().splitlines()[0]}",
+            f"No Ray cluster is reached: {_lines(error)[0]}",
             value=os.environ.get("RAY_ADDRESS"),
             fix="Start one with `ray start --head`, and `ray start --address` on other machines, or set RAY_ADDRESS",
             param="distributed_executor_backend",

@@ -21,6 +21,7 @@ from quire.frontend.tracing import request_tracer
 from quire.lora.request import LoRARequest
 from quire.messages import Command
 from quire.outputs import RequestOutput
+from quire.planning.binding import freed_behind
 from quire.sampling_params import SamplingParams
 from quire.screen.start_display import shown_start
 
@@ -48,9 +49,10 @@ class LLMEngine:
         self.config = config
         with shown_start(is_quiet=config.disable_log_stats) as progress:
             parts = open_model(config, progress)
-            engine = start_engine(
-                config, parts.model_folder, is_server=False, progress=progress, drafter_folder=parts.drafter_folder
-            )
+            with freed_behind():
+                engine = start_engine(
+                    config, parts.model_folder, is_server=False, progress=progress, drafter_folder=parts.drafter_folder
+                )
         self.resolved, self.model_config, self.core = engine.resolved, engine.model_config, engine.core
         self.tokenizer = parts.tokenizer
         self.inputs: InputProcessor = parts.input_processor.with_max_model_len(engine.resolved.model.max_model_len)

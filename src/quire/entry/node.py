@@ -15,6 +15,7 @@ from quire import logs
 from quire.config import EngineConfig
 from quire.demo import DEMO_MODEL_NAME
 from quire.engine.node_process import run_node
+from quire.engine.rank_process import die_with_parent
 from quire.entry.launch import find_model
 from quire.errors import QuireError
 from quire.kernels import extension
@@ -39,6 +40,7 @@ def compute_for_node_0(config: EngineConfig) -> int:
 def main() -> int:
     """Exit code 2: see the error on standard error; for others see `compute_for_node_0`."""
     logs.configure()
+    die_with_parent()  # Ray may end it at any time
     try:
         return compute_for_node_0(msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig))
     except QuireError as error:

@@ -12,6 +12,7 @@ import resource
 import signal
 import socket
 import struct
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
@@ -40,7 +41,7 @@ P = TypeVar("P", bound=Preparation)
 
 
 class Failure(msgspec.Struct):
-    """An error: the code of its class, and its arguments."""
+    """An error: the code of its class, its arguments, and where it was, if nobody expected it."""
 
     code: str
     what: str
@@ -48,6 +49,7 @@ class Failure(msgspec.Struct):
     expected: str | None
     fix: str | None
     param: str | None
+    trace: str = ""
 
 
 class Answer(msgspec.Struct):
@@ -58,9 +60,11 @@ class Answer(msgspec.Struct):
 
 
 def text_of(answer: bytes) -> str:
-    """The text of an encoded Answer. Raises its error."""
+    """The text of an encoded Answer. Raises its error. One that nobody expected is logged."""
     decoded = msgspec.json.decode(answer, type=Answer)
     if (failure := decoded.failure) is not None:
+        if failure.trace:
+            logger.error("a bounded process failed\n%s", failure.trace)
         raise _ERRORS[failure.code](
             failure.what, value=failure.value, expected=failure.expected, fix=failure.fix, param=failure.param
         )
@@ -68,12 +72,16 @@ def text_of(answer: bytes) -> str:
 
 
 def _failed(error: BaseException) -> Answer:
-    """The answer that stands for an error. One that nobody expected is the server's, and is logged."""
+    """The answer that stands for an error. One that nobody expected is the server's.
+
+    This process cannot write to files, so the server logs where it was.
+    """
+    trace = ""
     if not isinstance(error, QuireError):
-        logger.error("a bounded process failed", exc_info=error)
+        trace = "".join(traceback.format_exception(error)).rstrip()
         error = QuireError(f"A process that works for requests failed ({type(error).__name__})", fix="See its log")
     code = error.code if error.code in _ERRORS else InvalidRequestError.code
-    return Answer(failure=Failure(code, error.what, error.value, error.expected, error.fix, error.param))
+    return Answer(failure=Failure(code, error.what, error.value, error.expected, error.fix, error.param, trace))
 
 
 def send(connection: socket.socket, message: msgspec.Struct) -> None:
@@ -110,7 +118,6 @@ def run(first: type[P], prepare: Callable[[P], Callable[[bytes], str]]) -> None:
         first: the type of the first message.
         prepare: makes of it what answers further ones. Both may raise QuireErrors.
     """
-    logs.configure()
     for number in (signal.SIGINT, signal.SIGTERM):  # these are for the server, which ends this process when it is done
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -50,7 +50,9 @@ def request_tracer(config: EngineConfig, model_name: str) -> RequestTracer | Non
 
 
 class RequestTracer:
-    """Sends spans to a collector, in batches and in a thread of its own. Others are dropped with a warning.
+    """Sends spans to a collector, in batches and in a thread of its own.
+
+    A span that cannot be sent is dropped with a warning.
 
     OpenTelemetry's own variables hold here: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER,
     OTEL_EXPORTER_OTLP_HEADERS and the others of its SDK.

@@ -25,7 +25,9 @@ def vocabulary(tokenizer: str, eos_token_ids: Sequence[int], vocab_size: int) ->
 
     try:
         return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-    except ValueError as error:
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # ValueError, or a panic in Rust, which is no Exception
         raise VocabularyError(f"The tokenizer of this model cannot be used for constraints: {error}") from None
 
 

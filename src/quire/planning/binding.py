@@ -6,7 +6,8 @@ A process that is bound puts its memory where it computes: the system gives it p
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def cpus_of_processes(config: EngineConfig) -> list[set[int]]:
     name = "numa_bind_cpus"
     if not by_hand and not config.numa_bind and not config.numa_bind_nodes:
         by_hand, name = tuple(envs.CPU_OMP_THREADS_BIND.get().split("|")), envs.CPU_OMP_THREADS_BIND.name
+    ways = [each for each in ("numa_bind", "numa_bind_nodes", "numa_bind_cpus") if getattr(config, each)]
+    _check(len(ways) < 2, name, ", ".join(ways), "one of these settings")
     if by_hand:
         places = [_numbers(text, name) for text in by_hand]
         _check(len(places) == count, name, f"{len(places)} lists of CPUs", f"{count}: one for each process")
@@ -59,6 +62,7 @@ def _on_nodes(wished: Sequence[int], count: int, nodes: Mapping[int, set[int]], 
     places = []
     for index, number in enumerate(numbers):
         cpus, place, sharers = sorted(nodes[number]), numbers[:index].count(number), numbers.count(number)
+        _check(sharers <= len(cpus), name, f"{sharers} processes", f"at most {len(cpus)}: the CPUs of node {number}")
         places.append(set(cpus[len(cpus) * place // sharers : len(cpus) * (place + 1) // sharers]))
     return places
 
@@ -68,9 +72,25 @@ def bind(cpus: set[int]) -> None:
     os.sched_setaffinity(0, cpus)
 
 
+@contextmanager
+def freed_behind() -> Iterator[None]:
+    """The threads that start inside stay where they are bound; this one may compute everywhere again."""
+    if not hasattr(os, "sched_getaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def bound_facts(device: DeviceFacts, config: EngineConfig, cores_of_a_process: int) -> DeviceFacts:
-    """A machine whose equal parts have as many cores as each bound process has."""
-    return replace(device, num_cores=cores_of_a_process * config.data_parallel_size * config.num_local_ranks)
+    """A machine whose equal parts have as many cores as each bound process has, within the cgroup's CPU quota."""
+    count = config.data_parallel_size * config.num_local_ranks
+    if (quota := devices.cpu_quota()) is not None:
+        cores_of_a_process = min(cores_of_a_process, max(1, int(quota) // count))
+    return replace(device, num_cores=cores_of_a_process * count)
 
 
 def _nodes(allowed: set[int]) -> dict[int, set[int]]:
@@ -93,7 +113,7 @@ def _numbers(text: str, name: str) -> set[int]:
 
 def _check(is_right: bool, name: str, value: object, expected: str) -> None:
     if not is_right:
-        raise ConfigError("Processes cannot be bound so", value=value, expected=expected, param=name)
+        raise ConfigError("Processes cannot be bound to these CPUs", value=value, expected=expected, param=name)
 
 
 def _shown(cpus: set[int]) -> str:

@@ -195,7 +195,7 @@ class LayoutPlan:
         """The layout that was asked for, in each format."""
         engine = self.engine
         degrees = (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.data_parallel_size)
-        wanted = (*degrees, engine.enable_expert_parallel)
+        wanted = (*degrees, engine.enable_expert_parallel and engine.tensor_parallel_size > 1)
         return [row for row in self.rows if (row.tensor, row.pipeline, row.copies, row.has_whole_experts) == wanted]
 
     @property

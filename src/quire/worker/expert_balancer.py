@@ -42,6 +42,10 @@ class _Layer:
     def expert_bytes(self) -> int:
         return sum(memory.nbytes for stack in self.moe.stacks for memory in stack.memory(0))
 
+    def form(self) -> int:
+        """A number of the sizes of all parts of an expert: equal on ranks that hold experts in the same form."""
+        return hash(tuple(memory.nbytes for stack in self.moe.stacks for memory in stack.memory(0)))
+
 
 class ExpertBalancer:
     """One rank's part.
@@ -96,7 +100,7 @@ class ExpertBalancer:
         A form of weights may depend on the values of all experts that a rank has. Where ranks hold experts in different
         forms, these stay where they are.
         """
-        sizes = [layer.expert_bytes() for layer in self._layers]
+        sizes = [layer.form() for layer in self._layers]
         counts = np.concatenate([layer.counts_E for layer in self._layers])
         own = np.concatenate([sizes, counts])[None, : None if self._group.rank == 0 else len(sizes)]
         widths = [len(sizes) + len(counts)] + [len(sizes)] * (self._group.size - 1)
