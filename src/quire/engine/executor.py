@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class InlineExecutor:
-    """Tells each phase to all workers, in the caller's thread. Steps need one worker; a device may run ahead of them."""
+    """Tells each phase to all workers, in the caller's thread. A step needs one worker, whose device may run ahead."""
 
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
