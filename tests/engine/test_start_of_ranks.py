@@ -45,7 +45,7 @@ def spawn(launch: RankLaunch, connection: int) -> subprocess.Popen[bytes]:
 
 
 def launch_of(config: EngineConfig, rank: int = 1) -> RankLaunch:
-    return RankLaunch(config, "", None, rank, 0, None, False, {})
+    return RankLaunch(config, "", None, rank, 0, None, False, {}, set())
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_machine_that_is_lost_between_steps_is_named() -> None:
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
     home = ranks.Home(ours)
-    rank = ranks.RemoteRank(1, Grid(1, 2, 2), Told(), SimpleNamespace(close=lambda: None), home)  # type: ignore[arg-type]
+    rank = ranks.RemoteRank(1, Grid(1, 2, 2), Told(), SimpleNamespace(close=lambda: None), home, None)  # type: ignore[arg-type]
     rank.check_alive()
     theirs.close()
     assert wait_for(rank._is_lost)
@@ -117,7 +117,7 @@ def test_a_start_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ranks, "spawn_rank", spawn_one)
     config = EngineConfig(tensor_parallel_size=3, pipeline_parallel_size=2, nnodes=2, device="cpu")
     with pytest.raises(BlockingIOError, match="no more processes"):
-        ranks.start_ranks(config, Path(), None, ignore, drafter_folder=None, is_server=False)  # type: ignore[arg-type]
+        ranks.start_ranks(config, Path(), None, ignore, drafter_folder=None, is_server=False, engine_index=0)  # type: ignore[arg-type]
     assert spawned[0].returncode == 0
     for _, theirs in pairs.values():
         theirs.settimeout(10.0)
