@@ -52,6 +52,7 @@ void bind_group(nb::module_& m) {
       .def("abort", &SharedGroup::abort, "number"_a, "Makes all ranks leave what they wait for, now and later")
       .def("begin_step", &SharedGroup::begin_step, "Before the turns of a step")
       .def("end_step", &SharedGroup::end_step, "Behind the turns of a step")
+      .def("void_step", &SharedGroup::void_step, "Before leave_step, by a rank of several groups")
       .def("leave_step", &SharedGroup::leave_step, nb::call_guard<nb::gil_scoped_release>(),
            "In place of end_step. Waits until no rank is in the step any more")
       .def_prop_ro("aborted", &SharedGroup::aborted, "The number of the rank that has failed; -1: none")

@@ -155,12 +155,16 @@ bool SharedGroup::has_left(int rank) {
   return static_cast<int32_t>(words(rank).done.load(std::memory_order_acquire) - step_) >= 0;
 }
 
-void SharedGroup::leave_step() {
+void SharedGroup::void_step() {
   words(rank_).left[step_ % 2].store(uint64_t{step_} << 32 | turn_, std::memory_order_release);
   auto& newest = words(0).void_step;
   for (uint32_t seen = newest.load(); static_cast<int32_t>(step_ - seen) > 0;)
     if (newest.compare_exchange_weak(seen, step_)) break;
   for (int other = 0; other < size_; ++other) wake_all(words(other).turn);
+}
+
+void SharedGroup::leave_step() {
+  void_step();
   const auto start = Clock::now();
   for (int rank = 0; rank < size_; ++rank) {
     while (!has_left(rank)) {

@@ -60,6 +60,9 @@ class SharedGroup {
   // Around the turns of a step. All ranks take the same steps in the same order.
   void begin_step();
   void end_step();
+  // Before leave_step, by a rank of several groups: the ranks of this group learn that the step is void while the rank
+  // still leaves the step of another group.
+  void void_step();
   // In place of end_step, by a rank that cannot end the step, or that has got StepVoid. Returns when no rank of the
   // group is in the step any more: each has left it, or has ended it before. Throws GroupError.
   void leave_step();

@@ -71,6 +71,10 @@ class Group(Protocol):
         """Behind it."""
         ...
 
+    def void_step(self) -> None:
+        """Before `leave_step`, by a rank of several groups: it waits in one of them while others learn of it."""
+        ...
+
     def leave_step(self) -> None:
         """In place of `end_step`, after an error or StepVoid. Waits until no rank is in the step any more.
 
@@ -115,7 +119,8 @@ class Ranks:
     Attributes:
         rank: its number among all of them.
         failing: tells all of them.
-        group: those that share its stage; None: it has the stage alone.
+        group: those that share its stage, or its lane; None: it has that alone.
+        everyone: those of all lanes, which share experts; None: there are no lanes.
         before: brings the input; None: it is in the first stage.
         behind: takes the output; None: it is in the last stage.
     """
@@ -126,11 +131,17 @@ class Ranks:
     group: Group | None = None
     before: Link | None = None
     behind: Link | None = None
+    everyone: Group | None = None
 
     @property
     def samples(self) -> bool:
-        """Others learn the tokens."""
-        return self.rank == 0
+        """Others learn the tokens. The first rank of each lane does, or the first one of the last stage."""
+        return self.behind is None and self.grid.place(self.rank) == 0
+
+    @property
+    def groups(self) -> list[Group]:
+        """Whose steps it takes."""
+        return [group for group in (self.group, self.everyone) if group is not None]
 
     def fail(self) -> None:
         """This rank cannot go on. Nor can the others."""
@@ -139,7 +150,7 @@ class Ranks:
     @property
     def waited_seconds(self) -> float:
         """For others, so far."""
-        return sum(each.waited_seconds for each in (self.group, self.before, self.behind) if each is not None)
+        return sum(each.waited_seconds for each in (*self.groups, self.before, self.behind) if each is not None)
 
     def close(self) -> None:
         """Leave the others."""

@@ -97,6 +97,7 @@ def ranks_on(
         group=found.get(grid.stage_members(rank)),
         before=link(grid.before(rank), rank),
         behind=link(rank, grid.behind(rank)),
+        everyone=found[tuple(grid.ranks_of(grid.node(rank)))] if grid.num_lanes > 1 else None,
     )
 
 
@@ -150,6 +151,9 @@ class SharedMemoryGroup:
 
     def end_step(self) -> None:
         self._shared.end_step()
+
+    def void_step(self) -> None:
+        self._shared.void_step()
 
     def leave_step(self) -> None:
         self._shared.leave_step()
