@@ -83,9 +83,10 @@ void bind_group(nb::module_& m) {
                           .firsts = {},
                           .begins = begins.data<const int32_t>(),
                           .num_begins = num_begins,
-                          .rows = own.size(0),
+                          .rows = out.size(0),
                           .row_bytes = own.size(1) * bytes,
                           .own = {},
+                          .own_rows = own.size(0),
                           .first_byte = first_column * bytes,
                           .num_columns_bytes = out.size(1) * bytes,
                           .out = {}};
@@ -94,7 +95,7 @@ void bind_group(nb::module_& m) {
           args.firsts[i] = firsts[i];
         }
         check(own.size(1) > 0 && first_column >= 0 && first_column + out.size(1) <= own.size(1) &&
-                  out.size(0) == own.size(0),
+                  own.size(0) <= out.size(0),
               "the columns are not in the rows");
         const auto own_rows = own.rows<const char>();
         args.own = {own_rows.data, own_rows.stride * bytes};

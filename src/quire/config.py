@@ -300,7 +300,9 @@ class EngineConfig:
         bounds=Bounds(1, MOST_RANKS),
     )
     enable_expert_parallel: bool = option(
-        False, "Each of --tensor-parallel-size ranks has whole experts, instead of rows of all.", flags=("-ep",)
+        False,
+        "Ranks have whole experts, instead of rows of all. With --data-parallel-size, all ranks share them.",
+        flags=("-ep",),
     )
     expert_placement_strategy: str = option(
         "linear",
@@ -345,7 +347,8 @@ class EngineConfig:
     )
     data_parallel_size: int = option(
         1,
-        "Replicas of the model behind one API. Each has an equal share of the cores and of the memory, or a GPU.",
+        "Replicas of the model behind one API. Each has an equal share of the cores and of the memory, or a GPU. With "
+        "--enable-expert-parallel: lanes of one engine, which share experts.",
         flags=("-dp",),
         limits="threads and memory of each replica, and requests that run at once",
         bounds=POSITIVE,

@@ -136,7 +136,7 @@ def test_what_is_of_all_lanes_together() -> None:
     assert engine.core.last_record is not None
     assert engine.core.last_record.lanes == (LaneUse(5, 1, 0, 2), LaneUse(5, 1, 0, 2))
     assert (engine.core.last_record.num_running, engine.core.last_record.num_blocks_in_use) == (2, 4)
-    engine.add(*(request(name, [3], 3) for name in "cde"), request("a", [4], 3))
+    engine.add(request("a", [4], 3), *(request(name, [3], 3) for name in "cde"))
     engine.step()
     assert "waiting queue is full" in (engine.deltas["e"][-1].error or "")
     assert any("id is in use" in (delta.error or "") for delta in engine.deltas["a"])

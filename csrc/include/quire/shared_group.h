@@ -113,7 +113,9 @@ struct ExchangeArgs {
   const int32_t* begins;                      // read when it runs
   int64_t num_begins;
   int64_t rows, row_bytes;      // of all ranks; of all columns
-  StridedRows<const char> own;  // [rows, row_bytes], strides in bytes; other ranks' rows are not read
+  // [own_rows, row_bytes], strides in bytes: all rows, and other ranks' rows are not read; or fewer: this rank's alone.
+  StridedRows<const char> own;
+  int64_t own_rows;
   int64_t first_byte;           // of the columns that this rank gets
   int64_t num_columns_bytes;
   StridedRows<char> out;  // [rows, num_columns_bytes], strides in bytes

@@ -51,11 +51,14 @@ class Group(Protocol):
         """The same for the first rank alone; others get [T, 0]."""
         ...
 
-    def exchange(self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range) -> Tensor:
+    def exchange(
+        self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range, num_rows: int | None = None
+    ) -> Tensor:
         """Some columns of the rows of all ranks, [P, C], in memory of its own.
 
         Args:
-            rows_PN: this rank has filled its own rows. Rank r has rows begins[firsts[r]] to begins[firsts[r + 1]].
+            num_rows: P, if `rows_PN` has only the rows of this rank. None: it has filled its own among all rows.
+            rows_PN: Rank r has rows begins[firsts[r]] to begins[firsts[r + 1]].
             begins: int32, ascending from 0 to P, and equal on all ranks.
             columns: that this rank wants.
 

@@ -141,8 +141,11 @@ class SharedMemoryGroup:
         self.bring(part, widths)
         return part[:, :0]
 
-    def exchange(self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range) -> Tensor:
-        out = torch.empty((rows_PN.shape[0], len(columns)), dtype=rows_PN.dtype, device=rows_PN.device)
+    def exchange(
+        self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range, num_rows: int | None = None
+    ) -> Tensor:
+        num_rows = rows_PN.shape[0] if num_rows is None else num_rows
+        out = torch.empty((num_rows, len(columns)), dtype=rows_PN.dtype, device=rows_PN.device)
         cpu.exchange(self._shared, rows_PN, begins, firsts, columns.start, out)
         return out
 

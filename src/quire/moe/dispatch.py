@@ -8,7 +8,6 @@ Dimensions: T tokens of a lane, X tokens of all lanes, L lanes, D hidden.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from quire.distributed.group import Group
@@ -30,10 +29,8 @@ class Dispatch:
 
     def to_all(self, x_TD: Tensor, lanes: LaneRows) -> Tensor:
         """The rows of all lanes, one lane after the other, [X, D]. Raises as Group.exchange."""
-        width = x_TD.shape[1]
-        own_XD = torch.empty((sum(lanes.counts), width), dtype=x_TD.dtype, device=x_TD.device)
-        self.own(own_XD, lanes).copy_(x_TD)
-        return self.group.exchange(own_XD, lanes.begins_L1, self._firsts, range(width))
+        columns, num_rows = range(x_TD.shape[1]), sum(lanes.counts)
+        return self.group.exchange(x_TD, lanes.begins_L1, self._firsts, columns, num_rows)
 
     def own(self, x_XD: Tensor, lanes: LaneRows) -> Tensor:
         """The rows of this lane among those of all lanes, [T, D]."""

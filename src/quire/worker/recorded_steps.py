@@ -28,7 +28,7 @@ _MIN_TABLE_WIDTH = 64
 # Fields of ForwardBatch that may be no tensors: then they must be the object that was there when the calls were
 # recorded. All others are copied.
 _UNCOPIED_FIELDS = frozenset({"adapter_slots_T", "caches", "host", "hidden_TD"})
-_MOST_RECORDINGS = 512  # with lanes; without, there are fewer
+_MOST_RECORDINGS = 128  # with lanes; without, there are fewer
 
 # Tokens, whether a row has an adapter, and the tokens of each lane.
 _Size = tuple[int, bool, tuple[int, ...]]
