@@ -123,9 +123,7 @@ def test_what_each_rank_holds(tmp_path: Path) -> None:
 def test_lanes_and_replicas_are_told_apart(tmp_path: Path) -> None:
     """With -ep, -dp is one engine whose lanes share experts; without, copies of the model."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
-    model = load_model_config(
-        write_config(tmp_path, "Qwen3-0.6B", architectures=["Qwen3MoeForCausalLM"], **experts)
-    )
+    model = load_model_config(write_config(tmp_path, "Qwen3-0.6B", architectures=["Qwen3MoeForCausalLM"], **experts))
     lanes = explain("m", EngineConfig(data_parallel_size=3, enable_expert_parallel=True), ServerConfig(), model, DEVICE)
     assert "\nlanes    3 in one engine, which share experts; the lines below" in lanes.text()
     assert [rank["num_experts"] for rank in lanes.as_dict()["ranks"]] == [3, 3, 2]

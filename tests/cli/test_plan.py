@@ -167,7 +167,9 @@ def test_lanes_that_share_experts(tmp_path: Path, capsys: pytest.CaptureFixture[
     text = text_of(capsys, *words)
     assert "ranks    -dp 2 -ep, weights in " in text
     assert "With -dp and -ep, copies are lanes of one engine and share the experts" in text
-    rows = {row["enable_expert_parallel"]: row for row in shown(capsys, *words)["layouts"] if row["data_parallel_size"] == 2}
+    rows = {
+        row["enable_expert_parallel"]: row for row in shown(capsys, *words)["layouts"] if row["data_parallel_size"] == 2
+    }
     assert rows[True]["weight_bytes"] < 0.7 * rows[False]["weight_bytes"]
     assert rows[True]["num_tokens"] > rows[False]["num_tokens"]
 

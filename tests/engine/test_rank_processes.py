@@ -135,7 +135,10 @@ def test_processes_of_two_lanes(tmp_path: Path) -> None:
     """The lane of another process answers too, with logprobs. If its process is lost, the engine ends."""
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     form = {"max_model_len": 128, "load_format": "dummy"}
-    engine, one = in_processes(tmp_path, data_parallel_size=2, enable_expert_parallel=True, **form), started(1, tmp_path, **form)
+    engine, one = (
+        in_processes(tmp_path, data_parallel_size=2, enable_expert_parallel=True, **form),
+        started(1, tmp_path, **form),
+    )
     assert answers(engine.core) == answers(one.core)
     record = engine.core.last_record
     assert len(record.lanes) == len(record.ranks) == 2

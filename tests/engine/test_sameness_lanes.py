@@ -240,8 +240,6 @@ def test_experts_that_move_between_lanes(
         ({"data_parallel_size": 9}, "each rank holds whole ones"),
     ],
 )
-def test_what_lanes_cannot_do_is_refused(
-    asked: dict[str, Any], message: str, folder_of: Callable[[str], Path]
-) -> None:
+def test_what_lanes_cannot_do_is_refused(asked: dict[str, Any], message: str, folder_of: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match=message):
         started(1, folder_of("qwen2_moe"), **LIMITS | TWO | asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,10 @@ def test_lanes_share_experts_alone(width: int, tmp_path: Path) -> None:
     cut = ModelCut(model, width, ExpertCut(num_lanes=3))
     parts = [cut.part(rank, lane) for lane in range(3) for rank in range(width)]
     as_one_lane = [ModelCut(model, 3 * width, ExpertCut()).part(rank) for rank in range(3 * width)]
-    assert [part.experts() for part in parts] == [part.experts() for part in as_one_lane]
+    for part, like in zip(parts, as_one_lane, strict=True):
+        placements = [each.placement for each in like.experts()]
+        assert [each.placement for each in part.experts()] == [replace(each, num_lanes=3) for each in placements]
+        assert part.weight_bytes_by_kind("bfloat16", is_packed=False).blocks > 0
     rest = [ModelCut(model, width).part(rank) for _ in range(3) for rank in range(width)]
     assert [[layer.attention for layer in part.layers] for part in parts] == [
         [layer.attention for layer in part.layers] for part in rest

@@ -50,7 +50,9 @@ class Engine:
                 for _ in range(num_lanes)
             ]
         )
-        self._executors = [DeterministicExecutor(NUM_BLOCKS, BLOCK_SIZE, vocab_size=VOCAB_SIZE) for _ in range(num_lanes)]
+        self._executors = [
+            DeterministicExecutor(NUM_BLOCKS, BLOCK_SIZE, vocab_size=VOCAB_SIZE) for _ in range(num_lanes)
+        ]
         self._failure = failure
         self.core = EngineCore(self.lanes, self, depth)
         self.batches: list[ScheduledBatch] = []

@@ -56,7 +56,9 @@ class _Step:
 
 
 class EngineCore:
-    """One scheduler, or one for each lane, one executor, up to `depth` batches in flight: 1 is plain, 2 hides scheduling behind compute.
+    """One scheduler, or one for each lane; one executor; up to `depth` batches in flight.
+
+    One is plain, two hide scheduling behind compute.
 
     Not thread-safe: one loop calls everything.
     """

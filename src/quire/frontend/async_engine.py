@@ -180,7 +180,7 @@ class AsyncEngine:
 
         Args:
             adapter: a name among `adapters`; None: the base model.
-            data_parallel_rank: the index of the replica that shall compute it, or of the lane, if an engine has several;
+            data_parallel_rank: the index of the replica that shall compute it, or of the lane of an engine with several;
                 None: the one with the least work.
 
         Raises:

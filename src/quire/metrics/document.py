@@ -17,6 +17,8 @@ from quire.metrics.registry import (
     HTTP_REQUESTS_LABELS,
     HTTP_STATUSES,
     KV_BLOCK_METRICS,
+    LANE,
+    LANE_METRICS,
     LORA_METRICS,
     LORA_REQUESTS_INFO,
     LORA_REQUESTS_LABELS,
@@ -24,8 +26,6 @@ from quire.metrics.registry import (
     OTHER,
     POSITION,
     RANK,
-    LANE,
-    LANE_METRICS,
     RANK_METRICS,
     SPECULATION_METRICS,
     UP_TO_MODEL_LEN,
@@ -80,7 +80,15 @@ def markdown() -> str:
     cache = f"Labels of `{CACHE_CONFIG_INFO.name}`: {', '.join(f'`{label}`' for label in CACHE_CONFIG_LABELS)}."
     rows = [
         _row(metric, _label(metric))
-        for metric in (*METRICS, *KV_BLOCK_METRICS, *EXPERT_METRICS, *RANK_METRICS, *LANE_METRICS, *SPECULATION_METRICS, *LORA_METRICS)
+        for metric in (
+            *METRICS,
+            *KV_BLOCK_METRICS,
+            *EXPERT_METRICS,
+            *RANK_METRICS,
+            *LANE_METRICS,
+            *SPECULATION_METRICS,
+            *LORA_METRICS,
+        )
     ]
     labels = ", ".join(f"`{label}`" for label in LORA_REQUESTS_LABELS)
     rows.append(_row(LORA_REQUESTS_INFO, f"none of the two, but {labels}"))

@@ -58,8 +58,7 @@ class ModelCut:
             return self._part(rank)
         # All ranks share experts, as if they were of one lane: the rest is cut among those of a lane.
         own = ModelCut(self._model, self._num_parts, ExpertCut())._part(rank)
-        assert self._experts is not None, "lanes share experts"
-        cut = ModelCut(self._model, self._num_parts * self._num_lanes, replace(self._experts, num_lanes=1))
+        cut = ModelCut(self._model, self._num_parts * self._num_lanes, self._experts)
         layers = tuple(
             replace(layer, feed_forward=cut._feed_forward(whole.feed_forward, lane * self._num_parts + rank))
             if isinstance(whole.feed_forward, Experts)
@@ -164,7 +163,7 @@ class ModelCut:
             columns = self._outputs(part.shared.down)
             shared = self._mlp(part.shared, rank, columns)
         experts = place_experts(num_experts, self._num_parts, cut.strategy, num_redundant)
-        placement = Placement(rank, experts, tuple(columns))
+        placement = Placement(rank, experts, tuple(columns), cut.num_lanes)
         gate_up, down = (
             replace(linear, num_experts=len(placement.own), placement=placement) for linear in part.expert.linears
         )

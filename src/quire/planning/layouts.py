@@ -153,7 +153,7 @@ def layouts(form: Form, model: ModelConfig, device: DeviceFacts, count: int) -> 
             copies, rest = divmod(count, tensor * pipeline)
             if rest:
                 continue
-            may_be_whole = tensor > 1 and (copies == 1 or pipeline == 1) or pipeline == 1 and copies > 1
+            may_be_whole = (tensor > 1 and (copies == 1 or pipeline == 1)) or (pipeline == 1 and copies > 1)
             for whole in (False, True) if may_be_whole and model.experts() else (False,):
                 engine = replace(
                     form.engine,
