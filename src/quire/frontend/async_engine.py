@@ -180,7 +180,7 @@ class AsyncEngine:
 
         Args:
             adapter: a name among `adapters`; None: the base model.
-            data_parallel_rank: the index of the replica that shall compute it, or of the lane of an engine with several;
+            data_parallel_rank: the index of the replica that shall compute it, or of a lane of the only engine;
                 None: the one with the least work.
 
         Raises:
