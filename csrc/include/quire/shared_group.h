@@ -112,11 +112,11 @@ struct ExchangeArgs {
   std::array<int64_t, kMaxRanks + 1> firsts;  // begins[firsts[r]] to begins[firsts[r + 1]] are the rows of rank r
   const int32_t* begins;                      // read when it runs
   int64_t num_begins;
-  int64_t rows, row_bytes;      // of all ranks; of all columns
+  int64_t rows, row_bytes;  // of all ranks; of all columns
   // [own_rows, row_bytes], strides in bytes: all rows, and other ranks' rows are not read; or fewer: this rank's alone.
   StridedRows<const char> own;
   int64_t own_rows;
-  int64_t first_byte;           // of the columns that this rank gets
+  int64_t first_byte;  // of the columns that this rank gets
   int64_t num_columns_bytes;
   StridedRows<char> out;  // [rows, num_columns_bytes], strides in bytes
 };
