@@ -33,7 +33,7 @@ LIMITS: dict[str, Any] = {"max_model_len": 128, "dtype": "bfloat16"}
 TWO: dict[str, Any] = {"enable_expert_parallel": True, "data_parallel_size": 2}
 CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 17, "async_scheduling": True}
 # What one request after another needs: every second prompt of a batch of four waits.
-SCARCE: dict[str, Any] = {"num_gpu_blocks_override": 8, "enable_prefix_caching": True, "block_size": 8}
+SCARCE: dict[str, Any] = {"num_gpu_blocks_override": 42, "enable_prefix_caching": True, "block_size": 8}
 
 
 @pytest.fixture(scope="module")
