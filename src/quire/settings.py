@@ -142,6 +142,7 @@ class SchedulerSettings:
     kv_cache_metrics_sample: float
     speculation: SpeculativeConfig | None
     pipeline_parallel_size: int = 1
+    num_lanes: int = 1  # of the engine, which share experts: what bounds a step is of each
 
     @property
     def num_logits_rows(self) -> int:

@@ -120,6 +120,20 @@ def test_what_each_rank_holds(tmp_path: Path) -> None:
     assert more == 2 * on_all
 
 
+def test_lanes_and_replicas_are_told_apart(tmp_path: Path) -> None:
+    """With -ep, -dp is one engine whose lanes share experts; without, copies of the model."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
+    model = load_model_config(write_config(tmp_path, "Qwen3-0.6B", architectures=["Qwen3MoeForCausalLM"], **experts))
+    lanes = explain("m", EngineConfig(data_parallel_size=3, enable_expert_parallel=True), ServerConfig(), model, DEVICE)
+    assert "\nlanes    3 in one engine, which share experts; the lines below" in lanes.text()
+    assert [rank["num_experts"] for rank in lanes.as_dict()["ranks"]] == [3, 3, 2]
+    replicas = explain("m", EngineConfig(data_parallel_size=3), ServerConfig(), model, DEVICE)
+    assert "\nreplicas 3, and the lines below" in replicas.text()
+    assert replicas.ranks == ()
+    whole = replicas.settings["weight_bytes"].value
+    assert 0.4 * whole < lanes.settings["weight_bytes"].value < 0.6 * whole
+
+
 def test_what_an_earlier_start_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
     model = load_model_config(write_config(tmp_path, "Phi-3-mini-4k"))

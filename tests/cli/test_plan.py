@@ -160,6 +160,20 @@ def test_whole_experts_on_devices_to_choose_from(tmp_path: Path, capsys: pytest.
     assert (first["tensor_parallel_size"], first["pipeline_parallel_size"]) == (1, 2)
 
 
+def test_lanes_that_share_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
+    folder = str(write_config(tmp_path, "Qwen3-0.6B", architectures=["Qwen3MoeForCausalLM"], **experts))
+    words = (folder, "--device", "cpu", "-dp", "2", "-ep", "--memory", "64GB")
+    text = text_of(capsys, *words)
+    assert "ranks    -dp 2 -ep, weights in " in text
+    assert "With -dp and -ep, copies are lanes of one engine and share the experts" in text
+    rows = {
+        row["enable_expert_parallel"]: row for row in shown(capsys, *words)["layouts"] if row["data_parallel_size"] == 2
+    }
+    assert rows[True]["weight_bytes"] < 0.7 * rows[False]["weight_bytes"]
+    assert rows[True]["num_tokens"] > rows[False]["num_tokens"]
+
+
 def test_ranks_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     text = text_of(capsys, "--device", "cpu", "-tp", "2", "-pp", "2", "--kv-cache-memory-bytes", "1000000")
     assert "shared by 4 ranks" in text

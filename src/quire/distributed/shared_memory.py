@@ -97,6 +97,7 @@ def ranks_on(
         group=found.get(grid.stage_members(rank)),
         before=link(grid.before(rank), rank),
         behind=link(rank, grid.behind(rank)),
+        everyone=found[tuple(grid.ranks_of(grid.node(rank)))] if grid.num_lanes > 1 else None,
     )
 
 
@@ -140,8 +141,11 @@ class SharedMemoryGroup:
         self.bring(part, widths)
         return part[:, :0]
 
-    def exchange(self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range) -> Tensor:
-        out = torch.empty((rows_PN.shape[0], len(columns)), dtype=rows_PN.dtype, device=rows_PN.device)
+    def exchange(
+        self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range, num_rows: int | None = None
+    ) -> Tensor:
+        num_rows = rows_PN.shape[0] if num_rows is None else num_rows
+        out = torch.empty((num_rows, len(columns)), dtype=rows_PN.dtype, device=rows_PN.device)
         cpu.exchange(self._shared, rows_PN, begins, firsts, columns.start, out)
         return out
 
@@ -150,6 +154,9 @@ class SharedMemoryGroup:
 
     def end_step(self) -> None:
         self._shared.end_step()
+
+    def void_step(self) -> None:
+        self._shared.void_step()
 
     def leave_step(self) -> None:
         self._shared.leave_step()

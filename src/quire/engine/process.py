@@ -80,7 +80,7 @@ class EngineProcess:
 
         self._beats.start()
         config = self._launch.config
-        if config.data_parallel_size > 1 and config.device != "cpu":
+        if config.num_replicas > 1 and config.device != "cpu":
             devices.take_gpu(self._launch.engine_index)
         try:
             started = start_engine(

@@ -55,7 +55,7 @@ class StartedEngine:
 
     def take_memory(self) -> bool:
         """Take a little of what will be needed; False: there is nothing to take now."""
-        return self.executor.use_idle_time(self.core.scheduler.kv.pool.num_ever_used)
+        return self.executor.use_idle_time(self.core.scheduler.num_blocks_ever_used)
 
     def check_alive(self) -> None:
         """Raise EngineDeadError if a rank is lost. A step finds out by itself; an engine without requests looks."""

@@ -6,7 +6,7 @@ Dimensions: T tokens, D hidden, H query heads, G kv heads, E head dim, I interme
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -39,6 +39,7 @@ from quire.layers.up_projection import UpProjection
 from quire.layers.weight_slot import AnySlots
 from quire.model_config import ModelConfig
 from quire.models.latent import LatentAttention
+from quire.moe.dispatch import Dispatch
 from quire.moe.layer import ChoiceBias, MoE
 from quire.moe.stack import ExchangedStack, ExpertStack, JoinedStack, SplitStack, make_stack
 
@@ -156,6 +157,7 @@ class LayerBuilder:
     rope_table: Callable[[RopeConfig], Tensor]  # cos_sin_LR
     backend: Callable[[AttentionSpec], AttentionBackend]
     group: Group | None  # the ranks that share the layer
+    dispatch: Dispatch | None  # of lanes, which share the layer's experts
     parts: list[tuple[str, Weighted]] = field(default_factory=list)  # (prefix of its tensors' names, part)
     mixtures: list[MoE] = field(default_factory=list)
 
@@ -277,6 +279,8 @@ class LayerBuilder:
 
     def experts(self, spec: Experts) -> MoE:
         """Experts and their router."""
+        if self.dispatch is not None and self.group is not self.dispatch.group:
+            return replace(self, group=self.dispatch.group).experts(spec)
         router, choice_bias = self.gate(spec.router.linear), None
         if spec.router.has_bias_for_choice:
             choice_bias = ChoiceBias(spec.num_routed)
@@ -291,7 +295,7 @@ class LayerBuilder:
         shared = None if spec.shared is None else self.mlp(spec.shared, keeps_part=True)
         shared_gate = None if spec.shared_gate is None else self.gate(spec.shared_gate)
         parts = (gate_up, down, shared, shared_gate)
-        self.mixtures.append(MoE(spec, router, choice_bias, *parts, self.device, join))
+        self.mixtures.append(MoE(spec, router, choice_bias, *parts, self.device, join, self.dispatch))
         return self.mixtures[-1]
 
 
