@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import quire.demo
+from tests.nursery import TorchPopen
+
+
+@pytest.fixture(scope="package", autouse=True)
+def forks() -> Iterator[None]:
+    """Ranks and nodes that are processes are forks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", TorchPopen)
+        yield
 
 
 @pytest.fixture(scope="session")

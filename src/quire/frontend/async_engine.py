@@ -248,7 +248,8 @@ class AsyncEngine:
 
         return min(ready, key=rank_of)
 
-    def _of_rank(self, rank: int) -> Replica:
+    def check_rank(self, rank: int) -> None:
+        """Raise InvalidRequestError if there is no such replica."""
         if not 0 <= rank < len(self.replicas):
             raise InvalidRequestError(
                 "There is no replica of this rank",
@@ -257,6 +258,9 @@ class AsyncEngine:
                 fix="Leave it out: the replica with the least work is chosen",
                 param="data_parallel_rank",
             )
+
+    def _of_rank(self, rank: int) -> Replica:
+        self.check_rank(rank)
         replica = self.replicas[rank]
         if not replica.is_ready:
             raise NotReadyError(f"Replica {rank} has no engine now", fix="Retry, or ask for no replica")
