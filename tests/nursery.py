@@ -64,7 +64,7 @@ _is_ordering = threading.Lock()  # whoever waits for a child adopts all that oth
 
 
 class Order(TypedDict):
-    """The descriptors come beside it: those of `numbers`, in their order."""
+    """The descriptors come beside it, in the order of `numbers`."""
 
     arguments: list[str]  # of the interpreter
     environment: dict[str, str]
@@ -81,7 +81,7 @@ class Nursery:
 
     Args:
         modules: what a process imports that is started at the first order.
-        variables: names of those that the imports depend on.
+        variables: names of variables that the imports depend on.
         channel: leads to a process that is there, with the imports of this one.
     """
 

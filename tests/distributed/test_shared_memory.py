@@ -84,7 +84,7 @@ def test_columns_lie_side_by_side(
 
 
 def test_more_ranks_than_cores() -> None:
-    """Those that wait sleep, so that the others get on."""
+    """Ranks that wait sleep, so that the others get on."""
 
     def run(group: SharedMemoryGroup) -> int:
         mine, seen = torch.tensor([[group.rank]]), 0

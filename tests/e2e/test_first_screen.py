@@ -75,7 +75,7 @@ def test_terminal() -> None:
 
 
 def test_screen_explain_and_config_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    """One plan: the numbers of the screen are those of `quire explain`, but for the work, which a start measures."""
+    """One plan: screen and `quire explain` show the same numbers, but for the work, which a start measures."""
     flags = (*SMALL, "--max-num-seqs", "7")
     assert main(["explain", "--json", *flags]) == 0
     explained = json.loads(capsys.readouterr().out)["settings"]

@@ -1,4 +1,4 @@
-"""Recorded steps: the bits of the blocks run anew, inputs that are all copied, and what is not recorded."""
+"""Recorded steps have the bits of the blocks run anew, and all inputs are copied; some steps are not recorded."""
 
 from __future__ import annotations
 
