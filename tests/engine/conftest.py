@@ -12,9 +12,9 @@ import quire.demo
 from tests.nursery import TorchPopen
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def forks() -> Iterator[None]:
-    """Ranks and nodes that are processes are forks."""
+    """Ranks and nodes that are processes are forks. (A package without `__init__.py` would have the session as scope.)"""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", TorchPopen)
         yield
