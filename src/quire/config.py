@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -544,7 +545,10 @@ class ServerConfig:
     )
     disable_uvicorn_access_log: bool = option(False, "Accepted: the access log is off.")
     shutdown_timeout: float = option(
-        30.0, "Seconds to let running requests finish on SIGTERM.", limits="the time of a drain", bounds=NOT_NEGATIVE
+        30.0,
+        "Seconds to let running requests finish on SIGTERM.",
+        limits="the time of a drain",
+        bounds=Bounds(0, sys.float_info.max, "a number of seconds, 0 or more, and not infinite"),
     )
     legacy_metric_names: bool = option(False, "Show metrics under the names of old guides and dashboards as well.")
     allowed_origins: tuple[str, ...] = option(

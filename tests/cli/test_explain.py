@@ -53,7 +53,7 @@ def test_numbers_of_models(tmp_path: Path, name: str) -> None:
 
 
 def test_when_the_length_limits_the_kv_cache(tmp_path: Path) -> None:
-    """Where two contexts per running request are less than what is free; the numbers are those of the plan."""
+    """Where two contexts per running request are less than what is free; the plan has the same numbers."""
     model = load_model_config(write_config(tmp_path, "Qwen2.5-0.5B"))
 
     def explained(**settings: Any) -> tuple[str, int]:
@@ -115,6 +115,9 @@ def test_what_each_rank_holds(tmp_path: Path) -> None:
     assert explanation.settings["enable_expert_parallel"].detail == "3 + 3 + 2 experts of a layer, by ranks"
     whole = explain("m", EngineConfig(), ServerConfig(), model, DEVICE)
     assert whole.ranks == ()
+    dense = {layer.kernel for layer in whole.layers if not layer.num_experts}
+    assert {layer.kernel for layer in whole.layers if layer.num_experts} == {f"grouped by expert: {x}" for x in dense}
+    assert "kernel  grouped by expert: " in whole.text()
     on_all = 28 * 2 * (2 * 1024 + 2 * 128 + 64 * 1024) + 2 * 1024  # norms, and routers in panels, in bfloat16
     more = sum(rank["weight_bytes"] for rank in ranks) - whole.settings["weight_bytes"].value
     assert more == 2 * on_all

@@ -71,7 +71,7 @@ def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The lengths decide how many requests fit; files are those of `quire bench`."""
+    """The lengths decide how many requests fit; `quire bench` reads the same files."""
     folder = str(write_config(tmp_path, "Llama-3.1-8B"))
 
     def planned(workload: str) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def test_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_this_machine_with_its_calibration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Speeds are those of the cost model: assumed before a start, and then what the start measured."""
+    """The cost model gives speeds: assumed before a start, and then what the start measured."""
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
     words = ("--device", "cpu", "--workload", "random:64/64")
     before = shown(capsys, *words)

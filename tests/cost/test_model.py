@@ -16,12 +16,12 @@ from quire.cost.step_time import MIN_SPREAD, Constants, prior, step_seconds
 from quire.cost.store import CalibrationFile
 from tests.cost.models import CONSTANTS, cost_model
 
-MAY_BE_LATE_BY = 20  # frontend/supervisor.py: a step that takes longer than so many times its prediction has hung
+MAY_BE_LATE_BY = 20  # frontend/supervisor.py: a step that takes longer than this multiple of its prediction has hung
 ARITHMETIC = cost_model().arithmetic
 
 
 def load_of(num_tokens: int) -> Load:
-    """A prompt of so many tokens, or one decoded token."""
+    """A prompt of this number of tokens, or one decoded token."""
     return ARITHMETIC.load([0], [num_tokens], 1)
 
 

@@ -17,7 +17,7 @@ from tests.server.serving import ANSWER, MAX_MODEL_LEN, RunningServer
 one_ssl_context.share()
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def bounded_processes() -> Iterator[None]:
     """Every server has processes that render chats and make grammars: they are forks."""
     with pytest.MonkeyPatch.context() as patch:

@@ -90,7 +90,8 @@ class Sublayer:
         if self._output_norm is not None:
             y_TD = self._output_norm(y_TD, out=y_TD)
         if self.next_norm is None:
-            return residual_TD.add_(y_TD, alpha=self._multiplier)
+            # Rounded before the sum too, as a norm rounds it.
+            return residual_TD.add_(y_TD if self._multiplier == 1.0 else y_TD.mul_(self._multiplier))
         return self.next_norm.add(y_TD, residual_TD, self._multiplier)
 
 
