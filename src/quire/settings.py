@@ -142,7 +142,13 @@ class SchedulerSettings:
     kv_cache_metrics_sample: float
     speculation: SpeculativeConfig | None
     pipeline_parallel_size: int = 1
-    num_lanes: int = 1  # of the engine, which share experts: what bounds a step is of each
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+
+    @property
+    def num_lanes(self) -> int:
+        """Of an engine: see EngineConfig. What bounds a step is of each."""
+        return self.data_parallel_size if self.enable_expert_parallel else 1
 
     @property
     def num_logits_rows(self) -> int:
