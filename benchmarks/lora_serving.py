@@ -257,7 +257,9 @@ async def hundreds(arguments: argparse.Namespace, folders: Sequence[Path]) -> di
         }
         num_alone = min(arguments.alone, arguments.requests)
         alone = [await answer(some.engine, *request, arguments.tokens) for request in asked[1][:num_alone]]
-    same = sum(a == b for ours, theirs in zip(*answers.values(), strict=True) for a, b in zip(ours, theirs, strict=True))
+    same = sum(
+        a == b for ours, theirs in zip(*answers.values(), strict=True) for a, b in zip(ours, theirs, strict=True)
+    )
     return {
         "seconds": rounds,
         "different": [len({adapter for _, adapter in requests}) for requests in asked[1:]],

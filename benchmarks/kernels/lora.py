@@ -52,13 +52,13 @@ def median_seconds(calls: Sequence[tuple[Callable[[], Any], Callable[[], Any]]],
     return statistics.median(a for a, _ in times), statistics.median(b - a for a, b in times)
 
 
-def product_of(weights: str, N: int, K: int, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    """A product with a packed weight [N, K] of its own."""
-    weight_NK = torch.randn(N, K).to(dtype)
+def product_of(weights: str, weight_NK: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """A product with a packed copy of a weight."""
     if weights == "none":
         return partial(linear, packed=pack_linear(weight_NK))
     form = GroupedFormat(8, None) if weights == "int8" else GroupedFormat(4, 128)
-    return partial(grouped_linear, packed=pack_grouped(quantize_grouped(weight_NK, form.bits, form.group_size_of(K))))
+    quantized = quantize_grouped(weight_NK, form.bits, form.group_size_of(weight_NK.shape[1]))
+    return partial(grouped_linear, packed=pack_grouped(quantized))
 
 
 def calls_of(
@@ -69,6 +69,7 @@ def calls_of(
     T, N = adapters * rows, sum(columns)
     elements = adapters * rank * (len(columns) * K + N)
     x, out = torch.randn(T, K).to(dtype), torch.empty(T, N, dtype=dtype)
+    weight_NK = torch.randn(N, K).to(dtype)
     slots = torch.arange(adapters, dtype=torch.int32).repeat_interleave(rows)
     given = [(torch.randn(rank, K).to(dtype), torch.randn(num, rank).to(dtype)) for num in columns]
     calls: list[tuple[Callable[[], Any], Callable[[], Any]]] = []
@@ -77,7 +78,7 @@ def calls_of(
         table = LoraTable(adapters, rank, K, columns, dtype, torch.device("cpu"))
         for slot in range(adapters):
             table.set(slot, [pack_delta(a, b, 1.0) for a, b in given])
-        plain, added = (product_of(weights, N, K, dtype) for _ in range(2))
+        plain, added = (product_of(weights, weight_NK) for _ in range(2))
         calls.append((partial(plain, x, out=out), partial(added, x, out=out, adapters=RowAdapters(table, slots))))
     return calls, elements * dtype.itemsize, 2 * rows * elements
 

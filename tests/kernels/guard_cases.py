@@ -547,6 +547,8 @@ def product_with_adapters(x_TK: Tensor, slots_T: Tensor) -> Tensor:
 
 
 def product_with_adapters_arguments() -> dict[str, Any]:
+    product_weight()  # not first in a recording, whose memory ends with it
+    assert product_table().compiled is not None
     return {"x_TK": torch.ones(3, K), "slots_T": torch.tensor([-1, 0, 1], dtype=torch.int32)}
 
 

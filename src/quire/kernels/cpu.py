@@ -172,9 +172,7 @@ def packed_weight(
     return _C.PackedWeight(data=data, n=N, k=K, form=form, order=order_K, fp8_group_size=fp8_group_size)
 
 
-def gemm(
-    x_MK: Tensor, weight: Any, bias_N: Tensor | None, out_MN: Tensor, adapters: RowAdapters | None = None
-) -> None:
+def gemm(x_MK: Tensor, weight: Any, bias_N: Tensor | None, out_MN: Tensor, adapters: RowAdapters | None = None) -> None:
     """out = x @ weight.T + bias, plus what adapters add. Rows of x and out may be strided.
 
     The last dimension is contiguous. `weight`: from `packed_weight`.

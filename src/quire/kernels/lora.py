@@ -180,7 +180,7 @@ class RowAdapters:
             base_TN = product(x_TK, out=out, out_dtype=dtype)
             return add_lora(base_TN, x_TK, self.slots_T, self.table, dtype, base_TN)
         if out is None:
-            out = torch.empty((len(x_TK), self.table.N), dtype=dtype, device=x_TK.device)
+            out = torch.empty((x_TK.shape[0], self.table.N), dtype=dtype, device=x_TK.device)
         pieces = zip(*(torch.split(x, _ROWS_BEFORE_ROUNDING) for x in (x_TK, self.slots_T, out)), strict=True)
         for some_TK, slots_T, some_out in pieces:
             add_lora(product(some_TK, out_dtype=torch.float32), some_TK, slots_T, self.table, dtype, some_out)

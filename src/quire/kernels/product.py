@@ -38,7 +38,7 @@ def check_product(
         check_dtype("bias", bias_N, *cpu.DTYPE_CODES)
     if adapters is not None:
         check_places(x=x_TK, slots=adapters.slots_T)
-        adapters.check(len(x_TK), K, N)
+        adapters.check(x_TK.shape[0], K, N)
 
 
 def check_rows(rows_T: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
