@@ -6,6 +6,7 @@
 #include "checks.h"
 #include "quire/kernels/attention.h"
 #include "quire/round_up.h"
+#include "quire/shared_group.h"
 
 namespace quire {
 namespace {
@@ -17,8 +18,9 @@ template <class... Parts>
   throw std::invalid_argument((text_of(parts) + ...));
 }
 
-// Checks that q has the query tokens of every sequence, its table the positions, and the cache the blocks that it sees.
-void check(const AttentionArgs& a) {
+// Checks that q has the query tokens of every sequence, its table the positions, and the cache the blocks that it sees:
+// a part of them, if several ranks have the cache together.
+void check(const AttentionArgs& a, int num_owners = 1) {
   const int32_t* const cu = a.cu_seqlens_q;
   if (cu[0] < 0) refuse("cu_seqlens_q[0] is ", cu[0], ", expected 0 or more");
   const int block_size = a.cache.block_size;
@@ -31,7 +33,7 @@ void check(const AttentionArgs& a) {
       refuse("seq_lens[", s, "] is ", seq_len, ", expected ", query_len, " to ", most, ": ", query_len,
              " query tokens, ", a.blocks_per_table, " blocks of ", block_size);
     check_indices({"block_tables", s}, a.block_tables.data + s * a.block_tables.stride, ceil_div(seq_len, block_size),
-                  a.cache.num_blocks, a.rule.first_visible(seq_len - query_len) / block_size);
+                  a.cache.num_blocks * num_owners, a.rule.first_visible(seq_len - query_len) / block_size);
   }
 }
 
@@ -41,6 +43,35 @@ void run(const AttentionArgs& args) {
   (has_codes ? attention_codes_kernels() : attention_kernels()).paged_attention(args);
 }
 using PagedAttention = CallOf<AttentionArgs, run>;
+
+void run(const SharedAttentionArgs& args) {
+  check(args.attention, args.num_owners);
+  const bool has_codes = args.attention.cache.type != CacheType::model;
+  (has_codes ? attention_codes_kernels() : attention_kernels()).shared_attention(args);
+}
+using SharedAttention = CallOf<SharedAttentionArgs, run>;
+
+AttentionArgs arguments(const TensorView& q, const KvCache& cache, const TensorView& block_tables,
+                        const TensorView& seq_lens, const TensorView& cu_seqlens_q, const AttentionRule& rule,
+                        const TensorView& sinks, const TensorView& out, int first_result) {
+  return {.dtype = q.dtype(),
+          .q = q.heads<const void>(),
+          .cache = cache,
+          .block_tables = block_tables.rows<const int32_t>(),
+          .blocks_per_table = block_tables.size(1),
+          .seq_lens = seq_lens.data<const int32_t>(),
+          .cu_seqlens_q = cu_seqlens_q.data<const int32_t>(),
+          .num_tokens = static_cast<int>(q.size(0)),
+          .num_seqs = static_cast<int>(seq_lens.size(0)),
+          .num_q_heads = static_cast<int>(q.size(1)),
+          .head_dim = static_cast<int>(q.size(2)),
+          .value_dim = static_cast<int>(out.size(2)),
+          .rule = rule,
+          .sinks = sinks.data<const void>(),
+          .out = out.heads<void>(),
+          .first_result = first_result,
+          .num_results = static_cast<int>(out.size(1))};
+}
 
 }  // namespace
 
@@ -56,23 +87,33 @@ void bind_attention(nanobind::module_& m) {
       m, "PagedAttention",
       [](PagedAttention* self, TensorView q, const KvCache& cache, TensorView block_tables, TensorView seq_lens,
          TensorView cu_seqlens_q, const AttentionRule& rule, TensorView sinks, TensorView out) {
-        new (self) PagedAttention({.dtype = q.dtype(),
-                                   .q = q.heads<const void>(),
-                                   .cache = cache,
-                                   .block_tables = block_tables.rows<const int32_t>(),
-                                   .blocks_per_table = block_tables.size(1),
-                                   .seq_lens = seq_lens.data<const int32_t>(),
-                                   .cu_seqlens_q = cu_seqlens_q.data<const int32_t>(),
-                                   .num_tokens = static_cast<int>(q.size(0)),
-                                   .num_seqs = static_cast<int>(seq_lens.size(0)),
-                                   .num_q_heads = static_cast<int>(q.size(1)),
-                                   .head_dim = static_cast<int>(q.size(2)),
-                                   .value_dim = static_cast<int>(out.size(2)),
-                                   .rule = rule,
-                                   .sinks = sinks.data<const void>(),
-                                   .out = out.heads<void>()});
+        new (self)
+            PagedAttention(arguments(q, cache, block_tables, seq_lens, cu_seqlens_q, rule, sinks, out, 0));
       },
       "q"_a, "cache"_a, "block_tables"_a, "seq_lens"_a, "cu_seqlens_q"_a, "rule"_a, "sinks"_a.none(), "out"_a);
+  bind_struct<SharedAttention, KernelCall>(
+      m, "SharedAttention",
+      [](SharedAttention* self, SharedGroup* group, TensorView q, const KvCache& cache, TensorView block_tables,
+         TensorView seq_lens, TensorView cu_seqlens_q, const AttentionRule& rule, TensorView sinks, TensorView out,
+         int first_result, int num_owners, int owner, int first_member) {
+        if (cache.num_kv_heads != 1 || cache.block_size % kAttentionRange != 0)
+          refuse("the cache has ", cache.num_kv_heads, " heads and blocks of ", cache.block_size,
+                 " positions, expected one head and a multiple of ", kAttentionRange);
+        if (num_owners < 1 || owner < 0 || owner >= num_owners || first_member < 0 ||
+            first_member + num_owners > group->size())
+          refuse("owner ", owner, " of ", num_owners, " from rank ", first_member, " on, expected owners among ",
+                 group->size(), " ranks");
+        if (first_result < 0 || first_result + out.size(1) > q.size(1))
+          refuse("results from head ", first_result, " on, expected ", out.size(1), " of ", q.size(1), " heads");
+        new (self) SharedAttention(
+            {.attention = arguments(q, cache, block_tables, seq_lens, cu_seqlens_q, rule, sinks, out, first_result),
+             .group = group,
+             .num_owners = num_owners,
+             .owner = owner,
+             .first_member = first_member});
+      },
+      "group"_a, "q"_a, "cache"_a, "block_tables"_a, "seq_lens"_a, "cu_seqlens_q"_a, "rule"_a, "sinks"_a.none(),
+      "out"_a, "first_result"_a, "num_owners"_a, "owner"_a, "first_member"_a);
 }
 
 }  // namespace quire

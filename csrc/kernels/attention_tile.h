@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "kv_codes.h"
+#include "quire/kernels/attention.h"
 #include "quire/round_up.h"
 #include "quire/scratch.h"
 #include "quire/simd.h"
@@ -20,7 +21,7 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int kLanes = F32::kWidth;
-constexpr int kSplit = 256;
+constexpr int kSplit = kAttentionRange;
 constexpr int kStep = 32;
 constexpr int kTile = 16;         // positions with keys that are multiplied at a time
 constexpr int kMaxHeadDim = 576;  // of keys, and of values

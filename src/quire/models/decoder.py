@@ -68,6 +68,7 @@ class Decoder:
         cache_dtype: of the KV cache; None: dtype.
         group: the ranks that share the model, if the config is that of a part.
         before: brings the residual stream, if the config is that of a stage behind the first one.
+        num_kv_owners: neighbours in the group that have a KV cache together.
     """
 
     def __init__(
@@ -80,8 +81,9 @@ class Decoder:
         cache_dtype: torch.dtype | None = None,
         group: Group | None = None,
         before: Link | None = None,
+        num_kv_owners: int = 1,
     ) -> None:
-        self.config, self._group = config, group
+        self.config, self._group, self._num_kv_owners = config, group, num_kv_owners
         self.dtype = dtype
         self.device = device
         self.mapped_bytes = 0
@@ -159,6 +161,7 @@ class Decoder:
                 rope_table=rope_table,
                 backend=partial(self._backends.get, num_caches),
                 group=self._group,
+                num_kv_owners=self._num_kv_owners,
             )
             yield build.sublayers()
             self._parts += build.parts
