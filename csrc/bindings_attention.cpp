@@ -87,8 +87,7 @@ void bind_attention(nanobind::module_& m) {
       m, "PagedAttention",
       [](PagedAttention* self, TensorView q, const KvCache& cache, TensorView block_tables, TensorView seq_lens,
          TensorView cu_seqlens_q, const AttentionRule& rule, TensorView sinks, TensorView out) {
-        new (self)
-            PagedAttention(arguments(q, cache, block_tables, seq_lens, cu_seqlens_q, rule, sinks, out, 0));
+        new (self) PagedAttention(arguments(q, cache, block_tables, seq_lens, cu_seqlens_q, rule, sinks, out, 0));
       },
       "q"_a, "cache"_a, "block_tables"_a, "seq_lens"_a, "cu_seqlens_q"_a, "rule"_a, "sinks"_a.none(), "out"_a);
   bind_struct<SharedAttention, KernelCall>(

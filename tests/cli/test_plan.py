@@ -162,7 +162,8 @@ def test_whole_experts_on_devices_to_choose_from(tmp_path: Path, capsys: pytest.
 
 def test_ranks_that_divide_the_kv_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two heads of keys and values: of four ranks, two and two hold the same ones."""
-    arguments = (str(write_config(tmp_path, "Qwen2.5-0.5B")), "--device", "cpu", "--kv-cache-memory-bytes", "1000000000")
+    folder = str(write_config(tmp_path, "Qwen2.5-0.5B"))
+    arguments = (folder, "--device", "cpu", "--kv-cache-memory-bytes", "1000000000")
     found = shown(capsys, *arguments, "-tp", "4", "-dcp", "2")
     assert found["legal_decode_context_parallel_sizes"] == [1, 2]
     rows = {

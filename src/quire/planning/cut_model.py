@@ -259,13 +259,13 @@ def check_division(model: ModelConfig, num_parts: int, num_owners: int) -> None:
     """ConfigError for ranks that cannot divide the KV cache so, with the legal numbers. The degree itself is legal."""
     reason = why_not_divided(model, num_parts, num_owners)
     if reason is not None:
-        legal = ", ".join(map(str, legal_divisions(model, num_parts)))
+        legal = legal_divisions(model, num_parts)
+        expected = f"{'one of ' if len(legal) > 1 else ''}{', '.join(map(str, legal))}"
         raise ConfigError(
             f"{num_owners} ranks each cannot divide the KV cache: {reason}",
             value=num_owners,
-            expected=f"one of {legal} with --tensor-parallel-size {num_parts}"
-            if "," in legal
-            else f"1 with --tensor-parallel-size {num_parts}: only ranks that hold the same keys and values divide them",
+            expected=f"{expected} with --tensor-parallel-size {num_parts}",
+            fix="Ranks divide keys and values that all of them hold: see docs/parallel.md",
             param="decode_context_parallel_size",
         )
 

@@ -26,7 +26,6 @@ from quire.sampling.batch_params import SamplingState
 from quire.schedule import MAX_FORCED_TOKENS, NewRow, RowsFailedError, ScheduledBatch
 from quire.worker.drafts import Drafts
 
-
 ALL_PAGES = PageShare()
 
 

@@ -97,9 +97,11 @@ def allocate(
     drafter: DrafterLayers | None = None,
     num_owners: int = 1,
 ) -> PagedCache:
-    """An empty cache of `dtype`, int8 with scales. Of several owners each has a part of the pages. It is zero, because a head that drafts may read what nobody wrote:
-    see HeadDrafter. On CPU the memory, in huge pages where there are some, is
-    taken by the operating system when first written."""
+    """An empty cache of `dtype`, int8 with scales. Of several owners each has a part of the pages.
+
+    It is zero, because a head that drafts may read what nobody wrote: see HeadDrafter. On CPU the memory, in huge pages
+    where there are some, is taken by the operating system when first written.
+    """
     kv = next(kv for kv in KV_FORMATS.values() if kv.torch_dtype == str(dtype).removeprefix("torch."))
     begin, num_own = page_bytes(groups, kv, block_size, num_owners), PageShare(num_owners).num_pages(num_pages)
     pages = _empty_pages(num_own, begin + (0 if drafter is None else drafter.page_bytes(block_size)), device)

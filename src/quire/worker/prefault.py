@@ -49,7 +49,10 @@ class Prefault:
         self._taken = 0  # bytes
 
     def step(self, num_ever_used: int) -> bool:
-        """Take some memory ahead of the first `num_ever_used` pages of all ranks; False: there is nothing to be done now."""
+        """Take some memory ahead of the first `num_ever_used` pages; False: there is nothing to be done now.
+
+        They are counted over all owners.
+        """
         wanted = num_ever_used * self._page_bytes + self._lead_bytes
         if self._taken >= min(self._num_bytes, wanted) or self._free_bytes() < 2 * self._lead_bytes:
             return False

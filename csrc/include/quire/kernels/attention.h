@@ -42,8 +42,8 @@ struct AttentionArgs {
   int num_tokens, num_seqs, num_q_heads, head_dim;
   int value_dim;  // V, at most E: below E the values are the first elements of the keys
   AttentionRule rule;
-  const void* sinks;       // [O] of dtype: a score that takes weight and has no value; nullptr: there are none
-  StridedHeads<void> out;  // [T, O, V]
+  const void* sinks;              // [O] of dtype: a score that takes weight and has no value; nullptr: there are none
+  StridedHeads<void> out;         // [T, O, V]
   int first_result, num_results;  // the heads of q that have results
 };
 
