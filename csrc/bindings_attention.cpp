@@ -1,5 +1,6 @@
 // Python names of paged attention.
 #include <algorithm>
+#include <exception>
 #include <stdexcept>
 
 #include "bindings.h"
@@ -44,12 +45,58 @@ void run(const AttentionArgs& args) {
 }
 using PagedAttention = CallOf<AttentionArgs, run>;
 
-void run(const SharedAttentionArgs& args) {
-  check(args.attention, args.num_owners);
-  const bool has_codes = args.attention.cache.type != CacheType::model;
-  (has_codes ? attention_codes_kernels() : attention_kernels()).shared_attention(args);
+// Turns of a group. `first_member` is the rank of the group that is owner 0; the others follow.
+class GroupTurns final : public Turns {
+ public:
+  GroupTurns(SharedGroup& group, int first_member) : group_(group), first_member_(first_member) {}
+  float* begin() override {
+    return or_end([&] { return reinterpret_cast<float*>(group_.begin_turn()); });
+  }
+  bool end(uint64_t signature) override {
+    return or_end([&] {
+      group_.end_turn(signature);
+      return true;
+    });
+  }
+  const float* slot_of(int owner) const override {
+    return reinterpret_cast<const float*>(group_.slot_of(first_member_ + owner));
+  }
+  int64_t slot_floats() const override { return group_.slot_bytes() / static_cast<int64_t>(sizeof(float)); }
+
+  void rethrow() const {
+    if (error_ != nullptr) std::rethrow_exception(error_);
+  }
+
+ private:
+  template <class Do>
+  auto or_end(const Do& act) noexcept -> decltype(act()) {
+    try {
+      return act();
+    } catch (...) {
+      error_ = std::current_exception();
+      return {};
+    }
+  }
+
+  SharedGroup& group_;
+  int first_member_;
+  std::exception_ptr error_;
+};
+
+struct GroupAttentionArgs {
+  SharedAttentionArgs shared;
+  SharedGroup* group;
+  int first_member;
+};
+
+void run(const GroupAttentionArgs& args) {
+  check(args.shared.attention, args.shared.num_owners);
+  const bool has_codes = args.shared.attention.cache.type != CacheType::model;
+  GroupTurns turns(*args.group, args.first_member);
+  (has_codes ? attention_codes_kernels() : attention_kernels()).shared_attention(args.shared, turns);
+  turns.rethrow();
 }
-using SharedAttention = CallOf<SharedAttentionArgs, run>;
+using SharedAttention = CallOf<GroupAttentionArgs, run>;
 
 AttentionArgs arguments(const TensorView& q, const KvCache& cache, const TensorView& block_tables,
                         const TensorView& seq_lens, const TensorView& cu_seqlens_q, const AttentionRule& rule,
@@ -104,12 +151,14 @@ void bind_attention(nanobind::module_& m) {
                  group->size(), " ranks");
         if (first_result < 0 || first_result + out.size(1) > q.size(1))
           refuse("results from head ", first_result, " on, expected ", out.size(1), " of ", q.size(1), " heads");
-        new (self) SharedAttention(
-            {.attention = arguments(q, cache, block_tables, seq_lens, cu_seqlens_q, rule, sinks, out, first_result),
-             .group = group,
-             .num_owners = num_owners,
-             .owner = owner,
-             .first_member = first_member});
+        const int64_t most_floats = kMostAttentionRows * (out.size(2) + kAttentionPadding + 2);
+        if (group->slot_bytes() < most_floats * static_cast<int64_t>(sizeof(float)))
+          refuse("slots have ", group->slot_bytes(), " bytes, expected ", most_floats * sizeof(float), " or more");
+        const AttentionArgs attention =
+            arguments(q, cache, block_tables, seq_lens, cu_seqlens_q, rule, sinks, out, first_result);
+        new (self) SharedAttention({.shared = {.attention = attention, .num_owners = num_owners, .owner = owner},
+                                    .group = group,
+                                    .first_member = first_member});
       },
       "group"_a, "q"_a, "cache"_a, "block_tables"_a, "seq_lens"_a, "cu_seqlens_q"_a, "rule"_a, "sinks"_a.none(),
       "out"_a, "first_result"_a, "num_owners"_a, "owner"_a, "first_member"_a);

@@ -31,8 +31,8 @@ void paged_attention(const AttentionArgs& a) {
   with_path(a.dtype, [&]<class Path>() { run_all<Path>(a); });
 }
 
-void shared_attention(const SharedAttentionArgs& shared) {
-  with_path(shared.attention.dtype, [&]<class Path>() { run_shared<Path>(shared); });
+void shared_attention(const SharedAttentionArgs& shared, Turns& turns) {
+  with_path(shared.attention.dtype, [&]<class Path>() { run_shared<Path>(shared, turns); });
 }
 
 }  // namespace

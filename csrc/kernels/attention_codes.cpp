@@ -11,7 +11,7 @@ namespace {
 
 // run.operator()<Path>() with the path for these queries and a cache of type C.
 template <class C, class Run>
-void with_path_of(const AttentionArgs& a, const Run& run) {
+void with_path_of([[maybe_unused]] const AttentionArgs& a, const Run& run) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
   if (a.dtype == DType::bf16) return run.template operator()<Bf16Path<C>>();
 #endif
@@ -34,8 +34,8 @@ void paged_attention(const AttentionArgs& a) {
   with_path(a, [&]<class Path>() { run_all<Path>(a); });
 }
 
-void shared_attention(const SharedAttentionArgs& shared) {
-  with_path(shared.attention, [&]<class Path>() { run_shared<Path>(shared); });
+void shared_attention(const SharedAttentionArgs& shared, Turns& turns) {
+  with_path(shared.attention, [&]<class Path>() { run_shared<Path>(shared, turns); });
 }
 
 }  // namespace

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <array>
-#include <stdexcept>
 #include <vector>
 
 #include "attention_run.h"
@@ -41,12 +40,12 @@ template <class Path>
 class SharedRun {
  public:
   // `a` has the tables of this rank's own pages.
-  SharedRun(const SharedAttentionArgs& shared, const AttentionArgs& a, SharedWork& work)
+  SharedRun(const SharedAttentionArgs& shared, const AttentionArgs& a, Turns& turns, SharedWork& work)
       : shared_(shared),
         a_(a),
+        turns_(turns),
         work_(work),
         width_(Path::width(a.value_dim)),
-        slot_floats_(shared.group->slot_bytes() / static_cast<int64_t>(sizeof(float))),
         state_floats_(static_cast<int64_t>(kMostRows) * (width_ + 2)),
         states_(static_cast<float*>(
             quire::scratch(Scratch::attention_states, sizeof(float) * 2 * static_cast<size_t>(state_floats_)))) {
@@ -70,26 +69,30 @@ class SharedRun {
                   .num_splits = 1,
                   .partials = 0};
         const int first = item.first_position / kSplit, last = item.last_position / kSplit;
-        for (item.first_split = first; item.first_split <= last; ++item.first_split) add(item, first, last);
+        for (item.first_split = first; item.first_split <= last; ++item.first_split) {
+          if (!add(item, first, last)) return;
+        }
       }
     }
     if (!work_.parts.empty()) turn();
   }
 
  private:
-  void add(Item item, int first, int last) {
+  // False: the call ends.
+  bool add(Item item, int first, int last) {
     const auto& tables = shared_.attention.block_tables;
     const int32_t page = tables.data[item.sequence * tables.stride + item.first_split * kSplit / a_.cache.block_size];
     const int owner = page % shared_.num_owners;
     const int64_t size = partial_size(item, width_);
-    if (size > slot_floats_) throw std::invalid_argument("a slot of the group is too small for a range of attention");
-    if (filled_[owner] + size > slot_floats_) turn();
+    if (filled_[owner] + size > turns_.slot_floats() && !turn()) return false;
     item.partials = filled_[owner];
     filled_[owner] += size;
     work_.parts.push_back({item, owner, item.first_split == first, item.first_split == last});
-    if (owner != shared_.owner) return;
-    work_.own.units.push_back({static_cast<int>(work_.own.items.size()), item.first_split, 1});
-    work_.own.items.push_back(item);
+    if (owner == shared_.owner) {
+      work_.own.units.push_back({static_cast<int>(work_.own.items.size()), item.first_split, 1});
+      work_.own.items.push_back(item);
+    }
+    return true;
   }
 
   void clear() {
@@ -100,13 +103,15 @@ class SharedRun {
     filled_.fill(0);
   }
 
-  void turn() {
-    auto* const slot = reinterpret_cast<float*>(shared_.group->begin_turn());
+  bool turn() {
+    float* const slot = turns_.begin();
+    if (slot == nullptr) return false;
     run_units<Path>(a_, work_.own, slot);
-    shared_.group->end_turn(kSignature + work_.parts.size());
+    if (!turns_.end(kSignature + work_.parts.size())) return false;
     find_joints();
     parallel_for(static_cast<int>(work_.joints.size()), [&](int task, int) { join(work_.joints[task]); });
     clear();
+    return true;
   }
 
   void find_joints() {
@@ -137,10 +142,8 @@ class SharedRun {
       for (int r = 0; r < num_rows; ++r, row.advance()) is_own[r] = has_result(a_, row.head);
       for (int p = joint.begin; p < joint.end; ++p) {
         const Part& part = work_.parts[p];
-        const char* const slot = shared_.group->slot_of(shared_.first_member + part.owner);
-        // Only read.
-        auto* const partial = const_cast<float*>(reinterpret_cast<const float*>(slot)) + part.item.partials;
-        const TileState range = partial_tile(partial, t, width_);
+        auto* const slot = const_cast<float*>(turns_.slot_of(part.owner));  // only read
+        const TileState range = partial_tile(slot + part.item.partials, t, width_);
         merge(state, {load(range.max), load(range.sum)}, range.values, num_rows, width_,
               [&](int r) { return is_own[r]; });
       }
@@ -152,16 +155,17 @@ class SharedRun {
 
   const SharedAttentionArgs& shared_;
   const AttentionArgs& a_;
+  Turns& turns_;
   SharedWork& work_;
   int width_;
-  int64_t slot_floats_, state_floats_;
+  int64_t state_floats_;
   float* states_;  // of two items that the turns cut
   int state_ = 0;
   std::array<int64_t, kMaxRanks> filled_;  // floats of the owners' slots
 };
 
 template <class Path>
-void run_shared(const SharedAttentionArgs& shared) {
+void run_shared(const SharedAttentionArgs& shared, Turns& turns) {
   thread_local SharedWork work;
   AttentionArgs a = shared.attention;
   const int64_t stride = a.blocks_per_table;
@@ -172,7 +176,7 @@ void run_shared(const SharedAttentionArgs& shared) {
     for (int64_t b = 0; b < stride; ++b) tables[s * stride + b] = pages[b] / shared.num_owners;  // others' are not read
   }
   a.block_tables = {tables, stride};
-  SharedRun<Path>(shared, a, work).run();
+  SharedRun<Path>(shared, a, turns, work).run();
 }
 
 }  // namespace

@@ -111,6 +111,9 @@ def test_ranks_that_divide_the_kv_cache(tmp_path: Path) -> None:
     tokens = [each.as_dict()["ranks"][0]["kv_bytes_per_token"] for each in (whole, half)]
     assert tokens[0] == 2 * tokens[1]
     assert "each rank has one of 2 blocks" in half.text()
+    divided = EngineConfig(tensor_parallel_size=4, decode_context_parallel_size=2)
+    with pytest.raises(ConfigError, match="together with a model that drafts"):
+        explain("m", divided, ServerConfig(), replace(model, drafter=model), DEVICE)
     with pytest.raises(ConfigError, match="1 with --tensor-parallel-size 1"):
         explain("m", EngineConfig(decode_context_parallel_size=2), ServerConfig(), model, DEVICE)
 

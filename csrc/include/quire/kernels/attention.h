@@ -10,11 +10,11 @@
 
 namespace quire {
 
-class SharedGroup;
-
 // Positions whose keys and values become one partial result, from position 0 on. Partial results are joined in their
 // order.
 constexpr int kAttentionRange = 256;
+constexpr int kMostAttentionRows = 256;  // query rows of a partial result
+constexpr int kAttentionPadding = 32;    // elements by which a row of values may be longer there, at most
 
 // Constants of a layer, equal for all steps.
 struct AttentionRule {
@@ -47,20 +47,32 @@ struct AttentionArgs {
   int first_result, num_results;  // the heads of q that have results
 };
 
+// Memory that ranks fill and read in turns: a slot of slot_floats() for each. Kernels know no exceptions, so a turn
+// that cannot be ends the call, and whoever made this knows why.
+class Turns {
+ public:
+  virtual float* begin() = 0;                // this rank's slot, in whole cache lines; nullptr: there is no turn
+  virtual bool end(uint64_t signature) = 0;  // all ranks have filled theirs; false: they have not
+  virtual const float* slot_of(int owner) const = 0;  // until the next turn begins
+  virtual int64_t slot_floats() const = 0;
+
+ protected:
+  ~Turns() = default;
+};
+
 // Attention of ranks that have the pages of one cache together. Page p of the tables is page p / num_owners of the
 // owner p % num_owners. Blocks are multiples of kAttentionRange, so a range is on one rank. Every rank computes the
 // partial results of its ranges for the heads of all owners, and joins those of all ranges for its own heads.
 struct SharedAttentionArgs {
   AttentionArgs attention;  // q of the heads of all owners, results of own heads, pages of this rank, one KV head
-  SharedGroup* group;
-  int num_owners;
-  int owner;         // this rank
-  int first_member;  // the rank of the group that is owner 0; the others follow
+  int num_owners;           // at most kMaxRanks
+  int owner;                // this rank
 };
 
 struct AttentionKernels {
   void (*paged_attention)(const AttentionArgs&);
-  void (*shared_attention)(const SharedAttentionArgs&);
+  // Slots hold a partial result of kMostAttentionRows rows.
+  void (*shared_attention)(const SharedAttentionArgs&, Turns&);
 };
 const AttentionKernels& attention_kernels();        // of a cache of CacheType::model
 const AttentionKernels& attention_codes_kernels();  // the other cache types
