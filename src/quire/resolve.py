@@ -146,7 +146,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         dtype = put("dtype", given, config.sources["dtype"], f"checkpoint is {model.dtype}")
     quantization = put("quantization", *_quantization(config, model))
     put("kv_cache_dtype", config.kv_cache_dtype, config.sources["kv_cache_dtype"], _kv_detail(config, dtype, model))
-    num_kv_owners, default_size, source = config.decode_context_parallel_size, 16, cast(Source, "default")
+    source: Source
+    num_kv_owners, default_size, source = config.decode_context_parallel_size, 16, "default"
     why = "tokens per KV block; waste is under one block per sequence"
     if num_kv_owners > 1:
         default_size, source = RANGE_POSITIONS, "formula"
@@ -220,7 +221,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         logprobs_mode=config.logprobs_mode,
         expert_metrics=config.expert_metrics,
         balancing=config.balancing,
-        num_kv_owners=num_kv_owners,
+        decode_context_parallel_size=num_kv_owners,
     )
     lora = lora_settings(config, model, form, record)
     _put_rest(record, config)

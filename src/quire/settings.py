@@ -99,7 +99,7 @@ class ModelSettings:
     logprobs_mode: str
     expert_metrics: bool = False
     balancing: EplbConfig | None = None
-    num_kv_owners: int = 1  # ranks that have the KV cache together: see PageShare
+    decode_context_parallel_size: int = 1  # ranks that have the KV cache together: see PageShare
 
     @property
     def cache_dtype(self) -> str:

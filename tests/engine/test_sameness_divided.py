@@ -266,8 +266,8 @@ def test_processes(folder_of: Callable[[str], Path], expected: Callable[[str, st
 @pytest.mark.parametrize(
     ("model", "num_ranks", "num_owners", "why", "legal"),
     [
-        ("one head", 2, 4, "2 ranks are no multiple of 4", "one of 1, 2 with --tensor-parallel-size 2"),
-        ("one head", 1, 2, "1 ranks are no multiple of 2", "1 with --tensor-parallel-size 1"),
+        ("one head", 2, 4, "4 does not divide the number of ranks, 2", "one of 1, 2 with --tensor-parallel-size 2"),
+        ("one head", 1, 2, "2 does not divide the number of ranks, 1", "1 with --tensor-parallel-size 1"),
         ("two heads", 2, 2, "ranks hold different heads of k and v", "1 with --tensor-parallel-size 2"),
         ("two heads", 4, 4, "ranks hold different heads of k and v", "one of 1, 2 with --tensor-parallel-size 4"),
         ("latent", 6, 2, "not every 2 neighbours have as many heads of q", "one of 1, 6 with --tensor-parallel-size 6"),

@@ -80,7 +80,7 @@ def load_model(
         cache_dtype: torch.dtype = getattr(torch, settings.cache_dtype)
         of = target if isinstance(target, Decoder) else None
         form = (dtype, quantization, place, device.attention_backend, cache_dtype)
-        model = build_model(config, *form, of, group, before, settings.num_kv_owners)
+        model = build_model(config, *form, of, group, before, settings.decode_context_parallel_size)
         sources = (stored.source for stored in config.stored_linears())
         if any(isinstance(source, LayerFormat) and source.has_input_scale for source in sources):
             logger.info("the checkpoint's scales for activations are not used: activations stay in %s", dtype)

@@ -225,7 +225,7 @@ def why_not_divided(model: ModelConfig, num_parts: int, num_owners: int) -> str 
     if num_owners == 1:
         return None
     if num_parts % num_owners:
-        return f"{num_parts} ranks are no multiple of {num_owners}"
+        return f"{num_owners} does not divide the number of ranks, {num_parts}"
     groups = [range(first, first + num_owners) for first in range(0, num_parts, num_owners)]
     for layer in ModelCut(model, num_parts).part().layers:
         part = layer.attention

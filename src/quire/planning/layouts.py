@@ -188,7 +188,7 @@ def _divided(resolved: Resolved, num_owners: int) -> Resolved:
     """The settings of ranks that have the KV cache together."""
     if num_owners == 1:
         return resolved
-    form = replace(resolved.model, block_size=RANGE_POSITIONS, num_kv_owners=num_owners)
+    form = replace(resolved.model, block_size=RANGE_POSITIONS, decode_context_parallel_size=num_owners)
     return replace(resolved, model=form)
 
 

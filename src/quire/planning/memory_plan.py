@@ -182,7 +182,11 @@ class KvPages:
     def of(cls, resolved: Resolved, model: ModelConfig, kv: KvFormat | None = None) -> KvPages:
         """With the KV cache in the format of the settings, or in another one."""
         groups, kv = kv_groups(model), kv or kv_format(resolved.model.kv_cache_dtype, resolved.model.dtype)
-        size, steps, num_owners = resolved.model.block_size, resolved.scheduler, resolved.model.num_kv_owners
+        size, steps, num_owners = (
+            resolved.model.block_size,
+            resolved.scheduler,
+            resolved.model.decode_context_parallel_size,
+        )
         num_bytes = page_bytes(groups, kv, size, num_owners) // num_owners
         if resolved.drafter is not None:
             num_bytes += resolved.drafter.layers(model).page_bytes(size)

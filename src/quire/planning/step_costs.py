@@ -42,7 +42,7 @@ def calibration_file(resolved: Resolved, model: ModelConfig, device: DeviceFacts
         "model": digest(repr(replace(model, model="", max_model_len=0))),
         "form": [
             *(form.dtype, form.quantization, form.kv_cache_dtype, form.block_size, form.model_impl),
-            *([form.num_kv_owners] if form.num_kv_owners > 1 else []),
+            *([form.decode_context_parallel_size] if form.decode_context_parallel_size > 1 else []),
         ],
         "steps": [
             place.attention_backend,

@@ -79,7 +79,7 @@ class OnHost:
         """Steps are recorded when they first come."""
         form = settings.model
         sizes = (settings.max_num_seqs, form.max_model_len, form.block_size, model.config.vocab_size)
-        pages = page_share(form.num_kv_owners, self._ranks)
+        pages = page_share(form.decode_context_parallel_size, self._ranks)
         inputs = InputBatch(*sizes, num_tables(kv_groups(model.config)), adapters, pages=pages)
         device, drafts, streams = Host(), None, streams_for(model, drafter, settings)
         if drafter is not None:
@@ -120,7 +120,7 @@ def _measure_step(model: CausalLM, settings: WorkerSettings, ranks: Ranks | None
     groups = kv_groups(model.config)
     pages = pages_alone(groups, num_tokens, form.block_size, num_tokens)
     cache = kv_cache.allocate_for(model.config, form, len(pages), CPU)
-    own_pages = page_share(form.num_kv_owners, ranks)
+    own_pages = page_share(form.decode_context_parallel_size, ranks)
     inputs = InputBatch(1, num_tokens, form.block_size, model.config.vocab_size, num_tables(groups), pages=own_pages)
     runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), ranks=ranks)
     num_counted = min(COUNTED_TOKENS, num_tokens)

@@ -130,7 +130,9 @@ def allocate_for(
     """The cache of a model in the form that was settled, with room for the layers of a drafter."""
     layers = None if drafter is None else drafter.layers(model)
     dtype: torch.dtype = getattr(torch, form.cache_dtype)
-    return allocate(kv_groups(model), num_pages, form.block_size, dtype, device, layers, form.num_kv_owners)
+    return allocate(
+        kv_groups(model), num_pages, form.block_size, dtype, device, layers, form.decode_context_parallel_size
+    )
 
 
 def _empty_pages(num_pages: int, num_bytes: int, device: torch.device) -> Tensor:
