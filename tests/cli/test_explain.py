@@ -13,6 +13,7 @@ from quire.cli.main import main
 from quire.config import EngineConfig, ServerConfig
 from quire.cost.calibrate import Fit
 from quire.cost.model import CostModel
+from quire.errors import ConfigError
 from quire.formats.kv_format import kv_format
 from quire.model_config import load_model_config
 from quire.option import options
@@ -88,6 +89,33 @@ def test_where_each_rank_is(tmp_path: Path) -> None:
         == model.kv_bytes_per_token(kv_format("auto", "bfloat16")) / 2
     )
     assert "\nranks    ranks 0 to 1, each: node 0, stage 1, layers " in explanation.text()
+
+
+def test_ranks_that_divide_the_kv_cache(tmp_path: Path) -> None:
+    """Half the bytes of a token on each rank, in blocks of 256 tokens."""
+    model = load_model_config(write_config(tmp_path, "Qwen2.5-0.5B"))
+    whole, half = (
+        explain(
+            "m",
+            EngineConfig(tensor_parallel_size=4, decode_context_parallel_size=count, kv_cache_memory_bytes=1 << 28),
+            ServerConfig(),
+            model,
+            DEVICE,
+        )
+        for count in (1, 2)
+    )
+    assert half.settings["block_size"].value == 256
+    assert half.settings["kv_cache_bytes"].value <= 1 << 28
+    held = [each.settings["kv_cache_tokens"].value for each in (whole, half)]
+    assert held[1] == pytest.approx(2 * held[0], rel=0.05)
+    tokens = [each.as_dict()["ranks"][0]["kv_bytes_per_token"] for each in (whole, half)]
+    assert tokens[0] == 2 * tokens[1]
+    assert "each rank has one of 2 blocks" in half.text()
+    divided = EngineConfig(tensor_parallel_size=4, decode_context_parallel_size=2)
+    with pytest.raises(ConfigError, match="together with a model that drafts"):
+        explain("m", divided, ServerConfig(), replace(model, drafter=model), DEVICE)
+    with pytest.raises(ConfigError, match="1 with --tensor-parallel-size 1"):
+        explain("m", EngineConfig(decode_context_parallel_size=2), ServerConfig(), model, DEVICE)
 
 
 def test_expectation_from_bandwidth(tmp_path: Path) -> None:

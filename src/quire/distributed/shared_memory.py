@@ -21,7 +21,9 @@ from quire.distributed.group import Link, Ranks
 from quire.distributed.layout import Grid
 from quire.distributed.network import SocketLink
 from quire.errors import ConfigError
+from quire.forward_batch import ForwardBatch, LayerCache
 from quire.kernels import cpu, extension
+from quire.kernels.layer_rules import AttentionRule
 
 SLOT_BYTES = 1 << 20  # of a rank in a turn; larger results take several turns
 # How long a waiting rank looks before it sleeps, if it has a core of its own; and if others need the core.
@@ -160,6 +162,24 @@ class SharedMemoryGroup:
         out = torch.empty((num_rows, len(columns)), dtype=rows_PN.dtype, device=rows_PN.device)
         cpu.exchange(self._shared, rows_PN, begins, firsts, columns.start, out)
         return out
+
+    def attend(
+        self,
+        q_THE: Tensor,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        rule: AttentionRule,
+        heads: Sequence[int],
+        num_owners: int,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        owner = self.rank % num_owners
+        first = self.rank - owner
+        shape = (q_THE.shape[0], heads[self.rank], cache.v_BGPE.shape[3])
+        out_THV = torch.empty(shape, dtype=q_THE.dtype, device=q_THE.device)
+        members = (first, num_owners, owner, sum(heads[first : self.rank]))
+        cpu.shared_attention(self._shared, q_THE, cache, batch, rule, out_THV, sinks_H, members)
+        return out_THV
 
     def begin_step(self) -> None:
         self._shared.begin_step()
