@@ -175,7 +175,7 @@ def layouts(form: Form, model: ModelConfig, device: DeviceFacts, count: int) -> 
                     parts = [part_of_rank(model, engine, rank) for rank in range(0, tensor * pipeline, tensor)]
                 except ConfigError:  # the model cannot be cut so
                     continue
-                for context in legal_divisions(model, tensor):
+                for context in legal_divisions(model, tensor) if engine.num_lanes == 1 else (1,):
                     resolved = _divided(form.resolved, context)
                     fits = [
                         fit_of(form, part, device, weight_bytes(form, part), KvPages.of(resolved, part))
