@@ -2,9 +2,9 @@
 
     python -m tests.kernels.guard_cases START PATH...   # runs the cases from this one on, and prints a line for each
 
-The paths are `kernels` and `reference`. The first cases are those of the first path.
+The paths are `kernels` and `reference`. The first cases are for the first path.
 
-Without a guard many of them end the interpreter, or read what is not theirs. Dimensions as in kernels/ops.py.
+Without a guard many of them end the interpreter, or read foreign memory. Dimensions as in kernels/ops.py.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quire import envs
 from quire.formats.weight_format import GroupedFormat
-from quire.forward_batch import LayerCache
+from quire.forward_batch import ForwardBatch, LayerCache
 from quire.kernels import extension
 from quire.kernels.grouped_weight import GroupedWeight
 
@@ -474,6 +474,39 @@ def paged_attention(
         rule=rule.compiled,
         sinks=sinks_H,
         out=out_THE,
+    ).run()
+
+
+def shared_attention(
+    group: Any,
+    q_THE: Tensor,
+    cache: LayerCache,
+    batch: ForwardBatch,
+    rule: AttentionRule,
+    out_THV: Tensor,
+    sinks_H: Tensor | None,
+    members: tuple[int, int, int, int],
+) -> None:
+    """See distributed.group.Group.attend. Raises GroupError or StepVoid.
+
+    Args:
+        members: the rank of the first owner, the number of owners, which one this rank is, and its first head of q.
+    """
+    first_member, num_owners, owner, first_result = members
+    _C.SharedAttention(
+        group=group,
+        q=q_THE,
+        cache=_kv_cache(cache),
+        block_tables=batch.tables[cache.table].block_tables_SM,
+        seq_lens=batch.seq_lens_S,
+        cu_seqlens_q=batch.cu_seqlens_q_S1,
+        rule=rule.compiled,
+        sinks=sinks_H,
+        out=out_THV,
+        first_result=first_result,
+        num_owners=num_owners,
+        owner=owner,
+        first_member=first_member,
     ).run()
 
 
