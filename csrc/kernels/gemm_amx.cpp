@@ -19,11 +19,9 @@ void stream_panels(const GemmBlock& block) {
   for (int64_t panel = block.panel_begin; panel < block.panel_end; ++panel) {
     const char* b = static_cast<const char*>(args.weight.data) + panel * steps * kStepBytes;
     load_bias(args, panel, bias);
-    const Finished finished = {block.row_begin, num_rows, panel, bias};
-    fetch_added(args, finished, {0, steps, steps});
     Prefetch prefetch{b + kStreamDistance, static_cast<int>(kStepBytes / 64)};
     run_1x4(a, a_step, b, steps, sums, true, prefetch);
-    store_finished(args, finished, sums);
+    store_finished(args, {block.row_begin, num_rows, panel, bias}, sums);
   }
 }
 
@@ -54,7 +52,6 @@ void multiply_panels(const GemmBlock& block) {
       const PrefetchPlan plan{b + num_steps * kStepBytes, static_cast<int>(kStepBytes / 64), steps, num_passes};
       float* bias = biases[panel % 2];
       if (is_last) load_bias(args, panel, bias);
-      fetch_added(args, {block.row_begin, num_rows, panel, bias}, {step, step + steps, num_steps});
       int pass = 0;
       for (int64_t half = 0; half < kPanelWidth; half += kHalfColumns) {
         for (int64_t group = 0; group < num_full; ++group, ++buffer) {

@@ -106,13 +106,6 @@ __attribute__((noinline)) void store_with_adapters(const GemmArgs& args, const F
   }
 }
 
-// While the sums of rows are made over a share of K, the same share of what adapters add to them comes from memory.
-inline void fetch_added(const GemmArgs& args, const Finished& f, const LoraShare& of_k) {
-  if (args.lora == nullptr) return;
-  const int64_t first = f.panel * kPanelWidth, count = std::min(kPanelWidth, args.weight.n - first);
-  lora_kernels().fetch(*args.lora, {f.row, f.num_rows, first, count}, of_k);
-}
-
 // sums(row, column) plus bias, plus what adapters add, rounded to the output type. sums gives a vector.
 template <std::invocable<int64_t, int64_t> Sums>
 inline void store_finished(const GemmArgs& args, const Finished& f, const Sums& sums) {

@@ -231,11 +231,13 @@ struct Expansion {
   float* to;
 };
 
-// to[row][columns of kPanels panels] = sums[row] * panels of b, over the ranks.
+// to[row][columns of kPanels panels] = sums[row] * panels of b, over the ranks. Meanwhile the panels of the next
+// block are fetched: products call for one after the other.
 template <int kRows, int kPanels, class B>
 inline void expand_panels(const Expansion& e, int64_t first_panel) {
   constexpr int kColumns = kPanels * kVectors;
   const B* const b = static_cast<const B*>(e.b) + first_panel * e.rank * kLoraColumns;
+  const int64_t ahead = e.rank * kBlockColumns;
   F32 totals[kRows][kColumns];
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
@@ -246,6 +248,7 @@ inline void expand_panels(const Expansion& e, int64_t first_panel) {
 #pragma GCC unroll 8
     for (int panel = 0; panel < kPanels; ++panel) {
       const B* from = b + (panel * e.rank + r) * kLoraColumns;
+      __builtin_prefetch(from + ahead, 0, 2);
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) w[panel * kVectors + v] = load(from + v * kLanes);
     }
@@ -316,37 +319,6 @@ const float* expand(const LoraPlan& plan, const LoraBlock& block, float* to) {
   return to;
 }
 
-// Lines [lines * begin / whole, lines * end / whole) of what a row of the block reads.
-inline void fetch_row(const LoraPlan& plan, int64_t row, const LoraBlock& block, const LoraShare& share) {
-  const LoraTable& table = plan.input.table;
-  const LoraDelta* delta = table.deltas + plan.input.slots[row] * table.num_parts;
-  int64_t first = -block.column, end;
-  for (int part = 0; part < table.num_parts && first < block.num_columns; ++part, ++delta, first = end) {
-    end = first + table.columns[part];
-    const int64_t begin = std::max<int64_t>(first, 0), count = std::min(end, block.num_columns) - begin;
-    if (count <= 0 || delta->rank == 0) continue;
-    const int64_t panel = (begin - first) / kLoraColumns;
-    const int64_t panels = ceil_div(begin + count - first, kLoraColumns) - panel;
-    const int64_t panel_bytes = delta->rank * kLoraColumns * static_cast<int64_t>(size_of(table.dtype));
-    const char* const b = static_cast<const char*>(delta->b) + panel * panel_bytes;
-    const int64_t lines = ceil_div(panels * panel_bytes, 64);
-    for (int64_t line = lines * share.begin / share.whole; line < lines * share.end / share.whole; ++line)
-      __builtin_prefetch(b + line * 64, 0, 2);
-  }
-}
-
-void fetch(const LoraPlan& plan, const LoraBlock& block, const LoraShare& share) {
-  const int32_t* const slots = plan.input.slots + block.row;
-  // one row after the other: the share is one of the rows, each of which counts `whole`
-  const int64_t end = share.end * block.num_rows;
-  for (int64_t at = share.begin * block.num_rows, next; at < end; at = next) {
-    const int64_t row = at / share.whole, begin = row * share.whole;
-    next = std::min(end, begin + share.whole);
-    if (slots[row] >= 0 && (row == 0 || slots[row] != slots[row - 1]))
-      fetch_row(plan, block.row + row, block, {at - begin, next - begin, share.whole});
-  }
-}
-
 // out = round(base + added) of a block.
 template <class Out>
 inline void finish(const LoraArgs& args, const LoraBlock& block, const float* added) {
@@ -403,7 +375,7 @@ void add(const LoraArgs& args) {
 }  // namespace
 
 extern const LoraKernels lora_table;
-const LoraKernels lora_table = {plan, run, fetch, expand, add};
+const LoraKernels lora_table = {plan, run, expand, add};
 
 }  // namespace quire::QUIRE_ISA
 

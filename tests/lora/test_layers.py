@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 import quire.demo
 from quire.formats.weight_format import ON_LOAD
 from quire.kernels import cpu
+from quire.kernels.recording import Arena, record
 from quire.layers.linear import Linear
 from quire.lora.slots import AdapterSlots
 from quire.model_config import load_model_config
@@ -83,6 +85,8 @@ def test_each_layer_is_its_dequantized_weight_plus_the_delta(precision: str, tmp
             assert (got[slots_T == 0] - plain[slots_T == 0]).float().norm() > 0.1 * want.norm()
             some = slice(3, 4)
             assert torch.equal(layer(x[some], adapter_slots_T=slots_T[some]), got[some])
+            _, calls = record(partial(layer, x, adapter_slots_T=slots_T), Arena())
+            assert calls is not None, "a decode step with adapters is not repeated without Python"
 
 
 def merged(folder: Path, deltas: dict[str, RandomDelta], *, untied: bool) -> None:

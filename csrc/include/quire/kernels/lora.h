@@ -72,11 +72,6 @@ struct LoraBlock {
   int64_t row, num_rows, column, num_columns;
 };
 
-// A share of something: from `begin` to `end` of `whole`.
-struct LoraShare {
-  int64_t begin, end, whole;
-};
-
 // Room for what is added to a block. Panels of B need not begin or end where the block does, so there are columns
 // around each row.
 template <int64_t kRows>
@@ -96,8 +91,6 @@ struct LoraArgs {
 struct LoraKernels {
   LoraPlan (*plan)(const LoraInput&);
   void (*run)(const LoraPlan&, int task);
-  // Asks for a share of the memory that `expand` reads for a block.
-  void (*fetch)(const LoraPlan&, const LoraBlock&, const LoraShare&);
   // When all tasks are done: to[row][column] = what is added, in the rows of a LoraSpace; -0 where nothing is, which
   // keeps the bits of every number that it is added to. Returns `to`.
   const float* (*expand)(const LoraPlan&, const LoraBlock&, float* to);
