@@ -235,6 +235,18 @@ void SharedGroup::wait_for(int rank, uint64_t signature) {
   }
 }
 
+char* SharedGroup::begin_turn() {
+  check();
+  ++turn_;
+  return slot(rank_);
+}
+
+void SharedGroup::end_turn(uint64_t signature) {
+  arrive(signature);
+  for (int rank = 0; rank < size_; ++rank)
+    if (rank != rank_) wait_for(rank, signature);
+}
+
 void SharedGroup::gather(const GatherArgs& args) {
   check();
   const int64_t widest = *std::max_element(args.widths.begin(), args.widths.begin() + size_);

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.compat.names import nearest
@@ -18,7 +19,7 @@ from quire.compat.table import FOREIGN, settle
 from quire.eplb_config import EplbConfig
 from quire.errors import ConfigError
 from quire.formats.answer_formats import NO_PARSER, REASONING_PARSERS, TOOL_PARSERS
-from quire.formats.kv_format import KV_CACHE_DTYPES
+from quire.formats.kv_format import KV_CACHE_DTYPES, RANGE_POSITIONS
 from quire.formats.weight_format import ON_LOAD
 from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.logs import get_logger
@@ -299,6 +300,13 @@ class EngineConfig:
         flags=("-pp",),
         bounds=Bounds(1, MOST_RANKS),
     )
+    decode_context_parallel_size: int = option(
+        1,
+        "Ranks that hold the same keys and values divide them: each has every N-th block of 256 tokens.",
+        flags=("-dcp",),
+        limits="tokens that the KV cache holds: N times as many in the same memory of each rank",
+        bounds=Bounds(1, MOST_RANKS),
+    )
     enable_expert_parallel: bool = option(
         False,
         "Ranks have whole experts, instead of rows of all. With --data-parallel-size, all ranks share them.",
@@ -454,6 +462,11 @@ class EngineConfig:
         """On each machine."""
         return self.num_ranks // self.nnodes
 
+    def undivided(self) -> EngineConfig:
+        """The same, with all of the KV cache on every rank that reads it."""
+        block_size = None if self.block_size == RANGE_POSITIONS else self.block_size
+        return replace(self, decode_context_parallel_size=1, block_size=block_size)
+
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
         """From LLM(...) arguments: an unknown one is an error with the nearest known name; foreign ones are settled."""
@@ -544,7 +557,10 @@ class ServerConfig:
     )
     disable_uvicorn_access_log: bool = option(False, "Accepted: the access log is off.")
     shutdown_timeout: float = option(
-        30.0, "Seconds to let running requests finish on SIGTERM.", limits="the time of a drain", bounds=NOT_NEGATIVE
+        30.0,
+        "Seconds to let running requests finish on SIGTERM.",
+        limits="the time of a drain",
+        bounds=Bounds(0, sys.float_info.max, "a number of seconds, 0 or more, and not infinite"),
     )
     legacy_metric_names: bool = option(False, "Show metrics under the names of old guides and dashboards as well.")
     allowed_origins: tuple[str, ...] = option(
@@ -767,6 +783,7 @@ def _check_lanes(config: EngineConfig) -> None:
         )
     others = {
         "pipeline_parallel_size": config.pipeline_parallel_size > 1,
+        "decode_context_parallel_size": config.decode_context_parallel_size > 1,
         "distributed_executor_backend": config.distributed_executor_backend in ("ray", "external_launcher"),
         "enable_lora": config.enable_lora,
         "speculative_config": config.speculative_config is not None,
@@ -856,10 +873,11 @@ def _check_engine(config: EngineConfig) -> None:
             fix="Leave --data-parallel-size-local out, and start a server on each machine",
             param="data_parallel_size_local",
         )
-    if config.block_size is not None and config.block_size not in (8, 16, 32, 64, 128):
-        raise ConfigError(
-            "Illegal block size", value=config.block_size, expected="8, 16, 32, 64 or 128", param="block_size"
-        )
+    shares_context = config.decode_context_parallel_size > 1
+    block_sizes = (RANGE_POSITIONS,) if shares_context else (8, 16, 32, 64, 128)
+    if config.block_size is not None and config.block_size not in block_sizes:
+        legal = f"{RANGE_POSITIONS} with --decode-context-parallel-size" if shares_context else "8, 16, 32, 64 or 128"
+        raise ConfigError("Illegal block size", value=config.block_size, expected=legal, param="block_size")
     if config.max_model_len is not None and config.max_model_len != -1 and config.max_model_len < 1:
         raise ConfigError(
             "Illegal max_model_len",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from quire.distributed import shared_memory
 from quire.distributed.group import GroupError, StepVoid
 from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import SharedMemoryGroup, make_memory, ranks_on
-from quire.kernels import cpu
+from quire.errors import ConfigError
+from quire.kernels import cpu, extension
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
@@ -82,7 +84,7 @@ def test_columns_lie_side_by_side(
 
 
 def test_more_ranks_than_cores() -> None:
-    """Those that wait sleep, so that the others get on."""
+    """Ranks that wait sleep, so that the others get on."""
 
     def run(group: SharedMemoryGroup) -> int:
         mine, seen = torch.tensor([[group.rank]]), 0
@@ -257,6 +259,16 @@ def test_others_can_say_that_a_rank_is_gone() -> None:
     threading.Timer(0.2, second.fail_for, (1,)).start()
     with pytest.raises(GroupError, match="rank 1 has failed"):
         first.gather(torch.zeros(2, 1), (1, 1))
+
+
+def test_a_rank_that_cannot_be_made_closes_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(10.0)
+    monkeypatch.setattr(extension, "is_used", lambda: False)
+    with theirs:
+        with pytest.raises(ConfigError, match="needs the compiled kernels"):
+            ranks_on(0, 0, Grid(1, 2, 2), {1: ours.detach()}, has_own_cores=False, timeout_seconds=1.0)
+        assert theirs.recv(1) == b""
 
 
 def test_a_rank_that_does_not_come() -> None:

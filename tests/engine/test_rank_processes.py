@@ -27,6 +27,7 @@ from quire.errors import EngineDeadError, WeightsError
 from quire.kernels import cpu
 from quire.messages import AddRequest, UseTokenizer
 from quire.sampling_params import SamplingParams
+from tests.e2e.serving import INTERPRETER
 from tests.engine.harness import EOS, Prompt, run
 from tests.engine.ranks import LIMITS, ignore, started
 from tests.engine.test_sameness import brief
@@ -86,10 +87,17 @@ SHARES = ["tensor_parallel_size", "pipeline_parallel_size"]
 
 @pytest.fixture(scope="module", params=SHARES)
 def engine(request: pytest.FixtureRequest) -> Iterator[StartedEngine]:
-    """Until its last test ends it. The clean end is shown in test_sameness_ranks_lora.py and test_nodes.py."""
+    """Until its last test ends it. The clean end is shown in test_sameness_ranks_lora.py and test_nodes.py.
+
+    One is started as users start it.
+    """
     cpus = sorted(os.sched_getaffinity(0))
-    engine = in_processes(**{request.param: 2}, numa_bind_cpus=(str(cpus[0]), str(cpus[-1])))
-    assert [len(os.sched_getaffinity(pid)) for pid in (0, process_of(engine).pid)] == [1, 1], "each is bound"
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "tensor_parallel_size":
+            patch.setattr(subprocess, "Popen", INTERPRETER.popen)
+        engine = in_processes(**{request.param: 2}, numa_bind_cpus=(str(cpus[0]), str(cpus[-1])))
+    bound = [os.sched_getaffinity(pid) for pid in (0, process_of(engine).pid)]
+    assert bound == [{cpus[0]}, {cpus[-1]}], "each is bound"
     os.sched_setaffinity(0, cpus)
     yield engine
     engine.core.shutdown()
@@ -203,8 +211,8 @@ def _children() -> list[str]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[1]) == os.getpid() and b"rank_process" in (folder / "cmdline").read_bytes():
+            name, _, rest = (folder / "stat").read_text().rpartition(")")
+            if int(rest.split()[1]) == os.getpid() and name.endswith("rank_process"):
                 found.append(folder.name)
     return found
 

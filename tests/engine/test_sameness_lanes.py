@@ -231,6 +231,7 @@ def test_experts_that_move_between_lanes(
     ("asked", "message"),
     [
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size does not go together with experts"),
+        ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size does not go together with experts"),
         ({"enable_lora": True}, "--enable-lora does not go together"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config does not go"),
         ({"slo_itl": 1.0}, "--slo-itl does not go together"),

@@ -35,7 +35,7 @@ def model_of(folder: Path, name: str, **more: Any) -> ModelConfig:
     [("Llama-3-70B", 4, {}), ("Phi-4", 2, {}), ("Llama-3-70B", 8, AWQ), ("Gemma-2-9B", 2, {}), ("Llama-3-70B", 3, {})],
 )
 def test_parts_hold_the_model(name: str, degree: int, more: dict[str, Any], tmp_path: Path) -> None:
-    """The linear layers of all parts together are those of the model, to a byte, where no head is held twice."""
+    """All parts together hold the linear layers of the model, to a byte, where no head is held twice."""
     model = model_of(tmp_path, name, **more)
     method = None if model.quantized is None else model.quantized.method
     parts = [ModelCut(model, degree).part(rank) for rank in range(degree)]

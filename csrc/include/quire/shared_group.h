@@ -57,6 +57,14 @@ class SharedGroup {
   // GroupError, or StepVoid. All ranks have the same numbers of rows.
   void exchange(const ExchangeArgs& args);
 
+  // A turn whose slots the caller fills and reads. begin_turn gives this rank's slot of slot_bytes(), in whole cache
+  // lines. end_turn returns when all ranks have filled theirs. slot_of(rank) may be read until the next turn begins.
+  // All ranks give the same signature, which says what they do. Both throw GroupError, or StepVoid.
+  char* begin_turn();
+  void end_turn(uint64_t signature);
+  const char* slot_of(int rank) const { return slot(rank); }
+  int64_t slot_bytes() const { return slot_bytes_; }
+
   // Around the turns of a step. All ranks take the same steps in the same order.
   void begin_step();
   void end_step();

@@ -88,7 +88,11 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
         )
     if not is_laid_out:  # of a row
         engine = replace(
-            engine, tensor_parallel_size=1, enable_expert_parallel=False, enable_eplb=False, eplb_config=None
+            engine.undivided(),
+            tensor_parallel_size=1,
+            enable_expert_parallel=False,
+            enable_eplb=False,
+            eplb_config=None,
         )
     if names and engine.model is not None:
         raise ConfigError("Models are named twice", value=[*names, engine.model], fix="Leave --model out")

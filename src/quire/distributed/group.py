@@ -1,7 +1,8 @@
 """What ranks that share one model do together. Everything else a rank computes alone.
 
-One operation is enough for the ranks of a stage: every rank has some columns, and all ranks, or the first one, get all
-of them. Nothing is added up on the way, so a joined result has the bits of one rank that computes everything.
+The ranks of a stage join columns: every rank has some, and all ranks, or the first one, get all of them. Nothing is
+added up on the way, so a joined result has the bits of one rank that computes everything. Attention over a KV cache
+that ranks have together is joined in an order that does not depend on them.
 Dimensions: T rows, N columns of all ranks.
 """
 
@@ -17,6 +18,9 @@ from quire.kernels import extension
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from quire.forward_batch import ForwardBatch, LayerCache
+    from quire.kernels.layer_rules import AttentionRule
 
 GroupError = extension.GroupError  # another rank has failed, is late, or does something else: the group cannot go on
 StepVoid = extension.StepVoid  # another rank has left the step: all ranks leave it, and go on with the next one
@@ -61,6 +65,31 @@ class Group(Protocol):
             rows_PN: Rank r has rows begins[firsts[r]] to begins[firsts[r + 1]].
             begins: int32, ascending from 0 to P, and equal on all ranks.
             columns: that this rank wants.
+
+        Raises as `gather`.
+        """
+        ...
+
+    def attend(
+        self,
+        q_THE: Tensor,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        rule: AttentionRule,
+        heads: Sequence[int],
+        num_owners: int,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Attention over a cache whose pages this rank and its neighbours have together, [T, own heads, V].
+
+        Each computes the partial results of the ranges that it has. Then it joins those of its own heads.
+
+        Args:
+            q_THE: of the heads of these neighbours, side by side.
+            cache: the pages of this rank, in blocks of whole ranges.
+            batch: its block tables name the pages of all owners: see layout.PageShare.
+            heads: of q, of each rank of the group. All neighbours together have as many as any others.
+            sinks_H: of this rank's heads.
 
         Raises as `gather`.
         """

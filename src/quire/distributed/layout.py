@@ -75,6 +75,31 @@ class Grid:
         return stages + [(rank, rank - self.width) for rank in here[self.width :]]
 
 
+@dataclass(frozen=True)
+class PageShare:
+    """The part of a rank of a KV cache that neighbours in a stage have together.
+
+    Page p is page p // num_owners of the owner p % num_owners. So a rank has one of num_owners pages, whichever pages a
+    request gets.
+
+    Attributes:
+        num_owners: 1: the rank has all pages.
+        owner: this rank's number among them.
+    """
+
+    num_owners: int = 1
+    owner: int = 0
+
+    @classmethod
+    def of(cls, num_owners: int, place: int) -> PageShare:
+        """Of the rank in this place of its stage."""
+        return cls(num_owners, place % num_owners)
+
+    def num_pages(self, total: int) -> int:
+        """That each owner has memory for."""
+        return -(-total // self.num_owners)
+
+
 def shares(size: int, num_ranks: int, unit: int = 1) -> list[range]:
     """Ranges of whole units side by side, one per rank. They differ by at most one unit, the first are the largest.
 

@@ -256,7 +256,8 @@ class AsyncEngine:
         """Of each engine."""
         return next((replica.facts.num_lanes for replica in self.replicas if replica.facts is not None), 1)
 
-    def _of_rank(self, rank: int) -> Replica:
+    def check_rank(self, rank: int) -> None:
+        """Raise InvalidRequestError if there is no such replica."""
         num_ranks = len(self.replicas) * self._num_lanes
         if not 0 <= rank < num_ranks:
             raise InvalidRequestError(
@@ -266,6 +267,9 @@ class AsyncEngine:
                 fix="Leave it out: the replica with the least work is chosen",
                 param="data_parallel_rank",
             )
+
+    def _of_rank(self, rank: int) -> Replica:
+        self.check_rank(rank)
         replica = self.replicas[rank // self._num_lanes]
         if not replica.is_ready:
             raise NotReadyError(f"Replica {rank} has no engine now", fix="Retry, or ask for no replica")

@@ -82,9 +82,8 @@ def load_model(
             logger.warning("config.json's %s: not applied, because %s does not read it", fields, config.architecture)
         cache_dtype: torch.dtype = getattr(torch, settings.cache_dtype)
         of = target if isinstance(target, Decoder) else None
-        model = build_model(
-            config, dtype, quantization, place, device.attention_backend, cache_dtype, of, group, before, dispatch
-        )
+        form = (dtype, quantization, place, device.attention_backend, cache_dtype)
+        model = build_model(config, *form, of, group, before, dispatch, settings.decode_context_parallel_size)
         sources = (stored.source for stored in config.stored_linears())
         if any(isinstance(source, LayerFormat) and source.has_input_scale for source in sources):
             logger.info("the checkpoint's scales for activations are not used: activations stay in %s", dtype)

@@ -70,6 +70,7 @@ class Decoder:
         group: the ranks that share the model, if the config is that of a part.
         before: brings the residual stream, if the config is that of a stage behind the first one.
         dispatch: brings rows to experts, if lanes share them.
+        num_kv_owners: neighbours in the group that have a KV cache together.
     """
 
     def __init__(
@@ -83,8 +84,9 @@ class Decoder:
         group: Group | None = None,
         before: Link | None = None,
         dispatch: Dispatch | None = None,
+        num_kv_owners: int = 1,
     ) -> None:
-        self.config, self._group, self._dispatch = config, group, dispatch
+        self.config, self._group, self._dispatch, self._num_kv_owners = config, group, dispatch, num_kv_owners
         self.dtype = dtype
         self.device = device
         self.mapped_bytes = 0
@@ -163,6 +165,7 @@ class Decoder:
                 backend=partial(self._backends.get, num_caches),
                 group=self._group,
                 dispatch=self._dispatch,
+                num_kv_owners=self._num_kv_owners,
             )
             yield build.sublayers()
             self._parts += build.parts

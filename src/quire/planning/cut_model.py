@@ -18,6 +18,7 @@ from quire.formats.weight_format import PANEL_WIDTH
 from quire.layer_spec import Attention, Dense, Experts, FeedForward, Full, Latent, LinearShape, Placement, Share
 from quire.model_config import ModelConfig
 
+MOST_HEAD_DIM = 576  # kMaxHeadDim of csrc/kernels/attention_tile.h
 MOST_DEGREES = 64  # ranks per copy that are looked at where the legal numbers are listed
 
 
@@ -238,6 +239,59 @@ def why_not_cut(model: ModelConfig, degree: int, experts: ExpertCut | None = Non
     except ModelConfigError as error:
         return error.what
     return None
+
+
+def why_not_divided(model: ModelConfig, num_parts: int, num_owners: int) -> str | None:
+    """Why neighbours of this number cannot divide the KV cache of `num_parts` ranks; None: they can.
+
+    All neighbours must hold the same keys and values, and all groups of neighbours as many heads of q.
+    """
+    if num_owners == 1:
+        return None
+    if num_parts % num_owners:
+        return f"{num_owners} does not divide the number of ranks, {num_parts}"
+    groups = [range(first, first + num_owners) for first in range(0, num_parts, num_owners)]
+    for layer in ModelCut(model, num_parts).part().layers:
+        part = layer.attention
+        if isinstance(part, Full):
+            share, key_dim, value_dim = part.qkv.share, part.head_dim, part.head_dim
+        elif isinstance(part, Latent):
+            share, key_dim, value_dim = part.up.share, part.rank + part.rope_dim, part.rank
+        else:
+            continue
+        assert share is not None, "every rank has a part"
+        if isinstance(part, Full) and any(len({share.rows[1][rank] for rank in ranks}) > 1 for ranks in groups):
+            return f"ranks hold different heads of k and v: {num_parts} ranks have {_num_heads(share, key_dim)} of them"
+        if len({sum(share.widths(0)[rank] for rank in ranks) for ranks in groups}) > 1:
+            return f"not every {num_owners} neighbours have as many heads of q"
+        if max(key_dim, value_dim) > MOST_HEAD_DIM:
+            return f"heads of {max(key_dim, value_dim)} elements are more than {MOST_HEAD_DIM}"
+    return None
+
+
+def _num_heads(share: Share, head_dim: int) -> int:
+    """Different heads of k of all ranks."""
+    return len({row for rows in share.rows[1] for row in rows}) // head_dim
+
+
+def legal_divisions(model: ModelConfig, num_parts: int) -> list[int]:
+    """By how many ranks each the KV cache of `num_parts` ranks can be divided."""
+    return [count for count in range(1, num_parts + 1) if why_not_divided(model, num_parts, count) is None]
+
+
+def check_division(model: ModelConfig, num_parts: int, num_owners: int) -> None:
+    """ConfigError for ranks that cannot divide the KV cache so, with the legal numbers. The degree itself is legal."""
+    reason = why_not_divided(model, num_parts, num_owners)
+    if reason is not None:
+        legal = legal_divisions(model, num_parts)
+        expected = f"{'one of ' if len(legal) > 1 else ''}{', '.join(map(str, legal))}"
+        raise ConfigError(
+            f"{num_owners} ranks each cannot divide the KV cache: {reason}",
+            value=num_owners,
+            expected=f"{expected} with --tensor-parallel-size {num_parts}",
+            fix="Ranks divide keys and values that all of them hold: see docs/parallel.md",
+            param="decode_context_parallel_size",
+        )
 
 
 def check_degree(

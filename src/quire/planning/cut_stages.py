@@ -19,7 +19,7 @@ from quire.formats.kv_groups import kv_groups
 from quire.formats.weight_format import DTYPE_BYTES, ON_LOAD
 from quire.layer_spec import LinearShape, Stage
 from quire.model_config import ModelConfig
-from quire.planning.cut_model import ExpertCut, ModelCut, check_degree
+from quire.planning.cut_model import ExpertCut, ModelCut, check_degree, check_division
 
 
 def grid_of(config: EngineConfig) -> Grid:
@@ -37,6 +37,7 @@ def check_cuts(model: ModelConfig, config: EngineConfig) -> None:
             param="enable_expert_parallel",
         )
     check_degree(model, config.tensor_parallel_size, experts=expert_cut(config))
+    check_division(model, config.tensor_parallel_size, config.decode_context_parallel_size)
     stage_layers(model, config)
 
 

@@ -271,6 +271,8 @@ def _next_costs(resolved: Resolved, model: ModelConfig, pages: KvPages, memory: 
         f"now {shown_request(length)}"
         + ("; beyond what the model was trained for" if 2 * length > model.max_model_len else ""),
     }
+    if form.decode_context_parallel_size > 1:
+        del costs["block_size"]  # there is no other
     if "num_blocks" in resolved.settings:
         more = pages.num_tokens(GIB // pages.page_bytes, length)
         costs["num_blocks"] = f"each GiB more holds {more:,} tokens"

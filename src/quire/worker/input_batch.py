@@ -19,11 +19,14 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
+from quire.distributed.layout import PageShare
 from quire.forward_batch import ForwardBatch, HostStep, LaneRows, LayerCache, StepTable
 from quire.grammar.matchers import Grammars
 from quire.sampling.batch_params import SamplingState
 from quire.schedule import MAX_FORCED_TOKENS, NewRow, RowsFailedError, ScheduledBatch
 from quire.worker.drafts import Drafts
+
+ALL_PAGES = PageShare()
 
 
 @dataclass(slots=True)
@@ -123,6 +126,7 @@ class InputBatch:
         num_tables: block tables of a request.
         adapters: slots by the digests of the adapters that are in memory; may change between steps.
         arrays: where a step's numbers are written; None: in the host's memory, where the step is computed too.
+        pages: that this rank has of the KV cache.
     """
 
     def __init__(
@@ -134,6 +138,7 @@ class InputBatch:
         num_tables: int = 1,
         adapters: Mapping[str, int] = MappingProxyType({}),
         arrays: StepArrays | None = None,
+        pages: PageShare = ALL_PAGES,
     ) -> None:
         self.block_size = block_size
         self.num_tables = num_tables
@@ -149,6 +154,7 @@ class InputBatch:
         self.sampling = SamplingState(max_num_rows, vocab_size)
         self.grammars = Grammars(vocab_size)
         self.row_of: dict[str, int] = {}
+        self._pages = pages
         self._arrays: StepArrays = HostArrays() if arrays is None else arrays
         self._adapters = adapters
         self._adapter_slots_C = np.full(max_num_rows, -1, dtype=np.int32)
@@ -280,7 +286,7 @@ class InputBatch:
             positions_T = np.arange(num_tokens) - np.repeat(cu_S - lens_S - starts_S, lens_S)
         block_T, offsets_T = np.divmod(positions_T, self.block_size)
         pages_T = (table_CM[row_T, block_T].astype(np.int64) for table_CM in self.block_tables_NCM)
-        slots_T = [page_T * self.block_size + offsets_T for page_T in pages_T]
+        slots_T = [self._slots(page_T, offsets_T) for page_T in pages_T]
 
         arrays = self._arrays
         arrays.begin()
@@ -326,6 +332,13 @@ class InputBatch:
         )
         arrays.send()
         return staged
+
+    def _slots(self, pages_T: NDArray[np.int64], offsets_T: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where this rank keeps what it has of these tokens; -1: another rank keeps it."""
+        if self._pages.num_owners == 1:
+            return pages_T * self.block_size + offsets_T
+        own_T, owners_T = np.divmod(pages_T, self._pages.num_owners)
+        return np.where(owners_T == self._pages.owner, own_T * self.block_size + offsets_T, -1)
 
     def forward_batch(
         self, staged: StagedStep, caches: list[LayerCache], hidden_TD: Tensor | None = None

@@ -140,6 +140,7 @@ class ModelRunner:
         self.sampler = (
             Sampler(state, logprobs_mode) if ranks is None else SharedSampler(state, logprobs_mode, ranks.group)
         )
+        self._group = None if ranks is None else ranks.group
         self._has_logits, self._is_alone = ranks is None or ranks.samples, ranks is None
         self._is_last_stage = ranks is None or ranks.behind is None
         # Steps whose tokens another stage samples, oldest first: number, rows, and where the tokens belong.
@@ -197,7 +198,7 @@ class ModelRunner:
         if self._untold and batch.tokens_before:
             self._learn_tokens(batch.tokens_before)
         inputs.apply(batch)
-        self.cache.copy_pages(batch.block_copies)
+        self.cache.copy_pages(batch.block_copies, self._group)
         if self.drafter is not None:
             batch = self._drafted(batch, self.drafter, result)
         step = inputs.step_rows(batch)

@@ -164,7 +164,7 @@ class DeviceWorker:
                 fix=f"Lower --kv-cache-memory-bytes, {self.place.kv_cache_knob} or --num-gpu-blocks-override",
                 param="kv_cache_memory_bytes",
             ) from error
-        self._prefault = Prefault(self.cache.pages)
+        self._prefault = Prefault(self.cache.pages, self.cache.num_owners)
 
     def capture(self) -> None:
         slots = {} if self.adapters is None else self.adapters.slots
