@@ -71,7 +71,7 @@ class Admission:
         self.pace = Pace(0.0, 0.0, 0.0, 0.0)
         self._num_waiting = self._num_running = 0
         self._num_sent = 0  # since the last step
-        self._num_places = 1
+        self._num_places = self._num_lanes = 1
         self._num_kv_tokens = 0  # of context that the last step read
         self._step_seconds = self._usual_step_seconds = self._answer_seconds = 0.0
         self._cache_queries = self._cache_hits = 0.0
