@@ -116,7 +116,9 @@ def test_shards_in_several_formats(tmp_path: Path, num_recorded: list[int | None
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "olmo2"])
-def test_sinks_chunks_experts_and_norms_of_all_heads(family: str, tmp_path: Path, num_recorded: list[int | None]) -> None:
+def test_sinks_chunks_experts_and_norms_of_all_heads(
+    family: str, tmp_path: Path, num_recorded: list[int | None]
+) -> None:
     random_hf_model(CASES[family]).save_pretrained(tmp_path)
     model = load_model(load_model_config(tmp_path), torch.bfloat16)
     assert isinstance(model, Decoder)

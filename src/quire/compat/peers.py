@@ -176,7 +176,9 @@ _LLAMA_CPP = (
     *_none("a step is one batch", "--ubatch-size,-ub"),
     *_none("requests join and leave at every step anyway", switches="--cont-batching,-cb"),
     *_none("prompts and answers share the threads", "--threads-batch,-tb --threads-http"),
-    *_none("all layers run on the kind of device that --device names", "--n-gpu-layers,-ngl,--gpu-layers --split-mode,-sm"),
+    *_none(
+        "all layers run on the kind of device that --device names", "--n-gpu-layers,-ngl,--gpu-layers --split-mode,-sm"
+    ),
     *_none("attention is always fused", "--flash-attn,-fa"),
     *_none("weights are packed into memory of their own", switches="--mmap --mlock --repack"),
     *_none("templates are always read as Jinja's", switches="--jinja"),
