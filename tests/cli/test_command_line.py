@@ -74,7 +74,7 @@ def test_a_switch_whose_name_begins_with_no() -> None:
 
 
 def test_an_endless_drain_is_refused() -> None:
-    with pytest.raises(ConfigError, match="shutdown_timeout. Got inf. Expected a number of seconds, .* not infinite"):
+    with pytest.raises(ConfigError, match=r"shutdown_timeout. Got inf. Expected a number of seconds, .* not infinite"):
         read("--shutdown-timeout", "inf")
 
 

@@ -14,7 +14,10 @@ from tests.nursery import TorchPopen
 
 @pytest.fixture(scope="module", autouse=True)
 def forks() -> Iterator[None]:
-    """Ranks and nodes that are processes are forks. (A package without `__init__.py` would have the session as scope.)"""
+    """Ranks and nodes that are processes are forks.
+
+    For each module: the scope of a package without `__init__.py` would be the session.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", TorchPopen)
         yield
