@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quire.errors import ModelConfigError, WeightsError
 from quire.kernels import cpu
@@ -30,6 +29,8 @@ PROMPT = [5, 17, 23, 99, 101, 42, 7, 3, 88, 54, 11, 12, 13]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The same model in floating point and in MXFP4."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # takes long, and every process collects
+
     plain, blocks = (tmp_path_factory.mktemp(name) for name in ("plain", "blocks"))
     case = CASES["gpt_oss"]
     random_hf_model(replace(case, settings=case.settings | SIZES)).save_pretrained(plain)
