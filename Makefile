@@ -39,13 +39,13 @@ PYTEST := $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal
 test: $(VENV)/.installed-test  ## what CI runs
 	$(PYTEST) -m "not slow" $(ARGS)
 
-NODE_CLIENT := tests/clients/ai_sdk
+NODE_PACKAGES := tests/clients/ai_sdk/node_modules tests/e2e/azure_store/node_modules
 
-$(NODE_CLIENT)/node_modules: $(NODE_CLIENT)/package.json
-	npm install --silent --no-audit --no-fund --no-package-lock --prefix $(NODE_CLIENT)
+$(NODE_PACKAGES): %/node_modules: %/package.json
+	npm install --silent --no-audit --no-fund --no-package-lock --prefix $*
 	touch $@
 
-test-full: $(VENV)/.installed-test $(VENV)/.installed-clients $(VENV)/.installed-charts $(VENV)/.installed-store-server $(VENV)/.installed-docs $(VENV)/.installed-wheel $(VENV)/.installed-ray $(if $(shell command -v npm),$(NODE_CLIENT)/node_modules)  ## also the slow suites, and other people's clients
+test-full: $(VENV)/.installed-test $(VENV)/.installed-clients $(VENV)/.installed-charts $(VENV)/.installed-store-server $(VENV)/.installed-docs $(VENV)/.installed-wheel $(VENV)/.installed-ray $(if $(shell command -v npm),$(NODE_PACKAGES))  ## also the slow suites, and other people's clients
 	TEST_FULL=1 $(PYTEST) $(ARGS)
 
 SANITIZED := build/sanitize

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -75,6 +76,14 @@ def quire(
 ) -> subprocess.CompletedProcess[str]:
     """A `quire` command run to its end."""
     return program.run(*arguments, timeout=timeout)
+
+
+def free_port() -> int:
+    """A port that nobody has, for a program that cannot choose one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 class Serve:

@@ -1,4 +1,4 @@
-"""The demo model from another implementation of S3, moto's server: the same answers as from its folder."""
+"""The demo model from other people's servers of S3, Google's and Azure's stores: the answers are the same."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 import quire.demo
 from quire import LLM, SamplingParams
+from tests.e2e.object_stores import SERVERS
 
 obstore = pytest.importorskip("obstore")
 pytestmark = pytest.mark.slow
@@ -17,32 +18,17 @@ OPTIONS = {"max_model_len": 256, "max_num_seqs": 4, "num_gpu_blocks_override": 5
 PROMPTS = ["Once upon a time", "The"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope="module", params=SERVERS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of the model."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        environment = {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-            "AWS_ACCESS_KEY_ID": "an-access-key",
-            "AWS_SECRET_ACCESS_KEY": "a-secret",
-            "AWS_REGION": "us-east-1",
-            "QUIRE_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
-        }
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            import boto3
-
-            boto3.client("s3", endpoint_url=environment["AWS_ENDPOINT_URL"]).create_bucket(Bucket="models")
-            store = obstore.store.from_url("s3://models/demo/target", client_options={"allow_http": True})
-            for path in quire.demo.path("target").iterdir():
-                obstore.put(store, path.name, path)
-            yield "s3://models/demo/target"
-    finally:
-        server.stop()
+    with SERVERS[request.param](tmp_path_factory.mktemp("store")) as environment, pytest.MonkeyPatch.context() as patch:
+        for name, value in {**environment, "QUIRE_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}.items():
+            patch.setenv(name, value)
+        url = f"{request.param}://models/demo/target"
+        store = obstore.store.from_url(url, client_options={"allow_http": True})
+        for path in quire.demo.path("target").iterdir():
+            obstore.put(store, path.name, path)
+        yield url
 
 
 def answers(**options: object) -> list[str]:

@@ -35,7 +35,7 @@ async def test_tables_for_constraints_are_made_before_it_is_ready(monkeypatch: p
 
     core = Mock(adapters=None, use_tokenizer=use_tokenizer)
     core.has_work.return_value = False
-    idle = {"take_memory": lambda: False, "calibrate": lambda: False}
+    idle = {"take_memory": lambda: False, "calibrate": lambda: False, "keep_costs": lambda: None}
     started = SimpleNamespace(core=core, ready_message=ready_message, **idle)
     monkeypatch.setattr(start, "start_engine", lambda *arguments, **options: started)
     with tempfile.TemporaryDirectory() as folder:

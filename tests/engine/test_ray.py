@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import quire.demo
 from quire.config import EngineConfig
+from quire.engine import ray_nodes
 from quire.engine.nodes import let_in
 from quire.engine.start import StartedEngine, start_engine
 from quire.errors import ConfigError, EngineDeadError
@@ -42,6 +45,21 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"Ray is not installed.*pip install 'quire\[ray\]'"):
         on_ray()
+
+
+def test_nobody_waits_for_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+
+    def init(**options: Any) -> None:
+        asked.wait()  # for ever, as far as the start knows
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    monkeypatch.setattr(ray_nodes, "CONNECT_SECONDS", 0.05)
+    try:
+        with pytest.raises(ConfigError, match=r"No Ray cluster is reached: no answer in 0\.05 seconds"):
+            on_ray()
+    finally:
+        asked.set()
 
 
 class LostNodes:

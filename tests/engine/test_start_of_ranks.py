@@ -88,7 +88,7 @@ def test_an_engine_without_requests_looks_at_its_ranks(tmp_path: Path, monkeypat
         if len(looks) == 3:
             raise EngineDeadError("Rank 1 of 2 was killed")
 
-    idle: Any = SimpleNamespace(take_memory=bool, calibrate=bool, kept_costs=KeptCosts(cost_model(), print, None), check_alive=check_alive)
+    idle: Any = SimpleNamespace(take_memory=bool, calibrate=bool, keep_costs=lambda: None, check_alive=check_alive)
     engine = EngineProcess(EngineLaunch(EngineConfig(), "", f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out"))
     with pytest.raises(EngineDeadError, match="Rank 1 of 2 was killed"):
         engine._wait(idle)

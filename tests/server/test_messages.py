@@ -252,6 +252,14 @@ def test_a_tool_that_must_be_called(is_streamed: bool) -> None:
         assert server.last_request().sampling_params.grammar is not None
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_strict_tool(agent: RunningServer, strict: bool) -> None:
+    tools = [{**tool, "strict": strict} for tool in ANTHROPIC_TOOLS]
+    with client_of(agent) as client:
+        client.messages.create(model=MODEL, max_tokens=5, messages=MESSAGES, tools=tools)
+    assert (agent.last_request().sampling_params.grammar is not None) == strict
+
+
 def test_a_call_that_is_cut(agent: RunningServer) -> None:
     with client_of(agent) as client:
         answer = client.messages.create(model=MODEL, max_tokens=50, messages=MESSAGES, tools=ANTHROPIC_TOOLS)

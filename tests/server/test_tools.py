@@ -7,18 +7,22 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from quire.formats.answer_formats import REASONING_PARSERS, TOOL_PARSERS
 from quire.frontend.tokenizer import Tokenizer
+from quire.grammar.compiled import vocabulary
 from quire.grammar.text import grammar_text
 from quire.measure.http import HttpClient
 from quire.measure.load import Outcome, send
 from quire.server.protocol.chat import ChatRequest
 from quire.server.text.reader import Tags
 from quire.server.text.reasoning import REASONING_FORMATS, ReasoningFormat
+from quire.server.text.strict_calls import STRICT_FORMATS
 from quire.server.text.tools import CALL_LIST, TOOL_FORMATS
 from quire.server.tool_choice import ToolChoice
 from quire.settings import ServerSettings
@@ -249,6 +253,11 @@ def test_tags_that_are_special_tokens_reach_the_parser():
         ({"tool_choice": {"type": "function"}}, "tool_choice", "not understood"),
         ({"tool_choice": {"function": {"name": "g"}}}, "tool_choice", "not among the tools"),
         (
+            {"tools": [{"function": {"name": "f", "strict": True, "parameters": {"not": {"type": "object"}}}}]},
+            "tools",
+            "not",
+        ),
+        (
             {
                 "tool_choice": "required",
                 "tools": [{"function": {"name": "f", "parameters": {"not": {"type": "object"}}}}],
@@ -295,6 +304,90 @@ def test_references_of_a_schema_move_with_it():
     assert moved["properties"]["next"] == {"$ref": "#/$defs/1"}
     assert moved["properties"]["pets"]["items"] == {"$ref": "#/$defs/1/$defs/pet"}
     assert constraint.json["maxItems"] == 1
+
+
+def strict(*tools: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
+    """The tools, as strict ones."""
+    return [{"type": "function", "function": {**tool["function"], "strict": True, **fields}} for tool in tools]
+
+
+STRICT = strict(*TOOLS, parameters={**TOOLS[0]["function"]["parameters"], "required": ["city"]})
+# How models write a call, and what is wrong: the arguments, the name of the tool, what is around them.
+STRICT_CALLS = {
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGS\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGS"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "hermes": '<tool_call>\n{"name": "NAME", "arguments": ARGS}\n</tool_call>',
+    "mistral": "[TOOL_CALLS]NAME[ARGS]ARGS",
+    "phi4_mini_json": 'functools[{"name": "NAME", "arguments": ARGS}]',
+}
+
+
+def written(form: str, name: str = "get_weather", arguments: str = '{"city": "Bern"}') -> str:
+    return STRICT_CALLS[form].replace("NAME", name).replace("[ARGS]", "\0").replace("ARGS", arguments).replace(
+        "\0", "[ARGS]"
+    )  # fmt: skip
+
+
+def allows(constraint: Any, text: str, tokenizer: Tokenizer = TOKENIZER) -> bool:
+    """Whether an answer may be this text."""
+    matcher = LLMatcher(
+        vocabulary(tokenizer.backend.to_str(), [tokenizer.token_to_id("<|im_end|>")], tokenizer.vocab_size),
+        grammar_text(constraint, tokenizer.special_ids),
+    )
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("form", STRICT_FORMATS)
+def test_calls_of_strict_tools_follow_their_schemas(form, is_special):
+    backend = copy.deepcopy(TOKENIZER.backend)
+    if is_special:
+        marks = re.findall(r"<[^>\n]*>|\[[A-Z_]+\]", STRICT_CALLS[form].replace("NAME", "").replace("\0", ""))
+        backend.add_special_tokens(sorted({mark for mark in marks if "calls" not in mark.replace("TOOL_CALLS", "")}))
+    tokenizer = Tokenizer(backend, special_tokens=TOKENIZER.special_tokens)
+    body = ChatRequest(messages=MESSAGES, tools=[*STRICT, NOW])
+    constraint = ToolChoice.of(body, ServerSettings(tool_call_parser=form), []).constraint
+    call = partial(written, form)
+    for text in (
+        "",
+        "I write <b>functools</b> and [TOOL] instead.",
+        call(),
+        f"I look.\n{call()}\n{call(arguments=json.dumps({'city': 'Bern', 'days': 3, 'units': None}))} Done",
+        call(name="now", arguments='{"any": [1]}'),
+    ):
+        assert allows(constraint, text, tokenizer), text
+    for text in (
+        call(arguments="{}"),
+        call(arguments='{"city": 5}'),
+        call(arguments='{"city": "Bern"'),
+        call(name="get_wether"),
+        call(name="now", arguments="[]"),
+        call()[: len(call()) // 2],
+    ):
+        assert not allows(constraint, text, tokenizer), text
+
+
+def test_strict_calls_with_reasoning_and_a_form_of_the_answer():
+    with answering(ANSWER) as server:
+        (choice,) = ask(server, tools=STRICT).choices
+        assert (choice.message.reasoning, len(choice.message.tool_calls)) == ("Hm.", 2)
+        grammar = server.last_request().sampling_params.grammar
+        assert "</think>" in grammar
+        assert "<tool_call>" in grammar
+        ask(server, tools=STRICT, response_format={"type": "json_object"})
+        assert "<tool_call>" not in server.last_request().sampling_params.grammar, "as before, the answer is JSON"
+        for fields in ({"tools": TOOLS}, {"tools": STRICT, "tool_choice": "none"}):
+            ask(server, **fields)
+            assert server.last_request().sampling_params.grammar is None
+
+
+def test_formats_whose_calls_cannot_be_held_to_schemas():
+    for form in sorted({*TOOL_PARSERS} - STRICT_FORMATS.keys()):
+        body = ChatRequest(messages=MESSAGES, tools=STRICT)
+        assert ToolChoice.of(body, ServerSettings(tool_call_parser=form), []).constraint is None
 
 
 def test_the_flags_name_every_format():

@@ -148,7 +148,7 @@ class EngineProcess:
                     self._send(state)
             if deltas or core.last_record is not None:
                 self._send(EngineOutputs(deltas, core.last_record))
-        started.kept_costs.keep()
+        started.keep_costs()
 
     def _wait(self, started: StartedEngine) -> None:
         """For a message, as long as it takes; what has to be done some day is done meanwhile."""
@@ -158,7 +158,7 @@ class EngineProcess:
         if not self._inputs.poll(PAUSE_MILLISECONDS):
             while not self._inputs.poll(0) and started.calibrate():
                 pass
-            started.kept_costs.keep()
+            started.keep_costs()
         while not self._inputs.poll(PAUSE_MILLISECONDS):
             started.check_alive()
 

@@ -7,13 +7,13 @@ Ray sees nothing of what they say then.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from quire.planning import devices
 from quire.planning.binding import cpus_of_processes
 
 NODE_PROGRAM = ("-m", "quire.entry.node")  # arguments of the interpreter
+CONNECT_SECONDS = 20.0  # for Ray to reach its cluster
 PLACE_SECONDS = 8.0  # for Ray to find machines
 END_SECONDS = 6.0  # for a node to end by itself
 _HERE = 0.001  # of the resource by which Ray names a machine
@@ -167,19 +168,33 @@ def _connected() -> tuple[Any, bool]:
         ) from None
     if ray.is_initialized():
         return ray, False
-    in_main = threading.current_thread() is threading.main_thread()
-    on_term = signal.getsignal(signal.SIGTERM) if in_main else None
     try:
-        ray.init(address="auto", configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+        _connect(ray)
+    except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"No Ray cluster is reached: {_lines(error)[0]}",
             value=os.environ.get("RAY_ADDRESS"),
             fix="Start one with `ray start --head`, and `ray start --address` on other machines, or set RAY_ADDRESS",
             param="distributed_executor_backend",
         ) from None
-    finally:
-        if in_main:
-            with suppress(TypeError):  # None: it was set by other code than Python's
-                signal.signal(signal.SIGTERM, on_term)  # Ray has taken it
     return ray, True
+
+
+def _connect(ray: Any) -> None:
+    """Raises what Ray raises, and TimeoutError: Ray may wait without an end for a machine that does not answer."""
+    connection: Future[None] = Future()
+
+    def connect() -> None:
+        try:
+            ray.init(address="auto", configure_logging=False)
+            connection.set_result(None)
+        except BaseException as error:
+            connection.set_exception(error)
+
+    # Outside the main thread Ray leaves the handler of SIGTERM alone, which it would take, and warns of that.
+    logging.getLogger("ray._private.worker").addFilter(lambda record: "SIGTERM handler" not in record.getMessage())
+    threading.Thread(target=connect, name="quire-ray", daemon=True).start()  # nobody waits for its end
+    try:
+        connection.result(CONNECT_SECONDS)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no answer in {CONNECT_SECONDS:g} seconds") from None

@@ -65,6 +65,10 @@ class StartedEngine:
         """Measure a step; False: there is nothing to measure now."""
         return self.calibration is not None and self.calibration.step()
 
+    def keep_costs(self) -> None:
+        """Keep for later starts what running steps have corrected."""
+        self.kept_costs.keep()
+
     def ready_message(self) -> EngineReady:
         return ready_message(self.resolved, self.core.cost, self.core.scheduler.limits)
 

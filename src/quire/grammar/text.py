@@ -63,9 +63,11 @@ def grammar_text(asked: StructuredOutputsParams, special_ids: Mapping[str, int] 
         text = LLMatcher.grammar_from_lark(_lark(asked.grammar))
     else:
         assert asked.structural_tag is not None
-        text = _structural_tag(asked.structural_tag)
+        text = _structural_tag(asked.structural_tag, {})  # checked without its special tokens
     if objection := _objection(text):
         raise _refusal(asked.kind, objection if asked.json is None else _reason(objection, schema))
+    if asked.structural_tag is not None:
+        text = _structural_tag(asked.structural_tag, special_ids)
     if asked.reasoning_end:
         return _behind_reasoning(text, asked.reasoning_start or [], asked.reasoning_end, special_ids)
     return text
@@ -245,27 +247,43 @@ def _lark(grammar: str) -> str:
         raise _refusal("grammar", str(error)) from None
 
 
-def _structural_tag(text: str) -> str:
+def _structural_tag(text: str, special_ids: Mapping[str, int]) -> str:
     """Free text with parts that follow a schema: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}."""
-    from llguidance import StructTag
-
     try:
         asked = json.loads(text)
         triggers = [str(trigger) for trigger in asked["triggers"]]
-        tags = [
-            StructTag(
-                trigger=next(trigger for trigger in triggers if trigger and each["begin"].startswith(trigger)),
-                begin=each["begin"],
-                grammar=_read_schema(each["schema"]),
-                end=each["end"],
-            )
-            for each in asked["structures"]
-        ]
-        return StructTag.to_grammar(tags, assume_special=False)
+        structures = asked["structures"]
+        tags = " | ".join(f"tag_{index}" for index in range(len(structures)))
+        rules = ["%llguidance {}", f"start: ({tags})* rest", "rest: TEXT", "TEXT: /(?s:.*)/"]
+        for index, each in enumerate(structures):
+            begin = each["begin"]
+            trigger = next(trigger for trigger in triggers if trigger and begin.startswith(trigger))
+            cut = _cut(begin, special_ids)
+            if len(cut) > 1 and not cut[0]:  # no text has a special token
+                trigger, opening = cut[1], f"TEXT <[{special_ids[cut[1]]}]>"
+            else:  # lazy: the text ends with the first trigger
+                opening = f"tag_{index}_begin"
+                rules.append(f"{opening}[lazy]: TEXT {json.dumps(trigger)}")
+            schema = json.dumps(_read_schema(each["schema"]))
+            behind, end = (_literal(part, special_ids) for part in (begin[len(trigger) :], each["end"]))
+            rules.append(f"tag_{index}: {opening} {behind} %json {schema} {end}")
+        return _bounded("structural_tag", "\n".join(rules))
     except StopIteration:
         raise _refusal("structural_tag", "a begin starts with none of the triggers") from None
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _refusal(
             "structural_tag",
             f'it is not {{"structures": [{{"begin", "schema", "end"}}], "triggers": [...]}} ({error!r})',
         ) from None
+
+
+def _cut(text: str, special_ids: Mapping[str, int]) -> list[str]:
+    """A text, cut at its special tokens: every second part is one."""
+    tokens = sorted((token for token in special_ids if token in text), key=len, reverse=True)
+    return re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
+
+
+def _literal(text: str, special_ids: Mapping[str, int]) -> str:
+    """A text for Lark, which knows special tokens by their ids."""
+    parts = ((part, index % 2) for index, part in enumerate(_cut(text, special_ids)) if part)
+    return " ".join(f"<[{special_ids[part]}]>" if is_special else json.dumps(part) for part, is_special in parts)

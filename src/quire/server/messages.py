@@ -139,8 +139,9 @@ def _history(message: InputMessage) -> list[dict[str, Any]]:
 
 
 def _function(tool: Tool) -> dict[str, Any]:
-    about = {} if tool.description is None else {"description": tool.description}
-    return {"type": "function", "function": {"name": tool.name, **about, "parameters": tool.input_schema}}
+    about = {"description": tool.description, "strict": tool.strict}
+    given = {name: value for name, value in about.items() if value is not None}
+    return {"type": "function", "function": {"name": tool.name, **given, "parameters": tool.input_schema}}
 
 
 def _tool_choice(wish: ToolWish) -> str | dict[str, Any]:

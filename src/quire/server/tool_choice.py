@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from quire.formats.answer_formats import HARMONY_REASONING
 from quire.sampling_params import StructuredOutputsParams
 from quire.server.protocol.chat import ChatRequest
 from quire.server.text.parser import CALL_LIST, AnswerParser
+from quire.server.text.strict_calls import STRICT_FORMATS
 from quire.settings import ServerSettings
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -49,7 +51,8 @@ class ToolChoice:
         most_calls = 1 if body.parallel_tool_calls is False else None
         if choice in (None, "auto"):
             _check_automatic(settings)
-            return cls(settings.tool_call_parser, most_calls=most_calls)
+            constraint = None if body.constraint() is not None else _strict(body.tools, schemas, settings)
+            return cls(settings.tool_call_parser, constraint=constraint, most_calls=most_calls)
         if choice == "required":
             constraint = StructuredOutputsParams(json=_call_list(schemas, most_calls))
             return cls(CALL_LIST, constraint=constraint, most_calls=most_calls)
@@ -110,6 +113,21 @@ def _schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
             )
         schemas[function["name"]] = {"type": "object", **parameters} if parameters else _NO_PARAMETERS
     return schemas
+
+
+def _strict(
+    tools: Sequence[Mapping[str, Any]], schemas: Mapping[str, Any], settings: ServerSettings
+) -> StructuredOutputsParams | None:
+    """A text in which calls of strict tools follow their schemas, and others are JSON; None: nothing is strict.
+
+    Only in the formats that say where a call begins and how it goes on.
+    """
+    strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
+    form = STRICT_FORMATS.get(settings.tool_call_parser or "")
+    if not strict or form is None:
+        return None
+    tag = form.tag({name: schema if name in strict else {"type": "object"} for name, schema in schemas.items()})
+    return StructuredOutputsParams(structural_tag=json.dumps(tag))
 
 
 def _named(choice: str | Mapping[str, Any] | None, schemas: Mapping[str, Any]) -> str:

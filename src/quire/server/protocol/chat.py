@@ -39,7 +39,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     @property
     def constraint_name(self) -> str:
-        return super().constraint_name if self.tool_choice in (None, "none", "auto") else "tools"
+        if self.tool_choice in (None, "auto"):  # strict tools are held to a structural tag
+            is_of_tools = self.structured_outputs is not None and self.structured_outputs.structural_tag is not None
+            return "tools" if self.tools and is_of_tools else super().constraint_name
+        return super().constraint_name if self.tool_choice == "none" else "tools"
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class Tool(msgspec.Struct, kw_only=True):
     description: str | None = None
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
+    strict: bool | None = None
 
 
 class ToolWish(msgspec.Struct):

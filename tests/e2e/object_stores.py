@@ -1,0 +1,104 @@
+"""Other people's servers of object stores: S3 (moto), Google's (fake-gcs-server) and Azure's (Azurite).
+
+Each is a context manager that gives the variables which tell a client of it, and has an empty bucket `models`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from email.utils import formatdate
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.serving import free_port
+
+AZURITE = Path(__file__).parent / "azure_store/node_modules/.bin/azurite-blob"
+# What Azurite documents: https://learn.microsoft.com/azure/storage/common/storage-use-azurite
+AZURITE_ACCOUNT = "devstoreaccount1"
+AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+
+@contextmanager
+def s3(folder: Path) -> Iterator[dict[str, str]]:
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        url = f"http://{host}:{port}"
+        httpx.put(f"{url}/models").raise_for_status()
+        yield {
+            "AWS_ENDPOINT_URL": url,
+            "AWS_ACCESS_KEY_ID": "an-access-key",
+            "AWS_SECRET_ACCESS_KEY": "a-secret",
+            "AWS_REGION": "us-east-1",
+        }
+    finally:
+        server.stop()
+
+
+@contextmanager
+def gs(folder: Path) -> Iterator[dict[str, str]]:
+    program = shutil.which("fake-gcs-server", path=Path(sys.executable).parent)
+    if program is None:
+        pytest.skip("fake-gcs-server is in the extra `store-server`")
+    flags = ("-scheme", "http", "-host", "127.0.0.1", "-backend", "memory")
+    with _program(lambda port: (program, *flags, "-port", str(port)), "/storage/v1/b") as url:
+        httpx.post(f"{url}/storage/v1/b", json={"name": "models"}).raise_for_status()
+        yield {"GOOGLE_BASE_URL": url, "GOOGLE_SKIP_SIGNATURE": "true"}
+
+
+@contextmanager
+def az(folder: Path) -> Iterator[dict[str, str]]:
+    if not AZURITE.exists() or shutil.which("node") is None:
+        pytest.skip("make test-full installs Azurite where npm is there")
+    flags = ("--silent", "--skipApiVersionCheck", "--disableTelemetry", "--location", str(folder))
+    with _program(lambda port: (str(AZURITE), *flags, "--blobPort", str(port)), "/") as url:
+        _make_container(url)
+        yield {
+            "AZURE_STORAGE_ENDPOINT": f"{url}/{AZURITE_ACCOUNT}",
+            "AZURE_STORAGE_ACCOUNT_NAME": AZURITE_ACCOUNT,
+            "AZURE_STORAGE_ACCOUNT_KEY": AZURITE_KEY,
+        }
+
+
+def _make_container(url: str) -> None:
+    """The request is signed as https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key says."""
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-12-02"}
+    lines = "".join(f"{name}:{value}\n" for name, value in headers.items())
+    text = f"PUT{chr(10) * 12}{lines}/{AZURITE_ACCOUNT}/{AZURITE_ACCOUNT}/models\nrestype:container"
+    signature = base64.b64encode(hmac.digest(base64.b64decode(AZURITE_KEY), text.encode(), "sha256")).decode()
+    headers["Authorization"] = f"SharedKey {AZURITE_ACCOUNT}:{signature}"
+    httpx.put(f"{url}/{AZURITE_ACCOUNT}/models?restype=container", headers=headers).raise_for_status()
+
+
+SERVERS: Mapping[str, Callable[[Path], AbstractContextManager[dict[str, str]]]] = {"s3": s3, "gs": gs, "az": az}
+
+
+@contextmanager
+def _program(command: Callable[[int], tuple[str, ...]], path: str) -> Iterator[str]:
+    """The URL of a program on a free port that answers there."""
+    port = free_port()
+    process = subprocess.Popen(command(port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 60
+        while True:
+            try:
+                httpx.get(url + path)
+                break
+            except httpx.TransportError:
+                assert process.poll() is None, f"{command(port)[0]} ended with {process.returncode}"
+                assert time.monotonic() < end, f"{command(port)[0]} does not answer"
+                time.sleep(0.05)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
