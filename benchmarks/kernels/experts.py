@@ -9,18 +9,21 @@ Routing is uniform, or by Zipf: the expert of rank r has probability ~ 1 / r. `-
 (`none`: bfloat16).
 
     python benchmarks/kernels/experts.py --models OLMoE-1B-7B --quantization int4 --rows 1,8,32,512
+    python benchmarks/kernels/experts.py --models OLMoE-1B-7B,Qwen3-30B-A3B --save HARDWARE
+
+--save writes benchmarks/results/HARDWARE/expert_products_DATE.md and .json.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ from quire.kernels.expert_stack import PackedStack, StackBuilder
 from quire.kernels.experts import combine, expert_linear, route
 from quire.kernels.ops import gated_activation
 from quire.kernels.routing import Routing, RoutingRule
+from quire.measure import report
 
 LAYERS = 3  # of a model, each with weights of its own
 BURST_S = 0.05
@@ -96,7 +100,7 @@ def measure(
     """Medians over calls."""
     x_TD, turns, logits = torch.randn(T, shape.D).to(DTYPE), itertools.cycle(layers), logits_of(T, shape.E, routing)
     operations = 2 * T * shape.S * 3 * shape.D * shape.I
-    found: dict[str, list[float]] = {"us": [], "hits": [], "share": [], "bandwidth": [], "peak": []}
+    found: dict[str, list[float]] = {"us": [], "hits": [], "share": [], "is_read": [], "bandwidth": [], "peak": []}
     deadline = time.perf_counter() + seconds
     while not found["us"] or time.perf_counter() < deadline:
         bandwidth, peak = cpu.read_bandwidth(256 << 20, repeats=2), peak_of()
@@ -108,11 +112,31 @@ def measure(
             made = layer(x_TD, logits_TE)[1]
             elapsed = time.perf_counter() - start
             hits = int((made.begins.diff() > 0).sum())
-            limit = max(hits * layer.expert_bytes / bandwidth, operations / peak)
-            numbers = (1e6 * elapsed, hits, limit / elapsed, bandwidth / 1e9, peak / 1e9)
+            reading, multiplying = hits * layer.expert_bytes / bandwidth, operations / peak
+            share, is_read = max(reading, multiplying) / elapsed, float(reading >= multiplying)
+            numbers = (1e6 * elapsed, hits, share, is_read, bandwidth / 1e9, peak / 1e9)
             for values, number in zip(found.values(), numbers, strict=True):
                 values.append(number)
     return {name: statistics.median(values) for name, values in found.items()}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The text of the result file."""
+    rows = sorted({reading["rows"] for reading in result["readings"]})
+    lines = [
+        *report.heading("Mixture-of-experts layers: the share of what the machine can do", result),
+        f"- {result['isa']}, {result['threads']} threads; a cell is the limit over the time of a call: routing, both"
+        " products, activation and sum. The limit is the larger of the bytes of the experts hit over the read bandwidth"
+        " (r) and the operations over the register-only peak (m).",
+        "",
+        *report.table_head("model | format | routing | " + " | ".join(f"{T} rows" for T in rows)),
+    ]
+    cases: dict[tuple[str, str, str], list[str]] = {}
+    for reading in result["readings"]:
+        case = (reading["model"], reading["quantization"], reading["routing"])
+        cases.setdefault(case, []).append(f"{reading['share']:.0%} {'r' if reading['is_read'] else 'm'}")
+    lines += [f"| {' | '.join((*case, *shares))} |" for case, shares in cases.items()]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -125,7 +149,7 @@ def main() -> None:
     parser.add_argument("--isa", default="", help="instruction set; default: the best present")
     parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
     parser.add_argument("--seconds", type=float, default=1.0, help="per reading")
-    parser.add_argument("--json", default="", help="write the readings to this file")
+    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     args = parser.parse_args()
     if args.isa:
         cpu.set_isa(args.isa)
@@ -148,9 +172,14 @@ def main() -> None:
                 f"({found['bandwidth']:.1f} GB/s, {found['peak']:.0f} GOP/s)",
                 flush=True,
             )
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"isa": cpu.isa(), "threads": args.threads, "readings": readings}, file, indent=1)
+    if args.save:
+        result = {
+            **report.environment("python", "benchmarks/kernels/experts.py"),
+            "isa": cpu.isa(),
+            "threads": args.threads,
+            "readings": readings,
+        }
+        report.save_published(Path(__file__).parents[1], "expert_products", args.save, result, markdown(result))
 
 
 if __name__ == "__main__":
