@@ -206,6 +206,45 @@ def test_a_step_that_one_rank_leaves(waits: float) -> None:
     assert second == [*others[:-4], 4, *others[-4:]]
 
 
+@pytest.mark.parametrize("leaver", range(4))
+@pytest.mark.parametrize("waits", [0.0, 0.2])
+def test_a_step_of_two_groups_that_one_rank_leaves(leaver: int, waits: float) -> None:
+    """Two lanes of two ranks, and all of them: others wait in either group, and none waits for ever."""
+    grid = Grid(width=2, num_lanes=2)
+    memory = make_memory(grid)
+    ranks = [ranks_on(memory, rank, grid, has_own_cores=False, timeout_seconds=10.0) for rank in range(4)]
+    os.close(memory)
+    found: list[list[int]] = [[] for _ in ranks]
+
+    def run(rank: int) -> None:
+        lane, everyone = ranks[rank].groups
+        for step in range(4):
+            for group in (lane, everyone):
+                group.begin_step()
+            try:
+                for turn in range(3):
+                    if rank == leaver and step in (1, 2) and turn == step:
+                        time.sleep(waits)
+                        raise OSError
+                    if rank == 1 and step == 1:
+                        time.sleep(waits / 2)  # one of its lane waits in the lane, the others in the other group
+                    lane.gather(torch.tensor([[turn]]), (1, 1))
+                    everyone.gather(torch.tensor([[turn]]), (1, 1, 1, 1))
+            except (OSError, StepVoid):
+                for group in (lane, everyone):
+                    group.void_step()
+                for group in (lane, everyone):
+                    group.leave_step()
+            else:
+                for group in (lane, everyone):
+                    group.end_step()
+                found[rank].append(step)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(run, range(4)))
+    assert found == [[0, 3]] * 4
+
+
 def test_a_step_is_left_although_a_rank_is_lost() -> None:
     first, second, _ = groups_of(3)
     for group in (first, second):

@@ -16,7 +16,7 @@ from tests.nursery import TorchPopen
 def forks() -> Iterator[None]:
     """Ranks and nodes that are processes are forks.
 
-    For each module: the scope of a package without `__init__.py` would be the session.
+    A package without `__init__.py` would have the session as scope, so each module has its own.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", TorchPopen)

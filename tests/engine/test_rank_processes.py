@@ -31,6 +31,7 @@ from tests.e2e.serving import INTERPRETER
 from tests.engine.harness import EOS, Prompt, run
 from tests.engine.ranks import LIMITS, ignore, started
 from tests.engine.test_sameness import brief
+from tests.engine.test_sameness_ranks import answers
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
@@ -51,7 +52,7 @@ EXPERTS = {
     "torch_dtype": "bfloat16",
     "vocab_size": 5000,
 }
-ENDLESS = Prompt((5, 7, 9), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
+ENDLESS = Prompt((5, 7, 9), SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True))
 
 
 def in_processes(folder: Path | None = None, drafter_folder: Path | None = None, **arguments: Any) -> StartedEngine:
@@ -136,6 +137,21 @@ def test_processes_with_whole_experts_that_move(tmp_path: Path) -> None:
     process = process_of(engine)
     engine.core.shutdown()
     assert process.returncode == 0
+
+
+def test_processes_of_two_lanes(tmp_path: Path) -> None:
+    """The lane of another process answers too, with logprobs. If its process is lost, the engine ends."""
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    form = {"max_model_len": 128, "load_format": "dummy"}
+    engine, one = (
+        in_processes(tmp_path, data_parallel_size=2, enable_expert_parallel=True, **form),
+        started(1, tmp_path, **form),
+    )
+    assert answers(engine.core) == answers(one.core)
+    record = engine.core.last_record
+    assert len(record.lanes) == len(record.ranks) == 2
+    check_that_it_is_named(engine, signal.SIGKILL)
+    engine.core.shutdown()
 
 
 def test_a_request_that_cannot_be_prepared_ends_alone(engine: StartedEngine) -> None:

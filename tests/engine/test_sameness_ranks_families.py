@@ -249,11 +249,6 @@ def test_experts_that_move_between_steps(
     [
         (DENSE, SHARES["neighbours"], "no experts that ranks could share"),
         ("qwen3_moe", SHARES["neighbours"] | {"tensor_parallel_size": 6}, "whole ones. Got 6. Expected .* 3, 4, 5[.]"),
-        (
-            "qwen2_moe",
-            SHARES["neighbours"] | {"tensor_parallel_size": 1, "data_parallel_size": 2},
-            "Replicas do not share experts",
-        ),
         ("qwen2_moe", {"enable_eplb": True}, "Only ranks that have whole experts"),
         ("qwen2_moe", {"eplb_config": {"num_redundant_experts": 2}}, "need --enable-eplb"),
         (

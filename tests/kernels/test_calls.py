@@ -146,6 +146,7 @@ def structs() -> set[str]:
         "StepVoid",
         "Gather",
         "Exchange",
+        "SharedAttention",
     }
     return {name for name, member in vars(cpu._C).items() if isinstance(member, type)} - others
 

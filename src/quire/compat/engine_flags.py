@@ -117,20 +117,18 @@ ATTENTION_AND_KERNELS: tuple[Foreign, ...] = (
 
 PARALLELISM: tuple[Foreign, ...] = (
     *refused(
-        "ranks divide the KV cache by heads, and not by tokens, in this version",
-        "Use --tensor-parallel-size",
-        off=(1,),
-        values="decode_context_parallel_size",
-    ),
-    *refused(
         "a prompt is computed in chunks by all ranks together",
         "Use --tensor-parallel-size",
         off=(1,),
         values="prefill_context_parallel_size",
     ),
     *accepted(
-        "it belongs to --decode-context-parallel-size, which is not in this version",
-        values="dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size",
+        "ranks that divide a KV cache have whole blocks of 256 tokens in turn",
+        values="dcp_kv_cache_interleave_size cp_kv_cache_interleave_size",
+    ),
+    *accepted(
+        "ranks that divide a KV cache exchange queries and partial results through memory that they share",
+        values="dcp_comm_backend",
         switches="dcp_q_replicate",
     ),
     *refused(OWN_REPLICAS, _OWN_SERVERS, off=(0,), values="data_parallel_rank data_parallel_start_rank"),

@@ -21,7 +21,9 @@ from quire.distributed.group import Link, Ranks
 from quire.distributed.layout import Grid
 from quire.distributed.network import SocketLink
 from quire.errors import ConfigError
+from quire.forward_batch import ForwardBatch, LayerCache
 from quire.kernels import cpu, extension
+from quire.kernels.layer_rules import AttentionRule
 
 SLOT_BYTES = 1 << 20  # of a rank in a turn; larger results take several turns
 # How long a waiting rank looks before it sleeps, if it has a core of its own; and if others need the core.
@@ -85,6 +87,7 @@ def ranks_on(
             group=found.get(grid.stage_members(rank)),
             before=link(grid.before(rank), rank),
             behind=link(rank, grid.behind(rank)),
+            everyone=found[tuple(grid.ranks_of(grid.node(rank)))] if grid.num_lanes > 1 else None,
         )
         on_error.pop_all()
     return ranks
@@ -152,16 +155,40 @@ class SharedMemoryGroup:
         self.bring(part, widths)
         return part[:, :0]
 
-    def exchange(self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range) -> Tensor:
-        out = torch.empty((rows_PN.shape[0], len(columns)), dtype=rows_PN.dtype, device=rows_PN.device)
+    def exchange(
+        self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range, num_rows: int | None = None
+    ) -> Tensor:
+        num_rows = rows_PN.shape[0] if num_rows is None else num_rows
+        out = torch.empty((num_rows, len(columns)), dtype=rows_PN.dtype, device=rows_PN.device)
         cpu.exchange(self._shared, rows_PN, begins, firsts, columns.start, out)
         return out
+
+    def attend(
+        self,
+        q_THE: Tensor,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        rule: AttentionRule,
+        heads: Sequence[int],
+        num_owners: int,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        owner = self.rank % num_owners
+        first = self.rank - owner
+        shape = (q_THE.shape[0], heads[self.rank], cache.v_BGPE.shape[3])
+        out_THV = torch.empty(shape, dtype=q_THE.dtype, device=q_THE.device)
+        members = (first, num_owners, owner, sum(heads[first : self.rank]))
+        cpu.shared_attention(self._shared, q_THE, cache, batch, rule, out_THV, sinks_H, members)
+        return out_THV
 
     def begin_step(self) -> None:
         self._shared.begin_step()
 
     def end_step(self) -> None:
         self._shared.end_step()
+
+    def void_step(self) -> None:
+        self._shared.void_step()
 
     def leave_step(self) -> None:
         self._shared.leave_step()
