@@ -159,8 +159,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         why = "physical cores allowed by affinity and cgroup quota"
         if device.num_efficient_cores:
             why = f"performance {why.removeprefix('physical ')}, without {device.num_efficient_cores} efficient cores"
-        if config.data_parallel_size > 1:
-            why += f", for each of {config.data_parallel_size} replicas"
+        if config.num_replicas > 1:
+            why += f", for each of {config.num_replicas} replicas"
         if num_ranks > 1:
             why += f", divided by {num_ranks} ranks"
         num_threads = put_or("num_threads", config.num_threads, device.num_cores, "device", why)
@@ -256,6 +256,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
             kv_cache_metrics_sample=config.kv_cache_metrics_sample,
             speculation=speculation,
             pipeline_parallel_size=config.pipeline_parallel_size,
+            data_parallel_size=config.data_parallel_size,
+            enable_expert_parallel=config.enable_expert_parallel,
         ),
         record,
         drafter=drafter_settings(config.speculative_config, model, form),
@@ -362,6 +364,8 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
     backend = config.distributed_executor_backend
     has_stages = config.pipeline_parallel_size > 1
     name = "pipeline_parallel_size" if has_stages else "tensor_parallel_size"
+    if config.num_lanes > 1:
+        name = "data_parallel_size"
     refused = (
         (device != "cpu", "a GPU", "Use --device cpu"),
         (backend == "uni", "--distributed-executor-backend uni, which is one process", "Leave it out, or give mp"),
@@ -373,11 +377,12 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
             "Use ngram or suffix in --speculative-config",
         ),
     )
-    kind = "Pipeline" if has_stages else "Tensor"
+    kinds = {"pipeline_parallel_size": "Pipeline parallelism", "tensor_parallel_size": "Tensor parallelism"}
+    kind = kinds.get(name, "Sharing experts by --enable-expert-parallel and --data-parallel-size")
     for is_refused, what, fix in refused:
         if is_refused:
             raise ConfigError(
-                f"{kind} parallelism does not go together with {what} in this version",
+                f"{kind} does not go together with {what} in this version",
                 value=getattr(config, name),
                 expected=f"{name} 1",
                 fix=f"{fix}, or leave --{name.replace('_', '-')} out",

@@ -54,7 +54,7 @@ def test_numbers_of_models(tmp_path: Path, name: str) -> None:
 
 
 def test_when_the_length_limits_the_kv_cache(tmp_path: Path) -> None:
-    """Where two contexts per running request are less than what is free; the numbers are those of the plan."""
+    """Where two contexts per running request are less than what is free; the plan has the same numbers."""
     model = load_model_config(write_config(tmp_path, "Qwen2.5-0.5B"))
 
     def explained(**settings: Any) -> tuple[str, int]:
@@ -143,9 +143,26 @@ def test_what_each_rank_holds(tmp_path: Path) -> None:
     assert explanation.settings["enable_expert_parallel"].detail == "3 + 3 + 2 experts of a layer, by ranks"
     whole = explain("m", EngineConfig(), ServerConfig(), model, DEVICE)
     assert whole.ranks == ()
+    dense = {layer.kernel for layer in whole.layers if not layer.num_experts}
+    assert {layer.kernel for layer in whole.layers if layer.num_experts} == {f"grouped by expert: {x}" for x in dense}
+    assert "kernel  grouped by expert: " in whole.text()
     on_all = 28 * 2 * (2 * 1024 + 2 * 128 + 64 * 1024) + 2 * 1024  # norms, and routers in panels, in bfloat16
     more = sum(rank["weight_bytes"] for rank in ranks) - whole.settings["weight_bytes"].value
     assert more == 2 * on_all
+
+
+def test_lanes_and_replicas_are_told_apart(tmp_path: Path) -> None:
+    """With -ep, -dp is one engine whose lanes share experts; without, copies of the model."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
+    model = load_model_config(write_config(tmp_path, "Qwen3-0.6B", architectures=["Qwen3MoeForCausalLM"], **experts))
+    lanes = explain("m", EngineConfig(data_parallel_size=3, enable_expert_parallel=True), ServerConfig(), model, DEVICE)
+    assert "\nlanes    3 in one engine, which share experts; the lines below" in lanes.text()
+    assert [rank["num_experts"] for rank in lanes.as_dict()["ranks"]] == [3, 3, 2]
+    replicas = explain("m", EngineConfig(data_parallel_size=3), ServerConfig(), model, DEVICE)
+    assert "\nreplicas 3, and the lines below" in replicas.text()
+    assert replicas.ranks == ()
+    whole = replicas.settings["weight_bytes"].value
+    assert 0.5 * whole < lanes.settings["weight_bytes"].value < 0.7 * whole
 
 
 def test_what_an_earlier_start_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

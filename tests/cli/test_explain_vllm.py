@@ -75,7 +75,7 @@ def _words(entry: Foreign, flag: str) -> str:
 
 
 def test_every_engine_flag_of_vllm_is_classified() -> None:
-    """All 252, and those of the server, in every spelling: none is unknown, and each says something."""
+    """All 252, and the server's, in every spelling: none is unknown, and each says something."""
     assert len(LINES[:NUM_ENGINE_FLAGS]) == NUM_ENGINE_FLAGS
     assert LINES[NUM_ENGINE_FLAGS - 1] == "--guide"
     for column in range(max(len(line.split()) for line in LINES)):

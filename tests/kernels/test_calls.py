@@ -135,7 +135,7 @@ FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def structs() -> set[str]:
-    """Those that kernels are called by: not the indexes of text, which draft, nor what ranks share."""
+    """The structs that kernels are called by: not the indexes of text, which draft, nor what ranks share."""
     others = {
         "KernelCall",
         "NgramIndex",

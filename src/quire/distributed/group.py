@@ -55,11 +55,14 @@ class Group(Protocol):
         """The same for the first rank alone; others get [T, 0]."""
         ...
 
-    def exchange(self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range) -> Tensor:
+    def exchange(
+        self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range, num_rows: int | None = None
+    ) -> Tensor:
         """Some columns of the rows of all ranks, [P, C], in memory of its own.
 
         Args:
-            rows_PN: this rank has filled its own rows. Rank r has rows begins[firsts[r]] to begins[firsts[r + 1]].
+            num_rows: P, if `rows_PN` has only the rows of this rank. None: it has filled its own among all rows.
+            rows_PN: Rank r has rows begins[firsts[r]] to begins[firsts[r + 1]].
             begins: int32, ascending from 0 to P, and equal on all ranks.
             columns: that this rank wants.
 
@@ -98,6 +101,10 @@ class Group(Protocol):
 
     def end_step(self) -> None:
         """Behind it."""
+        ...
+
+    def void_step(self) -> None:
+        """Before `leave_step`, by a rank of several groups: it waits in one of them while others learn of it."""
         ...
 
     def leave_step(self) -> None:
@@ -144,7 +151,8 @@ class Ranks:
     Attributes:
         rank: its number among all of them.
         failing: tells all of them.
-        group: those that share its stage; None: it has the stage alone.
+        group: those that share its stage, or its lane; None: it has that alone.
+        everyone: those of all lanes, which share experts; None: there are no lanes.
         before: brings the input; None: it is in the first stage.
         behind: takes the output; None: it is in the last stage.
     """
@@ -155,11 +163,17 @@ class Ranks:
     group: Group | None = None
     before: Link | None = None
     behind: Link | None = None
+    everyone: Group | None = None
 
     @property
     def samples(self) -> bool:
-        """Others learn the tokens."""
-        return self.rank == 0
+        """Others learn the tokens. The first rank of each lane does, or the first one of the last stage."""
+        return self.behind is None and self.grid.place(self.rank) == 0
+
+    @property
+    def groups(self) -> list[Group]:
+        """Whose steps it takes."""
+        return [group for group in (self.group, self.everyone) if group is not None]
 
     def fail(self) -> None:
         """This rank cannot go on. Nor can the others."""
@@ -168,7 +182,7 @@ class Ranks:
     @property
     def waited_seconds(self) -> float:
         """For others, so far."""
-        return sum(each.waited_seconds for each in (self.group, self.before, self.behind) if each is not None)
+        return sum(each.waited_seconds for each in (*self.groups, self.before, self.behind) if each is not None)
 
     def close(self) -> None:
         """Leave the others."""

@@ -29,6 +29,7 @@ from quire.kernels.grouped_weight import GroupedWeight
 
 if TYPE_CHECKING:
     from quire.kernels.layer_rules import AttentionRule, HeadRotation, LatentRotation
+    from quire.kernels.lora import RowAdapters
     from quire.kernels.routing import Routing, RoutingRule
 
 _C: Any = extension.C  # None: installed without a compiler, so ops run on plain torch
@@ -171,12 +172,13 @@ def packed_weight(
     return _C.PackedWeight(data=data, n=N, k=K, form=form, order=order_K, fp8_group_size=fp8_group_size)
 
 
-def gemm(x_MK: Tensor, weight: Any, bias_N: Tensor | None, out_MN: Tensor) -> None:
-    """out = x @ weight.T + bias. Rows of x and out may be strided; the last dimension is contiguous.
+def gemm(x_MK: Tensor, weight: Any, bias_N: Tensor | None, out_MN: Tensor, adapters: RowAdapters | None = None) -> None:
+    """out = x @ weight.T + bias, plus what adapters add. Rows of x and out may be strided.
 
-    `weight`: from `packed_weight`.
+    The last dimension is contiguous. `weight`: from `packed_weight`.
     """
-    _C.Gemm(x=x_MK, weight=weight, bias=bias_N, out=out_MN).run()
+    table, slots_M = (None, None) if adapters is None else (adapters.table.compiled, adapters.slots_T)
+    _C.Gemm(x=x_MK, weight=weight, bias=bias_N, out=out_MN, adapters=table, adapter_slots=slots_M).run()
 
 
 def gemm_heads(x_THK: Tensor, weight: Any, out_THN: Tensor) -> None:

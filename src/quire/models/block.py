@@ -6,7 +6,7 @@ Dimensions: T tokens, D hidden, H query heads, G kv heads, E head dim, I interme
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -41,6 +41,7 @@ from quire.layers.up_projection import UpProjection
 from quire.layers.weight_slot import AnySlots
 from quire.model_config import ModelConfig
 from quire.models.latent import LatentAttention
+from quire.moe.dispatch import Dispatch
 from quire.moe.layer import ChoiceBias, MoE
 from quire.moe.stack import ExchangedStack, ExpertStack, JoinedStack, SplitStack, make_stack
 
@@ -91,7 +92,8 @@ class Sublayer:
         if self._output_norm is not None:
             y_TD = self._output_norm(y_TD, out=y_TD)
         if self.next_norm is None:
-            return residual_TD.add_(y_TD, alpha=self._multiplier)
+            # Rounded before the sum too, as a norm rounds it.
+            return residual_TD.add_(y_TD if self._multiplier == 1.0 else y_TD.mul_(self._multiplier))
         return self.next_norm.add(y_TD, residual_TD, self._multiplier)
 
 
@@ -158,6 +160,7 @@ class LayerBuilder:
     rope_table: Callable[[RopeConfig], Tensor]  # cos_sin_LR
     backend: Callable[[AttentionSpec], AttentionBackend]
     group: Group | None  # the ranks that share the layer
+    dispatch: Dispatch | None  # of lanes, which share the layer's experts
     num_kv_owners: int = 1  # of them have a KV cache together
     parts: list[tuple[str, Weighted]] = field(default_factory=list)  # (prefix of its tensors' names, part)
     mixtures: list[MoE] = field(default_factory=list)
@@ -295,6 +298,8 @@ class LayerBuilder:
 
     def experts(self, spec: Experts) -> MoE:
         """Experts and their router."""
+        if self.dispatch is not None and self.group is not self.dispatch.group:
+            return replace(self, group=self.dispatch.group).experts(spec)
         router, choice_bias = self.gate(spec.router.linear), None
         if spec.router.has_bias_for_choice:
             choice_bias = ChoiceBias(spec.num_routed)
@@ -309,7 +314,7 @@ class LayerBuilder:
         shared = None if spec.shared is None else self.mlp(spec.shared, keeps_part=True)
         shared_gate = None if spec.shared_gate is None else self.gate(spec.shared_gate)
         parts = (gate_up, down, shared, shared_gate)
-        self.mixtures.append(MoE(spec, router, choice_bias, *parts, self.device, join))
+        self.mixtures.append(MoE(spec, router, choice_bias, *parts, self.device, join, self.dispatch))
         return self.mixtures[-1]
 
 

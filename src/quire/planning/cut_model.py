@@ -24,10 +24,15 @@ MOST_DEGREES = 64  # ranks per copy that are looked at where the legal numbers a
 
 @dataclass(frozen=True)
 class ExpertCut:
-    """Ranks have whole experts. `distributed.layout.place_experts` explains both."""
+    """Ranks have whole experts. `distributed.layout.place_experts` explains strategy and redundant experts.
+
+    Attributes:
+        num_lanes: that share experts. Each has all other layers.
+    """
 
     strategy: str = "linear"
     num_redundant: int = 0
+    num_lanes: int = 1
 
 
 class ModelCut:
@@ -42,9 +47,28 @@ class ModelCut:
 
     def __init__(self, model: ModelConfig, num_parts: int, experts: ExpertCut | None = None) -> None:
         self._model, self._num_parts, self._experts = model, num_parts, experts
+        self._num_lanes = 1 if experts is None else experts.num_lanes
 
-    def part(self, rank: int = 0) -> ModelConfig:
-        """What one rank holds; the first one holds the most. Raises ModelConfigError if the model cannot be cut so."""
+    def part(self, rank: int = 0, lane: int = 0) -> ModelConfig:
+        """What one rank holds; the first one holds the most. Raises ModelConfigError if the model cannot be cut so.
+
+        Args:
+            rank: in its lane.
+        """
+        if self._num_lanes == 1:
+            return self._part(rank)
+        # All ranks share experts, as if they were of one lane: the rest is cut among those of a lane.
+        own = ModelCut(self._model, self._num_parts, ExpertCut())._part(rank)
+        cut = ModelCut(self._model, self._num_parts * self._num_lanes, self._experts)
+        layers = tuple(
+            replace(layer, feed_forward=cut._feed_forward(whole.feed_forward, lane * self._num_parts + rank))
+            if isinstance(whole.feed_forward, Experts)
+            else layer
+            for layer, whole in zip(own.layers, self._model.layers, strict=True)
+        )
+        return replace(own, layers=layers)
+
+    def _part(self, rank: int) -> ModelConfig:
         model = self._model
         if self._num_parts == 1 or not model.is_shared:
             return model
@@ -140,7 +164,7 @@ class ModelCut:
             columns = self._outputs(part.shared.down)
             shared = self._mlp(part.shared, rank, columns)
         experts = place_experts(num_experts, self._num_parts, cut.strategy, num_redundant)
-        placement = Placement(rank, experts, tuple(columns))
+        placement = Placement(rank, experts, tuple(columns), cut.num_lanes)
         gate_up, down = (
             replace(linear, num_experts=len(placement.own), placement=placement) for linear in part.expert.linears
         )

@@ -111,7 +111,7 @@ class Layout:
 
     Args:
         context: ranks that divide a KV cache.
-        has_whole_experts: the ranks of a stage do, and not rows of all.
+        has_whole_experts: the ranks of a stage do, and not rows of all. Several copies share them: they are lanes.
         weight_bytes: of the rank that holds the most.
         num_tokens: that the KV caches of all copies hold; 0: the weights do not fit.
     """
@@ -162,18 +162,20 @@ def layouts(form: Form, model: ModelConfig, device: DeviceFacts, count: int) -> 
             copies, rest = divmod(count, tensor * pipeline)
             if rest:
                 continue
-            for whole in (False, True) if tensor > 1 and model.experts() else (False,):
+            may_be_whole = (tensor > 1 and (copies == 1 or pipeline == 1)) or (pipeline == 1 and copies > 1)
+            for whole in (False, True) if may_be_whole and model.experts() else (False,):
                 engine = replace(
                     form.engine,
                     tensor_parallel_size=tensor,
                     pipeline_parallel_size=pipeline,
+                    data_parallel_size=copies if whole else 1,
                     enable_expert_parallel=whole,
                 )
                 try:
                     parts = [part_of_rank(model, engine, rank) for rank in range(0, tensor * pipeline, tensor)]
                 except ConfigError:  # the model cannot be cut so
                     continue
-                for context in legal_divisions(model, tensor):
+                for context in legal_divisions(model, tensor) if engine.num_lanes == 1 else (1,):
                     resolved = _divided(form.resolved, context)
                     fits = [
                         fit_of(form, part, device, weight_bytes(form, part), KvPages.of(resolved, part))
@@ -214,7 +216,7 @@ class LayoutPlan:
         """The layout that was asked for, in each format."""
         engine = self.engine
         degrees = (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.data_parallel_size)
-        whole = engine.enable_expert_parallel and engine.tensor_parallel_size > 1
+        whole = engine.enable_expert_parallel and engine.tensor_parallel_size * engine.num_lanes > 1
         wanted = (*degrees, engine.decode_context_parallel_size, whole)
         found = ((row.tensor, row.pipeline, row.copies, row.context, row.has_whole_experts) for row in self.rows)
         return [row for row, each in zip(self.rows, found, strict=True) if each == wanted]
@@ -269,6 +271,8 @@ class LayoutPlan:
             num_names=2,
         )
         yield "A request passes all stages, so -pp makes no answer faster; -tp does, and -dp serves more requests."
+        if any(row.has_whole_experts and row.copies > 1 for row in self.rows):
+            yield "With -dp and -ep, copies are lanes of one engine and share the experts; without -ep, each has all."
 
 
 def _tokens(count: int) -> str:
@@ -287,6 +291,6 @@ def lay_out(
     alone = replace(engine.undivided(), **ONE_DEVICE)
     forms, _ = possible_forms(alone, model, device)
     forms = [form for form in forms if form.kv_cache_dtype == engine.kv_cache_dtype]
-    count = engine.num_ranks * engine.data_parallel_size
+    count = engine.num_ranks * engine.num_replicas
     rows = [row for form in forms for row in layouts(form, model, device, count)]
     return LayoutPlan(model_name, model, engine, memory_name, rank_shares(model, engine, forms[0].resolved), rows)

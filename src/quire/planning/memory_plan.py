@@ -93,6 +93,8 @@ def _buffer_width(model: ModelConfig, layer: LayerSpec) -> int:
                 inner = max(inner, results + _of_mlp(part.shared, model.hidden_size))
                 results += model.hidden_size
             inner = max(inner, results + model.hidden_size)
+            if part.placement is not None and (num_lanes := part.placement.num_lanes) > 1:  # beside the rows of all
+                inner = num_lanes * (inner + model.hidden_size)
         else:
             inner = sum(linear.out_features for linear in layer.active_linears())
         own_norm = 0 if norms.before is None else model.hidden_size

@@ -91,8 +91,9 @@ class OnHost:
         watched = model.watch_experts() if is_watched and isinstance(model, Decoder) else []
         balancer = None
         if form.balancing is not None and watched:
-            assert self._ranks is not None and self._ranks.group is not None, "one rank has nothing to exchange"
-            balancer = ExpertBalancer(watched, self._ranks.group, form.balancing)
+            group = None if self._ranks is None else self._ranks.everyone or self._ranks.group
+            assert group is not None, "one rank has nothing to exchange"
+            balancer = ExpertBalancer(watched, group, form.balancing)
         experts = ExpertCounter(watched, balancer) if form.expert_metrics and watched else None
         mode, ranks = form.logprobs_mode, self._ranks
         is_in_time = settings.steps_in_flight == 1 or (ranks is not None and ranks.grid.num_stages > 1)
@@ -123,10 +124,10 @@ def _measure_step(model: CausalLM, settings: WorkerSettings, ranks: Ranks | None
     own_pages = page_share(form.decode_context_parallel_size, ranks)
     inputs = InputBatch(1, num_tokens, form.block_size, model.config.vocab_size, num_tables(groups), pages=own_pages)
     runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), ranks=ranks)
-    num_counted = min(COUNTED_TOKENS, num_tokens)
-    buffer_bytes = _count_buffers(runner, _profile_batch(num_counted, pages))
+    num_counted, num_lanes = min(COUNTED_TOKENS, num_tokens), 1 if ranks is None else ranks.grid.num_lanes
+    buffer_bytes = _count_buffers(runner, _profile_batch(num_counted, pages, num_lanes))
     watch = Stopwatch()
-    result = runner.execute(_profile_batch(num_tokens, pages))
+    result = runner.execute(_profile_batch(num_tokens, pages, num_lanes))
     waited = watch.lap().waited
     seconds = result.prepare_seconds + result.forward_seconds + result.sample_seconds
     return buffer_bytes * budget // num_counted, num_tokens, Lap(seconds, waited)
@@ -145,7 +146,8 @@ def _count_buffers(runner: ModelRunner, batch: ScheduledBatch) -> int:
     return buffers.peak_bytes
 
 
-def _profile_batch(num_tokens: int, pages: list[int]) -> ScheduledBatch:
+def _profile_batch(num_tokens: int, pages: list[int], num_lanes: int) -> ScheduledBatch:
+    """The same in each lane."""
     params = SamplingParams(temperature=0.0, max_tokens=1)
     row = NewRow("profile", [0] * num_tokens, num_tokens, params, pages)
     return ScheduledBatch(
@@ -156,4 +158,5 @@ def _profile_batch(num_tokens: int, pages: list[int]) -> ScheduledBatch:
         num_logits=[1],
         new_block_ids=[[]],
         new_rows=[row],
+        lane_tokens=[num_tokens] * num_lanes if num_lanes > 1 else [],
     )

@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from quire.distributed.layout import PageShare
-from quire.forward_batch import ForwardBatch, HostStep, LayerCache, StepTable
+from quire.forward_batch import ForwardBatch, HostStep, LaneRows, LayerCache, StepTable
 from quire.grammar.matchers import Grammars
 from quire.sampling.batch_params import SamplingState
 from quire.schedule import MAX_FORCED_TOKENS, NewRow, RowsFailedError, ScheduledBatch
@@ -40,6 +40,7 @@ class StepRows:
     drafts: Drafts | None = None
     ahead: int = 0  # each position reads the token that is this number of places behind it
     adapter_slots_S: NDArray[np.int32] | None = None  # None: no row has an adapter, or the model takes none
+    lane_tokens: Sequence[int] = ()  # of this step in each lane; empty: there is one lane
 
     def expecting_rows(self) -> NDArray[np.int64]:
         """Rows, in the arrays, that sample one token. How many those with drafts get is known with the result."""
@@ -73,6 +74,7 @@ class StagedStep:
     parameters: tuple[Tensor, ...]  # of ops.sample; empty: all rows are greedy
     host: HostStep
     padding: Padding | None  # None: it was brought to no size
+    lanes: LaneRows | None = None  # None: there is one lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +262,8 @@ class InputBatch:
         if any(batch.draft_token_ids):
             drafts = Drafts.of(batch.num_logits, batch.draft_token_ids)
             return StepRows(rows_S, starts_S, lens_S, drafts.sampling_R, drafts, adapter_slots_S=slots_S)
-        return StepRows(rows_S, starts_S, lens_S, np.flatnonzero(batch.num_logits), adapter_slots_S=slots_S)
+        sampling_R, lanes = np.flatnonzero(batch.num_logits), batch.lane_tokens
+        return StepRows(rows_S, starts_S, lens_S, sampling_R, adapter_slots_S=slots_S, lane_tokens=lanes)
 
     def stage(
         self, step: StepRows, parameters: Sequence[NDArray[Any]] = (), pad_to: Padding | None = None
@@ -325,6 +328,7 @@ class InputBatch:
             parameters=tuple(put(values, len(values), values.dtype) for values in parameters),
             host=HostStep(rows_S, lens_S, ends_S, self.block_tables_NCM, None if pad_to is None else pad_to.rows),
             padding=pad_to,
+            lanes=LaneRows.of(step.lane_tokens),
         )
         arrays.send()
         return staged
@@ -354,6 +358,7 @@ class InputBatch:
             caches=caches,
             adapter_slots_T=staged.adapter_slots_T,
             hidden_TD=hidden_TD,
+            lanes=staged.lanes,
         )
 
     def expect_tokens(self, staged: StagedStep, step: StepRows, token_ids_R: Tensor) -> ExpectedTokens:

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from quire.distributed.group import Ranks
 from quire.formats.kv_groups import kv_groups, pages_alone
+from quire.forward_batch import LaneRows
 from quire.kernels import gpu
 from quire.logs import get_logger
+from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.sampling.following import SharedSampler
 from quire.sampling.logprobs import entries, scores
@@ -172,7 +174,24 @@ class ModelRunner:
         self._in_flight.append(pending)
         return pending
 
+    def _join_lanes(self, batch: ScheduledBatch, lanes: LaneRows) -> PendingStep:
+        """A step of other lanes: this one has no rows, and experts for theirs."""
+        assert isinstance(self.model, Decoder), "lanes share experts"
+        result, start = StepResult(batch.step_id, []), self.device.mark()
+        self.model.join_lanes(lanes)
+        self._count_experts(result)
+        end = self.device.mark()
+        return PendingStep(self, result, _Launched(), self.device.download([]), (start, end, end))
+
+    def _count_experts(self, result: StepResult) -> None:
+        if self.balancer is not None:
+            self.balancer.count()
+        if self._experts is not None:
+            result.experts = self._experts.count()
+
     def _launch(self, batch: ScheduledBatch) -> PendingStep:
+        if not batch.request_ids and (lanes := LaneRows.of(batch.lane_tokens)) is not None:
+            return self._join_lanes(batch, lanes)
         started = time.perf_counter()
         inputs, device = self.input_batch, self.device
         result = StepResult(batch.step_id, [[] for _ in batch.request_ids])
@@ -196,10 +215,7 @@ class ModelRunner:
             masks = self.sampler.start_masks(sampled_rows, before)
         start = device.mark()
         hidden_TD = self.forward_pass.hidden(step, staged)
-        if self.balancer is not None:
-            self.balancer.count()
-        if self._experts is not None:
-            result.experts = self._experts.count()
+        self._count_experts(result)
         launched = _Launched(sampling.tolist(), drafts)
         if is_sampling:
             logits_RV = self.forward_pass.logits(staged, hidden_TD)
