@@ -111,7 +111,7 @@ def main() -> None:
         for engine in engines.values():
             engine.core.shutdown()
     result = {
-        **report.environment("python", f"benchmarks/divided_kv.py {args.model} --tokens {args.tokens}"),
+        **report.environment("python", "benchmarks/divided_kv.py"),
         "rounds": rounds,
     }
     lines = [*report.heading(f"A KV cache that two ranks divide, {args.model}, {args.tokens:,} tokens", result)]
