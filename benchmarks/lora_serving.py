@@ -47,7 +47,7 @@ from quire.planning.hardware import this_machine
 from quire.resolve import resolve
 from quire.sampling_params import SamplingParams
 
-PROMPT_TOKENS, TOP_TOKEN = 32, 4000
+PROMPT_TOKENS, STREAM_TOKENS, TOP_TOKEN = 32, 2000, 4000
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -144,7 +144,7 @@ def config_of(arguments: argparse.Namespace, **given: Any) -> EngineConfig:
     return EngineConfig(
         model=arguments.model,
         quantization=arguments.quantization,
-        max_model_len=4096,
+        max_model_len=STREAM_TOKENS + PROMPT_TOKENS,
         kv_cache_memory_bytes=1 << 30,
         enable_prefix_caching=False,
         enable_lora=True,
@@ -162,11 +162,15 @@ async def swaps(arguments: argparse.Namespace, folders: Sequence[Path]) -> dict[
             if number != 1:
                 await engine.adapters.load(f"adapter-{number}", str(folder))
         waits = {"idle": await first_tokens(engine, folders)}
-        times: list[list[float]] = [[] for _ in range(arguments.streams)]
-        streams = [
-            asyncio.create_task(answer(engine, number, "adapter-0" if number % 2 else None, 4000, each))
-            for number, each in enumerate(times)
-        ]
+        times: list[list[float]] = []  # of requests
+
+        async def stream(number: int) -> None:
+            for again in itertools.count():
+                times.append([])
+                adapter = "adapter-0" if number % 2 else None
+                await answer(engine, 100 * again + number, adapter, STREAM_TOKENS, times[-1])
+
+        streams = [asyncio.create_task(stream(number)) for number in range(arguments.streams)]
         await asyncio.sleep(2)
         windows: dict[str, list[tuple[float, float]]] = {"still": [], "swapping": []}
         taken: list[float] = []
@@ -187,8 +191,8 @@ async def swaps(arguments: argparse.Namespace, folders: Sequence[Path]) -> dict[
                     await engine.adapters.unload("swapped")
                 spans.append((begin, time.perf_counter()))
         waits["beside the streams"] = await first_tokens(engine, folders)
-        for stream in streams:
-            stream.cancel()
+        for task in streams:
+            task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
     gaps = {
         kind: [
