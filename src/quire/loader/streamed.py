@@ -86,6 +86,6 @@ class _Memory:
 
 
 def _pages(num_bytes: int) -> Bytes:
-    """Huge ones: with 4 KiB each, new pages take a third of the time (benchmarks/NOTES.md)."""
+    """Huge ones: small new pages cost a seventh of the rate (benchmarks/NOTES.md)."""
     mapped, begin = map_huge_pages(num_bytes)
     return np.frombuffer(mapped, dtype=np.uint8, count=num_bytes, offset=begin)
