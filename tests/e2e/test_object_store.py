@@ -9,9 +9,9 @@ import pytest
 
 import quire.demo
 from quire import LLM, SamplingParams
-from tests.e2e.object_stores import SERVERS
+from tests.e2e.object_stores import SERVERS, upload
 
-obstore = pytest.importorskip("obstore")
+pytest.importorskip("obstore")
 pytestmark = pytest.mark.slow
 
 OPTIONS = {"max_model_len": 256, "max_num_seqs": 4, "num_gpu_blocks_override": 50, "device": "cpu"}
@@ -24,11 +24,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with SERVERS[request.param](tmp_path_factory.mktemp("store")) as environment, pytest.MonkeyPatch.context() as patch:
         for name, value in {**environment, "QUIRE_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}.items():
             patch.setenv(name, value)
-        url = f"{request.param}://models/demo/target"
-        store = obstore.store.from_url(url, client_options={"allow_http": True})
         for path in quire.demo.path("target").iterdir():
-            obstore.put(store, path.name, path)
-        yield url
+            upload(request.param, environment, "demo/target", path)
+        yield f"{request.param}://models/demo/target"
 
 
 def answers(**options: object) -> list[str]:

@@ -39,7 +39,7 @@ from quire.resolve import shown_bytes
 SCHEMES = ("s3://", "gs://", "az://")
 MANIFEST = ".objects.json"  # of a mirror with holes
 LEAST_PIECE_BYTES, PIECE_BYTES = 1 << 20, 8 << 20  # of one request
-CHUNK_BYTES = 256 << 10  # that come from the client library at once, beside the pieces
+CHUNK_BYTES = 64 << 10  # that come from the client library at once; the heap has these, and maps larger ones anew
 NUM_READERS = 16  # requests at once
 AHEAD = 0.1  # of a file is read ahead, at most 128 MiB
 FIRST_BYTES = 1 << 20  # of a file of weights: most headers are shorter

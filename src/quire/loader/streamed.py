@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 
 from quire.kernels.memory_piece import MemoryPiece
+from quire.kernels.weight_memory import map_huge_pages
 from quire.loader.object_store import NUM_READERS, Bytes, StoredObject, fill_ahead, piece_bytes
 from quire.loader.safetensors_headers import TensorEntry
 
@@ -86,4 +86,6 @@ class _Memory:
 
 
 def _pages(num_bytes: int) -> Bytes:
-    return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
+    """Huge ones: small new pages cost a seventh of the rate (benchmarks/NOTES.md)."""
+    mapped, begin = map_huge_pages(num_bytes)
+    return np.frombuffer(mapped, dtype=np.uint8, count=num_bytes, offset=begin)
