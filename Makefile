@@ -31,9 +31,9 @@ $(VENV)/.installed-%: pyproject.toml $(STAMP)
 	$(BIN)/python tools/install.py --extra $*
 	touch $@
 
-# Tests share the cores: some wait for processes, others compute. Each process has neighbouring tests, which share
-# servers and models, and one that has done its own takes over some of the other's.
-TEST_PROCESSES ?= 2
+# Tests share the cores: some wait for processes, others compute, so two cores are busy with three. Each process has
+# neighbouring tests, which share servers and models, and one that has done its own takes over some of another's.
+TEST_PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal
 
 test: $(VENV)/.installed-test  ## what CI runs
