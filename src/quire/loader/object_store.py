@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import fnmatch
 from functools import cache
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -51,10 +51,14 @@ RETRIES: dict[str, Any] = {
     "backoff": {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=5), "base": 2},
 }
 Bytes = NDArray[np.uint8]
+T = TypeVar("T")
 _URL = re.compile(r"(?:s3|gs|az)://[A-Za-z0-9][\w.-]*(?:/[^/?#@\\\0]+)*/?", re.ASCII)
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 _SECRETS = re.compile(r"(?:AWS|AZURE|GOOGLE)_.*(?:KEY|TOKEN|SECRET|SAS|ACCOUNT)", re.IGNORECASE)
-_ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AZURE_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+_ENDPOINTS = (
+    *("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
+    *("AZURE_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL"),
+)
 _ACCESS = "Set the credentials in the environment (docs/object-stores.md); AWS_SKIP_SIGNATURE=true reads public buckets"
 
 
@@ -86,20 +90,27 @@ class StoredObject:
 
     def read(self, begin: int, end: int) -> bytes:
         """The bytes from begin to end. Raises like `fill`."""
-        return bytes(self.fill(np.empty(end - begin, dtype=np.uint8), begin))
+        buffer = np.empty(end - begin, dtype=np.uint8)
+        self.fill([buffer], begin)
+        return bytes(buffer)
 
-    def fill(self, buffer: Bytes, begin: int) -> Bytes:
-        """Fill a buffer with the bytes from `begin`. Raises WeightsError that names the object, after all retries."""
+    def fill(self, buffers: Sequence[Bytes], begin: int) -> None:
+        """Fill buffers, one after the other, with the bytes from `begin` on. None is empty; no buffers: no request.
+
+        Raises WeightsError or ConfigError that names the object, after all retries.
+        """
+        num_bytes = sum(len(each) for each in buffers)
         for wait in (*WAITS, None):
             try:
-                self._fill(buffer, begin)
-                return buffer
+                if num_bytes:
+                    self._fill(buffers, begin, num_bytes)
+                return
             except _UnlikeError as error:
                 if wait is None:
                     raise WeightsError(
                         f"{self.url} cannot be read",
                         value=str(error),
-                        expected=f"{len(buffer)} bytes from {begin}",
+                        expected=f"{num_bytes} bytes from {begin}",
                         fix="Start again; if the error stays, something between here and the store changes its answers",
                     ) from None
                 time.sleep(wait)
@@ -107,23 +118,28 @@ class StoredObject:
                 raise _failure(self.url, error) from None
         raise AssertionError("the last try answers or raises")
 
-    def _fill(self, buffer: Bytes, begin: int) -> None:
+    def _fill(self, buffers: Sequence[Bytes], begin: int, num_bytes: int) -> None:
         import obstore
 
-        options: dict[str, Any] = {"range": (begin, begin + len(buffer))}
+        options: dict[str, Any] = {"range": (begin, begin + num_bytes)}
         if self.etag is not None:
             options["if_match"] = self.etag
         found = obstore.get(_store(self.folder), self.name, options=options)
         if found.meta["size"] != self.size or self.etag not in (None, _as_header(found.meta["e_tag"])):
             raise _changed(self.url)  # a store that ignores If-Match
-        filled = 0
+        rest, places, free = num_bytes, iter(buffers), np.empty(0, dtype=np.uint8)
         for chunk in found.stream(CHUNK_BYTES):
-            if filled + len(chunk) > len(buffer):
+            data = np.frombuffer(chunk, dtype=np.uint8)
+            if len(data) > rest:
                 raise _UnlikeError("more bytes than asked for")
-            buffer[filled : filled + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
-            filled += len(chunk)
-        if filled < len(buffer):
-            raise _UnlikeError(f"{filled} bytes")
+            rest -= len(data)
+            while len(data):
+                free = free if len(free) else next(places)
+                count = min(len(free), len(data))
+                free[:count] = data[:count]
+                free, data = free[count:], data[count:]
+        if rest:
+            raise _UnlikeError(f"{num_bytes - rest} bytes")
 
 
 class _UnlikeError(Exception):
@@ -345,7 +361,7 @@ def _write_whole(source: StoredObject, file: IO[bytes], report: Callable[[int], 
     """
     found = hashlib.md5(usedforsecurity=False)
     done = 0
-    for piece in read_ahead(source, [(0, source.size)]):
+    for piece in _pieces(source):
         file.write(piece.data)
         found.update(piece.data)
         report(done := done + len(piece))
@@ -353,7 +369,7 @@ def _write_whole(source: StoredObject, file: IO[bytes], report: Callable[[int], 
     if named is None or named[1] == found.hexdigest():
         return
     again = hashlib.md5(usedforsecurity=False)
-    for piece in read_ahead(source, [(0, source.size)]):
+    for piece in _pieces(source):
         again.update(piece.data)
     if again.digest() != found.digest():
         raise WeightsError(
@@ -369,31 +385,38 @@ def piece_bytes(size: int) -> int:
     return min(PIECE_BYTES, max(LEAST_PIECE_BYTES, int(AHEAD * size) // NUM_READERS))
 
 
-def read_ahead(source: StoredObject, spans: Iterable[tuple[int, int]]) -> Iterator[Bytes]:
-    """Yield the bytes of spans (begin, end) of an object in order, in pieces. The next ones are read meanwhile.
+def _pieces(source: StoredObject) -> Iterator[Bytes]:
+    """The bytes of an object in order. A piece is overwritten when the next one is taken. Raises like `fill_ahead`."""
+    size, piece = source.size, piece_bytes(source.size)
+    buffers = cycle([np.empty(piece, dtype=np.uint8) for _ in range(NUM_READERS + 1)])  # no memory before it is written
+    places = ((begin, buffer[: size - begin]) for begin, buffer in zip(range(0, size, piece), buffers, strict=False))
+    return fill_ahead(source, ((begin, [data], data) for begin, data in places))
 
-    A piece is overwritten when the next one is taken. Raises like StoredObject.fill.
+
+def fill_ahead(source: StoredObject, parts: Iterable[tuple[int, Sequence[Bytes], T]]) -> Iterator[T]:
+    """Read parts of an object, and yield in order what is filled. The next ones are read meanwhile.
+
+    Args:
+        parts: (place of the first byte, buffers, what to yield when they are full). Each is taken when its request is
+            made: then those before it, but for NUM_READERS, were yielded and are done with.
+
+    Raises like StoredObject.fill.
     """
-    piece = piece_bytes(source.size)
-    places = ((start, min(piece, end - start)) for begin, end in spans for start in range(begin, end, piece))
-    free = [np.empty(piece, dtype=np.uint8) for _ in range(NUM_READERS + 1)]  # takes no memory before it is written
+    left = iter(parts)
     pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="objects")
-    waiting: deque[tuple[Bytes, Future[Bytes]]] = deque()
+    waiting: deque[tuple[T, Future[None]]] = deque()
 
     def ask() -> None:
-        for begin, count in islice(places, 1):
-            buffer = free.pop()
-            waiting.append((buffer, pool.submit(source.fill, buffer[:count], begin)))
+        for begin, buffers, filled in islice(left, 1):
+            waiting.append((filled, pool.submit(source.fill, buffers, begin)))
 
     try:
         for _ in range(NUM_READERS):
             ask()
         while waiting:
-            buffer, reading = waiting.popleft()
-            data = reading.result()
+            waiting[0][1].result()
             ask()
-            yield data
-            free.append(buffer)
+            yield waiting.popleft()[0]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

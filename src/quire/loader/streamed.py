@@ -1,53 +1,89 @@
-"""Tensors of an object in an object store: read straight into memory, pieces ahead, and never written to a disk."""
+"""Tensors of an object in an object store: read straight into their memory, and never written to a disk."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from quire.loader.object_store import StoredObject, read_ahead
+from quire.kernels.memory_piece import MemoryPiece
+from quire.loader.object_store import NUM_READERS, Bytes, StoredObject, fill_ahead, piece_bytes
 from quire.loader.safetensors_headers import TensorEntry
 
+HEAP_BYTES = 1 << 20  # of a tensor that the heap has; the heap would keep the memory of larger ones
+REUSE = 1.25  # of what is read ahead is memory that is used again
 
-def stream_tensors(source: StoredObject, entries: Sequence[TensorEntry]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-    """Yield (entry, tensor with memory of its own) in the order of the entries, which is that of their places.
+_Found: TypeAlias = tuple[TensorEntry, torch.Tensor]
 
-    Beside the tensors that the caller keeps, the pieces that are read ahead are in memory. Raises like `read_ahead`.
+
+def stream_tensors(source: StoredObject, entries: Sequence[TensorEntry]) -> Iterator[_Found]:
+    """Yield (entry, tensor) in the order of the entries, which is that of their places.
+
+    A request has neighbours, or a part of a large tensor. Beside the tensors that the caller keeps, memory holds what
+    is read ahead, and a quarter of that again. Raises like `fill_ahead`.
     """
-    pieces = read_ahead(source, _spans(entries))
-    rest = np.empty(0, dtype=np.uint8)
-    for entry in entries:
-        # Not from the heap, which would keep the memory of tensors that are gone.
-        memory = mmap.mmap(-1, max(entry.end - entry.begin, 1))
-        data, filled = np.frombuffer(memory, dtype=np.uint8, count=entry.end - entry.begin), 0
-        while filled < len(data):
-            if not len(rest):
-                rest = next(pieces)
-            count = min(len(rest), len(data) - filled)
-            data[filled : filled + count] = rest[:count]
-            rest, filled = rest[count:], filled + count
-        dtype: torch.dtype = getattr(torch, entry.dtype)
-        tensor = (
-            torch.frombuffer(memory, dtype=dtype).view(entry.shape)
-            if len(data)
-            else torch.empty(entry.shape, dtype=dtype)
-        )
-        del data, memory
-        yield entry, tensor
-        del tensor
+    piece = piece_bytes(source.size)
+    for found in fill_ahead(source, _parts(entries, piece, _Memory(int(REUSE * NUM_READERS * piece)))):
+        while found:
+            yield found.pop(0)
 
 
-def _spans(entries: Sequence[TensorEntry]) -> Iterator[tuple[int, int]]:
-    """The places of the entries, neighbours together."""
+def _parts(
+    entries: Sequence[TensorEntry], piece: int, memory: _Memory
+) -> Iterator[tuple[int, list[Bytes], list[_Found]]]:
+    """What to ask for, at most `piece` bytes at once: (place, memory of the bytes, tensors that are whole then)."""
     begin = end = 0
+    buffers: list[Bytes] = []
+    whole: list[_Found] = []
     for entry in entries:
-        if entry.begin != end:
-            if begin < end:
-                yield begin, end
-            begin = entry.begin
-        end = entry.end
-    if begin < end:
-        yield begin, end
+        if entry.begin != end and (buffers or whole):
+            yield begin, buffers, whole
+            buffers, whole = [], []
+        tensor = memory.take(entry.end - entry.begin)
+        free, end = tensor.numpy(), entry.begin
+        while len(free):
+            if buffers and end - begin == piece:
+                yield begin, buffers, whole
+                buffers, whole = [], []
+            begin = begin if buffers else end
+            count = min(len(free), piece - (end - begin))
+            buffers.append(free[:count])
+            free, end = free[count:], end + count
+        whole.append((entry, tensor.view(getattr(torch, entry.dtype)).view(entry.shape)))
+        del free, tensor
+    if whole:
+        yield begin, buffers, whole
+
+
+class _Memory:
+    """Memory for tensors. That of tensors that are gone is used again: new pages cost more than writing to them.
+
+    Args:
+        num_bytes: how much is remembered. More, and tensors of more than a quarter of it, are given back when gone.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._pieces: list[MemoryPiece] = []  # the oldest first
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes], not initialised."""
+        if num_bytes < HEAP_BYTES:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        if 4 * num_bytes > self._num_bytes:
+            return MemoryPiece(_pages(num_bytes)).take(num_bytes)
+        piece = next((each for each in self._pieces if len(each) == num_bytes and each.is_free), None)
+        if piece is None:
+            piece = MemoryPiece(_pages(num_bytes))
+            self._pieces.append(piece)
+            while sum(map(len, self._pieces)) > self._num_bytes:
+                free = (at for at, each in enumerate(self._pieces[:-1]) if each.is_free)
+                del self._pieces[next(free, 0)]
+        return piece.take(num_bytes)
+
+
+def _pages(num_bytes: int) -> Bytes:
+    return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
