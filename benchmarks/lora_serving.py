@@ -145,7 +145,7 @@ def config_of(arguments: argparse.Namespace, **given: Any) -> EngineConfig:
         model=arguments.model,
         quantization=arguments.quantization,
         max_model_len=STREAM_TOKENS + PROMPT_TOKENS,
-        kv_cache_memory_bytes=1 << 30,
+        kv_cache_memory_bytes=512 << 20,
         enable_prefix_caching=False,
         enable_lora=True,
         lora_target_modules=LINEARS,
@@ -223,13 +223,15 @@ async def hundreds(arguments: argparse.Namespace, folders: Sequence[Path]) -> di
     weights = [1 / (place + 1) for place in range(len(folders))]
     rounds: dict[str, list[float]] = {name: [] for name in most}
     answers: dict[str, list[list[list[int]]]] = {name: [] for name in most}
-    asked: list[list[tuple[int, str]]] = []
+    asked: list[list[tuple[int, str | None]]] = []
     for number in range(arguments.rounds + 1):
         numbers = random.Random(number)
         drawn = numbers.choices(range(len(folders)), weights, k=arguments.requests)
         asked.append([(10_000 * (number + 1) + index, f"adapter-{which}") for index, which in enumerate(drawn)])
 
-    async def one_round(engine: AsyncEngine, requests: Sequence[tuple[int, str]]) -> tuple[float, list[list[int]]]:
+    async def one_round(
+        engine: AsyncEngine, requests: Sequence[tuple[int, str | None]]
+    ) -> tuple[float, list[list[int]]]:
         found: dict[int, list[int]] = {}
         waiting = iter(list(enumerate(requests)))
 
@@ -245,6 +247,8 @@ async def hundreds(arguments: argparse.Namespace, folders: Sequence[Path]) -> di
     configs = {name: config_of(arguments, max_cpu_loras=count, **given) for name, count in most.items()}
     async with running(configs["some"]) as some, running(configs["all"]) as whole:
         engines = {"some": some, "all": whole}
+        for run in engines.values():  # the KV cache takes its memory when it is used first
+            await one_round(run.engine, [(index, None) for index in range(arguments.requests)])
         before = {name: run.anonymous_bytes() for name, run in engines.items()}
         for run in engines.values():
             for number, folder in enumerate(folders):
