@@ -2,7 +2,8 @@
 
 `quire serve` runs on this machine and leaves one core to its API and the client. The program waits until the server has
 measured its steps. For each workload, a closed loop with the number of requests that the server runs at once gives the
-saturation. Each rate is served once (Poisson) and simulated with the same requests at the same times. A good request
+saturation. Each rate is simulated and then served once (Poisson), with the same requests at the same times. The
+simulation has the costs of steps that the server's earlier runs have corrected. A good request
 has a time to first token of at most three times, and a time per token of at most twice, the median at the lowest rate
 of its workload.
 
@@ -52,6 +53,7 @@ RATES = (0.5, 0.9, 1.5)
 MAX_NUM_SEQS, MAX_QUEUED = 32, 128
 CONTEXTS = 12  # of 2,048 tokens that fit in the KV cache; more run at once, so requests are preempted
 CALIBRATION_SECONDS = 120
+PAUSE_SECONDS = 1.0  # an idle server writes down within this time what its steps have corrected
 FEWEST_REQUESTS = 60
 WITHIN = {"p99": 0.2}  # by the first part of a metric's name
 OTHERS_WITHIN = 0.1
@@ -152,7 +154,8 @@ class Bench:
         for factor in sorted(rates):
             rate = factor * saturation
             load = self.prepare(name, int(rate * seconds), Traffic(request_rate=rate))
-            served, simulated = self.serve(load), self.simulate(load)
+            time.sleep(PAUSE_SECONDS)
+            simulated, served = self.simulate(load), self.serve(load)
             if not limits:
                 times = measure([served[0]], [], {}).times
                 limits = {"ttft": 3000 * times["ttft"].median, "tpot": 2000 * times["tpot"].median}

@@ -1,11 +1,13 @@
 // Python names of paged attention.
 #include <algorithm>
+#include <exception>
 #include <stdexcept>
 
 #include "bindings.h"
 #include "checks.h"
 #include "quire/kernels/attention.h"
 #include "quire/round_up.h"
+#include "quire/shared_group.h"
 
 namespace quire {
 namespace {
@@ -17,8 +19,9 @@ template <class... Parts>
   throw std::invalid_argument((text_of(parts) + ...));
 }
 
-// Checks that q has the query tokens of every sequence, its table the positions, and the cache the blocks that it sees.
-void check(const AttentionArgs& a) {
+// Checks that q has the query tokens of every sequence, its table the positions, and the cache the blocks that it sees:
+// a part of them, if several ranks have the cache together.
+void check(const AttentionArgs& a, int num_owners = 1) {
   const int32_t* const cu = a.cu_seqlens_q;
   if (cu[0] < 0) refuse("cu_seqlens_q[0] is ", cu[0], ", expected 0 or more");
   const int block_size = a.cache.block_size;
@@ -31,7 +34,7 @@ void check(const AttentionArgs& a) {
       refuse("seq_lens[", s, "] is ", seq_len, ", expected ", query_len, " to ", most, ": ", query_len,
              " query tokens, ", a.blocks_per_table, " blocks of ", block_size);
     check_indices({"block_tables", s}, a.block_tables.data + s * a.block_tables.stride, ceil_div(seq_len, block_size),
-                  a.cache.num_blocks, a.rule.first_visible(seq_len - query_len) / block_size);
+                  a.cache.num_blocks * num_owners, a.rule.first_visible(seq_len - query_len) / block_size);
   }
 }
 
@@ -41,6 +44,81 @@ void run(const AttentionArgs& args) {
   (has_codes ? attention_codes_kernels() : attention_kernels()).paged_attention(args);
 }
 using PagedAttention = CallOf<AttentionArgs, run>;
+
+// Turns of a group. `first_member` is the rank of the group that is owner 0; the others follow.
+class GroupTurns final : public Turns {
+ public:
+  GroupTurns(SharedGroup& group, int first_member) : group_(group), first_member_(first_member) {}
+  float* begin() override {
+    return or_end([&] { return reinterpret_cast<float*>(group_.begin_turn()); });
+  }
+  bool end(uint64_t signature) override {
+    return or_end([&] {
+      group_.end_turn(signature);
+      return true;
+    });
+  }
+  const float* slot_of(int owner) const override {
+    return reinterpret_cast<const float*>(group_.slot_of(first_member_ + owner));
+  }
+  int64_t slot_floats() const override { return group_.slot_bytes() / static_cast<int64_t>(sizeof(float)); }
+
+  void rethrow() const {
+    if (error_ != nullptr) std::rethrow_exception(error_);
+  }
+
+ private:
+  template <class Do>
+  auto or_end(const Do& act) noexcept -> decltype(act()) {
+    try {
+      return act();
+    } catch (...) {
+      error_ = std::current_exception();
+      return {};
+    }
+  }
+
+  SharedGroup& group_;
+  int first_member_;
+  std::exception_ptr error_;
+};
+
+struct GroupAttentionArgs {
+  SharedAttentionArgs shared;
+  SharedGroup* group;
+  int first_member;
+};
+
+void run(const GroupAttentionArgs& args) {
+  check(args.shared.attention, args.shared.num_owners);
+  const bool has_codes = args.shared.attention.cache.type != CacheType::model;
+  GroupTurns turns(*args.group, args.first_member);
+  (has_codes ? attention_codes_kernels() : attention_kernels()).shared_attention(args.shared, turns);
+  turns.rethrow();
+}
+using SharedAttention = CallOf<GroupAttentionArgs, run>;
+
+AttentionArgs arguments(const TensorView& q, const KvCache& cache, const TensorView& block_tables,
+                        const TensorView& seq_lens, const TensorView& cu_seqlens_q, const AttentionRule& rule,
+                        const TensorView& sinks, const TensorView& out, int first_result) {
+  return {.dtype = q.dtype(),
+          .q = q.heads<const void>(),
+          .cache = cache,
+          .block_tables = block_tables.rows<const int32_t>(),
+          .blocks_per_table = block_tables.size(1),
+          .seq_lens = seq_lens.data<const int32_t>(),
+          .cu_seqlens_q = cu_seqlens_q.data<const int32_t>(),
+          .num_tokens = static_cast<int>(q.size(0)),
+          .num_seqs = static_cast<int>(seq_lens.size(0)),
+          .num_q_heads = static_cast<int>(q.size(1)),
+          .head_dim = static_cast<int>(q.size(2)),
+          .value_dim = static_cast<int>(out.size(2)),
+          .rule = rule,
+          .sinks = sinks.data<const void>(),
+          .out = out.heads<void>(),
+          .first_result = first_result,
+          .num_results = static_cast<int>(out.size(1))};
+}
 
 }  // namespace
 
@@ -56,23 +134,34 @@ void bind_attention(nanobind::module_& m) {
       m, "PagedAttention",
       [](PagedAttention* self, TensorView q, const KvCache& cache, TensorView block_tables, TensorView seq_lens,
          TensorView cu_seqlens_q, const AttentionRule& rule, TensorView sinks, TensorView out) {
-        new (self) PagedAttention({.dtype = q.dtype(),
-                                   .q = q.heads<const void>(),
-                                   .cache = cache,
-                                   .block_tables = block_tables.rows<const int32_t>(),
-                                   .blocks_per_table = block_tables.size(1),
-                                   .seq_lens = seq_lens.data<const int32_t>(),
-                                   .cu_seqlens_q = cu_seqlens_q.data<const int32_t>(),
-                                   .num_tokens = static_cast<int>(q.size(0)),
-                                   .num_seqs = static_cast<int>(seq_lens.size(0)),
-                                   .num_q_heads = static_cast<int>(q.size(1)),
-                                   .head_dim = static_cast<int>(q.size(2)),
-                                   .value_dim = static_cast<int>(out.size(2)),
-                                   .rule = rule,
-                                   .sinks = sinks.data<const void>(),
-                                   .out = out.heads<void>()});
+        new (self) PagedAttention(arguments(q, cache, block_tables, seq_lens, cu_seqlens_q, rule, sinks, out, 0));
       },
       "q"_a, "cache"_a, "block_tables"_a, "seq_lens"_a, "cu_seqlens_q"_a, "rule"_a, "sinks"_a.none(), "out"_a);
+  bind_struct<SharedAttention, KernelCall>(
+      m, "SharedAttention",
+      [](SharedAttention* self, SharedGroup* group, TensorView q, const KvCache& cache, TensorView block_tables,
+         TensorView seq_lens, TensorView cu_seqlens_q, const AttentionRule& rule, TensorView sinks, TensorView out,
+         int first_result, int num_owners, int owner, int first_member) {
+        if (cache.num_kv_heads != 1 || cache.block_size % kAttentionRange != 0)
+          refuse("the cache has ", cache.num_kv_heads, " heads and blocks of ", cache.block_size,
+                 " positions, expected one head and a multiple of ", kAttentionRange);
+        if (num_owners < 1 || owner < 0 || owner >= num_owners || first_member < 0 ||
+            first_member + num_owners > group->size())
+          refuse("owner ", owner, " of ", num_owners, " from rank ", first_member, " on, expected owners among ",
+                 group->size(), " ranks");
+        if (first_result < 0 || first_result + out.size(1) > q.size(1))
+          refuse("results from head ", first_result, " on, expected ", out.size(1), " of ", q.size(1), " heads");
+        const int64_t most_floats = kMostAttentionRows * (out.size(2) + kAttentionPadding + 2);
+        if (group->slot_bytes() < most_floats * static_cast<int64_t>(sizeof(float)))
+          refuse("slots have ", group->slot_bytes(), " bytes, expected ", most_floats * sizeof(float), " or more");
+        const AttentionArgs attention =
+            arguments(q, cache, block_tables, seq_lens, cu_seqlens_q, rule, sinks, out, first_result);
+        new (self) SharedAttention({.shared = {.attention = attention, .num_owners = num_owners, .owner = owner},
+                                    .group = group,
+                                    .first_member = first_member});
+      },
+      "group"_a, "q"_a, "cache"_a, "block_tables"_a, "seq_lens"_a, "cu_seqlens_q"_a, "rule"_a, "sinks"_a.none(),
+      "out"_a, "first_result"_a, "num_owners"_a, "owner"_a, "first_member"_a);
 }
 
 }  // namespace quire

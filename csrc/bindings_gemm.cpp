@@ -11,7 +11,10 @@ namespace nb = nanobind;
 namespace quire {
 namespace {
 
-void run(const GemmArgs& args) { gemm(args); }
+void run(const GemmArgs& args) {
+  if (args.adapter_slots != nullptr) check_slots(args.adapter_slots, args.m, args.adapters.num_slots);
+  gemm(args);
+}
 using Gemm = CallOf<GemmArgs, run>;
 
 void run(const WeightRowsArgs& args) {
@@ -61,7 +64,8 @@ void bind_weight(nb::module_& m) {
 void bind_products(nb::module_& m) {
   bind_struct<Gemm, KernelCall>(
       m, "Gemm",
-      [](Gemm* self, TensorView x, const PackedWeight& weight, TensorView bias, TensorView out) {
+      [](Gemm* self, TensorView x, const PackedWeight& weight, TensorView bias, TensorView out,
+         const LoraTable* adapters, TensorView adapter_slots) {
         new (self) Gemm({.x = x.rows<const void>(),
                          .dtype = x.dtype(),
                          .m = x.size(0),
@@ -69,9 +73,12 @@ void bind_products(nb::module_& m) {
                          .bias = bias.data<const void>(),
                          .bias_dtype = bias.is_given() ? bias.dtype() : DType::f32,
                          .out = out.rows<void>(),
-                         .out_dtype = out.dtype()});
+                         .out_dtype = out.dtype(),
+                         .adapters = adapters == nullptr ? LoraTable{} : *adapters,
+                         .adapter_slots = adapter_slots.data<const int32_t>()});
       },
-      "x"_a, "weight"_a, "bias"_a.none(), "out"_a);
+      "x"_a, "weight"_a, "bias"_a.none(), "out"_a, "adapters"_a.none() = nb::none(),
+      "adapter_slots"_a.none() = nb::none());
   bind_struct<HeadGemm, KernelCall>(
       m, "HeadGemm",
       [](HeadGemm* self, TensorView x, const PackedWeight& weight, TensorView out) {

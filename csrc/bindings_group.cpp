@@ -52,6 +52,7 @@ void bind_group(nb::module_& m) {
       .def("abort", &SharedGroup::abort, "number"_a, "Makes all ranks leave what they wait for, now and later")
       .def("begin_step", &SharedGroup::begin_step, "Before the turns of a step")
       .def("end_step", &SharedGroup::end_step, "Behind the turns of a step")
+      .def("void_step", &SharedGroup::void_step, "Before leave_step, by a rank of several groups")
       .def("leave_step", &SharedGroup::leave_step, nb::call_guard<nb::gil_scoped_release>(),
            "In place of end_step. Waits until no rank is in the step any more")
       .def_prop_ro("aborted", &SharedGroup::aborted, "The number of the rank that has failed; -1: none")
@@ -82,9 +83,10 @@ void bind_group(nb::module_& m) {
                           .firsts = {},
                           .begins = begins.data<const int32_t>(),
                           .num_begins = num_begins,
-                          .rows = own.size(0),
+                          .rows = out.size(0),
                           .row_bytes = own.size(1) * bytes,
                           .own = {},
+                          .own_rows = own.size(0),
                           .first_byte = first_column * bytes,
                           .num_columns_bytes = out.size(1) * bytes,
                           .out = {}};
@@ -93,7 +95,7 @@ void bind_group(nb::module_& m) {
           args.firsts[i] = firsts[i];
         }
         check(own.size(1) > 0 && first_column >= 0 && first_column + out.size(1) <= own.size(1) &&
-                  out.size(0) == own.size(0),
+                  own.size(0) <= out.size(0),
               "the columns are not in the rows");
         const auto own_rows = own.rows<const char>();
         args.own = {own_rows.data, own_rows.stride * bytes};

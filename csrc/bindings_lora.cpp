@@ -14,11 +14,9 @@ namespace quire {
 namespace {
 
 void run(const LoraArgs& args) {
-  const int64_t num_slots = args.table.num_slots;
-  check_each<std::out_of_range>(
-      {"slots"}, args.slots, args.rows, [num_slots](int32_t slot) { return slot >= -1 && slot < num_slots; },
-      [num_slots] { return "-1 or more, and less than " + std::to_string(num_slots); });
-  if (args.token_ids != nullptr) check_indices({"token_ids"}, args.token_ids, args.rows, args.table.k);
+  const LoraInput& input = args.input;
+  check_slots(input.slots, input.rows, input.table.num_slots);
+  if (input.token_ids != nullptr) check_indices({"token_ids"}, input.token_ids, input.rows, input.table.k);
   lora_kernels().add(args);
 }
 using AddLora = CallOf<LoraArgs, run>;
@@ -45,15 +43,15 @@ void bind_lora(nb::module_& m) {
       m, "AddLora",
       [](AddLora* self, const LoraTable& table, TensorView x, TensorView token_ids, TensorView slots, TensorView base,
          TensorView out) {
-        new (self) AddLora({.table = table,
-                            .x = x.rows<const void>(),
-                            .dtype = x.is_given() ? x.dtype() : DType::f32,
-                            .token_ids = token_ids.data<const int64_t>(),
-                            .slots = slots.data<const int32_t>(),
+        new (self) AddLora({.input = {.table = table,
+                                      .x = x.rows<const void>(),
+                                      .dtype = x.is_given() ? x.dtype() : DType::f32,
+                                      .token_ids = token_ids.data<const int64_t>(),
+                                      .slots = slots.data<const int32_t>(),
+                                      .rows = out.size(0)},
                             .base = base.rows<const float>(),
                             .out = out.rows<void>(),
-                            .out_dtype = out.dtype(),
-                            .rows = out.size(0)});
+                            .out_dtype = out.dtype()});
       },
       "table"_a, "x"_a.none(), "token_ids"_a.none(), "slots"_a, "base"_a, "out"_a);
 }

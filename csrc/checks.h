@@ -59,4 +59,11 @@ void check_indices(NumbersOf of, const T* values, int64_t count, int64_t end, in
       [end] { return "0 or more, and less than " + std::to_string(end); }, first);
 }
 
+// Throws IndexError for a slot of an adapter that is not in [-1, num_slots).
+inline void check_slots(const int32_t* slots, int64_t count, int64_t num_slots) {
+  check_each<std::out_of_range>(
+      {"slots"}, slots, count, [num_slots](int32_t slot) { return slot >= -1 && slot < num_slots; },
+      [num_slots] { return "-1 or more, and less than " + std::to_string(num_slots); });
+}
+
 }  // namespace quire

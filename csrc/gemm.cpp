@@ -95,12 +95,20 @@ int64_t min_amx_rows(const GroupedForm& form) {
   return form.bits != 8 || form.group_size % kAmxKUnit != 0 ? 7 : 5;
 }
 
-void run_chunk(const GemmArgs& args, const GemmKernels& kernels) {
+// Rows that products read, and what adapters add to them, are prepared in one round of the threads.
+void run_chunk(GemmArgs args, const GemmKernels& kernels) {
+  LoraPlan lora = {};
+  if (args.adapter_slots != nullptr) {
+    lora = lora_kernels().plan({args.adapters, args.x, args.dtype, nullptr, args.adapter_slots, args.m});
+    args.lora = &lora;
+  }
   void* input = scratch(Scratch::gemm_input, kernels.input_bytes(args));
   const int64_t min_elements = args.weight.form.bits != 0 ? kMinQuantizeElements : kMinPrepareElements;
   const int64_t rows_per_task =
       std::max(kernels.row_unit, ceil_div(min_elements, args.weight.k) / kernels.row_unit * kernels.row_unit);
-  parallel_for(static_cast<int>(ceil_div(args.m, rows_per_task)), [&](int task, int) {
+  const auto num_tasks = static_cast<int>(ceil_div(args.m, rows_per_task));
+  parallel_for(num_tasks + lora.num_tasks, [&](int task, int) {
+    if (task >= num_tasks) return lora_kernels().run(lora, task - num_tasks);
     const int64_t begin = task * rows_per_task;
     kernels.prepare(args, begin, std::min(args.m, begin + rows_per_task), input);
   });
@@ -201,6 +209,7 @@ void gemm(const GemmArgs& args) {
         static_cast<const char*>(args.x.data) + row * args.x.stride * static_cast<int64_t>(size_of(args.dtype));
     chunk.out.data =
         static_cast<char*>(args.out.data) + row * args.out.stride * static_cast<int64_t>(size_of(args.out_dtype));
+    if (args.adapter_slots != nullptr) chunk.adapter_slots += row;
     run_chunk(chunk, kernels);
   }
 }

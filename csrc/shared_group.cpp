@@ -155,12 +155,16 @@ bool SharedGroup::has_left(int rank) {
   return static_cast<int32_t>(words(rank).done.load(std::memory_order_acquire) - step_) >= 0;
 }
 
-void SharedGroup::leave_step() {
+void SharedGroup::void_step() {
   words(rank_).left[step_ % 2].store(uint64_t{step_} << 32 | turn_, std::memory_order_release);
   auto& newest = words(0).void_step;
   for (uint32_t seen = newest.load(); static_cast<int32_t>(step_ - seen) > 0;)
     if (newest.compare_exchange_weak(seen, step_)) break;
   for (int other = 0; other < size_; ++other) wake_all(words(other).turn);
+}
+
+void SharedGroup::leave_step() {
+  void_step();
   const auto start = Clock::now();
   for (int rank = 0; rank < size_; ++rank) {
     while (!has_left(rank)) {
@@ -231,6 +235,18 @@ void SharedGroup::wait_for(int rank, uint64_t signature) {
   }
 }
 
+char* SharedGroup::begin_turn() {
+  check();
+  ++turn_;
+  return slot(rank_);
+}
+
+void SharedGroup::end_turn(uint64_t signature) {
+  arrive(signature);
+  for (int rank = 0; rank < size_; ++rank)
+    if (rank != rank_) wait_for(rank, signature);
+}
+
 void SharedGroup::gather(const GatherArgs& args) {
   check();
   const int64_t widest = *std::max_element(args.widths.begin(), args.widths.begin() + size_);
@@ -270,6 +286,10 @@ void SharedGroup::exchange(const ExchangeArgs& args) {
   }
   const int64_t piece_bytes = std::min(args.row_bytes, slot_bytes_), piece_rows = slot_bytes_ / piece_bytes;
   const int64_t last_byte = args.first_byte + args.num_columns_bytes;
+  const bool has_all_rows = args.own_rows == args.rows;
+  if (!has_all_rows && first_row(rank_ + 1) - first_row(rank_) > args.own_rows)
+    throw std::invalid_argument("a rank has fewer rows than it should bring");
+  const int64_t own_row = has_all_rows ? first_row(rank_) : 0;
   for (int64_t row = 0; row < most; row += piece_rows) {
     const auto rows_of = [&](int rank) {
       return std::clamp<int64_t>(first_row(rank + 1) - first_row(rank) - row, 0, piece_rows);
@@ -277,8 +297,8 @@ void SharedGroup::exchange(const ExchangeArgs& args) {
     for (int64_t first = 0; first < args.row_bytes; first += piece_bytes) {
       ++turn_;
       const int64_t width = std::min(args.row_bytes - first, piece_bytes);
-      copy_rows(args.own.data + (first_row(rank_) + row) * args.own.stride + first, args.own.stride, slot(rank_), width,
-                width, rows_of(rank_));
+      copy_rows(args.own.data + (own_row + row) * args.own.stride + first, args.own.stride, slot(rank_), width, width,
+                rows_of(rank_));
       arrive(signature);
       const int64_t begin = std::max(first, args.first_byte), end = std::min(first + width, last_byte);
       for (int rank = 0; rank < size_; ++rank) {

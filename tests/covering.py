@@ -17,7 +17,7 @@ from _pytest.mark import ParameterSet
 
 
 def covering(*axes: Sequence[Any], apart: Collection[tuple[int, int]] = ()) -> list[ParameterSet]:
-    """Every case of the product, in its order; those that a cover of all pairs does not need are marked slow.
+    """Every case of the product, in its order; cases that a cover of all pairs does not need are marked slow.
 
     Args:
         apart: pairs of axes, the earlier one first, whose values need not meet: they share no code, or other tests

@@ -9,7 +9,7 @@ from quire.request import Request
 
 
 class Guesser:
-    """Drafts of 0 to `longest` tokens, each of which is right with probability `right`.
+    """Drafts of 0 to `longest` tokens. Each is right with probability `right`.
 
     Where a request ends before its drafts do, they are anything.
 

@@ -1,10 +1,10 @@
 """Starts programs of Python as forks of processes that have imported what they import, which is most of a start.
 
 A nursery is such a process. It forks on order and knows nothing of what its children do. A child is a child of whoever
-ordered it: it has the descriptors, variables, folder, session and group that subprocess.Popen was asked for, and the
-program runs as `__main__`. It has a nursery of its own for the processes that it starts itself, as `quire serve` starts
-its engines. What reads a variable while it is imported, and what is about the start of an interpreter, is started as
-users start it: Popen sees to the first, tests to the second.
+ordered it: it has the descriptors, variables, folder, session, group and CPUs that subprocess.Popen was asked for, and
+the program runs as `__main__`. It has a nursery of its own for the processes that it starts itself, as `quire serve`
+starts its engines. What reads a variable while it is imported, and what is about the start of an interpreter, is
+started as users start it: Popen sees to the first, tests to the second.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LIGHT = (
     *BOUNDED,
 )
 # And what one with a model does.
-WITH_TORCH = (*LIGHT, "quire.engine.start", "quire.engine.ranks", "quire.entry.llm")
+WITH_TORCH = (*LIGHT, "quire.engine.start", "quire.engine.ranks", "quire.engine.rank_process", "quire.entry.llm")
 # Variables that are read while these are imported. Who has others than the nursery starts as an interpreter.
 READ_BY_LIGHT = re.compile("PYTHON|LD_")
 READ_WITH_TORCH = re.compile("PYTHON|LD_|OMP_|MKL_|TRITON|QUIRE_(ISA|FORCE_REFERENCE|NUM_THREADS)")
@@ -57,14 +57,14 @@ NAME = b"nursery"  # of a nursery among processes
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _MAX_ORDER_BYTES, _MAX_DESCRIPTORS = 1 << 17, 64
 _ADOPTION_SECONDS = 10.0
-_FIRST_FREE = 100  # descriptors from here on are nobody's
+_FIRST_FREE = 100  # descriptors from here on are nobody's, unless a child was given some
 _libc = ctypes.CDLL(None)
 _Popen, _INTERPRETER = subprocess.Popen, sys.executable  # whatever tests put in their places
 _is_ordering = threading.Lock()  # whoever waits for a child adopts all that others orphan meanwhile
 
 
 class Order(TypedDict):
-    """The descriptors come beside it: those of `numbers`, in their order."""
+    """The descriptors come beside it, in the order of `numbers`."""
 
     arguments: list[str]  # of the interpreter
     environment: dict[str, str]
@@ -73,6 +73,7 @@ class Order(TypedDict):
     parent: int
     has_session: bool
     group: int  # -1: its parent's
+    cpus: list[int]  # on which it may run
 
 
 class Nursery:
@@ -80,7 +81,7 @@ class Nursery:
 
     Args:
         modules: what a process imports that is started at the first order.
-        variables: names of those that the imports depend on.
+        variables: names of variables that the imports depend on.
         channel: leads to a process that is there, with the imports of this one.
     """
 
@@ -155,6 +156,7 @@ class Popen(subprocess.Popen[Any]):
             parent=os.getpid(),
             has_session=has_session,
             group=group,
+            cpus=sorted(os.sched_getaffinity(0)),
         )
         self.pid = self.nursery.fork(order, [*standard, *pass_fds])
         self._child_created = True
@@ -214,6 +216,7 @@ def run(order: Order, descriptors: list[int], channel: socket.socket) -> NoRetur
     _libc.prctl(_PR_SET_NAME, name.encode()[-15:], 0, 0, 0)  # the kernel keeps 15 bytes
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(order["folder"])
+    os.sched_setaffinity(0, order["cpus"])
     os.environ.clear()
     os.environ.update(order["environment"])
     time.tzset()
@@ -221,10 +224,11 @@ def run(order: Order, descriptors: list[int], channel: socket.socket) -> NoRetur
         os.setsid()
     elif order["group"] >= 0:
         os.setpgid(0, order["group"])
-    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE) for descriptor in descriptors]
+    free = max(_FIRST_FREE, *order["numbers"]) + 1
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, free) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
-    channel = _high(channel)
+    channel = _high(channel, free)
     for number, descriptor in zip(order["numbers"], high, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -232,7 +236,7 @@ def run(order: Order, descriptors: list[int], channel: socket.socket) -> NoRetur
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     _open_standard_streams()
     if name not in BOUNDED:
-        _make_own_nursery(channel)
+        _make_own_nursery(channel, free)
     channel.send(str(os.getpid()).encode())
     channel.close()
     _end(_run_main(arguments))
@@ -252,15 +256,15 @@ def _open_standard_streams() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _make_own_nursery(channel: socket.socket) -> None:
-    """For what this program starts. It has to be made while there is one thread."""
-    ours, theirs = map(_high, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+def _make_own_nursery(channel: socket.socket, free: int) -> None:
+    """For what this program starts. It has to be made while there is one thread. `free`: see _high."""
+    ours, theirs = (_high(end, free) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     if os.fork() == 0:
         channel.close()
         ours.close()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        os.closerange(0, _FIRST_FREE)
+        os.closerange(0, free)
         for _ in range(3):
             os.open(os.devnull, os.O_RDWR)
         order, descriptors = serve(theirs)
@@ -271,10 +275,10 @@ def _make_own_nursery(channel: socket.socket) -> None:
     subprocess.Popen = type("Popen", (kind,), {"nursery": Nursery((), READ_WITH_TORCH, ours)})  # type: ignore[misc]
 
 
-def _high(low: socket.socket) -> socket.socket:
-    """The same with a number that no program counts on."""
+def _high(low: socket.socket, free: int) -> socket.socket:
+    """The same with a number that no program counts on: from `free` on descriptors are nobody's."""
     with low:
-        return socket.socket(fileno=fcntl.fcntl(low.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE))
+        return socket.socket(fileno=fcntl.fcntl(low.fileno(), fcntl.F_DUPFD_CLOEXEC, free))
 
 
 def _run_main(arguments: list[str]) -> int:

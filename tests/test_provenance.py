@@ -138,6 +138,7 @@ OTHER_VALUES: dict[str, Any] = {
     "enable_lora": True,
     "lora_modules": ("a=b",),
     "tensor_parallel_size": 2,
+    "decode_context_parallel_size": 2,
     "pipeline_parallel_size": 2,
     "numa_bind": True,
     "numa_bind_nodes": (0,),

@@ -54,7 +54,7 @@ def test_block_bytes() -> None:
 
 
 def test_codes_hold_more_tokens_in_the_same_bytes() -> None:
-    """float8: exactly twice those of bfloat16; int8: less by its scales, 4 bytes per row of head_dim codes."""
+    """float8: exactly twice as many as bfloat16; int8: fewer by its scales, 4 bytes per row of head_dim codes."""
     tokens = {
         kv: _plan(kv_cache_memory_bytes=1000 * BLOCK, kv_cache_dtype=kv).memory.num_blocks * 16
         for kv in ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")

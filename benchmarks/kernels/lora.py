@@ -1,16 +1,18 @@
-"""Additions of adapters to a layer's results: one token each of several adapters, and prompts of one.
+"""What adapters add to products: one token each of several adapters, and prompts of one.
 
-Each case is named ADAPTERS x ROWS OF EACH @ RANK. Calls walk through enough layers that each finds its adapters outside
-the CPU's caches. A reading is the median call. The limit is the bytes of the adapters at the read bandwidth, or the
-FLOPs at the peak of the dtype, both measured after each case. The results of the product, which the kernel reads and
-writes too, are not counted.
+Each case is named ADAPTERS x ROWS OF EACH @ RANK. A product with adapters and the same without take turns, on enough
+layers that each finds its weights and adapters outside the CPU's caches. A reading is the median of the products
+without, and the median of the differences. The limit of a difference is the bytes of the adapters at the read
+bandwidth, or their FLOPs at the peak of the dtype, whichever is longer, both measured after each case. More than all of
+it is possible where a product waits for arithmetic and not for memory.
 
-    python benchmarks/kernels/lora.py --cases 1x1@16,8x1@16,32x1@8,1x512@16
+    python benchmarks/kernels/lora.py --cases 1x1@16,8x1@16,32x1@8,1x512@16 --weights none int8 int4
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -20,10 +22,14 @@ from typing import Any
 
 import torch
 
+from quire.formats.weight_format import GroupedFormat
 from quire.kernels import cpu
-from quire.kernels.lora import LoraTable, add_lora, pack_delta
+from quire.kernels.dense import linear, pack_linear
+from quire.kernels.grouped import grouped_linear, pack_grouped, quantize_grouped
+from quire.kernels.lora import LoraTable, RowAdapters, pack_delta
 
 COLD_BYTES = 192 << 20
+WEIGHT_BITS = {"none": 16, "int8": 8, "int4": 4}
 SHAPES = {  # of Qwen3-0.6B: K, and the columns of each part
     "qkv": (1024, (2048, 1024, 1024)),
     "o": (2048, (1024,)),
@@ -32,39 +38,55 @@ SHAPES = {  # of Qwen3-0.6B: K, and the columns of each part
 }
 
 
-def median_seconds(calls: Sequence[Callable[[], Any]], seconds: float) -> float:
-    """Of one call; they take turns, at least one round."""
-    times: list[float] = []
+def median_seconds(calls: Sequence[tuple[Callable[[], Any], Callable[[], Any]]], seconds: float) -> tuple[float, float]:
+    """Of one call without adapters, and by how much one with them is longer; layers take turns, at least one round."""
+    times: list[tuple[float, float]] = []
     deadline = time.perf_counter() + seconds
     while time.perf_counter() < deadline or not times:
-        for call in calls:
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        for pair in calls:
+            starts = [time.perf_counter()]
+            for call in pair:
+                call()
+                starts.append(time.perf_counter())
+            times.append((starts[1] - starts[0], starts[2] - starts[1]))
+    return statistics.median(a for a, _ in times), statistics.median(b - a for a, b in times)
 
 
-def calls_of(K: int, columns: Sequence[int], case: str, dtype: torch.dtype) -> tuple[list[Callable[[], Any]], int, int]:
-    """Calls on separate layers, and the bytes and FLOPs of one."""
+def product_of(weights: str, weight_NK: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """A product with a packed copy of a weight."""
+    if weights == "none":
+        return partial(linear, packed=pack_linear(weight_NK))
+    form = GroupedFormat(8, None) if weights == "int8" else GroupedFormat(4, 128)
+    quantized = quantize_grouped(weight_NK, form.bits, form.group_size_of(weight_NK.shape[1]))
+    return partial(grouped_linear, packed=pack_grouped(quantized))
+
+
+def calls_of(
+    K: int, columns: Sequence[int], case: str, weights: str, dtype: torch.dtype
+) -> tuple[list[tuple[Callable[[], Any], Callable[[], Any]]], int, int]:
+    """Calls on separate layers, without and with adapters; the bytes and FLOPs of the adapters of one."""
     adapters, rows, rank = (int(number) for number in case.replace("@", "x").split("x"))
     T, N = adapters * rows, sum(columns)
     elements = adapters * rank * (len(columns) * K + N)
-    x, base = torch.randn(T, K).to(dtype), torch.randn(T, N)
+    x, out = torch.randn(T, K).to(dtype), torch.empty(T, N, dtype=dtype)
+    weight_NK = torch.randn(N, K).to(dtype)
     slots = torch.arange(adapters, dtype=torch.int32).repeat_interleave(rows)
-    out = torch.empty(T, N, dtype=dtype)
     given = [(torch.randn(rank, K).to(dtype), torch.randn(num, rank).to(dtype)) for num in columns]
-    calls: list[Callable[[], Any]] = []
-    for _ in range(max(2, min(32, COLD_BYTES // (elements * dtype.itemsize)))):
+    calls: list[tuple[Callable[[], Any], Callable[[], Any]]] = []
+    layer_bytes = 2 * N * K * WEIGHT_BITS[weights] // 8 + elements * dtype.itemsize
+    for _ in range(max(4, min(32, COLD_BYTES // layer_bytes))):
         table = LoraTable(adapters, rank, K, columns, dtype, torch.device("cpu"))
         for slot in range(adapters):
             table.set(slot, [pack_delta(a, b, 1.0) for a, b in given])
-        calls.append(partial(add_lora, base, x, slots, table, dtype, out))
+        plain, added = (product_of(weights, weight_NK) for _ in range(2))
+        calls.append((partial(plain, x, out=out), partial(added, x, out=out, adapters=RowAdapters(table, slots))))
     return calls, elements * dtype.itemsize, 2 * rows * elements
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="1x1@8,1x1@16,8x1@16,32x1@8,32x1@16,8x4@16,1x512@16")
+    parser.add_argument("--weights", nargs="+", default=["none"], choices=WEIGHT_BITS)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--isa", default="", help="instruction set; default: the best present")
@@ -78,20 +100,19 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     print(f"isa {cpu.isa()}, {cpu.get_num_threads()} threads, {args.dtype}")
     rows: list[dict[str, Any]] = []
-    for case in args.cases.split(","):
-        for shape in args.shapes.split(","):
-            calls, num_bytes, flops = calls_of(*SHAPES[shape], case, dtype)
-            seconds = median_seconds(calls, args.seconds)
-            bandwidth, peak = cpu.read_bandwidth(256 << 20), cpu.peak_flops(dtype)
-            share = max(num_bytes / bandwidth, flops / peak) / seconds
-            rows.append({"case": case, "shape": shape, "us": seconds * 1e6, "gb_s": num_bytes / seconds / 1e9})
-            rows[-1] |= {"bandwidth_gb_s": bandwidth / 1e9, "peak_gflops": peak / 1e9, "share_of_limit": share}
-            print(
-                f"{case:>10} {shape:>8} {seconds * 1e6:9.1f} us, {num_bytes / seconds / 1e9:5.1f} of "
-                f"{bandwidth / 1e9:.1f} GB/s, {flops / seconds / 1e9:5.0f} of {peak / 1e9:.0f} GFLOP/s: "
-                f"{share:.0%} of the limit",
-                flush=True,
-            )
+    for weights, case, shape in itertools.product(args.weights, args.cases.split(","), args.shapes.split(",")):
+        calls, num_bytes, flops = calls_of(*SHAPES[shape], case, weights, dtype)
+        plain, more = median_seconds(calls, args.seconds)
+        bandwidth, peak = cpu.read_bandwidth(256 << 20), cpu.peak_flops(dtype)
+        limit = max(num_bytes / bandwidth, flops / peak)
+        rows.append({"weights": weights, "case": case, "shape": shape, "us": plain * 1e6, "more_us": more * 1e6})
+        rows[-1] |= {"bandwidth_gb_s": bandwidth / 1e9, "peak_gflops": peak / 1e9, "limit_us": limit * 1e6}
+        print(
+            f"{weights:>5} {case:>10} {shape:>8} {plain * 1e6:9.1f} us, with adapters {more * 1e6:+8.1f} us, "
+            f"{1 + more / plain:.3f}; limit {limit * 1e6:7.1f} us at {bandwidth / 1e9:.1f} GB/s, "
+            f"{peak / 1e9:.0f} GFLOP/s: {limit / more:.0%}",
+            flush=True,
+        )
     if args.json:
         with open(args.json, "w") as file:
             json.dump({"isa": cpu.isa(), "threads": args.threads, "dtype": args.dtype, "rows": rows}, file, indent=1)

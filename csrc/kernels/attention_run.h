@@ -120,12 +120,9 @@ void merge_item(const AttentionArgs& a, const Item& item, float* partials) {
   }
 }
 
+// The units of a plan on all threads.
 template <class Path>
-void run_all(const AttentionArgs& a) {
-  thread_local Plan plan_memory;
-  Plan& plan = plan_memory;
-  make_plan<Path>(a, plan);
-  auto* partials = static_cast<float*>(quire::scratch(Scratch::attention_partials, sizeof(float) * plan.partials_size));
+void run_units(const AttentionArgs& a, const Plan& plan, float* partials) {
   // Many short units share a task: starting one (tiles, the claim) costs a part of a microsecond.
   constexpr int kTasksPerThread = 8, kMostUnitsPerTask = 8;
   const int num_units = static_cast<int>(plan.units.size()), threads = num_threads();
@@ -138,6 +135,15 @@ void run_all(const AttentionArgs& a) {
       run_unit<Path>(a, plan, plan.units[i], next < num_units ? &plan.units[next] : nullptr, partials);
     }
   });
+}
+
+template <class Path>
+void run_all(const AttentionArgs& a) {
+  thread_local Plan plan_memory;
+  Plan& plan = plan_memory;
+  make_plan<Path>(a, plan);
+  auto* partials = static_cast<float*>(quire::scratch(Scratch::attention_partials, sizeof(float) * plan.partials_size));
+  run_units<Path>(a, plan, partials);
   parallel_for(static_cast<int>(plan.split_items.size()),
                [&](int task, int) { merge_item<Path>(a, plan.items[plan.split_items[task]], partials); });
 }

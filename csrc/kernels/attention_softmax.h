@@ -23,6 +23,11 @@ struct RowLimits {
   bool all_visible(int begin, int end) const { return begin >= max_first && end - 1 <= min_last; }
 };
 
+// Whether a head of q has results on this rank.
+inline bool has_result(const AttentionArgs& a, int head) {
+  return head >= a.first_result && head < a.first_result + a.num_results;
+}
+
 // Walks over the rows of an item: consecutive heads of a group, then the next token, then the next KV head.
 class RowCursor {
  public:
@@ -110,8 +115,10 @@ TileResult softmax(float* scores, Range range, int start, const RowLimits& limit
 }
 
 // Adds the result of one split to the state. A split in which a row sees nothing (max -infinity) does not change its
-// state.
-inline void merge(const TileState& state, TileResult split, const float* values, int num_rows, int width) {
+// state. The values of a row are added if wanted(row).
+template <class Wanted>
+inline void merge(const TileState& state, TileResult split, const float* values, int num_rows, int width,
+                  const Wanted& wanted) {
   const F32 old_max = load(state.max);
   const F32 new_max = max(old_max, split.max);
   const F32 base = select_less(new_max, broadcast(-FLT_MAX), zero(), new_max);
@@ -122,10 +129,15 @@ inline void merge(const TileState& state, TileResult split, const float* values,
   store(state.max, new_max);
   store(state.sum, fma(split.sum, add_lanes, load(state.sum) * keep_lanes));
   for (int r = 0; r < num_rows; ++r) {
+    if (!wanted(r)) continue;
     const F32 k = broadcast(keep[r]), x = broadcast(add[r]);
     float* row = state.values + r * width;
     for (int e = 0; e < width; e += kLanes) store(row + e, fma(load(values + r * width + e), x, load(row + e) * k));
   }
+}
+
+inline void merge(const TileState& state, TileResult split, const float* values, int num_rows, int width) {
+  merge(state, split, values, num_rows, width, [](int) { return true; });
 }
 
 inline void reset(const TileState& state, int num_rows, int width) {
@@ -142,7 +154,8 @@ inline void add_sinks(const AttentionArgs& a, const Item& item, int first_row, c
   RowCursor row(a, item, first_row);
   with_type_of(a.dtype, [&]<class T>(T) {
     for (int i = 0; i < num_rows; ++i, row.advance()) {
-      sinks[i] = to_f32(static_cast<const T*>(a.sinks)[row.head]) * kLog2E;
+      if (!has_result(a, row.head)) continue;
+      sinks[i] = to_f32(static_cast<const T*>(a.sinks)[row.head - a.first_result]) * kLog2E;
     }
   });
   const F32 scores = load(sinks), old_max = load(state.max), top = max(old_max, scores), keep = exp2(old_max - top);
@@ -158,8 +171,9 @@ inline void write_output(const AttentionArgs& a, const Item& item, int first_row
   if (a.sinks != nullptr) add_sinks(a, item, first_row, state, num_rows, weights);
   RowCursor row(a, item, first_row);
   for (int i = 0; i < num_rows; ++i, row.advance()) {
+    if (!has_result(a, row.head)) continue;
     const int64_t token = a.cu_seqlens_q[item.sequence] + row.token;
-    const int64_t element = token * a.out.token_stride + row.head * a.out.head_stride;
+    const int64_t element = token * a.out.token_stride + (row.head - a.first_result) * a.out.head_stride;
     char* out = static_cast<char*>(a.out.data) + element * static_cast<int64_t>(size_of(a.dtype));
     Path::write_row(out, a.dtype, state.values + i * width, broadcast(weights[i] / state.sum[i]), a.value_dim);
   }

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "kv_codes.h"
+#include "quire/kernels/attention.h"
 #include "quire/round_up.h"
 #include "quire/scratch.h"
 #include "quire/simd.h"
@@ -20,11 +21,11 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int kLanes = F32::kWidth;
-constexpr int kSplit = 256;
+constexpr int kSplit = kAttentionRange;
 constexpr int kStep = 32;
-constexpr int kTile = 16;         // positions with keys that are multiplied at a time
-constexpr int kMaxHeadDim = 576;  // of keys, and of values
-constexpr int kMostRows = 256;    // of the kMaxRows of all paths
+constexpr int kTile = 16;                      // positions with keys that are multiplied at a time
+constexpr int kMaxHeadDim = 576;               // of keys, and of values
+constexpr int kMostRows = kMostAttentionRows;  // of the kMaxRows of all paths
 constexpr int kMaxRowTiles = kMostRows / kLanes;
 static_assert(kSplit % kStep == 0 && kStep % kTile == 0 && kMostRows % kLanes == 0);
 

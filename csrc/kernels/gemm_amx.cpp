@@ -19,9 +19,11 @@ void stream_panels(const GemmBlock& block) {
   for (int64_t panel = block.panel_begin; panel < block.panel_end; ++panel) {
     const char* b = static_cast<const char*>(args.weight.data) + panel * steps * kStepBytes;
     load_bias(args, panel, bias);
+    const Finished finished = {block.row_begin, num_rows, panel, bias};
+    fetch_added(args, finished, {0, steps, steps});
     Prefetch prefetch{b + kStreamDistance, static_cast<int>(kStepBytes / 64)};
     run_1x4(a, a_step, b, steps, sums, true, prefetch);
-    store_finished(args, {block.row_begin, num_rows, panel, bias}, sums);
+    store_finished(args, finished, sums);
   }
 }
 
@@ -40,6 +42,7 @@ void multiply_panels(const GemmBlock& block) {
   float* const buffers = static_cast<float*>(scratch(Scratch::gemm_tiles, sizeof(float) * kHalfSums * num_buffers));
   const char* input = static_cast<const char*>(block.input) + block.row_begin * num_steps * kRowBytes;
   alignas(64) float biases[2][kPanelWidth];
+  LoraSpace<kGroupRows> space;
   PendingRows pending;
 
   for (int64_t step = 0; step < num_steps; step += max_steps) {
@@ -51,6 +54,7 @@ void multiply_panels(const GemmBlock& block) {
       const PrefetchPlan plan{b + num_steps * kStepBytes, static_cast<int>(kStepBytes / 64), steps, num_passes};
       float* bias = biases[panel % 2];
       if (is_last) load_bias(args, panel, bias);
+      fetch_added(args, {block.row_begin, num_rows, panel, bias}, {step, step + steps, num_steps});
       int pass = 0;
       for (int64_t half = 0; half < kPanelWidth; half += kHalfColumns) {
         for (int64_t group = 0; group < num_full; ++group, ++buffer) {
@@ -65,7 +69,8 @@ void multiply_panels(const GemmBlock& block) {
                        block.row_begin + row,
                        std::min(kGroupRows, num_rows - row),
                        panel * kPanelWidth + half,
-                       bias + half};
+                       bias + half,
+                       space.rows()};
         }
       }
       if (has_half_group) {

@@ -55,20 +55,25 @@ inline void run_1x4(const char* a, int64_t a_step, const char* b, int64_t steps,
 class PendingRows {
  public:
   PendingRows() = default;
-  PendingRows(const GemmArgs& args, const float* sums, int64_t row, int64_t num_rows, int64_t column, const float* bias)
+  // `space` is written if adapters add to the rows, and read until all rows are stored.
+  PendingRows(const GemmArgs& args, const float* sums, int64_t row, int64_t num_rows, int64_t column, const float* bias,
+              float* space)
       : sums_(sums),
         bias_(bias),
         out_(static_cast<char*>(args.out.data) + (row * args.out.stride + column) * size_of(args.out_dtype)),
         out_stride_bytes_(args.out.stride * size_of(args.out_dtype)),
         rows_left_(num_rows),
         columns_(static_cast<int>(std::clamp<int64_t>(args.weight.n - column, 0, kHalfColumns))),
-        dtype_(args.out_dtype) {}
+        dtype_(args.out_dtype) {
+    if (args.lora != nullptr) added_ = lora_kernels().expand(*args.lora, {row, num_rows, column, columns_}, space);
+  }
 
   int64_t rows_left() const { return rows_left_; }
 
   void store(int64_t max_rows) {
     for (; rows_left_ > 0 && max_rows > 0; --rows_left_, --max_rows) {
       store_row();
+      if (added_ != nullptr) added_ += kLoraPitch;
       sums_ += kHalfColumns;
       out_ += out_stride_bytes_;
     }
@@ -76,8 +81,12 @@ class PendingRows {
 
  private:
   void store_row() {
-    const __m512 low = _mm512_add_ps(_mm512_load_ps(sums_), _mm512_load_ps(bias_));
-    const __m512 high = _mm512_add_ps(_mm512_load_ps(sums_ + 16), _mm512_load_ps(bias_ + 16));
+    __m512 low = _mm512_add_ps(_mm512_load_ps(sums_), _mm512_load_ps(bias_));
+    __m512 high = _mm512_add_ps(_mm512_load_ps(sums_ + 16), _mm512_load_ps(bias_ + 16));
+    if (added_ != nullptr) {
+      low = _mm512_add_ps(low, _mm512_load_ps(added_));
+      high = _mm512_add_ps(high, _mm512_load_ps(added_ + 16));
+    }
     const __mmask32 mask = columns_ == 32 ? ~__mmask32{0} : (__mmask32{1} << columns_) - 1;
     if (dtype_ == DType::bf16) {
       _mm512_mask_storeu_epi16(out_, mask, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
@@ -92,6 +101,7 @@ class PendingRows {
 
   const float* sums_ = nullptr;
   const float* bias_ = nullptr;
+  const float* added_ = nullptr;
   char* out_ = nullptr;
   int64_t out_stride_bytes_ = 0, rows_left_ = 0;
   int columns_ = 0;

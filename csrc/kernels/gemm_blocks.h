@@ -76,20 +76,49 @@ struct Finished {
   const float* bias;
 };
 
-// sums(row, column) plus bias, rounded to the output type. sums gives a vector. Rows count from f.row, columns from the
-// first column of the panel; columns after the last are cut off.
-template <std::invocable<int64_t, int64_t> Sums>
-inline void store_finished(const GemmArgs& args, const Finished& f, const Sums& sums) {
+// number(row, column), a vector, rounded to the output type. Rows count from f.row, columns from the first column of
+// the panel; columns after the last are cut off.
+template <std::invocable<int64_t, int64_t> Number>
+inline void store_rounded(const GemmArgs& args, const Finished& f, const Number& number) {
   constexpr int W = F32::kWidth;
   const int64_t first = f.panel * kPanelWidth, count = std::min(kPanelWidth, args.weight.n - first);
   with_type_of(args.out_dtype, [&]<class T>(T) {
     T* out = static_cast<T*>(args.out.data) + f.row * args.out.stride + first;
     for (int64_t r = 0; r < f.num_rows; ++r, out += args.out.stride) {
       int64_t c = 0;
-      for (; c + W <= count; c += W) store(out + c, sums(r, c) + load(f.bias + c));
-      if (c < count) store_n(out + c, sums(r, c) + load(f.bias + c), static_cast<int>(count - c));
+      for (; c + W <= count; c += W) store(out + c, number(r, c));
+      if (c < count) store_n(out + c, number(r, c), static_cast<int>(count - c));
     }
   });
+}
+
+// The same, plus what adapters add. Not inline: kernels have one way to finish rows, and this part of it is rarer.
+template <std::invocable<int64_t, int64_t> Number>
+__attribute__((noinline)) void store_with_adapters(const GemmArgs& args, const Finished& f, const Number& number) {
+  constexpr int64_t kRows = 6;
+  LoraSpace<kRows> space;
+  const int64_t first = f.panel * kPanelWidth, count = std::min(kPanelWidth, args.weight.n - first);
+  for (int64_t row = 0; row < f.num_rows; row += kRows) {
+    const Finished some = {f.row + row, std::min(kRows, f.num_rows - row), f.panel, f.bias};
+    const float* const added = lora_kernels().expand(*args.lora, {some.row, some.num_rows, first, count}, space.rows());
+    store_rounded(args, some,
+                  [&](int64_t r, int64_t c) { return number(row + r, c) + load(added + r * kLoraPitch + c); });
+  }
+}
+
+// While the sums of rows are made over a share of K, the same share of what adapters add to them comes from memory.
+inline void fetch_added(const GemmArgs& args, const Finished& f, const LoraShare& of_k) {
+  if (args.lora == nullptr) return;
+  const int64_t first = f.panel * kPanelWidth, count = std::min(kPanelWidth, args.weight.n - first);
+  lora_kernels().fetch(*args.lora, {f.row, f.num_rows, first, count}, of_k);
+}
+
+// sums(row, column) plus bias, plus what adapters add, rounded to the output type. sums gives a vector.
+template <std::invocable<int64_t, int64_t> Sums>
+inline void store_finished(const GemmArgs& args, const Finished& f, const Sums& sums) {
+  const auto number = [&](int64_t r, int64_t c) { return sums(r, c) + load(f.bias + c); };
+  if (args.lora == nullptr) return store_rounded(args, f, number);
+  store_with_adapters(args, f, number);
 }
 
 // The same for sums [rows][64].

@@ -260,6 +260,8 @@ inline void run_fp8(const GemmBlock& block, Fp8Blocking blocking) {
       const int64_t row = Rows::first_row(tile, num_rows), rows = Rows::first_row(tile + 1, num_rows) - row;
       const int64_t slot = current.panel_of_chunk() * panel_sums + row * kPanelWidth;
       float *const sums = all_sums + (current.sums_wait() ? slot : 0), *const totals = all_totals + slot;
+      const Finished rows_of_tile = {block.row_begin + row, rows, current.panel, bias};
+      fetch_added(args, rows_of_tile, {begin, end, layout.num_steps});
       for (int64_t step = begin, next_step; step < end; step = next_step) {
         const int64_t group = step / layout.group_steps, group_end = (group + 1) * layout.group_steps;
         next_step = std::min(end, group_end);
@@ -267,8 +269,7 @@ inline void run_fp8(const GemmBlock& block, Fp8Blocking blocking) {
                   step == group * layout.group_steps, unpacking);
         const Fp8Sums finished{sums, totals, rows, scales + group * kPanelWidth, group == 0};
         if (next_step == layout.num_steps)
-          store_finished(args, {block.row_begin + row, rows, current.panel, bias},
-                         [&](int64_t r, int64_t c) { return finished.total(r, c); });
+          store_finished(args, rows_of_tile, [&](int64_t r, int64_t c) { return finished.total(r, c); });
         else if (next_step == group_end)
           add_group(finished);
       }

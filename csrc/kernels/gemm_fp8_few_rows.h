@@ -79,13 +79,14 @@ inline void run_fp8_few_rows(const GemmBlock& block) {
       end = std::min(layout.num_steps, step + layout.group_steps);
       for (int64_t tile = 0; tile < num_tiles; ++tile) {
         const int64_t row = num_rows * tile / num_tiles, rows = num_rows * (tile + 1) / num_tiles - row;
+        const Finished rows_of_tile = {block.row_begin + row, rows, panel, bias};
+        fetch_added(args, rows_of_tile, {step, end, layout.num_steps});
         kRun[rows - 1](x + row * stride + step * kBf16KUnit, stride, codes + step * kStepCodes, end - step, sums);
         const Fp8Sums finished{sums, totals + row * kPanelWidth, rows, scales, step == 0};
         if (end < layout.num_steps) {
           add_group(finished);
         } else {
-          store_finished(args, {block.row_begin + row, rows, panel, bias},
-                         [&](int64_t r, int64_t c) { return finished.total(r, c); });
+          store_finished(args, rows_of_tile, [&](int64_t r, int64_t c) { return finished.total(r, c); });
         }
       }
     }

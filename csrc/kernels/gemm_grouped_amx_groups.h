@@ -226,6 +226,7 @@ void run_small_groups(const GemmBlock& block) {
       if constexpr (!kFactors && kShift != 0) {
         for (int64_t g = 0; g < num_groups; ++g) buffers->numbers[g].divide_codes(kHighHalf, kOffset);
       }
+      fetch_added(args, {block.row_begin, num_rows, panel, bias}, {begin, end, num_quads});
       const bool is_last = end == num_quads;
       prefetch_lines(is_last ? packed + layout.panel_bytes : packed + end / group_quads * layout.group_bytes,
                      num_groups * layout.group_bytes);

@@ -327,6 +327,7 @@ inline void run_form(const GemmBlock& block) {
       int pass = kUnpacks;
       for (int64_t tile = 0; tile < num_tiles; ++tile) {
         const int64_t row = tile * tile_rows, rows = std::min(tile_rows, num_rows - row);
+        fetch_added(args, {block.row_begin + row, rows, panel, bias}, {begin, end, num_quads});
         if constexpr (kFactors) {
           const int64_t first_super = first_group / args.weight.form.super_size;
           const int64_t super_groups = std::min(args.weight.form.super_size, (end - begin) / group_quads);

@@ -60,9 +60,11 @@ inline void run_row_tiles(const GemmBlock& block) {
         const int64_t rows = num_rows * (tile + 1) / num_tiles - row;
         float* tile_sums = sums + row * kPanelWidth;
         Prefetch prefetch = plan.of_pass(static_cast<int>(tile));
+        const Finished finished = {block.row_begin + row, rows, panel, bias};
+        fetch_added(args, finished, {step, step + steps, num_steps});
         kRun[rows - 1](a + row * a_stride + step * Tile::kStepK, a_stride, b + step * kStepElements, steps, tile_sums,
                        step == 0, prefetch);
-        if (step + steps == num_steps) store_finished(args, {block.row_begin + row, rows, panel, bias}, tile_sums);
+        if (step + steps == num_steps) store_finished(args, finished, tile_sums);
         row += rows;
       }
     }

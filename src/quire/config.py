@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.compat.names import nearest
@@ -18,7 +19,7 @@ from quire.compat.table import FOREIGN, settle
 from quire.eplb_config import EplbConfig
 from quire.errors import ConfigError
 from quire.formats.answer_formats import NO_PARSER, REASONING_PARSERS, TOOL_PARSERS
-from quire.formats.kv_format import KV_CACHE_DTYPES
+from quire.formats.kv_format import KV_CACHE_DTYPES, RANGE_POSITIONS
 from quire.formats.weight_format import ON_LOAD
 from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.logs import get_logger
@@ -299,8 +300,17 @@ class EngineConfig:
         flags=("-pp",),
         bounds=Bounds(1, MOST_RANKS),
     )
+    decode_context_parallel_size: int = option(
+        1,
+        "Ranks that hold the same keys and values divide them: each has every N-th block of 256 tokens.",
+        flags=("-dcp",),
+        limits="tokens that the KV cache holds: N times as many in the same memory of each rank",
+        bounds=Bounds(1, MOST_RANKS),
+    )
     enable_expert_parallel: bool = option(
-        False, "Each of --tensor-parallel-size ranks has whole experts, instead of rows of all.", flags=("-ep",)
+        False,
+        "Ranks have whole experts, instead of rows of all. With --data-parallel-size, all ranks share them.",
+        flags=("-ep",),
     )
     expert_placement_strategy: str = option(
         "linear",
@@ -345,7 +355,8 @@ class EngineConfig:
     )
     data_parallel_size: int = option(
         1,
-        "Replicas of the model behind one API. Each has an equal share of the cores and of the memory, or a GPU.",
+        "Replicas of the model behind one API. Each has an equal share of the cores and of the memory, or a GPU. With "
+        "--enable-expert-parallel: lanes of one engine, which share experts.",
         flags=("-dp",),
         limits="threads and memory of each replica, and requests that run at once",
         bounds=POSITIVE,
@@ -428,8 +439,18 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that share a copy of the model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        """Processes of an engine: they share a copy of the model, or its experts."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.num_lanes
+
+    @property
+    def num_lanes(self) -> int:
+        """Of an engine: each has its own requests and all of the model, but for the experts, which lanes share."""
+        return self.data_parallel_size if self.enable_expert_parallel else 1
+
+    @property
+    def num_replicas(self) -> int:
+        """Engines behind one API. Each has a copy of the model."""
+        return self.data_parallel_size // self.num_lanes
 
     @property
     def balancing(self) -> EplbConfig | None:
@@ -440,6 +461,11 @@ class EngineConfig:
     def num_local_ranks(self) -> int:
         """On each machine."""
         return self.num_ranks // self.nnodes
+
+    def undivided(self) -> EngineConfig:
+        """The same, with all of the KV cache on every rank that reads it."""
+        block_size = None if self.block_size == RANGE_POSITIONS else self.block_size
+        return replace(self, decode_context_parallel_size=1, block_size=block_size)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
@@ -531,7 +557,10 @@ class ServerConfig:
     )
     disable_uvicorn_access_log: bool = option(False, "Accepted: the access log is off.")
     shutdown_timeout: float = option(
-        30.0, "Seconds to let running requests finish on SIGTERM.", limits="the time of a drain", bounds=NOT_NEGATIVE
+        30.0,
+        "Seconds to let running requests finish on SIGTERM.",
+        limits="the time of a drain",
+        bounds=Bounds(0, sys.float_info.max, "a number of seconds, 0 or more, and not infinite"),
     )
     legacy_metric_names: bool = option(False, "Show metrics under the names of old guides and dashboards as well.")
     allowed_origins: tuple[str, ...] = option(
@@ -721,13 +750,6 @@ def _check_lora(config: EngineConfig) -> None:
 
 def _check_experts(config: EngineConfig) -> None:
     """ConfigError for experts that ranks cannot share, or exchange."""
-    if config.enable_expert_parallel and config.data_parallel_size > 1 and config.tensor_parallel_size == 1:
-        raise ConfigError(
-            "Replicas do not share experts in this version: each has all of them, or its ranks share them",
-            value=config.data_parallel_size,
-            fix="Give --tensor-parallel-size 2 or more, or leave --enable-expert-parallel out",
-            param="data_parallel_size",
-        )
     given = EplbConfig.of(config.eplb_config or {})
     if given.num_redundant_experts and not config.enable_eplb:
         raise ConfigError(
@@ -736,12 +758,44 @@ def _check_experts(config: EngineConfig) -> None:
             fix="Give --enable-eplb too, or leave num_redundant_experts out of --eplb-config",
             param="eplb_config",
         )
-    if config.enable_eplb and not (config.enable_expert_parallel and config.tensor_parallel_size > 1):
+    has_partners = config.tensor_parallel_size * config.num_lanes > 1
+    if config.enable_eplb and not (config.enable_expert_parallel and has_partners):
         raise ConfigError(
             "Only ranks that have whole experts can exchange them",
             value=config.enable_eplb,
-            fix="Give --enable-expert-parallel and --tensor-parallel-size 2 or more, or leave --enable-eplb out",
+            fix="Give --enable-expert-parallel, and --tensor-parallel-size or --data-parallel-size 2 or more; or leave "
+            "--enable-eplb out",
             param="enable_eplb",
+        )
+
+
+def _check_lanes(config: EngineConfig) -> None:
+    """ConfigError for what does not go together with experts that lanes share."""
+    if config.num_lanes == 1:
+        return
+    if config.num_ranks > MOST_RANKS:
+        raise ConfigError(
+            f"{config.data_parallel_size} x {config.tensor_parallel_size} ranks would share the experts",
+            value=config.num_ranks,
+            expected=f"at most {MOST_RANKS}",
+            fix="Lower --data-parallel-size or --tensor-parallel-size",
+            param="data_parallel_size",
+        )
+    others = {
+        "pipeline_parallel_size": config.pipeline_parallel_size > 1,
+        "decode_context_parallel_size": config.decode_context_parallel_size > 1,
+        "distributed_executor_backend": config.distributed_executor_backend in ("ray", "external_launcher"),
+        "enable_lora": config.enable_lora,
+        "speculative_config": config.speculative_config is not None,
+        "slo_itl": config.slo_itl is not None,
+    }
+    for name in (name for name, is_given in others.items() if is_given):
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigError(
+            f"{flag} does not go together with experts that --data-parallel-size ranks share, in this version",
+            value=getattr(config, name) if name != "speculative_config" else "given",
+            fix=f"Leave {flag} out; or leave --enable-expert-parallel out: then there are replicas with all experts",
+            param=name,
         )
 
 
@@ -808,6 +862,7 @@ def _check_engine(config: EngineConfig) -> None:
             param="speculative_config",
         )
     _check_experts(config)
+    _check_lanes(config)
     _check_nodes(config)
     local = config.data_parallel_size_local
     if local not in (None, config.data_parallel_size):
@@ -818,10 +873,11 @@ def _check_engine(config: EngineConfig) -> None:
             fix="Leave --data-parallel-size-local out, and start a server on each machine",
             param="data_parallel_size_local",
         )
-    if config.block_size is not None and config.block_size not in (8, 16, 32, 64, 128):
-        raise ConfigError(
-            "Illegal block size", value=config.block_size, expected="8, 16, 32, 64 or 128", param="block_size"
-        )
+    shares_context = config.decode_context_parallel_size > 1
+    block_sizes = (RANGE_POSITIONS,) if shares_context else (8, 16, 32, 64, 128)
+    if config.block_size is not None and config.block_size not in block_sizes:
+        legal = f"{RANGE_POSITIONS} with --decode-context-parallel-size" if shares_context else "8, 16, 32, 64 or 128"
+        raise ConfigError("Illegal block size", value=config.block_size, expected=legal, param="block_size")
     if config.max_model_len is not None and config.max_model_len != -1 and config.max_model_len < 1:
         raise ConfigError(
             "Illegal max_model_len",

@@ -6,10 +6,13 @@ B blocks, G kv heads, P block size, E head dim, C rows a worker holds, N block t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -54,6 +57,21 @@ class HostStep:
     padded_rows: int | None  # number of rows of a captured step; the rows after the step's own compute nothing
 
 
+@dataclass(frozen=True, slots=True)
+class LaneRows:
+    """The tokens of each of L lanes in a step. Lanes have their own requests and share experts."""
+
+    counts: tuple[int, ...]
+    begins_L1: Tensor  # int32, L + 1 prefix sums
+
+    @classmethod
+    def of(cls, counts: Sequence[int]) -> LaneRows | None:
+        """None: there is one lane."""
+        if len(counts) == 0:
+            return None
+        return cls(tuple(counts), torch.tensor([*accumulate(counts, initial=0)], dtype=torch.int32))
+
+
 @dataclass(slots=True)
 class StepTable:
     """The places of a step's tokens in the cache, for the layers with one block table."""
@@ -79,6 +97,13 @@ class ForwardBatch:
     adapter_slots_T: Tensor | None = None  # int32, -1: no adapter (kernels.lora); None: no row of the step has one
     host: HostStep | None = None  # None: on CPU, or if the step was prepared already
     hidden_TD: Tensor | None = None  # what a head that drafts reads beside the tokens; a pass may write to it
+    lanes: LaneRows | None = None  # None: there is one lane
+
+    @classmethod
+    def without_rows(cls, lanes: LaneRows) -> ForwardBatch:
+        """Of a lane that has no tokens in a step of others."""
+        nothing, zero = torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+        return cls(nothing, nothing, zero, zero[:0], (), [], lanes=lanes)
 
     @property
     def num_tokens(self) -> int:

@@ -96,11 +96,13 @@ class Placement:
     Attributes:
         experts: of each rank: their numbers. No rank has an expert twice.
         columns: of the experts' results: each rank adds up some for all tokens.
+        num_lanes: whose tokens they get.
     """
 
     rank: int
     experts: tuple[tuple[int, ...], ...]
     columns: tuple[range, ...]
+    num_lanes: int = 1
 
     @property
     def own(self) -> tuple[int, ...]:

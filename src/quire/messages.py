@@ -46,6 +46,7 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     fork_of: str | None = None
     wants_vector: bool = False  # the request gets a vector of the prompt instead of tokens; max_tokens is 1
     is_retry: bool = False  # an engine that has ended had accepted it, so the queue's limit does not count
+    lane: int | None = None  # that shall compute it; None: the one with the least work
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -182,6 +183,7 @@ class EngineReady(_FromEngine, tag="ready"):
     max_num_batched_tokens: int
     resolved: dict[str, object] = {}  # the settings with their sources, for GET /v1/config and the first screen
     pace: Pace | None = None
+    num_lanes: int = 1  # each has as many blocks, requests that run, and tokens in a step
 
 
 # The progress of a start: (phase, fraction, detail), the first three fields of EngineProgress. Any thread may call it.

@@ -40,6 +40,7 @@ class Request:
     rope_offset: int = 0  # see NewRow; only requests with the same offset share KV
     fork_of: str | None = None  # request_id that shares its prompt blocks once they are computed (n > 1)
     wants_vector: bool = False  # a vector of the prompt instead of tokens
+    lane: int | None = None  # that shall compute it; None: the one with the least work
     prepared: object = None  # lives as long as the request: the grammar that was compiled for it
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)

@@ -15,7 +15,7 @@ from quire.cost.devices import cpu_ceilings
 from quire.drafter_settings import drafter_settings
 from quire.errors import ConfigError
 from quire.formats.answer_formats import AnswerFormats
-from quire.formats.kv_format import KV_CACHE_DTYPES, kv_format
+from quire.formats.kv_format import KV_CACHE_DTYPES, RANGE_POSITIONS, kv_format
 from quire.formats.kv_groups import kv_groups, page_bytes, pages_for
 from quire.formats.weight_format import ON_LOAD, packs_floats
 from quire.hf_config.quantization import QUANTIZATION_NAMES
@@ -112,6 +112,7 @@ class _Form:
     dtype: str
     quantization: str | None
     block_size: int
+    num_kv_owners: int
 
 
 def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is_server: bool) -> Resolved:
@@ -145,23 +146,33 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         dtype = put("dtype", given, config.sources["dtype"], f"checkpoint is {model.dtype}")
     quantization = put("quantization", *_quantization(config, model))
     put("kv_cache_dtype", config.kv_cache_dtype, config.sources["kv_cache_dtype"], _kv_detail(config, dtype, model))
+    source: Source
+    num_kv_owners, default_size, source = config.decode_context_parallel_size, 16, "default"
     why = "tokens per KV block; waste is under one block per sequence"
-    block_size = put_or("block_size", config.block_size, 16, "default", why)
+    if num_kv_owners > 1:
+        default_size, source = RANGE_POSITIONS, "formula"
+        why = f"the positions of one partial result of attention; each of {num_kv_owners} ranks has blocks of its own"
+    block_size = put_or("block_size", config.block_size, default_size, source, why)
     if threads := envs.NUM_THREADS.get():
         num_threads = put_or("num_threads", config.num_threads, threads, "environment", envs.NUM_THREADS.name)
     else:
         why = "physical cores allowed by affinity and cgroup quota"
         if device.num_efficient_cores:
             why = f"performance {why.removeprefix('physical ')}, without {device.num_efficient_cores} efficient cores"
-        if config.data_parallel_size > 1:
-            why += f", for each of {config.data_parallel_size} replicas"
+        if config.num_replicas > 1:
+            why += f", for each of {config.num_replicas} replicas"
         if num_ranks > 1:
             why += f", divided by {num_ranks} ranks"
         num_threads = put_or("num_threads", config.num_threads, device.num_cores, "device", why)
+    if num_kv_owners > 1:
+        _check_context(config, model)
+        why = f"each rank has one of {num_kv_owners} blocks; tokens and logprobs are as without it, to the bit"
+        source = config.sources["decode_context_parallel_size"]
+        put("decode_context_parallel_size", num_kv_owners, source, why)
     max_model_len = put("max_model_len", *_max_model_len(config, model))
 
     sizes = _step_sizes(
-        config, model, device, _Form(kind, isa, num_threads, dtype, quantization, block_size), is_server
+        config, model, device, _Form(kind, isa, num_threads, dtype, quantization, block_size, num_kv_owners), is_server
     )
     max_num_seqs = put_or("max_num_seqs", config.max_num_seqs, *sizes.max_num_seqs())
     budget, source, why = sizes.max_num_batched_tokens(max_num_seqs)
@@ -210,6 +221,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         logprobs_mode=config.logprobs_mode,
         expert_metrics=config.expert_metrics,
         balancing=config.balancing,
+        decode_context_parallel_size=num_kv_owners,
     )
     lora = lora_settings(config, model, form, record)
     _put_rest(record, config)
@@ -244,6 +256,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
             kv_cache_metrics_sample=config.kv_cache_metrics_sample,
             speculation=speculation,
             pipeline_parallel_size=config.pipeline_parallel_size,
+            data_parallel_size=config.data_parallel_size,
+            enable_expert_parallel=config.enable_expert_parallel,
         ),
         record,
         drafter=drafter_settings(config.speculative_config, model, form),
@@ -350,6 +364,8 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
     backend = config.distributed_executor_backend
     has_stages = config.pipeline_parallel_size > 1
     name = "pipeline_parallel_size" if has_stages else "tensor_parallel_size"
+    if config.num_lanes > 1:
+        name = "data_parallel_size"
     refused = (
         (device != "cpu", "a GPU", "Use --device cpu"),
         (backend == "uni", "--distributed-executor-backend uni, which is one process", "Leave it out, or give mp"),
@@ -361,15 +377,42 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
             "Use ngram or suffix in --speculative-config",
         ),
     )
-    kind = "Pipeline" if has_stages else "Tensor"
+    kinds = {"pipeline_parallel_size": "Pipeline parallelism", "tensor_parallel_size": "Tensor parallelism"}
+    kind = kinds.get(name, "Sharing experts by --enable-expert-parallel and --data-parallel-size")
     for is_refused, what, fix in refused:
         if is_refused:
             raise ConfigError(
-                f"{kind} parallelism does not go together with {what} in this version",
+                f"{kind} does not go together with {what} in this version",
                 value=getattr(config, name),
                 expected=f"{name} 1",
                 fix=f"{fix}, or leave --{name.replace('_', '-')} out",
                 param=name,
+            )
+
+
+def _check_context(config: EngineConfig, model: ModelConfig) -> None:
+    """ConfigError for what ranks that divide the KV cache cannot do in this version."""
+    backend = envs.ATTENTION_BACKEND.get() if config.attention_backend == "auto" else config.attention_backend
+    refused = (
+        (
+            model.drafter is not None,
+            "a model that drafts, whose keys and values every rank holds",
+            "Use ngram or suffix in --speculative-config",
+        ),
+        (
+            backend.lower() == "reference",
+            "the reference attention, which reads all of the KV cache",
+            "Leave --attention-backend out",
+        ),
+    )
+    for is_refused, what, fix in refused:
+        if is_refused:
+            raise ConfigError(
+                f"Ranks do not divide the KV cache together with {what}, in this version",
+                value=config.decode_context_parallel_size,
+                expected="decode_context_parallel_size 1",
+                fix=f"{fix}, or leave --decode-context-parallel-size out",
+                param="decode_context_parallel_size",
             )
 
 
@@ -516,7 +559,7 @@ def _step_sizes(
     if arithmetic.is_integer:
         reached = replace(reached, flops=INTEGER_TIMES * reached.flops)
     groups, kv = kv_groups(model), kv_format(config.kv_cache_dtype, form.dtype)
-    of_page = page_bytes(groups, kv, form.block_size)
+    of_page = page_bytes(groups, kv, form.block_size, form.num_kv_owners) // form.num_kv_owners
     if (num_pages := config.num_gpu_blocks_override) is None:
         weights = model.weight_bytes(form.dtype, form.quantization, is_packed=packs_floats(form.isa))
         given = config.kv_cache_memory_bytes or int(envs.CPU_KVCACHE_SPACE.get() * GIB)

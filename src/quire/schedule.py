@@ -33,7 +33,7 @@ class NewRow:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step of at least one row. Lists are aligned: row i is request_ids[i].
+    """One step of at least one row, of all lanes together. Lists are aligned: row i is request_ids[i].
 
     A row wants the logits of its last num_logits tokens: none if known tokens are left for later steps; one to sample
     the next token; or k + 1 if its last k tokens are drafts, which are guesses at the next tokens. Logits are sampled
@@ -60,6 +60,10 @@ class ScheduledBatch:
     forced_tokens: list[tuple[str, int, list[int]]] = field(default_factory=list)
     # Of steps before, for workers that have not sampled them. Empty: all workers know them.
     tokens_before: list[StepTokens] = field(default_factory=list)
+    # Of the batch of all lanes: the batch of each. The fields above are theirs, one lane after the other. Workers get
+    # the batch of their lane, which may have no rows.
+    lanes: list[ScheduledBatch] = field(default_factory=list)
+    lane_tokens: list[int] = field(default_factory=list)  # of the batch of one of several lanes: tokens of each lane
 
     @property
     def num_tokens(self) -> int:
@@ -119,6 +123,29 @@ class StepResult:
     sample_seconds: float = 0.0
     # Of each of several ranks: seconds of the step, and those in which it waited for others.
     ranks: tuple[tuple[float, float], ...] = ()
+    lanes: list[StepResult] = field(default_factory=list)  # as ScheduledBatch.lanes; only tokens and times are joined
+
+    @classmethod
+    def of_lanes(cls, step_id: int, lanes: list[StepResult]) -> StepResult:
+        """Lanes compute side by side: a step takes as long as the slowest one."""
+        return cls(
+            step_id,
+            [token_ids for lane in lanes for token_ids in lane.token_ids],
+            experts=lanes[0].experts,
+            prepare_seconds=max(lane.prepare_seconds for lane in lanes),
+            forward_seconds=max(lane.forward_seconds for lane in lanes),
+            sample_seconds=max(lane.sample_seconds for lane in lanes),
+            lanes=lanes,
+        )
+
+
+class LaneUse(msgspec.Struct, array_like=True):
+    """A lane at a step."""
+
+    num_tokens: int
+    num_running: int
+    num_waiting: int
+    num_blocks_in_use: int
 
 
 class RowsFailedError(Exception):
@@ -207,4 +234,5 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     num_adapters: int = 0  # that requests may name
     num_adapters_in_memory: int = 0
     ranks: tuple[tuple[float, float], ...] = ()  # see StepResult
+    lanes: tuple[LaneUse, ...] = ()  # of each of several lanes
     experts: ExpertUse | None = None  # None: without --expert-metrics

@@ -99,6 +99,7 @@ class ModelSettings:
     logprobs_mode: str
     expert_metrics: bool = False
     balancing: EplbConfig | None = None
+    decode_context_parallel_size: int = 1  # ranks that have the KV cache together: see PageShare
 
     @property
     def cache_dtype(self) -> str:
@@ -142,6 +143,13 @@ class SchedulerSettings:
     kv_cache_metrics_sample: float
     speculation: SpeculativeConfig | None
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+
+    @property
+    def num_lanes(self) -> int:
+        """Of an engine: see EngineConfig. What bounds a step is of each."""
+        return self.data_parallel_size if self.enable_expert_parallel else 1
 
     @property
     def num_logits_rows(self) -> int:

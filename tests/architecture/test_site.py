@@ -24,7 +24,7 @@ def _prose(text: str) -> str:
 
 
 def _anchors(path: Path) -> set[str]:
-    """As GitHub makes them of headings, and those that are written out."""
+    """As GitHub makes them of headings, and anchors that are written out."""
     text = path.read_text(encoding="utf-8")
     found = set(re.findall(r'<a id="([^"]+)"', text))
     for heading in re.findall(r"^#+ (.*)$", _prose(text), re.MULTILINE):

@@ -46,7 +46,7 @@ class _Paged:
         batch = len(last_page_len)
         assert len(indptr) == len(query_indptr) == batch + 1
         assert indptr[0] == query_indptr[0] == 0
-        assert len(indices) == indptr[-1], "indices of other pages than those of the rows"
+        assert len(indices) == indptr[-1], "indices of pages that the rows do not have"
         assert ((last_page_len >= 1) & (last_page_len <= page_size)).all()
         assert torch.equal(seq_lens, (indptr.diff() - 1) * page_size + last_page_len)
         assert num_qo_heads % num_kv_heads == 0

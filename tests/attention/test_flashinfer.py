@@ -62,7 +62,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def host_step(batch: ForwardBatch, rows: list[tuple[int, int]], padded_rows: int | None = None) -> HostStep:
-    """The tables in other rows of a worker's than those of the step, and wider."""
+    """The tables lie in other rows of a worker's tables than in the step, and are wider."""
     count, width = batch.tables[0].block_tables_SM.shape
     tables_CM = np.full((count + 3, width + 2), -7, dtype=np.int32)
     rows_S = np.arange(count)[::-1] + 2
@@ -395,7 +395,7 @@ def test_names() -> None:
 
 
 def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its names only; the reasons are those of the settings."""
+    """By its names only; the settings give the reasons."""
     spec = AttentionSpec(8, 2, 128, 0.1, 0, 0.0, torch.bfloat16)
     cuda = torch.device("cuda")
     for name in ("FLASHINFER", "TRITON_ATTN", "auto", "reference"):

@@ -28,7 +28,7 @@ from tests.quantization.checkpoints import Format, draw, tensors_of
 
 
 def correlated(K: int, seed: int) -> Tensor:
-    """X^T X of inputs whose features move together, as those of a model do."""
+    """X^T X of inputs whose features move together, as a model's do."""
     generator = torch.Generator().manual_seed(seed)
     x_TK = torch.randn(4 * K, K // 4, generator=generator) @ torch.randn(K // 4, K, generator=generator)
     x_TK += 0.3 * torch.randn(4 * K, K, generator=generator)
@@ -45,7 +45,7 @@ def correlated(K: int, seed: int) -> Tensor:
 def test_gptq_follows_the_update_it_is_named_after(group_size: int, act_order: bool) -> None:
     """A twin that eliminates one row and column of the inverse after another, in float64 (equations 2 and 3).
 
-    With an order, groups are those of the columns as they lie, and their grids those of the weights as they were.
+    With an order, groups have the columns as they lie, and their grids come from the weights as they were.
     """
     K, N = 256, 9
     weight_NK = torch.randn(N, K, generator=torch.Generator().manual_seed(1))

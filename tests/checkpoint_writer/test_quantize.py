@@ -150,7 +150,7 @@ def test_an_interrupted_run_is_continued(
     to: str,
     kills: range | tuple[int, ...],
 ) -> None:
-    """Killed at any file it writes, half of which is on the disk: no model is there, and the next run ends the same."""
+    """Killed at any file it writes, with half of it on the disk: no model is there, and the next run ends the same."""
     from quire.checkpoint_writer import output
 
     expected = {path.name: path.read_bytes() for path in folders[to].iterdir()}

@@ -86,10 +86,10 @@ def test_gptq_needs_no_order_of_in_features(folders: dict[str, Path], name: str)
             assert torch.equal(tensor, torch.arange(len(tensor), dtype=torch.int32) // GROUP)
 
 
-@pytest.mark.filterwarnings("ignore")  # those of gptqmodel and what it brings
+@pytest.mark.filterwarnings("ignore")  # warnings of gptqmodel and what it brings
 @pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "awq"])
 def test_transformers_reads_gptq_and_awq(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
-    """The logits are those of the weights in floating point."""
+    """The weights in floating point give the same logits."""
     for package in ("optimum", "gptqmodel"):
         pytest.importorskip(package, reason="transformers reads AWQ and GPTQ through optimum and gptqmodel")
     token_ids = torch.randint(4096, (2, 64), generator=torch.Generator().manual_seed(0))

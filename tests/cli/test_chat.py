@@ -246,7 +246,7 @@ def test_what_a_server_may_say(
 
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
 def test_nohup(before: signal.Handlers, local: LocalModel) -> None:
-    """A terminal that is closed ends a chat, but for those that are to outlive it."""
+    """A terminal that is closed ends a chat, unless the chat shall outlive it."""
     earlier = signal.signal(signal.SIGHUP, before)
     try:
         assert main(["chat", "some/model", "-q", "Hello?"]) == 0

@@ -73,6 +73,11 @@ def test_a_switch_whose_name_begins_with_no() -> None:
     assert not read("--no-enable-prefix-caching")[0].enable_prefix_caching
 
 
+def test_an_endless_drain_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"shutdown_timeout. Got inf. Expected a number of seconds, .* not infinite"):
+        read("--shutdown-timeout", "inf")
+
+
 def test_sources_of_flags() -> None:
     engine, server = read("--max-num-seqs", "8", "--enable-prefix-caching", "--port", "8000")
     assert engine.sources["max_num_seqs"] == engine.sources["enable_prefix_caching"] == "flag"

@@ -85,7 +85,7 @@ def test_flags_of_the_asynchronous_engine_only() -> None:
 
 
 def test_a_config_file_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its own flags too, also those that are required; the command line wins."""
+    """Its own flags too, also required ones; the command line wins."""
     file = tmp_path / "script.yaml"
     file.write_text(
         "model: some/model\nmax-num-seqs: 4\nenable-prefix-caching: false\nprompt: Hello\nverbose: true\n"

@@ -13,6 +13,7 @@ from quire.cli.main import main
 from quire.config import EngineConfig, ServerConfig
 from quire.cost.calibrate import Fit
 from quire.cost.model import CostModel
+from quire.errors import ConfigError
 from quire.formats.kv_format import kv_format
 from quire.model_config import load_model_config
 from quire.option import options
@@ -53,7 +54,7 @@ def test_numbers_of_models(tmp_path: Path, name: str) -> None:
 
 
 def test_when_the_length_limits_the_kv_cache(tmp_path: Path) -> None:
-    """Where two contexts per running request are less than what is free; the numbers are those of the plan."""
+    """Where two contexts per running request are less than what is free; the plan has the same numbers."""
     model = load_model_config(write_config(tmp_path, "Qwen2.5-0.5B"))
 
     def explained(**settings: Any) -> tuple[str, int]:
@@ -90,6 +91,33 @@ def test_where_each_rank_is(tmp_path: Path) -> None:
     assert "\nranks    ranks 0 to 1, each: node 0, stage 1, layers " in explanation.text()
 
 
+def test_ranks_that_divide_the_kv_cache(tmp_path: Path) -> None:
+    """Half the bytes of a token on each rank, in blocks of 256 tokens."""
+    model = load_model_config(write_config(tmp_path, "Qwen2.5-0.5B"))
+    whole, half = (
+        explain(
+            "m",
+            EngineConfig(tensor_parallel_size=4, decode_context_parallel_size=count, kv_cache_memory_bytes=1 << 28),
+            ServerConfig(),
+            model,
+            DEVICE,
+        )
+        for count in (1, 2)
+    )
+    assert half.settings["block_size"].value == 256
+    assert half.settings["kv_cache_bytes"].value <= 1 << 28
+    held = [each.settings["kv_cache_tokens"].value for each in (whole, half)]
+    assert held[1] == pytest.approx(2 * held[0], rel=0.05)
+    tokens = [each.as_dict()["ranks"][0]["kv_bytes_per_token"] for each in (whole, half)]
+    assert tokens[0] == 2 * tokens[1]
+    assert "each rank has one of 2 blocks" in half.text()
+    divided = EngineConfig(tensor_parallel_size=4, decode_context_parallel_size=2)
+    with pytest.raises(ConfigError, match="together with a model that drafts"):
+        explain("m", divided, ServerConfig(), replace(model, drafter=model), DEVICE)
+    with pytest.raises(ConfigError, match="1 with --tensor-parallel-size 1"):
+        explain("m", EngineConfig(decode_context_parallel_size=2), ServerConfig(), model, DEVICE)
+
+
 def test_expectation_from_bandwidth(tmp_path: Path) -> None:
     """Every token reads all weights; of embeddings that are not the output layer too, it reads one row."""
     model = load_model_config(write_config(tmp_path, "Phi-3-mini-4k"))
@@ -115,9 +143,26 @@ def test_what_each_rank_holds(tmp_path: Path) -> None:
     assert explanation.settings["enable_expert_parallel"].detail == "3 + 3 + 2 experts of a layer, by ranks"
     whole = explain("m", EngineConfig(), ServerConfig(), model, DEVICE)
     assert whole.ranks == ()
+    dense = {layer.kernel for layer in whole.layers if not layer.num_experts}
+    assert {layer.kernel for layer in whole.layers if layer.num_experts} == {f"grouped by expert: {x}" for x in dense}
+    assert "kernel  grouped by expert: " in whole.text()
     on_all = 28 * 2 * (2 * 1024 + 2 * 128 + 64 * 1024) + 2 * 1024  # norms, and routers in panels, in bfloat16
     more = sum(rank["weight_bytes"] for rank in ranks) - whole.settings["weight_bytes"].value
     assert more == 2 * on_all
+
+
+def test_lanes_and_replicas_are_told_apart(tmp_path: Path) -> None:
+    """With -ep, -dp is one engine whose lanes share experts; without, copies of the model."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
+    model = load_model_config(write_config(tmp_path, "Qwen3-0.6B", architectures=["Qwen3MoeForCausalLM"], **experts))
+    lanes = explain("m", EngineConfig(data_parallel_size=3, enable_expert_parallel=True), ServerConfig(), model, DEVICE)
+    assert "\nlanes    3 in one engine, which share experts; the lines below" in lanes.text()
+    assert [rank["num_experts"] for rank in lanes.as_dict()["ranks"]] == [3, 3, 2]
+    replicas = explain("m", EngineConfig(data_parallel_size=3), ServerConfig(), model, DEVICE)
+    assert "\nreplicas 3, and the lines below" in replicas.text()
+    assert replicas.ranks == ()
+    whole = replicas.settings["weight_bytes"].value
+    assert 0.5 * whole < lanes.settings["weight_bytes"].value < 0.7 * whole
 
 
 def test_what_an_earlier_start_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ LEGAL = {
     "node_rank": "0",
     "block_size": "32",
     "tensor_parallel_size": "1",
+    "decode_context_parallel_size": "1",
     "data_parallel_size": "1",
     "data_parallel_size_local": "1",
     "distributed_executor_backend": "mp",
@@ -74,7 +75,7 @@ def _words(entry: Foreign, flag: str) -> str:
 
 
 def test_every_engine_flag_of_vllm_is_classified() -> None:
-    """All 252, and those of the server, in every spelling: none is unknown, and each says something."""
+    """All 252, and the server's, in every spelling: none is unknown, and each says something."""
     assert len(LINES[:NUM_ENGINE_FLAGS]) == NUM_ENGINE_FLAGS
     assert LINES[NUM_ENGINE_FLAGS - 1] == "--guide"
     for column in range(max(len(line.split()) for line in LINES)):
@@ -137,7 +138,10 @@ def test_settings_are_the_same_with_their_own_texts(config: type) -> None:
         ("--max-model-len long", "refused", "has an illegal value"),
         ("--max-model-len", "refused", "has no value"),
         ("--trust-remote-code", "refused", "never runs code from a model repository"),
-        ("--decode-context-parallel-size 1", "no effect", "it asks for what happens anyway"),
+        ("-dcp 1", "same", "Ranks that hold the same keys and values divide them"),
+        ("-dcp 2", "contradictory", "2 does not divide the number of ranks, 1"),
+        ("--dcp-comm-backend a2a", "no effect", "exchange queries and partial results through memory that they share"),
+        ("--dcp-kv-cache-interleave-size 16", "no effect", "whole blocks of 256 tokens in turn"),
         ("-tp 2", "same", "Ranks that share one copy"),
         ("--host ::", "contradictory", "open to everybody"),
         ("--rope-scaling 3", "removed", "rope_scaling is not a JSON object"),

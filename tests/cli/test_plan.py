@@ -71,7 +71,7 @@ def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The lengths decide how many requests fit; files are those of `quire bench`."""
+    """The lengths decide how many requests fit; `quire bench` reads the same files."""
     folder = str(write_config(tmp_path, "Llama-3.1-8B"))
 
     def planned(workload: str) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def test_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_this_machine_with_its_calibration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Speeds are those of the cost model: assumed before a start, and then what the start measured."""
+    """The cost model gives speeds: assumed before a start, and then what the start measured."""
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
     words = ("--device", "cpu", "--workload", "random:64/64")
     before = shown(capsys, *words)
@@ -158,6 +158,41 @@ def test_whole_experts_on_devices_to_choose_from(tmp_path: Path, capsys: pytest.
     shown(capsys, folder, "-tp", "2", "-ep", "--enable-eplb", "--hardware", "h100x2")
     (first, *_) = shown(capsys, folder, "-pp", "2", "-ep", "--hardware", "h100")["asked"]
     assert (first["tensor_parallel_size"], first["pipeline_parallel_size"]) == (1, 2)
+
+
+def test_lanes_that_share_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
+    folder = str(write_config(tmp_path, "Qwen3-0.6B", architectures=["Qwen3MoeForCausalLM"], **experts))
+    words = (folder, "--device", "cpu", "-dp", "2", "-ep", "--memory", "64GB")
+    text = text_of(capsys, *words)
+    assert "ranks    -dp 2 -ep, weights in " in text
+    assert "With -dp and -ep, copies are lanes of one engine and share the experts" in text
+    rows = {
+        row["enable_expert_parallel"]: row for row in shown(capsys, *words)["layouts"] if row["data_parallel_size"] == 2
+    }
+    assert rows[True]["weight_bytes"] < 0.8 * rows[False]["weight_bytes"]
+    assert rows[True]["num_tokens"] > rows[False]["num_tokens"]
+
+
+def test_ranks_that_divide_the_kv_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two heads of keys and values: of four ranks, two and two hold the same ones."""
+    folder = str(write_config(tmp_path, "Qwen2.5-0.5B"))
+    arguments = (folder, "--device", "cpu", "--kv-cache-memory-bytes", "1000000000")
+    found = shown(capsys, *arguments, "-tp", "4", "-dcp", "2")
+    assert found["legal_decode_context_parallel_sizes"] == [1, 2]
+    rows = {
+        (row["tensor_parallel_size"], row["decode_context_parallel_size"]): row["num_tokens"]
+        for row in found["layouts"]
+        if row["weights"] == "bfloat16" and (row["pipeline_parallel_size"], row["data_parallel_size"]) == (1, 1)
+    }
+    assert rows.keys() == {(4, 1), (4, 2)}
+    assert rows[4, 2] == pytest.approx(2 * rows[4, 1], rel=0.05)
+    assert [row["decode_context_parallel_size"] for row in found["asked"]] == [2] * len(found["asked"])
+    text = text_of(capsys, *arguments, "-tp", "4", "-dcp", "2")
+    assert "-dcp 1, 2 with -tp 4" in text
+    assert "ranks    -tp 4 -dcp 2, weights in " in text
+    assert main(["plan", *arguments, "-tp", "2", "-dcp", "2"]) == 2
+    assert "1 with --tensor-parallel-size 2" in capsys.readouterr().err
 
 
 def test_ranks_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Frameworks with their own clients: answers and streams are those of transformers, and objects fit their schema."""
+"""Frameworks with their own clients: answers and streams are what transformers gives, and objects fit their schema."""
 
 from __future__ import annotations
 

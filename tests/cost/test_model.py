@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,14 +13,15 @@ from quire.cost.arithmetic import Load
 from quire.cost.calibrate import FEW_STEPS_SPREAD, Fit, MeasuredStep, fit
 from quire.cost.model import CostModel
 from quire.cost.step_time import MIN_SPREAD, Constants, prior, step_seconds
+from quire.cost.store import CalibrationFile
 from tests.cost.models import CONSTANTS, cost_model
 
-MAY_BE_LATE_BY = 20  # frontend/supervisor.py: a step that takes longer than so many times its prediction has hung
+MAY_BE_LATE_BY = 20  # frontend/supervisor.py: a step that takes longer than this multiple of its prediction has hung
 ARITHMETIC = cost_model().arithmetic
 
 
 def load_of(num_tokens: int) -> Load:
-    """A prompt of so many tokens, or one decoded token."""
+    """A prompt of this number of tokens, or one decoded token."""
     return ARITHMETIC.load([0], [num_tokens], 1)
 
 
@@ -90,6 +92,32 @@ def test_a_calibration_forgets_what_steps_have_taught() -> None:
     cost.observe(load, 1.0, 2.0)
     cost.calibrate(Fit(CONSTANTS, 0.1))
     assert cost.predict(load).seconds == pytest.approx(step_seconds(ARITHMETIC.demand(load), CONSTANTS))
+
+
+def test_a_later_start_knows_what_steps_have_corrected() -> None:
+    cost, decode, prompt = cost_model(), load_of(4), load_of(500)
+    true = cost.predict(decode).seconds
+    for _ in range(50):
+        cost.observe(decode, cost.predict(decode).seconds, 1.5 * true)
+    later = cost_model()
+    later.calibrate(cost.corrected_fit())
+    assert later.predict(decode).seconds == pytest.approx(1.5 * true, rel=0.01)
+    assert later.predict(prompt).seconds == cost.predict(prompt).seconds
+    assert later.num_corrections == 0
+    for _ in range(3):
+        later.observe(decode, later.predict(decode).seconds, true)
+    assert later.predict(decode).seconds < 1.3 * true, "the first steps of a start count more than an earlier start"
+
+
+def test_corrections_of_impossible_times_can_be_kept(tmp_path: Path) -> None:
+    file = CalibrationFile(tmp_path / "kept", {"machine": "m"})
+    for ratio in (1.0, 1e9, 1e-9):
+        cost, load = cost_model(), load_of(4)
+        for _ in range(500):
+            predicted = cost.predict(load).seconds
+            cost.observe(load, predicted, ratio * predicted)
+        file.write(cost.corrected_fit())
+        assert file.read() == cost.corrected_fit()
 
 
 @given(st.integers(0, 20), st.integers(0, 3000), st.integers(0, 600), st.floats(0, 0.1))

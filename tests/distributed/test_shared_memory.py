@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from quire.distributed import shared_memory
 from quire.distributed.group import GroupError, StepVoid
 from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import SharedMemoryGroup, make_memory, ranks_on
-from quire.kernels import cpu
+from quire.errors import ConfigError
+from quire.kernels import cpu, extension
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
@@ -82,7 +84,7 @@ def test_columns_lie_side_by_side(
 
 
 def test_more_ranks_than_cores() -> None:
-    """Those that wait sleep, so that the others get on."""
+    """Ranks that wait sleep, so that the others get on."""
 
     def run(group: SharedMemoryGroup) -> int:
         mine, seen = torch.tensor([[group.rank]]), 0
@@ -204,6 +206,45 @@ def test_a_step_that_one_rank_leaves(waits: float) -> None:
     assert second == [*others[:-4], 4, *others[-4:]]
 
 
+@pytest.mark.parametrize("leaver", range(4))
+@pytest.mark.parametrize("waits", [0.0, 0.2])
+def test_a_step_of_two_groups_that_one_rank_leaves(leaver: int, waits: float) -> None:
+    """Two lanes of two ranks, and all of them: others wait in either group, and none waits for ever."""
+    grid = Grid(width=2, num_lanes=2)
+    memory = make_memory(grid)
+    ranks = [ranks_on(memory, rank, grid, has_own_cores=False, timeout_seconds=10.0) for rank in range(4)]
+    os.close(memory)
+    found: list[list[int]] = [[] for _ in ranks]
+
+    def run(rank: int) -> None:
+        lane, everyone = ranks[rank].groups
+        for step in range(4):
+            for group in (lane, everyone):
+                group.begin_step()
+            try:
+                for turn in range(3):
+                    if rank == leaver and step in (1, 2) and turn == step:
+                        time.sleep(waits)
+                        raise OSError
+                    if rank == 1 and step == 1:
+                        time.sleep(waits / 2)  # one of its lane waits in the lane, the others in the other group
+                    lane.gather(torch.tensor([[turn]]), (1, 1))
+                    everyone.gather(torch.tensor([[turn]]), (1, 1, 1, 1))
+            except (OSError, StepVoid):
+                for group in (lane, everyone):
+                    group.void_step()
+                for group in (lane, everyone):
+                    group.leave_step()
+            else:
+                for group in (lane, everyone):
+                    group.end_step()
+                found[rank].append(step)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(run, range(4)))
+    assert found == [[0, 3]] * 4
+
+
 def test_a_step_is_left_although_a_rank_is_lost() -> None:
     first, second, _ = groups_of(3)
     for group in (first, second):
@@ -218,6 +259,16 @@ def test_others_can_say_that_a_rank_is_gone() -> None:
     threading.Timer(0.2, second.fail_for, (1,)).start()
     with pytest.raises(GroupError, match="rank 1 has failed"):
         first.gather(torch.zeros(2, 1), (1, 1))
+
+
+def test_a_rank_that_cannot_be_made_closes_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(10.0)
+    monkeypatch.setattr(extension, "is_used", lambda: False)
+    with theirs:
+        with pytest.raises(ConfigError, match="needs the compiled kernels"):
+            ranks_on(0, 0, Grid(1, 2, 2), {1: ours.detach()}, has_own_cores=False, timeout_seconds=1.0)
+        assert theirs.recv(1) == b""
 
 
 def test_a_rank_that_does_not_come() -> None:

@@ -23,7 +23,8 @@ from quire.schedule import ScheduledBatch, StepResult
 Execute = Callable[[Any, ScheduledBatch], StepResult]
 
 FOR_EVER = 1000
-# A step of exactly so many tokens takes so long, and is predicted to. The run that measures memory has another number.
+# A step of exactly this number of tokens takes this long, and is predicted to. The run that measures memory has another
+# number.
 LONG_PROMPT, LONG_SECONDS = 201, 1.5
 
 

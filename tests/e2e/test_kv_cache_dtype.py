@@ -15,7 +15,7 @@ FUNCTIONS = [
     "time.sleep", "copy.deepcopy", "pickle.loads", "base64.b64encode", "struct.pack", "os.listdir", "random.choice",
     "functools.reduce", "itertools.product", "heapq.nlargest", "math.gcd",
 ]  # fmt: skip
-# Share of greedy answers of up to 60 tokens that are word for word those of the cache in the model's dtype.
+# Share of greedy answers of up to 60 tokens that the cache in the model's dtype gives word for word.
 SAME_ANSWERS = {"fp8": 0.9, "fp8_e5m2": 0.8, "int8": 0.95}
 
 

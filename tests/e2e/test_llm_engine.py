@@ -1,4 +1,4 @@
-"""LLMEngine: requests that come and go between its steps, alone and beside those of the LLM around it."""
+"""LLMEngine: requests that come and go between its steps, alone and beside requests of the LLM around it."""
 
 from __future__ import annotations
 

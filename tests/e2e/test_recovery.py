@@ -133,7 +133,7 @@ def undisturbed(server: SabotagedServe) -> list[list[str]]:
 
 
 class Began:
-    """A streamed answer in a thread, of which a part has come."""
+    """A streamed answer in a thread; a part of it has come."""
 
     def __init__(self, server: SabotagedServe, pool: ThreadPoolExecutor) -> None:
         has_text = threading.Event()

@@ -35,7 +35,7 @@ def post(server: Serve, path: str, body: dict[str, Any], **arguments: Any) -> ht
 
 
 def texts(server: Serve, count: int, body: dict[str, Any] = WHOLE) -> set[str]:
-    """The different answers to `count` requests at once, all of which are answered."""
+    """The different answers to `count` requests at once. All are answered."""
     with ThreadPoolExecutor(count) as pool:
         answers = list(pool.map(lambda _: post(server, "/v1/completions", body), range(count)))
     assert [answer.status_code for answer in answers] == [200] * count, [answer.text for answer in answers]

@@ -12,7 +12,8 @@ from quire.entry.run_batch import BatchFiles
 from quire.errors import ConfigError
 from quire.server.batch_lines import entry_id
 from tests.e2e import reference
-from tests.e2e.serving import SMALL, quire
+from tests.e2e.serving import SMALL
+from tests.e2e.terminal import Terminal
 
 
 def line(number: int, **body: Any) -> bytes:
@@ -29,9 +30,11 @@ def test_a_run_goes_on_after_an_interruption(tmp_path: Path) -> None:
     seen = {"id": entry_id(2, lines[2]), "custom_id": "r2", "response": {"body": "of the first run"}, "error": None}
     gone = {**seen, "id": entry_id(7, b"gone")}
     files.partial.write_bytes(b"".join(json.dumps(entry).encode() + b"\n" for entry in (gone, seen)) + b'{"id": "batch')
-    result = quire("run-batch", "-i", str(files.input), "-o", str(files.output), *SMALL)
-    assert result.returncode == 0, result.stderr
-    assert "5 lines answered, 2 of them with an error" in result.stderr
+    with Terminal("run-batch", "-i", str(files.input), "-o", str(files.output), *SMALL) as terminal:
+        assert terminal.read_to_end() == 0, terminal.written
+    assert "5 lines answered, 2 of them with an error" in terminal.written
+    assert "| 0/5 [" in terminal.written
+    assert "100%" in (bar := next(line for line in terminal.lines if "| 5/5 [" in line)), bar
     entries = [json.loads(entry) for entry in files.output.read_text().splitlines()]
     assert [entry["custom_id"] for entry in entries] == ["r0", "r2", None, "r4", "r5"]
     assert entries[1] == seen

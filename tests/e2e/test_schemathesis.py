@@ -31,7 +31,7 @@ def golden(http: httpx.Client) -> Any:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_no_request_ends_in_an_error_of_the_server(mode: str, tmp_path: Path) -> None:
-    """All checks and phases, null bytes, every route. Rules between fields stay out: it cannot combine so many."""
+    """All checks and phases, null bytes, every route. Rules between fields stay out: it cannot combine all of them."""
     if not shutil.which(SCHEMATHESIS):
         pytest.skip("no schemathesis: make test-full installs it")
     flags = (*SMALL, "--max-model-len", "64")

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import quire.demo
+from tests.nursery import TorchPopen
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    """Ranks and nodes that are processes are forks.
+
+    A package without `__init__.py` would have the session as scope, so each module has its own.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", TorchPopen)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import Executor
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
+from quire.scheduler.lanes import Lanes
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.proposer import Proposer
 from quire.scheduler.scheduler import Scheduler
@@ -264,6 +265,7 @@ def run(
             tokens[delta.request_id] += delta.token_ids
         step += 1
     assert failing is None, f"{failing} did not fail"
-    core.scheduler.kv.check()
-    assert core.scheduler.kv.pool.num_used_blocks == 0, "blocks leaked"
+    for scheduler in core.scheduler.lanes if isinstance(core.scheduler, Lanes) else (core.scheduler,):
+        scheduler.kv.check()
+        assert scheduler.kv.pool.num_used_blocks == 0, "blocks leaked"
     return list(tokens.values())

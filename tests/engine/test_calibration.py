@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quire.cost.calibrate import Fit, Rows
 from quire.cost.model import CostModel
 from quire.cost.step_time import prior, step_seconds
-from quire.engine.calibration import MAX_SECONDS, MAX_STEP_SECONDS, MOST_REPEATS, Calibration
+from quire.engine.calibration import KEPT_STEPS, MAX_SECONDS, MAX_STEP_SECONDS, MOST_REPEATS, Calibration, KeptCosts
 from quire.engine.start import StartedEngine
 from quire.formats.kv_groups import KvGroup
 from quire.schedule import ScheduledBatch
@@ -93,7 +93,7 @@ def test_memory_is_taken_before_long_contexts_are_measured() -> None:
 
     driver = CalibratedDriver()
     calibration, done = driver.calibration()
-    engine = StartedEngine(driver.core, *([None] * 2), TakesMemory(), calibration)  # type: ignore[arg-type]
+    engine = StartedEngine(driver.core, *([None] * 2), TakesMemory(), calibration, None)  # type: ignore[arg-type]
     for _ in range(TakesMemory.pieces):
         assert engine.take_memory()
     assert not engine.take_memory()
@@ -156,3 +156,32 @@ def test_records_hold_predictions() -> None:
     assert record.bound in ("memory", "arithmetic", "attention", "host")
     assert record.num_logits == 1
     assert (record.kv_tokens, record.pairs) == ((8, 8), (36, 36))
+
+
+def test_what_running_steps_correct_is_kept() -> None:
+    """Not before all steps are measured, and not for a few steps."""
+    driver = CalibratedDriver()
+    calibration, _ = driver.calibration()
+    kept: list[Fit] = []
+    costs = KeptCosts(driver.cost, kept.append, calibration)
+
+    def decode() -> None:
+        for name in "ab":
+            driver.add(request(name, range(5), KEPT_STEPS // 2))
+            driver.run()
+
+    decode()
+    costs.keep()
+    assert not kept, "not all steps are measured"
+    while calibration.step():
+        pass
+    costs.keep()
+    assert not kept, "the measured steps have replaced what was corrected"
+    driver.slowness = lambda: 2.0
+    for _ in range(2):
+        decode()
+        costs.keep()
+        costs.keep()
+    assert len(kept) == 2
+    assert kept[-1].constants == driver.cost.fit.constants
+    assert kept[-1].factors[1] == pytest.approx(2.0, rel=0.1)

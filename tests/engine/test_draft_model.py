@@ -145,7 +145,7 @@ def test_drafts_are_those_of_the_model_alone(name: str) -> None:
 @pytest.mark.parametrize("drafts_greedily", [False, True])
 @pytest.mark.parametrize("block_size", [8, 16])
 def test_drafts_are_the_same_under_any_schedule(block_size: int, drafts_greedily: bool) -> None:
-    """Preempted and resumed, with prefix hits and forks, and with room for few: a page never has what is not its."""
+    """Preempted and resumed, with prefix hits and forks, and with room for few: no page has rows of another one."""
     sampling = [
         SamplingParams(max_tokens=40, **fields)
         for fields in (RANDOM, RANDOM | {"seed": 8}, GREEDY, RANDOM | {"seed": 9, "repetition_penalty": 1.2})

@@ -179,7 +179,7 @@ def test_any_schedule(case: Interfered, right: float, longest: int, seed: int) -
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_logits_of_a_verifying_step_are_those_of_single_steps(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a bit: the rows of logits of a run with right drafts, one behind the other, are those of the run without."""
+    """To a bit: with right drafts the rows of logits, one behind the other, are the rows of a run without drafts."""
     _, model = demo_model(precision, None)
     compute_logits, seen = model.compute_logits, []
 

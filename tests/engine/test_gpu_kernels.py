@@ -83,10 +83,9 @@ def tiny_head(folder: Path, target_config: ModelConfig, target: CausalLM) -> tup
 @pytest.mark.parametrize(
     ("is_deterministic", "drafter"),
     [
-        (False, None),
         (True, "model"),
         (False, "head"),
-        pytest.param(True, None, marks=pytest.mark.slow),
+        *(pytest.param(is_deterministic, None, marks=pytest.mark.slow) for is_deterministic in (True, False)),
         pytest.param(False, "model", marks=pytest.mark.slow),
         pytest.param(True, "head", marks=pytest.mark.slow),
     ],

@@ -1,7 +1,7 @@
 """The engine's path for GPUs on CPU tensors: the tokens are those of the plain path, to a bit, whatever the device
 delays.
 
-The accelerator is a fake, and the kernels are the CPU's; those of a GPU are compared in test_gpu_kernels.py.
+The accelerator is a fake, and the kernels are the CPU's; test_gpu_kernels.py compares the kernels of a GPU.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_preemption_by_lack_of_blocks(accelerator: FakeAccelerator, depth: int) 
 def test_aborts_free_blocks_that_a_step_in_flight_writes_to(
     accelerator: FakeAccelerator, at_step: int, depth: int
 ) -> None:
-    """The blocks of two requests go to those that wait, while steps with the old owners are still to be computed."""
+    """The blocks of two requests go to requests that wait, while steps with the old owners are still to be computed."""
     needed = max(len(prompt.token_ids) for prompt in prompts()) + 24
     schedule = Schedule(
         num_blocks=2 * (-(-needed // 16) + 1), max_num_seqs=2, depth=depth, accelerator=accelerator, graph_sizes=(1, 2)
@@ -223,7 +223,7 @@ def test_mixed_steps_are_replays(accelerator: FakeAccelerator, depth: int) -> No
     assert runner.forward_pass.captured is not None
     launched = len(accelerator.downloads)
     assert num_replays == launched <= len(steps)
-    assert accelerator.graphs[0].num_replays > 5, "those of 16 tokens"
+    assert accelerator.graphs[0].num_replays > 5, "steps of 16 tokens"
 
 
 def constrained(schedule: Schedule, takes_forced: bool) -> tuple[list[list[int]], int]:

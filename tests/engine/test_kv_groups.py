@@ -147,7 +147,7 @@ def test_forks_read_what_their_parent_still_has(max_num_seqs: int) -> None:
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_as_on_a_gpu(kv_cache_dtype: str) -> None:
-    """Block tables on the device, steps captured and not; the tokens are those of the plain path."""
+    """Block tables on the device, steps captured and not; the tokens are the same as on the plain path."""
     plain = run(build(kv_cache_dtype=kv_cache_dtype), prompts())
     schedule: dict[str, Any] = {"chunk": 24, "depth": 2, "prefix_caching": True, "kv_cache_dtype": kv_cache_dtype}
     core = build(**schedule, accelerator=FakeAccelerator(), graph_sizes=(1, 2, 4, 8), mixed_sizes=(16,))

@@ -44,7 +44,7 @@ def ignore(phase: str, share: float, detail: str) -> None: ...
 
 
 def memory_for(num_blocks: int) -> MemoryFacts:
-    """What leaves room for so many blocks."""
+    """The memory that leaves room for this number of blocks."""
     return MemoryFacts(GIB, GIB // 20 + 20 * MIB + num_blocks * BLOCK, 10 * MIB, 20 * MIB)
 
 
@@ -292,7 +292,7 @@ def test_a_start_that_fails_late_closes_the_ranks(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_step_that_fails_on_one_rank(caplog: pytest.LogCaptureFixture) -> None:
-    """It is computed again by all ranks, from the same state: the tokens are those of a run without a failure."""
+    """It is computed again by all ranks, from the same state: the tokens are the same as without a failure."""
     engine = started(2)
     executor = engine.executor
     assert isinstance(executor, ThreadExecutor)

@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 import quire.demo
@@ -69,7 +69,7 @@ def head(port: int, **more: Any) -> StartedEngine:
 
 
 def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [child.pid for child in psutil.Process(pid).children() if child.name() != "nursery"]
 
 
 @pytest.mark.slow

@@ -27,9 +27,11 @@ from quire.errors import EngineDeadError, WeightsError
 from quire.kernels import cpu
 from quire.messages import AddRequest, UseTokenizer
 from quire.sampling_params import SamplingParams
+from tests.e2e.serving import INTERPRETER
 from tests.engine.harness import EOS, Prompt, run
 from tests.engine.ranks import LIMITS, ignore, started
 from tests.engine.test_sameness import brief
+from tests.engine.test_sameness_ranks import answers
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
@@ -50,7 +52,7 @@ EXPERTS = {
     "torch_dtype": "bfloat16",
     "vocab_size": 5000,
 }
-ENDLESS = Prompt((5, 7, 9), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
+ENDLESS = Prompt((5, 7, 9), SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True))
 
 
 def in_processes(folder: Path | None = None, drafter_folder: Path | None = None, **arguments: Any) -> StartedEngine:
@@ -85,10 +87,17 @@ SHARES = ["tensor_parallel_size", "pipeline_parallel_size"]
 
 @pytest.fixture(scope="module", params=SHARES)
 def engine(request: pytest.FixtureRequest) -> Iterator[StartedEngine]:
-    """Until its last test ends it. The clean end is shown in test_sameness_ranks_lora.py and test_nodes.py."""
+    """Until its last test ends it. The clean end is shown in test_sameness_ranks_lora.py and test_nodes.py.
+
+    One is started as users start it.
+    """
     cpus = sorted(os.sched_getaffinity(0))
-    engine = in_processes(**{request.param: 2}, numa_bind_cpus=(str(cpus[0]), str(cpus[-1])))
-    assert [len(os.sched_getaffinity(pid)) for pid in (0, process_of(engine).pid)] == [1, 1], "each is bound"
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "tensor_parallel_size":
+            patch.setattr(subprocess, "Popen", INTERPRETER.popen)
+        engine = in_processes(**{request.param: 2}, numa_bind_cpus=(str(cpus[0]), str(cpus[-1])))
+    bound = [os.sched_getaffinity(pid) for pid in (0, process_of(engine).pid)]
+    assert bound == [{cpus[0]}, {cpus[-1]}], "each is bound"
     os.sched_setaffinity(0, cpus)
     yield engine
     engine.core.shutdown()
@@ -128,6 +137,21 @@ def test_processes_with_whole_experts_that_move(tmp_path: Path) -> None:
     process = process_of(engine)
     engine.core.shutdown()
     assert process.returncode == 0
+
+
+def test_processes_of_two_lanes(tmp_path: Path) -> None:
+    """The lane of another process answers too, with logprobs. If its process is lost, the engine ends."""
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    form = {"max_model_len": 128, "load_format": "dummy"}
+    engine, one = (
+        in_processes(tmp_path, data_parallel_size=2, enable_expert_parallel=True, **form),
+        started(1, tmp_path, **form),
+    )
+    assert answers(engine.core) == answers(one.core)
+    record = engine.core.last_record
+    assert len(record.lanes) == len(record.ranks) == 2
+    check_that_it_is_named(engine, signal.SIGKILL)
+    engine.core.shutdown()
 
 
 def test_a_request_that_cannot_be_prepared_ends_alone(engine: StartedEngine) -> None:
@@ -187,8 +211,8 @@ def _children() -> list[str]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[1]) == os.getpid() and b"rank_process" in (folder / "cmdline").read_bytes():
+            name, _, rest = (folder / "stat").read_text().rpartition(")")
+            if int(rest.split()[1]) == os.getpid() and name.endswith("rank_process"):
                 found.append(folder.name)
     return found
 

@@ -87,7 +87,7 @@ def test_drafters(drafter: str, formats: tuple[str, str], warm: int | None, chun
 
     Args:
         formats: precision of the weights, and of the KV cache.
-        warm: the prefix cache has two blocks of the prompt, and so many tokens more; None: there is none.
+        warm: the prefix cache has two blocks of the prompt, and this number of tokens more; None: it has nothing.
     """
     precision, kv = formats
     wanted = expected(precision, kv)

@@ -132,7 +132,7 @@ def test_forced_preemption(at_step: int) -> None:
 
 
 def test_as_on_a_gpu() -> None:
-    """Steps captured and not; the tokens are those of the plain path."""
+    """Steps captured and not; the tokens are the same as on the plain path."""
     core = build("bfloat16", chunk=24, depth=2, accelerator=FakeAccelerator(), graph_sizes=(1, 2, 4), mixed_sizes=(16,))
     assert run(core, prompts()) == expected("bfloat16", cpu.isa())
 

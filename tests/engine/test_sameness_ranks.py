@@ -168,7 +168,7 @@ def test_families(family: str, tmp_path: Path) -> None:
 
 
 def test_a_step_that_cannot_be_sampled_is_void_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is computed again: the tokens are those of a run without a failure."""
+    """It is computed again: the tokens are the same as without a failure."""
     engine, one = started(2), started(1)
     runner = engine.executor.workers[0].runner  # type: ignore[attr-defined]
     calls = fail_at(monkeypatch, runner.sampler, "choose", 3, OSError("no numbers today"))

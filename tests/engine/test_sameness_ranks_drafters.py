@@ -1,4 +1,4 @@
-"""Drafters that are models on ranks: the tokens are those of one rank without drafts.
+"""Drafters that are models on ranks: the tokens are the same as on one rank without drafts.
 
 Ranks are threads here; test_sameness_ranks_lora.py has processes, with a drafter too.
 """

@@ -1,4 +1,4 @@
-"""Adapters on ranks: every rank has its rows of each delta. Tokens are those of one rank, to the bit."""
+"""Adapters on ranks: every rank has its rows of each delta. Tokens are the same as on one rank, to the bit."""
 
 from __future__ import annotations
 

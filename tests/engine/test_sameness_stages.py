@@ -28,6 +28,7 @@ from tests.engine.test_sameness import brief
 from tests.engine.test_sameness_latent import CONFIG as LATENT
 from tests.engine.test_sameness_ranks import CHECKPOINTS, FORMS, Answer, answers, expected
 from tests.engine.test_sameness_ranks_drafters import speculation
+from tests.models.test_families import CASES
 from tests.models.tiny_models import SIZES
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
@@ -117,6 +118,9 @@ FAMILIES = {
         | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
     ),
     "norms behind layers": lambda: _config("olmo2"),
+    "experts, and layer norms with biases": lambda: _config(
+        "phimoe", **CASES["phimoe"].settings | {"num_hidden_layers": 3}
+    ),
     "a factor on embeddings": lambda: _config("granite", embedding_multiplier=3.0, tie_word_embeddings=True),
 }
 

@@ -173,7 +173,7 @@ def test_sockets_are_unix_sockets(addresses, tmp_path):
 
 
 async def echo_all(client: EchoClient, num_finished: int = 1) -> dict[str, list[RequestDelta]]:
-    """Deltas by request until so many requests are over."""
+    """Deltas by request until this number of requests is over."""
     deltas: dict[str, list[RequestDelta]] = {}
     while num_finished:
         message = await client.receive()

@@ -233,6 +233,20 @@ async def test_the_rank_of_a_request() -> None:
             await two.engine.add_request("ab", params, "r4", data_parallel_rank=1)
 
 
+async def test_the_rank_of_a_request_is_a_lane_where_an_engine_has_several() -> None:
+    async with Two() as two:
+        two.pause()
+        for replica in two.replicas:
+            assert replica.facts is not None
+            replica.facts.num_lanes = 3
+        params = SamplingParams(max_tokens=50, n=2)
+        for rank in (0, 4):
+            await two.engine.add_request("ab", params, f"r{rank}", data_parallel_rank=rank)
+        assert [[each.lane for each in sent(one.client, AddRequest)] for one in two.launchers] == [[0, 0], [1, 1]]
+        with pytest.raises(InvalidRequestError, match=r"no replica of this rank.*Got 6. Expected 0 to 5"):
+            await two.engine.add_request("ab", params, "r6", data_parallel_rank=6)
+
+
 async def test_a_full_queue_is_passed_by() -> None:
     """Whatever the work of the other one is."""
     async with Two(max_num_seqs=1, max_num_queued_reqs=2) as two:

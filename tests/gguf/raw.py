@@ -1,4 +1,4 @@
-"""GGUF files byte by byte, so that a test can declare what is not there."""
+"""GGUF files byte by byte, so that a test can declare tensors that are missing."""
 
 from __future__ import annotations
 

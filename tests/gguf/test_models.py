@@ -428,7 +428,7 @@ def test_quantized_experts(overrides: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_older_files_of_deepseek(tmp_path: Path) -> None:
-    """The up-projection in one tensor, and the sizes of heads where newer files have those of rows."""
+    """The up-projection in one tensor, and the sizes of heads where newer files have the sizes of rows."""
     case = CASES["deepseek-v3"]
     model = make(tmp_path, case.config_class, case.settings)
     write_gguf(tmp_path / "m.gguf", tmp_path, "F32", splits_heads=False)

@@ -122,7 +122,7 @@ def add_latent(writer: gguf.GGUFWriter, config: Mapping[str, Any], splits_heads:
 
 
 def file_type(kind: str) -> gguf.LlamaFileType:
-    """What a header says of a whole file: of those that begin alike (Q4_K_S, Q4_K_M) the first."""
+    """What a header says of a whole file. Where several begin alike (Q4_K_S, Q4_K_M), it is the first."""
     return next(known for known in gguf.LlamaFileType if known.name.partition("_")[2].startswith(kind))
 
 

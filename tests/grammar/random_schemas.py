@@ -1,4 +1,4 @@
-"""Random JSON Schemas of the supported keywords, each of which some value satisfies."""
+"""Random JSON Schemas of the supported keywords. Some value satisfies each of them."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_every_text_satisfies_its_constraint(llm: LLM, name: str) -> None:
 
 
 def test_masks_of_many_rows_are_computed_beside_the_forward_pass(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the tokens are those of one row, whose mask is computed in place."""
+    """And the tokens are the same as with one row, whose mask is computed in place."""
     threads: list[str] = []
 
     def noted(*work: Any) -> Any:
@@ -222,7 +222,7 @@ def test_no_schedule_changes_a_token(llm: LLM, schedule: dict[str, Any]) -> None
 
 
 def test_forced_tokens_have_no_steps_of_their_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the answers are those of one step per token, to the last token, wherever they end."""
+    """And the answers are the same as with one step per token, to the last token, wherever they end."""
     keys = {"the_first_of_the_keys": {"const": "a long text that is known"}, "ключ": {"type": "boolean"}}
     schema = {"type": "object", "properties": keys, "required": list(keys), "additionalProperties": False}
     asked = [
@@ -359,7 +359,7 @@ def test_what_is_compiled_for_a_request_is_kept_until_it_ends(
     monkeypatch.undo()
     monkeypatch.setattr(matchers, "_MAX_BYTES", 1)
     first, second = (compiler.prepare(LLMatcher.grammar_from_regex(text)) for text in ("ab", "abc"))
-    assert not first.done()  # those that are kept have used up the room
+    assert not first.done()  # grammars that are kept have used up the room
     waiting.clear()
     del each
     assert not second.done()

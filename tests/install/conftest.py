@@ -28,5 +28,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def resolvers(pytestconfig: pytest.Config) -> Resolvers:
-    """Of this process, most of which run already."""
+    """Of this process; most of them run already."""
     return pytestconfig.stash[RESOLVERS]

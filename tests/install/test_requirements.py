@@ -23,7 +23,7 @@ CASES = [
 
 @pytest.mark.parametrize(("torch", "target", "extras"), CASES)
 def test_all_extras_resolve(torch: str, target: str, extras: tuple[str, ...], resolvers: Resolvers) -> None:
-    """On Linux the index has CUDA builds, each of which pins its Triton."""
+    """On Linux the index has CUDA builds. Each pins its Triton."""
     resolver = resolvers.take(torch, target, extras)
     out, error = resolver.communicate()
     if resolver.returncode and any(words in error for words in UNREACHABLE):

@@ -19,7 +19,7 @@ PLAIN_FORMATS = [
     GroupedFormat(4, 64),
     GroupedFormat(4, 32),
 ]
-# What checkpoints have; the names are those that say most.
+# What checkpoints have; a comment names the format that is known best.
 FORMATS = [
     *PLAIN_FORMATS,
     GroupedFormat(4, 32, "float16"),  # GGUF's Q4_0

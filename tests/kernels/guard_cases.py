@@ -2,9 +2,9 @@
 
     python -m tests.kernels.guard_cases START PATH...   # runs the cases from this one on, and prints a line for each
 
-The paths are `kernels` and `reference`. The first cases are those of the first path.
+The paths are `kernels` and `reference`. The first cases are for the first path.
 
-Without a guard many of them end the interpreter, or read what is not theirs. Dimensions as in kernels/ops.py.
+Without a guard many of them end the interpreter, or read foreign memory. Dimensions as in kernels/ops.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.kernels import cpu, dense, experts, fp8, grouped, ops
 from quire.kernels.expert_stack import PackedStack, StackBuilder
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.grouped_weight import GroupedWeight
-from quire.kernels.lora import LoraTable, add_lora, pack_delta
+from quire.kernels.lora import LoraTable, RowAdapters, add_lora, pack_delta
 from quire.kernels.recording import Arena, record
 from quire.kernels.routing import Routing, RoutingRule
 from tests.kernels import by_name
@@ -383,6 +383,18 @@ def products() -> Iterator[Case]:
         table.add(ValueError, "out is on meta", "out without memory", out=torch.empty(3, N, device="meta"))
         table.add(TypeError, "is torch.int8", "out of another dtype", out=torch.empty(3, N).char())
         table.add(TypeError, "is torch.float64", "a result of another dtype", out_dtype=torch.float64)
+        slots = torch.tensor([-1, 0, 1], dtype=torch.int32)
+        narrow, embedding = product_table(columns=N - 1), product_table(looks_up=True)
+        for error, says, what, of_table, of_slots in (
+            (ValueError, "the adapters' table is of [69, 64], expected [70, 64]", "a table too narrow", narrow, slots),
+            (ValueError, "table is of an embedding", "a table of an embedding", embedding, slots),
+            (ValueError, "slots is [2], expected [3]", "slots too short", product_table(), slots[:2]),
+            (TypeError, "slots is torch.int64", "slots of another dtype", product_table(), slots.long()),
+            (ValueError, "slots is on meta", "slots without memory", product_table(), slots.to("meta")),
+            (IndexError, "slots[2] is 2, expected -1 or more", "no such slot", product_table(), slots.add(slots == 1)),
+            (IndexError, "slots[0] is -2", "a slot below -1", product_table(), slots - 1),
+        ):
+            table.add(error, says, what, adapters=RowAdapters(of_table, of_slots))
         table.add_elsewhere("x_TK")
         table.add_dtypes(x_TK=torch.float64)
         yield from table.cases
@@ -514,6 +526,30 @@ def weights() -> Iterator[Case]:
             mixed = _bands(made(wide), other)
             bands.add(error, "a band is", "a band of another format", **mixed, needs_kernels=True)
         yield from (Case(c.name, c.call, c.error, c.says, True) for c in bands.cases)
+
+
+@cache
+def product_table(columns: int = N, looks_up: bool = False) -> LoraTable:
+    """For a weight [columns, K]. Kept: a call keeps no tensor alive."""
+    table = LoraTable(2, 4, K, (columns,), torch.float32, torch.device("cpu"), looks_up=looks_up)
+    table.set(1, [pack_delta(torch.ones(2, K), torch.ones(columns, 2), 1.0, looks_up=looks_up)])
+    return table
+
+
+@cache
+def product_weight() -> dense.PackedLinear:
+    """[N, K]. Kept: a call keeps no tensor alive."""
+    return dense.pack_linear(torch.ones(N, K))
+
+
+def product_with_adapters(x_TK: Tensor, slots_T: Tensor) -> Tensor:
+    return dense.linear(x_TK, product_weight(), adapters=RowAdapters(product_table(), slots_T))
+
+
+def product_with_adapters_arguments() -> dict[str, Any]:
+    product_weight()  # not first in a recording, whose memory ends with it
+    assert product_table().compiled is not None
+    return {"x_TK": torch.ones(3, K), "slots_T": torch.tensor([-1, 0, 1], dtype=torch.int32)}
 
 
 @cache
@@ -726,6 +762,16 @@ def recorded() -> Iterator[Case]:
         ("sum", paged_attention, attention_arguments, "cu_seqlens_q_S1", (2,), 9, ValueError, "cu_seqlens_q[2]"),
         ("slot", rope_and_cache, rope_arguments, "slot_mapping_T", (1,), B * P, IndexError, "slot_mapping[1]"),
         ("adapter", add_lora, addition_arguments, "slots_T", (1,), 2, IndexError, "slots[1]"),
+        (
+            "adapter of a product",
+            product_with_adapters,
+            product_with_adapters_arguments,
+            "slots_T",
+            (1,),
+            2,
+            IndexError,
+            "slots[1]",
+        ),
         ("pair", expert_product, product_of_experts, "order_P", (1,), 6, IndexError, "order[1]"),
         ("begin", expert_product, product_of_experts, "begins", (1,), 7, IndexError, "begins[1]"),
         ("position", rope_and_cache, rope_arguments, "positions_T", (1,), L, IndexError, "positions[1]"),

@@ -82,7 +82,7 @@ def attend(
     caches = caches.to(codes or sequence.k_LGE.dtype)
     k_cache_BGPE, v_cache_BGPE = caches[:, 1, 0], caches[:, 0, 1]
     scales = [None, None]
-    if codes == torch.int8:  # behind one another in each block, like those of one layer of a page-major cache
+    if codes == torch.int8:  # behind one another in each block, as one layer of a page-major cache has them
         scales = list(torch.full((len(order), 2, G, P), math.nan).unbind(1))
     block_tables = torch.full((len(parts), max(num_blocks) + 1), -1, dtype=torch.int32)
     for row, ((s, begin, end), count) in enumerate(zip(parts, num_blocks, strict=True)):

@@ -135,7 +135,7 @@ FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def structs() -> set[str]:
-    """Those that kernels are called by: not the indexes of text, which draft, nor what ranks share."""
+    """The structs that kernels are called by: not the indexes of text, which draft, nor what ranks share."""
     others = {
         "KernelCall",
         "NgramIndex",
@@ -146,6 +146,7 @@ def structs() -> set[str]:
         "StepVoid",
         "Gather",
         "Exchange",
+        "SharedAttention",
     }
     return {name for name, member in vars(cpu._C).items() if isinstance(member, type)} - others
 

@@ -99,7 +99,7 @@ def test_matches_the_twin(isa: str, shape: tuple[int, int], weight_format: Group
 
 
 def test_a_result_goes_where_it_is_wanted(isa: str) -> None:
-    """Into columns of a larger one, of which the others stay."""
+    """Into columns of a larger one, whose other columns stay."""
     x_TK, weight = make(FORMATS[0], 70, 320, 5, torch.bfloat16)
     packed = pack_grouped(weight)
     larger = torch.full((5, 100), 7.0, dtype=torch.bfloat16)

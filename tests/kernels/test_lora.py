@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from quire.formats.weight_format import MXFP4, GroupedFormat
 from quire.kernels import cpu, reference
-from quire.kernels.lora import LoraTable, add_lora, pack_delta
+from quire.kernels.dense import linear, pack_linear
+from quire.kernels.fp8 import fp8_linear, pack_fp8, quantize_fp8
+from quire.kernels.grouped import grouped_linear, pack_grouped
+from quire.kernels.lora import LoraTable, RowAdapters, add_lora, pack_delta
 from tests.covering import covering
+from tests.kernels.grouped_weights import random_weight
 
 HOST = torch.device("cpu")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -169,3 +175,94 @@ def test_packing_keeps_the_numbers() -> None:
     assert torch.equal(packed.a, a)
     assert torch.equal(packed.unpacked_b(), b)
     assert torch.equal(pack_delta(a, b, 2.0, looks_up=True).a, a.t())
+
+
+# One of each way in which sums of a product are finished.
+WEIGHTS = [
+    None,  # of the dtype of x
+    "fp8",
+    GroupedFormat(8, None),
+    GroupedFormat(4, 32),
+    MXFP4,
+    GroupedFormat(4, 32, "int8", "int8", super_size=8),  # Q4_K
+    GroupedFormat(8, 64, "float16", "uint8", is_ordered=True),  # GPTQ with act-order
+]
+
+
+def product_of(weight: GroupedFormat | str | None, N: int, K: int, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """A product with a packed weight [N, K] and a bias; it takes rows, `out`, `out_dtype` and `adapters`."""
+    random = torch.Generator().manual_seed(N)
+    plain_NK = torch.randn(N, K, generator=random) / K**0.5
+    bias_N = torch.randn(N, generator=random).half()
+    if weight is None:
+        return partial(linear, packed=pack_linear(plain_NK.to(dtype)), bias_N=bias_N)
+    if isinstance(weight, str):
+        return partial(fp8_linear, packed=pack_fp8(quantize_fp8(plain_NK)), bias_N=bias_N)
+    return partial(grouped_linear, packed=pack_grouped(random_weight(weight, N, K)), bias_N=bias_N)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32 if x.dtype == F32 else torch.int16)
+
+
+@pytest.mark.parametrize(
+    ("isa", "weight", "dtype", "x_dtype", "out_dtype"),
+    covering(cpu.isas(), WEIGHTS, DTYPES, DTYPES, DTYPES),
+    indirect=["isa"],
+)
+def test_a_product_adds_before_it_rounds(
+    isa: str,
+    weight: GroupedFormat | str | None,
+    dtype: torch.dtype,
+    x_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> None:
+    """The bits are those of a product in float32 and the addition to it; parts begin and end anywhere in a panel."""
+    K, columns, ranks = 300, (37, 5, 150, 16), ((3, 0, 1, 4), (0, 0, 0, 0), (16, 2, 7, 19))
+    made = layer(K, columns, ranks, dtype)
+    N = made.table.N
+    product = product_of(weight, N, K, x_dtype)
+    for T in (1, 2, 7, 33, 70):
+        _, x = inputs(T, K, N, x_dtype)
+        slots = torch.randint(-1, 3, (T,), generator=torch.Generator().manual_seed(T)).to(torch.int32)
+        slots[T // 2 :] = 2  # neighbours with one adapter
+        adapters = RowAdapters(made.table, slots)
+        wanted = add_lora(product(x, out_dtype=F32), x, slots, made.table, out_dtype)
+        wide = torch.zeros(T, N + 9, dtype=out_dtype)
+        product(x, out=wide[:, 4 : N + 4], adapters=adapters)
+        assert torch.equal(bits(wide[:, 4 : N + 4]), bits(wanted))
+        assert not wide[:, :4].any(), "wrote in front of out"
+        assert not wide[:, N + 4 :].any(), "wrote behind out"
+        got = product(x, out_dtype=out_dtype, adapters=adapters)
+        assert torch.equal(bits(got), bits(wanted))
+        plain = product(x, out_dtype=out_dtype)
+        assert torch.equal(bits(got[slots < 0]), bits(plain[slots < 0]))
+        assert not torch.equal(got[slots == 2], plain[slots == 2])
+
+
+def test_a_product_of_many_rows(set_num_threads: Callable[[int], None]) -> None:
+    """More than the driver takes at a time: each row has its own adapter's, and the bits that it has alone."""
+    made, T = layer(64, (70, 58), ((8, 3), (16, 16), (1, 0)), BF16), 1100
+    product = product_of(None, 128, 64, BF16)
+    _, x = inputs(T, 64, 128, BF16)
+    slots = torch.randint(-1, 3, (T,), generator=torch.Generator().manual_seed(4)).to(torch.int32)
+    set_num_threads(3)
+    got = product(x, adapters=RowAdapters(made.table, slots))
+    for t in (0, 5, 1023, 1024, 1099):
+        alone = product(x[t : t + 1], adapters=RowAdapters(made.table, slots[t : t + 1]))
+        assert torch.equal(bits(got[t : t + 1]), bits(alone))
+    for slot in range(-1, 3):
+        rows = slots == slot
+        assert torch.equal(bits(product(x[rows], adapters=RowAdapters(made.table, slots[rows]))), bits(got[rows]))
+
+
+def test_numbers_that_are_not_finite_stay_in_their_part() -> None:
+    """Also where a panel of the one part lies over columns of the other."""
+    table = LoraTable(1, 2, 64, (37, 60), F32, HOST)
+    table.set(0, [pack_delta(torch.full((2, 64), torch.inf), torch.ones(37, 2), 1.0), None])
+    product, x = product_of(None, 97, 64, F32), torch.ones(2, 64)
+    got = product(x, adapters=RowAdapters(table, torch.tensor([0, -1], dtype=torch.int32)))
+    assert (got[0, :37] == torch.inf).all()
+    plain = product(x)
+    assert torch.equal(bits(got[0, 37:]), bits(plain[0, 37:]))
+    assert torch.equal(bits(got[1]), bits(plain[1]))

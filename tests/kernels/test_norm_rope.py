@@ -255,7 +255,7 @@ def test_codes_are_those_of_the_twin(isa: str, dtype: torch.dtype, codes: torch.
         assert torch.equal(decoded.nan_to_num(nan=-7.5), expected.nan_to_num(nan=-7.5))
         is_finite = rows_T1E[:, 0].isfinite().all(1)
         assert decoded[is_finite].isfinite().all(), "a number became none"
-        assert not decoded[~is_finite].isfinite().all(1).any(), "what is not finite was hidden"
+        assert not decoded[~is_finite].isfinite().all(1).any(), "a number that is not finite was hidden"
 
 
 def test_norm_of_only_one_of_q_and_k(isa: str) -> None:

@@ -27,7 +27,7 @@ def test_weights_follow_each_other(memory: WeightMemory, advised: list[tuple[int
     first, second, third = memory.empty(100), memory.empty(ALIGNMENT), memory.empty(1)
     assert first.dtype == torch.uint8
     assert first.shape == (100,)
-    assert first.untyped_storage().nbytes() == 100, "a weight's storage is its own bytes, not those of the region"
+    assert first.untyped_storage().nbytes() == 100, "a weight's storage is its own bytes, and not the region's"
     assert first.data_ptr() % ALIGNMENT == 0
     assert (second.data_ptr() - first.data_ptr(), third.data_ptr() - second.data_ptr()) == (2 * ALIGNMENT, ALIGNMENT)
     [(address, num_bytes)] = advised

@@ -31,7 +31,7 @@ K, N, T = 96, 64, 20
 
 @pytest.fixture(autouse=True)
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 16 rows on, products of FP8; tensors of the test's device go where those of a GPU go."""
+    """From 16 rows on, products of FP8; tensors of the test's device go where tensors of a GPU go."""
     if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no products of FP8")
     monkeypatch.setattr(gpu, "serves", lambda device: device.type == DEVICE)

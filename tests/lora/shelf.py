@@ -14,7 +14,7 @@ def digest_of(content: str) -> str:
 
 @dataclass
 class Reading:
-    """A Polled that is done after so many looks."""
+    """A Polled that is done after this number of looks."""
 
     shelf: Shelf
     path: str

@@ -63,7 +63,7 @@ async def test_what_is_noted_of_an_answer() -> None:
     async with SseServer(num_tokens=4, gap=0.01) as server:
         (outcome,) = (await load(server, 1)).outcomes
     assert outcome.text == "0 1 2 3 "
-    assert (outcome.prompt_len, outcome.output_tokens) == (7, 8), "tokens are those of the server's usage"
+    assert (outcome.prompt_len, outcome.output_tokens) == (7, 8), "the server's usage says the tokens"
     assert len(outcome.itl) == 3
     assert outcome.latency == pytest.approx(outcome.ttft + sum(outcome.itl))
     assert min(outcome.itl) > 0

@@ -32,7 +32,7 @@ def families(metrics):
 
 def used(**options):
     metrics = PrometheusMetrics("m", 2048, **options)
-    zeros = {name: 0 for name in StepRecord.__struct_fields__ if not name.endswith(("_seconds", "ranks"))}
+    zeros = {name: 0 for name in StepRecord.__struct_fields__ if not name.endswith(("_seconds", "ranks", "lanes"))}
     metrics.engines[0].on_request_arrived(SimpleNamespace(requests=[1]))
     metrics.engines[0].on_step(
         StepRecord(**zeros | {"num_prefill_tokens": 40, "num_sampled_tokens": 1, "num_blocks_in_use": 3,

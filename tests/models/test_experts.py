@@ -102,7 +102,7 @@ def test_one_tensor_for_all_experts_in_fp8(folder: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "phimoe"])
 def test_names_as_transformers_holds_them(family: str, tmp_path: Path) -> None:
-    """save_pretrained writes those of the published checkpoints, unless it is told not to."""
+    """save_pretrained writes the names of the published checkpoints, unless it is told not to."""
     model, found = random_hf_model(CASES[family]), []
     for is_original in (True, False):
         model.save_pretrained(tmp_path, save_original_format=is_original)

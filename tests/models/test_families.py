@@ -285,7 +285,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Expected:
-    """What transformers says: by sequence the tokens, with those that are decoded, and logits of every position."""
+    """What transformers says: by sequence the tokens, decoded ones included, and logits of every position."""
 
     folder: Path
     tokens: list[list[int]]
@@ -548,7 +548,7 @@ def test_aligned_sizes_have_no_padding(tmp_path, path):
 # Families that transformers has no code for: another family with layers that draft.
 EXTENDED = {"mimo": "qwen2"}
 
-# What some families read, at values that would change their logits, for those that do not.
+# What some families read, at values that would change their logits, for the families that do not read it.
 FOREIGN: dict[str, Any] = {
     "partial_rotary_factor": 0.5,
     "rope_local_base_freq": 77.0,

@@ -121,7 +121,7 @@ def test_steps_read_the_experts_that_their_tokens_are_expected_to_hit() -> None:
 
 
 def test_latent_attention_keeps_one_row() -> None:
-    """DeepSeek-V2-Lite: one dense layer, then 64 experts, of which 6 are active, and two shared ones."""
+    """DeepSeek-V2-Lite: one dense layer, then 64 experts, 6 of them active, and two shared ones."""
     hidden, num_heads, rank, rope_dim = 2048, 16, 512, 64
     latent = Latent(
         num_heads=num_heads,

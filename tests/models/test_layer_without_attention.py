@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def twin(folder: Path) -> transformers.PreTrainedModel:
-    """Random weights, written without those that the family does not have."""
+    """Random weights, written without the weights that the family lacks."""
     torch.manual_seed(5)
     config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": NUM_LAYERS})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -64,7 +64,7 @@ def twin(folder: Path) -> transformers.PreTrainedModel:
 
 
 def test_it_runs_through_the_engine(folder: Path) -> None:
-    """Greedy tokens are those of the twin, whatever the schedule, and the cache has two layers of five."""
+    """The twin gives the same greedy tokens, whatever the schedule, and the cache has two layers of five."""
     model = twin(folder)
     prompts = [torch.randint(3, SIZES["vocab_size"], (length,)).tolist() for length in (37, 5, 37)]
     config = load_model_config(folder)

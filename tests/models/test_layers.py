@@ -15,7 +15,9 @@ from quire.hf_config.rope import parse_rope
 from quire.kernels import cpu
 from quire.layer_spec import LinearShape, RopeConfig
 from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
 from quire.layers.rope import cos_sin_table, frequencies
+from quire.models.block import Sublayer
 from quire.quantization.unquantized import Unquantized
 
 MAX_POSITION = 64
@@ -132,3 +134,15 @@ def test_weights_are_converted_to_the_layers_dtype(path):
     assert y.dtype == torch.float32
     # plain torch rounds the product to bfloat16 first
     torch.testing.assert_close(y, x.float() @ weight.bfloat16().float().T, rtol=1e-2, atol=1e-2)
+
+
+def test_a_multiplier_is_rounded_before_the_sum() -> None:
+    """With a norm behind it, and without one."""
+    y_TD, residual_TD = torch.randn(4, 64).bfloat16(), torch.randn(4, 64).bfloat16()
+    expected = residual_TD + y_TD * 0.3
+    assert not torch.equal(expected, residual_TD.clone().add_(y_TD, alpha=0.3)), "the numbers show nothing"
+    for next_norm in (None, RMSNorm.without_weights(64, 1e-6, torch.bfloat16, torch.device("cpu"))):
+        sublayer = Sublayer(lambda x_TD, batch: y_TD.clone(), None, None, 0.3)  # type: ignore[arg-type]
+        sublayer.next_norm, stream_TD = next_norm, residual_TD.clone()
+        sublayer(stream_TD, stream_TD, None)  # type: ignore[arg-type]
+        assert torch.equal(stream_TD, expected)

@@ -47,7 +47,7 @@ def rows_of(found: Candidates, **facts: Any) -> list[Candidate]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_sizes_of_well_known_models(name: str, tmp_path: Path) -> None:
-    """Parameters and KV bytes are those of the model cards."""
+    """The model cards say the same parameters and KV bytes."""
     model, (parameters, kv_bytes) = load_model_config(write_config(tmp_path, name)), MODELS[name][3:]
     assert model.weight_bytes("bfloat16") == 2 * parameters
     assert model.kv_bytes_per_token(kv_format("auto", "bfloat16")) == kv_bytes

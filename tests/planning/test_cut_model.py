@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def model_of(folder: Path, name: str, **more: Any) -> ModelConfig:
     [("Llama-3-70B", 4, {}), ("Phi-4", 2, {}), ("Llama-3-70B", 8, AWQ), ("Gemma-2-9B", 2, {}), ("Llama-3-70B", 3, {})],
 )
 def test_parts_hold_the_model(name: str, degree: int, more: dict[str, Any], tmp_path: Path) -> None:
-    """The linear layers of all parts together are those of the model, to a byte, where no head is held twice."""
+    """All parts together hold the linear layers of the model, to a byte, where no head is held twice."""
     model = model_of(tmp_path, name, **more)
     method = None if model.quantized is None else model.quantized.method
     parts = [ModelCut(model, degree).part(rank) for rank in range(degree)]
@@ -62,6 +63,24 @@ def test_whole_experts_hold_the_model(strategy: str, tmp_path: Path) -> None:
     assert sorted(chain(*held)) == sorted(names)
     assert held[0][1] == names[1 if strategy == "linear" else 3]
     assert all(part.holds("model.layers.7.mlp.experts.128.down_proj.weight") for part in parts)  # reported there
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_lanes_share_experts_alone(width: int, tmp_path: Path) -> None:
+    """Each of three lanes has all the rest, cut among its own ranks; experts are cut as among ranks of one lane."""
+    model = model_of(tmp_path, "Qwen3-4B", **EXPERTS)
+    cut = ModelCut(model, width, ExpertCut(num_lanes=3))
+    parts = [cut.part(rank, lane) for lane in range(3) for rank in range(width)]
+    as_one_lane = [ModelCut(model, 3 * width, ExpertCut()).part(rank) for rank in range(3 * width)]
+    for part, like in zip(parts, as_one_lane, strict=True):
+        placements = [each.placement for each in like.experts()]
+        assert [each.placement for each in part.experts()] == [replace(each, num_lanes=3) for each in placements]
+        assert part.weight_bytes_by_kind("bfloat16", is_packed=False).blocks > 0
+    rest = [ModelCut(model, width).part(rank) for _ in range(3) for rank in range(width)]
+    assert [[layer.attention for layer in part.layers] for part in parts] == [
+        [layer.attention for layer in part.layers] for part in rest
+    ]
+    assert [part.vocab_share for part in parts] == [part.vocab_share for part in rest]
 
 
 def test_few_heads_are_held_several_times(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def planned(memory: MemoryFacts, **arguments: Any) -> Planned:
     return plan_kv_cache(config, MODEL, resolve(config, MODEL, WITH_H100, is_server=True), memory)
 
 
-# 80 GiB, of which CUDA itself and another process hold 1.
+# 80 GiB. CUDA itself and another process hold 1 of them.
 MEMORY = MemoryFacts(total_bytes=80 * GIB, free_bytes=64 * GIB, weight_bytes=15 * GIB, work_bytes=2 * GIB)
 
 

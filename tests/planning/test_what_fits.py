@@ -137,7 +137,7 @@ def test_adapters_of_a_70b(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [None, 0.9])
 def test_what_is_missing_is_enough(share: float | None, tmp_path: Path) -> None:
-    """Work and reserve counted: with so many bytes more there is a first block, with one less there is none."""
+    """With this number of bytes more, work and reserve counted, there is a first block; with one less there is none."""
     device = replace(CPU, total_memory_bytes=80 * GIB, free_memory_bytes=37 * GIB)
     flags: dict[str, Any] = {"kv_cache_dtype": "fp8", "gpu_memory_utilization": share}
     found = plan_of(tmp_path, LLAMA_70B | AWQ, device, **flags)
@@ -195,7 +195,7 @@ def test_max_model_len_does_not_change_what_fits(tmp_path: Path) -> None:
 
 
 def test_the_best_loses_least_of_what_is_large_enough(tmp_path: Path) -> None:
-    """In the order of measured losses; what is not the original has to be measured."""
+    """In the order of measured losses; each format but the original has to be measured."""
 
     def best(num_bytes: float, **more: Any) -> tuple[str, ...]:
         found = plan_of(tmp_path, MISTRAL_7B, gpu(int(num_bytes)), max_model_len=8192, **more)

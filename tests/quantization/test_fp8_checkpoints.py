@@ -111,7 +111,7 @@ def test_weights_are_exact(name: str, K: int, path: str) -> None:
 
 @pytest.mark.parametrize(("family", "name", "path"), in_turn(GROUPS, PATHS), indirect=["path"])
 def test_logits(family: str, name: str, path: str, written: Callable[[str, str], Written]) -> None:
-    """Those of transformers with dequantized weights."""
+    """Logits of transformers with dequantized weights."""
     checkpoint = written(family, name)
     assert error_of_logits(checkpoint.folder, checkpoint.model) < TOLERANCE
 

@@ -54,7 +54,7 @@ def rounded(weight_NK: Tensor, held: WeightFormat) -> Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("quantization", ON_LOAD)
 def test_logits(quantization: str, family: str, path: str, tmp_path: Path) -> None:
-    """Those of transformers with every weight rounded and brought back to float32, the output projection's too."""
+    """Logits of transformers with every weight rounded and brought back to float32, the output projection's too."""
     formats = ON_LOAD[quantization]
 
     def make(N: int, K: int) -> tuple[Tensor, dict[str, Tensor]]:

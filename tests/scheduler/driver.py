@@ -45,7 +45,7 @@ def request(
 
 
 class Compilation:
-    """Something that a request waits for: it is there after so many looks, of which a step takes one."""
+    """Something that a request waits for: it is there after this number of looks. A step takes one look."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps_left = num_steps
@@ -297,7 +297,7 @@ class Driver:
                     assert self.pool.ref_count(page) == 1, f"{request_id} writes into a shared block"
 
     def _check_table(self, request: Request, table: BlockTable) -> None:
-        """No group holds more than it may: all blocks, or those that the steps in flight and the next one need."""
+        """No group holds more than it may: all blocks, or the blocks that the steps in flight and the next one need."""
         first, width = 0, num_tables(self.groups)
         for group in self.groups:
             for column in range(first, first + group.num_tables):

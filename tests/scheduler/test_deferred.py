@@ -47,7 +47,7 @@ def test_requests_without_room_are_not_deferred() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_grammar_that_compiles_for_100_steps_delays_only_its_request(depth: int) -> None:
-    """The batches before are those of the others alone; then it runs as any other."""
+    """The batches before have the other requests alone; then it runs as any other."""
     crowd = [request(f"r{i}", [i, i + 1, 7], max_tokens=120 + i) for i in range(4)]
     driver, alone = (Driver(num_blocks=256, depth=depth) for _ in range(2))
     driver.add(request("slow", [3, 1, 4, 1, 5]), Compilation(100).is_ready)

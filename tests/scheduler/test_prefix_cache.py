@@ -57,7 +57,7 @@ def test_a_prompt_of_whole_blocks_leaves_one_to_compute() -> None:
 def test_output_is_cached_too() -> None:
     driver = Driver()
     first = driver.run_all(request("first", range(6), 8))["first"]
-    # 6 + 8 tokens, of which the last is never computed: 13 in the cache, 12 of them in full blocks.
+    # 6 + 8 tokens. The last one is never computed: 13 are in the cache, 12 of them in full blocks.
     assert cached(driver, "continued", [*range(6), *first, 7, 7]) == 12
 
 
@@ -176,7 +176,7 @@ def test_a_miss_takes_one_look_per_window() -> None:
 def test_the_longest_prefix_that_all_groups_can_serve_is_found(
     groups: tuple[KvGroup, ...], size: int, missing: set[tuple[int, int]]
 ) -> None:
-    """Twelve blocks, of some of which a table has lost its page: as if each length were tried, the longest first."""
+    """A table has lost its page of some of twelve blocks: as if each length were tried, the longest first."""
     pool = BlockPool(36, size)
     kv = KVCacheManager(pool, groups)
     one = looked_up(12 * size + 1)

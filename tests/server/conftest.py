@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from quire.frontend.echo_client import EchoClient
+from quire.server import http_server
 from tests import one_ssl_context
 from tests.nursery import BoundedPopen
 from tests.server.browser import WHY_NOT, Browser
@@ -17,11 +18,17 @@ from tests.server.serving import ANSWER, MAX_MODEL_LEN, RunningServer
 one_ssl_context.share()
 
 
-@pytest.fixture(scope="package", autouse=True)
-def bounded_processes() -> Iterator[None]:
-    """Every server has processes that render chats and make grammars: they are forks."""
+@pytest.fixture(scope="module", autouse=True)
+def quick_servers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every server has processes that render chats and make grammars: they are forks.
+
+    At its end no client is just connecting, but in the tests of that.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", BoundedPopen)
+        if not request.module.__name__.endswith("test_drain"):
+            patch.setattr(http_server, "HANDSHAKE_SECONDS", 0.0)
+            patch.setattr(http_server, "POLL_SECONDS", 0.005)
         yield
 
 

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from tests.server.browser import ENTER, Browser
 from tests.server.serving import RunningServer
 
-# JavaScript conditions: so many whole answers; a question can be sent.
+# JavaScript conditions: this number of answers is whole; a question can be sent.
 ANSWERED = "document.querySelectorAll('.assistant:not([aria-busy])').length == args[0]"
 READY = "!document.querySelector('#send').disabled && document.querySelector('#model').value"
 
@@ -26,7 +26,7 @@ def open_page(browser: Browser, server: RunningServer) -> None:
 
 
 def ask(browser: Browser, question: str, answers: int = 1) -> None:
-    """Type a question where the focus is, and wait until there are so many whole answers."""
+    """Type a question where the focus is, and wait until this number of answers is whole."""
     browser.press(question + ENTER)
     browser.wait(ANSWERED, answers)
 

@@ -1,4 +1,4 @@
-"""Several chats in one body: the choices are those of the chats alone."""
+"""Several chats in one body: the choices are what each chat gets alone."""
 
 from __future__ import annotations
 

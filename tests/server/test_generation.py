@@ -13,7 +13,7 @@ from quire.server.generation import collect, merged
 
 
 def make_streams(count: int) -> tuple[list[RequestStream], list[str]]:
-    """Streams, and the ids of those that were left before their end."""
+    """Streams, and the ids of streams that were left before their end."""
     left: list[str] = []
     return [RequestStream(str(index), is_delta=True, on_leave=left.append) for index in range(count)], left
 

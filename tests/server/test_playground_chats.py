@@ -302,7 +302,7 @@ def test_settings_are_kept(browser, steady):
     browser.wait("localStorage.getItem('quire.settings') == '{\"model\":\"alias\"}'")
     browser.open(steady.url)
     browser.wait(READY)
-    assert browser.js(values)[:2] == ["0.5", "Be brief."], "those of the chat on the page"
+    assert browser.js(values)[:2] == ["0.5", "Be brief."], "the chat on the page brings its settings"
     browser.click("#new")
     assert browser.js(values)[0] == "0.5", "a new chat goes on with what is set"
 

@@ -56,7 +56,7 @@ BODIES: dict[str, tuple[type, list[dict[str, Any]]]] = {
     "/v1/config": (SetLimits, [{}]),
 }
 # In `make test` a field meets every n-th value: which ones depends on its name. Chat and completions share most fields,
-# so every value meets a shared field in one of the two. Fields of the others are those of the two.
+# so every value meets a shared field in one of the two. The other routes have the fields of these two.
 EVERY = {
     **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"), 2),
     **dict.fromkeys(("/v1/chat/completions/batch", "/v1/chat/completions/render", "/invocations"), 4),

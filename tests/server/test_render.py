@@ -65,7 +65,7 @@ def say(content: str) -> list[dict[str, str]]:
     ],
 )
 def test_hostile_templates_end_their_own_request(hostile, path, templates):
-    """Beside streams and other chats, all of which get what they get alone."""
+    """Streams and other chats run beside them, and get what they get alone."""
     alone = stream(hostile)
     texts: list[str] = []
     is_over = threading.Event()
@@ -100,7 +100,7 @@ def stream(server: RunningServer) -> str:
 
 
 def test_more_endless_templates_than_processes(hostile):
-    """Those that wait behind them are served when they have been killed; no process is left over."""
+    """Chats that wait behind them are served when they have been killed; no process is left over."""
     statuses: list[int] = []
 
     def ask(content: str) -> None:

@@ -22,7 +22,7 @@ from tests.server.test_poison import poisoned  # noqa: F401 (a fixture)
 
 DOCUMENT = build(SchemaBounds(LIMITS), AppSettings(("m",)))
 TYPES = {"string": str, "integer": int, "boolean": bool, "null": type(None), "array": list, "object": dict}
-# Good bodies of each route, of which one field or several are replaced.
+# Good bodies of each route. Tests replace one field or several.
 BASES: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [
         {"messages": MESSAGES, "max_tokens": 1},

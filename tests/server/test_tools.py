@@ -191,6 +191,11 @@ def test_render(agent):
     ):
         answer = agent.http.post("/v1/chat/completions/render", json={**body, **fields})
         assert error_of(answer, status)["param"] == param
+    for rank, status in (("0", 200), ("1", 400), ("x", 400)):
+        headers = {"X-data-parallel-rank": rank}
+        answer = agent.http.post("/v1/chat/completions/render", json=body, headers=headers)
+        assert answer.status_code == status
+        assert status == 200 or error_of(answer, 400)["param"] == "data_parallel_rank"
 
 
 def test_required(required):

@@ -98,7 +98,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path, simulated: Any) -> N
 
 
 def test_shared_beginnings_of_a_trace_are_found_in_the_cache(simulated: Any, tmp_path: Path) -> None:
-    """All of its lines are simulated, at their times. Of the 40 tokens, 32 are those of the first request."""
+    """All of its lines are simulated, at their times. The first request has 32 of the 40 tokens."""
     trace = tmp_path / "trace.jsonl"
     row = {"input_length": 40, "output_length": 3, "hash_ids": [4, 5]}
     trace.write_text("".join(json.dumps(row | {"timestamp": 100 + 2 * i}) + "\n" for i in range(1200)))

@@ -27,7 +27,7 @@ def cuts_of(data: st.DataObject, ids: list[int]) -> list[list[int]]:
 
 
 def ids_of(data: st.DataObject, kind: str, max_size: int = 30) -> list[int]:
-    """Any token ids, a few of them unknown; or those of a text, which are mostly whole characters."""
+    """Any token ids, a few of them unknown; or the ids of a text, which are mostly whole characters."""
     tokenizer = tokenizer_of(kind)
     if data.draw(st.booleans()):
         return tokenizer.encode(data.draw(st.text(max_size=max_size)))

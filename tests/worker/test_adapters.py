@@ -66,7 +66,7 @@ def test_an_adapter_that_is_refused_takes_no_slot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_the_demo_adapter_answers_in_json(async_scheduling: bool) -> None:
-    """Beside the base, whose tokens stay those of an engine without adapters."""
+    """Beside the base, whose tokens stay the same as without adapters."""
     params = SamplingParams(temperature=0, max_tokens=80)
     arguments = {"max_model_len": 512, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 26}
     model = str(quire.demo.path("target"))

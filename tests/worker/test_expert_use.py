@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,6 +47,23 @@ def test_counts_are_those_of_the_routing(folder: Path) -> None:
         assert sorted(use.tokens) in [sorted(row[row > 0].tolist()) for row in counts]
     assert use.tokens == [1] * NUM_ACTIVE
     assert use.distinct == NUM_ACTIVE
+
+
+@pytest.mark.parametrize(
+    ("experts", "tokens"),
+    [
+        ([0, 1, 2, 3, 4, 0], [5, 3, 1]),
+        ([0, 1, 2, 3, 4, 2], [2, 6, 1]),  # moved since
+    ],
+)
+def test_copies_of_an_expert_are_one(experts: list[int], tokens: list[int]) -> None:
+    moe: Any = SimpleNamespace(placement=SimpleNamespace(firsts=(0, 3, 6), experts=((0, 1, 2), (3, 4, 0))))
+    balancer: Any = SimpleNamespace(experts_at_places=lambda: [np.array(experts)], num_moved=1)
+    begins = torch.tensor([0, 2, 2, 5, 5, 6, 9], dtype=torch.int32)
+    use = ExpertCounter([(moe, begins)], None if tokens[0] == 5 else balancer).count()
+    assert (use.distinct, use.tokens) == (3, tokens)
+    assert use.balancedness == pytest.approx(9 / 5 / max(tokens))
+    assert use.of_ranks == pytest.approx(4.5 / 5)
 
 
 @pytest.mark.parametrize("is_asked_for", [True, False])

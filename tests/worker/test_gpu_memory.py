@@ -78,7 +78,7 @@ def bring_up(accelerator: FakeAccelerator, **arguments: Any) -> tuple[DeviceWork
     ],
 )
 def test_the_largest_step(arguments: dict[str, Any], lens: list[int]) -> None:
-    """The whole budget where the rows can use it, over as many rows as may run, all of which sample."""
+    """The whole budget where the rows can use it, over as many rows as may run. All of them sample."""
     batch = gpu_memory.largest_batch(settings_for(**arguments), 1)
     assert batch.num_scheduled_tokens == lens
     assert [len(row.token_ids) for row in batch.new_rows] == lens

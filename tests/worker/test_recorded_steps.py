@@ -1,4 +1,4 @@
-"""Recorded steps: the bits of the blocks run anew, inputs that are all copied, and what is not recorded."""
+"""Recorded steps have the bits of the blocks run anew, and all inputs are copied; some steps are not recorded."""
 
 from __future__ import annotations
 
@@ -115,8 +115,10 @@ def test_shards_in_several_formats(tmp_path: Path, num_recorded: list[int | None
     assert all(torch.equal(a, b) for a, b in zip(replayed, anew, strict=True))
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])
-def test_sinks_chunks_and_experts(family: str, tmp_path: Path, num_recorded: list[int | None]) -> None:
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "olmo2"])
+def test_sinks_chunks_experts_and_norms_of_all_heads(
+    family: str, tmp_path: Path, num_recorded: list[int | None]
+) -> None:
     random_hf_model(CASES[family]).save_pretrained(tmp_path)
     model = load_model(load_model_config(tmp_path), torch.bfloat16)
     assert isinstance(model, Decoder)

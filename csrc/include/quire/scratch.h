@@ -14,6 +14,8 @@ enum class Scratch : int {
   attention_unit,
   attention_partials,
   attention_merge,
+  attention_tables,
+  attention_states,
   expert_pieces,
   expert_tasks,
   expert_places,

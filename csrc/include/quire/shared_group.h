@@ -57,9 +57,20 @@ class SharedGroup {
   // GroupError, or StepVoid. All ranks have the same numbers of rows.
   void exchange(const ExchangeArgs& args);
 
+  // A turn whose slots the caller fills and reads. begin_turn gives this rank's slot of slot_bytes(), in whole cache
+  // lines. end_turn returns when all ranks have filled theirs. slot_of(rank) may be read until the next turn begins.
+  // All ranks give the same signature, which says what they do. Both throw GroupError, or StepVoid.
+  char* begin_turn();
+  void end_turn(uint64_t signature);
+  const char* slot_of(int rank) const { return slot(rank); }
+  int64_t slot_bytes() const { return slot_bytes_; }
+
   // Around the turns of a step. All ranks take the same steps in the same order.
   void begin_step();
   void end_step();
+  // Before leave_step, by a rank of several groups: the ranks of this group learn that the step is void while the rank
+  // still leaves the step of another group.
+  void void_step();
   // In place of end_step, by a rank that cannot end the step, or that has got StepVoid. Returns when no rank of the
   // group is in the step any more: each has left it, or has ended it before. Throws GroupError.
   void leave_step();
@@ -109,9 +120,11 @@ struct ExchangeArgs {
   std::array<int64_t, kMaxRanks + 1> firsts;  // begins[firsts[r]] to begins[firsts[r + 1]] are the rows of rank r
   const int32_t* begins;                      // read when it runs
   int64_t num_begins;
-  int64_t rows, row_bytes;      // of all ranks; of all columns
-  StridedRows<const char> own;  // [rows, row_bytes], strides in bytes; other ranks' rows are not read
-  int64_t first_byte;           // of the columns that this rank gets
+  int64_t rows, row_bytes;  // of all ranks; of all columns
+  // [own_rows, row_bytes], strides in bytes: all rows, and other ranks' rows are not read; or fewer: this rank's alone.
+  StridedRows<const char> own;
+  int64_t own_rows;
+  int64_t first_byte;  // of the columns that this rank gets
   int64_t num_columns_bytes;
   StridedRows<char> out;  // [rows, num_columns_bytes], strides in bytes
 };

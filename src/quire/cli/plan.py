@@ -75,7 +75,8 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     args.model_tag = None
     engine, _ = read_settings(parser, args)
     # Without hardware to choose from, the devices are those that the degrees ask for.
-    is_laid_out = engine.pipeline_parallel_size > 1 or (engine.tensor_parallel_size > 1 and args.hardware is None)
+    has_ranks = engine.tensor_parallel_size * engine.num_lanes > 1
+    is_laid_out = engine.pipeline_parallel_size > 1 or (has_ranks and args.hardware is None)
     degree = None if engine.sources["tensor_parallel_size"] == "default" else engine.tensor_parallel_size
     is_ranked = is_ranked or engine.slo_ttft is not None or engine.slo_itl is not None
     asks = args.check or engine.slo_ttft is not None or engine.slo_itl is not None
@@ -87,7 +88,11 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
         )
     if not is_laid_out:  # of a row
         engine = replace(
-            engine, tensor_parallel_size=1, enable_expert_parallel=False, enable_eplb=False, eplb_config=None
+            engine.undivided(),
+            tensor_parallel_size=1,
+            enable_expert_parallel=False,
+            enable_eplb=False,
+            eplb_config=None,
         )
     if names and engine.model is not None:
         raise ConfigError("Models are named twice", value=[*names, engine.model], fix="Leave --model out")
@@ -137,11 +142,11 @@ class _Machine:
             self.read_bandwidth = None if uses_gpu else extension.read_bandwidth(self.facts.num_cores)
             total, free = self.facts.memory_of("cuda" if uses_gpu else "cpu")
             self.memory_name = f"{shown_bytes(free)} free now of {shown_bytes(total)}"
-        if args.hardware is None and engine.data_parallel_size > 1:
+        if args.hardware is None and engine.num_replicas > 1:
             self.facts = share_of_machine(self.facts, engine)
             if self.read_bandwidth is not None:
-                self.read_bandwidth /= engine.data_parallel_size
-            self.memory_name += f", for each of {engine.data_parallel_size} replicas"
+                self.read_bandwidth /= engine.num_replicas
+            self.memory_name += f", for each of {engine.num_replicas} replicas"
         self.has_speed = args.memory is None or self.described is not None
         self.is_gpu = self.facts.gpu is not None and engine.device != "cpu"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from quire.compat.foreign import Foreign, accepted, refused, translated
 
 NO_CODE = "no code is loaded by name"
-ONE_DEVICE = "there is one device"
 OWN_REPLICAS = "a server runs all of its replicas on this machine, and spreads requests over them itself"
 _OWN_SERVERS = "Start a server on each machine, and spread requests over them from outside"
 POOLING = "models here generate text; embedding, scoring and classification are not in this version"
@@ -58,10 +57,9 @@ MODEL: tuple[Foreign, ...] = (
     ),
     *accepted(
         "it belongs to the sleep mode, which is not in this version",
-        switches="sleep_mode_offload_cudagraph",
+        switches="sleep_mode_offload_cudagraph enable_cumem_allocator enable_nccl_comm_suspend",
         lists="sleep_preserve_parameter_names",
     ),
-    *accepted(ONE_DEVICE, switches="enable_cumem_allocator enable_nccl_comm_suspend"),
     *accepted("long prompts are tokenized in threads of the API process", values="renderer_num_workers"),
     *refused("no such setting is known; vLLM's is --seed", "Use --seed", values="guide", off=(0,)),
 )
@@ -119,20 +117,18 @@ ATTENTION_AND_KERNELS: tuple[Foreign, ...] = (
 
 PARALLELISM: tuple[Foreign, ...] = (
     *refused(
-        "ranks divide the KV cache by heads, and not by tokens, in this version",
-        "Use --tensor-parallel-size",
-        off=(1,),
-        values="decode_context_parallel_size",
-    ),
-    *refused(
         "a prompt is computed in chunks by all ranks together",
         "Use --tensor-parallel-size",
         off=(1,),
         values="prefill_context_parallel_size",
     ),
     *accepted(
-        "it belongs to --decode-context-parallel-size, which is not in this version",
-        values="dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size",
+        "ranks that divide a KV cache have whole blocks of 256 tokens in turn",
+        values="dcp_kv_cache_interleave_size cp_kv_cache_interleave_size",
+    ),
+    *accepted(
+        "ranks that divide a KV cache exchange queries and partial results through memory that they share",
+        values="dcp_comm_backend",
         switches="dcp_q_replicate",
     ),
     *refused(OWN_REPLICAS, _OWN_SERVERS, off=(0,), values="data_parallel_rank data_parallel_start_rank"),
@@ -153,13 +149,15 @@ PARALLELISM: tuple[Foreign, ...] = (
         lambda value: {"distributed_timeout_seconds": value},
     ),
     *accepted(
-        ONE_DEVICE,
-        values="""
-            elastic_ep_max_dp_size
-        """,
-        switches="""
-            enable_hc_sp enable_batch_sharded_sampling enable_shm_tensor_arena
-        """,
+        "it belongs to --enable-elastic-ep: the number of ranks is that of the start", values="elastic_ep_max_dp_size"
+    ),
+    *accepted("it is for models with hyper-connections, which are not in this version", switches="enable_hc_sp"),
+    *accepted(
+        "the first rank samples all rows, and tells the others their tokens", switches="enable_batch_sharded_sampling"
+    ),
+    *accepted(
+        "each rank prepares its own tensors, so messages between processes hold no large ones",
+        switches="enable_shm_tensor_arena",
     ),
     *refused("all rows of a step are computed together", switches="enable_dbo"),
     *accepted(
@@ -215,7 +213,10 @@ MULTIMODAL: tuple[Foreign, ...] = (
 )
 
 ADAPTERS: tuple[Foreign, ...] = (
-    *accepted(ONE_DEVICE, switches="fully_sharded_loras"),
+    *accepted(
+        "a rank has its rows of B and all of A, which is small: so no bit depends on the number of ranks",
+        switches="fully_sharded_loras",
+    ),
     *accepted("each step computes the adapters that it has", switches="specialize_active_lora"),
     *refused(
         "adapters change language models of dense layers here",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.compat.engine_flags import KERNELS, NO_GRAPHS, ONE_DEVICE, POOLING, TEXT_ONLY
-from quire.compat.foreign import Foreign, accepted, refused, translated
+from quire.compat.engine_flags import KERNELS, NO_GRAPHS, POOLING, TEXT_ONLY
+from quire.compat.foreign import Foreign, Shape, accepted, refused, translated
 from quire.errors import ConfigError
 
 
@@ -13,8 +13,8 @@ def _key_of_speculation(name: str, key: str) -> Foreign:
     return translated(name, "speculation has one setting", lambda value: {"speculative_config": {key: value}})
 
 
-def _key_of_balancing(name: str, key: str) -> Foreign:
-    return translated(name, "experts are balanced by one setting", lambda value: {"eplb_config": {key: value}})
+def _key_of_balancing(name: str, key: str, shape: Shape = "value") -> Foreign:
+    return translated(name, "experts are balanced by one setting", lambda value: {"eplb_config": {key: value}}, shape)
 
 
 def _rope_parameters(value: Any) -> dict[str, Any]:
@@ -95,21 +95,23 @@ OLD_FLAGS: tuple[Foreign, ...] = (
         values="max_num_partial_prefills max_long_partial_prefills",
     ),
     # Processes.
-    *accepted(ONE_DEVICE, switches="worker_use_ray"),
+    translated(
+        "worker_use_ray",
+        "Ray is one of the ways to start ranks",
+        lambda value: {"distributed_executor_backend": "ray"} if value else {},
+        "switch",
+    ),
     *accepted("the engine has a process of its own", switches="engine_use_ray disable_frontend_multiprocessing"),
     *accepted(
         "long prompts are tokenized in threads of the API process",
         values="tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config",
         off=(0,),
     ),
-    *accepted(
-        "there is one device",
-        switches="enable_multimodal_encoder_data_parallel",
-    ),
+    *accepted(TEXT_ONLY, switches="enable_multimodal_encoder_data_parallel"),
     _key_of_balancing("num_redundant_experts", "num_redundant_experts"),
     _key_of_balancing("eplb_window_size", "window_size"),
     _key_of_balancing("eplb_step_interval", "step_interval"),
-    *accepted("use log_balancedness of --eplb-config", switches="eplb_log_balancedness"),
+    _key_of_balancing("eplb_log_balancedness", "log_balancedness", "switch"),
     # Adapters.
     *accepted("a vocabulary never grows here", values="lora_extra_vocab_size"),
     *refused("adapters with biases are not read", "Merge the adapter into the model", switches="enable_lora_bias"),

@@ -176,7 +176,9 @@ _LLAMA_CPP = (
     *_none("a step is one batch", "--ubatch-size,-ub"),
     *_none("requests join and leave at every step anyway", switches="--cont-batching,-cb"),
     *_none("prompts and answers share the threads", "--threads-batch,-tb --threads-http"),
-    *_none("all layers run on one device: --device", "--n-gpu-layers,-ngl,--gpu-layers --split-mode,-sm"),
+    *_none(
+        "all layers run on the kind of device that --device names", "--n-gpu-layers,-ngl,--gpu-layers --split-mode,-sm"
+    ),
     *_none("attention is always fused", "--flash-attn,-fa"),
     *_none("weights are packed into memory of their own", switches="--mmap --mlock --repack"),
     *_none("templates are always read as Jinja's", switches="--jinja"),
@@ -218,7 +220,7 @@ _OLLAMA = (
     _to("--top-p", "override_generation_config.top_p", _DEFAULTS),
     _to("--min-p", "override_generation_config.min_p", _DEFAULTS),
     _to("--repeat-penalty", "override_generation_config.repetition_penalty", _DEFAULTS),
-    *_none("all layers run on one device: --device", "--num-gpu --main-gpu"),
+    *_none("all layers run on the kind of device that --device names", "--num-gpu --main-gpu"),
     *_none(_PENALTY, "--repeat-last-n"),
     *_none("weights are packed into memory of their own", "--use-mmap --use-mlock --low-vram --numa"),
     *_none("a request ends where its context is full", "--num-keep"),

@@ -33,7 +33,7 @@ SPECULATION_KEYS: dict[str, Foreign] = {
         *accepted("no model with sparse attention is in this version", switches="index_share_for_mtp_iteration"),
         *accepted("drafts are never padded", switches="disable_padded_drafter_batch"),
         *accepted("prefix hits always keep their last block", switches="disable_eagle_block_drop", off=(True, False)),
-        *accepted("there is one device", switches="use_local_argmax_reduction"),
+        *accepted("the first rank draws drafts from the logits of all ranks", switches="use_local_argmax_reduction"),
         *accepted(
             "depth follows what held and what steps cost for every method: see adaptive",
             switches="enable_adaptive_verification adaptive_verification",

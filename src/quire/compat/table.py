@@ -21,7 +21,6 @@ FOREIGN: dict[str, Foreign] = {
 
 # Further spellings of foreign flags on the command line.
 SHORT_FLAGS: dict[str, tuple[str, ...]] = {
-    "decode_context_parallel_size": ("-dcp",),
     "prefill_context_parallel_size": ("-pcp",),
     "data_parallel_rank": ("-dpn",),
     "data_parallel_start_rank": ("-dpr",),

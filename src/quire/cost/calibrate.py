@@ -7,8 +7,8 @@ steps the constants stay near the machine's ceilings; with many they follow the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,10 +41,16 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Constants, and a spread: nine of ten measured steps lie within the ratio 1 + spread of the fit."""
+    """Constants, and how far steps are from them.
+
+    Attributes:
+        spread: nine of ten measured steps lie within the ratio 1 + spread of the fit.
+        factors: size of a step (see cost/correct.py) -> measured over fitted time of the steps that ran later.
+    """
 
     constants: Constants
     spread: float
+    factors: Mapping[int, float] = field(default_factory=dict)
 
 
 def points(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 NEWEST_WEIGHT = 1 / 16  # the weight of a step in the factor of its size
 PRIOR_STEPS = 4  # the calibration counts as 4 steps: the first step of a size has a weight of 1/4, the next one 1/5
@@ -16,15 +17,25 @@ class Correction:
 
     A size without steps has the factor of the nearest size with steps.
 
+    Args:
+        factors: by size, of an earlier start. They have no steps of this one, so they follow its first steps fast.
+
     Attributes:
         spread: nine of ten steps now lie within the ratio 1 + spread of their prediction.
+        num_steps: steps that were added.
     """
 
-    def __init__(self, spread: float) -> None:
-        self._logs: dict[int, tuple[float, int]] = {}  # bit length of the tokens -> mean log of the factor, steps
+    def __init__(self, spread: float, factors: Mapping[int, float]) -> None:
+        # bit length of the tokens -> mean log of the factor, steps
+        self._logs: dict[int, tuple[float, int]] = {size: (math.log(each), 0) for size, each in factors.items()}
         self._factors: dict[int, float] = {}  # size -> factor, for every size that was asked for
         self._variance = (math.log1p(spread) / SPREAD_QUANTILE) ** 2
         self.spread = spread
+        self.num_steps = 0
+
+    def factors(self) -> dict[int, float]:
+        """The factor of every size that has steps, of this start or an earlier one, up to MAX_RATIO."""
+        return {size: min(max(math.exp(log), 1 / MAX_RATIO), MAX_RATIO) for size, (log, _) in self._logs.items()}
 
     def factor(self, num_tokens: int) -> float:
         """The factor of a prediction for a step of `num_tokens` tokens."""
@@ -48,5 +59,6 @@ class Correction:
             if other != size:
                 self._logs[other] = log + FORGOTTEN_SHARE * (self._logs[size][0] - log), steps
         self._factors.clear()
+        self.num_steps += 1
         self._variance += NEWEST_WEIGHT * (error * error - self._variance)
         self.spread = math.expm1(SPREAD_QUANTILE * math.sqrt(self._variance))

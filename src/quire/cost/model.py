@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from statistics import NormalDist
 
 from quire.cost.arithmetic import Load, StepArithmetic
 from quire.cost.calibrate import Fit
-from quire.cost.correct import SPREAD_QUANTILE, Correction
+from quire.cost.correct import MAX_RATIO, SPREAD_QUANTILE, Correction
 from quire.cost.step_time import MIN_SPREAD, StepTime, step_time
 
 
@@ -22,9 +23,19 @@ class CostModel:
         self.calibrate(fit)
 
     def calibrate(self, fit: Fit) -> None:
-        """Take other constants and forget the corrections from running steps."""
+        """Take other constants, and forget what running steps have corrected."""
         self.fit = fit
-        self._correction = Correction(fit.spread)
+        self._correction = Correction(fit.spread, fit.factors)
+
+    @property
+    def num_corrections(self) -> int:
+        """The number of running steps that have corrected these constants."""
+        return self._correction.num_steps
+
+    def corrected_fit(self) -> Fit:
+        """The constants with what running steps have corrected, for later starts."""
+        spread = min(max(self.spread, MIN_SPREAD), MAX_RATIO)
+        return replace(self.fit, spread=spread, factors=self._correction.factors())
 
     @property
     def spread(self) -> float:

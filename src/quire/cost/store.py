@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.cost.calibrate import Fit
+from quire.cost.correct import MAX_RATIO
 from quire.cost.step_time import Constants
 from quire.logs import get_logger
 from quire.private_cache import check_private, digest, open_private
@@ -23,7 +24,7 @@ from quire.private_cache import check_private, digest, open_private
 logger = get_logger(__name__)
 
 MAX_FILE_BYTES = 65_536
-MAX_SPREAD = 20.0
+MAX_SIZE = 64  # bits of the number of a step's tokens
 
 
 class CalibrationFile:
@@ -52,12 +53,15 @@ class CalibrationFile:
             spread = float(found["spread"])
             if not all(math.isfinite(number) and number > 0 for number in numbers) or numbers[-1] < 1:
                 raise ValueError("its constants are impossible")
-            if not 0 < spread <= MAX_SPREAD:
+            if not 0 < spread <= MAX_RATIO:
                 raise ValueError("its spread is impossible")
-            return Fit(Constants(*numbers), spread)
+            factors = {int(size): float(factor) for size, factor in found["factors"].items()}
+            if not all(0 <= size <= MAX_SIZE and 1 / MAX_RATIO <= each <= MAX_RATIO for size, each in factors.items()):
+                raise ValueError("its factors are impossible")
+            return Fit(Constants(*numbers), spread, factors)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             logger.info("the calibration in %s is not used: %s", self.path, error)
             return None
 
@@ -65,7 +69,7 @@ class CalibrationFile:
         """Keep a calibration. A failure is only logged: the next start measures again."""
         if self.path is None:
             return
-        text = json.dumps({"key": self._key, "constants": asdict(fit.constants), "spread": fit.spread}, indent=1)
+        text = json.dumps({"key": self._key, **asdict(fit)}, indent=1)
         scratch = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

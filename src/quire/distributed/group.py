@@ -1,7 +1,8 @@
 """What ranks that share one model do together. Everything else a rank computes alone.
 
-One operation is enough for the ranks of a stage: every rank has some columns, and all ranks, or the first one, get all
-of them. Nothing is added up on the way, so a joined result has the bits of one rank that computes everything.
+The ranks of a stage join columns: every rank has some, and all ranks, or the first one, get all of them. Nothing is
+added up on the way, so a joined result has the bits of one rank that computes everything. Attention over a KV cache
+that ranks have together is joined in an order that does not depend on them.
 Dimensions: T rows, N columns of all ranks.
 """
 
@@ -17,6 +18,9 @@ from quire.kernels import extension
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from quire.forward_batch import ForwardBatch, LayerCache
+    from quire.kernels.layer_rules import AttentionRule
 
 GroupError = extension.GroupError  # another rank has failed, is late, or does something else: the group cannot go on
 StepVoid = extension.StepVoid  # another rank has left the step: all ranks leave it, and go on with the next one
@@ -51,13 +55,41 @@ class Group(Protocol):
         """The same for the first rank alone; others get [T, 0]."""
         ...
 
-    def exchange(self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range) -> Tensor:
+    def exchange(
+        self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range, num_rows: int | None = None
+    ) -> Tensor:
         """Some columns of the rows of all ranks, [P, C], in memory of its own.
 
         Args:
-            rows_PN: this rank has filled its own rows. Rank r has rows begins[firsts[r]] to begins[firsts[r + 1]].
+            num_rows: P, if `rows_PN` has only the rows of this rank. None: it has filled its own among all rows.
+            rows_PN: Rank r has rows begins[firsts[r]] to begins[firsts[r + 1]].
             begins: int32, ascending from 0 to P, and equal on all ranks.
             columns: that this rank wants.
+
+        Raises as `gather`.
+        """
+        ...
+
+    def attend(
+        self,
+        q_THE: Tensor,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        rule: AttentionRule,
+        heads: Sequence[int],
+        num_owners: int,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Attention over a cache whose pages this rank and its neighbours have together, [T, own heads, V].
+
+        Each computes the partial results of the ranges that it has. Then it joins those of its own heads.
+
+        Args:
+            q_THE: of the heads of these neighbours, side by side.
+            cache: the pages of this rank, in blocks of whole ranges.
+            batch: its block tables name the pages of all owners: see layout.PageShare.
+            heads: of q, of each rank of the group. All neighbours together have as many as any others.
+            sinks_H: of this rank's heads.
 
         Raises as `gather`.
         """
@@ -69,6 +101,10 @@ class Group(Protocol):
 
     def end_step(self) -> None:
         """Behind it."""
+        ...
+
+    def void_step(self) -> None:
+        """Before `leave_step`, by a rank of several groups: it waits in one of them while others learn of it."""
         ...
 
     def leave_step(self) -> None:
@@ -115,7 +151,8 @@ class Ranks:
     Attributes:
         rank: its number among all of them.
         failing: tells all of them.
-        group: those that share its stage; None: it has the stage alone.
+        group: those that share its stage, or its lane; None: it has that alone.
+        everyone: those of all lanes, which share experts; None: there are no lanes.
         before: brings the input; None: it is in the first stage.
         behind: takes the output; None: it is in the last stage.
     """
@@ -126,11 +163,17 @@ class Ranks:
     group: Group | None = None
     before: Link | None = None
     behind: Link | None = None
+    everyone: Group | None = None
 
     @property
     def samples(self) -> bool:
-        """Others learn the tokens."""
-        return self.rank == 0
+        """Others learn the tokens. The first rank of each lane does, or the first one of the last stage."""
+        return self.behind is None and self.grid.place(self.rank) == 0
+
+    @property
+    def groups(self) -> list[Group]:
+        """Whose steps it takes."""
+        return [group for group in (self.group, self.everyone) if group is not None]
 
     def fail(self) -> None:
         """This rank cannot go on. Nor can the others."""
@@ -139,7 +182,7 @@ class Ranks:
     @property
     def waited_seconds(self) -> float:
         """For others, so far."""
-        return sum(each.waited_seconds for each in (self.group, self.before, self.behind) if each is not None)
+        return sum(each.waited_seconds for each in (*self.groups, self.before, self.behind) if each is not None)
 
     def close(self) -> None:
         """Leave the others."""

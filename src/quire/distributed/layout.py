@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Grid:
-    """All ranks: stages one after the other, each shared by ranks side by side.
+    """All ranks: stages one after the other, each shared by ranks side by side. Or lanes, which share only experts.
 
     The first rank is in the last stage: it samples, and the engine is in its process.
 
@@ -15,16 +15,18 @@ class Grid:
         width: ranks that share a stage.
         num_stages: each has some of the layers.
         num_nodes: machines, each with as many whole stages.
+        num_lanes: of a stage, one after the other; `width` ranks share each. There are lanes, stages, or none of both.
     """
 
     width: int = 1
     num_stages: int = 1
     num_nodes: int = 1
+    num_lanes: int = 1
 
     @property
     def size(self) -> int:
         """All ranks."""
-        return self.width * self.num_stages
+        return self.width * self.num_stages * self.num_lanes
 
     @property
     def num_local(self) -> int:
@@ -41,30 +43,61 @@ class Grid:
 
     def stage(self, rank: int) -> int:
         """The stage of a rank; 0 has the first layers."""
-        return self.num_stages - 1 - rank // self.width
+        return self.num_stages - 1 - rank // (self.width * self.num_lanes)
+
+    def lane(self, rank: int) -> int:
+        """The lane of a rank."""
+        return rank // self.width % self.num_lanes
 
     def place(self, rank: int) -> int:
-        """Which part of its stage a rank has."""
+        """Which part of its stage, or lane, a rank has."""
         return rank % self.width
 
     def stage_members(self, rank: int) -> tuple[int, ...]:
-        """The ranks of a rank's stage."""
+        """The ranks of a rank's stage, or lane."""
         first = rank - self.place(rank)
         return tuple(range(first, first + self.width))
 
     def before(self, rank: int) -> int | None:
         """The rank of the stage before, from which a rank gets its input; None: it is in the first stage."""
-        return rank + self.width if rank + self.width < self.size else None
+        return rank + self.width if self.num_stages > 1 and rank + self.width < self.size else None
 
     def behind(self, rank: int) -> int | None:
         """The rank of the stage behind; None: it is in the last one."""
-        return rank - self.width if rank >= self.width else None
+        return rank - self.width if self.num_stages > 1 and rank >= self.width else None
 
     def groups(self, node: int = 0) -> list[tuple[int, ...]]:
-        """The ranks of a machine that exchange something: the ranks of a stage, and pairs of sender and receiver."""
+        """The ranks of a machine that exchange something: of a stage, of a lane, of all lanes; sender and receiver."""
         here = self.ranks_of(node)
         stages = [self.stage_members(rank) for rank in here[:: self.width] if self.width > 1]
+        if self.num_lanes > 1:
+            return [*stages, tuple(here)]
         return stages + [(rank, rank - self.width) for rank in here[self.width :]]
+
+
+@dataclass(frozen=True)
+class PageShare:
+    """The part of a rank of a KV cache that neighbours in a stage have together.
+
+    Page p is page p // num_owners of the owner p % num_owners. So a rank has one of num_owners pages, whichever pages a
+    request gets.
+
+    Attributes:
+        num_owners: 1: the rank has all pages.
+        owner: this rank's number among them.
+    """
+
+    num_owners: int = 1
+    owner: int = 0
+
+    @classmethod
+    def of(cls, num_owners: int, place: int) -> PageShare:
+        """Of the rank in this place of its stage."""
+        return cls(num_owners, place % num_owners)
+
+    def num_pages(self, total: int) -> int:
+        """That each owner has memory for."""
+        return -(-total // self.num_owners)
 
 
 def shares(size: int, num_ranks: int, unit: int = 1) -> list[range]:

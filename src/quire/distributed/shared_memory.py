@@ -9,6 +9,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +21,9 @@ from quire.distributed.group import Link, Ranks
 from quire.distributed.layout import Grid
 from quire.distributed.network import SocketLink
 from quire.errors import ConfigError
+from quire.forward_batch import ForwardBatch, LayerCache
 from quire.kernels import cpu, extension
+from quire.kernels.layer_rules import AttentionRule
 
 SLOT_BYTES = 1 << 20  # of a rank in a turn; larger results take several turns
 # How long a waiting rank looks before it sleeps, if it has a core of its own; and if others need the core.
@@ -55,17 +58,45 @@ def ranks_on(
 
     Args:
         memory: of `make_memory`, which the caller may close afterwards.
-        links: file descriptors of the connections to ranks of other machines, by rank. They belong to the result.
+        links: file descriptors of the connections to ranks of other machines, by rank. They belong to the result, and
+            are closed if there is none.
         has_own_cores: no other rank needs the core that this one waits on.
         timeout_seconds: for one turn: another rank may still be computing.
     """
-    if not extension.is_used():
-        raise ConfigError(
-            "A model that ranks share needs the compiled kernels, which are not used",
-            value=grid.size,
-            fix="Unset QUIRE_FORCE_REFERENCE, or leave --tensor-parallel-size and --pipeline-parallel-size out",
-            param="tensor_parallel_size",
+    with ExitStack() as on_error:
+        peers = {other: on_error.enter_context(socket.socket(fileno=descriptor)) for other, descriptor in links.items()}
+        if not extension.is_used():
+            raise ConfigError(
+                "A model that ranks share needs the compiled kernels, which are not used",
+                value=grid.size,
+                fix="Unset QUIRE_FORCE_REFERENCE, or leave --tensor-parallel-size and --pipeline-parallel-size out",
+                param="tensor_parallel_size",
+            )
+        found = _groups(memory, rank, grid, has_own_cores=has_own_cores, timeout_seconds=timeout_seconds)
+
+        def link(sender: int | None, receiver: int | None) -> Link | None:
+            if sender is None or receiver is None:
+                return None
+            other = sender if receiver == rank else receiver
+            return SocketLink(peers[other], other) if other in peers else SharedMemoryLink(found[sender, receiver])
+
+        ranks = Ranks(
+            rank,
+            grid,
+            failing=_Failing(list(found.values()), list(peers.values())),
+            group=found.get(grid.stage_members(rank)),
+            before=link(grid.before(rank), rank),
+            behind=link(rank, grid.behind(rank)),
+            everyone=found[tuple(grid.ranks_of(grid.node(rank)))] if grid.num_lanes > 1 else None,
         )
+        on_error.pop_all()
+    return ranks
+
+
+def _groups(
+    memory: int, rank: int, grid: Grid, *, has_own_cores: bool, timeout_seconds: float
+) -> dict[tuple[int, ...], SharedMemoryGroup]:
+    """The groups of a rank in the memory, by their members."""
     begin = extension.C.SharedGroup.first_part
     found: dict[tuple[int, ...], SharedMemoryGroup] = {}
     for members in grid.groups(grid.node(rank)):
@@ -81,23 +112,7 @@ def ranks_on(
             )
             found[members] = SharedMemoryGroup(shared, members, rank)
         begin += extension.C.SharedGroup.num_bytes(size=len(members), slot_bytes=SLOT_BYTES)
-
-    peers = {other: socket.socket(fileno=descriptor) for other, descriptor in links.items()}
-
-    def link(sender: int | None, receiver: int | None) -> Link | None:
-        if sender is None or receiver is None:
-            return None
-        other = sender if receiver == rank else receiver
-        return SocketLink(peers[other], other) if other in peers else SharedMemoryLink(found[sender, receiver])
-
-    return Ranks(
-        rank,
-        grid,
-        failing=_Failing(list(found.values()), list(peers.values())),
-        group=found.get(grid.stage_members(rank)),
-        before=link(grid.before(rank), rank),
-        behind=link(rank, grid.behind(rank)),
-    )
+    return found
 
 
 class _Failing:
@@ -140,16 +155,40 @@ class SharedMemoryGroup:
         self.bring(part, widths)
         return part[:, :0]
 
-    def exchange(self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range) -> Tensor:
-        out = torch.empty((rows_PN.shape[0], len(columns)), dtype=rows_PN.dtype, device=rows_PN.device)
+    def exchange(
+        self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range, num_rows: int | None = None
+    ) -> Tensor:
+        num_rows = rows_PN.shape[0] if num_rows is None else num_rows
+        out = torch.empty((num_rows, len(columns)), dtype=rows_PN.dtype, device=rows_PN.device)
         cpu.exchange(self._shared, rows_PN, begins, firsts, columns.start, out)
         return out
+
+    def attend(
+        self,
+        q_THE: Tensor,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        rule: AttentionRule,
+        heads: Sequence[int],
+        num_owners: int,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        owner = self.rank % num_owners
+        first = self.rank - owner
+        shape = (q_THE.shape[0], heads[self.rank], cache.v_BGPE.shape[3])
+        out_THV = torch.empty(shape, dtype=q_THE.dtype, device=q_THE.device)
+        members = (first, num_owners, owner, sum(heads[first : self.rank]))
+        cpu.shared_attention(self._shared, q_THE, cache, batch, rule, out_THV, sinks_H, members)
+        return out_THV
 
     def begin_step(self) -> None:
         self._shared.begin_step()
 
     def end_step(self) -> None:
         self._shared.end_step()
+
+    def void_step(self) -> None:
+        self._shared.void_step()
 
     def leave_step(self) -> None:
         self._shared.leave_step()

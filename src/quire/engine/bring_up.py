@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quire.config import EngineConfig
-from quire.engine.executor import InlineExecutor, PipelineExecutor, ThreadExecutor
+from quire.engine.executor import InlineExecutor, LanesExecutor, PipelineExecutor, ThreadExecutor
 from quire.errors import ConfigError
 from quire.life_cycle import CacheSize, Measured, WorkerExecutor, Workers, WorkerSettings
 from quire.logs import get_logger
@@ -70,7 +70,7 @@ def bring_up(
     # Refused before minutes are spent on reading them.
     planned_bytes = planned_weight_bytes(resolved, model_config)
     if planned_bytes >= total_bytes:
-        raise weights_do_not_fit(resolved, planned_bytes, total_bytes, config.data_parallel_size)
+        raise weights_do_not_fit(resolved, planned_bytes, total_bytes, config.num_replicas)
     executor = executor or _executor(workers, resolved)
     settings = WorkerSettings.of(resolved)
     progress("load", 0.0, "")
@@ -80,7 +80,7 @@ def bring_up(
     memories = [each.memory for each in measured]
     if free_memory_bytes is not None and resolved.device.device == "cpu":
         own_bytes = free_memory_bytes // config.num_local_ranks
-        memories = [share_of_memory(each, config.data_parallel_size, own_bytes) for each in memories]
+        memories = [share_of_memory(each, config.num_replicas, own_bytes) for each in memories]
     planned, memory = plan_least(config, parts or [model_config] * len(workers), resolved, memories)
     if resolved.device.device == "cuda":
         warn_about_dropped_sizes(resolved)
@@ -147,5 +147,7 @@ def _executor(workers: Workers, resolved: Resolved) -> WorkerExecutor:
     """Threads for several ranks, and for a CPU that computes while the next step is scheduled: a GPU does by itself."""
     if resolved.scheduler.pipeline_parallel_size > 1:
         return PipelineExecutor(workers)
+    if (num_lanes := resolved.scheduler.num_lanes) > 1:
+        return LanesExecutor(workers, num_lanes)
     is_behind = resolved.scheduler.async_scheduling and resolved.device.device == "cpu"
     return ThreadExecutor(workers) if is_behind or len(workers) > 1 else InlineExecutor(workers)

@@ -21,6 +21,7 @@ MOST_REPEATS = 3
 # A request that comes while a step is measured waits for its end: longer ones are not measured.
 MAX_STEP_SECONDS = 0.5
 MAX_SECONDS = 10.0  # of all of them
+KEPT_STEPS = 256  # running steps whose corrections are kept for later starts, together
 
 
 class Calibration:
@@ -57,6 +58,11 @@ class Calibration:
         while self._points and self._context() <= SHORT_CONTEXT and self._predicted_seconds() <= end - self._clock():
             if not self.step():
                 return
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to measure."""
+        return not self._points
 
     def step(self) -> bool:
         """Compute one step; False: nothing is left to measure, or there is no room for it now."""
@@ -97,3 +103,23 @@ class Calibration:
     def _predicted_seconds(self) -> float:
         starts, counts = zip(*self._points[0], strict=True)
         return self._cost.predict(self._cost.arithmetic.load(starts, counts, len(counts))).seconds
+
+
+class KeptCosts:
+    """What running steps have corrected, kept for later starts.
+
+    Args:
+        write: keeps constants.
+        calibration: is done before anything is kept; None: an earlier start has measured.
+    """
+
+    def __init__(self, cost: CostModel, write: Callable[[Fit], None], calibration: Calibration | None) -> None:
+        self._cost, self._write, self._calibration = cost, write, calibration
+        self._num_kept = 0  # times KEPT_STEPS
+
+    def keep(self) -> None:
+        """Keep the corrections, if KEPT_STEPS steps or more have run since they were kept."""
+        num = self._cost.num_corrections // KEPT_STEPS
+        if num != self._num_kept and num and (self._calibration is None or self._calibration.is_done):
+            self._write(self._cost.corrected_fit())
+            self._num_kept = num

@@ -25,6 +25,7 @@ from quire.lora.registry import AdapterRegistry
 from quire.messages import AddRequest, Command, RequestDelta, SetLimits, UseTokenizer
 from quire.request import Request
 from quire.schedule import Executor, Pending, Polled, RowsFailedError, ScheduledBatch, StepRecord, StepResult
+from quire.scheduler.lanes import Lanes
 from quire.scheduler.scheduler import Scheduler, ScheduleStats
 
 logger = get_logger(__name__)
@@ -55,14 +56,16 @@ class _Step:
 
 
 class EngineCore:
-    """One scheduler, one executor, up to `depth` batches in flight: 1 is plain, 2 hides scheduling behind compute.
+    """One scheduler, or one for each lane; one executor; up to `depth` batches in flight.
+
+    One is plain, two hide scheduling behind compute.
 
     Not thread-safe: one loop calls everything.
     """
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduler | Lanes,
         executor: Executor,
         depth: int = 1,
         cost: CostModel | None = None,
@@ -110,6 +113,7 @@ class EngineCore:
             adapter=message.adapter,
             fork_of=message.fork_of,
             wants_vector=message.wants_vector,
+            lane=message.lane,
         )
         try:
             if message.adapter is not None and self.adapters is not None and message.adapter not in self.adapters:
@@ -312,7 +316,7 @@ class EngineCore:
     def _record(self, step: _Step, result: StepResult, output_seconds: float, end: float) -> StepRecord:
         batch, stats, scheduler = step.batch, step.stats, self.scheduler
         load, predicted = step.load, step.predicted
-        num_tokens, pool = batch.num_tokens, scheduler.kv.pool
+        num_tokens = batch.num_tokens
         record = StepRecord(
             step_id=batch.step_id,
             num_prefill_tokens=num_tokens - stats.num_decode_tokens,
@@ -322,8 +326,8 @@ class EngineCore:
             num_kv_tokens_read=sum(batch.num_computed_tokens) + num_tokens,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_blocks_in_use=pool.num_used_blocks,
-            num_blocks_total=pool.num_blocks,
+            num_blocks_in_use=scheduler.num_blocks_in_use,
+            num_blocks_total=scheduler.num_blocks,
             num_preemptions=stats.num_preemptions,
             prefix_cache_queries=stats.prefix_cache_queries,
             prefix_cache_hits=stats.prefix_cache_hits,
@@ -336,9 +340,10 @@ class EngineCore:
             # With two batches in flight a step begins where the one before ended.
             step_seconds=end - max(step.start_time, self._last_end_time),
             draft_seconds=result.draft_seconds,
-            evicted_blocks=None if pool.residency is None else pool.residency.take_evicted(),
+            evicted_blocks=scheduler.take_evicted_blocks(),
             experts=result.experts,
             ranks=result.ranks,
+            lanes=scheduler.uses(batch) if isinstance(scheduler, Lanes) else (),
         )
         if load is not None and predicted is not None:
             record.predicted_seconds, record.bound = predicted.seconds, predicted.bound

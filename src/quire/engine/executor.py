@@ -90,7 +90,7 @@ class ThreadExecutor(InlineExecutor):
         steps = [
             thread.submit(worker.execute, batch) for thread, worker in zip(self._threads, self.workers, strict=True)
         ]
-        return steps[0] if len(steps) == 1 else _AllRanks(steps)
+        return steps[0] if len(steps) == 1 else _AllRanks(steps, batch.step_id)
 
     def shutdown(self) -> None:
         for thread in self._threads:
@@ -124,6 +124,21 @@ class PipelineExecutor(ThreadExecutor):
         self._untold.append(StepTokens(result.step_id, result.token_ids))
 
 
+class LanesExecutor(ThreadExecutor):
+    """Workers of several lanes, which have as many each. Each gets the batch of its lane."""
+
+    def __init__(self, workers: Workers, num_lanes: int) -> None:
+        super().__init__(workers)
+        self._width = len(workers) // num_lanes
+
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        steps = [
+            thread.submit(worker.execute, batch.lanes[rank // self._width])
+            for rank, (thread, worker) in enumerate(zip(self._threads, self.workers, strict=True))
+        ]
+        return _AllRanks(steps, batch.step_id, self._width)
+
+
 class _Noted:
     """A step whose result is also handed to somebody."""
 
@@ -137,15 +152,21 @@ class _Noted:
 
 
 class _AllRanks:
-    """A step of several ranks. The first one has the result, which gets the times of all."""
+    """A step of several ranks. The first one of each lane has a result. The joined one gets the times of all.
 
-    def __init__(self, steps: Sequence[Pending[StepResult]]) -> None:
-        self._steps = steps
+    Args:
+        width: ranks of a lane; None: there is one lane.
+    """
+
+    def __init__(self, steps: Sequence[Pending[StepResult]], step_id: int, width: int | None = None) -> None:
+        self._steps, self._step_id, self._width = steps, step_id, width
 
     def result(self) -> StepResult:
         results = _results(self._steps)
-        results[0].ranks = tuple(each.ranks[0] for each in results if each.ranks)
-        return results[0]
+        ranks = tuple(each.ranks[0] for each in results if each.ranks)
+        joined = results[0] if self._width is None else StepResult.of_lanes(self._step_id, results[:: self._width])
+        joined.ranks = ranks
+        return joined
 
 
 class _AllLoads:

@@ -80,7 +80,7 @@ class EngineProcess:
 
         self._beats.start()
         config = self._launch.config
-        if config.data_parallel_size > 1 and config.device != "cpu":
+        if config.num_replicas > 1 and config.device != "cpu":
             devices.take_gpu(self._launch.engine_index)
         try:
             started = start_engine(
@@ -148,6 +148,7 @@ class EngineProcess:
                     self._send(state)
             if deltas or core.last_record is not None:
                 self._send(EngineOutputs(deltas, core.last_record))
+        started.kept_costs.keep()
 
     def _wait(self, started: StartedEngine) -> None:
         """For a message, as long as it takes; what has to be done some day is done meanwhile."""
@@ -157,6 +158,7 @@ class EngineProcess:
         if not self._inputs.poll(PAUSE_MILLISECONDS):
             while not self._inputs.poll(0) and started.calibrate():
                 pass
+            started.kept_costs.keep()
         while not self._inputs.poll(PAUSE_MILLISECONDS):
             started.check_alive()
 

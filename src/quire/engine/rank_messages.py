@@ -94,8 +94,8 @@ class Answer(msgspec.Struct, tag=True, omit_defaults=True):
     measured: Measured | None = None
     has_more: bool = False
     adapter: AdapterFacts | None = None
-    result: StepResult | None = None
-    ranks: tuple[tuple[float, float], ...] = ()  # of a StepResult
+    result: StepResult | None = None  # of a rank that samples
+    ranks: tuple[tuple[float, float], ...] = ()  # of a StepResult of another one
 
 
 class Failed(msgspec.Struct, tag=True):

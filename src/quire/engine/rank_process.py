@@ -85,7 +85,8 @@ def _obey(worker: DeviceWorker, loads: dict[str, AdapterLoad], message: ToRank) 
         case Capture():
             worker.capture()
         case Execute(batch):
-            return Answer(ranks=worker.execute(batch).ranks)
+            result = worker.execute(batch)
+            return Answer(result=result) if worker.samples else Answer(ranks=result.ranks)
         case AddAdapter(digest):
             while loads:
                 load = loads.pop(oldest := next(iter(loads)))

@@ -217,8 +217,9 @@ class OtherRank(ABC):
         self.ask(Capture())
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        """The result has no tokens: the first rank has them."""
-        return StepResult(batch.step_id, [], ranks=self.ask(Execute(batch)).ranks)
+        """The result has no tokens if the rank does not sample."""
+        answer = self.ask(Execute(batch))
+        return answer.result or StepResult(batch.step_id, [], ranks=answer.ranks)
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return self.ask(UseIdleTime(num_blocks_ever_used)).has_more

@@ -20,6 +20,7 @@ def ready_message(resolved: Planned, cost: CostModel | None, limits: SchedulerLi
         max_num_batched_tokens=resolved.scheduler.max_num_batched_tokens,
         resolved=as_dict(resolved.settings),
         pace=None if cost is None else pace_of(cost, limits),
+        num_lanes=resolved.scheduler.num_lanes,
     )
 
 

@@ -12,7 +12,7 @@ from quire.config import EngineConfig
 from quire.cost.calibrate import CACHE_BYTES, MeasuredStep, Rows, fit, points
 from quire.cost.model import CostModel
 from quire.engine.bring_up import RunningWorkers, bring_up
-from quire.engine.calibration import Calibration
+from quire.engine.calibration import Calibration, KeptCosts
 from quire.engine.core import EngineCore
 from quire.engine.ranks import start_ranks
 from quire.engine.ready import check_targets, ready_message
@@ -51,10 +51,11 @@ class StartedEngine:
     model_config: ModelConfig
     executor: WorkerExecutor
     calibration: Calibration | None  # what is left to measure
+    kept_costs: KeptCosts
 
     def take_memory(self) -> bool:
         """Take a little of what will be needed; False: there is nothing to take now."""
-        return self.executor.use_idle_time(self.core.scheduler.kv.pool.num_ever_used)
+        return self.executor.use_idle_time(self.core.scheduler.num_blocks_ever_used)
 
     def check_alive(self) -> None:
         """Raise EngineDeadError if a rank is lost. A step finds out by itself; an engine without requests looks."""
@@ -187,6 +188,7 @@ def _answering(
         model_config,
         running.executor,
         calibration,
+        KeptCosts(cost, file.write, calibration),
     )
 
 

@@ -361,7 +361,7 @@ def start_async_engine(
         recovery: when a process counts as failed, and how often it is started again.
         has_constraints: requests may have some. The engines make tables for them before they are ready.
     """
-    num_replicas = config.data_parallel_size
+    num_replicas = config.num_replicas
     modules = [_fetched(parse_module(word), config) for word in config.lora_modules] if config.enable_lora else None
     free_memory_bytes = devices.free_memory_bytes() if num_replicas > 1 else None
     tracer = request_tracer(config, parts.model_name)

@@ -37,13 +37,13 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig, *, keeps_metrics: bool) -> None:
-        if config.data_parallel_size != 1:
+        if config.num_replicas != 1:
             raise ConfigError(
                 "An engine in this process is one replica",
                 value=config.data_parallel_size,
                 expected="1",
                 fix="Use AsyncLLM or quire serve, which run replicas, or start this script once for each part of the "
-                "prompts",
+                "prompts; a model with experts may share them: --enable-expert-parallel",
                 param="data_parallel_size",
             )
         self.config = config

@@ -46,6 +46,7 @@ def engine_metrics(config: EngineConfig, engine: StartedEngine) -> PrometheusMet
         max_draft=max_draft(config),
         has_adapters=config.enable_lora,
         num_ranks=config.num_ranks,
+        num_lanes=config.num_lanes,
     )
     metrics.engines[0].on_ready(engine.ready_message())
     return metrics

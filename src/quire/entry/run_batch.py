@@ -145,7 +145,7 @@ async def _run(app: Starlette, files: BatchFiles, on_ready: Callable[[], None], 
             answers = _Answers(partial)
             with tqdm(total=_num_lines(files.input), disable=is_quiet or None, unit="line", dynamic_ncols=True) as bar:
                 todo = _todo(lines, answers, bar)
-                num_workers = 2 * ready.max_num_seqs * len(state.engine.replicas)
+                num_workers = 2 * ready.max_num_seqs * ready.num_lanes * len(state.engine.replicas)
                 await asyncio.gather(*(_work(app, state, todo, answers, bar) for _ in range(num_workers)))
             unsorted = files.output.with_name(files.output.name + ".new")
             answers.write_sorted(unsorted)

@@ -220,7 +220,7 @@ class ServingProcess:
         metrics = PrometheusMetrics(
             settings.served_model_names[0],
             parts.model_config.max_model_len,
-            engine_config.data_parallel_size,
+            engine_config.num_replicas,
             model=parts.model_config,
             legacy_names=server_config.legacy_metric_names,
             kv_blocks=engine_config.kv_cache_metrics,
@@ -228,6 +228,7 @@ class ServingProcess:
             max_draft=max_draft(engine_config),
             has_adapters=engine_config.enable_lora,
             num_ranks=engine_config.num_ranks,
+            num_lanes=engine_config.num_lanes,
         )
         self._refreshes_tls = server_config.enable_ssl_refresh
         self._needs_key = bool(settings.api_keys)

@@ -35,7 +35,7 @@ def spawn_engines(config: EngineConfig) -> list[EngineInterpreter]:
         check_machine(config)
     interpreters: list[EngineInterpreter] = []
     try:
-        interpreters.extend(spawn_engine() for _ in range(config.data_parallel_size))
+        interpreters.extend(spawn_engine() for _ in range(config.num_replicas))
     except BaseException:
         end(interpreters)
         raise

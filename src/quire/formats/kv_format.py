@@ -37,6 +37,9 @@ KV_FORMATS: dict[str, KvFormat] = {
         KvFormat("int8", "int8", 1, scale_bytes=4),
     )
 }
+# Positions whose keys and values become one partial result of attention: kAttentionRange of
+# csrc/include/quire/kernels/attention.h.
+RANGE_POSITIONS = 256
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")  # values of the setting
 
 

@@ -14,6 +14,7 @@ from quire.layer_spec import KvSpec
 from quire.model_config import ModelConfig
 
 MAX_PADDING = 0.04  # a group's layers may leave this share of its pages unused in the last table
+_LINE = 64  # bytes of a cache line
 _MOST_TOKENS = 1 << 24  # the limit of one request: attention counts positions in float32
 
 
@@ -108,13 +109,18 @@ def table_of_layer(groups: Sequence[KvGroup]) -> list[int]:
     return [found[layer] for layer in range(len(found))]
 
 
-def page_bytes(groups: Sequence[KvGroup], kv: KvFormat, block_size: int) -> int:
-    """Bytes of a page: it holds a block of tokens, or the state of a sequence, for the layers of one table."""
+def page_bytes(groups: Sequence[KvGroup], kv: KvFormat, block_size: int, num_owners: int = 1) -> int:
+    """Bytes of a page: it holds a block of tokens, or the state of a sequence, for the layers of one table.
+
+    Args:
+        num_owners: ranks that have the pages together. A page has as many bytes for each of them.
+    """
 
     def of_layer(spec: KvSpec) -> int:
         return spec.state_bytes or block_size * spec.bytes_per_token(kv)
 
-    return max(group.layers_per_page * of_layer(group.spec) for group in groups)
+    most = max(group.layers_per_page * of_layer(group.spec) for group in groups)
+    return most if num_owners == 1 else -(-most // (_LINE * num_owners)) * _LINE * num_owners
 
 
 @dataclass(frozen=True)

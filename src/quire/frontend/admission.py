@@ -89,7 +89,8 @@ class Admission:
             "max_num_batched_tokens": ready.max_num_batched_tokens,
         }
         self.pace = ready.pace or self.pace
-        self._num_places = ready.max_num_seqs
+        self._num_lanes = ready.num_lanes
+        self._num_places = ready.max_num_seqs * ready.num_lanes
         self._set_targets()
 
     def on_limits(self, limits: SetLimits) -> None:
@@ -110,7 +111,8 @@ class Admission:
         self._computed_tokens = min(self._computed_tokens + record.num_prefill_tokens, self._prompt_tokens)
         # If the step computed no prompt, waiting requests wait for blocks or for the end of an answer.
         is_full = record.num_waiting > record.num_deferred and not record.num_prefill_tokens
-        self._num_places = record.num_running if is_full else int(self.limits.get("max_num_seqs") or 1)
+        most = int(self.limits.get("max_num_seqs") or 1) * self._num_lanes
+        self._num_places = record.num_running if is_full else most
         pace = self.pace
         seconds = record.predicted_seconds + record.draft_seconds if record.predicted_seconds else record.step_seconds
         prompts = record.num_prefill_tokens * pace.per_prompt_token

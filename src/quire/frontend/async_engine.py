@@ -180,7 +180,8 @@ class AsyncEngine:
 
         Args:
             adapter: a name among `adapters`; None: the base model.
-            data_parallel_rank: the index of the replica that shall compute it; None: the one with the least work.
+            data_parallel_rank: the index of the replica that shall compute it, or of a lane of the only engine;
+                None: the one with the least work.
 
         Raises:
             ModelNotFoundError: there is no such adapter.
@@ -198,6 +199,8 @@ class AsyncEngine:
                 "The request id is in use", value=request_id, fix="Use another id", param="request_id"
             )
         replica.check_room(len(processed.prompt_token_ids), waited)
+        if data_parallel_rank is not None and self._num_lanes > 1:
+            processed = processed.on_lane(data_parallel_rank % self._num_lanes)
         if adapter is not None:  # as it is now: while the prompt was read it may have been replaced
             processed = processed.with_adapter(self.adapters.find(adapter))
         return replica.add(processed)
@@ -248,16 +251,26 @@ class AsyncEngine:
 
         return min(ready, key=rank_of)
 
-    def _of_rank(self, rank: int) -> Replica:
-        if not 0 <= rank < len(self.replicas):
+    @property
+    def _num_lanes(self) -> int:
+        """Of each engine."""
+        return next((replica.facts.num_lanes for replica in self.replicas if replica.facts is not None), 1)
+
+    def check_rank(self, rank: int) -> None:
+        """Raise InvalidRequestError if there is no such replica."""
+        num_ranks = len(self.replicas) * self._num_lanes
+        if not 0 <= rank < num_ranks:
             raise InvalidRequestError(
                 "There is no replica of this rank",
                 value=rank,
-                expected=f"0 to {len(self.replicas) - 1}",
+                expected=f"0 to {num_ranks - 1}",
                 fix="Leave it out: the replica with the least work is chosen",
                 param="data_parallel_rank",
             )
-        replica = self.replicas[rank]
+
+    def _of_rank(self, rank: int) -> Replica:
+        self.check_rank(rank)
+        replica = self.replicas[rank // self._num_lanes]
         if not replica.is_ready:
             raise NotReadyError(f"Replica {rank} has no engine now", fix="Retry, or ask for no replica")
         return replica

@@ -66,6 +66,12 @@ class ProcessedRequest:
         requests = [msgspec.structs.replace(request, adapter=adapter.digest) for request in self.requests]
         return dataclasses.replace(self, requests=requests, adapter=adapter)
 
+    def on_lane(self, lane: int) -> ProcessedRequest:
+        """The same for a lane."""
+        return dataclasses.replace(
+            self, requests=[msgspec.structs.replace(request, lane=lane) for request in self.requests]
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Truncation:

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from quire import envs
 from quire.formats.weight_format import GroupedFormat
-from quire.forward_batch import LayerCache
+from quire.forward_batch import ForwardBatch, LayerCache
 from quire.kernels import extension
 from quire.kernels.grouped_weight import GroupedWeight
 
 if TYPE_CHECKING:
     from quire.kernels.layer_rules import AttentionRule, HeadRotation, LatentRotation
+    from quire.kernels.lora import RowAdapters
     from quire.kernels.routing import Routing, RoutingRule
 
 _C: Any = extension.C  # None: installed without a compiler, so ops run on plain torch
@@ -171,12 +172,13 @@ def packed_weight(
     return _C.PackedWeight(data=data, n=N, k=K, form=form, order=order_K, fp8_group_size=fp8_group_size)
 
 
-def gemm(x_MK: Tensor, weight: Any, bias_N: Tensor | None, out_MN: Tensor) -> None:
-    """out = x @ weight.T + bias. Rows of x and out may be strided; the last dimension is contiguous.
+def gemm(x_MK: Tensor, weight: Any, bias_N: Tensor | None, out_MN: Tensor, adapters: RowAdapters | None = None) -> None:
+    """out = x @ weight.T + bias, plus what adapters add. Rows of x and out may be strided.
 
-    `weight`: from `packed_weight`.
+    The last dimension is contiguous. `weight`: from `packed_weight`.
     """
-    _C.Gemm(x=x_MK, weight=weight, bias=bias_N, out=out_MN).run()
+    table, slots_M = (None, None) if adapters is None else (adapters.table.compiled, adapters.slots_T)
+    _C.Gemm(x=x_MK, weight=weight, bias=bias_N, out=out_MN, adapters=table, adapter_slots=slots_M).run()
 
 
 def gemm_heads(x_THK: Tensor, weight: Any, out_THN: Tensor) -> None:
@@ -472,6 +474,39 @@ def paged_attention(
         rule=rule.compiled,
         sinks=sinks_H,
         out=out_THE,
+    ).run()
+
+
+def shared_attention(
+    group: Any,
+    q_THE: Tensor,
+    cache: LayerCache,
+    batch: ForwardBatch,
+    rule: AttentionRule,
+    out_THV: Tensor,
+    sinks_H: Tensor | None,
+    members: tuple[int, int, int, int],
+) -> None:
+    """See distributed.group.Group.attend. Raises GroupError or StepVoid.
+
+    Args:
+        members: the rank of the first owner, the number of owners, which one this rank is, and its first head of q.
+    """
+    first_member, num_owners, owner, first_result = members
+    _C.SharedAttention(
+        group=group,
+        q=q_THE,
+        cache=_kv_cache(cache),
+        block_tables=batch.tables[cache.table].block_tables_SM,
+        seq_lens=batch.seq_lens_S,
+        cu_seqlens_q=batch.cu_seqlens_q_S1,
+        rule=rule.compiled,
+        sinks=sinks_H,
+        out=out_THV,
+        first_result=first_result,
+        num_owners=num_owners,
+        owner=owner,
+        first_member=first_member,
     ).run()
 
 

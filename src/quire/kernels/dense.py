@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.kernels import cpu, gpu, pages, reference, weight_memory
 from quire.kernels.guards import check_dtype, check_shape
+from quire.kernels.lora import RowAdapters
 from quire.kernels.product import check_product, check_result_dtype, check_rows, check_weight, result_memory
 from quire.kernels.strides import contiguous_rows
 from quire.kernels.weight_memory import WEIGHTS, Memory
@@ -95,14 +96,17 @@ def linear(
     bias_N: Tensor | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    adapters: RowAdapters | None = None,
 ) -> Tensor:
-    """y_TN = x_TK @ weight.T + bias_N with float32 accumulation, rounded once to the output dtype.
+    """y_TN = x_TK @ weight.T + bias_N, plus what adapters add, in float32, rounded once to the output dtype.
 
     x has the weight's dtype. The output has the dtype of `out`, or `out_dtype`, or else x's. Rows of x and of `out` may
     be strided. The bias may have any of the three dtypes. Plain torch rounds to x's dtype first.
     """
-    check_product(x_TK, packed.data, packed.N, packed.K, bias_N)
+    check_product(x_TK, packed.data, packed.N, packed.K, bias_N, adapters)
     check_dtype("x", x_TK, packed.dtype)
+    if adapters is not None and not packed.is_packed:
+        return adapters.add_to(partial(linear, packed=packed, bias_N=bias_N), x_TK, out, out_dtype)
     on_gpu = gpu.takes(x_TK) and gpu.is_deterministic()
     if out is None and not (packed.is_packed or on_gpu):
         check_result_dtype(out_dtype or x_TK.dtype)
@@ -114,7 +118,7 @@ def linear(
     if on_gpu:
         gpu.kernels().linear(x_TK, contiguous_rows(packed.data), bias_N, out)
     else:
-        cpu.gemm(x_TK, packed.panels, bias_N, out)
+        cpu.gemm(x_TK, packed.panels, bias_N, out, adapters)
     return out
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -21,6 +21,7 @@ from quire.formats.weight_format import Fp8Format
 from quire.kernels import cpu, gpu, pages, reference, weight_memory
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.guards import check_dtype, check_last_stride, check_places, check_shape
+from quire.kernels.lora import RowAdapters
 from quire.kernels.ops import check_gated, check_norm
 from quire.kernels.packed_codes import PackedCodes
 from quire.kernels.product import check_product, check_result_dtype, check_rows, check_weight, result_memory
@@ -140,15 +141,19 @@ def fp8_linear(
     bias_N: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    adapters: RowAdapters | None = None,
 ) -> Tensor:
-    """y_TN = x @ weight.T + bias_N. The sum of a group is over x and codes in float32; then it is scaled.
+    """y_TN = x @ weight.T + bias_N, plus what adapters add. A group is summed over x and codes in float32, then scaled.
 
     If `quantizes_activations` is true, x is quantized first, with a scale per row. It comes as Fp8Rows if the caller
     has done that. The output has x's dtype or `out_dtype`, rounded once. `out` takes the result if x is not quantized.
     """
     if isinstance(x_TK, Fp8Rows):
+        assert adapters is None, "rows that are quantized already"
         return _product_of_codes(x_TK, packed, bias_N, out_dtype or x_TK.dtype)
-    check_product(x_TK, packed.tensor, packed.N, packed.K, bias_N)
+    check_product(x_TK, packed.tensor, packed.N, packed.K, bias_N, adapters)
+    if adapters is not None and packed.data is None:
+        return adapters.add_to(partial(fp8_linear, packed=packed, bias_N=bias_N), x_TK, out, out_dtype)
     on_gpu = gpu.takes(x_TK)
     if packed.data is None and not on_gpu:
         assert packed.weight is not None
@@ -165,7 +170,7 @@ def fp8_linear(
         codes_NK, scales_NG = packed.weight.codes_NK, packed.weight.scales_NG
         gpu.kernels().fp8_linear(x_TK, codes_NK, scales_NG, packed.group_size, bias_N, out_TN)
         return out_TN
-    cpu.gemm(x_TK, packed.panels, bias_N, out_TN)
+    cpu.gemm(x_TK, packed.panels, bias_N, out_TN, adapters)
     return out_TN
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -20,6 +20,7 @@ from quire.kernels import cpu, gpu, pages, reference, weight_memory
 from quire.kernels.grouped_panels import rows_of_panels, to_panels
 from quire.kernels.grouped_weight import GroupedWeight, check_groups
 from quire.kernels.guards import check_shape
+from quire.kernels.lora import RowAdapters
 from quire.kernels.packed_codes import PackedCodes
 from quire.kernels.product import check_product, check_rows, check_weight, result_memory
 from quire.kernels.strides import contiguous_rows
@@ -128,15 +129,20 @@ def grouped_linear(
     bias_N: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    adapters: RowAdapters | None = None,
 ) -> Tensor:
-    """y_TN = x @ weight.T + bias_N. The output has x's dtype or `out_dtype`, rounded once. `out` takes the result.
+    """y_TN = x @ weight.T + bias_N, plus what adapters add in float32, rounded once.
+
+    The output has x's dtype or `out_dtype`. `out` takes the result.
 
     On CPU, rows of x are quantized to 8 bits, with one scale per row and group of the weight, or super-group if it has
     factors. Integer sums within a group are exact; then they are added in float32, in order. On GPU x is not quantized,
     the weight is rounded to x's dtype as in `grouped_rows`, and sums are float32. If a row of x has a value that is not
     finite, no number in its row of the output is finite; on CPU all are NaN.
     """
-    check_product(x_TK, packed.tensor, packed.N, packed.K, bias_N)
+    check_product(x_TK, packed.tensor, packed.N, packed.K, bias_N, adapters)
+    if adapters is not None and (packed.data is None or gpu.takes(x_TK)):
+        return adapters.add_to(partial(grouped_linear, packed=packed, bias_N=bias_N), x_TK, out, out_dtype)
     out_TN = result_memory(x_TK, packed.N, out, out_dtype)
     if packed.data is None:
         assert packed.weight is not None
@@ -147,7 +153,7 @@ def grouped_linear(
         x_TK = x_TK if packed.order_K is None else x_TK.index_select(1, packed.order_K)
         gpu.kernels().grouped_linear(x_TK, packed.data, packed.N, packed.format, bias_N, out_TN)
         return out_TN
-    cpu.gemm(x_TK, packed.panels, bias_N, out_TN)
+    cpu.gemm(x_TK, packed.panels, bias_N, out_TN, adapters)
     return out_TN
 
 

@@ -1,13 +1,14 @@
 """Low-rank additions (LoRA) to the results of products: compiled kernels on CPU, Triton on GPU, plain torch otherwise.
 
-A row's bits depend on the row and its adapter alone. Rows without an adapter get the bits of a product without it.
+A row's bits depend on the row and its adapter alone. Rows without an adapter get the bits of a product without it. On a
+CPU a product adds in its own kernel, before it rounds, and gives the bits of `add_lora` after a product in float32.
 Dimensions: T tokens, K in-features, N out-features, R rank, S slots, P parts of the out-features.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,6 +22,7 @@ from quire.kernels.guards import check_contiguous, check_dtype, check_last_strid
 
 MOST_PARTS = 4  # kLoraParts
 _CHUNK = 32_768  # elements that torch copies in one thread: packing leaves the cores to steps
+_ROWS_BEFORE_ROUNDING = 240  # that are multiplied in float32 at a time: it bounds their memory
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,45 @@ class LoraTable:
         self.set(slot, [None] * len(self.columns))
 
 
+@dataclass(frozen=True)
+class RowAdapters:
+    """The adapters of the rows of a product, and what they add.
+
+    Attributes:
+        slots_T: int32 in [-1, S); -1: the row has none.
+    """
+
+    table: LoraTable
+    slots_T: Tensor
+
+    def check(self, T: int, K: int, N: int) -> None:
+        """Check that they are for a product of T rows."""
+        if (self.table.K, self.table.N) != (K, N):
+            raise ValueError(f"the adapters' table is of [{self.table.N}, {self.table.K}], expected [{N}, {K}]")
+        if self.table.looks_up:
+            raise ValueError("the adapters' table is of an embedding, expected one of a product")
+        _check_slots(self.slots_T, T, self.table)
+
+    def add_to(
+        self, product: Callable[..., Tensor], x_TK: Tensor, out: Tensor | None, out_dtype: torch.dtype | None
+    ) -> Tensor:
+        """A product with the additions, where its own kernel does not add them.
+
+        Args:
+            product: gives the product of x in float32; takes `out`.
+        """
+        dtype = out_dtype or (x_TK.dtype if out is None else out.dtype)
+        if dtype == torch.float32:
+            base_TN = product(x_TK, out=out, out_dtype=dtype)
+            return add_lora(base_TN, x_TK, self.slots_T, self.table, dtype, base_TN)
+        if out is None:
+            out = torch.empty((x_TK.shape[0], self.table.N), dtype=dtype, device=x_TK.device)
+        pieces = zip(*(torch.split(x, _ROWS_BEFORE_ROUNDING) for x in (x_TK, self.slots_T, out)), strict=True)
+        for some_TK, slots_T, some_out in pieces:
+            add_lora(product(some_TK, out_dtype=torch.float32), some_TK, slots_T, self.table, dtype, some_out)
+        return out
+
+
 def add_lora(
     base_TN: Tensor, x: Tensor, slots_T: Tensor, table: LoraTable, out_dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
@@ -172,18 +213,23 @@ def add_lora(
     return y_TN if out is None else out.copy_(y_TN)
 
 
+def _check_slots(slots_T: Tensor, T: int, table: LoraTable) -> None:
+    check_places(slots=slots_T, table=table.words_SP4)
+    check_shape("slots", slots_T, T)
+    check_dtype("slots", slots_T, torch.int32)
+    check_contiguous(slots=slots_T)
+
+
 def _check(
     base_TN: Tensor, x: Tensor, slots_T: Tensor, table: LoraTable, out_dtype: torch.dtype, out: Tensor | None
 ) -> None:
-    check_places(base=base_TN, x=x, slots=slots_T, table=table.words_SP4, out=out)
+    check_places(base=base_TN, x=x, slots=slots_T, out=out)
     if base_TN.dim() != 2:
         raise ValueError(f"base is {list(base_TN.shape)}, expected [T, {table.N}]")
     T = base_TN.shape[0]
     check_shape("base", base_TN, T, table.N)
     check_dtype("base", base_TN, torch.float32)
-    check_shape("slots", slots_T, T)
-    check_dtype("slots", slots_T, torch.int32)
-    check_contiguous(slots=slots_T)
+    _check_slots(slots_T, T, table)
     check_last_stride(base=base_TN, out=out)
     if table.looks_up:
         check_shape("token_ids", x, T)

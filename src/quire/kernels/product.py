@@ -5,11 +5,16 @@ Dimensions: T tokens, K in-features, N out-features.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from quire.kernels import cpu
 from quire.kernels.guards import check_dtype, check_last_stride, check_places, check_shape
+
+if TYPE_CHECKING:
+    from quire.kernels.lora import RowAdapters
 
 
 def check_weight(weight_NK: Tensor) -> None:
@@ -20,8 +25,10 @@ def check_weight(weight_NK: Tensor) -> None:
     check_dtype("weight", weight_NK, *cpu.DTYPE_CODES)
 
 
-def check_product(x_TK: Tensor, weight: Tensor, N: int, K: int, bias_N: Tensor | None) -> None:
-    """Check that x and bias fit a weight [N, K]. `weight`: one tensor of it, for its device."""
+def check_product(
+    x_TK: Tensor, weight: Tensor, N: int, K: int, bias_N: Tensor | None, adapters: RowAdapters | None
+) -> None:
+    """Check that x, bias and adapters fit a weight [N, K]. `weight`: one tensor of it, for its device."""
     check_places(x=x_TK, weight=weight, bias=bias_N)
     if x_TK.dim() != 2 or x_TK.shape[1] != K:
         raise ValueError(f"x is {list(x_TK.shape)}, expected [T, {K}]")
@@ -29,6 +36,9 @@ def check_product(x_TK: Tensor, weight: Tensor, N: int, K: int, bias_N: Tensor |
     if bias_N is not None:
         check_shape("bias", bias_N, N)
         check_dtype("bias", bias_N, *cpu.DTYPE_CODES)
+    if adapters is not None:
+        check_places(x=x_TK, slots=adapters.slots_T)
+        adapters.check(x_TK.shape[0], K, N)
 
 
 def check_rows(rows_T: Tensor, weight: Tensor, dtype: torch.dtype) -> None:

@@ -61,8 +61,12 @@ _HARMLESS = {
 }
 
 
+# What torch computes in place is recorded as kernels are.
+_IN_PLACE = {Tensor.add_, Tensor.clamp_, Tensor.copy_, Tensor.mul_}
+
+
 class _Watch(TorchFunctionMode):
-    """Takes memory from the arena, records copies and clamps of tensors, and notices torch's other computations."""
+    """Takes memory from the arena, records some work of torch in place, and notices torch's other computations."""
 
     def __init__(self, arena: Arena, calls: list[Callable[[], Any]]) -> None:
         super().__init__()
@@ -74,12 +78,9 @@ class _Watch(TorchFunctionMode):
         match args, kwargs:
             case [tuple(shape)], {"dtype": dtype, "device": _} if func is torch.empty and len(kwargs) == 2:
                 return self._arena.empty(shape, dtype)
-            case [to, what], {} if func is Tensor.copy_ and not kwargs:
-                self._calls.append(partial(Tensor.copy_, to, what))
-                return func(to, what)
-            case [x, low, high], {} if func is Tensor.clamp_ and not kwargs:
-                self._calls.append(partial(Tensor.clamp_, x, low, high))
-                return func(x, low, high)
+        if func in _IN_PLACE and not kwargs:
+            self._calls.append(partial(func, *args))
+            return func(*args)
         if func not in _HARMLESS:
             self.foreign = getattr(func, "__qualname__", str(func))
         return func(*args, **kwargs)

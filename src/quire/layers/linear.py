@@ -17,16 +17,13 @@ from quire.errors import WeightsError
 from quire.formats.stored_linear import StoredLinear
 from quire.kernels import cpu, gpu
 from quire.kernels.fp8 import PackedFp8, Rows, quantizes_activations
-from quire.kernels.lora import LoraTable, add_lora
+from quire.kernels.lora import LoraTable, RowAdapters
 from quire.kernels.weight_memory import WEIGHTS, Memory
 from quire.layer_spec import LinearShape
 from quire.layers.rope import halves_from_pairs
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 from quire.quantization.scheme import CheckedTensor, LinearLayer, QuantScheme, ShardedTensor
 from quire.quantization.select import select_scheme
-
-# Rows of a prompt with adapters that are multiplied at a time: their products before rounding stay in the CPU's caches.
-_ROWS_BEFORE_ROUNDING = 240
 
 
 class Linear:
@@ -76,25 +73,7 @@ class Linear:
         """
         if adapter_slots_T is None or self.lora is None:
             return self._apply(self, x_TK, out_dtype, out)
-        assert isinstance(x_TK, Tensor), "rows that are quantized already"
-        return self._with_adapters(x_TK, out_dtype or x_TK.dtype, out, adapter_slots_T, self.lora)
-
-    def _with_adapters(
-        self, x_TK: Tensor, dtype: torch.dtype, out: Tensor | None, slots_T: Tensor, lora: LoraTable
-    ) -> Tensor:
-        if dtype == torch.float32:
-            base_TN = self._apply(self, x_TK, dtype, out)
-            return add_lora(base_TN, x_TK, slots_T, lora, dtype, base_TN)
-        T = x_TK.shape[0]
-        if out is None:
-            out = torch.empty((T, self.out_features), dtype=dtype, device=x_TK.device)
-        if T <= _ROWS_BEFORE_ROUNDING:
-            return add_lora(self._apply(self, x_TK, torch.float32, None), x_TK, slots_T, lora, dtype, out)
-        pieces = zip(*(torch.split(x, _ROWS_BEFORE_ROUNDING) for x in (x_TK, slots_T, out)), strict=True)
-        for some_TK, some_slots_T, some_out in pieces:
-            base_TN = self._apply(self, some_TK, torch.float32, None)
-            add_lora(base_TN, some_TK, some_slots_T, lora, dtype, some_out)
-        return out
+        return self._apply(self, x_TK, out_dtype, out, RowAdapters(self.lora, adapter_slots_T))
 
     def quantizes(self, x: Tensor) -> bool:
         """Whether the layer quantizes rows of x to FP8 before it multiplies. Only their number and device matter."""
@@ -108,11 +87,15 @@ class Linear:
         apply = self._apply
 
         def watched(
-            layer: LinearLayer, x_TK: Rows, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+            layer: LinearLayer,
+            x_TK: Rows,
+            out_dtype: torch.dtype | None = None,
+            out: Tensor | None = None,
+            adapters: RowAdapters | None = None,
         ) -> Tensor:
             assert isinstance(x_TK, Tensor), "rows that are quantized already"
             watch(x_TK)
-            return apply(layer, x_TK, out_dtype, out)
+            return apply(layer, x_TK, out_dtype, out, adapters)
 
         self._apply = watched
 

@@ -19,6 +19,7 @@ from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.registry import CPU, CausalLM, build_model
+from quire.moe.dispatch import Dispatch
 from quire.settings import DeviceSettings, ModelSettings
 
 logger = get_logger(__name__)
@@ -32,6 +33,7 @@ def load_model(
     target: CausalLM | None = None,
     group: Group | None = None,
     before: Link | None = None,
+    dispatch: Dispatch | None = None,
 ) -> CausalLM:
     """Build the model of a config, load its weights from `config.model` and finalize it.
 
@@ -44,6 +46,7 @@ def load_model(
         target: of a head that drafts; a native model.
         group: the ranks that share the model; the config is that of this rank's part.
         before: brings the input, if the config is that of a stage behind the first one.
+        dispatch: brings rows to experts, if lanes share them.
 
     Raises:
         WeightsError: weights are missing, malformed, or do not fit the config.
@@ -79,9 +82,8 @@ def load_model(
             logger.warning("config.json's %s: not applied, because %s does not read it", fields, config.architecture)
         cache_dtype: torch.dtype = getattr(torch, settings.cache_dtype)
         of = target if isinstance(target, Decoder) else None
-        model = build_model(
-            config, dtype, quantization, place, device.attention_backend, cache_dtype, of, group, before
-        )
+        form = (dtype, quantization, place, device.attention_backend, cache_dtype)
+        model = build_model(config, *form, of, group, before, dispatch, settings.decode_context_parallel_size)
         sources = (stored.source for stored in config.stored_linears())
         if any(isinstance(source, LayerFormat) and source.has_input_scale for source in sources):
             logger.info("the checkpoint's scales for activations are not used: activations stay in %s", dtype)

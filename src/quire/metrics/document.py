@@ -17,6 +17,8 @@ from quire.metrics.registry import (
     HTTP_REQUESTS_LABELS,
     HTTP_STATUSES,
     KV_BLOCK_METRICS,
+    LANE,
+    LANE_METRICS,
     LORA_METRICS,
     LORA_REQUESTS_INFO,
     LORA_REQUESTS_LABELS,
@@ -52,6 +54,8 @@ its dashboards and alerts work. vLLM does not have the metrics that begin with `
   experts on a CPU.
 - The metrics `quire_rank_*` are there only where several ranks share a model (`-tp`, `-pp`). The label `rank` has their
   numbers, from 0.
+- The metrics `quire_lane_*` are there only where lanes of an engine share experts (`-dp` with `-ep`). The label `lane`
+  has their numbers, from 0. All other metrics are sums over the lanes of an engine.
 - The metrics `vllm:spec_decode_*` and `quire_spec_decode_*` are there only with `--speculative-config`.
 - The metrics `vllm:lora_requests_info` and `quire_lora_*` are there only with `--enable-lora`. The names of adapters in
   use are labels, as in vLLM, and `vllm:lora_requests_info` never has more than one series.
@@ -76,7 +80,15 @@ def markdown() -> str:
     cache = f"Labels of `{CACHE_CONFIG_INFO.name}`: {', '.join(f'`{label}`' for label in CACHE_CONFIG_LABELS)}."
     rows = [
         _row(metric, _label(metric))
-        for metric in (*METRICS, *KV_BLOCK_METRICS, *EXPERT_METRICS, *RANK_METRICS, *SPECULATION_METRICS, *LORA_METRICS)
+        for metric in (
+            *METRICS,
+            *KV_BLOCK_METRICS,
+            *EXPERT_METRICS,
+            *RANK_METRICS,
+            *LANE_METRICS,
+            *SPECULATION_METRICS,
+            *LORA_METRICS,
+        )
     ]
     labels = ", ".join(f"`{label}`" for label in LORA_REQUESTS_LABELS)
     rows.append(_row(LORA_REQUESTS_INFO, f"none of the two, but {labels}"))
@@ -127,6 +139,8 @@ def _label(metric: Metric) -> str:
         return f"`{POSITION}`: 0 to the longest draft's last"
     if metric.label == RANK:
         return f"`{RANK}`: 0 to the last rank"
+    if metric.label == LANE:
+        return f"`{LANE}`: 0 to the last lane"
     values = ", ".join(f"`{value}`" for value in metric.values)
     label = f"`{metric.label}`: {values}" if metric.label else "-"
     return label if "engine" in metric.common else f"{label}; no `engine`"

@@ -31,6 +31,7 @@ from quire.metrics.registry import (
     CACHE_CONFIG_LABELS,
     EXPERT_METRICS,
     KV_BLOCK_METRICS,
+    LANE_METRICS,
     LORA_METRICS,
     LORA_REQUESTS_INFO,
     LORA_REQUESTS_LABELS,
@@ -118,6 +119,7 @@ class PrometheusMetrics:
         max_draft: tokens of the longest draft; 0: there are no drafts, and no metrics of drafts.
         has_adapters: show what is known of adapters.
         num_ranks: that share a model; 1: there are no metrics of ranks.
+        num_lanes: of an engine; 1: there are no metrics of lanes.
 
     Attributes:
         engines: the front end's EngineMetrics of each engine, by its index.
@@ -136,6 +138,7 @@ class PrometheusMetrics:
         max_draft: int = 0,
         has_adapters: bool = False,
         num_ranks: int = 1,
+        num_lanes: int = 1,
     ) -> None:
         self.registry = CollectorRegistry()
         self._max_model_len = max_model_len
@@ -149,6 +152,8 @@ class PrometheusMetrics:
             )
         if num_ranks > 1:
             declared += tuple(replace(metric, values=tuple(map(str, range(num_ranks)))) for metric in RANK_METRICS)
+        if num_lanes > 1:
+            declared += tuple(replace(metric, values=tuple(map(str, range(num_lanes)))) for metric in LANE_METRICS)
         families = {metric: self._add(metric) for metric in declared}
         info = CACHE_CONFIG_INFO
         cache_config = Gauge(info.name, info.help, (*info.common, *CACHE_CONFIG_LABELS), registry=self.registry)
@@ -344,6 +349,11 @@ class EngineSeries:
         for rank, (seconds, waited) in enumerate(record.ranks):
             self._count("quire_rank_step_seconds", seconds, str(rank))
             self._count("quire_rank_waiting_seconds", waited, str(rank))
+        for number, lane in enumerate(record.lanes):
+            self._count("quire_lane_tokens", lane.num_tokens, str(number))
+            self._set("quire_lane_requests_running", lane.num_running, str(number))
+            self._set("quire_lane_requests_waiting", lane.num_waiting, str(number))
+            self._set("quire_lane_kv_blocks_in_use", lane.num_blocks_in_use, str(number))
         if ("quire_lora_adapters", "known") in self._gauges:
             self._set("quire_lora_adapters", record.num_adapters, "known")
             self._set("quire_lora_adapters", record.num_adapters_in_memory, "in_memory")

@@ -422,6 +422,17 @@ RANK_METRICS = (
     ),
 )
 
+# Only where lanes of an engine share experts (-dp with -ep). Values of the label are their numbers.
+LANE = "lane"
+LANE_METRICS = (
+    Metric("quire_lane_tokens", "counter", "tokens", "Tokens that a lane has computed.", label=LANE),
+    Metric("quire_lane_requests_running", "gauge", "requests", "Requests of a lane that run.", label=LANE),
+    Metric("quire_lane_requests_waiting", "gauge", "requests", "Requests of a lane that wait.", label=LANE),
+    Metric(
+        "quire_lane_kv_blocks_in_use", "gauge", "blocks", "Blocks of a lane's KV cache that are in use.", label=LANE
+    ),
+)
+
 # Only servers that speculate have these, as in vLLM. Values of the label are the positions up to the longest draft.
 POSITION = "position"
 SPECULATION_METRICS = (

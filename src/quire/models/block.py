@@ -6,7 +6,7 @@ Dimensions: T tokens, D hidden, H query heads, G kv heads, E head dim, I interme
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend, AttentionSpec
+from quire.attention.divided import DividedAttention
 from quire.attention.layer import Attention, Sinks
 from quire.distributed.group import Group
 from quire.forward_batch import ForwardBatch
@@ -29,6 +30,7 @@ from quire.layer_spec import (
     LinearShape,
     NormShape,
     RopeConfig,
+    Share,
     Window,
 )
 from quire.layers.activation import gated_activation
@@ -39,6 +41,7 @@ from quire.layers.up_projection import UpProjection
 from quire.layers.weight_slot import AnySlots
 from quire.model_config import ModelConfig
 from quire.models.latent import LatentAttention
+from quire.moe.dispatch import Dispatch
 from quire.moe.layer import ChoiceBias, MoE
 from quire.moe.stack import ExchangedStack, ExpertStack, JoinedStack, SplitStack, make_stack
 
@@ -89,7 +92,8 @@ class Sublayer:
         if self._output_norm is not None:
             y_TD = self._output_norm(y_TD, out=y_TD)
         if self.next_norm is None:
-            return residual_TD.add_(y_TD, alpha=self._multiplier)
+            # Rounded before the sum too, as a norm rounds it.
+            return residual_TD.add_(y_TD if self._multiplier == 1.0 else y_TD.mul_(self._multiplier))
         return self.next_norm.add(y_TD, residual_TD, self._multiplier)
 
 
@@ -156,6 +160,8 @@ class LayerBuilder:
     rope_table: Callable[[RopeConfig], Tensor]  # cos_sin_LR
     backend: Callable[[AttentionSpec], AttentionBackend]
     group: Group | None  # the ranks that share the layer
+    dispatch: Dispatch | None  # of lanes, which share the layer's experts
+    num_kv_owners: int = 1  # of them have a KV cache together
     parts: list[tuple[str, Weighted]] = field(default_factory=list)  # (prefix of its tensors' names, part)
     mixtures: list[MoE] = field(default_factory=list)
 
@@ -203,11 +209,22 @@ class LayerBuilder:
         assert isinstance(linear, Linear)
         return linear
 
+    def attention_backend(self, spec: AttentionSpec, share: Share | None, head_rows: int) -> AttentionBackend:
+        """The backend of this layer.
+
+        Args:
+            share: of a linear layer that has `head_rows` rows first for each head of q.
+        """
+        if self.num_kv_owners == 1:
+            return self.backend(spec)
+        assert self.group is not None and share is not None, "one rank has all of the cache"
+        return DividedAttention(spec, self.group, [rows // head_rows for rows in share.widths(0)], self.num_kv_owners)
+
     def attention(self, spec: Full) -> SelfAttention:
         """Self-attention to all earlier tokens, or to those in a window or a chunk."""
         qkv, output = self.linear(spec.qkv), self.joined(spec.output)
         kind, size = spec.kv_spec.kind, spec.kv_spec.window
-        backend = self.backend(
+        backend = self.attention_backend(
             AttentionSpec(
                 num_q_heads=spec.num_q_heads,
                 num_kv_heads=spec.num_kv_heads,
@@ -218,7 +235,9 @@ class LayerBuilder:
                 dtype=self.dtype,
                 chunk=size if kind == "chunked" else 0,
                 has_sinks=spec.sinks,
-            )
+            ),
+            spec.qkv.share,
+            spec.head_dim,
         )
         sinks = None
         if spec.sinks:
@@ -239,7 +258,7 @@ class LayerBuilder:
         """Multi-head latent attention."""
         up = UpProjection(self.config.stored(spec.up, self.quantization), self.dtype)
         self.parts.append((spec.up.prefix, up))
-        backend = self.backend(
+        backend = self.attention_backend(
             AttentionSpec(
                 num_q_heads=spec.num_heads,
                 num_kv_heads=1,
@@ -249,7 +268,9 @@ class LayerBuilder:
                 sliding_window=0,
                 soft_cap=0.0,
                 dtype=self.dtype,
-            )
+            ),
+            spec.up.share,
+            spec.nope_dim + spec.value_dim,
         )
         return LatentAttention(
             spec,
@@ -277,6 +298,8 @@ class LayerBuilder:
 
     def experts(self, spec: Experts) -> MoE:
         """Experts and their router."""
+        if self.dispatch is not None and self.group is not self.dispatch.group:
+            return replace(self, group=self.dispatch.group).experts(spec)
         router, choice_bias = self.gate(spec.router.linear), None
         if spec.router.has_bias_for_choice:
             choice_bias = ChoiceBias(spec.num_routed)
@@ -291,7 +314,7 @@ class LayerBuilder:
         shared = None if spec.shared is None else self.mlp(spec.shared, keeps_part=True)
         shared_gate = None if spec.shared_gate is None else self.gate(spec.shared_gate)
         parts = (gate_up, down, shared, shared_gate)
-        self.mixtures.append(MoE(spec, router, choice_bias, *parts, self.device, join))
+        self.mixtures.append(MoE(spec, router, choice_bias, *parts, self.device, join, self.dispatch))
         return self.mixtures[-1]
 
 

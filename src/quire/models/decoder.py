@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.attention.select import SharedBackends
 from quire.distributed.group import Group, Link
 from quire.formats.kv_groups import kv_groups, table_of_layer
-from quire.forward_batch import ForwardBatch, HostStep, LayerCache
+from quire.forward_batch import ForwardBatch, HostStep, LaneRows, LayerCache
 from quire.hf_config.quantization import OUTPUT
 from quire.kernels.fp8 import Rows
 from quire.layer_spec import RopeConfig
@@ -31,6 +31,7 @@ from quire.layers.weight_slot import StackedSlots, WeightSlot
 from quire.model_config import ModelConfig
 from quire.models.block import LayerBuilder, Sublayer, Weighted
 from quire.models.weights import WeightTable
+from quire.moe.dispatch import Dispatch
 from quire.moe.layer import MoE
 
 EMBEDDINGS = "model.embed_tokens"
@@ -68,6 +69,8 @@ class Decoder:
         cache_dtype: of the KV cache; None: dtype.
         group: the ranks that share the model, if the config is that of a part.
         before: brings the residual stream, if the config is that of a stage behind the first one.
+        dispatch: brings rows to experts, if lanes share them.
+        num_kv_owners: neighbours in the group that have a KV cache together.
     """
 
     def __init__(
@@ -80,8 +83,10 @@ class Decoder:
         cache_dtype: torch.dtype | None = None,
         group: Group | None = None,
         before: Link | None = None,
+        dispatch: Dispatch | None = None,
+        num_kv_owners: int = 1,
     ) -> None:
-        self.config, self._group = config, group
+        self.config, self._group, self._dispatch, self._num_kv_owners = config, group, dispatch, num_kv_owners
         self.dtype = dtype
         self.device = device
         self.mapped_bytes = 0
@@ -159,6 +164,8 @@ class Decoder:
                 rope_table=rope_table,
                 backend=partial(self._backends.get, num_caches),
                 group=self._group,
+                dispatch=self._dispatch,
+                num_kv_owners=self._num_kv_owners,
             )
             yield build.sublayers()
             self._parts += build.parts
@@ -251,6 +258,12 @@ class Decoder:
         x_TD = _run(self._sublayers[0].input_norm, self._parts_of_pass, residual_TD, batch)
         assert isinstance(x_TD, Tensor), "the final norm feeds no layer"
         return x_TD if self.config.has_output else residual_TD
+
+    def join_lanes(self, lanes: LaneRows) -> None:
+        """Take part in a pass of other lanes, without rows of this one: a rank has experts for their rows."""
+        batch = ForwardBatch.without_rows(lanes)
+        for mixture in self._mixtures:
+            mixture(torch.empty((0, self.config.hidden_size), dtype=self.dtype), batch)
 
     def embed(self, token_ids_T: Tensor, adapter_slots_T: Tensor | None = None) -> Tensor:
         """The residual stream before the first layer."""

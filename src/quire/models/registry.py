@@ -14,6 +14,7 @@ from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.model_config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.head import Head
+from quire.moe.dispatch import Dispatch
 
 CPU = torch.device("cpu")
 
@@ -65,6 +66,8 @@ def build_model(
     target: Decoder | None = None,
     group: Group | None = None,
     before: Link | None = None,
+    dispatch: Dispatch | None = None,
+    num_kv_owners: int = 1,
 ) -> Decoder:
     """The native model of a config, without weights yet. `quantization`: a key of ON_LOAD, or None.
 
@@ -72,6 +75,8 @@ def build_model(
         target: of a head that drafts.
         group: the ranks that share the model, if the config is that of a part.
         before: brings the input, if the config is that of a stage behind the first one.
+        dispatch: brings rows to experts, if lanes share them.
+        num_kv_owners: neighbours in the group that have a KV cache together.
 
     `config.max_model_len` bounds the positions: the caller sets it to the length that is served. Raises
     ModelConfigError for an architecture without native implementation.
@@ -85,4 +90,4 @@ def build_model(
     form = (dtype, quantization, device, attention_backend, cache_dtype)
     if config.head is not None and target is not None:
         return Head(config, target, *form)
-    return Decoder(config, *form, group, before)
+    return Decoder(config, *form, group, before, dispatch, num_kv_owners)

@@ -21,6 +21,7 @@ from quire.kernels.routing import RoutingRule
 from quire.layer_spec import Experts
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import WeightSlot
+from quire.moe.dispatch import Dispatch
 from quire.moe.stack import ExchangedStack, ExpertStack, JoinedStack, SplitStack
 
 _EVEN_COPIES = 6  # of an expert, that get as many tokens as the others
@@ -66,6 +67,7 @@ class MoE:
         shared: the expert for every token.
         shared_gate: hidden -> 1.
         join: what ranks do with their columns of the output; None: there is one rank.
+        dispatch: brings the rows of all lanes here; None: there is one lane.
     """
 
     reader = None  # several layers read the input
@@ -81,6 +83,7 @@ class MoE:
         shared_gate: Linear | None,
         device: torch.device,
         join: Callable[[Tensor], Tensor] | None = None,
+        dispatch: Dispatch | None = None,
     ) -> None:
         rule, placement = spec.router, spec.placement
         self.placement, self.stacks = placement, (*gate_up.parts, *down.parts)
@@ -105,11 +108,19 @@ class MoE:
         self._gate_up, self._down, self._activation = gate_up, down, spec.expert.activation
         self._weighs_input = rule.weighs_input
         self._units = [torch.ones(_FIRST_UNITS, spec.num_active, device=device)]
-        self._shared, self._shared_gate, self._join = shared, shared_gate, join
+        self._shared, self._shared_gate, self._join, self._dispatch = shared, shared_gate, join, dispatch
         self.begins: Tensor | None = None  # takes Routing.begins of each step, for somebody who watches
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
         assert isinstance(x_TD, Tensor), "no norm quantizes for several readers"
+        if self._dispatch is None:
+            return self._of_rows(x_TD, batch)
+        assert batch.lanes is not None, "a step says what each lane has"
+        out_XD = self._of_rows(self._dispatch.to_all(x_TD, batch.lanes), batch)
+        return self._dispatch.own(out_XD, batch.lanes)
+
+    def _of_rows(self, x_TD: Tensor, batch: ForwardBatch) -> Tensor:
+        """The output for these rows, on all ranks that share the experts."""
         bias_E = None if self._choice_bias is None else self._choice_bias.bias_E
         logits_TE, places_EC, begins = self._router(x_TD, torch.float32), self._places_EC, None
         if places_EC is None:

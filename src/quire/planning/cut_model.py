@@ -18,15 +18,21 @@ from quire.formats.weight_format import PANEL_WIDTH
 from quire.layer_spec import Attention, Dense, Experts, FeedForward, Full, Latent, LinearShape, Placement, Share
 from quire.model_config import ModelConfig
 
+MOST_HEAD_DIM = 576  # kMaxHeadDim of csrc/kernels/attention_tile.h
 MOST_DEGREES = 64  # ranks per copy that are looked at where the legal numbers are listed
 
 
 @dataclass(frozen=True)
 class ExpertCut:
-    """Ranks have whole experts. `distributed.layout.place_experts` explains both."""
+    """Ranks have whole experts. `distributed.layout.place_experts` explains strategy and redundant experts.
+
+    Attributes:
+        num_lanes: that share experts. Each has all other layers.
+    """
 
     strategy: str = "linear"
     num_redundant: int = 0
+    num_lanes: int = 1
 
 
 class ModelCut:
@@ -41,9 +47,28 @@ class ModelCut:
 
     def __init__(self, model: ModelConfig, num_parts: int, experts: ExpertCut | None = None) -> None:
         self._model, self._num_parts, self._experts = model, num_parts, experts
+        self._num_lanes = 1 if experts is None else experts.num_lanes
 
-    def part(self, rank: int = 0) -> ModelConfig:
-        """What one rank holds; the first one holds the most. Raises ModelConfigError if the model cannot be cut so."""
+    def part(self, rank: int = 0, lane: int = 0) -> ModelConfig:
+        """What one rank holds; the first one holds the most. Raises ModelConfigError if the model cannot be cut so.
+
+        Args:
+            rank: in its lane.
+        """
+        if self._num_lanes == 1:
+            return self._part(rank)
+        # All ranks share experts, as if they were of one lane: the rest is cut among those of a lane.
+        own = ModelCut(self._model, self._num_parts, ExpertCut())._part(rank)
+        cut = ModelCut(self._model, self._num_parts * self._num_lanes, self._experts)
+        layers = tuple(
+            replace(layer, feed_forward=cut._feed_forward(whole.feed_forward, lane * self._num_parts + rank))
+            if isinstance(whole.feed_forward, Experts)
+            else layer
+            for layer, whole in zip(own.layers, self._model.layers, strict=True)
+        )
+        return replace(own, layers=layers)
+
+    def _part(self, rank: int) -> ModelConfig:
         model = self._model
         if self._num_parts == 1 or not model.is_shared:
             return model
@@ -139,7 +164,7 @@ class ModelCut:
             columns = self._outputs(part.shared.down)
             shared = self._mlp(part.shared, rank, columns)
         experts = place_experts(num_experts, self._num_parts, cut.strategy, num_redundant)
-        placement = Placement(rank, experts, tuple(columns))
+        placement = Placement(rank, experts, tuple(columns), cut.num_lanes)
         gate_up, down = (
             replace(linear, num_experts=len(placement.own), placement=placement) for linear in part.expert.linears
         )
@@ -214,6 +239,59 @@ def why_not_cut(model: ModelConfig, degree: int, experts: ExpertCut | None = Non
     except ModelConfigError as error:
         return error.what
     return None
+
+
+def why_not_divided(model: ModelConfig, num_parts: int, num_owners: int) -> str | None:
+    """Why neighbours of this number cannot divide the KV cache of `num_parts` ranks; None: they can.
+
+    All neighbours must hold the same keys and values, and all groups of neighbours as many heads of q.
+    """
+    if num_owners == 1:
+        return None
+    if num_parts % num_owners:
+        return f"{num_owners} does not divide the number of ranks, {num_parts}"
+    groups = [range(first, first + num_owners) for first in range(0, num_parts, num_owners)]
+    for layer in ModelCut(model, num_parts).part().layers:
+        part = layer.attention
+        if isinstance(part, Full):
+            share, key_dim, value_dim = part.qkv.share, part.head_dim, part.head_dim
+        elif isinstance(part, Latent):
+            share, key_dim, value_dim = part.up.share, part.rank + part.rope_dim, part.rank
+        else:
+            continue
+        assert share is not None, "every rank has a part"
+        if isinstance(part, Full) and any(len({share.rows[1][rank] for rank in ranks}) > 1 for ranks in groups):
+            return f"ranks hold different heads of k and v: {num_parts} ranks have {_num_heads(share, key_dim)} of them"
+        if len({sum(share.widths(0)[rank] for rank in ranks) for ranks in groups}) > 1:
+            return f"not every {num_owners} neighbours have as many heads of q"
+        if max(key_dim, value_dim) > MOST_HEAD_DIM:
+            return f"heads of {max(key_dim, value_dim)} elements are more than {MOST_HEAD_DIM}"
+    return None
+
+
+def _num_heads(share: Share, head_dim: int) -> int:
+    """Different heads of k of all ranks."""
+    return len({row for rows in share.rows[1] for row in rows}) // head_dim
+
+
+def legal_divisions(model: ModelConfig, num_parts: int) -> list[int]:
+    """By how many ranks each the KV cache of `num_parts` ranks can be divided."""
+    return [count for count in range(1, num_parts + 1) if why_not_divided(model, num_parts, count) is None]
+
+
+def check_division(model: ModelConfig, num_parts: int, num_owners: int) -> None:
+    """ConfigError for ranks that cannot divide the KV cache so, with the legal numbers. The degree itself is legal."""
+    reason = why_not_divided(model, num_parts, num_owners)
+    if reason is not None:
+        legal = legal_divisions(model, num_parts)
+        expected = f"{'one of ' if len(legal) > 1 else ''}{', '.join(map(str, legal))}"
+        raise ConfigError(
+            f"{num_owners} ranks each cannot divide the KV cache: {reason}",
+            value=num_owners,
+            expected=f"{expected} with --tensor-parallel-size {num_parts}",
+            fix="Ranks divide keys and values that all of them hold: see docs/parallel.md",
+            param="decode_context_parallel_size",
+        )
 
 
 def check_degree(

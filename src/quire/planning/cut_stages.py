@@ -19,12 +19,12 @@ from quire.formats.kv_groups import kv_groups
 from quire.formats.weight_format import DTYPE_BYTES, ON_LOAD
 from quire.layer_spec import LinearShape, Stage
 from quire.model_config import ModelConfig
-from quire.planning.cut_model import ExpertCut, ModelCut, check_degree
+from quire.planning.cut_model import ExpertCut, ModelCut, check_degree, check_division
 
 
 def grid_of(config: EngineConfig) -> Grid:
     """All ranks of an engine."""
-    return Grid(config.tensor_parallel_size, config.pipeline_parallel_size, config.nnodes)
+    return Grid(config.tensor_parallel_size, config.pipeline_parallel_size, config.nnodes, config.num_lanes)
 
 
 def check_cuts(model: ModelConfig, config: EngineConfig) -> None:
@@ -37,6 +37,7 @@ def check_cuts(model: ModelConfig, config: EngineConfig) -> None:
             param="enable_expert_parallel",
         )
     check_degree(model, config.tensor_parallel_size, experts=expert_cut(config))
+    check_division(model, config.tensor_parallel_size, config.decode_context_parallel_size)
     stage_layers(model, config)
 
 
@@ -44,19 +45,19 @@ def expert_cut(config: EngineConfig) -> ExpertCut | None:
     """Which experts a rank has; None: rows of all."""
     if not config.enable_expert_parallel:
         return None
-    balancing = config.balancing
-    return ExpertCut(config.expert_placement_strategy, balancing.num_redundant_experts if balancing else 0)
+    num_redundant = config.balancing.num_redundant_experts if config.balancing else 0
+    return ExpertCut(config.expert_placement_strategy, num_redundant, config.num_lanes)
 
 
 def cut_of(model: ModelConfig, config: EngineConfig) -> ModelCut:
-    """The parts that the ranks of a stage have of a model."""
+    """The parts that the ranks of a stage, or of a lane, have of a model."""
     return ModelCut(model, config.tensor_parallel_size, expert_cut(config))
 
 
 def part_of_rank(model: ModelConfig, config: EngineConfig, rank: int) -> ModelConfig:
     """What a rank holds of a whole model."""
     grid = grid_of(config)
-    part = cut_of(model, config).part(grid.place(rank))
+    part = cut_of(model, config).part(grid.place(rank), grid.lane(rank))
     if grid.num_stages == 1:
         return part
     index, tables = grid.stage(rank), tuple((group.spec, group.num_tables) for group in kv_groups(part))

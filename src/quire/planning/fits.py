@@ -82,7 +82,7 @@ class Fit:
 
     @property
     def num_blocks(self) -> int:
-        return max(self.num_bytes, 0) // self.pages.page_bytes
+        return self.pages.num_within(self.num_bytes)
 
     @property
     def missing_bytes(self) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.distributed.layout import Grid
 from quire.errors import ConfigError
-from quire.formats.kv_format import kv_format
+from quire.formats.kv_format import RANGE_POSITIONS, kv_format
 from quire.model_config import ModelConfig
-from quire.planning.cut_model import MOST_DEGREES, legal_degrees
+from quire.planning.cut_model import MOST_DEGREES, legal_degrees, legal_divisions
 from quire.planning.cut_stages import check_cuts, expert_cut, grid_of, part_of_rank
 from quire.planning.estimate import table
 from quire.planning.fits import Form, fit_of, possible_forms, weight_bytes
@@ -95,7 +95,8 @@ def rank_shares(model: ModelConfig, engine: EngineConfig, resolved: Resolved) ->
         part = part_of_rank(model, engine, rank)
         layers = range(model.num_layers) if part.stage is None else part.stage.layers
         experts = (each.num_experts for each in part.experts() if each.placement is not None)
-        return layers, next(experts, 0), planned_weight_bytes(resolved, part), part.kv_bytes_per_token(kv)
+        kv_bytes = part.kv_bytes_per_token(kv) // engine.decode_context_parallel_size
+        return layers, next(experts, 0), planned_weight_bytes(resolved, part), kv_bytes
 
     found = []
     for held, ranks in groupby(range(grid.size), share):
@@ -109,7 +110,8 @@ class Layout:
     """A way to share devices among copies, stages and ranks of a model.
 
     Args:
-        has_whole_experts: the ranks of a stage do, and not rows of all.
+        context: ranks that divide a KV cache.
+        has_whole_experts: the ranks of a stage do, and not rows of all. Several copies share them: they are lanes.
         weight_bytes: of the rank that holds the most.
         num_tokens: that the KV caches of all copies hold; 0: the weights do not fit.
     """
@@ -118,6 +120,7 @@ class Layout:
     tensor: int
     pipeline: int
     copies: int
+    context: int
     has_whole_experts: bool
     weight_bytes: int
     num_tokens: int
@@ -125,7 +128,12 @@ class Layout:
     @property
     def flags(self) -> str:
         """Of `quire serve`."""
-        degrees = (("-tp", self.tensor), ("-pp", self.pipeline), ("-dp", self.copies))
+        degrees = (
+            ("-tp", self.tensor),
+            ("-pp", self.pipeline),
+            ("-dp", self.copies),
+            ("-dcp", self.context),
+        )
         words = [f"{flag} {degree}" for flag, degree in degrees if degree > 1] + ["-ep"] * self.has_whole_experts
         return " ".join(words) or "one device"
 
@@ -136,6 +144,7 @@ class Layout:
             "tensor_parallel_size": self.tensor,
             "pipeline_parallel_size": self.pipeline,
             "data_parallel_size": self.copies,
+            "decode_context_parallel_size": self.context,
             "enable_expert_parallel": self.has_whole_experts,
             "weight_bytes": self.weight_bytes,
             "num_tokens": self.num_tokens,
@@ -153,24 +162,36 @@ def layouts(form: Form, model: ModelConfig, device: DeviceFacts, count: int) -> 
             copies, rest = divmod(count, tensor * pipeline)
             if rest:
                 continue
-            for whole in (False, True) if tensor > 1 and model.experts() else (False,):
+            may_be_whole = (tensor > 1 and (copies == 1 or pipeline == 1)) or (pipeline == 1 and copies > 1)
+            for whole in (False, True) if may_be_whole and model.experts() else (False,):
                 engine = replace(
                     form.engine,
                     tensor_parallel_size=tensor,
                     pipeline_parallel_size=pipeline,
+                    data_parallel_size=copies if whole else 1,
                     enable_expert_parallel=whole,
                 )
                 try:
                     parts = [part_of_rank(model, engine, rank) for rank in range(0, tensor * pipeline, tensor)]
                 except ConfigError:  # the model cannot be cut so
                     continue
-                fits = [
-                    fit_of(form, part, device, weight_bytes(form, part), KvPages.of(form.resolved, part))
-                    for part in parts
-                ]
-                least = min(fits, key=lambda fit: fit.num_blocks)
-                most = max(sum(fit.weight_bytes) for fit in fits)
-                yield Layout(form, tensor, pipeline, copies, whole, most, copies * least.num_tokens)
+                for context in legal_divisions(model, tensor) if engine.num_lanes == 1 else (1,):
+                    resolved = _divided(form.resolved, context)
+                    fits = [
+                        fit_of(form, part, device, weight_bytes(form, part), KvPages.of(resolved, part))
+                        for part in parts
+                    ]
+                    least = min(fits, key=lambda fit: fit.num_blocks)
+                    most = max(sum(fit.weight_bytes) for fit in fits)
+                    yield Layout(form, tensor, pipeline, copies, context, whole, most, copies * least.num_tokens)
+
+
+def _divided(resolved: Resolved, num_owners: int) -> Resolved:
+    """The settings of ranks that have the KV cache together."""
+    if num_owners == 1:
+        return resolved
+    form = replace(resolved.model, block_size=RANGE_POSITIONS, decode_context_parallel_size=num_owners)
+    return replace(resolved, model=form)
 
 
 @dataclass(frozen=True)
@@ -195,8 +216,10 @@ class LayoutPlan:
         """The layout that was asked for, in each format."""
         engine = self.engine
         degrees = (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.data_parallel_size)
-        wanted = (*degrees, engine.enable_expert_parallel and engine.tensor_parallel_size > 1)
-        return [row for row in self.rows if (row.tensor, row.pipeline, row.copies, row.has_whole_experts) == wanted]
+        whole = engine.enable_expert_parallel and engine.tensor_parallel_size * engine.num_lanes > 1
+        wanted = (*degrees, engine.decode_context_parallel_size, whole)
+        found = ((row.tensor, row.pipeline, row.copies, row.context, row.has_whole_experts) for row in self.rows)
+        return [row for row, each in zip(self.rows, found, strict=True) if each == wanted]
 
     @property
     def exit_code(self) -> int:
@@ -211,6 +234,7 @@ class LayoutPlan:
             "name": self.model_name,
             "ranks": [entry for share in self.shares for entry in share.as_dicts()],
             "legal_tensor_parallel_sizes": self._degrees(),
+            "legal_decode_context_parallel_sizes": self._divisions(),
             "most_stages": self.model.num_layers,
             "layouts": [row.as_dict() for row in self.rows],
             "asked": [row.as_dict() for row in self.asked],
@@ -223,6 +247,9 @@ class LayoutPlan:
     def _degrees(self) -> list[int]:
         return legal_degrees(self.model, MOST_DEGREES, expert_cut(self.engine))
 
+    def _divisions(self) -> list[int]:
+        return legal_divisions(self.model, self.engine.tensor_parallel_size)
+
     def _lines(self) -> Iterator[str]:
         first = self.asked[0]
         parameters = f"{self.model.num_parameters() / 1e6:,.1f} M parameters"
@@ -231,7 +258,9 @@ class LayoutPlan:
         yield f"ranks    {first.flags}, weights in {first.form.weights.name}"
         yield from (f"         {share.text()}" for share in self.shares)
         degrees = ", ".join(map(str, self._degrees()))
-        yield f"degrees  -tp {degrees}; -pp 1 to {self.model.num_layers}"
+        divisions = ", ".join(map(str, self._divisions()))
+        tensor = self.engine.tensor_parallel_size
+        yield f"degrees  -tp {degrees}; -pp 1 to {self.model.num_layers}; -dcp {divisions} with -tp {tensor}"
         yield ""
         yield from table(
             ["layout", "weights", "of the largest rank", "KV tokens of all copies"],
@@ -242,6 +271,8 @@ class LayoutPlan:
             num_names=2,
         )
         yield "A request passes all stages, so -pp makes no answer faster; -tp does, and -dp serves more requests."
+        if any(row.has_whole_experts and row.copies > 1 for row in self.rows):
+            yield "With -dp and -ep, copies are lanes of one engine and share the experts; without -ep, each has all."
 
 
 def _tokens(count: int) -> str:
@@ -257,9 +288,9 @@ def lay_out(
         device: what each rank has.
     """
     check_cuts(model, engine)
-    alone = replace(engine, **ONE_DEVICE)
+    alone = replace(engine.undivided(), **ONE_DEVICE)
     forms, _ = possible_forms(alone, model, device)
     forms = [form for form in forms if form.kv_cache_dtype == engine.kv_cache_dtype]
-    count = engine.num_ranks * engine.data_parallel_size
+    count = engine.num_ranks * engine.num_replicas
     rows = [row for form in forms for row in layouts(form, model, device, count)]
     return LayoutPlan(model_name, model, engine, memory_name, rank_shares(model, engine, forms[0].resolved), rows)

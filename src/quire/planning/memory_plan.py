@@ -93,6 +93,8 @@ def _buffer_width(model: ModelConfig, layer: LayerSpec) -> int:
                 inner = max(inner, results + _of_mlp(part.shared, model.hidden_size))
                 results += model.hidden_size
             inner = max(inner, results + model.hidden_size)
+            if part.placement is not None and (num_lanes := part.placement.num_lanes) > 1:  # beside the rows of all
+                inner = num_lanes * (inner + model.hidden_size)
         else:
             inner = sum(linear.out_features for linear in layer.active_linears())
         own_norm = 0 if norms.before is None else model.hidden_size
@@ -166,7 +168,9 @@ class KvPages:
     Attributes:
         step_tokens: most tokens of one request in a step.
         depth: most steps in flight.
-        page_bytes: a page is what the pool calls a block; with what a drafter has in it.
+        page_bytes: a page is what the pool calls a block; with what a drafter has in it. Of several owners, what it
+            takes of each of them on average.
+        num_owners: ranks that have the pages together, as many each.
     """
 
     groups: tuple[KvGroup, ...]
@@ -174,20 +178,31 @@ class KvPages:
     step_tokens: int
     depth: int
     page_bytes: int
+    num_owners: int = 1
 
     @classmethod
     def of(cls, resolved: Resolved, model: ModelConfig, kv: KvFormat | None = None) -> KvPages:
         """With the KV cache in the format of the settings, or in another one."""
         groups, kv = kv_groups(model), kv or kv_format(resolved.model.kv_cache_dtype, resolved.model.dtype)
-        size, steps = resolved.model.block_size, resolved.scheduler
-        num_bytes = page_bytes(groups, kv, size)
+        size, steps, num_owners = (
+            resolved.model.block_size,
+            resolved.scheduler,
+            resolved.model.decode_context_parallel_size,
+        )
+        num_bytes = page_bytes(groups, kv, size, num_owners) // num_owners
         if resolved.drafter is not None:
             num_bytes += resolved.drafter.layers(model).page_bytes(size)
-        return cls(groups, size, steps.max_num_batched_tokens, steps.depth, num_bytes)
+        return cls(groups, size, steps.max_num_batched_tokens, steps.depth, num_bytes, num_owners)
+
+    def num_within(self, num_bytes: int) -> int:
+        """Pages that this number of bytes of each rank holds."""
+        num_pages = max(num_bytes, 0) // self.page_bytes
+        return num_pages - num_pages % self.num_owners
 
     def for_request(self, num_tokens: int) -> int:
         """Pages of one request, at most."""
-        return pages_for(self.groups, num_tokens, self.block_size, self.depth * self.step_tokens)
+        num_pages = pages_for(self.groups, num_tokens, self.block_size, self.depth * self.step_tokens)
+        return -(-num_pages // self.num_owners) * self.num_owners
 
     def longest(self, num_pages: int) -> int:
         """Tokens of the longest request that this number of pages holds."""
@@ -209,12 +224,12 @@ class KvPages:
         return pages_for(self.groups, num_tokens, self.block_size, self.depth)
 
     def lines(self, length: int, kv: KvFormat) -> Iterator[str]:
-        """For people: a line per group, with what a request of `length` tokens takes."""
+        """For people: a line per group, with what a request of `length` tokens takes of each owner."""
         for group in self.groups:
             tables = f" in {group.num_tables} block tables" if group.num_tables > 1 else ""
             window = f" of {group.spec.window:,} tokens" if group.spec.window else ""
             num_bytes = group.num_tables * group.most_blocks(length, self.block_size, self.depth) * self.page_bytes
-            per_token = len(group.layers) * group.spec.bytes_per_token(kv)
+            per_token = len(group.layers) * group.spec.bytes_per_token(kv) // self.num_owners
             yield (
                 f"{len(group.layers)} x {group.spec.kind}{window}{tables}: {per_token:,} bytes per token, "
                 f"{shown_bytes(num_bytes)} for {length:,} tokens"
@@ -241,7 +256,7 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
     record.update(memory_settings(model, resolved, memory))
     pages = KvPages.of(resolved, model)
     offer, length_limits = _useful(_offer(config, resolved, memory, pages.page_bytes), resolved, pages)
-    num_blocks = max(offer.num_bytes, 0) // pages.page_bytes
+    num_blocks = pages.num_within(offer.num_bytes)
     length = length_that_starts(config, resolved, pages, num_blocks)
     if length < resolved.model.max_model_len:
         detail = f"{num_blocks} blocks of {pages.page_bytes:,} bytes fit; the model allows {model.max_model_len}"
@@ -405,7 +420,7 @@ class _Shortage:
         missing = needed - offer.num_bytes
         fixes = []
         available = int(offer.num_bytes * (FREE_MEMORY_MARGIN if offer.is_measured else 1))
-        fitting = self.pages.longest(available // self.pages.page_bytes)
+        fitting = self.pages.longest(self.pages.num_within(available))
         if fitting > 0:
             fixes.append(f"--max-model-len {fitting}")
         if config.num_gpu_blocks_override is not None:

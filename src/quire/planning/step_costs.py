@@ -40,7 +40,10 @@ def calibration_file(resolved: Resolved, model: ModelConfig, device: DeviceFacts
         "machine": [device.name, place.isa, place.num_threads, *([device.gpu.name] if device.gpu else [])],
         "build": _build(),
         "model": digest(repr(replace(model, model="", max_model_len=0))),
-        "form": [form.dtype, form.quantization, form.kv_cache_dtype, form.block_size, form.model_impl],
+        "form": [
+            *(form.dtype, form.quantization, form.kv_cache_dtype, form.block_size, form.model_impl),
+            *([form.decode_context_parallel_size] if form.decode_context_parallel_size > 1 else []),
+        ],
         "steps": [
             place.attention_backend,
             place.deterministic,

@@ -16,6 +16,7 @@ from quire.formats.weight_format import Fp8Format
 from quire.hf_config.layer_format import LayerFormat
 from quire.kernels.fp8 import Rows, fp8_linear, fp8_rows, pack_fp8, pack_fp8_bands, quantize_fp8
 from quire.kernels.fp8_weight import Fp8Weight
+from quire.kernels.lora import RowAdapters
 from quire.quantization.scheme import FLOATS, CheckedTensor, LinearLayer, ShardedTensor, check_finite, plain_weight
 
 
@@ -23,9 +24,14 @@ class _Fp8:
     """The part that both schemes share after the weight is packed."""
 
     def apply(
-        self, layer: LinearLayer, x_TK: Rows, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+        self,
+        layer: LinearLayer,
+        x_TK: Rows,
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+        adapters: RowAdapters | None = None,
     ) -> Tensor:
-        return fp8_linear(x_TK, layer.weight, layer.bias, out_dtype, out)
+        return fp8_linear(x_TK, layer.weight, layer.bias, out_dtype, out, adapters)
 
     def rows(self, layer: LinearLayer, rows_T: Tensor) -> Tensor:
         return fp8_rows(layer.weight, rows_T, layer.dtype)

@@ -16,6 +16,7 @@ from quire.formats.weight_format import GroupedFormat
 from quire.hf_config.layer_format import LayerFormat
 from quire.kernels.grouped import grouped_linear, grouped_rows, pack_grouped, pack_grouped_bands, quantize_grouped
 from quire.kernels.grouped_weight import GroupedWeight
+from quire.kernels.lora import RowAdapters
 from quire.logs import get_logger
 from quire.quantization.scheme import LinearLayer, check_finite, plain_weight
 
@@ -32,9 +33,14 @@ class Grouped:
     """The part that all schemes with such a weight share after it is packed."""
 
     def apply(
-        self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+        self,
+        layer: LinearLayer,
+        x_TK: Tensor,
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+        adapters: RowAdapters | None = None,
     ) -> Tensor:
-        return grouped_linear(x_TK, layer.weight, layer.bias, out_dtype, out)
+        return grouped_linear(x_TK, layer.weight, layer.bias, out_dtype, out, adapters)
 
     def rows(self, layer: LinearLayer, rows_T: Tensor) -> Tensor:
         return grouped_rows(layer.weight, rows_T, layer.dtype)

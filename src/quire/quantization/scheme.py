@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.errors import WeightsError
 from quire.formats.weight_format import PANEL_WIDTH
 from quire.kernels import pages
+from quire.kernels.lora import RowAdapters
 from quire.kernels.weight_memory import Memory
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -161,9 +162,17 @@ class QuantScheme(Protocol):
         ...
 
     def apply(
-        self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+        self,
+        layer: LinearLayer,
+        x_TK: Tensor,
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+        adapters: RowAdapters | None = None,
     ) -> Tensor:
-        """x @ weight.T + bias -> [T, N] in x's dtype or `out_dtype`; on a CPU, in `out` if given."""
+        """x @ weight.T + bias, plus what adapters add -> [T, N] in x's dtype or `out_dtype`.
+
+        On a CPU, in `out` if given.
+        """
         ...
 
     def rows(self, layer: LinearLayer, rows_T: Tensor) -> Tensor:

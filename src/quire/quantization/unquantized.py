@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.dense import linear, pack_linear, pack_linear_bands, packed_rows, packs
+from quire.kernels.lora import RowAdapters
 from quire.quantization.scheme import LinearLayer, plain_weight
 
 
@@ -26,9 +27,14 @@ class Unquantized:
             layer.weight = pack_linear(tensor.owned)
 
     def apply(
-        self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+        self,
+        layer: LinearLayer,
+        x_TK: Tensor,
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+        adapters: RowAdapters | None = None,
     ) -> Tensor:
-        return linear(x_TK, layer.weight, layer.bias, out, out_dtype)
+        return linear(x_TK, layer.weight, layer.bias, out, out_dtype, adapters)
 
     def rows(self, layer: LinearLayer, rows_T: Tensor) -> Tensor:
         return packed_rows(layer.weight, rows_T)

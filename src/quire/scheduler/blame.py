@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from quire.request import Request
 
@@ -25,6 +25,6 @@ def culprits(rows: list[Request], known_ids: Collection[str]) -> list[Request]:
     return []
 
 
-def may_join(request: Request, running: list[Request]) -> bool:
+def may_join(request: Request, running: Iterable[Request]) -> bool:
     """Whether a waiting request may run beside these: two suspects may not."""
     return not request.is_suspect or not any(other.is_suspect for other in running)

@@ -13,6 +13,7 @@ from quire.scheduler.adapter_turns import AdapterTurns
 from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
+from quire.scheduler.lanes import Lanes
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.proposer import Proposer
 from quire.scheduler.queue import ORDER_KEYS
@@ -34,13 +35,25 @@ def scheduler_of(
     cost: CostModel,
     clock: Callable[[], float] = time.monotonic,
     adapters: AdapterRegistry | None = None,
-) -> Scheduler:
-    """A scheduler with an empty KV cache of the planned size.
+) -> Scheduler | Lanes:
+    """A scheduler with an empty KV cache of the planned size, or one for each lane.
 
     Args:
         cost: knows how long steps take.
         adapters: that requests may name.
     """
+    if (num_lanes := resolved.scheduler.num_lanes) > 1:
+        return Lanes([_of_lane(resolved, model_config, cost, clock, adapters) for _ in range(num_lanes)])
+    return _of_lane(resolved, model_config, cost, clock, adapters)
+
+
+def _of_lane(
+    resolved: Planned,
+    model_config: ModelConfig,
+    cost: CostModel,
+    clock: Callable[[], float],
+    adapters: AdapterRegistry | None,
+) -> Scheduler:
     model, schedule = resolved.model, resolved.scheduler
     turns = None
     if adapters is not None and resolved.lora is not None:

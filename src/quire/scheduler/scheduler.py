@@ -9,6 +9,7 @@ from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from quire.errors import InvalidRequestError
 from quire.logs import RateLimited, get_logger
@@ -16,7 +17,7 @@ from quire.messages import RequestDelta, SetLimits
 from quire.outputs import FinishReason
 from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams
-from quire.schedule import NewRow, ScheduledBatch, StepResult
+from quire.schedule import EvictedBlock, NewRow, ScheduledBatch, StepResult
 from quire.scheduler.adapter_turns import AdapterTurns
 from quire.scheduler.blame import culprits, may_join
 from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, share_prompt
@@ -115,6 +116,7 @@ class Scheduler:
         self._shared_until = -math.inf
         self._next_step_id = 0
         self._preemption_log = RateLimited(logger)
+        self.others: tuple[Scheduler, ...] = ()  # of lanes that take their steps together with this one
 
     # What the caller sees of the state
 
@@ -131,6 +133,28 @@ class Scheduler:
         """Those of the waiting requests that wait for the prompt they share, or for what they need, not for room."""
         return len(self._deferred)
 
+    @property
+    def num_blocks(self) -> int:
+        return self.kv.pool.num_blocks
+
+    @property
+    def num_blocks_in_use(self) -> int:
+        return self.kv.pool.num_used_blocks
+
+    @property
+    def num_blocks_ever_used(self) -> int:
+        return self.kv.pool.num_ever_used
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request is not finished."""
+        return request_id in self._requests
+
+    def num_missing(self, request: Request) -> int:
+        """Tokens of a request that the prefix cache does not have. The request need not be here."""
+        self._choose_rope(request)
+        self.kv.hash_prompt(request)
+        return request.num_tokens - self._cached_prefix(request).num_tokens
+
     def has_requests(self) -> bool:
         """Whether any request is not finished."""
         return bool(self._requests)
@@ -143,6 +167,10 @@ class Scheduler:
         """Counts since the last call."""
         stats, self._stats = self._stats, ScheduleStats()
         return stats
+
+    def take_evicted_blocks(self) -> list[EvictedBlock] | None:
+        """Of the sample since the last call; None: blocks are not followed."""
+        return None if self.kv.pool.residency is None else self.kv.pool.residency.take_evicted()
 
     # What the caller does
 
@@ -340,22 +368,34 @@ class Scheduler:
         The rows in `request_ids`, or who else is to blame, end with `error`. The others are computed again from their
         known tokens.
         """
-        rows = self._in_flight[batches[0].step_id].rows
-        void = [request for batch in batches for request in self._in_flight.pop(batch.step_id).rows]
+        deltas = self.end(culprits(self.rows_of(batches[0]), request_ids), error)
+        self.void(batches)
+        return deltas
+
+    def rows_of(self, batch: ScheduledBatch) -> list[Request]:
+        """The requests of a submitted batch whose result is not here."""
+        return self._in_flight[batch.step_id].rows
+
+    def end(self, requests: Iterable[Request], error: str) -> list[RequestDelta]:
+        """These end with `error`, unless they have ended. `void` follows."""
         deltas = []
-        for request in culprits(rows, request_ids):
+        for request in requests:
             if request.status is not FINISHED:
                 self._finish(request, "error", error)
                 deltas.append(delta_of(request, []))
-        for request in void:
-            lose_results(request)
-            if request.status is RUNNING:
-                self._preempt(request)
+        return deltas
+
+    def void(self, batches: list[ScheduledBatch]) -> None:
+        """Submitted batches have no results: their requests are computed again from their known tokens."""
+        for batch in batches:
+            for request in self._in_flight.pop(batch.step_id).rows:
+                lose_results(request)
+                if request.status is RUNNING:
+                    self._preempt(request)
         self._drop_stopped()
         # Whether the worker has applied what these batches removed is unknown: it is told again.
         unsure = [request_id for batch in batches for request_id in batch.removed_request_ids]
         self._removed = list(dict.fromkeys(unsure + self._removed))
-        return deltas
 
     def fail_waiting(self, adapter: str, error: str) -> list[RequestDelta]:
         """End the requests that wait for this adapter."""
@@ -562,7 +602,8 @@ class Scheduler:
         """
         while len(self._running) < self.limits.max_num_seqs and (entry := first()) is not None:
             request = entry[1]
-            if request.num_in_flight_steps > 0 or not may_join(request, self._running):
+            running = chain(self._running, *(other._running for other in self.others))
+            if request.num_in_flight_steps > 0 or not may_join(request, running):
                 return None
             if request.adapter is not None and self.adapters is not None and not self.adapters.may_run(request):
                 self._queue.remove(request)

@@ -108,7 +108,10 @@ class Explanation:
             memory = f"{shown_bytes(gpu.total_memory_bytes)}, {shown_bytes(gpu.free_memory_bytes)} free now"
             yield f"gpu      {gpu.name}, {gpu.isa}, {memory}"
         if (count := self.settings["data_parallel_size"].value) > 1:
-            yield f"replicas {count}, and the lines below are of one of them"
+            if self.settings["enable_expert_parallel"].value:
+                yield f"lanes    {count} in one engine, which share experts; the lines below are of one of them"
+            else:
+                yield f"replicas {count}, and the lines below are of one of them"
         if (stage := self.model.stage) is not None:
             layers = f"layers {stage.layers[0]} to {stage.layers[-1]}"
             yield f"stage    {stage.index} of {stage.num_stages}, with {layers}: it has the fewest KV blocks"
@@ -206,7 +209,7 @@ def explain(
     device = share_of_machine(device, engine)
     own, device = device.shared_by(grid.num_local), device.shared_by(grid.num_local, grid.num_stages)
     if read_bandwidth is not None:
-        read_bandwidth /= engine.data_parallel_size * grid.num_local
+        read_bandwidth /= engine.num_replicas * grid.num_local
     settled = resolve(engine, model, device, is_server=True)
     known = known_cost(settled, model, device, read_bandwidth)
     plans = [_planned(engine, settled, part, own) for part in parts]
@@ -268,6 +271,8 @@ def _next_costs(resolved: Resolved, model: ModelConfig, pages: KvPages, memory: 
         f"now {shown_request(length)}"
         + ("; beyond what the model was trained for" if 2 * length > model.max_model_len else ""),
     }
+    if form.decode_context_parallel_size > 1:
+        del costs["block_size"]  # there is no other
     if "num_blocks" in resolved.settings:
         more = pages.num_tokens(GIB // pages.page_bytes, length)
         costs["num_blocks"] = f"each GiB more holds {more:,} tokens"

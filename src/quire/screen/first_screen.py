@@ -148,7 +148,8 @@ def _replicas(settings: dict[str, Any]) -> Iterator[str]:
     if (count := settings["data_parallel_size"]["value"]) > 1:
         threads = settings["num_threads"]["value"]
         share = f", each with {threads} {'thread' if threads == 1 else 'threads'}"
-        yield f"{count} engines{share * (settings['device']['value'] == 'cpu')}; the lines below are of one of them"
+        what = "lanes that share experts" if settings["enable_expert_parallel"]["value"] else "engines"
+        yield f"{count} {what}{share * (settings['device']['value'] == 'cpu')}; the lines below are of one of them"
 
 
 def _drafts(setting: dict[str, Any]) -> Iterator[str]:

@@ -81,7 +81,7 @@ async def respond(
     return await respond_by(answer_now, request, decode, prepare, names)
 
 
-def _data_parallel_rank(request: Request) -> int | None:
+def asked_rank(request: Request) -> int | None:
     """The replica that vLLM's header asks for. Raises InvalidRequestError."""
     text = request.headers.get(RANK_HEADER)
     if text is None:
@@ -113,7 +113,7 @@ async def respond_by(
             await lora_admin.resolve(state, body.model)
             generation.check(state, body, ignored)
             asked, writer = await prepare(state, body, ignored, request_id_of(request.scope))
-            if (rank := _data_parallel_rank(request)) is not None:
+            if (rank := asked_rank(request)) is not None:
                 asked = replace(asked, data_parallel_rank=rank)
             return await write(state, body, asked, writer, generation.ignored_headers(ignored))
         except InvalidRequestError as error:

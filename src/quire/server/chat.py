@@ -18,7 +18,7 @@ from quire.frontend.render_process import Render
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.sampling_params import check_num_logprobs
 from quire.server import generation, lora_admin
-from quire.server.answer import parsed, respond
+from quire.server.answer import asked_rank, parsed, respond
 from quire.server.generation import Generation
 from quire.server.limits import read_json
 from quire.server.logprobs import LogprobWriter, prompt_logprobs
@@ -59,6 +59,8 @@ async def render_chat(request: Request) -> Response:
     await lora_admin.resolve(state, body.model)
     model = state.adapter(body.model) or state.model_name
     generation.check_body(state, body, ignored)
+    if (rank := asked_rank(request)) is not None:
+        state.engine.check_rank(rank)
     asked = await generation_of(state, body, ignored, "render", "chatcmpl")
     processed = await generation.process(state, asked)
     rendered = RenderedChat(model=model, prompt=processed.prompt or "", token_ids=processed.prompt_token_ids)

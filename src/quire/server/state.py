@@ -49,6 +49,7 @@ class AppSettings:
 
     Args:
         served_model_names: names of the one model; the first is reported.
+        server: what clients may ask for, and how answers are written: values of flags.
         model_root: hub id the model card shows as root; never a path of this machine.
         api_keys: any of them is accepted; none leaves the server open.
         allowed_hosts: host names (without port) requests may be addressed to; none allows all.

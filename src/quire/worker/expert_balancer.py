@@ -90,6 +90,10 @@ class ExpertBalancer:
         if config.log_balancedness and self._num_steps % config.log_balancedness_interval == 0:
             logger.info("experts: balancedness of ranks %.3f, %d moved so far", self.balancedness(), self.num_moved)
 
+    def experts_at_places(self) -> list[Ints]:
+        """The experts at the places of all ranks, of each layer."""
+        return [layer.experts_P for layer in self._layers]
+
     def balancedness(self) -> float:
         """Tokens of a rank by those of the busiest one, in the last step: the mean over layers."""
         return float(np.mean([balancedness(np.diff(layer.begins[[*layer.firsts]])) for layer in self._layers]))

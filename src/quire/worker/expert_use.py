@@ -1,11 +1,12 @@
 """Counts the tokens of each expert in a step, for metrics.
 
-Dimensions: E experts of a layer, R ranks.
+Dimensions: E experts of a layer, P places of experts, R ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -25,13 +26,21 @@ class ExpertCounter:
 
     def __init__(self, watched: Sequence[tuple[MoE, Tensor]], balancer: ExpertBalancer | None = None) -> None:
         self._begins = [begins.numpy() for _, begins in watched]
+        self._experts = [
+            np.arange(moe.num_places) if moe.placement is None else np.array([*chain(*moe.placement.experts)])
+            for moe, _ in watched
+        ]
         self._firsts = [[0, moe.num_places] if moe.placement is None else [*moe.placement.firsts] for moe, _ in watched]
         self._balancer = balancer
         self._num_steps = self._num_moved = 0
 
     def count(self) -> ExpertUse:
         """Of the last step."""
-        counts = [np.diff(begins) for begins in self._begins]
+        experts = self._experts if self._balancer is None else self._balancer.experts_at_places()
+        # Copies of an expert are one expert.
+        counts = [
+            np.bincount(experts_P, np.diff(begins)) for experts_P, begins in zip(experts, self._begins, strict=True)
+        ]
         of_ranks = [np.diff(begins[firsts]) for begins, firsts in zip(self._begins, self._firsts, strict=True)]
         before, self._num_moved = self._num_moved, 0 if self._balancer is None else self._balancer.num_moved
         self._num_steps += 1
@@ -39,7 +48,7 @@ class ExpertCounter:
         return ExpertUse(
             distinct=float(np.mean([np.count_nonzero(count_E) for count_E in counts])),
             balancedness=float(np.mean([count_E.mean() / max(count_E.max(), 1) for count_E in counts])),
-            tokens=of_one[of_one > 0].tolist(),
+            tokens=of_one[of_one > 0].astype(np.int64).tolist(),
             of_ranks=float(np.mean([balancedness(count_R) for count_R in of_ranks])),
             num_moved=self._num_moved - before,
         )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from quire.distributed.group import Ranks
+from quire.distributed.layout import PageShare
 from quire.formats.kv_groups import kv_groups, num_tables, pages_alone
 from quire.forward_batch import LayerCache
 from quire.life_cycle import Measured, WorkerSettings
@@ -23,7 +24,7 @@ from quire.worker.accelerator import Host
 from quire.worker.drafters import drafter_of, streams_for
 from quire.worker.expert_balancer import ExpertBalancer
 from quire.worker.expert_use import ExpertCounter
-from quire.worker.input_batch import InputBatch
+from quire.worker.input_batch import ALL_PAGES, InputBatch
 from quire.worker.kv_cache import PagedCache
 from quire.worker.live_buffers import LiveBuffers
 from quire.worker.model_runner import ModelRunner
@@ -78,7 +79,8 @@ class OnHost:
         """Steps are recorded when they first come."""
         form = settings.model
         sizes = (settings.max_num_seqs, form.max_model_len, form.block_size, model.config.vocab_size)
-        inputs = InputBatch(*sizes, num_tables(kv_groups(model.config)), adapters)
+        pages = page_share(form.decode_context_parallel_size, self._ranks)
+        inputs = InputBatch(*sizes, num_tables(kv_groups(model.config)), adapters, pages=pages)
         device, drafts, streams = Host(), None, streams_for(model, drafter, settings)
         if drafter is not None:
             recorded = _recorded(drafter, inputs, cache.drafter_layers)
@@ -89,13 +91,19 @@ class OnHost:
         watched = model.watch_experts() if is_watched and isinstance(model, Decoder) else []
         balancer = None
         if form.balancing is not None and watched:
-            assert self._ranks is not None and self._ranks.group is not None, "one rank has nothing to exchange"
-            balancer = ExpertBalancer(watched, self._ranks.group, form.balancing)
+            group = None if self._ranks is None else self._ranks.everyone or self._ranks.group
+            assert group is not None, "one rank has nothing to exchange"
+            balancer = ExpertBalancer(watched, group, form.balancing)
         experts = ExpertCounter(watched, balancer) if form.expert_metrics and watched else None
         mode, ranks = form.logprobs_mode, self._ranks
         is_in_time = settings.steps_in_flight == 1 or (ranks is not None and ranks.grid.num_stages > 1)
         takes_forced = is_in_time and drafter is None
         return ModelRunner(model, cache, inputs, mode, device, recorded, drafts, experts, ranks, takes_forced, balancer)
+
+
+def page_share(num_owners: int, ranks: Ranks | None) -> PageShare:
+    """What this rank has of a cache that it and its neighbours have together."""
+    return ALL_PAGES if ranks is None else PageShare.of(num_owners, ranks.grid.place(ranks.rank))
 
 
 def _recorded(model: CausalLM, inputs: InputBatch, caches: list[LayerCache]) -> RecordedSteps | None:
@@ -113,12 +121,13 @@ def _measure_step(model: CausalLM, settings: WorkerSettings, ranks: Ranks | None
     groups = kv_groups(model.config)
     pages = pages_alone(groups, num_tokens, form.block_size, num_tokens)
     cache = kv_cache.allocate_for(model.config, form, len(pages), CPU)
-    inputs = InputBatch(1, num_tokens, form.block_size, model.config.vocab_size, num_tables(groups))
+    own_pages = page_share(form.decode_context_parallel_size, ranks)
+    inputs = InputBatch(1, num_tokens, form.block_size, model.config.vocab_size, num_tables(groups), pages=own_pages)
     runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), ranks=ranks)
-    num_counted = min(COUNTED_TOKENS, num_tokens)
-    buffer_bytes = _count_buffers(runner, _profile_batch(num_counted, pages))
+    num_counted, num_lanes = min(COUNTED_TOKENS, num_tokens), 1 if ranks is None else ranks.grid.num_lanes
+    buffer_bytes = _count_buffers(runner, _profile_batch(num_counted, pages, num_lanes))
     watch = Stopwatch()
-    result = runner.execute(_profile_batch(num_tokens, pages))
+    result = runner.execute(_profile_batch(num_tokens, pages, num_lanes))
     waited = watch.lap().waited
     seconds = result.prepare_seconds + result.forward_seconds + result.sample_seconds
     return buffer_bytes * budget // num_counted, num_tokens, Lap(seconds, waited)
@@ -137,7 +146,8 @@ def _count_buffers(runner: ModelRunner, batch: ScheduledBatch) -> int:
     return buffers.peak_bytes
 
 
-def _profile_batch(num_tokens: int, pages: list[int]) -> ScheduledBatch:
+def _profile_batch(num_tokens: int, pages: list[int], num_lanes: int) -> ScheduledBatch:
+    """The same in each lane."""
     params = SamplingParams(temperature=0.0, max_tokens=1)
     row = NewRow("profile", [0] * num_tokens, num_tokens, params, pages)
     return ScheduledBatch(
@@ -148,4 +158,5 @@ def _profile_batch(num_tokens: int, pages: list[int]) -> ScheduledBatch:
         num_logits=[1],
         new_block_ids=[[]],
         new_rows=[row],
+        lane_tokens=[num_tokens] * num_lanes if num_lanes > 1 else [],
     )

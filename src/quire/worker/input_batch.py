@@ -19,11 +19,14 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from quire.forward_batch import ForwardBatch, HostStep, LayerCache, StepTable
+from quire.distributed.layout import PageShare
+from quire.forward_batch import ForwardBatch, HostStep, LaneRows, LayerCache, StepTable
 from quire.grammar.matchers import Grammars
 from quire.sampling.batch_params import SamplingState
 from quire.schedule import MAX_FORCED_TOKENS, NewRow, RowsFailedError, ScheduledBatch
 from quire.worker.drafts import Drafts
+
+ALL_PAGES = PageShare()
 
 
 @dataclass(slots=True)
@@ -37,6 +40,7 @@ class StepRows:
     drafts: Drafts | None = None
     ahead: int = 0  # each position reads the token that is this number of places behind it
     adapter_slots_S: NDArray[np.int32] | None = None  # None: no row has an adapter, or the model takes none
+    lane_tokens: Sequence[int] = ()  # of this step in each lane; empty: there is one lane
 
     def expecting_rows(self) -> NDArray[np.int64]:
         """Rows, in the arrays, that sample one token. How many those with drafts get is known with the result."""
@@ -70,6 +74,7 @@ class StagedStep:
     parameters: tuple[Tensor, ...]  # of ops.sample; empty: all rows are greedy
     host: HostStep
     padding: Padding | None  # None: it was brought to no size
+    lanes: LaneRows | None = None  # None: there is one lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,7 @@ class InputBatch:
         num_tables: block tables of a request.
         adapters: slots by the digests of the adapters that are in memory; may change between steps.
         arrays: where a step's numbers are written; None: in the host's memory, where the step is computed too.
+        pages: that this rank has of the KV cache.
     """
 
     def __init__(
@@ -132,6 +138,7 @@ class InputBatch:
         num_tables: int = 1,
         adapters: Mapping[str, int] = MappingProxyType({}),
         arrays: StepArrays | None = None,
+        pages: PageShare = ALL_PAGES,
     ) -> None:
         self.block_size = block_size
         self.num_tables = num_tables
@@ -147,6 +154,7 @@ class InputBatch:
         self.sampling = SamplingState(max_num_rows, vocab_size)
         self.grammars = Grammars(vocab_size)
         self.row_of: dict[str, int] = {}
+        self._pages = pages
         self._arrays: StepArrays = HostArrays() if arrays is None else arrays
         self._adapters = adapters
         self._adapter_slots_C = np.full(max_num_rows, -1, dtype=np.int32)
@@ -254,7 +262,8 @@ class InputBatch:
         if any(batch.draft_token_ids):
             drafts = Drafts.of(batch.num_logits, batch.draft_token_ids)
             return StepRows(rows_S, starts_S, lens_S, drafts.sampling_R, drafts, adapter_slots_S=slots_S)
-        return StepRows(rows_S, starts_S, lens_S, np.flatnonzero(batch.num_logits), adapter_slots_S=slots_S)
+        sampling_R, lanes = np.flatnonzero(batch.num_logits), batch.lane_tokens
+        return StepRows(rows_S, starts_S, lens_S, sampling_R, adapter_slots_S=slots_S, lane_tokens=lanes)
 
     def stage(
         self, step: StepRows, parameters: Sequence[NDArray[Any]] = (), pad_to: Padding | None = None
@@ -277,7 +286,7 @@ class InputBatch:
             positions_T = np.arange(num_tokens) - np.repeat(cu_S - lens_S - starts_S, lens_S)
         block_T, offsets_T = np.divmod(positions_T, self.block_size)
         pages_T = (table_CM[row_T, block_T].astype(np.int64) for table_CM in self.block_tables_NCM)
-        slots_T = [page_T * self.block_size + offsets_T for page_T in pages_T]
+        slots_T = [self._slots(page_T, offsets_T) for page_T in pages_T]
 
         arrays = self._arrays
         arrays.begin()
@@ -319,9 +328,17 @@ class InputBatch:
             parameters=tuple(put(values, len(values), values.dtype) for values in parameters),
             host=HostStep(rows_S, lens_S, ends_S, self.block_tables_NCM, None if pad_to is None else pad_to.rows),
             padding=pad_to,
+            lanes=LaneRows.of(step.lane_tokens),
         )
         arrays.send()
         return staged
+
+    def _slots(self, pages_T: NDArray[np.int64], offsets_T: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where this rank keeps what it has of these tokens; -1: another rank keeps it."""
+        if self._pages.num_owners == 1:
+            return pages_T * self.block_size + offsets_T
+        own_T, owners_T = np.divmod(pages_T, self._pages.num_owners)
+        return np.where(owners_T == self._pages.owner, own_T * self.block_size + offsets_T, -1)
 
     def forward_batch(
         self, staged: StagedStep, caches: list[LayerCache], hidden_TD: Tensor | None = None
@@ -341,6 +358,7 @@ class InputBatch:
             caches=caches,
             adapter_slots_T=staged.adapter_slots_T,
             hidden_TD=hidden_TD,
+            lanes=staged.lanes,
         )
 
     def expect_tokens(self, staged: StagedStep, step: StepRows, token_ids_R: Tensor) -> ExpectedTokens:

@@ -9,10 +9,13 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from quire.distributed.group import Group
+from quire.distributed.layout import PageShare
 from quire.formats.kv_format import KV_FORMATS
 from quire.formats.kv_groups import DrafterLayers, KvGroup, kv_groups, page_bytes
 from quire.forward_batch import LayerCache
@@ -34,26 +37,55 @@ class PagedCache:
         layers: views of it, by layer that keeps something. What a layer has in a page lies side by side: K, V, and
             scales of both.
         drafter_layers: the same of a drafter, whose layers lie behind the model's layers in the pages of one table.
+        num_owners: ranks that have the cache together: see PageShare. `pages` are those of this rank.
     """
 
     pages: Tensor
     layers: list[LayerCache]
     drafter_layers: list[LayerCache] = field(default_factory=list)
+    num_owners: int = 1
 
     @property
     def num_bytes(self) -> int:
         """Bytes it takes when fully written."""
         return self.pages.nbytes
 
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages (source, destination). Sources are read before destinations are written."""
+    def copy_pages(self, copies: Sequence[tuple[int, int]], group: Group | None = None) -> None:
+        """Copy whole pages (source, destination). Sources are read before destinations are written.
+
+        Args:
+            group: of the ranks that have the cache together, which all copy.
+        """
         if not copies:
             return
+        if self.num_owners > 1:
+            assert group is not None, "one rank has all pages"
+            return self._copy_of_owners(copies, group)
         sources, destinations = (
             gpu.place(torch.tensor(pages), self.pages.device) for pages in zip(*copies, strict=True)
         )
         for piece in torch.split(self.pages, max(1, COPY_BYTES // len(copies)), dim=1):
             piece[destinations] = piece[sources]
+
+    def _copy_of_owners(self, copies: Sequence[tuple[int, int]], group: Group) -> None:
+        """Every rank brings its sources, and takes what goes to its own pages."""
+        count, owner = self.num_owners, group.rank % self.num_owners
+        sources = [[source // count for source, _ in copies if source % count == each] for each in range(count)]
+        firsts = [0, *accumulate(len(sources[rank % count]) for rank in range(group.size))]
+        places = [0] * count  # of the next row of each owner
+        taken: list[tuple[int, int]] = []  # rows of all ranks, and own pages
+        for source, destination in copies:
+            row = firsts[group.rank - owner + source % count] + places[source % count]
+            places[source % count] += 1
+            if destination % count == owner:
+                taken.append((row, destination // count))
+        begins, own = torch.tensor(firsts, dtype=torch.int32), slice(*firsts[group.rank : group.rank + 2])
+        for piece in torch.split(self.pages, max(1, COPY_BYTES // firsts[-1]), dim=1):
+            rows = torch.empty((firsts[-1], piece.shape[1]), dtype=torch.uint8)
+            rows[own] = piece[sources[owner]]
+            found = group.exchange(rows, begins, range(group.size + 1), range(piece.shape[1]))
+            for row, page in taken:
+                piece[page] = found[row]
 
 
 def allocate(
@@ -63,20 +95,23 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
     drafter: DrafterLayers | None = None,
+    num_owners: int = 1,
 ) -> PagedCache:
-    """An empty cache of `dtype`, int8 with scales. It is zero, because a head that drafts may read what nobody wrote:
-    see HeadDrafter. On CPU the memory, in huge pages where there are some, is
-    taken by the operating system when first written."""
+    """An empty cache of `dtype`, int8 with scales. Of several owners each has a part of the pages.
+
+    It is zero, because a head that drafts may read what nobody wrote: see HeadDrafter. On CPU the memory, in huge pages
+    where there are some, is taken by the operating system when first written.
+    """
     kv = next(kv for kv in KV_FORMATS.values() if kv.torch_dtype == str(dtype).removeprefix("torch."))
-    begin = page_bytes(groups, kv, block_size)
-    pages = _empty_pages(num_pages, begin + (0 if drafter is None else drafter.page_bytes(block_size)), device)
+    begin, num_own = page_bytes(groups, kv, block_size, num_owners), PageShare(num_owners).num_pages(num_pages)
+    pages = _empty_pages(num_own, begin + (0 if drafter is None else drafter.page_bytes(block_size)), device)
     layers: dict[int, LayerCache] = {}
     tables = [(group, of_table) for group in groups for of_table in group.tables()]
     for table, (group, of_table) in enumerate(tables):
         layer_bytes = block_size * group.spec.bytes_per_token(kv)
         for at, layer in enumerate(of_table):
             layers[layer] = _layer_cache(pages[:, at * layer_bytes :], group.spec, block_size, dtype, table)
-    cache = PagedCache(pages, [layers[layer] for layer in range(len(layers))])
+    cache = PagedCache(pages, [layers[layer] for layer in range(len(layers))], num_owners=num_owners)
     if drafter is not None:
         drafter_dtype: torch.dtype = getattr(torch, drafter.kv.torch_dtype)
         for spec in drafter.specs:
@@ -94,7 +129,10 @@ def allocate_for(
 ) -> PagedCache:
     """The cache of a model in the form that was settled, with room for the layers of a drafter."""
     layers = None if drafter is None else drafter.layers(model)
-    return allocate(kv_groups(model), num_pages, form.block_size, getattr(torch, form.cache_dtype), device, layers)
+    dtype: torch.dtype = getattr(torch, form.cache_dtype)
+    return allocate(
+        kv_groups(model), num_pages, form.block_size, dtype, device, layers, form.decode_context_parallel_size
+    )
 
 
 def _empty_pages(num_pages: int, num_bytes: int, device: torch.device) -> Tensor:

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from quire.distributed.group import Ranks
 from quire.formats.kv_groups import kv_groups, pages_alone
+from quire.forward_batch import LaneRows
 from quire.kernels import gpu
 from quire.logs import get_logger
+from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.sampling.following import SharedSampler
 from quire.sampling.logprobs import entries, scores
@@ -138,6 +140,7 @@ class ModelRunner:
         self.sampler = (
             Sampler(state, logprobs_mode) if ranks is None else SharedSampler(state, logprobs_mode, ranks.group)
         )
+        self._group = None if ranks is None else ranks.group
         self._has_logits, self._is_alone = ranks is None or ranks.samples, ranks is None
         self._is_last_stage = ranks is None or ranks.behind is None
         # Steps whose tokens another stage samples, oldest first: number, rows, and where the tokens belong.
@@ -171,14 +174,31 @@ class ModelRunner:
         self._in_flight.append(pending)
         return pending
 
+    def _join_lanes(self, batch: ScheduledBatch, lanes: LaneRows) -> PendingStep:
+        """A step of other lanes: this one has no rows, and experts for theirs."""
+        assert isinstance(self.model, Decoder), "lanes share experts"
+        result, start = StepResult(batch.step_id, []), self.device.mark()
+        self.model.join_lanes(lanes)
+        self._count_experts(result)
+        end = self.device.mark()
+        return PendingStep(self, result, _Launched(), self.device.download([]), (start, end, end))
+
+    def _count_experts(self, result: StepResult) -> None:
+        if self.balancer is not None:
+            self.balancer.count()
+        if self._experts is not None:
+            result.experts = self._experts.count()
+
     def _launch(self, batch: ScheduledBatch) -> PendingStep:
+        if not batch.request_ids and (lanes := LaneRows.of(batch.lane_tokens)) is not None:
+            return self._join_lanes(batch, lanes)
         started = time.perf_counter()
         inputs, device = self.input_batch, self.device
         result = StepResult(batch.step_id, [[] for _ in batch.request_ids])
         if self._untold and batch.tokens_before:
             self._learn_tokens(batch.tokens_before)
         inputs.apply(batch)
-        self.cache.copy_pages(batch.block_copies)
+        self.cache.copy_pages(batch.block_copies, self._group)
         if self.drafter is not None:
             batch = self._drafted(batch, self.drafter, result)
         step = inputs.step_rows(batch)
@@ -195,10 +215,7 @@ class ModelRunner:
             masks = self.sampler.start_masks(sampled_rows, before)
         start = device.mark()
         hidden_TD = self.forward_pass.hidden(step, staged)
-        if self.balancer is not None:
-            self.balancer.count()
-        if self._experts is not None:
-            result.experts = self._experts.count()
+        self._count_experts(result)
         launched = _Launched(sampling.tolist(), drafts)
         if is_sampling:
             logits_RV = self.forward_pass.logits(staged, hidden_TD)

@@ -31,6 +31,7 @@ class Prefault:
 
     Args:
         pages: [pages, bytes of a page], contiguous.
+        num_owners: ranks that have one of so many pages each.
         lead_bytes: how far ahead of the pages that were in use.
         free_bytes: what the system has left; under twice the lead nothing more is taken.
     """
@@ -38,16 +39,20 @@ class Prefault:
     def __init__(
         self,
         pages: Tensor,
+        num_owners: int = 1,
         lead_bytes: int = LEAD_BYTES,
         free_bytes: Callable[[], int] = devices.free_memory_bytes,
     ) -> None:
-        self._bytes, self._page_bytes = pages.view(-1), pages.shape[1]
+        self._bytes, self._page_bytes = pages.view(-1), pages.shape[1] // num_owners
         self._num_bytes = pages.nbytes if pages.device.type == "cpu" and sys.platform == "linux" else 0
         self._lead_bytes, self._free_bytes = lead_bytes, free_bytes
         self._taken = 0  # bytes
 
     def step(self, num_ever_used: int) -> bool:
-        """Take some memory ahead of the first `num_ever_used` pages; False: there is nothing to be done now."""
+        """Take some memory ahead of the first `num_ever_used` pages; False: there is nothing to be done now.
+
+        They are counted over all owners.
+        """
         wanted = num_ever_used * self._page_bytes + self._lead_bytes
         if self._taken >= min(self._num_bytes, wanted) or self._free_bytes() < 2 * self._lead_bytes:
             return False

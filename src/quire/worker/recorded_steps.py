@@ -28,6 +28,10 @@ _MIN_TABLE_WIDTH = 64
 # Fields of ForwardBatch that may be no tensors: then they must be the object that was there when the calls were
 # recorded. All others are copied.
 _UNCOPIED_FIELDS = frozenset({"adapter_slots_T", "caches", "host", "hidden_TD"})
+_MOST_RECORDINGS = 128  # with lanes; without, there are fewer
+
+# Tokens, whether a row has an adapter, and the tokens of each lane.
+_Size = tuple[int, bool, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class _Recording:
 
 
 class RecordedSteps:
-    """The steps of one model on one KV cache, by their number of tokens, and whether a row has an adapter.
+    """The steps of one model on one KV cache, by their number of tokens, whether a row has an adapter, and all lanes.
 
     A step is padded with sequences of no tokens to as many sequences as tokens. So one recording serves the decodes of
     T sequences and every other step of T tokens.
@@ -50,7 +54,7 @@ class RecordedSteps:
     def __init__(self, model: Decoder, inputs: InputBatch, caches: list[LayerCache]) -> None:
         self._model, self._inputs, self._caches = model, inputs, caches
         self._arena = Arena()
-        self._recordings: dict[tuple[int, bool], _Recording] = {}
+        self._recordings: dict[_Size, _Recording] = {}
         self._is_possible = cpu.available()
 
     def size_for(self, step: StepRows) -> Padding | None:
@@ -86,12 +90,14 @@ class RecordedSteps:
             logger.debug("steps are not recorded: the model does more than kernel calls")
             self._is_possible = False
         else:
+            if len(self._recordings) >= _MOST_RECORDINGS:
+                del self._recordings[next(iter(self._recordings))]
             self._recordings[_size_of(batch)] = _Recording(residual_TD, own, result_TD, calls)
         return result_TD
 
 
-def _size_of(batch: ForwardBatch) -> tuple[int, bool]:
-    return batch.num_tokens, batch.adapter_slots_T is not None
+def _size_of(batch: ForwardBatch) -> _Size:
+    return batch.num_tokens, batch.adapter_slots_T is not None, () if batch.lanes is None else batch.lanes.counts
 
 
 def _with_own_inputs(batch: Inputs) -> Inputs | None:
@@ -138,4 +144,5 @@ def _copy_inputs(batch: ForwardBatch | StepTable, to: ForwardBatch | StepTable) 
 
 
 def _inputs_of(batch: ForwardBatch | StepTable) -> list[tuple[str, Any]]:
-    return [(name, getattr(batch, name)) for name in batch.__dataclass_fields__]
+    # Lanes are the same in all steps of a size.
+    return [(name, getattr(batch, name)) for name in batch.__dataclass_fields__ if name != "lanes"]

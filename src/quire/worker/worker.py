@@ -20,6 +20,7 @@ from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
+from quire.moe.dispatch import Dispatch
 from quire.planning import devices
 from quire.resolve import DeviceFacts, shown_bytes
 from quire.schedule import Polled, RowsFailedError, ScheduledBatch, StepResult
@@ -117,6 +118,7 @@ class DeviceWorker:
                 self._loading(0.0, share),
                 group=None if self._ranks is None else self._ranks.group,
                 before=None if self._ranks is None else self._ranks.before,
+                dispatch=_dispatch(self._ranks),
             )
         self.settings, self.model = settings, model
         self.adapters = None
@@ -162,7 +164,7 @@ class DeviceWorker:
                 fix=f"Lower --kv-cache-memory-bytes, {self.place.kv_cache_knob} or --num-gpu-blocks-override",
                 param="kv_cache_memory_bytes",
             ) from error
-        self._prefault = Prefault(self.cache.pages)
+        self._prefault = Prefault(self.cache.pages, self.cache.num_owners)
 
     def capture(self) -> None:
         slots = {} if self.adapters is None else self.adapters.slots
@@ -176,14 +178,14 @@ class DeviceWorker:
     def execute(self, batch: ScheduledBatch) -> StepResult:
         if self._ranks is None:
             return self.runner.execute(batch)
-        group, start, waited = self._ranks.group, time.perf_counter(), self._ranks.waited_seconds
-        if group is not None:
+        start, waited = time.perf_counter(), self._ranks.waited_seconds
+        for group in self._ranks.groups:
             group.begin_step()
         with self._as_rank(in_step=True):
             if self.runner.balancer is not None:
                 self.runner.balancer.begin_step()
-            pending = self.runner.submit(batch if self._samples else _without_grammars(batch))
-        if group is not None:
+            pending = self.runner.submit(batch if self.samples else _without_grammars(batch))
+        for group in self._ranks.groups:
             group.end_step()
         result = pending.result()
         result.ranks = ((time.perf_counter() - start, self._ranks.waited_seconds - waited),)
@@ -194,7 +196,7 @@ class DeviceWorker:
             self._ranks.close()
 
     @property
-    def _samples(self) -> bool:
+    def samples(self) -> bool:
         """Other ranks learn the tokens."""
         return self._ranks is None or self._ranks.samples
 
@@ -222,8 +224,12 @@ class DeviceWorker:
                 what = f"{type(error).__name__}: {error}"
                 raise EngineDeadError(f"Rank {ranks.rank} of {ranks.grid.size} failed in a step: {what}") from error
             try:
-                if ranks.group is not None:
-                    ranks.group.leave_step()
+                # All of them first: ranks of each group may wait for this one, and the group that is left first may
+                # wait for a rank that waits in another group.
+                for group in ranks.groups:
+                    group.void_step()
+                for group in ranks.groups:
+                    group.leave_step()
             except GroupError as lost:
                 ranks.fail()
                 raise _lost(ranks, lost) from error
@@ -251,6 +257,13 @@ class DeviceWorker:
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         """Takes memory of the KV cache that will be needed soon."""
         return self._prefault.step(num_blocks_ever_used)
+
+
+def _dispatch(ranks: Ranks | None) -> Dispatch | None:
+    """None: there is one lane."""
+    if ranks is None or ranks.everyone is None:
+        return None
+    return Dispatch(ranks.everyone, ranks.grid.lane(ranks.rank), ranks.grid.width)
 
 
 def _lost(ranks: Ranks | None, error: Exception) -> PeerLostError:

@@ -54,7 +54,7 @@ def test_kernels_compile_without_spills(tmp_path: Path) -> None:
     products = [f"{form}, {M} rows" for form in FORMS for M in (1, 64, 2048)]
     kinds = ("", " of e4m3", " of e5m2", " of int8")
     prefills = [f"{name}{codes}" for name in ("prefill", "prefill of wide heads") for codes in kinds]
-    # without ranges of their own instruction for decodes, their bits could differ from those of prompts
+    # without ranges of their own instruction for decodes, their bits could differ from the bits of prompts
     deterministic = [
         name.removesuffix(", sm_90") for name in found if name.startswith("deterministic") and "90" in name
     ]

@@ -155,7 +155,7 @@ def test_attention_does_not_depend_on_the_batch_nor_on_the_cut(
     monkeypatch.setattr(attention, "choose_fixed_shape", noted)
 
     def attend(rows: list[int], begins: list[int], ends: list[int]) -> Tensor:
-        """Tokens begin .. end of these rows; those of row 0 have their own queries, others the last two of q."""
+        """Tokens begin .. end of these rows; tokens of row 0 have their own queries, others the last two of q."""
         lens = [end - begin for begin, end in zip(begins, ends, strict=True)]
         q = torch.cat(
             [q_THE[b:e] if r == 0 else q_THE[-3 + r :][:1] for r, b, e in zip(rows, begins, ends, strict=True)]

@@ -29,7 +29,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(autouse=True)
 def _serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of the test's device go where those of a GPU go."""
+    """Tensors of the test's device go where tensors of a GPU go."""
     monkeypatch.setattr(gpu, "serves", lambda device: device.type == DEVICE)
 
 

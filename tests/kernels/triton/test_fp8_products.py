@@ -29,7 +29,7 @@ ATOL = 2e-5  # outputs are of order 1; the twin adds up in another order
 
 @pytest.fixture(autouse=True)
 def _serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of the test's device go where those of a GPU go."""
+    """Tensors of the test's device go where tensors of a GPU go."""
     monkeypatch.setattr(gpu, "serves", lambda device: device.type == DEVICE)
 
 

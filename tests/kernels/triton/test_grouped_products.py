@@ -33,7 +33,7 @@ SHAPES_NK = [(1, 1), (19, 111), (130, 320)]
 
 @pytest.fixture(autouse=True)
 def _serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of the test's device go where those of a GPU go."""
+    """Tensors of the test's device go where tensors of a GPU go."""
     monkeypatch.setattr(gpu, "serves", lambda device: device.type == DEVICE)
 
 

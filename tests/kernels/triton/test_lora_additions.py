@@ -19,7 +19,7 @@ TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.float16: (2e-3, 1.1e-3), torch.
 
 @pytest.fixture(autouse=True)
 def _serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of the test's device go where those of a GPU go."""
+    """Tensors of the test's device go where tensors of a GPU go."""
     monkeypatch.setattr(gpu, "serves", lambda device: device.type == DEVICE)
     if DEVICE == "cpu":
         monkeypatch.setattr(gpu, "place", lambda x, device: x)

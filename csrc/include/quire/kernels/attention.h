@@ -10,6 +10,12 @@
 
 namespace quire {
 
+// Positions whose keys and values become one partial result, from position 0 on. Partial results are joined in their
+// order.
+constexpr int kAttentionRange = 256;
+constexpr int kMostAttentionRows = 256;  // query rows of a partial result
+constexpr int kAttentionPadding = 32;    // elements by which a row of values may be longer there, at most
+
 // Constants of a layer, equal for all steps.
 struct AttentionRule {
   float scale;
@@ -24,7 +30,7 @@ struct AttentionRule {
   }
 };
 
-// T tokens, H query heads, E head_dim, V value_dim, S sequences, M blocks per table row.
+// T tokens, H query heads, O of them with results, E head_dim, V value_dim, S sequences, M blocks per table row.
 struct AttentionArgs {
   DType dtype;                 // of q and out
   StridedHeads<const void> q;  // [T, H, E]
@@ -36,12 +42,37 @@ struct AttentionArgs {
   int num_tokens, num_seqs, num_q_heads, head_dim;
   int value_dim;  // V, at most E: below E the values are the first elements of the keys
   AttentionRule rule;
-  const void* sinks;       // [H] of dtype: a score that takes weight and has no value; nullptr: there are none
-  StridedHeads<void> out;  // [T, H, V]
+  const void* sinks;              // [O] of dtype: a score that takes weight and has no value; nullptr: there are none
+  StridedHeads<void> out;         // [T, O, V]
+  int first_result, num_results;  // the heads of q that have results
+};
+
+// Memory that ranks fill and read in turns: a slot of slot_floats() for each. Kernels know no exceptions, so a turn
+// that cannot be ends the call, and whoever made this knows why.
+class Turns {
+ public:
+  virtual float* begin() = 0;                // this rank's slot, in whole cache lines; nullptr: there is no turn
+  virtual bool end(uint64_t signature) = 0;  // all ranks have filled theirs; false: they have not
+  virtual const float* slot_of(int owner) const = 0;  // until the next turn begins
+  virtual int64_t slot_floats() const = 0;
+
+ protected:
+  ~Turns() = default;
+};
+
+// Attention of ranks that have the pages of one cache together. Page p of the tables is page p / num_owners of the
+// owner p % num_owners. Blocks are multiples of kAttentionRange, so a range is on one rank. Every rank computes the
+// partial results of its ranges for the heads of all owners, and joins those of all ranges for its own heads.
+struct SharedAttentionArgs {
+  AttentionArgs attention;  // q of the heads of all owners, results of own heads, pages of this rank, one KV head
+  int num_owners;           // at most kMaxRanks
+  int owner;                // this rank
 };
 
 struct AttentionKernels {
   void (*paged_attention)(const AttentionArgs&);
+  // Slots hold a partial result of kMostAttentionRows rows.
+  void (*shared_attention)(const SharedAttentionArgs&, Turns&);
 };
 const AttentionKernels& attention_kernels();        // of a cache of CacheType::model
 const AttentionKernels& attention_codes_kernels();  // the other cache types

@@ -1,4 +1,5 @@
 // Matrix products with packed weights: out[M, N] = x[M, K] * weight[N, K]^T + bias, float accumulation, one rounding.
+// What adapters add to a row (quire/kernels/lora.h) is added before it.
 //
 // Packed layout: panels of 64 output columns, one after the other; N is padded with zero columns. In a panel
 //   f32, f16   [K][64]                   element (k, column)
@@ -26,6 +27,7 @@
 
 #include "quire/dtype.h"
 #include "quire/kernels/grouped_layout.h"
+#include "quire/kernels/lora.h"
 #include "quire/strided.h"
 
 namespace quire {
@@ -53,6 +55,11 @@ struct GemmArgs {
   StridedRows<void> out;  // [m, n]
   DType out_dtype;
   const int32_t* x_rows = nullptr;  // [m]: row i of the product reads x[x_rows[i]]; nullptr: x[i]
+  // What adapters add before the rounding, and the adapter of each row, [m], as in LoraInput. nullptr: they add
+  // nothing.
+  LoraTable adapters = {};
+  const int32_t* adapter_slots = nullptr;
+  const LoraPlan* lora = nullptr;  // set by the driver if there are slots
 };
 
 // Rows of a packed weight, each in [0, weight.n), rounded to dtype. A weight that is neither grouped nor FP8 has this

@@ -1,10 +1,13 @@
-// Low-rank additions to the result of a product (LoRA): out = round(base + scale * B (A x)), with an A and a B for each
+// Low-rank additions to the results of products (LoRA): out = round(base + scale * B (A x)), with an A and a B for each
 // row of x, or none.
 //
 // The columns of the result are cut into parts (q, k, v of a fused product), and each has an A and a B of its own, or
 // none. Sums are float. A row's bits depend on the row alone: A x is a sum over k in the lanes of one vector, which are
 // added at the end; B (A x) is a sum over the ranks in ascending order; then one addition to base, and one rounding.
 // Where nothing is added, base is rounded and keeps its bits.
+//
+// Products (quire/kernels/gemm.h) compute A x before they begin and add B (A x) to finished sums before they round
+// them. What is no product, the look-up of an embedding, has its base in memory: `add`.
 #pragma once
 
 #include <cstdint>
@@ -34,19 +37,70 @@ struct LoraTable {
   int64_t columns[kLoraParts];  // of each part
 };
 
-struct LoraArgs {
+// Rows, and the adapter of each.
+struct LoraInput {
   LoraTable table;
   StridedRows<const void> x;  // [rows, k]
   DType dtype;                // of x
   const int64_t* token_ids;   // [rows], for an embedding: x is the unit vector of a token; else nullptr
   const int32_t* slots;       // [rows]; -1: the row has no adapter
-  StridedRows<const float> base;
-  StridedRows<void> out;  // base itself if it is float
-  DType out_dtype;
   int64_t rows;
 };
 
+// A piece of A x. Units of one adapter follow each other, in the order of their memory.
+struct LoraUnit {
+  const LoraDelta* delta;
+  int64_t row, row_end;  // in LoraPlan::order
+  int64_t sums;          // first of the part's A x in a row of them
+  int64_t begin, end;    // ranks of A
+};
+
+// scale * A x of an input, in tasks that may run at the same time. The memory is the planning thread's, until it plans
+// again.
+struct LoraPlan {
+  LoraInput input;
+  const int32_t* order;  // rows by adapter
+  const LoraUnit* units;
+  int64_t num_units;
+  int num_tasks;
+  float* sums;  // [rows][stride], those of the parts side by side
+  int64_t stride;
+};
+
+// A rectangle of the result: at most 64 columns.
+struct LoraBlock {
+  int64_t row, num_rows, column, num_columns;
+};
+
+// A share of something: from `begin` to `end` of `whole`.
+struct LoraShare {
+  int64_t begin, end, whole;
+};
+
+// Room for what is added to a block. Panels of B need not begin or end where the block does, so there are columns
+// around each row.
+template <int64_t kRows>
+struct LoraSpace {
+  alignas(64) float memory[kLoraColumns + kRows * (64 + kLoraColumns)];
+  float* rows() { return memory + kLoraColumns; }
+};
+inline constexpr int64_t kLoraPitch = 64 + kLoraColumns;  // of its rows
+
+struct LoraArgs {
+  LoraInput input;
+  StridedRows<const float> base;
+  StridedRows<void> out;  // base itself if it is float
+  DType out_dtype;
+};
+
 struct LoraKernels {
+  LoraPlan (*plan)(const LoraInput&);
+  void (*run)(const LoraPlan&, int task);
+  // Asks for a share of the memory that `expand` reads for a block.
+  void (*fetch)(const LoraPlan&, const LoraBlock&, const LoraShare&);
+  // When all tasks are done: to[row][column] = what is added, in the rows of a LoraSpace; -0 where nothing is, which
+  // keeps the bits of every number that it is added to. Returns `to`.
+  const float* (*expand)(const LoraPlan&, const LoraBlock&, float* to);
   void (*add)(const LoraArgs&);
 };
 const LoraKernels& lora_kernels();

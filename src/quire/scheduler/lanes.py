@@ -1,0 +1,191 @@
+"""Several schedulers of one engine: each has its own requests, KV cache, prefix cache and token budget.
+
+Lanes compute side by side, and share experts. So they take their steps together, and a step takes as long as that of
+the busiest lane: a request goes where the fewest requests are, and its prefix is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
+
+from quire.errors import InvalidRequestError
+from quire.messages import RequestDelta, SetLimits
+from quire.request import Request
+from quire.schedule import EvictedBlock, LaneUse, ScheduledBatch, StepResult
+from quire.scheduler.blame import culprits
+from quire.scheduler.limits import SchedulerLimits, check_queue
+from quire.scheduler.scheduler import Scheduler, ScheduleStats
+
+PROMPT_TOKENS_OF_A_REQUEST = 512  # to compute so many tokens of a prompt is as much work as a request that runs
+
+
+class Lanes:
+    """What EngineCore asks of a Scheduler, of several ones. Batches are those of all lanes: ScheduledBatch.lanes."""
+
+    num_stages = 1
+    speculation = adapters = None  # resolve refuses them with lanes
+
+    def __init__(self, lanes: Sequence[Scheduler]) -> None:
+        self.lanes = tuple(lanes)
+        for lane in lanes:
+            lane.others = tuple(other for other in lanes if other is not lane)
+        self._next_step_id = 0
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """Of each lane, but for max_num_queued_reqs, which is of all together."""
+        return self.lanes[0].limits
+
+    @property
+    def num_running(self) -> int:
+        return sum(lane.num_running for lane in self.lanes)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(lane.num_waiting for lane in self.lanes)
+
+    @property
+    def num_deferred(self) -> int:
+        return sum(lane.num_deferred for lane in self.lanes)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(lane.num_blocks for lane in self.lanes)
+
+    @property
+    def num_blocks_in_use(self) -> int:
+        return sum(lane.num_blocks_in_use for lane in self.lanes)
+
+    @property
+    def num_blocks_ever_used(self) -> int:
+        """In the lane that has used the most."""
+        return max(lane.num_blocks_ever_used for lane in self.lanes)
+
+    def has_requests(self) -> bool:
+        return any(lane.has_requests() for lane in self.lanes)
+
+    def has_ready_requests(self) -> bool:
+        return any(lane.has_ready_requests() for lane in self.lanes)
+
+    def take_stats(self) -> ScheduleStats:
+        total = ScheduleStats()
+        for stats in (lane.take_stats() for lane in self.lanes):
+            total.num_decode_tokens += stats.num_decode_tokens
+            total.num_preemptions += stats.num_preemptions
+            total.prefix_cache_queries += stats.prefix_cache_queries
+            total.prefix_cache_hits += stats.prefix_cache_hits
+        return total
+
+    def take_evicted_blocks(self) -> list[EvictedBlock] | None:
+        taken = [lane.take_evicted_blocks() for lane in self.lanes]
+        found = [blocks for blocks in taken if blocks is not None]
+        return [*chain(*found)] if found else None
+
+    def uses(self, batch: ScheduledBatch) -> tuple[LaneUse, ...]:
+        """Of each lane after a step."""
+        return tuple(
+            LaneUse(own.num_tokens, lane.num_running, lane.num_waiting, lane.num_blocks_in_use)
+            for lane, own in zip(self.lanes, batch.lanes, strict=True)
+        )
+
+    def add(self, request: Request, *, is_retry: bool = False, is_ready: Callable[[], bool] | None = None) -> None:
+        """See Scheduler.add. The lane is chosen for good."""
+        if not is_retry:
+            check_queue(self.num_waiting, self.limits)
+        if any(request.request_id in lane for lane in self.lanes):
+            raise InvalidRequestError("The request id is in use", value=request.request_id, param="request_id")
+        self._lane_for(request).add(request, is_retry=True, is_ready=is_ready)
+
+    def _lane_for(self, request: Request) -> Scheduler:
+        if request.sampling_params.grammar is not None:  # the rank in the engine's process alone has grammars
+            if request.lane:
+                raise InvalidRequestError(
+                    "A request with a constraint is computed by the first lane",
+                    value=request.lane,
+                    expected="0",
+                    fix="Leave data_parallel_rank out",
+                    param="data_parallel_rank",
+                )
+            return self.lanes[0]
+        if request.lane is not None:
+            return self.lanes[request.lane]
+        if request.fork_of is not None:
+            for lane in self.lanes:
+                if request.fork_of in lane:
+                    return lane
+
+        def work(lane: Scheduler) -> float:
+            return lane.num_running + lane.num_waiting + lane.num_missing(request) / PROMPT_TOKENS_OF_A_REQUEST
+
+        return min(self.lanes, key=work)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        request_ids = list(request_ids)
+        for lane in self.lanes:
+            lane.abort(request_ids)
+
+    def set_limits(self, change: SetLimits) -> None:
+        for lane in self.lanes:
+            lane.set_limits(change)
+
+    def reset_prefix_cache(self) -> None:
+        for lane in self.lanes:
+            lane.reset_prefix_cache()
+
+    def schedule(self) -> ScheduledBatch | None:
+        """The next batches of all lanes; None: no lane has anything to do before a result arrives."""
+        return self._together([lane.schedule() for lane in self.lanes])
+
+    def probe(self, rows: Sequence[tuple[int, int]]) -> ScheduledBatch | None:
+        """See Scheduler.probe: a step of the first lane, in which the others have nothing."""
+        if self.has_requests():
+            return None
+        return self._together([self.lanes[0].probe(rows), *[None] * (len(self.lanes) - 1)])
+
+    def fail_probe(self, batch: ScheduledBatch) -> None:
+        self.lanes[0].fail_probe(batch.lanes[0])
+
+    def update(self, batch: ScheduledBatch, result: StepResult) -> list[RequestDelta]:
+        deltas: list[RequestDelta] = []
+        for lane, own, of_lane in zip(self.lanes, batch.lanes, result.lanes, strict=True):
+            if own.request_ids:
+                deltas += lane.update(own, of_lane)
+        return deltas
+
+    def fail(self, batches: list[ScheduledBatch], error: str, request_ids: Collection[str] = ()) -> list[RequestDelta]:
+        """See Scheduler.fail. The rows of all lanes are those of one step: any of them may be to blame."""
+        rows = [
+            request
+            for lane, own in zip(self.lanes, batches[0].lanes, strict=True)
+            if own.request_ids
+            for request in lane.rows_of(own)
+        ]
+        guilty = culprits(rows, request_ids)
+        deltas: list[RequestDelta] = []
+        for index, lane in enumerate(self.lanes):
+            deltas += lane.end([request for request in guilty if request.request_id in lane], error)
+            lane.void([batch.lanes[index] for batch in batches if batch.lanes[index].request_ids])
+        return deltas
+
+    def fail_waiting(self, adapter: str, error: str) -> list[RequestDelta]:
+        raise AssertionError("resolve refuses adapters with lanes")
+
+    def _together(self, found: list[ScheduledBatch | None]) -> ScheduledBatch | None:
+        """One batch of the batches of all lanes; None: there are none."""
+        if not any(found):
+            return None
+        lanes = [batch or ScheduledBatch(self._next_step_id) for batch in found]
+        for lane in lanes:
+            lane.lane_tokens = [other.num_tokens for other in lanes]
+        batch = ScheduledBatch(
+            self._next_step_id,
+            [*chain(*(lane.request_ids for lane in lanes))],
+            [*chain(*(lane.num_computed_tokens for lane in lanes))],
+            [*chain(*(lane.num_scheduled_tokens for lane in lanes))],
+            [*chain(*(lane.num_logits for lane in lanes))],
+            [*chain(*(lane.draft_token_ids for lane in lanes))],
+            lanes=lanes,
+        )
+        self._next_step_id += 1
+        return batch
