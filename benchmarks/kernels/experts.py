@@ -3,7 +3,8 @@
 The limit of a call is the larger of two times: the bytes of the distinct experts that it hits, which are counted, over
 the measured read bandwidth; and the operations of all its rows over the measured register-only peak. Both are measured
 between the bursts of calls, so that a noisy machine hits numerator and denominator alike. A reading is the median over
-calls of limit / time. Each call has other hits, and layers take turns, so that weights are outside the caches.
+calls of limit / time. Each call has other hits, and layers take turns, so that weights are outside the caches. Calls
+are recorded and repeated, as the engine does with its steps: results have memory that is written again and again.
 
 Routing is uniform, or by Zipf: the expert of rank r has probability ~ 1 / r. `--quantization` says how weights are held
 (`none`: bfloat16).
@@ -35,6 +36,7 @@ from quire.kernels import cpu
 from quire.kernels.expert_stack import PackedStack, StackBuilder
 from quire.kernels.experts import combine, expert_linear, route
 from quire.kernels.ops import gated_activation
+from quire.kernels.recording import Arena, record
 from quire.kernels.routing import Routing, RoutingRule
 from quire.measure import report
 
@@ -87,6 +89,32 @@ class Layer:
         return combine(expert_linear(y, self._down, routing, of_tokens=False), routing), routing
 
 
+class RecordedLayer:
+    """The calls of a layer for one number of rows.
+
+    Attributes:
+        logits_TE: what a call routes by. Another call needs other values here.
+        routing: of the last call.
+    """
+
+    def __init__(self, layer: Layer, x_TD: Tensor, logits_TE: Tensor) -> None:
+        self._x_TD, self.logits_TE, self._arena = x_TD, logits_TE.clone(), Arena()
+        self.expert_bytes = layer.expert_bytes
+        self.routing: Routing
+
+        def run() -> Tensor:
+            made_TD, self.routing = layer(x_TD, self.logits_TE)
+            return made_TD
+
+        self._made_TD, calls = record(run, self._arena)
+        assert calls is not None, "the layer does more than kernel calls"
+        self._calls = calls
+
+    def __call__(self) -> None:
+        for call in self._calls:
+            call()
+
+
 def logits_of(T: int, E: int, routing: str) -> Iterator[Tensor]:
     """For each call others: the largest S are drawn without replacement."""
     odds_E = torch.ones(E) if routing == "uniform" else 1 / torch.arange(1, E + 1)
@@ -98,20 +126,22 @@ def measure(
     layers: list[Layer], shape: Shape, T: int, routing: str, peak_of: Callable[[], float], seconds: float
 ) -> dict[str, float]:
     """Medians over calls."""
-    x_TD, turns, logits = torch.randn(T, shape.D).to(DTYPE), itertools.cycle(layers), logits_of(T, shape.E, routing)
+    x_TD, logits = torch.randn(T, shape.D).to(DTYPE), logits_of(T, shape.E, routing)
+    turns = itertools.cycle([RecordedLayer(layer, x_TD, next(logits)) for layer in layers])
     operations = 2 * T * shape.S * 3 * shape.D * shape.I
     found: dict[str, list[float]] = {"us": [], "hits": [], "share": [], "is_read": [], "bandwidth": [], "peak": []}
     deadline = time.perf_counter() + seconds
     while not found["us"] or time.perf_counter() < deadline:
         bandwidth, peak = cpu.read_bandwidth(256 << 20, repeats=2), peak_of()
-        next(turns)(x_TD, next(logits))  # wakes the threads
+        next(turns)()  # wakes the threads
         burst_end = time.perf_counter() + BURST_S
         while time.perf_counter() < burst_end:
-            layer, logits_TE = next(turns), next(logits)
+            layer = next(turns)
+            layer.logits_TE.copy_(next(logits))
             start = time.perf_counter()
-            made = layer(x_TD, logits_TE)[1]
+            layer()
             elapsed = time.perf_counter() - start
-            hits = int((made.begins.diff() > 0).sum())
+            hits = int((layer.routing.begins.diff() > 0).sum())
             reading, multiplying = hits * layer.expert_bytes / bandwidth, operations / peak
             share, is_read = max(reading, multiplying) / elapsed, float(reading >= multiplying)
             numbers = (1e6 * elapsed, hits, share, is_read, bandwidth / 1e9, peak / 1e9)

@@ -21,6 +21,7 @@ struct DotTiles {
   using Weight = bf16;
   static constexpr int64_t kStepK = kBf16KUnit;
   static constexpr int64_t kFetches = kBf16KUnit / 2;
+  static constexpr bool kIsInOrder = kInOrder;
   static constexpr int kVectors = 4;
 
   template <int kRows, class Fetch>
@@ -87,6 +88,7 @@ struct DotTile {
   using Weight = bf16;
   static constexpr int64_t kStepK = kBf16KUnit;
   static constexpr int64_t kFetches = kBf16KUnit / 2;
+  static constexpr bool kIsInOrder = false;
   static constexpr int64_t kColumnsPerVector = 4, kTileColumns = kBf16TileColumns;
 
   template <int kRows, class Fetch>

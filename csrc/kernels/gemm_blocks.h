@@ -44,11 +44,12 @@ struct PrefetchPlan {
   int lines_per_call;  // `calls` calls with this number of lines fetch the block in one pass
   int64_t calls;
   int num_passes;
+  bool is_in_order = true;  // passes read the block in the order of its addresses
 
   Prefetch of_pass(int pass) const {
     // The only pass waits for memory. Without prefetching it is 1.1 to 1.3 times as fast there (Zen 4, 1 to 6 rows in 8
     // and 4 bits; benchmarks/NOTES.md).
-    if (num_passes == 1 && follows_streams()) return {begin, 0};
+    if (num_passes == 1 && is_in_order && follows_streams()) return {begin, 0};
     const int first = lines_per_call * pass / num_passes, end = lines_per_call * (pass + 1) / num_passes;
     return {begin + 64 * calls * first, end - first};
   }

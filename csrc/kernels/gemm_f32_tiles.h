@@ -49,6 +49,7 @@ struct FloatTile {
   using Weight = T;
   static constexpr int64_t kStepK = 1;
   static constexpr int64_t kFetches = 1;
+  static constexpr bool kIsInOrder = F32::kWidth == 16;  // otherwise several rows take a part of the columns at a time
 
   template <int kRows, class Fetch>
   static void run(const float* a, int64_t a_stride, const T* b, int64_t steps, float* out, bool is_first,
@@ -75,6 +76,7 @@ struct Bf16Tile {
   using Weight = bf16;
   static constexpr int64_t kStepK = kBf16KUnit;
   static constexpr int64_t kFetches = kBf16KUnit / 2;
+  static constexpr bool kIsInOrder = false;  // of several tiles, a line of each in turn
   static constexpr int64_t kTileColumns = kBf16TileColumns;
 
   template <int kRows, class Fetch>

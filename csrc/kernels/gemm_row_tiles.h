@@ -26,6 +26,7 @@ inline int64_t input_stride(int64_t k) {
 // Tile::Weight      element of the packed weight
 // Tile::kStepK      k per step: 1, or 32 where a panel is made of tiles
 // Tile::kFetches    calls of prefetch.fetch() per step
+// Tile::kIsInOrder  weights are read in the order of their addresses
 // Tile::run<R, Fetch>(a, a_stride, b, steps, sums, is_first, prefetch)   sums[R][64] = (is_first ? 0 : sums) + a * b
 template <class Tile>
 inline void run_row_tiles(const GemmBlock& block) {
@@ -55,7 +56,7 @@ inline void run_row_tiles(const GemmBlock& block) {
       const int64_t steps = std::min(kStepsPerBlock, num_steps - step);
       const PrefetchPlan plan{reinterpret_cast<const char*>(b + (step + steps) * kStepElements),
                               static_cast<int>(kStepBytes / 64 / Tile::kFetches), steps * Tile::kFetches,
-                              static_cast<int>(num_tiles)};
+                              static_cast<int>(num_tiles), Tile::kIsInOrder};
       for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile) {  // tiles of nearly equal height: 7 rows are 3 + 4
         const int64_t rows = num_rows * (tile + 1) / num_tiles - row;
         float* tile_sums = sums + row * kPanelWidth;

@@ -172,6 +172,12 @@ def test_lanes_that_share_experts(tmp_path: Path, capsys: pytest.CaptureFixture[
     }
     assert rows[True]["weight_bytes"] < 0.8 * rows[False]["weight_bytes"]
     assert rows[True]["num_tokens"] > rows[False]["num_tokens"]
+    one_head = write_config(
+        tmp_path, "Qwen3-0.6B", architectures=["Qwen3MoeForCausalLM"], **experts, num_key_value_heads=1
+    )
+    words = (str(one_head), "--device", "cpu", "-tp", "2", "--memory", "64GB")
+    assert shown(capsys, *words, "-ep")["legal_decode_context_parallel_sizes"] == [1, 2]
+    assert shown(capsys, *words, "-ep", "-dp", "2")["legal_decode_context_parallel_sizes"] == [1]
 
 
 def test_ranks_that_divide_the_kv_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

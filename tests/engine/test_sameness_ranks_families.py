@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from quire.errors import ConfigError
 from quire.kernels import cpu
-from quire.layer_spec import Experts
 from quire.worker import expert_balancer
 from tests.covering import covering
 from tests.engine.ranks import started
@@ -102,19 +101,6 @@ def test_families(
     assert len({tuple(tokens) for tokens, _ in one}) > 2
     asked = {} if family == DENSE else SHARES[share]
     assert of_ranks(num_ranks, folder_of(family), **LIMITS, **FORMS[form], **asked) == one
-
-
-def test_replicas_whose_ranks_have_whole_experts(
-    folder_of: Callable[[str], Path], expected: Callable[[str, str, str], Answer]
-) -> None:
-    """`-dp 2 -tp 2 -ep`: the ranks of a replica have all experts of a layer between them."""
-    asked = LIMITS | FORMS["int4"] | SHARES["neighbours"] | {"data_parallel_size": 2}
-    engine = started(2, folder_of("qwen2_moe"), **asked)
-    layers = [worker.model.config.layers for worker in engine.executor.workers]  # type: ignore[attr-defined]
-    experts = [[each.feed_forward for each in own if isinstance(each.feed_forward, Experts)] for own in layers]
-    assert [{each.num_experts for each in own} for own in experts] == [{3}, {3}]
-    assert answers(engine.core) == expected("qwen2_moe", "int4", cpu.isa())
-    engine.core.shutdown()
 
 
 @pytest.mark.parametrize(

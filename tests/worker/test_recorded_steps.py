@@ -263,7 +263,7 @@ def test_a_recording_that_fails_leaves_nothing(model: Decoder, monkeypatch: pyte
     with pytest.raises(MemoryError):
         run.step({0: [3]})
     assert cpu._C is kernels
-    assert list(run.recorded._recordings) == [(2, False)]
+    assert list(run.recorded._recordings) == [(2, False, ())]
     model._parts_of_pass[-1] = last
     run.lengths[0] -= 1
     assert torch.equal(run.step({0: [3]})[0], PagedRun(model, torch.bfloat16).step({0: [1, 2, 3]})[0][-1:])

@@ -175,7 +175,7 @@ def layouts(form: Form, model: ModelConfig, device: DeviceFacts, count: int) -> 
                     parts = [part_of_rank(model, engine, rank) for rank in range(0, tensor * pipeline, tensor)]
                 except ConfigError:  # the model cannot be cut so
                     continue
-                for context in legal_divisions(model, tensor) if engine.num_lanes == 1 else (1,):
+                for context in _legal_divisions(model, engine):
                     resolved = _divided(form.resolved, context)
                     fits = [
                         fit_of(form, part, device, weight_bytes(form, part), KvPages.of(resolved, part))
@@ -184,6 +184,11 @@ def layouts(form: Form, model: ModelConfig, device: DeviceFacts, count: int) -> 
                     least = min(fits, key=lambda fit: fit.num_blocks)
                     most = max(sum(fit.weight_bytes) for fit in fits)
                     yield Layout(form, tensor, pipeline, copies, context, whole, most, copies * least.num_tokens)
+
+
+def _legal_divisions(model: ModelConfig, engine: EngineConfig) -> list[int]:
+    """In how many parts ranks can divide a KV cache."""
+    return legal_divisions(model, engine.tensor_parallel_size) if engine.num_lanes == 1 else [1]
 
 
 def _divided(resolved: Resolved, num_owners: int) -> Resolved:
@@ -248,7 +253,7 @@ class LayoutPlan:
         return legal_degrees(self.model, MOST_DEGREES, expert_cut(self.engine))
 
     def _divisions(self) -> list[int]:
-        return legal_divisions(self.model, self.engine.tensor_parallel_size)
+        return _legal_divisions(self.model, self.engine)
 
     def _lines(self) -> Iterator[str]:
         first = self.asked[0]
