@@ -80,7 +80,7 @@ void wake_all([[maybe_unused]] std::atomic<uint32_t>& word) {
 }
 
 void copy_rows(const char* from, int64_t from_stride, char* to, int64_t to_stride, int64_t width, int64_t rows) {
-  if (rows == 0) return;
+  if (rows == 0 || width == 0) return;
   if (from_stride == width && to_stride == width) {
     width *= rows;
     rows = 1;
