@@ -100,12 +100,18 @@ class Nursery:
         """The process id of a new child of this process."""
         with _is_ordering:
             channel = self._channel = self._channel or self._start()
+            ours, theirs = os.pipe()
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
-                socket.send_fds(channel, [json.dumps(order).encode()], descriptors)
-                if not (answer := channel.recv(100)):
-                    raise OSError("the nursery has ended")
-                return int(answer)
+                try:
+                    socket.send_fds(channel, [json.dumps(order).encode()], [*descriptors, theirs])
+                finally:
+                    os.close(theirs)
+                # It ends when the child runs, and also when somebody has killed it before.
+                with open(ours, "rb") as answer:
+                    if not (number := answer.read()):
+                        raise OSError("the nursery has ended")
+                return int(number)
             finally:
                 _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
@@ -186,7 +192,10 @@ class BoundedPopen(Popen):
 
 
 def serve(channel: socket.socket) -> tuple[Order, list[int]]:
-    """Fork children until nobody is there to order any. Returns in each child, with what is ordered of it."""
+    """Fork children until nobody is there to order any. Returns in each child, with what is ordered of it.
+
+    The last descriptor is a pipe on which the orderer gets the process id. The child closes it when it runs.
+    """
     _libc.prctl(_PR_SET_NAME, NAME, 0, 0, 0)
     while True:
         data, descriptors, _, _ = socket.recv_fds(channel, _MAX_ORDER_BYTES, _MAX_DESCRIPTORS)
@@ -195,16 +204,18 @@ def serve(channel: socket.socket) -> tuple[Order, list[int]]:
         # A child whose parent ends is adopted by the nearest of its ancestors that wishes it, who is the orderer.
         middle = os.fork()
         if middle == 0:
-            if os.fork() > 0:
+            if (child := os.fork()) > 0:
+                os.write(descriptors[-1], str(child).encode())
                 os._exit(0)
+            channel.close()
             return json.loads(data), descriptors
         os.waitpid(middle, 0)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def run(order: Order, descriptors: list[int], channel: socket.socket) -> NoReturn:
-    """Become what is ordered, and say so over the channel."""
+def run(order: Order, descriptors: list[int]) -> NoReturn:
+    """Become what is ordered, and say so by closing the last descriptor."""
     deadline = time.monotonic() + _ADOPTION_SECONDS
     while os.getppid() != order["parent"]:
         if time.monotonic() > deadline:  # the orderer has ended
@@ -228,7 +239,7 @@ def run(order: Order, descriptors: list[int], channel: socket.socket) -> NoRetur
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, free) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
-    channel = _high(channel, free)
+    *high, answer = high
     for number, descriptor in zip(order["numbers"], high, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -236,9 +247,8 @@ def run(order: Order, descriptors: list[int], channel: socket.socket) -> NoRetur
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     _open_standard_streams()
     if name not in BOUNDED:
-        _make_own_nursery(channel, free)
-    channel.send(str(os.getpid()).encode())
-    channel.close()
+        _make_own_nursery(answer, free)
+    os.close(answer)
     _end(_run_main(arguments))
 
 
@@ -256,11 +266,16 @@ def _open_standard_streams() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _make_own_nursery(channel: socket.socket, free: int) -> None:
-    """For what this program starts. It has to be made while there is one thread. `free`: see _high."""
+def _make_own_nursery(answer: int, free: int) -> None:
+    """For what this program starts. It has to be made while there is one thread.
+
+    Args:
+        answer: a descriptor that is not the nursery's.
+        free: see _high.
+    """
     ours, theirs = (_high(end, free) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     if os.fork() == 0:
-        channel.close()
+        os.close(answer)
         ours.close()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
@@ -269,7 +284,7 @@ def _make_own_nursery(channel: socket.socket, free: int) -> None:
             os.open(os.devnull, os.O_RDWR)
         order, descriptors = serve(theirs)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        run(order, descriptors, theirs)
+        run(order, descriptors)
     theirs.close()
     kind = TorchPopen if "torch" in sys.modules else LightPopen
     subprocess.Popen = type("Popen", (kind,), {"nursery": Nursery((), READ_WITH_TORCH, ours)})  # type: ignore[misc]
@@ -338,7 +353,7 @@ def main() -> None:
     gc.enable()
     del sys.path[0]
     order, descriptors = serve(channel)
-    run(order, descriptors, channel)
+    run(order, descriptors)
 
 
 if __name__ == "__main__":

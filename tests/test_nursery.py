@@ -1,0 +1,20 @@
+"""Who orders a child gets it, whatever becomes of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.nursery import BoundedPopen
+
+COMMAND = [sys.executable, "-m", "quire.frontend.render_process"]
+
+
+def test_a_child_that_ends_before_it_runs_is_a_child_that_has_ended():
+    """As after a signal of somebody who looks for processes by name. Whoever orders another one gets that one."""
+    with BoundedPopen(COMMAND, cwd="/nowhere", stdin=subprocess.DEVNULL) as process:
+        assert process.wait(30) == 1
+    with BoundedPopen(COMMAND, stdin=subprocess.PIPE) as process:
+        assert process.poll() is None
+        process.kill()
+    assert process.returncode == -9
