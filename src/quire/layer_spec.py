@@ -180,7 +180,7 @@ class LinearShape:
         num_experts: as many layers of this shape are stacked; 0: an ordinary layer. Sizes are of one of them.
         placement: they are the experts of one rank; None: they are all experts of the layer.
         stacked: the name of one tensor [num_experts, N, K] that a checkpoint may hold instead; empty: there is none.
-            Biases and the tensors of a quantized form have its name, `_` and their own without `weight_`.
+            Biases and the tensors of a quantized form have its name and their own behind it (moe/stack.py).
         stacked_form: `columns`: that tensor is [num_experts, K, N]. `turns`: so too, and in all of them the outputs of
             the shards take turns.
         is_gate: its few outputs decide about others, so it stays in floating point, and adapters do not change it.

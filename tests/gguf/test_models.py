@@ -451,6 +451,38 @@ def test_quantized_latent_attention(tmp_path: Path) -> None:
         assert loaded.weight_bytes() == loaded.config.weight_bytes("float32"), "not the planned bytes are held"
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value", "expected"),
+    [
+        ("glm4moe", "expert_gating_func", 9, "one of sigmoid"),
+        ("glm4moe", "expert_gating_func", 1, "one of sigmoid"),
+        ("deepseek-v2", "expert_gating_func", 9, "one of softmax"),
+        ("qwen3moe", "expert_gating_func", 2, "one of softmax"),
+        ("granitemoe", "expert_gating_func", 1, "one of softmax_of_chosen"),
+        ("qwen3moe", "expert_used_count", 9, "from 1 to"),
+        ("glm4moe", "expert_group_count", 3, "a divisor of the 4 experts"),
+    ],
+)
+def test_routing_that_does_not_fit_is_refused(name: str, key: str, value: int, expected: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    make(tmp_path, case.config_class, case.settings)
+    write_gguf(tmp_path / "m.gguf", tmp_path, "F32", extra=case.extra | {key: value}, tensors=case.tensors)
+    with pytest.raises(ModelConfigError) as caught:
+        load_model_config(tmp_path / "m.gguf")
+    assert expected in str(caught.value.expected)
+
+
+@pytest.mark.parametrize("num_experts", [3, 5])
+def test_another_number_of_experts_than_the_file_has(num_experts: int, tmp_path: Path) -> None:
+    """The router is wider or narrower then, and so are the tensors of all experts."""
+    case = CASES["glm4moe"]
+    make(tmp_path, case.config_class, case.settings)
+    extra = case.extra | {"expert_count": num_experts, "expert_group_count": 1}
+    write_gguf(tmp_path / "m.gguf", tmp_path, "F32", extra=extra, tensors=case.tensors)
+    with pytest.raises(WeightsError, match=rf"mlp.gate.weight has shape \[4, \d+\] instead of \[{num_experts}, \d+\]"):
+        load_model(load_model_config(tmp_path / "m.gguf"), torch.float32)
+
+
 def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
     """Experts in MXFP4 with biases in float32, the rest in Q8_0. All experts are active."""
     settings = {**WIDE, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 9}

@@ -230,9 +230,28 @@ def test_illegal_groups(field: str, value: int, expected: str, tmp_path: Path) -
     assert expected in str(caught.value.expected)
 
 
-def test_formats_that_differ_inside_a_layer_are_refused(folder: Path, other: Path) -> None:
-    description = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-    rewrite(other, {}, quantization_config=description | {"modules_to_not_convert": ["experts.3"]})
+# Descriptions whose experts 0 and 3 have different formats.
+MIXED: dict[str, dict[str, Any]] = {
+    "awq": {
+        **{"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+        "modules_to_not_convert": ["experts.3"],
+    },
+    "gptq": {
+        **{"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True},
+        "dynamic": {r".*experts\.3\..*": {"bits": 8}},
+    },
+    "fp8": {"quant_method": "fp8", "modules_to_not_convert": ["experts.3"]},
+    "compressed-tensors": {
+        **{"quant_method": "compressed-tensors", "format": "float-quantized"},
+        "ignore": [r"re:.*experts\.3\."],
+        "config_groups": {"0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}},
+    },
+}
+
+
+@pytest.mark.parametrize("method", MIXED)
+def test_formats_that_differ_inside_a_layer_are_refused(method: str, other: Path) -> None:
+    rewrite(other, {}, quantization_config=MIXED[method])
     with pytest.raises(
         ModelConfigError, match=r"mlp.experts.3.gate_proj has another format than .*experts.0.gate_proj"
     ):

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quire.demo
+from quire.families import FAMILIES
 from quire.forward_batch import ForwardBatch
 from quire.kernels import cpu
 from quire.kernels.recording import Arena, record
@@ -26,7 +28,7 @@ from quire.worker.recorded_steps import RecordedSteps
 from tests.gguf.writing import write_gguf
 from tests.loading import load_model
 from tests.models.paged_run import PagedRun
-from tests.models.test_families import CASES, random_hf_model
+from tests.models.test_families import CASES, EXTENDED, random_hf_model
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="only compiled kernels are recorded")
 
@@ -115,11 +117,13 @@ def test_shards_in_several_formats(tmp_path: Path, num_recorded: list[int | None
     assert all(torch.equal(a, b) for a, b in zip(replayed, anew, strict=True))
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "olmo2"])
-def test_sinks_chunks_experts_and_norms_of_all_heads(
-    family: str, tmp_path: Path, num_recorded: list[int | None]
-) -> None:
-    random_hf_model(CASES[family]).save_pretrained(tmp_path)
+RECORDED = [pytest.param(name, marks=pytest.mark.slow if "-" in name else ()) for name in CASES]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_every_family(name: str, tmp_path: Path, num_recorded: list[int | None]) -> None:
+    """No layer of a native family does more than kernels and what is recorded beside them."""
+    random_hf_model(CASES[name]).save_pretrained(tmp_path)
     model = load_model(load_model_config(tmp_path), torch.bfloat16)
     assert isinstance(model, Decoder)
     replayed = steps(RecordedRun(model))
@@ -127,6 +131,11 @@ def test_sinks_chunks_experts_and_norms_of_all_heads(
     assert None not in num_recorded, "more than kernels"
     anew = steps(PagedRun(model, torch.bfloat16))
     assert all(torch.equal(a, b) for a, b in zip(replayed, anew, strict=True))
+
+
+def test_no_family_is_left_out() -> None:
+    tried = {getattr(transformers, case.config_class).model_type for name, case in CASES.items() if "-" not in name}
+    assert tried | set(EXTENDED) == set(FAMILIES)
 
 
 class TorchCalls(TorchDispatchMode):

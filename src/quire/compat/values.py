@@ -59,7 +59,7 @@ FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
             _QUANTIZE_ON_LOAD,
         ),
         ForeignValues(
-            ("bitsandbytes", "quark", "torchao", "inc", "auto-round", "humming", "fbgemm_fp8", "hqq", "aqlm"),
+            ("bitsandbytes", "quark", "torchao", "inc", "auto-round", "humming", "hqq", "aqlm"),
             "checkpoints of this quantizer are not read",
             f"{_QUANTIZE_ON_LOAD}, or one quantized with AWQ, GPTQ, compressed-tensors, FP8 or as a GGUF file",
         ),

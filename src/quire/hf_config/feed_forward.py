@@ -12,6 +12,7 @@ from quire.layer_spec import Cut, Dense, Experts, LinearShape, Router, Scoring, 
 
 _MAX_EXPERTS = 4096
 SIGMOID_OF_GGUF = 2  # llama.cpp's number of the scoring function
+_SCORINGS_OF_GGUF: dict[int, Scoring] = {1: "softmax", SIGMOID_OF_GGUF: "sigmoid", 3: "softmax_of_chosen"}
 
 
 def gated_mlp(
@@ -142,7 +143,9 @@ class ExpertsForm:
             self.width: "expert_feed_forward_length",
             "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
         }
-        return {field: value for field, key in keys.items() if (value := metadata.get(key)) is not None}
+        fields = {field: value for field, key in keys.items() if (value := metadata.get(key)) is not None}
+        number = metadata.get("expert_gating_func")
+        return fields if number is None else fields | {"scoring_func": _SCORINGS_OF_GGUF.get(number, f"{number}")}
 
     def _router(self, fields: Fields, prefix: str, hidden: int, num_experts: int, num_active: int) -> Router:
         shards = ((self.router, num_experts),)
@@ -165,7 +168,7 @@ def group_routing(fields: Fields) -> dict[str, Any]:
 
 
 def group_routing_of_gguf(metadata: GgufMetadata) -> dict[str, Any]:
-    """Fields of DeepSeek's routing and layers from llama.cpp's keys. Its numbers of scoring functions start at 1."""
+    """Fields of DeepSeek's routing and layers from llama.cpp's keys."""
     keys = {
         "first_k_dense_replace": "leading_dense_block_count",
         "n_shared_experts": "expert_shared_count",
@@ -174,10 +177,7 @@ def group_routing_of_gguf(metadata: GgufMetadata) -> dict[str, Any]:
         "norm_topk_prob": "expert_weights_norm",
         "routed_scaling_factor": "expert_weights_scale",
     }
-    fields = {field: value for field, key in keys.items() if (value := metadata.get(key)) is not None}
-    scoring = {1: "softmax", SIGMOID_OF_GGUF: "sigmoid"}
-    number = metadata.get("expert_gating_func")
-    return fields if number is None else fields | {"scoring_func": scoring.get(number, f"number {number}")}
+    return {field: value for field, key in keys.items() if (value := metadata.get(key)) is not None}
 
 
 def _stack(linear: LinearShape, num_experts: int, stacked: str, form: StackedForm) -> LinearShape:

@@ -1,4 +1,4 @@
-"""Reads descriptions of quantized checkpoints: AWQ, GPTQ, compressed-tensors, FP8, MXFP4. No torch.
+"""Reads descriptions of quantized checkpoints: AWQ, GPTQ, compressed-tensors, FP8, FBGEMM's FP8, MXFP4. No torch.
 
 Each method describes the whole model in its own fields. Here they become rules that give each layer a format.
 """
@@ -28,6 +28,7 @@ QUANTIZATION_NAMES = {
     "gptq_marlin": "gptq",
     "compressed-tensors": "compressed-tensors",
     "fp8": "fp8",
+    "fbgemm_fp8": "fbgemm_fp8",
     "mxfp4": "mxfp4",
     "gpt_oss_mxfp4": "mxfp4",
     "gguf": "gguf",
@@ -238,6 +239,14 @@ def _fp8(fields: Fields) -> Iterable[Rule]:
     )
 
 
+def _fbgemm_fp8(fields: Fields) -> Iterable[Rule]:
+    """Llama 4 and Llama 3.1 405B by Meta. `activation_scale_ub` is for activations, which stay in floating point."""
+    yield _left_out(fields, "modules_to_not_convert")
+    yield _output_left_out("FP8 checkpoints leave the output projection")
+    layer_format = LayerFormat(layout="fp8", bits=8, scales="channel", scale_name="weight_scale")
+    yield Rule(format=layer_format, reason="quant_method", is_rest=True)
+
+
 def _mxfp4(fields: Fields) -> Iterable[Rule]:
     """gpt-oss: only experts. transformers quantizes no other modules with this method."""
     yield _left_out(fields, "modules_to_not_convert")
@@ -250,6 +259,7 @@ _PARSERS: dict[str, Callable[[Fields], Iterable[Rule]]] = {
     "gptq": _gptq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm_fp8,
     "mxfp4": _mxfp4,
 }
 

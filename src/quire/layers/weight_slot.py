@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,6 +23,11 @@ class WeightSlot:
     other_shapes: tuple[tuple[int, ...], ...] = ()  # shapes that are accepted too
     is_loaded: bool = False
 
+    @property
+    def takes_number(self) -> bool:
+        """Whether one number may stand for the whole tensor: a scale."""
+        return () in self.other_shapes
+
 
 @dataclass(slots=True)
 class StackedSlots:
@@ -34,7 +39,7 @@ class StackedSlots:
         like: a slot of one expert, whose `load` is not used.
         load: takes the tensor of the expert at a place.
         loaded: the experts whose tensor came.
-        stacked: the name of a tensor that holds the rows of all experts, and other rows; empty: there is none.
+        stacked: the names that a tensor may have which holds the rows of all experts, and other rows.
         rows: the place of these rows in it.
         is_transposed: it is [num_experts, columns, rows].
     """
@@ -43,7 +48,7 @@ class StackedSlots:
     places: Mapping[int, int]
     like: WeightSlot
     load: Callable[[int, Tensor], None]
-    stacked: str = ""
+    stacked: tuple[str, ...] = ()
     rows: range = range(0)
     is_transposed: bool = False
     loaded: set[int] = field(default_factory=set)
@@ -57,6 +62,32 @@ class StackedSlots:
     def _load(self, expert: int, tensor: Tensor) -> None:
         self.loaded.add(expert)
         self.load(self.places[expert], tensor)
+
+
+def parts_of_all(tensor: Tensor, slots: Sequence[StackedSlots], *, is_transposed: bool) -> list[Tensor] | None:
+    """What each of some slots takes of a tensor of all E experts: views [E, ...]. None: it has another shape.
+
+    Where a number may stand for a whole tensor, there may be one for all, one for each expert, or one for each expert
+    and slot. A scale for each row may lack the dimension of one column, or have it before that of the rows.
+    """
+    E, num_slots = slots[0].num_experts, len(slots)
+    shape = tuple(tensor.shape)
+    if all(each.like.takes_number for each in slots):
+        if shape in ((), (1,), (E,), (E, 1), (E, 1, 1)):
+            numbers_E = tensor.reshape(-1).expand(E)
+            return [numbers_E] * num_slots
+        if shape in ((E, num_slots), (E, num_slots, 1)):
+            return list(tensor.view(E, num_slots).unbind(1))
+    whole = (E, sum(each.like.shape[0] for each in slots), *slots[0].like.shape[1:])
+    if whole[2:] == (1,) and shape in (whole[:2], (E, 1, whole[1])):
+        tensor = tensor.reshape(whole)
+    elif is_transposed:
+        tensor = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
+    if tuple(tensor.shape) != whole:
+        return None
+    if num_slots == 1:
+        return [tensor]
+    return [tensor[:, each.rows.start : each.rows.stop : each.rows.step] for each in slots]
 
 
 WeightSlots = Iterable[tuple[str, WeightSlot]]  # (name relative to the layer, slot)

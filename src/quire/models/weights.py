@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import WeightsError
-from quire.layers.weight_slot import StackedSlots, WeightSlot
+from quire.layers.weight_slot import StackedSlots, WeightSlot, parts_of_all
 from quire.logs import get_logger
 from quire.model_config import EXPERT
 
@@ -25,6 +25,8 @@ _KV_SCALE_SUFFIXES = (
     *(".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale"),
     *(".k_proj.output_scale", ".v_proj.output_scale"),
 )
+# What transformers calls the scales of FP8 weights with a scale per tensor, and what others do.
+_OTHER_SUFFIXES = ((".weight_scale_inv", ".weight_scale"), (".activation_scale", ".input_scale"))
 _MAX_NAMES = 5
 
 logger = get_logger(__name__)
@@ -61,8 +63,8 @@ class WeightTable:
         self._stacked: dict[str, list[str]] = {}  # name of a tensor of all experts: the stacks with parts of it
         for name, stack in self._stacks.items():
             self._stacked[name] = [name]
-            if stack.stacked:
-                self._stacked.setdefault(stack.stacked, []).append(name)
+            for stacked in stack.stacked:
+                self._stacked.setdefault(stacked, []).append(name)
         self._renamed_prefixes = renamed_prefixes
         self._ignored_prefixes = ignored_prefixes
 
@@ -99,7 +101,7 @@ class WeightTable:
         for checkpoint_name, tensor in self._of_one_expert(weights, unfit):
             if checkpoint_name.startswith(self._ignored_prefixes) or checkpoint_name.endswith(_IGNORED_SUFFIXES):
                 continue
-            name = renamed(checkpoint_name, self._renamed_prefixes)
+            name = self._known_name(checkpoint_name)
             slot = self._slot(name)
             if slot is None:
                 if not _is_void(checkpoint_name, tensor):
@@ -123,7 +125,7 @@ class WeightTable:
 
     def own_name(self, checkpoint_name: str) -> str | None:
         """Our name of a tensor of the checkpoint; None: the model does not use it."""
-        name = renamed(checkpoint_name, self._renamed_prefixes)
+        name = self._known_name(checkpoint_name)
         is_used = self._slot(name) is not None and not checkpoint_name.startswith(self._ignored_prefixes)
         return name if is_used else None
 
@@ -152,6 +154,14 @@ class WeightTable:
         expert = int(match[2])
         return stack.of_expert(expert) if expert in stack.places and str(expert) == match[2] else None
 
+    def _known_name(self, checkpoint_name: str) -> str:
+        """Our name of a tensor, if the model has it."""
+        name = renamed(checkpoint_name, self._renamed_prefixes)
+        for other, own in _OTHER_SUFFIXES:
+            if name.endswith(other) and self._slot(name) is None:
+                return name.removesuffix(other) + own
+        return name
+
     def _of_one_expert(self, weights: Iterable[tuple[str, Tensor]], unfit: list[str]) -> Iterator[tuple[str, Tensor]]:
         """The tensors. Tensors of all experts come in their parts: views, one expert after the other."""
         for checkpoint_name, tensor in weights:
@@ -161,20 +171,16 @@ class WeightTable:
                 yield checkpoint_name, tensor
                 continue
             stacks = [self._stacks[name] for name in names]
-            rows = [stack.rows for stack in stacks]
-            parts = [slice(None)] if len(names) == 1 else [slice(each.start, each.stop, each.step) for each in rows]
-            first = stacks[0]
-            num_rows = sum(stack.like.shape[0] for stack in stacks)
-            shape = (first.num_experts, num_rows, *first.like.shape[1:])
-            is_transposed = first.is_transposed and own == first.stacked
-            shape = (shape[0], *reversed(shape[1:])) if is_transposed else shape
-            if tuple(tensor.shape) != shape:
-                unfit.append(f"{checkpoint_name} has shape {list(tensor.shape)} instead of {list(shape)}")
+            is_transposed = stacks[0].is_transposed and own in stacks[0].stacked
+            parts = parts_of_all(tensor, stacks, is_transposed=is_transposed)
+            if parts is None:
+                shape = [stacks[0].num_experts, sum(stack.like.shape[0] for stack in stacks), *stacks[0].like.shape[1:]]
+                expected = [shape[0], *reversed(shape[1:])] if is_transposed else shape
+                unfit.append(f"{checkpoint_name} has shape {list(tensor.shape)} instead of {expected}")
                 continue
-            tensor = tensor.transpose(1, 2) if is_transposed else tensor
-            for expert in first.places:
+            for expert in stacks[0].places:
                 for name, part in zip(names, parts, strict=True):
-                    yield name.format(expert), tensor[expert][part]
+                    yield name.format(expert), part[expert]
 
 
 def renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.distributed.group import Group
 from quire.errors import WeightsError
-from quire.formats.stored_linear import StoredLinear
+from quire.formats.stored_linear import StoredLinear, row_unit
 from quire.kernels.expert_stack import PackedStack, StackBuilder
 from quire.kernels.experts import expert_linear
 from quire.kernels.routing import Routing
@@ -23,6 +23,9 @@ from quire.layer_spec import Placement, Share
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import StackedSlots, WeightSlot
 from quire.quantization.select import select_scheme
+
+# Its names for FP8 with a scale per tensor.
+_OF_TRANSFORMERS = {"weight_scale": ("_scale_inv",), "input_scale": ("_activation_scale",)}
 
 
 class ExpertStack:
@@ -41,6 +44,7 @@ class ExpertStack:
         shape = stored.shape
         self.out_features, self._num_experts = shape.out_features, shape.num_experts
         self._shape, self._dtype, self._scheme = shape, dtype, select_scheme(stored)
+        self._row_unit = row_unit(stored)
         placement = shape.placement
         numbers = range(shape.num_experts) if placement is None else placement.own
         self._places = {number: place for place, number in enumerate(numbers)}
@@ -64,11 +68,10 @@ class ExpertStack:
         shape = self._shape
         for name, like in self._layer(0).slots():
             shard, _, tensor = name.rpartition(".")
-            suffix = "" if tensor == "weight" else f"_{tensor.removeprefix('weight_')}"
             rows, num_rows = self._rows[shard], like.shape[0]
             has_stack = bool(shape.stacked)
-            if num_rows != len(rows):  # a row is of a block of outputs
-                has_stack = has_stack and shape.stacked_form == "rows"
+            if num_rows != len(rows):  # a row is of a block of outputs, or the only one
+                has_stack = has_stack and (like.takes_number or self._has_whole_blocks)
                 begin = rows.start * num_rows // len(rows)
                 rows = range(begin, begin + num_rows)
             yield (
@@ -78,7 +81,7 @@ class ExpertStack:
                     self._places,
                     like,
                     self._loader(name, like),
-                    shape.stacked + suffix if has_stack else "",
+                    tuple(shape.stacked + suffix for suffix in _suffixes(tensor)) if has_stack else (),
                     rows,
                     is_transposed=tensor == "weight" and shape.stacked_form != "rows",
                 ),
@@ -93,6 +96,12 @@ class ExpertStack:
             return {name: range(first, end, len(shards)) for first, (name, _) in enumerate(shards)}
         begins = accumulate((size for _, size in shards), initial=0)
         return {name: range(begin, begin + size) for (name, size), begin in zip(shards, begins, strict=False)}
+
+    @cached_property
+    def _has_whole_blocks(self) -> bool:
+        """Whether rows of blocks can be in a tensor of all experts: no block has outputs of two shards."""
+        sizes = [size for _, size in self._shape.whole().shards[:-1]]
+        return self._shape.stacked_form == "rows" and all(size % self._row_unit == 0 for size in sizes)
 
     def _layer(self, expert: int) -> Linear:
         return Linear(self._shape.of_expert(expert), dtype=self._dtype, scheme=self._scheme)
@@ -139,6 +148,14 @@ class ExpertStack:
         """Bytes held after loading."""
         assert self.stack is not None
         return self.stack.nbytes + (0 if self.bias_EN is None else self.bias_EN.nbytes)
+
+
+def _suffixes(tensor: str) -> tuple[str, ...]:
+    """What stands behind the name of the weights of all experts, for another tensor of all experts."""
+    if tensor == "weight":
+        return ("",)
+    suffixes = (f"_{tensor.removeprefix('weight_')}", f"_{tensor}", f".{tensor}", *_OF_TRANSFORMERS.get(tensor, ()))
+    return tuple(dict.fromkeys(suffixes))
 
 
 class SplitStack:
