@@ -61,17 +61,18 @@ def demo_model(precision: str, max_model_len: int | None) -> tuple[ModelConfig, 
     if precision == CHECKPOINT:
         with TemporaryDirectory() as folder:
             write_quantized(quire.demo.path("target"), Path(folder), CHECKPOINT_FORMAT)
-            return _load(Path(folder), precision, max_model_len)
-    return _load(quire.demo.path("target"), precision, max_model_len)
+            return load_with(Path(folder), precision, max_model_len)
+    return load_with(quire.demo.path("target"), precision, max_model_len)
 
 
 @cache
 def demo_draft() -> tuple[ModelConfig, CausalLM]:
     """The bundled draft model, in bfloat16."""
-    return _load(quire.demo.path("draft"), "bfloat16", None)
+    return load_with(quire.demo.path("draft"), "bfloat16", None)
 
 
-def _load(folder: Path, precision: str, max_model_len: int | None) -> tuple[ModelConfig, CausalLM]:
+def load_with(folder: Path, precision: str, max_model_len: int | None) -> tuple[ModelConfig, CausalLM]:
+    """A model in one of the precisions of `demo_model`. `max_model_len`: None: its own."""
     config = load_model_config(folder)
     if max_model_len is not None:
         config = replace(config, max_model_len=max_model_len)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import safetensors.torch
@@ -21,7 +22,7 @@ from quire.model_config import ModelConfig, load_model_config
 from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.speculative_config import SpeculativeConfig
-from tests.engine.harness import demo_model, dtype_of
+from tests.engine.harness import demo_model, dtype_of, load_with
 from tests.loading import load_model
 
 TARGET = json.loads((quire.demo.path("target") / "config.json").read_text())
@@ -106,15 +107,15 @@ def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     return folder
 
 
-def write_mimo(folder: Path) -> Path:
-    """The demo model as a MiMo: biases of zero, and a random layer for multi-token prediction."""
+def write_mimo(folder: Path, layer: Mapping[str, Tensor] | None = None) -> Path:
+    """The demo model as a MiMo: biases of zero, and a layer for multi-token prediction; None: a random one."""
     tensors = safetensors.torch.load_file(quire.demo.path("target") / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     widths = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
-    for layer in range(TARGET["num_hidden_layers"]):
+    for index in range(TARGET["num_hidden_layers"]):
         for name, width in widths.items():
-            tensors[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = torch.zeros(width, dtype=torch.bfloat16)
-    tensors |= mtp_tensors()
+            tensors[f"model.layers.{index}.self_attn.{name}_proj.bias"] = torch.zeros(width, dtype=torch.bfloat16)
+    tensors |= layer or mtp_tensors()
     config = TARGET | {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "mimo",
@@ -141,6 +142,20 @@ def mtp_tensors(seed: int = 0) -> dict[str, Tensor]:
     return _random(shapes, seed)
 
 
+def bigram_tensors(following: Mapping[int, int]) -> dict[str, Tensor]:
+    """Of such a layer whose attention and MLP add nothing, and which knows the tokens that follow up to 256 others."""
+    tensors, embeddings_VD = mtp_tensors(), target().embed_tokens.weight.detach()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"{MTP}{name}.weight"].zero_()
+    for name in ("token_layernorm", "final_layernorm"):
+        tensors[f"{MTP}{name}.weight"].fill_(1)
+    read_ND = norm(embeddings_VD[[*following]], torch.ones(()))
+    wanted_ND = functional.normalize(embeddings_VD[[*following.values()]])
+    of_token_DD = (torch.linalg.pinv(read_ND) @ wanted_ND).T
+    tensors[f"{MTP}input_proj.weight"] = torch.cat([torch.zeros(HIDDEN, HIDDEN), of_token_DD], dim=1)
+    return tensors
+
+
 @dataclass(frozen=True)
 class Pair:
     """A target of its own, which nothing else uses, and a head that drafts for it."""
@@ -161,9 +176,22 @@ def load(folder: Path, method: str, target: Path | None = None, dtype: torch.dty
 
 def load_for(max_model_len: int, precision: str) -> tuple[ModelConfig, CausalLM]:
     """The bundled head, for the demo model as `demo_model` has it."""
-    config, target = demo_model(precision, max_model_len)
-    speculation = SpeculativeConfig(method="eagle3", model="x")
-    drafter = load_drafter_config(quire.demo.path("eagle3"), speculation, config)
+    return _head("eagle3", quire.demo.path("eagle3"), *demo_model(precision, max_model_len), precision)
+
+
+def load_mimo_for(max_model_len: int, precision: str, layer: Mapping[str, Tensor]) -> Pair:
+    """The demo model as a MiMo with this layer, in the precisions of `demo_model`."""
+    with TemporaryDirectory() as name:
+        folder = write_mimo(Path(name), layer)
+        config, model = load_with(folder, precision, max_model_len)
+        return Pair(config, model, _head("mtp", folder, config, model, precision))
+
+
+def _head(
+    method: str, folder: Path, config: ModelConfig, target: CausalLM, precision: str
+) -> tuple[ModelConfig, CausalLM]:
+    speculation = SpeculativeConfig(method=method, model="x")  # type: ignore[arg-type]
+    drafter = load_drafter_config(folder, speculation, config)
     assert isinstance(target, Decoder)
     return drafter, load_model(drafter, dtype_of(precision), target=target)
 

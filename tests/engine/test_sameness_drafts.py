@@ -6,18 +6,21 @@ unless a stop ends them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from quire.engine.core import EngineCore
 from quire.sampling_params import SamplingParams
 from quire.scheduler.from_settings import proposer_of
 from quire.speculative_config import SpeculativeConfig
 from tests.covering import covering
 from tests.engine import heads
-from tests.engine.harness import Prompt, Schedule, build_core, demo_draft, run
+from tests.engine.harness import Prompt, Schedule, build_core, core_over, demo_draft, run
 from tests.engine.test_drafts import KINDS, MOST, VOCAB_SIZE, Answer, answers
 from tests.engine.test_sameness import BLOCK_SIZE, prompts
 from tests.guesser import Guesser
@@ -33,9 +36,28 @@ SEARCHES = {
 
 
 @cache
-def expected(precision: str, kv: str) -> dict[str, Answer]:
+def expected(precision: str, kv: str, is_mimo: bool) -> dict[str, Answer]:
     """Without drafts."""
-    return answers(build_core(schedule_of(kv_cache_dtype=kv), precision), list(KINDS))
+    return answers(core_of(schedule_of(kv_cache_dtype=kv), precision, is_mimo), list(KINDS))
+
+
+@cache
+def mimo(precision: str) -> heads.Pair:
+    """With a layer that drafts the token which follows the last one most often in the answers."""
+    following: dict[int, Counter[int]] = {}
+    for tokens, *_ in expected("bfloat16", "auto", False).values():
+        for token, after in pairwise(tokens):
+            following.setdefault(token, Counter())[after] += 1
+    usual = {token: counter.most_common(1)[0][0] for token, counter in following.items()}
+    return heads.load_mimo_for(MODEL_LEN, precision, heads.bigram_tensors(usual))
+
+
+def core_of(schedule: Schedule, precision: str, is_mimo: bool) -> EngineCore:
+    """A core over the demo model, or over the demo model as a MiMo."""
+    if not is_mimo:
+        return build_core(schedule, precision)
+    pair = mimo(precision)
+    return core_over(pair.config, pair.model, schedule, precision)
 
 
 def schedule_of(**fields: Any) -> Schedule:
@@ -68,6 +90,10 @@ DRAFTERS: dict[str, Callable[[dict[str, Answer], str], dict[str, Any]]] = {
         "proposer": proposer_of(SpeculativeConfig(method="eagle3", model="any")),
         "draft": heads.load_for(MODEL_LEN, precision),
     },
+    "mtp": lambda _, precision: {
+        "proposer": proposer_of(SpeculativeConfig(method="mtp", model="any")),
+        "draft": mimo(precision).draft,
+    },
 }
 
 
@@ -78,8 +104,8 @@ REST = ([None, -1, 0, 1], [7, 2048], [1, 2])
     ("drafter", "formats", "warm", "chunk", "depth"),
     [
         # Proposers without a model are the scheduler's, which knows no formats.
-        *covering([*DRAFTERS][:-2], FORMATS, *REST, apart=[(0, 1), (0, 2), (1, 2)]),
-        *covering([*DRAFTERS][-2:], FORMATS, *REST, apart=[(1, 2), (1, 3), (1, 4)]),
+        *covering([*DRAFTERS][:-3], FORMATS, *REST, apart=[(0, 1), (0, 2), (1, 2)]),
+        *covering([*DRAFTERS][-3:], FORMATS, *REST, apart=[(1, 2), (1, 3), (1, 4)]),
     ],
 )
 def test_drafters(drafter: str, formats: tuple[str, str], warm: int | None, chunk: int, depth: int) -> None:
@@ -90,8 +116,9 @@ def test_drafters(drafter: str, formats: tuple[str, str], warm: int | None, chun
         warm: the prefix cache has two blocks of the prompt, and this number of tokens more; None: it has nothing.
     """
     precision, kv = formats
-    wanted = expected(precision, kv)
-    core = build_core(
+    is_mimo = drafter == "mtp"
+    wanted = expected(precision, kv, is_mimo)
+    core = core_of(
         schedule_of(
             kv_cache_dtype=kv,
             prefix_caching=warm is not None,
@@ -101,17 +128,21 @@ def test_drafters(drafter: str, formats: tuple[str, str], warm: int | None, chun
             **DRAFTERS[drafter](wanted, precision),
         ),
         precision,
+        is_mimo,
     )
     if warm is not None:
         known = TOKEN_IDS[: 2 * BLOCK_SIZE + warm]
         run(core, [Prompt(known, SamplingParams(temperature=0.0, max_tokens=1))], prefix="warm")
-    num_drafts = 0
+    num_drafts = num_held = 0
 
     def interfere(step: int) -> None:
-        nonlocal num_drafts
+        nonlocal num_drafts, num_held
         if step < 60 and step % 5 == 4 and core.scheduler.num_running:
             core.scheduler.preempt_last()
-        num_drafts += 0 if core.last_record is None else core.last_record.num_draft_tokens
+        if core.last_record is not None:
+            num_drafts += core.last_record.num_draft_tokens
+            num_held += core.last_record.num_accepted_tokens
 
     assert answers(core, list(KINDS), interfere) == wanted
     assert num_drafts > 20
+    assert (num_held == 0) == (drafter == "never right")
