@@ -113,7 +113,8 @@ struct DotTile {
   static constexpr bool kSigned = false, kAddsGroups = true;
   static bool adds_groups(int64_t) { return true; }
   static int super_passes(int64_t) { return 1; }
-  static bool reads_packed(int64_t rows, int64_t) { return rows <= 12; }
+  // From 16 rows on 1.04 to 1.09 times as fast as after unpacking (Zen 3). The others were measured up to 12 rows.
+  static bool reads_packed(int64_t rows, int64_t) { return kHasEights || rows <= 12; }
 
   template <Codes kCodes, Offset kOffset>
   static void add_groups(int rows, const GroupRun& run, Prefetch& prefetch) {

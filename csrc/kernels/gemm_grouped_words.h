@@ -15,6 +15,7 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int kMaxRows = 6, kLanes = sizeof(I32) / 4;
+constexpr bool kHasEights = QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2;  // see add_eights
 constexpr int64_t kBlockQuads = 64;  // 16 KiB of 8-bit codes: 1.03 to 1.06 times as fast as 32 KiB (Zen 5)
 
 // Vectors of columns of a tile: up to 12 sums in 16 registers, or 24 in 32.
@@ -50,6 +51,11 @@ inline I32 add_byte_products(I32 words, I32 w, I32 x) {
   return words;
 }
 #endif
+inline I32 byte_products(I32 w, I32 x) {
+  I32 products;
+  __asm__("vpmaddubsw %1, %2, %0" : "=v"(products) : "v"(x), "v"(w));
+  return products;
+}
 inline I32 add_pair_products(I32 sums, I32 w, I32 x) {
   I32 products;
   __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+v"(sums), "=&v"(products) : "v"(x), "v"(w));
@@ -106,7 +112,9 @@ inline void set_zero(Sums<kRows, kVectors>& sums) {
 // Fetches ahead for this number of quads at once: a tile has few instructions to spare.
 template <Codes kCodes>
 inline void fetch(Prefetch& prefetch, int quads) {
-  for (int i = 0; i < (is_packed(kCodes) ? quads / 2 : quads); ++i) prefetch.fetch();
+  const int lines = prefetch.lines * (is_packed(kCodes) ? quads / 2 : quads);
+  for (int i = 0; i < lines; ++i) __builtin_prefetch(prefetch.next + 64 * i, 0, Prefetch::kLocality);
+  prefetch.next += 64 * lines;
 }
 
 // One quad of kRows rows of x times one of the weights, in 16 bits; with AVX-VNNI in 32.
@@ -178,6 +186,48 @@ inline int64_t chunk_quads(int bits) {
   return kCodes == Codes::unpacked && bits == 6 ? 2 : 8;
 }
 
+// words = 8 quads of 4-bit codes, which fit into 16 bits
+template <int kRows, int kVectors>
+inline void set_words(const Quads<kRows, false>& x, int64_t first, const uint8_t* w, Prefetch& prefetch,
+                      Sums<kRows, kVectors>& words) {
+  fetch<Codes::packed>(prefetch, 8);
+#pragma GCC unroll 8
+  for (int quad = 0; quad < 8; ++quad) {
+    Sums<1, kVectors> codes;
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const I32 both = load_i32(w + quad / 2 * kQuadBytes + v * sizeof(I32));
+      codes[0][v] = quad % 2 == 0 ? low_halves(both) : high_halves(both);
+    }
+    if (quad > 0) {
+      add_quad<kRows, kVectors>(x, first + quad, codes, words);
+      continue;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const I32 four = x.at(r, first);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) words[r][v] = byte_products(codes[0][v], four);
+    }
+  }
+}
+
+// sums += quads [first, first + count) of 4-bit codes, where count is a multiple of 8. Without a loop over the quads of
+// a chunk, and with sums that begin with a product and not with zero, 1.05 to 1.12 times as fast from 3 rows on (Zen
+// 3).
+template <int kRows, int kVectors>
+inline void add_eights(const Quads<kRows, false>& x, int64_t first, int64_t count, const uint8_t* w, Prefetch& prefetch,
+                       Sums<kRows, kVectors>& sums) {
+  for (const int64_t last = first + count; first < last; first += 8, w += 4 * kQuadBytes) {
+    Sums<kRows, kVectors> words;
+    set_words<kRows, kVectors>(x, first, w, prefetch, words);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = add(sums[r][v], multiply_pairs(words[r][v], ones()));
+  }
+}
+
 // sums += quads [first, first + count), kUnit at a time, of which `chunk` fit into 16 bits
 template <Codes kCodes, int kUnit, int kRows, int kVectors>
 inline void add_chunks(const Quads<kRows, false>& x, int64_t first, int64_t count, int64_t chunk, const uint8_t* w,
@@ -204,6 +254,9 @@ inline void add_quads(const Quads<kRows, kIsWide<kCodes>>& x, int64_t first, int
   } else if (kCodes == Codes::unpacked && bits == 6) {
     add_chunks<kCodes, 2, kRows, kVectors>(x, first, count, 2, w, prefetch, sums);
   } else {
+    if constexpr (kHasEights && kCodes == Codes::packed) {
+      if (count % 8 == 0) return add_eights<kRows, kVectors>(x, first, count, w, prefetch, sums);
+    }
     add_chunks<kCodes, 4, kRows, kVectors>(x, first, count, chunk_quads<kCodes>(bits), w, prefetch, sums);
   }
 }
