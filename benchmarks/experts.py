@@ -1,8 +1,8 @@
 """Decodes of a model with experts beside other engines, on the same file.
 
     python benchmarks/experts.py write MODEL.gguf [--shape OLMoE-1B-7B]
-    python benchmarks/experts.py run MODEL.gguf --peer llama.cpp "python benchmarks/peers/speculating.py llama-server
-                                     BINARY {model} --requests 32" [--requests 1,8,32] [--rounds 5] [--save HARDWARE]
+    python benchmarks/experts.py run MODEL.gguf --peer llama.cpp "python benchmarks/peers/speculating.py
+                        llama-cpp-python {model} --requests 32" [--requests 1,8,32] [--rounds 5] [--save HARDWARE]
 
 `write` makes a model in Q4_0 with random blocks: its routers choose experts uniformly, which is the worst case for a
 batch. Its tokenizer is the demo model's, and its text says nothing. `run` takes engines in turns, in one run: each
@@ -53,7 +53,11 @@ class Shape:
     V: int
 
 
-SHAPES = {"OLMoE-1B-7B": Shape(16, 64, 8, 2048, 1024, 50_304), "tiny": Shape(2, 8, 2, 256, 64, 8192)}
+SHAPES = {
+    "OLMoE-1B-7B": Shape(16, 64, 8, 2048, 1024, 50_304),
+    "OLMoE-8-layers": Shape(8, 64, 8, 2048, 1024, 50_304),
+    "tiny": Shape(2, 8, 2, 256, 64, 8192),
+}
 
 
 def write(path: Path, shape: Shape) -> None:

@@ -2,6 +2,7 @@
 
     python speculating.py openvino MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8]
     python speculating.py llama-server BINARY MODEL.gguf [--draft MODEL.gguf | --lookup] [--drafts 4] [--requests 8]
+    python speculating.py llama-cpp-python MODEL.gguf [--requests 8]
 
 A line on the standard input asks: {"prompts": [[token ids]], "num_tokens": most of each}. A line on the standard output
 answers: {"seconds": for all of them at once}; the first line is {"ready": true}. Decoding is greedy. The script needs
@@ -105,19 +106,72 @@ def llama_server(arguments: argparse.Namespace) -> Generate:
     return generate
 
 
+def llama_library(arguments: argparse.Namespace) -> Generate:
+    """llama.cpp's library through llama-cpp-python: all requests in one context, without drafts."""
+    import ctypes
+
+    import llama_cpp
+    import numpy as np
+
+    llama_cpp.llama_backend_init()
+    model_params = llama_cpp.llama_model_default_params()
+    model = llama_cpp.llama_model_load_from_file(arguments.model.encode(), model_params)
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_seq_max = 1024 * arguments.requests, arguments.requests
+    params.n_threads = params.n_threads_batch = arguments.threads
+    context = llama_cpp.llama_init_from_model(model, params)
+    vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
+
+    def step(rows: list[tuple[int, int, int, bool]]) -> dict[int, int]:
+        """Likeliest tokens by sequence. A row: token, position, sequence, whether its logits are wanted."""
+        for index, (token, position, sequence, is_wanted) in enumerate(rows):
+            batch.token[index], batch.pos[index], batch.logits[index] = token, position, is_wanted
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
+        batch.n_tokens = len(rows)
+        if (code := llama_cpp.llama_decode(context, batch)) != 0:
+            sys.exit(f"llama_decode: {code}")
+        found = {}
+        for index, (_, _, sequence, is_wanted) in enumerate(rows):
+            if is_wanted:
+                logits = ctypes.cast(
+                    llama_cpp.llama_get_logits_ith(context, index), ctypes.POINTER(ctypes.c_float * vocab_size)
+                )
+                found[sequence] = int(np.frombuffer(logits.contents, dtype=np.float32).argmax())
+        return found
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> Any:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        rows = [
+            (token, position, sequence, position == len(prompt) - 1)
+            for sequence, prompt in enumerate(prompts)
+            for position, token in enumerate(prompt)
+        ]
+        last: dict[int, int] = {}
+        for begin in range(0, len(rows), params.n_batch):
+            last |= step(rows[begin : begin + params.n_batch])
+        for behind in range(num_tokens - 1):
+            last = step([(token, len(prompts[s]) + behind, s, True) for s, token in last.items()])
+
+    return generate
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engines = parser.add_subparsers(required=True)
-    for name, start in (("openvino", openvino), ("llama-server", llama_server)):
+    starts = {"openvino": openvino, "llama-server": llama_server, "llama-cpp-python": llama_library}
+    for name, start in starts.items():
         engine = engines.add_parser(name)
         if start is llama_server:
             engine.add_argument("binary")
+        if start is not openvino:
             engine.add_argument("--threads", type=int, default=2)
         engine.add_argument("model")
-        drafter = engine.add_mutually_exclusive_group()
-        drafter.add_argument("--draft", metavar="MODEL", help="a model that drafts")
-        drafter.add_argument("--lookup", action="store_true", help="drafts from the text")
-        engine.add_argument("--drafts", type=int, default=4, help="most of a request in a step")
+        if start is not llama_library:
+            drafter = engine.add_mutually_exclusive_group()
+            drafter.add_argument("--draft", metavar="MODEL", help="a model that drafts")
+            drafter.add_argument("--lookup", action="store_true", help="drafts from the text")
+            engine.add_argument("--drafts", type=int, default=4, help="most of a request in a step")
         engine.add_argument("--requests", type=int, default=8, help="most at once")
         engine.set_defaults(start=start)
     arguments = parser.parse_args()
