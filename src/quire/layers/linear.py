@@ -109,8 +109,8 @@ class Linear:
                 shard, _, suffix = name.rpartition(".")
                 if suffix in named:
                     shapes = (slot.shape, *slot.other_shapes)
-                    load = partial(self._load_share, named[suffix], shard, shapes)
-                    slot = replace(slot, load=load, extent=self._extent(named[suffix], shard, shapes))
+                    own = partial(self._load_share, named[suffix], shard, shapes)
+                    slot = replace(slot, load=own, extent=self._extent(named[suffix], shard, shapes))
                 yield name, slot
             return
         for index, (shard, _) in enumerate(self.shards):
