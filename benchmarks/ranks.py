@@ -1,7 +1,7 @@
 """Ranks on one machine: what their exchange takes beside gloo and a copy, and decodes and starts beside one process.
 
     python benchmarks/ranks.py exchange [--rounds 9] [--save HARDWARE]
-    python benchmarks/ranks.py decodes [--quantization int4] [--rows 1 8 32] [--rounds 5] [--steps 12] [--save HARDWARE]
+    python benchmarks/ranks.py decodes [--quantization int4] [--rows 1 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
     python benchmarks/ranks.py start [--rounds 5] [--save HARDWARE]
 
 `exchange`: two processes, one thread each, join columns (Group.gather), gather and reduce by torch.distributed with
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ MODEL: dict[str, Any] = {
 SIZES = (4 << 10, 64 << 10, 1 << 20, 32 << 20)  # bytes of a result
 ROUND_SECONDS = 0.2
 WAYS = ("ranks join", "gloo gathers", "gloo reduces", "memcpy")
-CONTEXT = 16  # tokens of a prompt
+CONTEXT = 2  # tokens of a prompt
 START = """
 import sys, time
 from quire import LLM
@@ -144,16 +145,22 @@ def exchange(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         way: {size: [max(pair) for pair in zip(first[way][size], second[way][size], strict=True)] for size in SIZES}
         for way in WAYS
     }
-    lines = report.table_head(
-        "result | ranks join, us | gloo gathers, us | gloo reduces, us | memcpy, us | ranks over gloo's gather | over its "
-        "reduce | memcpy over ranks"
-    )
+    columns = [f"{way}, us" for way in WAYS] + ["ranks over gloo's gather", "over its reduce", "memcpy over ranks"]
+    lines = report.table_head(" | ".join(["result", *columns]))
     for size in SIZES:
         cells = [f"{1e6 * statistics.median(seconds[way][size]):,.1f}" for way in WAYS]
         cells += [ratio(seconds["ranks join"][size], seconds[way][size]) for way in ("gloo gathers", "gloo reduces")]
         cells.append(ratio(seconds["memcpy"][size], seconds["ranks join"][size]))
         lines.append(f"| {size >> 10:,} KiB | {' | '.join(cells)} |")
     return {"seconds": seconds}, lines
+
+
+def write_model(folder: Path) -> None:
+    """A checkpoint with random weights."""
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    shapes = build_model(load_model_config(folder), torch.bfloat16).expected_weights()
+    weights = {name: torch.randn(shape).mul_(0.02).bfloat16() for name, shape in sorted(shapes.items())}
+    write_tensors(folder / "model.safetensors", weights)
 
 
 def ratio(ours: list[float], theirs: list[float]) -> str:
@@ -167,16 +174,28 @@ def decodes(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     num_cores, rounds = devices.num_cores(), dict[int, list[dict[int, float]]]()
     widths = (1, 2, 2 * num_cores)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
-        engines = {width: start(Path(folder), width, max(num_cores // width, 1), arguments) for width in widths}
+        write_model(Path(folder))
+        context, engines, processes = multiprocessing.get_context("spawn"), dict[int, Connection](), []
+        for width in widths:
+            engines[width], theirs = context.Pipe()
+            threads = max(num_cores // width, 1)
+            process = context.Process(target=decode_in, args=(Path(folder), width, threads, arguments, theirs))
+            process.start()
+            theirs.close()
+            engines[width].recv()
+            processes.append(process)
         for rows in arguments.rows:
             for number in range(-1, arguments.rounds):  # the first one records steps
-                order = widths if number % 2 else widths[::-1]
-                found = {width: step_seconds(engines[width], rows, arguments.steps, f"{number}") for width in order}
+                found = {}
+                for width in widths if number % 2 else widths[::-1]:
+                    engines[width].send(rows)
+                    found[width] = engines[width].recv()
                 if number >= 0:
                     rounds.setdefault(rows, []).append(found)
-        for core in engines.values():
-            core.shutdown()
+        for engine in engines.values():
+            engine.close()
+        for process in processes:
+            process.join()
     lines = report.table_head(
         "rows | " + " | ".join(f"tp {width}, ms" for width in widths) + " | tokens of tp 2 over "
         f"tp 1 | of tp {widths[-1]} over tp 1"
@@ -189,11 +208,11 @@ def decodes(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     return {"rounds": rounds}, lines
 
 
-def start(folder: Path, width: int, num_threads: int, arguments: argparse.Namespace) -> EngineCore:
+def decode_in(folder: Path, width: int, num_threads: int, arguments: argparse.Namespace, asked: Connection) -> None:
+    """A process with an engine, whose number of threads is the process's: the time of a step of so many rows."""
     rows = max(arguments.rows)
     config = EngineConfig.from_kwargs(
         device="cpu",
-        load_format="dummy",
         quantization=arguments.quantization,
         tensor_parallel_size=width,
         num_threads=num_threads,
@@ -203,15 +222,20 @@ def start(folder: Path, width: int, num_threads: int, arguments: argparse.Namesp
         num_gpu_blocks_override=rows * ((CONTEXT + arguments.steps) // 16 + 3),
         enable_prefix_caching=False,
     )
-    return start_engine(config, folder, is_server=False, progress=lambda phase, share, detail: None).core
+    core = start_engine(config, folder, is_server=False, progress=lambda phase, share, detail: None).core
+    asked.send(None)
+    with suppress(EOFError):
+        while True:
+            asked.send(step_seconds(core, asked.recv(), arguments.steps))
+    core.shutdown()
 
 
-def step_seconds(core: EngineCore, rows: int, steps: int, name: str) -> float:
+def step_seconds(core: EngineCore, rows: int, steps: int) -> float:
     """The median time of a decode step."""
     params = SamplingParams(temperature=0.0, max_tokens=steps + 4, ignore_eos=True)
     for row in range(rows):
         prompt = [10 + (7 * row + 3 * position) % 1000 for position in range(CONTEXT)]
-        core.add(AddRequest(f"{name}-{row}", prompt, params, steps + 4))
+        core.add(AddRequest(f"{row}", prompt, params, steps + 4))
     seconds = []
     while core.has_work():
         core.step()
@@ -225,11 +249,7 @@ def starts(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Alternating, behind a start of each that reads the file and keeps what later starts use."""
     num_cores, rounds = devices.num_cores(), list[dict[int, float]]()
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
-        shapes = build_model(load_model_config(Path(folder)), torch.bfloat16).expected_weights()
-        weights = {name: torch.randn(shape).mul_(0.02).bfloat16() for name, shape in sorted(shapes.items())}
-        write_tensors(Path(folder) / "model.safetensors", weights)
-        del weights
+        write_model(Path(folder))
         for number in range(-1, arguments.rounds):
             order = (1, 2) if number % 2 else (2, 1)
             found = {width: started_in(folder, width, num_cores // width) for width in order}
@@ -265,7 +285,7 @@ def main() -> None:
     parser.add_argument("what", choices=RUN)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--quantization")
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
