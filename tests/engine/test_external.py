@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -92,6 +93,30 @@ def test_torchrun(tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     subprocess.run([sys.executable, *launcher, *words], check=True, timeout=200)
     check_answers(tmp_path, 2)
+
+
+@pytest.mark.slow
+def test_torchrun_on_two_machines_is_told_what_to_do(tmp_path: Path) -> None:
+    """Two addresses of this machine. Each rank says it, and none waits for the others."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    agents = []
+    for node in range(2):
+        where = ["--node-rank", str(node), "--local-addr", f"127.0.0.{node + 1}"]
+        where += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        launcher = ["-m", "torch.distributed.run", "--nnodes", "2", *where, "--nproc-per-node", "1"]
+        words = [sys.executable, *launcher, *commands(tmp_path, pipeline_parallel_size=2)]
+        agents.append(subprocess.Popen(words, stderr=subprocess.PIPE, text=True))
+    try:
+        for agent in agents:
+            _, text = agent.communicate(timeout=100)
+            assert agent.returncode != 0
+            assert "on one machine in this version" in text
+            assert "LLM(..., pipeline_parallel_size, nnodes, master_addr) without torchrun" in text
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,8 @@ def _place(grid: Grid) -> tuple[int, str]:
             "Ranks that somebody else starts are on one machine in this version",
             value=local,
             expected=f"LOCAL_WORLD_SIZE = {size}",
-            fix="Use quire serve --nnodes for several machines",
+            fix="On the first machine use LLM(..., pipeline_parallel_size, nnodes, master_addr) without torchrun, and on "
+            "each other one `quire serve --headless --nnodes --node-rank --master-addr` (docs/parallel.md)",
             param="distributed_executor_backend",
         )
     if not 0 <= envs.RANK.get() < size:
