@@ -8,7 +8,7 @@
 gloo, and copy (memcpy, both at once). Bytes are those of the result that each process has then.
 `decodes`: random weights with the shape of Qwen3-0.6B; one process with all threads, and ranks of one thread, which
 are more than the cores where that is asked for. All engines are there, and take turns.
-`start`: a checkpoint of that shape, in the file cache; seconds from the command to `LLM` having produced a token.
+`start`: a checkpoint of that shape, in the file cache; seconds from the command to a ready `LLM`.
 --save writes benchmarks/results/HARDWARE/ranks_WHAT_DATE.md and .json.
 """
 
@@ -67,9 +67,10 @@ ROUND_SECONDS = 0.2
 WAYS = ("ranks join", "gloo gathers", "gloo reduces", "memcpy")
 CONTEXT = 2  # tokens of a prompt
 START = """
-import sys, time
+import sys
 from quire import LLM
-LLM(sys.argv[1], tensor_parallel_size=int(sys.argv[2]), num_threads=int(sys.argv[3]), max_model_len=1024)
+sizes = {"tensor_parallel_size": int(sys.argv[2]), "num_threads": int(sys.argv[3]), "max_model_len": 1024}
+LLM(sys.argv[1], device="cpu", skip_tokenizer_init=True, **sizes)
 print("ready", flush=True)
 """
 

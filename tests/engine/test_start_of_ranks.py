@@ -145,5 +145,5 @@ def test_ranks_of_somebody_else_that_end_before_they_have_met(
     thread = threading.Thread(target=other, daemon=True)
     thread.start()
     with pytest.raises(ConnectionError, match=r"has ended|reset|Broken pipe"):
-        external._meet(rank, Grid(2), EngineConfig(tensor_parallel_size=2), tmp_path, str)
+        external._meet(rank, Grid(2), EngineConfig(tensor_parallel_size=2), tmp_path, lambda text: None)
     thread.join()
