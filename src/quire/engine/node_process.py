@@ -84,9 +84,10 @@ def connect_node(config: EngineConfig, model_folder: Path, opened: ExitStack) ->
         receivers, senders = nodes.links_out(config, grid), nodes.links_in(config, grid)
         out = {rank: connect(rank, is_link=True) for rank in receivers}
         arrived: dict[int, socket.socket] = {}
-        opened.callback(lambda: [peer.close() for peer in arrived.values()])
         while arrived.keys() != set(senders.values()):
             nodes.take(listener, key, until, {}, arrived)
+        for peer in arrived.values():
+            opened.enter_context(peer)
         controls = {rank: connect(rank, is_link=False) for rank in grid.ranks_of(config.node_rank)}
     except (TimeoutError, wire.WireError, OSError) as error:
         raise ConfigError(
