@@ -83,6 +83,14 @@ def test_columns_lie_side_by_side(
             assert torch.equal(found[turn], expected)
 
 
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux has memory without a file")
+def test_the_memory_is_in_no_folder() -> None:
+    """So a small /dev/shm does not matter, and nothing stays of it."""
+    memory = make_memory(Grid(2))
+    assert os.readlink(f"/proc/self/fd/{memory}") == "/memfd:quire-ranks (deleted)"
+    os.close(memory)
+
+
 def test_more_ranks_than_cores() -> None:
     """Ranks that wait sleep, so that the others get on."""
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.e2e.serving import LIGHT, SMALL, START_SECONDS, Serve, quire
 from tests.e2e.test_adapters import write
 
 TWO = ("-dp", "2", *SMALL)
+LATE_SECONDS = 1.0  # of a machine that is busy
 WHOLE = {"prompt": "Hello", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
 
 
@@ -177,6 +179,24 @@ def test_answers_of_a_model_are_those_of_one_engine(num_ranks: int) -> None:
         server.wait_for(lambda: "the engine is ready again" in server.log, "the next engine", START_SECONDS)
         assert sorted(values(server, "quire_engine_restarts_total", reason="crash").values()) == [0, 1]
         assert texts(server, 4, body) == {expected}
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed_under_load() -> None:
+    """The server says so, starts the next engine, and computes the requests again."""
+    body = WHOLE | {"max_tokens": 300}
+    with Serve(*SMALL, "-tp", "2") as server, ThreadPoolExecutor(3) as pool:
+        (expected,) = texts(server, 1, body)
+        futures = [pool.submit(post, server, "/v1/completions", body) for _ in range(3)]
+        server.wait_for(lambda: values(server, "vllm:num_requests_running") == {"0": 3}, "all to run")
+        (rank,) = (child for child in server.engines[0].children() if child.name() != "nursery")
+        killed = time.monotonic()
+        rank.kill()
+        server.wait_for(lambda: server.get("/health").status_code == 503, "bad health")
+        assert time.monotonic() - killed < 2 + LATE_SECONDS
+        assert {future.result().json()["choices"][0]["text"] for future in futures} == {expected}
+        assert server.get("/health").status_code == 200
+        assert re.search(rf"Rank 1 of 2 \(process {rank.pid} on .*\) was killed by SIGKILL", server.log)
 
 
 def test_more_than_there_are_cores() -> None:

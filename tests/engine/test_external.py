@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from tests.engine.ranks import LIMITS
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
+KEY = "of the tests, long enough"
 PROMPTS = ["The river", "A cat sat", "Once", "Why is the sky blue?"]
 SCRIPT = """
 import json, os, sys
@@ -34,7 +37,7 @@ if "differ" in sys.argv:
 """
 
 
-def commands(folder: Path, **sizes: int) -> list[str]:
+def commands(folder: Path, **sizes: Any) -> list[str]:
     (folder / "script.py").write_text(SCRIPT)
     return [str(folder / "script.py"), json.dumps(PROMPTS), json.dumps(LIMITS | sizes), str(folder)]
 
@@ -46,7 +49,7 @@ def expected() -> list[Any]:
     return [[list(o.outputs[0].token_ids), o.outputs[0].cumulative_logprob] for o in llm.generate(PROMPTS, params)]
 
 
-def together(folder: Path, num_ranks: int, *more: str, **sizes: int) -> list[tuple[int, str]]:
+def together(folder: Path, num_ranks: int, *more: str, **sizes: Any) -> list[tuple[int, str]]:
     """The exit code and the errors of each rank."""
     own = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": str(folder), "MASTER_PORT": str(os.getpid())}
     words = [sys.executable, *commands(folder, **sizes), *more]
@@ -94,11 +97,50 @@ def test_torchrun(tmp_path: Path) -> None:
     check_answers(tmp_path, 2)
 
 
+@pytest.mark.slow
+def test_torchrun_on_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are two addresses of this one."""
+    monkeypatch.setenv("QUIRE_CLUSTER_KEY", KEY)
+    port, own_port = free_ports(2)
+    agents = []
+    for node in range(2):
+        where = ["--node-rank", str(node), "--local-addr", f"127.0.0.{node + 1}"]
+        where += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        launcher = ["-m", "torch.distributed.run", "--nnodes", "2", *where, "--nproc-per-node", "1"]
+        words = [sys.executable, *launcher, *commands(tmp_path, pipeline_parallel_size=2, master_port=own_port)]
+        agents.append(subprocess.Popen(words))
+    try:
+        assert [agent.wait(200) for agent in agents] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    check_answers(tmp_path, 2)
+
+
+@pytest.mark.slow
+def test_two_ranks_of_a_stage_on_each_of_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("QUIRE_CLUSTER_KEY", KEY), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    (own_port,) = free_ports(1)
+    sizes: dict[str, Any] = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    ended = together(tmp_path, 4, master_addr="127.0.0.2", master_port=own_port, **sizes)
+    assert [code for code, _ in ended] == [0] * 4, ended
+    check_answers(tmp_path, 4)
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as taken:
+        servers = [taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(server.getsockname()[1]) for server in servers]
+
+
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
         ({}, "WORLD_SIZE = tensor_parallel_size x pipeline_parallel_size = 2"),
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, "on one machine in this version"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, "Nodes need a cluster key"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"}, "Machines have different numbers of ranks"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "No such rank"),
     ],
 )

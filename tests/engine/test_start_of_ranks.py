@@ -126,8 +126,11 @@ def test_a_start_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_of_somebody_else_that_end_before_they_have_met(rank: int, tmp_path: Path) -> None:
-    name, until = f"\0{tmp_path}", time.monotonic() + 20
+def test_ranks_of_somebody_else_that_end_before_they_have_met(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", str(tmp_path))
+    name = f"\0quire-ranks-{tmp_path}-0-0"
 
     def other() -> None:
         with socket.socket(socket.AF_UNIX) as end:
@@ -142,5 +145,5 @@ def test_ranks_of_somebody_else_that_end_before_they_have_met(rank: int, tmp_pat
     thread = threading.Thread(target=other, daemon=True)
     thread.start()
     with pytest.raises(ConnectionError, match=r"has ended|reset|Broken pipe"):
-        external._meet(rank, Grid(2), name, until)
+        external._meet(rank, Grid(2), EngineConfig(tensor_parallel_size=2), tmp_path, lambda text: None)
     thread.join()

@@ -116,7 +116,7 @@ def test_settings_that_are_refused() -> None:
     assert config_of(2, data_parallel_size_local=2).data_parallel_size == 2
     with pytest.raises(ConfigError, match="on other machines"):
         config_of(2, data_parallel_size_local=1)
-    with pytest.raises(ConfigError, match="Ray is not used in this version"):
+    with pytest.raises(ConfigError, match=r"Ray places the stages of one engine.*Use mp"):
         config_of(2, data_parallel_backend="ray")
     with pytest.raises(ConfigError, match="Illegal value of data_parallel_size"):
         config_of(0)

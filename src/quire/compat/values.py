@@ -92,7 +92,11 @@ FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
         ),
     ),
     "data_parallel_backend": (
-        ForeignValues(("ray",), "Ray is not used in this version: replicas are processes on this machine", "Use mp"),
+        ForeignValues(
+            ("ray",),
+            "Ray places the stages of one engine, and replicas are processes on this machine",
+            "Use mp, or --pipeline-parallel-size with --distributed-executor-backend ray",
+        ),
     ),
     "tokenizer_mode": (
         ForeignValues(

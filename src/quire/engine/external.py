@@ -1,7 +1,10 @@
 """Ranks that somebody else has started, as torchrun does: each has a whole engine, and all schedule the same.
 
 Each computes its part of a step. The first rank samples, and the others get its results. Before a step all compare what
-they have scheduled, so ranks that were given different requests end with an error. They are on one machine.
+they have scheduled, so ranks that were given different requests end with an error.
+
+Ranks of a machine meet at a Unix socket. Where there are several machines, the first rank of each connects them as
+nodes do (`engine/nodes.py`), and gives each of its neighbours its connections.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -25,6 +31,8 @@ from quire.distributed import wire
 from quire.distributed.group import Failing
 from quire.distributed.layout import Grid
 from quire.distributed.shared_memory import make_memory, ranks_on
+from quire.engine.node_process import connect_node
+from quire.engine.nodes import let_in, links_in
 from quire.engine.rank_messages import Answer, Failed, FromRank, decode_from_rank, encode
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, PeerLostError
 from quire.life_cycle import CacheSize, FirstWorker, Measured, WorkerSettings
@@ -39,7 +47,7 @@ from quire.resolve import DeviceFacts
 from quire.schedule import Pending, Polled, ScheduledBatch, StepResult, StepTokens
 from quire.worker.worker import DeviceWorker
 
-MOST_RESULT_BYTES = 1 << 30
+MOST_RESULT_BYTES, MOST_MEETING_BYTES = 1 << 30, 256
 _RANK, _CREDENTIALS = struct.Struct("i"), struct.Struct("3i")
 _digested: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 
@@ -106,10 +114,41 @@ def _lost(rank: int) -> EngineDeadError:
     return EngineDeadError(f"Rank {rank} has ended")
 
 
-def start_external(
-    config: EngineConfig, model_config: ModelConfig, progress: Progress, *, is_server: bool
-) -> ExternalExecutor:
-    """The executor of this rank, as soon as all ranks are there. Raises ConfigError."""
+def start_external(config: EngineConfig, model_config: ModelConfig, progress: Progress) -> ExternalExecutor:
+    """The executor of this rank, as soon as all ranks are there. Raises ConfigError.
+
+    Args:
+        config: see `placed`.
+    """
+    grid, rank = grid_of(config), envs.RANK.get()
+    if cpus := cpus_of_processes(config):
+        bind(cpus[rank % grid.num_local])
+    progress("load", 0.0, f"rank {rank} of {grid.size} waits for the others")
+    try:
+        met = _meet(rank, grid, config, Path(model_config.model), partial(progress, "load", 0.0))
+    except OSError as error:
+        raise ConfigError(
+            f"The ranks have not met: {error}", fix="Start as many as WORLD_SIZE says", param="RANK"
+        ) from error
+    try:
+        ranks = ranks_on(
+            met.memory,
+            rank,
+            grid,
+            met.links,
+            has_own_cores=has_own_cores(config, devices.num_cores()),
+            timeout_seconds=config.distributed_timeout_seconds,
+        )
+    finally:
+        os.close(met.memory)
+    companions = Companions(rank, met.peers)
+    companions.watch(ranks.failing)
+    worker = DeviceWorker(part_of_rank(model_config, config, rank), progress, ranks=ranks)
+    return ExternalExecutor(worker, companions)
+
+
+def placed(config: EngineConfig, *, is_server: bool) -> EngineConfig:
+    """The config of this process, with the machines that the launcher tells. Raises ConfigError."""
     if is_server or config.nnodes > 1:
         raise ConfigError(
             "Ranks that somebody else starts have an engine each, and serve nobody",
@@ -117,72 +156,95 @@ def start_external(
             fix="Use LLM(...) in a script that torchrun starts, or leave --distributed-executor-backend out",
             param="distributed_executor_backend",
         )
-    grid = grid_of(config)
-    rank, name = _place(grid)
-    if cpus := cpus_of_processes(config):
-        bind(cpus[rank])
-    until = time.monotonic() + envs.ENGINE_READY_TIMEOUT_S.get()
-    progress("load", 0.0, f"rank {rank} of {grid.size} waits for the others")
-    try:
-        companions, memory = _meet(rank, grid, name, until)
-    except OSError as error:
-        raise ConfigError(
-            f"The ranks have not met: {error}", fix="Start as many as WORLD_SIZE says, on one machine", param="RANK"
-        ) from error
-    try:
-        ranks = ranks_on(
-            memory,
-            rank,
-            grid,
-            has_own_cores=has_own_cores(config, devices.num_cores()),
-            timeout_seconds=config.distributed_timeout_seconds,
-        )
-    finally:
-        os.close(memory)
-    companions.watch(ranks.failing)
-    worker = DeviceWorker(part_of_rank(model_config, config, rank), progress, ranks=ranks)
-    return ExternalExecutor(worker, companions)
-
-
-def _place(grid: Grid) -> tuple[int, str]:
-    """The number of this rank, and the name under which all meet."""
-    size, local = envs.WORLD_SIZE.get(), envs.LOCAL_WORLD_SIZE.get()
-    if size != grid.size:
+    size, local, rank = envs.WORLD_SIZE.get(), envs.LOCAL_WORLD_SIZE.get(), envs.RANK.get()
+    if size != config.num_ranks:
         raise ConfigError(
             "Somebody has started another number of ranks than the settings say",
             value=size,
-            expected=f"WORLD_SIZE = tensor_parallel_size x pipeline_parallel_size = {grid.size}",
+            expected=f"WORLD_SIZE = tensor_parallel_size x pipeline_parallel_size = {config.num_ranks}",
             fix="Start this script with torchrun, with as many processes",
             param="distributed_executor_backend",
         )
-    if local not in (0, size):
+    if not 0 <= rank < size:
+        raise ConfigError("No such rank", value=rank, expected=f"RANK of 0 to {size - 1}", param="RANK")
+    if local in (0, size):
+        return config
+    if size % local:
         raise ConfigError(
-            "Ranks that somebody else starts are on one machine in this version",
+            "Machines have different numbers of ranks",
             value=local,
-            expected=f"LOCAL_WORLD_SIZE = {size}",
-            fix="Use quire serve --nnodes for several machines",
+            expected=f"LOCAL_WORLD_SIZE that divides WORLD_SIZE = {size}",
+            fix="Give all machines the same --nproc-per-node",
             param="distributed_executor_backend",
         )
-    if not 0 <= envs.RANK.get() < size:
-        raise ConfigError("No such rank", value=envs.RANK.get(), expected=f"RANK of 0 to {size - 1}", param="RANK")
-    return envs.RANK.get(), f"\0quire-ranks-{envs.MASTER_ADDR.get()}-{envs.MASTER_PORT.get()}"
+    address = envs.MASTER_ADDR.get() if config.sources["master_addr"] == "default" else config.master_addr
+    node = rank // local
+    return replace(config, nnodes=size // local, node_rank=node, headless=node > 0, master_addr=address)
 
 
-def _meet(rank: int, grid: Grid, name: str, until: float) -> tuple[Companions, int]:
-    """Connections to processes of the same user, and the memory that all share. Raises OSError."""
+@dataclass
+class _Met:
+    """What a rank gets of the others.
+
+    Attributes:
+        peers: to the first rank, or from the first one to all others.
+        links: file descriptors to ranks of other machines, by rank.
+    """
+
+    memory: int
+    peers: dict[int, socket.socket]
+    links: dict[int, int]
+
+
+def _meet(rank: int, grid: Grid, config: EngineConfig, folder: Path, waiting: Callable[[str], None]) -> _Met:
+    """Connections to all ranks, and the memory of those of this machine. Raises OSError or ConfigError."""
+    until = time.monotonic() + envs.ENGINE_READY_TIMEOUT_S.get()
+    name = f"\0quire-ranks-{envs.MASTER_ADDR.get()}-{envs.MASTER_PORT.get()}-{config.node_rank}"
     with ExitStack() as on_error:
-        found = _join(rank, name, until, on_error) if rank else _gather(grid, name, until, on_error)
+        if rank % grid.num_local:
+            met = _join(rank, name, until, on_error)
+        else:
+            met = _gather(rank, grid, name, until, on_error, partial(_connect, config, grid, folder, waiting))
         on_error.pop_all()
-    return found
+    return met
 
 
-def _gather(grid: Grid, name: str, until: float, on_error: ExitStack) -> tuple[Companions, int]:
-    """The first rank waits for the others, and shares the memory with them."""
-    peers: dict[int, socket.socket] = {}
+# The connections to other machines of each rank here: to the first rank, or from it to them; and links, by rank.
+_Connections = tuple[dict[int, dict[int, socket.socket]], dict[int, dict[int, socket.socket]]]
+
+
+def _connect(
+    config: EngineConfig, grid: Grid, folder: Path, waiting: Callable[[str], None], on_error: ExitStack
+) -> _Connections:
+    """All connections of this machine to others. Raises ConfigError."""
+    if grid.num_nodes == 1:
+        return {}, {}
+    if config.node_rank:
+        connected = connect_node(config, folder, on_error)
+        connected.home.close()
+        return {rank: {0: peer} for rank, peer in connected.controls.items()}, connected.links
+    joined = let_in(config, folder, waiting)
+    for peer in joined.peers():
+        on_error.enter_context(peer)
+    for peer in joined.homes.values():
+        peer.close()
+    return {0: joined.ranks}, {rank: {sender: joined.links[sender]} for rank, sender in links_in(config, grid).items()}
+
+
+def _gather(
+    rank: int,
+    grid: Grid,
+    name: str,
+    until: float,
+    on_error: ExitStack,
+    connect: Callable[[ExitStack], _Connections],
+) -> _Met:
+    """The first rank of a machine waits for its neighbours, connects the machine, and gives them what is theirs."""
+    neighbours: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(name)
         listener.listen()
-        while len(peers) < grid.size - 1:
+        while len(neighbours) < grid.num_local - 1:
             listener.settimeout(max(until - time.monotonic(), 0.001))
             peer = on_error.enter_context(listener.accept()[0])
             if not _is_ours(peer):
@@ -192,16 +254,25 @@ def _gather(grid: Grid, name: str, until: float, on_error: ExitStack) -> tuple[C
             if len(frame := peer.recv(_RANK.size, socket.MSG_WAITALL)) < _RANK.size:
                 raise ConnectionError("a rank has ended")
             peer.settimeout(None)
-            peers[_RANK.unpack(frame)[0]] = peer
+            neighbours[_RANK.unpack(frame)[0]] = peer
+    peers, links = connect(on_error)
     memory = make_memory(grid)
     on_error.callback(os.close, memory)
-    for peer in peers.values():
-        socket.send_fds(peer, [b"memory"], [memory])
-    return Companions(0, dict(sorted(peers.items()))), memory
+    for other, neighbour in neighbours.items():
+        to_first, to_others = peers.get(other, {}), links.get(other, {})
+        given = [*to_first.values(), *to_others.values()]
+        frame = _digested((list(to_first), list(to_others)))
+        socket.send_fds(neighbour, [frame], [memory, *(each.fileno() for each in given)])
+        for each in given:
+            each.close()
+    own = peers.get(rank, {}) | ({} if rank else neighbours)
+    return _Met(
+        memory, dict(sorted(own.items())), {other: peer.detach() for other, peer in links.get(rank, {}).items()}
+    )
 
 
-def _join(rank: int, name: str, until: float, on_error: ExitStack) -> tuple[Companions, int]:
-    """Another rank connects to the first one, and gets the memory."""
+def _join(rank: int, name: str, until: float, on_error: ExitStack) -> _Met:
+    """Another rank connects to the first one of its machine, and gets what is its own."""
     while True:
         peer = socket.socket(socket.AF_UNIX)
         try:
@@ -214,14 +285,24 @@ def _join(rank: int, name: str, until: float, on_error: ExitStack) -> tuple[Comp
             time.sleep(wire.RETRY_SECONDS)
     on_error.enter_context(peer)
     if not _is_ours(peer):
-        raise PermissionError("another user's process is in the place of rank 0")
+        raise PermissionError("another user's process is in the place of the first rank")
     peer.sendall(_RANK.pack(rank))
     peer.settimeout(max(until - time.monotonic(), 0.001))
-    _, descriptors, _, _ = socket.recv_fds(peer, len(b"memory"), 1)
-    if not descriptors:
-        raise ConnectionError("rank 0 has ended")
+    frame, (memory, *given), _, _ = _received(peer)
     peer.settimeout(None)
-    return Companions(rank, {0: peer}), descriptors[0]
+    to_first, to_others = msgspec.msgpack.decode(frame, type=tuple[list[int], list[int]])
+    peers = {other: socket.socket(fileno=given.pop(0)) for other in to_first}
+    if peers:
+        peer.close()  # the first rank of all is on another machine
+    return _Met(memory, peers or {0: peer}, dict(zip(to_others, given, strict=True)))
+
+
+def _received(peer: socket.socket) -> tuple[bytes, list[int], int, object]:
+    """Bytes and file descriptors. Raises ConnectionError."""
+    found = socket.recv_fds(peer, MOST_MEETING_BYTES, 3)
+    if not found[1]:
+        raise ConnectionError("the first rank has ended")
+    return found
 
 
 def _is_ours(peer: socket.socket) -> bool:

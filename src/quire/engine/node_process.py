@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from quire import envs
@@ -35,8 +36,30 @@ def run_node(config: EngineConfig, model_folder: Path) -> int:
         return _run(config, model_folder, opened)
 
 
-def _run(config: EngineConfig, model_folder: Path, opened: ExitStack) -> int:
-    key, grid, cpus = wire.cluster_key(), grid_of(config), cpus_of_processes(config)
+@dataclass(frozen=True)
+class Connected:
+    """The connections of a node that computes for node 0.
+
+    Attributes:
+        home: over which the node says why it ends.
+        controls: of each rank of this node, to node 0.
+        links: of ranks of this node to ranks of others: {own: {other: connection}}.
+    """
+
+    home: socket.socket
+    controls: dict[int, socket.socket]
+    links: dict[int, dict[int, socket.socket]]
+
+
+def connect_node(config: EngineConfig, model_folder: Path, opened: ExitStack) -> Connected:
+    """Come to node 0, and connect all ranks of this node.
+
+    Args:
+        opened: closes the connections.
+
+    Raises ConfigError if node 0 does not come, or refuses this node.
+    """
+    key, grid = wire.cluster_key(), grid_of(config)
     until = time.monotonic() + envs.ENGINE_READY_TIMEOUT_S.get()
     place = (config.master_addr, config.master_port)
     logger.info("node %d connects to node 0 at %s, port %d", config.node_rank, *place)
@@ -63,6 +86,8 @@ def _run(config: EngineConfig, model_folder: Path, opened: ExitStack) -> int:
         arrived: dict[int, socket.socket] = {}
         while arrived.keys() != set(senders.values()):
             nodes.take(listener, key, until, {}, arrived)
+        for peer in arrived.values():
+            opened.enter_context(peer)
         controls = {rank: connect(rank, is_link=False) for rank in grid.ranks_of(config.node_rank)}
     except (TimeoutError, wire.WireError, OSError) as error:
         raise ConfigError(
@@ -71,22 +96,32 @@ def _run(config: EngineConfig, model_folder: Path, opened: ExitStack) -> int:
             fix=f"Check that it was started, --master-addr and --master-port, and {envs.CLUSTER_KEY.name} on both",
             param="master_addr",
         ) from error
+    links: dict[int, dict[int, socket.socket]] = {rank: {} for rank in controls}
+    for rank, receiver in receivers.items():
+        links[rank][receiver] = out[rank]
+    for rank, sender in senders.items():
+        links[rank][sender] = arrived[sender]
+    return Connected(home, controls, links)
+
+
+def _run(config: EngineConfig, model_folder: Path, opened: ExitStack) -> int:
+    grid, cpus = grid_of(config), cpus_of_processes(config)
+    connected = connect_node(config, model_folder, opened)
     memory = make_memory(grid)
     processes: dict[int, subprocess.Popen[bytes]] = {}
     try:
-        for rank, control in controls.items():
-            links = {}
-            if rank in receivers:
-                links[receivers[rank]] = out[rank].fileno()
-            if rank in senders:
-                links[senders[rank]] = arrived[senders[rank]].fileno()
+        for rank, control in connected.controls.items():
+            links = {other: peer.fileno() for other, peer in connected.links[rank].items()}
             own = cpus[rank % grid.num_local] if cpus else set[int]()
             launch = RankLaunch(config, str(model_folder), None, rank, memory, None, True, links, own)
             processes[rank] = spawn_rank(launch, control.fileno())
         os.close(memory)
-        for peer in (*out.values(), *arrived.values(), *controls.values()):
+        for peer in (
+            *connected.controls.values(),
+            *(peer for own in connected.links.values() for peer in own.values()),
+        ):
             peer.close()  # the processes have them
-        return _watch(processes, home, {rank: rank_name(rank, grid) for rank in processes})
+        return _watch(processes, connected.home, {rank: rank_name(rank, grid) for rank in processes})
     finally:
         for process in processes.values():
             process.kill()

@@ -95,13 +95,15 @@ def start_engine(
         engine_index: of the replica.
     """
     started = time.monotonic()
+    if is_external := config.distributed_executor_backend == "external_launcher":
+        from quire.engine.external import placed, start_external  # it loads torch, which no other start needs here
+
+        config = placed(config, is_server=is_server)
     model_config = load_with_drafter(model_folder, drafter_folder, config)
     check_cuts(model_config, config)
     executor, num_ranks = None, config.num_ranks
-    if config.distributed_executor_backend == "external_launcher":
-        from quire.engine.external import start_external  # it loads torch, which no other start needs here
-
-        executor = start_external(config, model_config, progress, is_server=is_server)
+    if is_external:
+        executor = start_external(config, model_config, progress)
         workers: Workers = (executor.worker,)
     else:
         make_workers = make_workers or partial(

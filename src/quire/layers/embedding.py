@@ -17,7 +17,7 @@ from quire.kernels.lora import LoraTable, add_lora
 from quire.kernels.pages import copied
 from quire.layer_spec import LinearShape
 from quire.layers.linear import Linear
-from quire.layers.weight_slot import WeightSlot, WeightSlots
+from quire.layers.weight_slot import Extent, WeightSlot, WeightSlots
 from quire.quantization.select import select_scheme
 
 
@@ -55,19 +55,16 @@ class Embedding(Lookup):
     def __init__(self, shape: LinearShape, dtype: torch.dtype) -> None:
         self.weight_VD = torch.empty(0, dtype=dtype)
         self._shape = (shape.whole().out_features, shape.in_features)
-        self._rows_held = slice(None)
-        if shape.share is not None:
-            rows = shape.share.own_rows(0)
-            self._rows_held = slice(rows.start, rows.stop)
+        self._own = range(self._shape[0]) if shape.share is None else shape.share.own_rows(0)
 
     def _rows(self, token_ids_T: Tensor) -> Tensor:
         return F.embedding(token_ids_T, self.weight_VD)
 
     def slots(self) -> WeightSlots:
-        yield "weight", WeightSlot(self._shape, self._load)
+        yield "weight", WeightSlot(self._shape, self._load, extent=Extent(self._shape[0], (self._own,)))
 
     def _load(self, weight_VD: Tensor) -> None:
-        self.weight_VD = copied(weight_VD[self._rows_held], self.weight_VD.dtype)
+        self.weight_VD = copied(weight_VD[self._own.start : self._own.stop], self.weight_VD.dtype)
 
     def weight_bytes(self) -> int:
         return self.weight_VD.nbytes

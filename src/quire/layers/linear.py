@@ -21,7 +21,7 @@ from quire.kernels.lora import LoraTable, RowAdapters
 from quire.kernels.weight_memory import WEIGHTS, Memory
 from quire.layer_spec import LinearShape
 from quire.layers.rope import halves_from_pairs
-from quire.layers.weight_slot import WeightSlot, WeightSlots
+from quire.layers.weight_slot import Extent, WeightSlot, WeightSlots
 from quire.quantization.scheme import CheckedTensor, LinearLayer, QuantScheme, ShardedTensor
 from quire.quantization.select import select_scheme
 
@@ -109,7 +109,8 @@ class Linear:
                 shard, _, suffix = name.rpartition(".")
                 if suffix in named:
                     shapes = (slot.shape, *slot.other_shapes)
-                    slot = replace(slot, load=partial(self._load_share, named[suffix], shard, shapes))
+                    own = partial(self._load_share, named[suffix], shard, shapes)
+                    slot = replace(slot, load=own, extent=self._extent(named[suffix], shard, shapes))
                 yield name, slot
             return
         for index, (shard, _) in enumerate(self.shards):
@@ -146,6 +147,23 @@ class Linear:
                 if size != whole_size:  # rows, or words or blocks of several rows
                     part = part.narrow(dim, first * whole_size // num_rows, size)
             self._loader(tensor, index)(part)
+
+    def _extent(self, tensor: ShardedTensor, name: str, shapes: tuple[tuple[int, ...], ...]) -> Extent | None:
+        """What `_load_share` reads of a tensor with one of these shapes. None: parts of its rows, or all of it."""
+        assert self._share is not None
+        own: list[range] = []
+        for index in (index for index, (shard, _) in enumerate(self.shards) if shard == name):
+            first, num_rows = self._share.own_rows(index).start, self._share.tensor_rows[index]
+            forms = list(zip(tensor.shapes(index), shapes, strict=True))
+            if (
+                any(part[1:] != whole[1:] or part == whole for part, whole in forms)
+                or len({w[0] for _, w in forms}) > 1
+            ):
+                return None
+            ((size, *_), (whole_size, *_)) = forms[0]
+            begin = first * whole_size // num_rows
+            own.append(range(begin, begin + size))
+        return Extent(shapes[0][0], tuple(own))
 
     def _finish_if_complete(self) -> None:
         bias = self._bias_tensor

@@ -12,6 +12,29 @@ from torch import Tensor
 from quire.quantization.scheme import FLOATS
 
 
+@dataclass(frozen=True)
+class Extent:
+    """What a rank reads of a tensor.
+
+    Attributes:
+        num_rows: the tensor has as many parts of equal size, one after the other.
+        own: those that are read.
+    """
+
+    num_rows: int
+    own: tuple[range, ...]
+
+    def byte_ranges(self, begin: int, end: int) -> list[range]:
+        """The places in a file of what is read of a tensor from `begin` to `end`, in order and without neighbours."""
+        row_bytes, found = (end - begin) // self.num_rows, list[range]()
+        for rows in sorted(self.own, key=lambda each: each.start):
+            first, last = begin + rows.start * row_bytes, begin + rows.stop * row_bytes
+            if found and found[-1].stop >= first:
+                first = found.pop().start
+            found.append(range(first, last))
+        return [each for each in found if each]
+
+
 @dataclass(slots=True)
 class WeightSlot:
     """The shape and dtypes that a layer expects under one name, and the function that takes the tensor."""
@@ -21,6 +44,7 @@ class WeightSlot:
     accepts: tuple[torch.dtype, ...] = FLOATS
     is_required: bool = True
     other_shapes: tuple[tuple[int, ...], ...] = ()  # shapes that are accepted too
+    extent: Extent | None = None  # None: all of the tensor
     is_loaded: bool = False
 
     @property
@@ -57,7 +81,7 @@ class StackedSlots:
         """The slot of one expert, as it is now."""
         like, is_loaded = self.like, expert in self.loaded
         load = partial(self._load, expert)
-        return WeightSlot(like.shape, load, like.accepts, like.is_required, like.other_shapes, is_loaded)
+        return WeightSlot(like.shape, load, like.accepts, like.is_required, like.other_shapes, like.extent, is_loaded)
 
     def _load(self, expert: int, tensor: Tensor) -> None:
         self.loaded.add(expert)
@@ -90,5 +114,6 @@ def parts_of_all(tensor: Tensor, slots: Sequence[StackedSlots], *, is_transposed
     return [tensor[:, each.rows.start : each.rows.stop : each.rows.step] for each in slots]
 
 
+ExtentOf = Callable[[str], Extent | None]  # by the name of a tensor of the checkpoint
 WeightSlots = Iterable[tuple[str, WeightSlot]]  # (name relative to the layer, slot)
 AnySlots = Iterable[tuple[str, WeightSlot | StackedSlots]]

@@ -15,6 +15,8 @@ from quire.gguf.types import FLOAT_TYPES
 from quire.hf_config.gguf_types import GgufWeights
 from quire.layer_spec import Full, Latent
 from quire.layers.rope import halves_from_pairs
+from quire.layers.weight_slot import Extent, ExtentOf
+from quire.loader.extents import all_of
 from quire.loader.safetensors import Checkpoint
 from quire.loader.safetensors_headers import TensorEntry
 from quire.messages import Progress
@@ -45,9 +47,16 @@ class GgufCheckpoint:
         """Yield (name, tensor without values)."""
         return self._in_hf_form(self._in_file_form().headers())
 
-    def tensors(self, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, progress: Progress | None = None, extent_of: ExtentOf = all_of) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) in file order. Tensors are views of the mapped file, as in `Checkpoint.tensors`."""
-        return self._in_hf_form(self._in_file_form().tensors(progress))
+
+        def of_file(name: str) -> Extent | None:
+            """Of what is not read as a whole to bring it into Hugging Face's form."""
+            ours = self._names[name]
+            module = ours.rpartition(".")[0]
+            return None if module in self._num_heads or module in self._of_heads else extent_of(ours)
+
+        return self._in_hf_form(self._in_file_form().tensors(progress, of_file))
 
     def _in_file_form(self) -> Checkpoint:
         entries = {path: [_entry(info) for info in infos] for path, infos in self._file.parts.items()}

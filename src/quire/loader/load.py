@@ -11,6 +11,7 @@ from quire.hf_config.layer_format import LayerFormat
 from quire.kernels import extension
 from quire.kernels.pages import trim
 from quire.loader.dummy import dummy_weights
+from quire.loader.extents import all_of
 from quire.loader.gguf import GgufCheckpoint
 from quire.loader.packed_cache import PackedCache
 from quire.loader.safetensors import Checkpoint, open_checkpoint
@@ -98,7 +99,7 @@ def load_model(
     if checkpoint is None:
         model.load_weights(dummy_weights(model.expected_weights(), dtype, place))
     else:
-        model.load_weights(checkpoint.tensors(progress))
+        model.load_weights(checkpoint.tensors(progress, model.extent if isinstance(model, Decoder) else all_of))
     model.finalize()
     trim()
     return model
@@ -110,7 +111,7 @@ def _load_cached(
     if (held := cache.read(progress)) is not None:
         model.restore(held, cache.mapped_bytes)
     else:
-        model.load_weights(checkpoint.tensors(progress))
+        model.load_weights(checkpoint.tensors(progress, model.extent))
         cache.write(model.held(), progress)
     model.finalize()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,8 @@ import torch
 
 from quire.errors import WeightsError
 from quire.kernels.pages import map_file
+from quire.layers.weight_slot import ExtentOf
+from quire.loader.extents import all_of, ranges_read
 from quire.loader.object_store import stored_object
 from quire.loader.safetensors_headers import TensorEntry, read_headers
 from quire.loader.streamed import stream_tensors
@@ -20,6 +22,7 @@ from quire.messages import Progress
 from quire.resolve import shown_bytes
 
 READ_AHEAD_BYTES = 64 << 20  # the operating system is asked to read these bytes ahead
+ASK_BYTES = 128 << 10  # at once: Linux reads no more than its own read-ahead of what one call asks for
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,12 @@ class Checkpoint:
             for entry, tensor in map_tensors(path, entries, names):
                 yield entry.name, tensor
 
-    def tensors(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(
+        self, progress: Progress | None = None, extent_of: ExtentOf = all_of
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) in file order. Each is a view of the mapped file: read or copy it, never write to it.
+
+        Only what `extent_of` says may be read of a tensor. What else it holds is not defined.
 
         The iteration gives the pages of earlier tensors back to the system, so that mapped and packed weights are not
         in memory together. A view that is kept longer is read from the page cache again.
@@ -63,7 +70,7 @@ class Checkpoint:
         total = max(self.num_bytes, 1)
         done = 0
         for path, entries in self.files.items():
-            for entry, tensor in map_tensors(path, entries):
+            for entry, tensor in map_tensors(path, entries, extent_of=extent_of):
                 yield entry.name, tensor
                 del tensor
                 done += entry.end - entry.begin
@@ -77,17 +84,17 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def map_tensors(
-    path: Path, entries: list[TensorEntry], names: Collection[str] | None = None
+    path: Path, entries: list[TensorEntry], names: Collection[str] | None = None, extent_of: ExtentOf = all_of
 ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
     """Yield (entry, view of the mapped file) in file order: all tensors of one file, or only the `names`.
 
-    Tensors of an object in an object store are read into memory of their own.
+    Tensors of an object in an object store are read into memory of their own. `extent_of`: see Checkpoint.tensors.
     """
     wanted = [entry for entry in entries if names is None or entry.name in names]
     if not wanted:
         return
     if (source := stored_object(path)) is not None:
-        yield from stream_tensors(source, wanted)
+        yield from stream_tensors(source, wanted, extent_of)
         return
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size < entries[-1].end:
@@ -95,9 +102,10 @@ def map_tensors(
                 f"{path.name} changed while it was being loaded", fix="Start again when the download is complete"
             )
         mapped = map_file(file)
-    advice = _PageAdvice(mapped, wanted[-1].end)
-    for entry in wanted:
-        advice.move(entry.begin, entry.end)
+    parts = [ranges_read(entry, extent_of(entry.name)) for entry in wanted]
+    advice = _PageAdvice(mapped, parts)
+    for entry, ranges in zip(wanted, parts, strict=True):
+        advice.move(entry.begin, sum(map(len, ranges)))
         count, dtype = math.prod(entry.shape), getattr(torch, entry.dtype)
         if not count:
             tensor = torch.empty(entry.shape, dtype=dtype)
@@ -110,26 +118,49 @@ def map_tensors(
 
 
 class _PageAdvice:
-    """Tells the operating system which pages of a mapping come next and which are done, if it has madvise."""
+    """Tells the operating system which pages of a mapping come next and which are done, if it has madvise.
 
-    def __init__(self, mapped: mmap.mmap, size: int) -> None:
-        self.mapped, self.size = mapped, size
-        self.requested = self.released = 0  # everything before these offsets
+    Args:
+        parts: what will be read of each tensor, in file order.
+    """
+
+    def __init__(self, mapped: mmap.mmap, parts: Sequence[Sequence[range]]) -> None:
+        self.mapped = mapped
+        self.ahead = _in_pieces(parts)
+        self.num_ahead = 0  # bytes that were asked for, and are of later tensors
+        self.released = 0  # everything before this offset
         self.enabled = hasattr(mmap, "MADV_WILLNEED") and hasattr(mmap, "MADV_DONTNEED")
 
-    def move(self, begin: int, end: int) -> None:
-        """The bytes begin..end come next, and all bytes before them are done."""
+    def move(self, begin: int, num_bytes: int) -> None:
+        """A tensor comes next, of which so many bytes are read, and all bytes before it are done."""
         if not self.enabled:
             return
-        wanted = min(end + READ_AHEAD_BYTES, self.size)
-        if wanted - self.requested >= READ_AHEAD_BYTES // 4 or (wanted == self.size and self.requested < wanted):
-            start = _page_floor(max(self.requested, begin))
-            self.mapped.madvise(mmap.MADV_WILLNEED, start, wanted - start)
-            self.requested = wanted
+        self.num_ahead -= num_bytes
+        if self.num_ahead <= READ_AHEAD_BYTES * 3 // 4:
+            while self.num_ahead < READ_AHEAD_BYTES and (part := next(self.ahead, None)) is not None:
+                start = _page_floor(part.start)
+                self.mapped.madvise(mmap.MADV_WILLNEED, start, part.stop - start)
+                self.num_ahead += len(part)
         done = _page_floor(begin)
         if done > self.released:
             self.mapped.madvise(mmap.MADV_DONTNEED, self.released, done - self.released)
             self.released = done
+
+
+def _in_pieces(parts: Sequence[Sequence[range]]) -> Iterator[range]:
+    """The same bytes, at most ASK_BYTES at once."""
+    begin = end = 0
+    for part in (part for ranges in parts for part in ranges):
+        if part.start != end:
+            if begin < end:
+                yield range(begin, end)
+            begin = part.start
+        end = part.stop
+        while end - begin >= ASK_BYTES:
+            yield range(begin, begin + ASK_BYTES)
+            begin += ASK_BYTES
+    if begin < end:
+        yield range(begin, end)
 
 
 def _page_floor(offset: int) -> int:

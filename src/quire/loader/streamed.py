@@ -10,6 +10,8 @@ import torch
 
 from quire.kernels.memory_piece import MemoryPiece
 from quire.kernels.weight_memory import map_huge_pages
+from quire.layers.weight_slot import ExtentOf
+from quire.loader.extents import all_of, ranges_read
 from quire.loader.object_store import NUM_READERS, Bytes, StoredObject, fill_ahead, piece_bytes
 from quire.loader.safetensors_headers import TensorEntry
 
@@ -19,41 +21,47 @@ REUSE = 1.25  # of what is read ahead is memory that is used again
 _Found: TypeAlias = tuple[TensorEntry, torch.Tensor]
 
 
-def stream_tensors(source: StoredObject, entries: Sequence[TensorEntry]) -> Iterator[_Found]:
+def stream_tensors(
+    source: StoredObject, entries: Sequence[TensorEntry], extent_of: ExtentOf = all_of
+) -> Iterator[_Found]:
     """Yield (entry, tensor) in the order of the entries, which is that of their places.
+
+    Only what `extent_of` says is read. What else a tensor holds is not defined.
 
     A request has neighbours, or a part of a large tensor. Beside the tensors that the caller keeps, memory holds what
     is read ahead, and a quarter of that again. Raises like `fill_ahead`.
     """
     piece = piece_bytes(source.size)
-    for found in fill_ahead(source, _parts(entries, piece, _Memory(int(REUSE * NUM_READERS * piece)))):
+    for found in fill_ahead(source, _parts(entries, extent_of, piece, _Memory(int(REUSE * NUM_READERS * piece)))):
         while found:
             yield found.pop(0)
 
 
 def _parts(
-    entries: Sequence[TensorEntry], piece: int, memory: _Memory
+    entries: Sequence[TensorEntry], extent_of: ExtentOf, piece: int, memory: _Memory
 ) -> Iterator[tuple[int, list[Bytes], list[_Found]]]:
     """What to ask for, at most `piece` bytes at once: (place, memory of the bytes, tensors that are whole then)."""
     begin = end = 0
     buffers: list[Bytes] = []
     whole: list[_Found] = []
     for entry in entries:
-        if entry.begin != end and (buffers or whole):
-            yield begin, buffers, whole
-            buffers, whole = [], []
         tensor = memory.take(entry.end - entry.begin)
-        free, end = tensor.numpy(), entry.begin
-        while len(free):
-            if buffers and end - begin == piece:
+        for part in ranges_read(entry, extent_of(entry.name)):
+            if part.start != end and (buffers or whole):
                 yield begin, buffers, whole
                 buffers, whole = [], []
-            begin = begin if buffers else end
-            count = min(len(free), piece - (end - begin))
-            buffers.append(free[:count])
-            free, end = free[count:], end + count
+            free, end = tensor.numpy()[part.start - entry.begin : part.stop - entry.begin], part.start
+            while len(free):
+                if buffers and end - begin == piece:
+                    yield begin, buffers, whole
+                    buffers, whole = [], []
+                begin = begin if buffers else end
+                count = min(len(free), piece - (end - begin))
+                buffers.append(free[:count])
+                free, end = free[count:], end + count
+            del free
         whole.append((entry, tensor.view(getattr(torch, entry.dtype)).view(entry.shape)))
-        del free, tensor
+        del tensor
     if whole:
         yield begin, buffers, whole
 

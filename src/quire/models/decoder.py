@@ -27,7 +27,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm, make_norm
 from quire.layers.received import ReceivedRows
 from quire.layers.rope import cos_sin_table
-from quire.layers.weight_slot import StackedSlots, WeightSlot
+from quire.layers.weight_slot import Extent, StackedSlots, WeightSlot
 from quire.model_config import ModelConfig
 from quire.models.block import LayerBuilder, Sublayer, Weighted
 from quire.models.weights import WeightTable
@@ -186,6 +186,10 @@ class Decoder:
             headers: the names of a checkpoint, and tensors without values (on torch's device `meta`).
         """
         self._weights.check(headers)
+
+    def extent(self, checkpoint_name: str) -> Extent | None:
+        """What `load_weights` reads of a tensor. None: all of it."""
+        return self._weights.extent(checkpoint_name)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take the tensors of a checkpoint by their Hugging Face names, in any order.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import WeightsError
-from quire.layers.weight_slot import StackedSlots, WeightSlot, parts_of_all
+from quire.layers.weight_slot import Extent, StackedSlots, WeightSlot, parts_of_all
 from quire.logs import get_logger
 from quire.model_config import EXPERT
 
@@ -132,6 +132,23 @@ class WeightTable:
     def is_of_all_experts(self, checkpoint_name: str) -> bool:
         """Whether a tensor of the checkpoint holds those of all experts of a layer."""
         return renamed(checkpoint_name, self._renamed_prefixes) in self._stacked
+
+    def extent(self, checkpoint_name: str) -> Extent | None:
+        """What is read of a tensor of the checkpoint. None: all of it."""
+        name = renamed(checkpoint_name, self._renamed_prefixes)
+        if (names := self._stacked.get(name)) is None:
+            return None if (slot := self._slot(name)) is None else slot.extent
+        stacks = [self._stacks[each] for each in names]
+        first, num_rows = stacks[0], sum(stack.like.shape[0] for stack in stacks)
+        begins = [0] if len(stacks) == 1 else [stack.rows.start for stack in stacks]
+        own: list[range] = []
+        for begin, stack in zip(begins, stacks, strict=True):
+            extent, is_whole = stack.like.extent, stack.is_transposed or stack.rows.step != 1
+            if extent is None or is_whole:
+                return Extent(first.num_experts, tuple(range(expert, expert + 1) for expert in first.places))
+            for start in (expert * num_rows + begin for expert in stack.places):
+                own += [range(start + rows.start, start + rows.stop) for rows in extent.own]
+        return Extent(first.num_experts * num_rows, tuple(own))
 
     def load_some(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take some tensors by our names. Each must fit."""

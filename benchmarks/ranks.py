@@ -1,0 +1,312 @@
+"""Ranks on one machine: what their exchange takes beside gloo and a copy, and decodes and starts beside one process.
+
+    python benchmarks/ranks.py exchange [--rounds 9] [--save HARDWARE]
+    python benchmarks/ranks.py decodes [--quantization int4] [--rows 1 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
+    python benchmarks/ranks.py start [--rounds 5] [--save HARDWARE]
+
+`exchange`: two processes, one thread each, join columns (Group.gather), gather and reduce by torch.distributed with
+gloo, and copy (memcpy, both at once). Bytes are those of the result that each process has then.
+`decodes`: random weights with the shape of Qwen3-0.6B; one process with all threads, and ranks of one thread, which
+are more than the cores where that is asked for. All engines are there, and take turns.
+`start`: a checkpoint of that shape, in the file cache; seconds from the command to a ready `LLM`.
+--save writes benchmarks/results/HARDWARE/ranks_WHAT_DATE.md and .json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from quire.config import EngineConfig
+from quire.distributed.layout import Grid
+from quire.distributed.shared_memory import make_memory, ranks_on
+from quire.engine.core import EngineCore
+from quire.engine.start import start_engine
+from quire.kernels import cpu
+from quire.loader.safetensors_writer import write_tensors
+from quire.measure import report
+from quire.messages import AddRequest
+from quire.model_config import load_model_config
+from quire.models.registry import build_model
+from quire.planning import devices
+from quire.sampling_params import SamplingParams
+
+MODEL: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+SIZES = (4 << 10, 64 << 10, 1 << 20, 32 << 20)  # bytes of a result
+ROUND_SECONDS = 0.2
+WAYS = ("ranks join", "gloo gathers", "gloo reduces", "memcpy")
+CONTEXT = 2  # tokens of a prompt
+START = """
+import sys
+from quire import LLM
+sizes = {"tensor_parallel_size": int(sys.argv[2]), "num_threads": int(sys.argv[3]), "max_model_len": 1024}
+LLM(sys.argv[1], device="cpu", skip_tokenizer_init=True, **sizes)
+print("ready", flush=True)
+"""
+
+
+def exchange_as(rank: int, memory: int, meeting: str, rounds: int, answer: Connection) -> None:
+    """One of two processes: seconds of each way, size and round, of one exchange."""
+    cpu.set_num_threads(1)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    ranks = ranks_on(memory, rank, Grid(2), has_own_cores=True, timeout_seconds=60.0)
+    group = ranks.group
+    assert group is not None
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    found: dict[str, dict[int, list[float]]] = {way: {} for way in WAYS}
+    for size in SIZES:
+        elements = size // 2
+        part = torch.ones(1, elements // 2, dtype=torch.bfloat16)
+        out, other = torch.empty(1, elements, dtype=torch.bfloat16), torch.empty(1, elements, dtype=torch.bfloat16)
+        halves = list(out.view(2, -1).unbind())
+        run: dict[str, Callable[[], object]] = {
+            "ranks join": lambda p=part, o=out: cpu.gather(group._shared, p, [p.shape[1]] * 2, o),  # type: ignore
+            "gloo gathers": lambda h=halves, p=part: torch.distributed.all_gather(h, p.view(-1)),  # type: ignore
+            "gloo reduces": lambda o=other: torch.distributed.all_reduce(o),  # type: ignore
+            "memcpy": lambda o=other, t=out: t.copy_(o),  # type: ignore
+        }
+        counts = {way: agreed(count_for(run[way])) for way in WAYS}
+        for _ in range(rounds):
+            for way in WAYS:
+                torch.distributed.barrier()
+                begin = time.perf_counter()
+                for _ in range(counts[way]):
+                    run[way]()
+                found[way].setdefault(size, []).append((time.perf_counter() - begin) / counts[way])
+    answer.send(found)
+    torch.distributed.barrier()
+    ranks.close()
+
+
+def count_for(run: Callable[[], object]) -> int:
+    """How often it runs in ROUND_SECONDS. Both processes call it together."""
+    for _ in range(3):
+        run()
+    begin = time.perf_counter()
+    for _ in range(4):
+        run()
+    return max(int(4 * ROUND_SECONDS / (time.perf_counter() - begin)), 2)
+
+
+def agreed(count: int) -> int:
+    """The least of both processes."""
+    least = torch.tensor([count])
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+    return int(least)
+
+
+def exchange(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """A round takes as long as the slower process needs."""
+    memory = make_memory(Grid(2))
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe() for _ in range(2)]
+        processes = [
+            context.Process(target=exchange_as, args=(rank, memory, f"{folder}/meeting", arguments.rounds, theirs))
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in processes:
+            process.start()
+        first, second = (ours.recv() for ours, _ in pipes)
+        for process in processes:
+            process.join()
+    os.close(memory)
+    seconds = {
+        way: {size: [max(pair) for pair in zip(first[way][size], second[way][size], strict=True)] for size in SIZES}
+        for way in WAYS
+    }
+    columns = [f"{way}, us" for way in WAYS] + ["ranks over gloo's gather", "over its reduce", "memcpy over ranks"]
+    lines = report.table_head(" | ".join(["result", *columns]))
+    for size in SIZES:
+        cells = [f"{1e6 * statistics.median(seconds[way][size]):,.1f}" for way in WAYS]
+        cells += [ratio(seconds["ranks join"][size], seconds[way][size]) for way in ("gloo gathers", "gloo reduces")]
+        cells.append(ratio(seconds["memcpy"][size], seconds["ranks join"][size]))
+        lines.append(f"| {size >> 10:,} KiB | {' | '.join(cells)} |")
+    return {"seconds": seconds}, lines
+
+
+def write_model(folder: Path) -> None:
+    """A checkpoint with random weights."""
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    shapes = build_model(load_model_config(folder), torch.bfloat16).expected_weights()
+    weights = {name: torch.randn(shape).mul_(0.02).bfloat16() for name, shape in sorted(shapes.items())}
+    write_tensors(folder / "model.safetensors", weights)
+
+
+def ratio(ours: list[float], theirs: list[float]) -> str:
+    """The median of the rounds' ratios, with the least and the largest."""
+    found = [one / other for one, other in zip(ours, theirs, strict=True)]
+    return f"{statistics.median(found):.3f} ({min(found):.3f} to {max(found):.3f})"
+
+
+def decodes(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Medians of the steps of a round; each engine has its own processes, which sleep while others compute."""
+    num_cores, rounds = devices.num_cores(), dict[int, list[dict[int, float]]]()
+    widths = (1, 2, 2 * num_cores)
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder))
+        context, engines, processes = multiprocessing.get_context("spawn"), dict[int, Connection](), []
+        for width in widths:
+            engines[width], theirs = context.Pipe()
+            threads = max(num_cores // width, 1)
+            process = context.Process(target=decode_in, args=(Path(folder), width, threads, arguments, theirs))
+            process.start()
+            theirs.close()
+            engines[width].recv()
+            processes.append(process)
+        for rows in arguments.rows:
+            for number in range(-1, arguments.rounds):  # the first one records steps
+                found = {}
+                for width in widths if number % 2 else widths[::-1]:
+                    engines[width].send(rows)
+                    found[width] = engines[width].recv()
+                if number >= 0:
+                    rounds.setdefault(rows, []).append(found)
+        for engine in engines.values():
+            engine.close()
+        for process in processes:
+            process.join()
+    lines = report.table_head(
+        "rows | " + " | ".join(f"tp {width}, ms" for width in widths) + " | tokens of tp 2 over "
+        f"tp 1 | of tp {widths[-1]} over tp 1"
+    )
+    for rows, each in rounds.items():
+        of = {width: [found[width] for found in each] for width in widths}
+        cells = [f"{1e3 * statistics.median(seconds):.1f}" for seconds in of.values()]
+        cells += [ratio(of[1], of[width]) for width in widths[1:]]
+        lines.append(f"| {rows} | {' | '.join(cells)} |")
+    return {"rounds": rounds}, lines
+
+
+def decode_in(folder: Path, width: int, num_threads: int, arguments: argparse.Namespace, asked: Connection) -> None:
+    """A process with an engine, whose number of threads is the process's: the time of a step of so many rows."""
+    rows = max(arguments.rows)
+    config = EngineConfig.from_kwargs(
+        device="cpu",
+        quantization=arguments.quantization,
+        tensor_parallel_size=width,
+        num_threads=num_threads,
+        max_model_len=512,
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(512, rows * CONTEXT),
+        num_gpu_blocks_override=rows * ((CONTEXT + arguments.steps) // 16 + 3),
+        enable_prefix_caching=False,
+    )
+    core = start_engine(config, folder, is_server=False, progress=lambda phase, share, detail: None).core
+    asked.send(None)
+    with suppress(EOFError):
+        while True:
+            asked.send(step_seconds(core, asked.recv(), arguments.steps))
+    core.shutdown()
+
+
+def step_seconds(core: EngineCore, rows: int, steps: int) -> float:
+    """The median time of a decode step."""
+    params = SamplingParams(temperature=0.0, max_tokens=steps + 4, ignore_eos=True)
+    for row in range(rows):
+        prompt = [10 + (7 * row + 3 * position) % 1000 for position in range(CONTEXT)]
+        core.add(AddRequest(f"{row}", prompt, params, steps + 4))
+    seconds = []
+    while core.has_work():
+        core.step()
+        record = core.last_record
+        if record is not None and record.num_decode_tokens == rows and not record.num_prefill_tokens:
+            seconds.append(record.step_seconds)
+    return statistics.median(seconds[2:])
+
+
+def starts(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Alternating, behind a start of each that reads the file and keeps what later starts use."""
+    num_cores, rounds = devices.num_cores(), list[dict[int, float]]()
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder))
+        for number in range(-1, arguments.rounds):
+            order = (1, 2) if number % 2 else (2, 1)
+            found = {width: started_in(folder, width, num_cores // width) for width in order}
+            if number >= 0:
+                rounds.append(found)
+    of = {width: [found[width] for found in rounds] for width in (1, 2)}
+    lines = report.table_head("tp 1, s | tp 2, s | tp 2 over tp 1")
+    cells = [f"{statistics.median(seconds):.2f}" for seconds in of.values()]
+    return {"rounds": rounds}, [*lines, f"| {' | '.join(cells)} | {ratio(of[2], of[1])} |"]
+
+
+def started_in(folder: str, width: int, num_threads: int) -> float:
+    """Seconds until a process is ready."""
+    begin = time.perf_counter()
+    command = [sys.executable, "-P", "-c", START, folder, str(width), str(num_threads)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        if "ready" not in process.stdout.read(5):
+            sys.exit(f"it did not start: {command}")
+        return time.perf_counter() - begin
+
+
+TITLES = {
+    "exchange": "Two ranks join results through shared memory",
+    "decodes": "Decode steps of ranks beside one process",
+    "start": "A start with two ranks beside one process",
+}
+RUN = {"exchange": exchange, "decodes": decodes, "start": starts}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=RUN)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--quantization")
+    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
+    arguments = parser.parse_args()
+    environment = report.environment("python", "benchmarks/ranks.py")
+    result, table = RUN[arguments.what](arguments)
+    result = {**environment, **result}
+    form = f", {arguments.quantization or 'bfloat16'}" if arguments.what == "decodes" else ""
+    text = "\n".join(
+        [
+            *report.heading(TITLES[arguments.what] + form, result),
+            f"- Medians of {arguments.rounds} rounds in turns; ratios are medians of the rounds' (least to largest).",
+            "",
+            *table,
+        ]
+    )
+    print(text)
+    if arguments.save:
+        name = f"ranks_{arguments.what}" + (f"_{arguments.quantization or 'bf16'}" if form else "")
+        report.save_published(Path(__file__).parent, name, arguments.save, result, text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""What a rank reads of a checkpoint: the pages that the system reads for it, and the requests to an object store.
+
+Ranks of a node find in memory what another one has read. So a node reads each byte once if ranks read their shares.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.config import EngineConfig
+from quire.kernels import cpu
+from quire.loader.hub import resolve_model
+from quire.loader.safetensors_writer import write_tensors
+from quire.model_config import load_model_config
+from quire.models.decoder import Decoder
+from quire.models.registry import build_model
+from quire.planning.cut_stages import part_of_rank
+from tests.loader.local_store import Store
+from tests.loading import load_model
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
+
+MOST = 1.15  # of its share
+DENSE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 4096,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+FUSED = DENSE | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "head_dim": 64, "pad_token_id": 0}
+EXPERTS = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 768,
+}
+SMALL = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1, "vocab_size": 1024, "num_experts": 4}
+TP: dict[str, Any] = {"tensor_parallel_size": 2}
+MODELS = {
+    "dense": (DENSE, TP),
+    "three ranks": (DENSE, {"tensor_parallel_size": 3}),
+    "stages": (DENSE, {"pipeline_parallel_size": 2}),
+    "fused": (FUSED, TP),
+    "experts": (EXPERTS, TP),
+    "whole experts": (EXPERTS, TP | {"enable_expert_parallel": True}),
+    "one tensor of all experts": (EXPERTS, TP),
+    "whole experts in one tensor": (EXPERTS, TP | {"enable_expert_parallel": True}),
+}
+
+
+def write(folder: Path, config: dict[str, Any], *, is_stacked: bool) -> Path:
+    """A checkpoint with random weights -> its file."""
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = build_model(load_model_config(folder), torch.bfloat16).expected_weights()
+    if is_stacked:
+        shapes = {name: shape for name, shape in shapes.items() if ".experts." not in name}
+        for prefix in (f"model.layers.{layer}.mlp.experts." for layer in range(config["num_hidden_layers"])):
+            E, I, D = config["num_experts"], config["moe_intermediate_size"], config["hidden_size"]  # noqa: E741
+            shapes |= {f"{prefix}gate_up_proj": (E, 2 * I, D), f"{prefix}down_proj": (E, D, I)}
+    torch.manual_seed(0)
+    weights = {name: torch.rand(shape, dtype=torch.bfloat16) for name, shape in sorted(shapes.items())}
+    write_tensors(folder / "model.safetensors", weights)
+    return folder / "model.safetensors"
+
+
+def load_rank(folder: Path, config: EngineConfig, rank: int) -> Decoder:
+    part = part_of_rank(load_model_config(folder), config, rank)
+    before: Any = None if part.has_embeddings else SimpleNamespace()  # nothing is received here
+    model = load_model(part, torch.bfloat16, before=before)
+    assert isinstance(model, Decoder)
+    return model
+
+
+def drop(path: Path) -> None:
+    """The pages of a file from memory."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def num_bytes_in_memory(path: Path) -> int:
+    """Of a file, whoever has read them."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+        pages = np.zeros(-(-len(mapped) // mmap.PAGESIZE), dtype=np.uint8)
+        view = np.frombuffer(mapped, dtype=np.uint8)
+        libc = ctypes.CDLL(None, use_errno=True)
+        found = libc.mincore(
+            ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(len(mapped)), pages.ctypes.data_as(ctypes.c_void_p)
+        )
+        assert found == 0, os.strerror(ctypes.get_errno())
+        del view
+    return mmap.PAGESIZE * int((pages & 1).sum())
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no page can be dropped")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rank_reads_its_share_of_the_file(name: str, tmp_path: Path) -> None:
+    form, sizes = MODELS[name]
+    path = write(tmp_path, form, is_stacked="one tensor" in name)
+    config = EngineConfig.from_kwargs(**sizes)
+    total = 0
+    for rank in range(config.num_ranks):
+        drop(path)
+        if num_bytes_in_memory(path):
+            pytest.skip("the files of this folder are always in memory")
+        model = load_rank(tmp_path, config, rank)
+        read, share = num_bytes_in_memory(path), model.weight_bytes()
+        print(f"{name}, rank {rank}: {read / share:.3f} of its share")
+        assert share <= 1.01 * read, "it was not read from the file"
+        assert read <= MOST * share
+        total += read
+    assert total <= MOST * path.stat().st_size
+
+
+@pytest.mark.parametrize("name", ["dense", "fused", "one tensor of all experts", "whole experts in one tensor"])
+def test_a_rank_asks_an_object_store_for_its_share(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, sizes = MODELS[name]
+    path, own = write(tmp_path, form | SMALL, is_stacked="one tensor" in name), name.replace(" ", "-")
+    config = EngineConfig.from_kwargs(**sizes)
+    with Store({f"{own}/{each.name}": each.read_bytes() for each in tmp_path.iterdir()}) as store:
+        for variable, value in store.environment(tmp_path / "cache").items():
+            monkeypatch.setenv(variable, value)
+        folder = resolve_model(f"s3://models/{own}")
+        for rank in range(config.num_ranks):
+            store.reads.clear()
+            found = load_rank(folder, config, rank)
+            places = [text for key, text in store.reads if key == f"{own}/{path.name}" and text is not None]
+            ranges = [text.removeprefix("bytes=").split("-") for text in places]
+            read = sum(int(end) + 1 - int(begin) for begin, end in ranges)
+            assert 0 < read <= MOST * found.weight_bytes()
+            check_equal(found, load_rank(tmp_path, config, rank))
+
+
+def check_equal(found: Decoder, expected: Decoder) -> None:
+    """What was not read is used nowhere."""
+    ours, theirs = list(tensors_in(found.held())), list(tensors_in(expected.held()))
+    assert len(ours) == len(theirs) > 5
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Of packed weights too."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
