@@ -46,6 +46,18 @@ def quicken() -> None:
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)
 
+    # A row of a product must not depend on where it stands among others, as on a GPU. It does where BLAS adds up some rows
+    # in another order, as on CPUs without AVX-512; sums in float64 are rounded to the same float32.
+    dot = type(builder).create_dot
+
+    def dot_in_float64(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        if d.data.dtype != np.float32 or a.data.dtype.kind != "f" or b.data.dtype.kind != "f":  # codes
+            return dot(self, a, b, d, *precision)
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    type(builder).create_dot = dot_in_float64
+
     # It lists all types for every look at one, and writes the shape of every value anew.
     np_dtype = cache(interpreter._get_np_dtype)
     addresses = np.dtype(np.uint64)

@@ -43,6 +43,7 @@ from quire.layer_spec import (
 __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeConfig", "load_model_config"]
 
 
+LAYER_NUMBER = re.compile(r"\.\d+\.")  # in the names of its tensors
 EXPERT = re.compile(r"(.*\.)(\d{1,6})(\.[^.]+\.[^.]+)")  # the number of an expert, before module and tensor
 TOKEN_ID_BYTES = 8
 ROUTER_BIAS_BYTES = 4  # they stay in float32
@@ -137,13 +138,30 @@ class ModelConfig:
         """The format of the weights, for people."""
         return self.dtype if self.quantized is None else self.quantized.describe()
 
+    @cached_property
+    def layer_kinds(self) -> tuple[tuple[LayerSpec, int], ...]:
+        """A layer of each kind, and how many there are of it: they differ in the number in their names alone.
+
+        In a quantized checkpoint, whose format goes by names, each layer is a kind.
+        """
+        if self.quantized is not None:
+            return tuple((layer, 1) for layer in self.layers)
+        names = [LAYER_NUMBER.sub(".", repr(layer)) for layer in self.layers]
+        first = dict(zip(reversed(names), reversed(self.layers), strict=True))
+        return tuple((first[name], count) for name, count in Counter(names).items())
+
     def kv_specs(self) -> list[KvSpec]:
         """The cache's content of every layer that has some."""
-        return [layer.kv_spec for layer in self.layers if layer.kv_spec is not None]
+        return list(self._kv_specs)
+
+    @cached_property
+    def _kv_specs(self) -> tuple[KvSpec, ...]:
+        return tuple(spec for layer in self.layers if (spec := layer.kv_spec) is not None)
 
     def kv_bytes_per_token(self, kv: KvFormat) -> int:
         """Bytes of one token in the cache over all layers."""
-        return sum(spec.bytes_per_token(kv) for spec in self.kv_specs())
+        kinds = [(spec, count) for layer, count in self.layer_kinds if (spec := layer.kv_spec) is not None]
+        return sum(count * spec.bytes_per_token(kv) for spec, count in kinds)
 
     def experts(self) -> list[Experts]:
         """The feed-forward parts that are experts."""
@@ -151,7 +169,7 @@ class ModelConfig:
 
     def num_parameters(self) -> int:
         """Elements of all weights; tied embeddings count once. Exact for native models, an estimate for others."""
-        linears = sum(linear.num_weights + linear.num_biases for linear in self.linears())
+        linears = sum(count * (linear.num_weights + linear.num_biases) for linear, count in self._counted_linears())
         return linears + self._num_other_elements() + self._num_looked_up_parameters()
 
     def num_active_parameters(self) -> int:
@@ -162,13 +180,13 @@ class ModelConfig:
 
     def num_block_parameters(self) -> int:
         """Elements of the weights that one token uses in the layers and the final norm, without idle experts."""
-        return (
-            sum(linear.num_weights + linear.num_biases for linear in self.active_linears()) + self._num_other_elements()
-        )
+        counted = self.counted_active_linears()
+        linears = sum(count * (linear.num_weights + linear.num_biases) for linear, count in counted)
+        return linears + self._num_other_elements()
 
     def attention_flops(self) -> int:
         """Floating point operations of one new token and one before it that all layers see."""
-        return sum(layer.attention.flops_per_pair for layer in self.layers if layer.attention)
+        return sum(count * layer.attention.flops_per_pair for layer, count in self.layer_kinds if layer.attention)
 
     def weight_bytes(self, dtype: str, quantization: str | None = None, *, is_packed: bool = True) -> int:
         """Bytes of all weights in `dtype` (a key of DTYPE_BYTES), with linear layers in their form in memory.
@@ -183,11 +201,12 @@ class ModelConfig:
         """The parts of `weight_bytes`."""
         if not self.is_native:
             is_packed = False  # transformers' code multiplies by them
-        held = [(linear, self._held_bytes(linear, dtype, quantization, is_packed)) for linear in self.linears()]
+        counted = self._counted_linears()
+        held = [(linear, n * self._held_bytes(linear, dtype, quantization, is_packed)) for linear, n in counted]
         output_linear = self.output_linear()
         output = sum(num_bytes for linear, num_bytes in held if linear == output_linear)
         blocks = sum(num_bytes for _, num_bytes in held) - output
-        others = sum(linear.num_biases for linear in self.linears()) + self._num_norm_elements()
+        others = sum(n * linear.num_biases for linear, n in counted) + self._num_norm_elements()
         looked_up = self._looked_up_bytes(dtype)
         if self.head is not None and self.head.maps_tokens:
             looked_up += self.head.num_tokens * TOKEN_ID_BYTES
@@ -199,11 +218,11 @@ class ModelConfig:
 
         Embeddings do not count, because a step reads only a row per token.
         """
-        linears = list(self.active_linears())
+        linears = self.counted_active_linears()
         if self.has_output:
-            linears.append(self.output_linear())
-        weights = sum(self._held_bytes(linear, dtype, quantization, self.is_native) for linear in linears)
-        others = sum(linear.num_biases for linear in linears) + self._num_norm_elements()
+            linears.append((self.output_linear(), 1))
+        weights = sum(n * self._held_bytes(linear, dtype, quantization, self.is_native) for linear, n in linears)
+        others = sum(n * linear.num_biases for linear, n in linears) + self._num_norm_elements()
         return weights + others * DTYPE_BYTES[dtype] + self._num_router_biases() * ROUTER_BIAS_BYTES
 
     def expert_counts(self) -> Counter[tuple[int, int]]:
@@ -260,15 +279,24 @@ class ModelConfig:
         """All linear layers; layers with the same input are fused."""
         for layer in self.layers:
             yield from layer.linears()
+        yield from self._linears_around()
+
+    def _linears_around(self) -> Iterator[LinearShape]:
+        """The linear layers before and behind `layers`."""
         if self.head is not None:
             yield self.head.input
         is_own = self.has_output or (self.has_embeddings and self.tie_word_embeddings)
         if is_own if self.head is None else self.head.owns_output:
             yield self.output_linear()
 
-    def active_linears(self) -> Iterator[LinearShape]:
-        """The linear layers that one token uses, without the output."""
-        return (linear for layer in self.layers for linear in layer.active_linears())
+    def _counted_linears(self) -> list[tuple[LinearShape, int]]:
+        """`linears` of each kind of layer, and how many there are."""
+        of_layers = [(linear, count) for layer, count in self.layer_kinds for linear in layer.linears()]
+        return of_layers + [(linear, 1) for linear in self._linears_around()]
+
+    def counted_active_linears(self) -> list[tuple[LinearShape, int]]:
+        """The linear layers that one token uses in each kind of layer, and how many there are; without the output."""
+        return [(linear, count) for layer, count in self.layer_kinds for linear in layer.active_linears()]
 
     def output_linear(self) -> LinearShape:
         """hidden -> logits."""
@@ -300,12 +328,13 @@ class ModelConfig:
         return self._num_norm_elements() + self._num_router_biases()
 
     def _num_router_biases(self) -> int:
-        return sum(layer.num_router_biases() for layer in self.layers)
+        return sum(count * layer.num_router_biases() for layer, count in self.layer_kinds)
 
     def _num_norm_elements(self) -> int:
         around = () if self.head is None else self.head.norms
         final = self.final_norm.num_elements if self.has_output else 0
-        return sum(layer.num_norm_elements() for layer in self.layers) + final + sum(n.size for n in around)
+        of_layers = sum(count * layer.num_norm_elements() for layer, count in self.layer_kinds)
+        return of_layers + final + sum(n.size for n in around)
 
     def _held_bytes(self, linear: LinearShape, dtype: str, quantization: str | None, is_packed: bool) -> int:
         return sum(part.num_bytes(dtype, is_packed=is_packed) for part in self.stored(linear, quantization))

@@ -90,7 +90,7 @@ def test_integers_are_counted_apart() -> None:
     load = floats.load([0], [8], 1)
     assert floats.demand(load).linear_int8_ops == 0
     assert floats.demand(load).flops == integers.demand(load).flops
-    linears = [*model.active_linears(), model.output_linear()]
+    linears = [*(linear for layer in model.layers for linear in layer.active_linears()), model.output_linear()]
     tokens = [8] * (len(linears) - 1) + [1]
     expected = 2 * sum(linear.num_weights * count for linear, count in zip(linears, tokens, strict=True))
     assert integers.demand(load).linear_int8_ops == expected

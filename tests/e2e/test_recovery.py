@@ -54,7 +54,9 @@ class SabotagedServe(Serve):
     def __init__(self, folder: Path, max_failures: int = 100, patience: float = 1.0, engine: str = "light") -> None:
         how = (Path(__file__).with_name("sabotaged_serve.py"), folder, engine, max_failures, patience)
         program = Program(tuple(map(str, how)), LightPopen if engine == "light" else TorchPopen)
-        super().__init__(*SMALL, "--max-shared-prefill-tokens", "0", program=program)  # a prompt is one step
+        # A prompt is one step, on every CPU: the default budget of a step is what is best for this one.
+        one_step = ("--max-shared-prefill-tokens", "0", "--max-num-batched-tokens", "256")
+        super().__init__(*SMALL, *one_step, program=program)
         self.folder = folder
 
     def order(self, order: str) -> None:

@@ -17,7 +17,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0" and not session.config.option.collectonly:
         for item in session.items:
             if isinstance(item, pytest.Function) and item.originalname == "test_all_extras_resolve":
-                resolvers.start(*(item.callspec.params[name] for name in ("torch", "target", "extras")))
+                resolvers.start(*(item.callspec.params[name] for name in ("torch", "target")))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

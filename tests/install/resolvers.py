@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,20 +13,19 @@ LINUX, MACOS = "x86_64-unknown-linux-gnu", "aarch64-apple-darwin"
 
 
 class Resolvers:
-    """Processes that choose versions for Quire with extras, from metadata alone: nothing is downloaded."""
+    """Processes that choose versions for Quire with all extras, from metadata alone: nothing is downloaded."""
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory()
         self._started: dict[tuple[str, str], subprocess.Popen[str]] = {}
 
-    def start(self, torch: str, target: str, extras: Sequence[str]) -> None:
-        """Start the resolver for a version of torch, a platform and extras; none of them are all."""
+    def start(self, torch: str, target: str) -> None:
+        """Start the resolver for a version of torch and a platform."""
         constraint = Path(self._folder.name) / torch
         constraint.write_text(f"torch=={torch}\n")
         command = [
             *(sys.executable, "-m", "uv", "pip", "compile", str(PROJECT), "--no-config", "--quiet"),
-            *("--no-header", "--no-annotate", "--constraints", str(constraint)),
-            *([f"--extra={extra}" for extra in extras] or ["--all-extras"]),
+            *("--all-extras", "--no-header", "--no-annotate", "--constraints", str(constraint)),
             *("--python-platform", target, "--python-version", "3.12"),
         ]
         # The oldest macOS that torch 2.13 has wheels for.
@@ -36,10 +34,10 @@ class Resolvers:
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
 
-    def take(self, torch: str, target: str, extras: Sequence[str]) -> subprocess.Popen[str]:
+    def take(self, torch: str, target: str) -> subprocess.Popen[str]:
         """The resolver for this case, which is started now if it was not before."""
         if (torch, target) not in self._started:
-            self.start(torch, target, extras)
+            self.start(torch, target)
         return self._started[torch, target]
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from quire.errors import ModelConfigError
 from quire.formats.kv_format import KV_FORMATS
 from quire.model_config import ModelConfig, load_model_config
 from tests.examples import IS_FULL
+from tests.real_models import write_config
 
 LLAMA_3_2_1B = {
     "architectures": ["LlamaForCausalLM"],
@@ -657,3 +658,19 @@ def test_illegal_values_are_explained(change, message, load):
 def test_no_torch_is_imported():
     code = "import sys, quire.model_config; assert 'torch' not in sys.modules, 'quire.model_config imports torch'"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_layers_that_differ_in_their_number_alone_are_counted_as_one_kind(tmp_path: Path) -> None:
+    """Gemma 2 has a window in every other layer."""
+    model = load_model_config(write_config(tmp_path, "Gemma-2-9B"))
+    specs = [(layer.kv_spec, count) for layer, count in model.layer_kinds]
+    assert [(spec.window, count) for spec, count in specs if spec is not None] == [(4096, 21), (0, 21)]
+    assert [spec.window for spec in model.kv_specs()] == [4096, 0] * 21
+
+
+@pytest.mark.parametrize("apart", ["model.layers.0.mlp.down_proj", "model.layers.3.mlp.down_proj"])
+def test_a_layer_with_a_format_of_its_own_is_counted_by_it(apart: str, tmp_path: Path) -> None:
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "modules_to_not_convert": [apart]}
+    model = load_model_config(write_config(tmp_path, "Qwen3-0.6B", quantization_config=awq))
+    held = model.weight_bytes_by_kind("bfloat16")
+    assert held.blocks + held.output == sum(stored.num_bytes("bfloat16") for stored in model.stored_linears())

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from quire.formats.kv_format import kv_format
 from quire.formats.weight_format import Fp8Format, GroupedFormat
-from quire.layer_spec import KvKind, LinearShape, distinct_experts
+from quire.layer_spec import KvKind, KvSpec, LinearShape, distinct_experts
 from quire.model_config import ModelConfig
 
 
@@ -115,7 +115,10 @@ class StepArithmetic:
 
     def __init__(self, model: ModelConfig, dtype: str, quantization: str | None, kv_cache_dtype: str) -> None:
         kv = kv_format(kv_cache_dtype, dtype)
-        counts = Counter((part.kv_spec, part.flops_per_pair) for layer in model.layers if (part := layer.attention))
+        counts: Counter[tuple[KvSpec, int]] = Counter()
+        for layer, count in model.layer_kinds:
+            if (part := layer.attention) is not None:
+                counts[part.kv_spec, part.flops_per_pair] += count
         sums: dict[tuple[KvKind, int], list[int]] = {}
         for (spec, flops), count in counts.items():
             sizes = sums.setdefault((spec.kind, spec.window), [0, 0, 0])
@@ -135,12 +138,12 @@ class StepArithmetic:
         self.always_read_bytes = model.read_bytes_per_step(dtype, quantization) - active
         self._blocks = 2 * model.num_block_parameters()
         self._output = 2 * output.num_weights
-        blocks = _num_held(model, model.active_linears(), quantization)
+        blocks = _num_held(model, model.counted_active_linears(), quantization)
         self.num_layers = len(model.layers)
         self.is_fp8 = blocks[Fp8Format] > blocks.total() / 2
         self.is_integer = blocks[GroupedFormat] > blocks.total() / 2
         self._int8_blocks = 2 * blocks[GroupedFormat]
-        self._int8_output = 2 * _num_held(model, [output], quantization)[GroupedFormat]
+        self._int8_output = 2 * _num_held(model, [(output, 1)], quantization)[GroupedFormat]
 
     def load(self, starts: Sequence[int], counts: Sequence[int], num_logits: int) -> Load:
         """The load of rows that have `counts` new tokens each, at least one, after `starts` computed tokens."""
@@ -192,10 +195,16 @@ class StepArithmetic:
         return Demand(weights, kv_bytes, written, linear, int8_ops, attention, logits)
 
 
-def _num_held(model: ModelConfig, linears: Iterable[LinearShape], quantization: str | None) -> Counter[type]:
-    """The number of weights by the type of the format that holds them. GroupedFormat means integers."""
+def _num_held(
+    model: ModelConfig, linears: Iterable[tuple[LinearShape, int]], quantization: str | None
+) -> Counter[type]:
+    """The number of weights by the type of the format that holds them. GroupedFormat means integers.
+
+    Args:
+        linears: with how many there are of each.
+    """
     counts: Counter[type] = Counter()
-    for linear in linears:
+    for linear, count in linears:
         for part in model.stored(linear, quantization):
-            counts[type(part.held)] += part.shape.num_weights
+            counts[type(part.held)] += count * part.shape.num_weights
     return counts

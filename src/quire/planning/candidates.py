@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -262,6 +263,7 @@ class Candidates:
     ) -> None:
         self._engine, self._model, self.demand, self._degree = engine, model, demand, degree
         self._copies = copies
+        self._cuts: dict[int, ModelConfig | None] = {}
         self._parts: dict[Hashable, Part | None] = {}
         self._pages: dict[Hashable, KvPages] = {}
         self._arithmetic: dict[Hashable, StepArithmetic] = {}
@@ -392,12 +394,19 @@ class Candidates:
         is_packed = packs_floats(form.resolved.device.isa)
         key = (form.weights.dtype, form.weights.quantization, is_packed, degree)
         if key not in self._parts:
-            try:
-                part = ModelCut(self._model, degree, expert_cut(self._engine)).part()
-                self._parts[key] = (part, weight_bytes(form, part))
-            except ModelConfigError:
-                self._parts[key] = None
+            self._parts[key] = None
+            if (cut := self._cut(degree)) is not None:
+                with suppress(ModelConfigError):
+                    self._parts[key] = (cut, weight_bytes(form, cut))
         return self._parts[key]
+
+    def _cut(self, degree: int) -> ModelConfig | None:
+        """The part of a rank, which is the same in all formats. None: the model cannot be cut so."""
+        if degree not in self._cuts:
+            self._cuts[degree] = None
+            with suppress(ModelConfigError):
+                self._cuts[degree] = ModelCut(self._model, degree, expert_cut(self._engine)).part()
+        return self._cuts[degree]
 
     def _pages_of(self, form: Form, part: ModelConfig, degree: int) -> KvPages:
         """The same for all formats of the weights."""

@@ -233,9 +233,10 @@ def legal_degrees(model: ModelConfig, most: int, experts: ExpertCut | None = Non
 
 
 def why_not_cut(model: ModelConfig, degree: int, experts: ExpertCut | None = None) -> str | None:
-    """Why the model cannot be cut into this number of parts; None: it can."""
+    """Why the model cannot be cut into this number of parts; None: it can. A layer of each kind is asked."""
+    kinds = replace(model, layers=tuple(layer for layer, _ in model.layer_kinds))
     try:
-        ModelCut(model, degree, experts).part()
+        ModelCut(kinds, degree, experts).part()
     except ModelConfigError as error:
         return error.what
     return None

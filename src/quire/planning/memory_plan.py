@@ -67,7 +67,7 @@ def buffer_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
 
     A drafter runs after its target, so the larger of them counts.
     """
-    widest = max((_buffer_width(model, layer) for layer in model.layers), default=model.hidden_size)
+    widest = max((_buffer_width(model, layer) for layer, _ in model.layer_kinds), default=model.hidden_size)
     own = num_tokens * widest * DTYPE_BYTES[dtype]
     return own if model.drafter is None else max(own, buffer_bytes(model.drafter, num_tokens, dtype))
 
