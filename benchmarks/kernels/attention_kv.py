@@ -1,9 +1,9 @@
-"""Decode attention over KV caches in the model's dtype and in codes of 8 bits, taking turns.
+"""Decode attention over KV caches in the model's dtype and in codes of 8 bits, taking turns, also with another build.
 
 Each case is named SEQUENCES x QUERY TOKENS @ CONTEXT. Calls walk through enough caches that each finds its keys and
 values outside the CPU's caches. A reading is the median over rounds of the median call; GB/s are the bytes of the cache
 read once, scales included. The limit is that reading, or the FLOPs of causal attention in the model's dtype, at the
-bandwidth and peak measured after each case.
+bandwidth and peak measured after each case. With --against a second line has the other build's time over this one's.
 
     python benchmarks/kernels/attention_kv.py --cases 1x1@1024,1x1@8192,16x1@1024 --threads 2
 """
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attention import COLD_BYTES, add_arguments, causal_flops, median_seconds, sizes_of
+from attention import COLD_BYTES, add_arguments, causal_flops, load_extension, median_seconds, sizes_of
 
 from quire.formats.kv_format import KV_FORMATS
 from quire.forward_batch import LayerCache
@@ -28,8 +28,8 @@ from quire.kernels.layer_rules import AttentionRule
 NAMES = ("fp8_e4m3", "fp8_e5m2", "int8")
 
 
-def calls_of(name: str, case: str, args: argparse.Namespace) -> tuple[list[Callable[[], Any]], int]:
-    """Calls over separate caches, and the bytes that one call reads."""
+def calls_of(name: str, case: str, args: argparse.Namespace) -> tuple[Callable[[], list[Callable[[], Any]]], int]:
+    """A function that makes calls over separate caches for the present build, and the bytes that one call reads."""
     (S, Q, L), P, H, G, E = sizes_of(case), args.block_size, args.heads, args.kv_heads, args.head_dim
     kv = KV_FORMATS[name]
     num_bytes = 2 * S * L * G * kv.row_bytes(E)
@@ -49,26 +49,35 @@ def calls_of(name: str, case: str, args: argparse.Namespace) -> tuple[list[Calla
         cpu.advise_huge_pages(cache)  # as the engine does
         return cache.copy_(codes), None if scales is None else scales.clone()
 
-    calls: list[Callable[[], Any]] = []
-    for _ in range(copies):
-        (k, k_scales), (v, v_scales) = copy(), copy()
-        cache = LayerCache(k, v, k_scales, v_scales)
-        calls.append(partial(ops.paged_attention, q, cache, *tables, AttentionRule(E**-0.5), out))
+    pairs = [(copy(), copy()) for _ in range(copies)]
+
+    def calls() -> list[Callable[[], Any]]:
+        rule = AttentionRule(E**-0.5)
+        caches = [LayerCache(k, v, k_scales, v_scales) for (k, k_scales), (v, v_scales) in pairs]
+        return [partial(ops.paged_attention, q, cache, *tables, rule, out) for cache in caches]
+
     return calls, num_bytes
 
 
-def bench_case(case: str, args: argparse.Namespace) -> dict[str, Any]:
+def bench_case(case: str, args: argparse.Namespace, builds: dict[str, Any]) -> dict[str, Any]:
     S, Q, L = sizes_of(case)
-    builds = {name: calls_of(name, case, args) for name in (args.dtype, *NAMES)}
-    rounds: dict[str, list[float]] = {name: [] for name in builds}
+    caches = {name: calls_of(name, case, args) for name in (args.dtype, *NAMES)}
+    rounds: dict[str, list[float]] = {name: [] for name in caches}
+    ratios: dict[str, list[float]] = {name: [] for name in caches}  # of pairs, other builds over this one
     for _ in range(args.rounds):
-        for name, (calls, _) in builds.items():
-            rounds[name].append(median_seconds(calls, args.seconds / args.rounds))
+        for name, (calls, _) in caches.items():
+            seconds = {}
+            for build, extension in builds.items():
+                cpu._C = extension
+                seconds[build] = median_seconds(calls(), args.seconds / args.rounds)
+            rounds[name].append(seconds["quire"])
+            ratios[name] += [seconds[build] / seconds["quire"] for build in builds if build != "quire"]
+    cpu._C = builds["quire"]
     bandwidth, peak = cpu.read_bandwidth(256 << 20), cpu.peak_flops(getattr(torch, args.dtype))
     flops = causal_flops(S, Q, L, args.heads, args.head_dim)
     own = statistics.median(rounds[args.dtype])
     row: dict[str, Any] = {"case": case, "bandwidth_gb_s": bandwidth / 1e9, "peak_gflops": peak / 1e9}
-    for name, (_, num_bytes) in builds.items():
+    for name, (_, num_bytes) in caches.items():
         seconds = statistics.median(rounds[name])
         row[name] = {
             "us": seconds * 1e6,
@@ -76,12 +85,16 @@ def bench_case(case: str, args: argparse.Namespace) -> dict[str, Any]:
             "speedup": own / seconds,
             "share_of_limit": max(num_bytes / bandwidth, flops / peak) / seconds,
         }
+        if ratios[name]:
+            row[name]["against"] = statistics.median(ratios[name])
     cells = [
         f"{name} {row[name]['us']:8.1f} us {row[name]['gb_s']:5.1f} GB/s {row[name]['share_of_limit']:4.0%} "
         f"{row[name]['speedup']:.2f}x"
-        for name in builds
+        for name in caches
     ]
     print(f"{case:>10} ({bandwidth / 1e9:.1f} GB/s, {peak / 1e9:.0f} GFLOP/s)  " + "  |  ".join(cells), flush=True)
+    if len(builds) > 1:
+        print(" " * 10 + "  other build / this: " + "  ".join(f"{name} {row[name]['against']:.2f}" for name in caches))
     return row
 
 
@@ -91,13 +104,19 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="per case and cache")
+    parser.add_argument("--against", default="", help="file of another build of quire._C to take turns with")
     args = parser.parse_args()
     if args.isa:
         cpu.set_isa(args.isa)
     cpu.set_num_threads(args.threads)
+    builds: dict[str, Any] = {"quire": cpu._C}
+    if args.against:
+        builds["against"] = load_extension(args.against)
+        builds["against"].set_isa(cpu.isa())
+        builds["against"].set_num_threads(args.threads)
     heads = f"{args.heads} heads, {args.kv_heads} KV heads of {args.head_dim}, blocks of {args.block_size}"
     print(f"isa {cpu.isa()}, {cpu.get_num_threads()} threads, {args.dtype}, {heads}")
-    rows = [bench_case(case, args) for case in args.cases.split(",")]
+    rows = [bench_case(case, args, builds) for case in args.cases.split(",")]
     if args.json:
         with open(args.json, "w") as file:
             json.dump({"isa": cpu.isa(), "threads": args.threads, "heads": heads, "rows": rows}, file, indent=1)

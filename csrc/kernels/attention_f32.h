@@ -1,6 +1,7 @@
 // Attention arithmetic in float32 FMAs, for every instruction set and cache type.
 #pragma once
 
+#include "attention_code_rows.h"
 #include "attention_rows.h"
 #include "attention_tile.h"
 
@@ -31,7 +32,24 @@ struct F32HalfLanes {
 };
 #endif
 
+// The products of a few rows, as of CodeRows.
+template <class T>
+struct WordRows {
+  static void scores(Rows<T> keys, Range range, int head_dim, const float* query, LaneRange lanes, float* words,
+                     float* scores, Prefetcher& prefetcher) {
+    scores_of_rows<F32Rows<T>>(keys, range, head_dim, query + lanes.first, lanes.count, words, scores + lanes.first,
+                               prefetcher);
+    multiply_by_scales(scores, keys, range, lanes);
+  }
+  static void values(Rows<T> values, Range range, int head_dim, const float* probabilities, int rows, float* out,
+                     int stride, Prefetcher& prefetcher) {
+    values_of_rows<F32Rows<T>>(values, range, head_dim, probabilities, rows, out, stride, prefetcher);
+  }
+};
+
 // T is the element type of the cache; the type of queries and results is an argument.
+//
+// A scale that a row of keys or values has multiplies the row's scores, or its probabilities, and not its elements.
 template <class T>
 class F32Path {
  public:
@@ -58,9 +76,10 @@ class F32Path {
 
   // Writes a row of an output tile, times scale.
   static void write_row(void* out, DType dtype, const float* values, F32 scale, int value_dim) {
+    const F32 factor = scale * broadcast(kUnit<T>);
     with_type_of(dtype, [&]<class Q>(Q) {
       Q* row = static_cast<Q*>(out);
-      for (int e = 0; e < value_dim; e += kLanes) store_part(row + e, load(values + e) * scale, value_dim - e);
+      for (int e = 0; e < value_dim; e += kLanes) store_part(row + e, load(values + e) * factor, value_dim - e);
     });
   }
 
@@ -78,7 +97,7 @@ class F32Path {
       for (int r = 0; r < round_up(num_rows_, kLanes); ++r) {
         float* lane = queries_ + static_cast<size_t>(r / kLanes) * head_dim_ * kLanes + r % kLanes;
         const Q* row = r < num_rows_ ? static_cast<const Q*>(rows[r]) : nullptr;
-        for (int e = 0; e < head_dim_; ++e) lane[e * kLanes] = row != nullptr ? to_f32(row[e]) : 0.0f;
+        for (int e = 0; e < head_dim_; ++e) lane[e * kLanes] = row != nullptr ? to_f32(row[e]) * kUnit<T> : 0.0f;
       }
     });
   }
@@ -92,15 +111,16 @@ class F32Path {
       for (int t = 0; t * kLanes < num_rows_; ++t) {
         if (p < tile_ranges[t].begin || p >= tile_ranges[t].end) continue;
         const float* q = queries_ + static_cast<size_t>(t) * head_dim_ * kLanes;
-        product<true>(q, keys_, kKeyStride, head_dim_, scores + (static_cast<size_t>(t) * kSplit + p) * kLanes);
+        float* tile_scores = scores + static_cast<size_t>(t) * kSplit * kLanes;
+        product<true>(q, keys_, kKeyStride, head_dim_, tile_scores + p * kLanes);
+        multiply_by_scales(tile_scores, key_rows, {p, p + kTile}, {0, kLanes});
       }
     }
   }
 
   // The same for a range of lanes of one row tile; the other lanes of `scores` are kept.
   void scores_of_lanes(Rows<T> key_rows, Range range, LaneRange lanes, float* scores, Prefetcher& prefetcher) {
-    scores_of_rows<F32Rows<T>>(key_rows, range, head_dim_, queries_ + lanes.first, lanes.count, values_,
-                               scores + lanes.first, prefetcher);
+    Few::scores(key_rows, range, head_dim_, queries_, lanes, values_, scores, prefetcher);
   }
 
   // Softmax gives the probabilities of two positions in place of their scores.
@@ -113,9 +133,13 @@ class F32Path {
 
   // out[row tile][lane][width] = probabilities x values; tiles with an empty range are skipped. A few columns of values
   // at a time stay in the first-level cache for all row tiles.
-  void weighted_values(Rows<T> value_rows, Range range, const float* probabilities, const Range* tile_ranges,
-                       float* out, Prefetcher& prefetcher) {
+  void weighted_values(Rows<T> value_rows, Range range, float* probabilities, const Range* tile_ranges, float* out,
+                       Prefetcher& prefetcher) {
     const int stride = width(value_dim_);
+    for (int t = 0; t * kLanes < num_rows_; ++t) {
+      multiply_by_scales(probabilities + static_cast<size_t>(t) * kSplit * kLanes, value_rows, tile_ranges[t],
+                         {0, kLanes});
+    }
     for (int e = 0; e < stride; e += kTile) {
       load_values(value_rows, range, e, prefetcher);
       for (int t = 0; t * kLanes < num_rows_; ++t) {
@@ -129,14 +153,20 @@ class F32Path {
   }
 
   // The same for a range of lanes of one row tile; the other rows of `out` are kept.
-  void weighted_values_of_lanes(Rows<T> value_rows, Range range, LaneRange lanes, const float* probabilities,
-                                float* out, Prefetcher& prefetcher) {
+  void weighted_values_of_lanes(Rows<T> value_rows, Range range, LaneRange lanes, float* probabilities, float* out,
+                                Prefetcher& prefetcher) {
     const int stride = width(value_dim_);
-    values_of_rows<F32Rows<T>>(value_rows, range, value_dim_, probabilities + lanes.first, lanes.count,
-                               out + lanes.first * stride, stride, prefetcher);
+    multiply_by_scales(probabilities, value_rows, range, lanes);
+    Few::values(value_rows, range, value_dim_, probabilities + lanes.first, lanes.count, out + lanes.first * stride,
+                stride, prefetcher);
   }
 
  private:
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2 && QUIRE_ISA_LEVEL < QUIRE_LEVEL_AVX512
+  using Few = std::conditional_t<sizeof(T) == 1, CodeRows<T>, WordRows<T>>;
+#else
+  using Few = WordRows<T>;
+#endif
   static constexpr int kKeyStride = kMaxHeadDim + 16;  // not a power of two: rows spread over the sets of the cache
   static constexpr int kValueFloats = std::max(kSplit * kTile, kWordFloats);
 

@@ -55,11 +55,31 @@ constexpr int kWordFloats = kMostWords * kMostSteps * kStep;
 #endif
 }
 
+// The given lanes at each position, times the scale of the position's row, if rows have scales.
+template <class C>
+inline void multiply_by_scales(float* tile, Rows<C> rows, Range range, LaneRange lanes) {
+  if constexpr (Rows<C>::kHasScales) {
+    if (lanes.count == kLanes) {
+      for (int p = range.begin; p < range.end; ++p) {
+        store(tile + p * kLanes, load(tile + p * kLanes) * broadcast(rows.scale(p)));
+      }
+      return;
+    }
+    alignas(64) float is_other[kLanes];
+    for (int i = 0; i < kLanes; ++i) is_other[i] = i >= lanes.first && i < lanes.first + lanes.count ? 0.0f : 1.0f;
+    const F32 others = load(is_other), half = broadcast(0.5f), one = broadcast(1.0f);
+    for (int p = range.begin; p < range.end; ++p) {
+      const F32 factors = select_less(others, half, broadcast(rows.scale(p)), one);
+      store(tile + p * kLanes, load(tile + p * kLanes) * factors);
+    }
+  }
+}
+
 // Calls run.template operator()<kCount>(row) so that the counts add up to `rows`.
-template <class Run>
+template <int kMost = kRowsAtOnce, class Run>
 inline void in_groups_of_rows(int rows, const Run& run) {
   int row = 0;
-  if constexpr (kRowsAtOnce >= 4) {
+  if constexpr (kMost >= 4) {
     for (; row + 4 <= rows; row += 4) run.template operator()<4>(row);
   }
   for (; row + 2 <= rows; row += 2) run.template operator()<2>(row);

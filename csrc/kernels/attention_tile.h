@@ -58,21 +58,16 @@ struct Rows {
     return 1.0f;
   }
   Rows from(int row) const { return {data + row, kHasScales ? scales + row : nullptr}; }
-  // kLanes elements from e on. With `left`, elements after the end of the row are zeros.
-  F32 load(int row, int e) const {
-    const F32 x = QUIRE_ISA::load(data[row] + e);
-    if constexpr (kHasScales) return x * broadcast(scales[row]);
-    return x;
-  }
+  // kLanes elements from e on, without the scale of the row and divided by kUnit. With `left`, elements after the end of
+  // the row are zeros.
+  F32 load(int row, int e) const { return QUIRE_ISA::load(data[row] + e); }
   F32 load(int row, int e, int left) const {
     if (left >= kLanes) return load(row, e);
     if (left <= 0) return zero();
-    const F32 x = load_n(data[row] + e, left);
-    if constexpr (kHasScales) return x * broadcast(scales[row]);
-    return x;
+    return load_n(data[row] + e, left) * broadcast(1.0f / kUnit<C>);
   }
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
-  // 32 elements from e on as bfloat16, in the same way.
+  // 32 elements from e on as bfloat16, times the scale of the row. With `left` as above.
   __m512i load_bf16(int row, int e, int left) const {
     const C* p = data[row] + e;
     const __mmask32 mask = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;

@@ -16,6 +16,11 @@ namespace {
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 // ---- codes to float32 ----
+
+// load() gives the number of a code, without the scale of its row, divided by kUnit.
+template <class C>
+inline constexpr float kUnit = 1.0f;
+
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
 
 inline F32 decode(__m128i x, int8_t) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x))}; }
@@ -41,15 +46,32 @@ inline F32 load_n(const C* p, int n) {
 
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 
+// The numbers of FP8 codes as f16. Read as an f16, the bits of e4m3 mean 2^-8 of the number, because the exponent bias is
+// 15, but 7 in e4m3.
+template <>
+inline constexpr float kUnit<e4m3> = 256.0f;
+
+// 16 codes to f16. NaN of e4m3 becomes kNanHalf, which with_nans() makes NaN.
+constexpr int16_t kHalfBits = ~0x407f, kNanHalf = 0x3f80;
+inline __m256i halves(__m128i codes, e5m2) { return _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 8); }
+inline __m256i halves(__m128i codes, e4m3) {
+  return _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7), _mm256_set1_epi16(kHalfBits));
+}
+inline __m256i with_nans(__m256i halves) {
+  const __m256i magnitude = _mm256_and_si256(halves, _mm256_set1_epi16(0x7fff));
+  const __m256i is_nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(kNanHalf));
+  return _mm256_or_si256(halves, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00)));
+}
+// The same for words with a code in the upper byte. The lower byte is 0 for e5m2, and any for e4m3.
+inline __m256i halves_of_words(__m256i words, e5m2) { return words; }
+inline __m256i halves_of_words(__m256i words, e4m3) {
+  return _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16(kHalfBits));
+}
+
 inline F32 decode(__m128i x, int8_t) { return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x))}; }
 inline F32 decode(__m128i x, e5m2) { return {_mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(x), 8))}; }
-// Read as an f16, the bits mean 2^-8 of the number, because the exponent bias is 15, but 7 in e4m3.
 inline F32 decode(__m128i x, e4m3) {
-  const __m128i half = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(x), 7), _mm_set1_epi16(~0x4000));
-  const __m256 y = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
-  const __m128i ones = _mm_set1_epi8(0x7f);
-  const __m256i is_nan = _mm256_cvtepi8_epi32(_mm_cmpeq_epi8(_mm_and_si128(x, ones), ones));
-  return {_mm256_blendv_ps(y, _mm256_set1_ps(kNaN), _mm256_castsi256_ps(is_nan))};
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(with_nans(halves(x, e4m3{}))))};
 }
 template <class C>
   requires(sizeof(C) == 1)
