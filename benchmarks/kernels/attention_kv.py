@@ -78,12 +78,12 @@ def bench_case(case: str, args: argparse.Namespace, builds: dict[str, Any]) -> d
     own = statistics.median(rounds[args.dtype])
     row: dict[str, Any] = {"case": case, "bandwidth_gb_s": bandwidth / 1e9, "peak_gflops": peak / 1e9}
     for name, (_, num_bytes) in caches.items():
-        seconds = statistics.median(rounds[name])
+        median = statistics.median(rounds[name])
         row[name] = {
-            "us": seconds * 1e6,
-            "gb_s": num_bytes / seconds / 1e9,
-            "speedup": own / seconds,
-            "share_of_limit": max(num_bytes / bandwidth, flops / peak) / seconds,
+            "us": median * 1e6,
+            "gb_s": num_bytes / median / 1e9,
+            "speedup": own / median,
+            "share_of_limit": max(num_bytes / bandwidth, flops / peak) / median,
         }
         if ratios[name]:
             row[name]["against"] = statistics.median(ratios[name])
