@@ -46,8 +46,8 @@ def quicken() -> None:
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)
 
-    # A row of a product must not depend on where it stands among others, as on a GPU. It does where BLAS adds up some rows
-    # in another order, as on CPUs without AVX-512; sums in float64 are rounded to the same float32.
+    # A row of a product must not depend on where it stands, as on a GPU. It does where BLAS adds up some rows of a
+    # matrix in another order, as on CPUs without AVX-512; sums in float64 are rounded to the same float32.
     dot = type(builder).create_dot
 
     def dot_in_float64(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:

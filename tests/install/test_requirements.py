@@ -15,7 +15,10 @@ TRITON = {"2.11.0": "3.6.0", "2.12.0": "3.7.0", "2.13.0": "3.7.1"}  # by the tor
 # What the index chooses takes it many seconds, so `make test` asks for the newest torch alone.
 CASES = [
     ("2.13.0", LINUX),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("2.11.0", LINUX), ("2.12.0", LINUX), ("2.13.0", MACOS))),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("2.11.0", LINUX), ("2.12.0", LINUX), ("2.13.0", MACOS))
+    ),
 ]
 
 
