@@ -74,8 +74,8 @@ struct CodeRows {
  private:
   static constexpr bool kIsFp8 = !std::is_same_v<C, int8_t>;
   static constexpr bool kHasNan = std::is_same_v<C, e4m3>;  // that f16 have to be given
-  // Transposed keys: 32 elements x 8 positions, as halves of f16 for FP8. A register has elements 2 j and 2 j + 1 in its
-  // lower half, and those 16 further in its upper half.
+  // Transposed keys: 32 elements x 8 positions, as halves of f16 for FP8. A register has elements 2 j and 2 j + 1 in
+  // its lower half, and those 16 further in its upper half.
   static constexpr int kElementBytes = kIsFp8 ? 16 : 8, kVectorBytes = 32 * kElementBytes;
   static_assert(kStep / kLanes * kVectorBytes <= kWordFloats * static_cast<int>(sizeof(float)));
 

@@ -58,8 +58,8 @@ struct Rows {
     return 1.0f;
   }
   Rows from(int row) const { return {data + row, kHasScales ? scales + row : nullptr}; }
-  // kLanes elements from e on, without the scale of the row and divided by kUnit. With `left`, elements after the end of
-  // the row are zeros.
+  // kLanes elements from e on, without the scale of the row and divided by kUnit. With `left`, elements after the end
+  // of the row are zeros.
   F32 load(int row, int e) const { return QUIRE_ISA::load(data[row] + e); }
   F32 load(int row, int e, int left) const {
     if (left >= kLanes) return load(row, e);

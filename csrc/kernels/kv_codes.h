@@ -46,8 +46,8 @@ inline F32 load_n(const C* p, int n) {
 
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 
-// The numbers of FP8 codes as f16. Read as an f16, the bits of e4m3 mean 2^-8 of the number, because the exponent bias is
-// 15, but 7 in e4m3.
+// The numbers of FP8 codes as f16. Read as an f16, the bits of e4m3 mean 2^-8 of the number, because the exponent bias
+// is 15, but 7 in e4m3.
 template <>
 inline constexpr float kUnit<e4m3> = 256.0f;
 
@@ -70,9 +70,7 @@ inline __m256i halves_of_words(__m256i words, e4m3) {
 
 inline F32 decode(__m128i x, int8_t) { return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x))}; }
 inline F32 decode(__m128i x, e5m2) { return {_mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(x), 8))}; }
-inline F32 decode(__m128i x, e4m3) {
-  return {_mm256_cvtph_ps(_mm256_castsi256_si128(with_nans(halves(x, e4m3{}))))};
-}
+inline F32 decode(__m128i x, e4m3) { return {_mm256_cvtph_ps(_mm256_castsi256_si128(with_nans(halves(x, e4m3{}))))}; }
 template <class C>
   requires(sizeof(C) == 1)
 inline F32 load(const C* p) {

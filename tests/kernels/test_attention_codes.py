@@ -125,12 +125,15 @@ def test_what_is_not_finite_stays_in_its_sequence(
     outs = attend([(hit, 90, 300), (good, 250, 300)], Options(), codes=codes)
     assert not outs[0][10:, :, 3].isfinite().any(), "a value that is not finite must not be hidden"
     assert torch.equal(outs[1], alone)
+    decoded = attend([(hit, 299, 300)], Options(), codes=codes)[0]
+    assert torch.equal(decoded.nan_to_num(7), outs[0][-1:].nan_to_num(7)), "decode differs from prefill"
     hit.v_LGE[100] = 0
     hit.k_LGE[100] = bad
     outs = attend([(hit, 90, 300), (good, 250, 300)], Options(), codes=codes)
     assert outs[0][:10].isfinite().all(), "tokens before it do not see it"
     if math.isnan(bad):
         assert outs[0][10:].isnan().all(), "a NaN key must not be hidden"
+        assert attend([(hit, 299, 300)], Options(), codes=codes)[0].isnan().all()
     assert torch.equal(outs[1], alone)
 
 
