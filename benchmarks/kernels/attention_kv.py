@@ -66,12 +66,12 @@ def bench_case(case: str, args: argparse.Namespace, builds: dict[str, Any]) -> d
     ratios: dict[str, list[float]] = {name: [] for name in caches}  # of pairs, other builds over this one
     for _ in range(args.rounds):
         for name, (calls, _) in caches.items():
-            seconds = {}
+            times: dict[str, float] = {}
             for build, extension in builds.items():
                 cpu._C = extension
-                seconds[build] = median_seconds(calls(), args.seconds / args.rounds)
-            rounds[name].append(seconds["quire"])
-            ratios[name] += [seconds[build] / seconds["quire"] for build in builds if build != "quire"]
+                times[build] = median_seconds(calls(), args.seconds / args.rounds)
+            rounds[name].append(times["quire"])
+            ratios[name] += [times[build] / times["quire"] for build in builds if build != "quire"]
     cpu._C = builds["quire"]
     bandwidth, peak = cpu.read_bandwidth(256 << 20), cpu.peak_flops(getattr(torch, args.dtype))
     flops = causal_flops(S, Q, L, args.heads, args.head_dim)
