@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ import torch.distributed
 
 from quire.config import EngineConfig
 from quire.distributed.layout import Grid
-from quire.distributed.shared_memory import make_memory, ranks_on
+from quire.distributed.shared_memory import SharedMemoryGroup, make_memory, ranks_on
 from quire.engine.core import EngineCore
 from quire.engine.start import start_engine
 from quire.kernels import cpu
@@ -82,7 +83,7 @@ def exchange_as(rank: int, memory: int, meeting: str, rounds: int, answer: Conne
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     ranks = ranks_on(memory, rank, Grid(2), has_own_cores=True, timeout_seconds=60.0)
     group = ranks.group
-    assert group is not None
+    assert isinstance(group, SharedMemoryGroup)
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     found: dict[str, dict[int, list[float]]] = {way: {} for way in WAYS}
     for size in SIZES:
@@ -91,10 +92,10 @@ def exchange_as(rank: int, memory: int, meeting: str, rounds: int, answer: Conne
         out, other = torch.empty(1, elements, dtype=torch.bfloat16), torch.empty(1, elements, dtype=torch.bfloat16)
         halves = list(out.view(2, -1).unbind())
         run: dict[str, Callable[[], object]] = {
-            "ranks join": lambda p=part, o=out: cpu.gather(group._shared, p, [p.shape[1]] * 2, o),  # type: ignore
-            "gloo gathers": lambda h=halves, p=part: torch.distributed.all_gather(h, p.view(-1)),  # type: ignore
-            "gloo reduces": lambda o=other: torch.distributed.all_reduce(o),  # type: ignore
-            "memcpy": lambda o=other, t=out: t.copy_(o),  # type: ignore
+            "ranks join": partial(cpu.gather, group._shared, part, [part.shape[1]] * 2, out),
+            "gloo gathers": partial(torch.distributed.all_gather, halves, part.view(-1)),
+            "gloo reduces": partial(torch.distributed.all_reduce, other),
+            "memcpy": partial(out.copy_, other),
         }
         counts = {way: agreed(count_for(run[way])) for way in WAYS}
         for _ in range(rounds):
