@@ -33,7 +33,7 @@ async def test_tables_for_constraints_are_made_before_it_is_ready(monkeypatch: p
         order.append("ready")
         return EngineReady(100, 10, 16, 4, 64)
 
-    core = Mock(adapters=None, use_tokenizer=use_tokenizer)
+    core = Mock(adapters=None, use_tokenizer=use_tokenizer, predicted_seconds=0.0)
     core.has_work.return_value = False
     idle = {"take_memory": lambda: False, "calibrate": lambda: False, "keep_costs": lambda: None}
     started = SimpleNamespace(core=core, ready_message=ready_message, **idle)
