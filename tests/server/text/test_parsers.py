@@ -131,6 +131,13 @@ def test_any_cut_gives_the_same_events(tools):
     assert parse(list(ANSWERS[tools]), tools=tools) == parse(ANSWERS[tools], tools=tools)
 
 
+def test_a_message_that_the_next_header_ends_keeps_its_spaces():
+    text = '<|start|>assistant<|message|>{"city": 3} <|channel|>analysis<|message|>Hm.<|end|>'
+    for end in range(len(text)):
+        pieces = [text[:end], text[end:]]
+        assert parse(pieces, tools="openai")[0] == [Content('{"city": 3}'), Reasoning("Hm.")]
+
+
 @pytest.mark.parametrize("reasoning", THOUGHTS)
 def test_any_cut_gives_the_same_reasoning(reasoning):
     tools = "openai" if reasoning == "openai_gptoss" else "hermes"

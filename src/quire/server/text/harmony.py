@@ -56,6 +56,7 @@ def read_messages(reader: Reader, output: Output, *, has_tools: bool) -> Steps[N
 def _read_text(reader: Reader) -> Steps[None]:
     """Read a text, and the tag that ends it, if the tag does not begin the next message."""
     tag = yield from reader.until(_ENDS)
+    reader.flush()
     if tag in _MARKS:
         reader.to(drop)
         reader.skip(len(tag))
