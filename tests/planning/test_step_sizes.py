@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from typing import Any
@@ -33,8 +34,14 @@ def is_as_good(form: str, workload: str, settings: dict[str, int]) -> bool:
     return case.share_good(settings, rate) >= defaults.GOOD_SHARE
 
 
-@pytest.mark.parametrize("form", defaults.FORMATS)
-@pytest.mark.parametrize("workload", defaults.WORKLOADS)
+CASES = list(itertools.product(defaults.WORKLOADS, defaults.FORMATS))
+# `make test` has every workload and every format.
+FEW = [(workload, defaults.FORMATS[at % len(defaults.FORMATS)]) for at, workload in enumerate(defaults.WORKLOADS)]
+
+
+@pytest.mark.parametrize(
+    ("workload", "form"), [pytest.param(*case, marks=() if case in FEW else pytest.mark.slow) for case in CASES]
+)
 def test_a_start_without_flags_is_within_5_percent_of_the_best(form: str, workload: str) -> None:
     assert is_as_good(form, workload, {})
 
