@@ -77,8 +77,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
-# The machine that runs the tests may be busy. `make test` draws the same examples each time, so that it fails for what was
-# changed; `make test-full` looks for new ones.
+# The machine that runs the tests may be busy. `make test` draws the same examples each time, so that it fails for what
+# was changed; `make test-full` looks for new ones.
 settings.register_profile(
     "patient",
     max_examples=examples(100),

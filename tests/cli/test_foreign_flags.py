@@ -249,7 +249,7 @@ QUANTIZATIONS = (
 RUN = {
     **dict.fromkeys(("awq", "auto_awq", "awq_marlin"), "awq"),
     **dict.fromkeys(("gptq", "auto_gptq", "gptq_marlin"), "gptq"),
-    **{name: name for name in ("compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "gguf")},
+    **{name: name for name in ("compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "mxfp4", "gguf")},
     "gpt_oss_mxfp4": "mxfp4",
     "fp8_per_channel": "fp8",
 }

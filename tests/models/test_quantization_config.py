@@ -38,6 +38,13 @@ W4A16 = {
     },
 }
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
+MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "FP8",
+    "producer": {"name": "modelopt", "version": "0.39.0"},
+    "ignore": ["lm_head", "model.layers.0*", "*.mlp.gate", "model.layers.2.self_attn.*"],
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+}
 LAYER = "model.layers.1.self_attn.q_proj"
 
 
@@ -146,6 +153,12 @@ def test_format_of_a_layer(description: dict[str, Any], expected: LayerFormat) -
         (with_group(targets=[r"re:.*q_proj$"]), [LAYER], ["model.layers.1.mlp.up_proj"]),
         (with_group(targets=[LAYER]), [LAYER], ["model.layers.0.self_attn.q_proj"]),
         ({**FP8, "modules_to_not_convert": [LAYER]}, ["model.layers.0.self_attn.q_proj"], [LAYER, "lm_head"]),
+        (
+            MODELOPT,
+            [LAYER, "model.layers.10.mlp.up_proj", "model.layers.1.mlp.gate_proj"],
+            ["lm_head", "model.layers.0.mlp.up_proj", "model.layers.5.mlp.gate", "model.layers.2.self_attn.o_proj"],
+        ),
+        ({**MODELOPT, "ignore": []}, [LAYER, "lm_head"], []),
     ],
 )
 def test_which_layers(description: dict[str, Any], quantized: list[str], plain: list[str]) -> None:
@@ -219,6 +232,10 @@ def test_patterns_that_are_read(pattern: str) -> None:
         (with_group(output_activations={"num_bits": 8}), "quantized outputs"),
         (with_group(input_activations={"num_bits": 8, "dynamic": False}), "with activations"),
         ({**FP8, "fmt": "e5m2"}, "e5m2"),
+        ({**MODELOPT, "quant_algo": "NVFP4"}, "an algorithm of ModelOpt.*NVFP4.*Expected FP8 or FP8_PER_CHANNEL"),
+        ({"quant_method": "modelopt"}, "an algorithm of ModelOpt"),
+        ({**MODELOPT, "ignore": ["*a*b*c*d*e"]}, "very long to match"),
+        ({**MODELOPT, "ignore": "lm_head"}, "illegal ignore"),
         ({**FP8, "weight_block_size": [128]}, "illegal weight_block_size"),
         ({**FP8, "weight_block_size": [0, 128]}, "illegal weight_block_size"),
     ],
@@ -243,6 +260,13 @@ def load(folder: Path, files: dict[str, Any], overrides: dict[str, Any] | None =
         ({"config.json": LLAMA, "quantize_config.json": {"bits": 4, "group_size": 128}}, "gptq"),
         ({"config.json": LLAMA, "quant_config.json": {"w_bit": 4, "q_group_size": 128, "version": "GEMM"}}, "awq"),
         ({"config.json": {**LLAMA, "quantization_config": FP8}, "quantize_config.json": GPTQ}, "fp8"),
+        (
+            {
+                "config.json": LLAMA,
+                "hf_quant_config.json": {"quantization": {"quant_algo": "fp8", "exclude_modules": ["lm_head"]}},
+            },
+            "modelopt",
+        ),
     ],
 )
 def test_where_it_is_described(files: dict[str, Any], method: str | None, tmp_path: Path) -> None:

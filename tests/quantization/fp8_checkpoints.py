@@ -19,7 +19,7 @@ from tests.quantization.checkpoints import Written, write_model
 class Fp8Form:
     """One kind of checkpoint."""
 
-    method: Literal["fp8", "compressed-tensors"] = "fp8"
+    method: Literal["fp8", "compressed-tensors", "modelopt"] = "fp8"
     scales: Literal["tensor", "channel", "block"] = "tensor"
     block: tuple[int, int] = (128, 128)
     scale_shape: tuple[int, ...] | None = None  # of one scale per tensor: () or (1,)
@@ -41,6 +41,11 @@ class Fp8Form:
             }
             if self.scales == "block":
                 own["weight_block_size"] = list(self.block)
+            return own | self.config
+        if self.method == "modelopt":
+            algorithm = {"tensor": "FP8", "channel": "FP8_PER_CHANNEL_PER_TOKEN"}[self.scales]
+            producer = {"name": "modelopt", "version": "0.39.0"}
+            own = {"quant_method": "modelopt", "quant_algo": algorithm, "producer": producer, "ignore": ["lm_head"]}
             return own | self.config
         weights: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": self.scales}
         if self.scales == "block":

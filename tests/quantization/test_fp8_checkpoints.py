@@ -45,6 +45,8 @@ FORMS = {
     "compressed-tensor": Fp8Form(method="compressed-tensors", scale_shape=(1,), has_input_scale=True),
     "compressed-channel": Fp8Form(method="compressed-tensors", scales="channel", scale_dtype=torch.bfloat16),
     "compressed-block": Fp8Form(method="compressed-tensors", scales="block"),
+    "modelopt": Fp8Form(method="modelopt", has_input_scale=True),
+    "modelopt-channel": Fp8Form(method="modelopt", scales="channel"),
 }
 # No shard of q, k, v is a multiple of 128, nor is any K: blocks are cut at every end.
 SIZES: dict[str, Any] = {

@@ -54,7 +54,7 @@ FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
             "Use int8 or int4, which quantize every linear layer while it loads",
         ),
         ForeignValues(
-            ("mxfp8", "modelopt*", "fp_quant", "deepseek_v4_fp8"),
+            ("mxfp8", "modelopt_*", "fp_quant", "deepseek_v4_fp8"),
             "these numbers in floating point with a scale for a few elements are not read",
             _QUANTIZE_ON_LOAD,
         ),

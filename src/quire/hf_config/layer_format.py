@@ -107,7 +107,7 @@ class QuantizedCheckpoint:
     """The description of the weights in config.json. The first rule that covers a layer's name decides.
 
     Args:
-        method: awq, gptq, compressed-tensors, fp8, fbgemm_fp8 or mxfp4.
+        method: awq, gptq, compressed-tensors, fp8, fbgemm_fp8, modelopt or mxfp4.
     """
 
     method: str

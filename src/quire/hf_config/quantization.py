@@ -1,4 +1,4 @@
-"""Reads descriptions of quantized checkpoints: AWQ, GPTQ, compressed-tensors, FP8, FBGEMM's FP8, MXFP4. No torch.
+"""Reads descriptions of quantized checkpoints: AWQ, GPTQ, compressed-tensors, FP8 of three tools, MXFP4. No torch.
 
 Each method describes the whole model in its own fields. Here they become rules that give each layer a format.
 """
@@ -15,8 +15,12 @@ from quire.formats.weight_format import MAX_GROUP_SIZE
 from quire.hf_config.fields import Fields
 from quire.hf_config.layer_format import LayerFormat, QuantizedCheckpoint, Rule
 
-# AutoGPTQ and AutoAWQ wrote these files before config.json held the description.
-SEPARATE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+# AutoGPTQ, AutoAWQ and ModelOpt wrote these files before config.json held the description.
+SEPARATE_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 OUTPUT = "lm_head"
 # Names of a method for `--quantization`. They are vLLM's; there, some of them choose kernels.
 QUANTIZATION_NAMES = {
@@ -29,6 +33,7 @@ QUANTIZATION_NAMES = {
     "compressed-tensors": "compressed-tensors",
     "fp8": "fp8",
     "fbgemm_fp8": "fbgemm_fp8",
+    "modelopt": "modelopt",
     "mxfp4": "mxfp4",
     "gpt_oss_mxfp4": "mxfp4",
     "gguf": "gguf",
@@ -247,6 +252,25 @@ def _fbgemm_fp8(fields: Fields) -> Iterable[Rule]:
     yield Rule(format=layer_format, reason="quant_method", is_rest=True)
 
 
+def _modelopt(fields: Fields) -> Iterable[Rule]:
+    """NVIDIA's Model Optimizer: its own file has an object `quantization`, config.json has the fields themselves."""
+    is_own_file = fields.has("quantization")
+    own = fields.object("quantization") if is_own_file else fields
+    algorithm = str(own.get("quant_algo")).upper()
+    scales = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel"}.get(algorithm)
+    if scales is None:
+        raise _unread(own, "by an algorithm of ModelOpt", own.get("quant_algo"), "FP8 or FP8_PER_CHANNEL_PER_TOKEN")
+    yield _trees(own, "exclude_modules" if is_own_file else "ignore")
+    layer_format = LayerFormat(
+        layout="fp8",
+        bits=8,
+        scales=scales,  # type: ignore[arg-type]
+        scale_name="weight_scale",
+        has_input_scale=scales == "tensor",
+    )
+    yield Rule(format=layer_format, reason="quant_algo", is_rest=True)
+
+
 def _mxfp4(fields: Fields) -> Iterable[Rule]:
     """gpt-oss: only experts. transformers quantizes no other modules with this method."""
     yield _left_out(fields, "modules_to_not_convert")
@@ -260,6 +284,7 @@ _PARSERS: dict[str, Callable[[Fields], Iterable[Rule]]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
+    "modelopt": _modelopt,
     "mxfp4": _mxfp4,
 }
 
@@ -293,6 +318,21 @@ def _output_left_out(reason: str) -> Rule:
 def _left_out(fields: Fields, name: str) -> Rule:
     """Modules to leave out, by consecutive parts of their names."""
     return Rule(format=None, reason=name, parts=tuple(part.strip(".") for part in _names(fields, name)))
+
+
+def _trees(fields: Fields, name: str) -> Rule:
+    """Modules to leave out with all that is in them. ModelOpt writes `module*` for these; `*` is any text."""
+    trees = [text.rstrip("*").rstrip(".") for text in _names(fields, name)]
+    patterns = [tree for tree in trees if "*" in tree]
+    _limit(fields, name, len(patterns), _MAX_PATTERNS)
+    return Rule(
+        format=None,
+        reason=name,
+        parts=tuple(tree for tree in trees if "*" not in tree),
+        patterns=tuple(
+            _pattern(fields, name, ".*".join(map(re.escape, pattern.split("*"))) + r"(\.|\Z)") for pattern in patterns
+        ),
+    )
 
 
 def _named(fields: Fields, name: str, layer_format: LayerFormat | None) -> Rule:

@@ -137,7 +137,8 @@ class WeightTable:
         """What is read of a tensor of the checkpoint. None: all of it."""
         name = renamed(checkpoint_name, self._renamed_prefixes)
         if (names := self._stacked.get(name)) is None:
-            return None if (slot := self._slot(name)) is None else slot.extent
+            slot = self._slot(self._known_name(checkpoint_name))
+            return None if slot is None else slot.extent
         stacks = [self._stacks[each] for each in names]
         first, num_rows = stacks[0], sum(stack.like.shape[0] for stack in stacks)
         begins = [0] if len(stacks) == 1 else [stack.rows.start for stack in stacks]
