@@ -109,12 +109,10 @@ inline void set_zero(Sums<kRows, kVectors>& sums) {
     for (int v = 0; v < kVectors; ++v) sums[r][v] = zero_i32();
 }
 
-// Fetches ahead for this number of quads at once: a tile has few instructions to spare.
+// The calls of fetch() that this number of quads makes.
 template <Codes kCodes>
-inline void fetch(Prefetch& prefetch, int quads) {
-  const int lines = prefetch.lines * (is_packed(kCodes) ? quads / 2 : quads);
-  for (int i = 0; i < lines; ++i) __builtin_prefetch(prefetch.next + 64 * i, 0, Prefetch::kLocality);
-  prefetch.next += 64 * lines;
+constexpr int calls_of(int quads) {
+  return is_packed(kCodes) ? quads / 2 : quads;
 }
 
 // One quad of kRows rows of x times one of the weights, in 16 bits; with AVX-VNNI in 32.
@@ -135,7 +133,7 @@ inline void add_words(const Quads<kRows, false>& x, int64_t first, int64_t count
                       Sums<kRows, kVectors>& words) {
   constexpr int kHalves = is_packed(kCodes) ? 2 : 1;
   for (const int64_t last = first + count; first < last; first += kUnit, w += kUnit / kHalves * kQuadBytes) {
-    fetch<kCodes>(prefetch, kUnit);
+    prefetch.fetch(calls_of<kCodes>(kUnit));
 #pragma GCC unroll 4
     for (int quad = 0; quad < kUnit; ++quad) {
       Sums<1, kVectors> codes;
@@ -156,7 +154,7 @@ inline void add_wide(const Quads<kRows, true>& x, int64_t first, int64_t count, 
                      Sums<kRows, kVectors>& sums) {
   constexpr int kUnit = 2;
   for (const int64_t last = first + count; first < last; first += kUnit, w += kUnit * kQuadBytes) {
-    fetch<Codes::bytes>(prefetch, kUnit);
+    prefetch.fetch(calls_of<Codes::bytes>(kUnit));
 #pragma GCC unroll 4
     for (int i = 0; i < 2 * kUnit; ++i) {
       const uint8_t* const from = w + i / 2 * kQuadBytes;
@@ -190,7 +188,7 @@ inline int64_t chunk_quads(int bits) {
 template <int kRows, int kVectors>
 inline void set_words(const Quads<kRows, false>& x, int64_t first, const uint8_t* w, Prefetch& prefetch,
                       Sums<kRows, kVectors>& words) {
-  fetch<Codes::packed>(prefetch, 8);
+  prefetch.fetch(calls_of<Codes::packed>(8));
 #pragma GCC unroll 8
   for (int quad = 0; quad < 8; ++quad) {
     Sums<1, kVectors> codes;
