@@ -66,7 +66,10 @@ def test_the_torch_of_a_container(arguments: dict[str, str], wanted: str | None,
     if wanted is None:
         assert (result.returncode, result.stderr) == (2, "DEVICE is cpu or cuda, not tpu\n")
     else:
-        assert result.stdout.splitlines() == [f"install --no-cache-dir {wanted}", "install --no-cache-dir .[otel,stores]"]
+        assert result.stdout.splitlines() == [
+            f"install --no-cache-dir {wanted}",
+            "install --no-cache-dir .[otel,stores]",
+        ]
 
 
 def test_an_image_for_gpus_has_what_triton_asks_for() -> None:
