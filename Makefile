@@ -45,7 +45,7 @@ $(NODE_PACKAGES): %/node_modules: %/package.json
 	npm install --silent --no-audit --no-fund --no-package-lock --prefix $*
 	touch $@
 
-test-full: $(VENV)/.installed-test $(VENV)/.installed-clients $(VENV)/.installed-charts $(VENV)/.installed-store-server $(VENV)/.installed-docs $(VENV)/.installed-wheel $(VENV)/.installed-ray $(if $(shell command -v npm),$(NODE_PACKAGES))  ## also the slow suites, and other people's clients
+test-full: $(VENV)/.installed-test $(VENV)/.installed-clients $(VENV)/.installed-charts $(VENV)/.installed-store-server $(VENV)/.installed-collector $(VENV)/.installed-docs $(VENV)/.installed-wheel $(VENV)/.installed-ray $(if $(shell command -v npm),$(NODE_PACKAGES))  ## also the slow suites, and other people's clients
 	TEST_FULL=1 $(PYTEST) $(ARGS)
 
 SANITIZED := build/sanitize

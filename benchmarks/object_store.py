@@ -3,27 +3,40 @@
 Both read the same objects with as many requests at once, of the same size. The library's bytes are dropped; ours become
 tensors. Both take turns; the result is the median of the rounds' ratios. The claim: at least 0.8.
 
-    python benchmarks/object_store.py s3://bucket/folder [--rounds 5] [--http] [--save HARDWARE]
+Before each turn some memory is written to and given back. A hypervisor may have taken free pages away, and gives them
+again so slowly that nothing else would be measured (benchmarks/NOTES.md).
 
---save writes benchmarks/results/HARDWARE/object_store_DATE.md and .json.
+    python benchmarks/object_store.py s3://bucket/folder [--rounds 5] [--http] [--save HARDWARE]
+    python benchmarks/object_store.py Qwen3-8B [--gbits 10] [--rounds 5] [--save HARDWARE]
+
+The second form starts a server on this machine that has weights of this shape (object_server.py), as fast as it goes or
+as a network of so many Gbit/s. It shares the cores with what is measured.
+--save writes benchmarks/results/HARDWARE/object_store_NAME_DATE.md and .json.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+import object_server
 import obstore
 
 from quire.loader.hub import resolve_model
 from quire.loader.object_store import NUM_READERS, RETRIES, list_objects, piece_bytes
 from quire.loader.safetensors import open_checkpoint
 from quire.measure import report
+
+TOUCHED_BYTES = 3 << 30
 
 
 def library_alone(folder: str, is_plain: bool) -> int:
@@ -47,19 +60,37 @@ def as_tensors(folder: str) -> int:
 
 def rate(read: Callable[[], int]) -> float:
     """GB/s."""
+    np.ones(TOUCHED_BYTES, dtype=np.uint8)
     start = time.perf_counter()
     return read() / (time.perf_counter() - start) / 1e9
 
 
+@contextmanager
+def started(model: str, gbits: float) -> Iterator[str]:
+    """The URL of a model of this shape in a server on this machine; its mirror goes to a folder of its own."""
+    with object_server.serving(model, gbits) as variables, tempfile.TemporaryDirectory() as cache:
+        os.environ |= {**variables, "QUIRE_CACHE_DIR": cache}
+        yield object_server.FOLDER
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="URL of a model with safetensors")
+    parser.add_argument("model", help=f"URL of a folder with safetensors, or {' or '.join(object_server.SHAPES)}")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--http", action="store_true", help="the endpoint is not encrypted")
+    parser.add_argument("--http", action="store_true", help="the endpoint of the URL is not encrypted")
+    parser.add_argument("--gbits", type=float, default=0.0, help="of the network of the server on this machine")
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     args = parser.parse_args()
-    resolve_model(args.folder)
-    reads = {"library": lambda: library_alone(args.folder, args.http), "quire": lambda: as_tensors(args.folder)}
+    if args.model not in object_server.SHAPES:
+        return compare(args, args.model, args.http)
+    with started(args.model, args.gbits) as folder:
+        return compare(args, folder, True)
+
+
+def compare(args: argparse.Namespace, folder: str, is_plain: bool) -> int:
+    """Measure, print and save; the exit code."""
+    resolve_model(folder)
+    reads = {"library": lambda: library_alone(folder, is_plain), "quire": lambda: as_tensors(folder)}
     rounds = []
     for number in range(args.rounds):
         names = list(reads) if number % 2 else list(reads)[::-1]
@@ -78,7 +109,8 @@ def main() -> int:
     ]
     print("\n".join(lines))
     if args.save:
-        report.save_published(Path(__file__).parent, "object_store", args.save, result, "\n".join(lines) + "\n")
+        name = f"object_store_{Path(args.model).name}" + (f"-{args.gbits:g}gbits" if args.gbits else "")
+        report.save_published(Path(__file__).parent, name, args.save, result, "\n".join(lines) + "\n")
     return 0 if statistics.median(ratios) >= 0.8 else 1
 
 

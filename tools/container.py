@@ -3,6 +3,8 @@
 A stage is a folder, and RUN, HEALTHCHECK and the last command run in it with chroot. The last stage runs as its USER on
 a read-only root file system. The base is Debian's own python3, of debootstrap, in the place of the official image.
 Needs root, debootstrap and Debian's mirror: `sudo python tools/container.py /var/tmp/quire-image`
+
+With `--arg DEVICE=cuda` no GPU is needed: a kernel is compiled for one, and the server answers on the CPU.
 """
 
 from __future__ import annotations
@@ -32,6 +34,29 @@ headers = {{"Content-Type": "application/json", "Authorization": "Bearer {key}"}
 request = urllib.request.Request("http://127.0.0.1:{port}/v1/completions", body, headers)
 print(urllib.request.urlopen(request, timeout=60).read().decode())
 """
+# What a GPU would need besides its driver: a kernel for it, and the module that starts kernels.
+COMPILE = """
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.build import compile_module_from_src
+from quire.kernels.triton import sampling
+
+assert torch.version.cuda, f"torch {torch.__version__} is a build without CUDA"
+types = {"logits_ptr": "*fp32", "highest_ptr": "*fp32", "token_ptr": "*i32"}
+constants = {"SLICE": sampling.SLICE}
+kernel = sampling._highest_kernel
+signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+source = triton.compiler.ASTSource(kernel, signature, constexprs=constants)
+binary = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+module = '''
+#include <Python.h>
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "starts_kernels"};
+PyMODINIT_FUNC PyInit_starts_kernels(void) { return PyModule_Create(&definition); }
+'''
+compile_module_from_src(module, "starts_kernels")
+print(f"torch {torch.__version__}, Triton {triton.__version__}: {len(binary)} bytes for sm_90; a module is compiled")
+"""
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
@@ -48,6 +73,7 @@ class Stage:
     root: Path
     environment: dict[str, str]
     binds: Sequence[str]
+    arguments: dict[str, str] = field(default_factory=dict)
     workdir: str = "/"
     user: str = "0:0"
     words: dict[str, str] = field(default_factory=dict)
@@ -73,8 +99,10 @@ class Stage:
         return ["unshare", "--mount", "bash", "-c", "\n".join(lines)]
 
     def run(self, text: str) -> None:
+        """Run a line of a shell, which sees the stage's arguments as variables."""
         print(f"RUN {text}", flush=True)
-        subprocess.run(self.command(["sh", "-c", text]), check=True)
+        settings = [f"{name}={value}" for name, value in self.arguments.items()]
+        subprocess.run(self.command(["env", *settings, "sh", "-c", text]), check=True)
 
 
 def build(folder: Path, arguments: dict[str, str], extra: dict[str, str], binds: Sequence[str]) -> Stage:
@@ -87,11 +115,12 @@ def build(folder: Path, arguments: dict[str, str], extra: dict[str, str], binds:
     shutil.copy("/etc/resolv.conf", base / "etc/resolv.conf")
     stages: dict[str, Stage] = {}
     stage: Stage | None = None
-    known: dict[str, str] = {}
+    of_all: dict[str, str] = {}  # arguments before the first stage: a stage sees those that it names again
     for name, words in instructions(FILE.read_text()):
         if name == "ARG":
-            key, _, value = words.partition("=")
-            known[key] = arguments.get(key, value.strip('"'))
+            key, has_default, value = words.partition("=")
+            known = of_all if stage is None else stage.arguments
+            known[key] = arguments.get(key, value.strip('"') if has_default else of_all[key])
             continue
         if name == "FROM":
             label = words.partition(" AS ")[2] or "last"
@@ -102,8 +131,6 @@ def build(folder: Path, arguments: dict[str, str], extra: dict[str, str], binds:
             stage = stages[label] = Stage(root, dict(extra), binds)
             continue
         assert stage is not None, "FROM comes first"
-        for key, value in known.items():
-            words = words.replace(f"${{{key}}}", value)
         match name:
             case "RUN":
                 stage.run(words)
@@ -147,6 +174,8 @@ def serve(stage: Stage) -> None:
     health = json.loads(stage.words["HEALTHCHECK"].partition("CMD ")[2])
     ask = QUESTION.format(port=stage.words["EXPOSE"], key=KEY)
     stage.environment["VLLM_API_KEY"] = KEY
+    if stage.arguments["DEVICE"] == "cuda":
+        subprocess.run(stage.command(["python", "-c", COMPILE], read_only=True), check=True)
     process = subprocess.Popen(stage.command(command, read_only=True))
     try:
         deadline = time.monotonic() + READY_SECONDS
@@ -172,7 +201,7 @@ def _pairs(words: Sequence[str]) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="for the stages: 4 GB")
+    parser.add_argument("folder", type=Path, help="for the stages: 4 GB, 15 GB with CUDA")
     parser.add_argument("--arg", action="append", default=[], metavar="NAME=VALUE", help="as --build-arg of builders")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="in every stage, as for pip")
     parser.add_argument(

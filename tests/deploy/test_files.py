@@ -14,6 +14,7 @@ import yaml
 from quire.server.auth import PUBLIC_PATHS
 from tests.cli.reading import read
 from tools import container
+from tools.install import CPU_INDEX, TORCH_VERSION
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -40,6 +41,45 @@ def test_the_container_file() -> None:
     assert {"pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE", "cmake", "csrc", "licenses", "src"} <= set(
         copied.split()
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ({"DEVICE": "cpu"}, f"torch=={TORCH_VERSION}+cpu --extra-index-url {CPU_INDEX}"),
+        ({"DEVICE": "cuda"}, f"torch=={TORCH_VERSION}"),
+        ({"DEVICE": "cuda", "TORCH": "torch --index-url mine"}, "torch --index-url mine"),
+        ({"DEVICE": "tpu"}, None),
+    ],
+)
+def test_the_torch_of_a_container(arguments: dict[str, str], wanted: str | None, tmp_path: Path) -> None:
+    """The lines of the shell are run with a pip that says what it is asked for."""
+    pip = tmp_path / "bin/pip"
+    pip.parent.mkdir()
+    pip.write_text('#!/bin/sh\necho "$@"\n')
+    pip.chmod(0o755)
+    (tmp_path / "python").symlink_to("/bin/true")
+    lines = [words for name, words in container.instructions((DEPLOY / "Containerfile").read_text()) if name == "RUN"]
+    (line,) = [each.replace("/opt/quire", str(tmp_path)) for each in lines if "${TORCH" in each]
+    environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", "TORCH": "", **arguments}
+    result = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=environment, check=False)
+    if wanted is None:
+        assert (result.returncode, result.stderr) == (2, "DEVICE is cpu or cuda, not tpu\n")
+    else:
+        assert result.stdout.splitlines() == [
+            f"install --no-cache-dir {wanted}",
+            "install --no-cache-dir .[otel,stores]",
+        ]
+
+
+def test_an_image_for_gpus_has_what_triton_asks_for() -> None:
+    text = (DEPLOY / "Containerfile").read_text()
+    last = container.instructions("FROM" + text.rpartition("\nFROM")[2])
+    (compiler,) = [words for name, words in last if name == "RUN" and "gcc" in words]
+    assert compiler.startswith('if [ "${DEVICE}" = cuda ]')
+    assert ("ARG", "DEVICE") in last, "an argument holds for the stage that names it"
+    (settings,) = [words for name, words in last if name == "ENV"]
+    assert "TRITON_CACHE_DIR=/models/" in settings, "the user has no home, and the root file system is read-only"
 
 
 def _unit(path: Path) -> dict[str, str]:

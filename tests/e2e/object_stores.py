@@ -8,8 +8,6 @@ from __future__ import annotations
 import base64
 import hmac
 import shutil
-import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from email.utils import formatdate
@@ -18,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.serving import free_port
+from tests.e2e.other_programs import running
 
 AZURITE = Path(__file__).parent / "azure_store/node_modules/.bin/azurite-blob"
 # What Azurite documents: https://learn.microsoft.com/azure/storage/common/storage-use-azurite
@@ -54,7 +52,7 @@ def gs(folder: Path) -> Iterator[dict[str, str]]:
     def command(port: int) -> tuple[str, ...]:
         return (program, *flags, "-port", str(port), "-public-host", f"127.0.0.1:{port}")
 
-    with _program(command, "/storage/v1/b") as url:
+    with running(command, "/storage/v1/b") as url:
         httpx.post(f"{url}/storage/v1/b", json={"name": "models"}).raise_for_status()
         yield {"GOOGLE_BASE_URL": url, "GOOGLE_SKIP_SIGNATURE": "true"}
 
@@ -64,7 +62,7 @@ def az(folder: Path) -> Iterator[dict[str, str]]:
     if not AZURITE.exists() or shutil.which("node") is None:
         pytest.skip("make test-full installs Azurite where npm is there")
     flags = ("--silent", "--skipApiVersionCheck", "--disableTelemetry", "--location", str(folder))
-    with _program(lambda port: (str(AZURITE), *flags, "--blobPort", str(port)), "/") as url:
+    with running(lambda port: (str(AZURITE), *flags, "--blobPort", str(port)), "/") as url:
         _make_container(url)
         yield {
             "AZURE_STORAGE_ENDPOINT": f"{url}/{AZURITE_ACCOUNT}",
@@ -84,27 +82,6 @@ def _make_container(url: str) -> None:
 
 
 SERVERS: Mapping[str, Callable[[Path], AbstractContextManager[dict[str, str]]]] = {"s3": s3, "gs": gs, "az": az}
-
-
-@contextmanager
-def _program(command: Callable[[int], tuple[str, ...]], path: str) -> Iterator[str]:
-    """The URL of a program on a free port that answers there."""
-    port = free_port()
-    process = subprocess.Popen(command(port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 60
-        while True:
-            try:
-                httpx.get(url + path)
-                break
-            except httpx.TransportError:
-                assert process.poll() is None, f"{command(port)[0]} ended with {process.returncode}"
-                assert time.monotonic() < end, f"{command(port)[0]} does not answer"
-                time.sleep(0.05)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def upload(name: str, environment: Mapping[str, str], folder: str, path: Path) -> None:

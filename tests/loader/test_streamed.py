@@ -96,8 +96,20 @@ def test_tensors_that_are_kept_are_not_overwritten(every: int) -> None:
         assert np.array_equal(tensor.numpy(), known.__dict__["data"][begin + 1500 : begin + 2000])
 
 
+def test_memory_of_large_tensors_is_used_again() -> None:
+    """A layer of some models is larger than what is read ahead."""
+    sizes = [9000, 9000, 9000, 3000, 3000] * 8
+    places = {tensor.data_ptr() for _, tensor in stream_tensors(Known.of(bytes(sum(sizes))), entries_of(sizes))}
+    assert len(places) <= 10
+
+
+def test_only_sizes_that_come_again_soon_are_remembered() -> None:
+    entries = entries_of([500_000, 500_000, 2000, 700, 2000, 700, 90_000, 2000])
+    assert streamed._recurring_sizes(entries, 50_000) == {2000, 700}
+
+
 def test_little_memory_is_remembered() -> None:
-    memory = streamed._Memory(10_000)
+    memory = streamed._Memory(10_000, {2000, 2500, 2400})
     tensors = [memory.take(size) for size in (2000, 2500, 2600, 2400) * 5]
     assert sum(map(len, memory._pieces)) <= 10_000
     assert 2600 not in map(len, memory._pieces), "a large one comes rarely"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -16,7 +16,8 @@ from quire.loader.object_store import NUM_READERS, Bytes, StoredObject, fill_ahe
 from quire.loader.safetensors_headers import TensorEntry
 
 HEAP_BYTES = 1 << 20  # of a tensor that the heap has; the heap would keep the memory of larger ones
-REUSE = 1.25  # of what is read ahead is memory that is used again
+REUSE = 1.25  # of what is in memory at once is memory that is used again
+NEAR = 4  # times what is read ahead: a tensor so near to one of its size may get its memory
 
 _Found: TypeAlias = tuple[TensorEntry, torch.Tensor]
 
@@ -29,12 +30,27 @@ def stream_tensors(
     Only what `extent_of` says is read. What else a tensor holds is not defined.
 
     A request has neighbours, or a part of a large tensor. Beside the tensors that the caller keeps, memory holds what
-    is read ahead, and a quarter of that again. Raises like `fill_ahead`.
+    is read ahead, tensors that are packed together, and a quarter of that again. Raises like `fill_ahead`.
     """
     piece = piece_bytes(source.size)
-    for found in fill_ahead(source, _parts(entries, extent_of, piece, _Memory(int(REUSE * NUM_READERS * piece)))):
+    ahead = NUM_READERS * piece
+    sizes = _recurring_sizes(entries, NEAR * ahead)
+    memory = _Memory(int(REUSE * (ahead + 2 * max(sizes, default=0))), sizes)
+    for found in fill_ahead(source, _parts(entries, extent_of, piece, memory)):
         while found:
             yield found.pop(0)
+
+
+def _recurring_sizes(entries: Sequence[TensorEntry], near: int) -> set[int]:
+    """Sizes of tensors that soon have another one of their size: those of layers, and not those of embeddings."""
+    found: set[int] = set()
+    last: dict[int, int] = {}
+    for entry in entries:
+        size = entry.end - entry.begin
+        if entry.begin - last.get(size, -near - 1) <= near:
+            found.add(size)
+        last[size] = entry.begin
+    return found
 
 
 def _parts(
@@ -70,18 +86,19 @@ class _Memory:
     """Memory for tensors. That of tensors that are gone is used again: new pages cost more than writing to them.
 
     Args:
-        num_bytes: how much is remembered. More, and tensors of more than a quarter of it, are given back when gone.
+        num_bytes: how much is remembered. More is given back when its tensor is gone.
+        sizes: of tensors whose memory is remembered.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
+    def __init__(self, num_bytes: int, sizes: Collection[int]) -> None:
+        self._num_bytes, self._sizes = num_bytes, sizes
         self._pieces: list[MemoryPiece] = []  # the oldest first
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """uint8 [num_bytes], not initialised."""
         if num_bytes < HEAP_BYTES:
             return torch.empty(num_bytes, dtype=torch.uint8)
-        if 4 * num_bytes > self._num_bytes:
+        if num_bytes not in self._sizes:
             return MemoryPiece(_pages(num_bytes)).take(num_bytes)
         piece = next((each for each in self._pieces if len(each) == num_bytes and each.is_free), None)
         if piece is None:

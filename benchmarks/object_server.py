@@ -1,0 +1,186 @@
+"""A server of S3's protocol for benchmarks: one model whose header is real and whose weights are zeros.
+
+It takes little of the processor: the system sends zeros from its page cache. It may be as slow as a network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import IO
+
+FOLDER = "s3://models/shape"
+ZEROS = 8 << 20  # bytes that are sent over and over
+PACED = 256 << 10  # bytes between two looks at the clock
+BURST_SECONDS = 0.002  # that a network makes up for
+# Layers, hidden size, size of the MLP, outputs of q, outputs of k, and whether the head is the embedding.
+SHAPES = {
+    "Qwen3-0.6B": (28, 1024, 3072, 2048, 1024, True),
+    "Qwen3-8B": (36, 4096, 12288, 4096, 1024, False),
+}
+VOCAB = 151_936
+
+
+def shapes_of(model: str) -> dict[str, list[int]]:
+    """Name to shape of each tensor, in the order of their names, as transformers writes a checkpoint."""
+    layers, hidden, mlp, q, kv, is_tied = SHAPES[model]
+    found = {"model.embed_tokens.weight": [VOCAB, hidden], "model.norm.weight": [hidden]}
+    found |= {} if is_tied else {"lm_head.weight": [VOCAB, hidden]}
+    for layer in range(layers):
+        for name, shape in {
+            "input_layernorm": [hidden],
+            "mlp.down_proj": [hidden, mlp],
+            "mlp.gate_proj": [mlp, hidden],
+            "mlp.up_proj": [mlp, hidden],
+            "post_attention_layernorm": [hidden],
+            "self_attn.k_norm": [128],
+            "self_attn.k_proj": [kv, hidden],
+            "self_attn.o_proj": [hidden, q],
+            "self_attn.q_norm": [128],
+            "self_attn.q_proj": [q, hidden],
+            "self_attn.v_proj": [kv, hidden],
+        }.items():
+            found[f"model.layers.{layer}.{name}.weight"] = shape
+    return dict(sorted(found.items()))
+
+
+def header_of(model: str) -> tuple[bytes, int]:
+    """(the header of a file of safetensors in bfloat16, the length of the file)."""
+    table, end = {}, 0
+    for name, shape in shapes_of(model).items():
+        begin, count = end, 2
+        for each in shape:
+            count *= each
+        end += count
+        table[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, len(header) + end
+
+
+class _Link:
+    """A network that all connections share. Bytes per second; 0: as fast as it goes."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self._lock = threading.Lock()
+        self._due = 0.0
+
+    def wait(self, num_bytes: int) -> None:
+        if not self.rate:
+            return
+        with self._lock:
+            now = time.perf_counter()
+            self._due = max(self._due, now - BURST_SECONDS) + num_bytes / self.rate
+            seconds = self._due - now
+        if seconds > 0:
+            time.sleep(seconds)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, model: str, gbits: float, zeros: IO[bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.header, self.size = header_of(model)
+        self.link, self.zeros = _Link(gbits * 1e9 / 8), zeros
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that has gone is no error."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silent."""
+
+    def do_GET(self) -> None:
+        sizes = {"config.json": 2, "model.safetensors": self.server.size}
+        name = self.path.partition("?")[0].rpartition("/")[2]
+        if "list-type" in self.path:
+            files = "".join(
+                f"<Contents><Key>shape/{each}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+                f'<ETag>"a-version"</ETag><Size>{size}</Size></Contents>'
+                for each, size in sizes.items()
+            )
+            self._answer(f"<ListBucketResult><Name>models</Name>{files}</ListBucketResult>".encode())
+        elif name == "config.json":
+            self._answer(b"{}", "bytes 0-1/2")
+        else:
+            self._weights()
+
+    def _answer(self, body: bytes, content_range: str | None = None) -> None:
+        self._begin(len(body), content_range)
+        self.wfile.write(body)
+
+    def _begin(self, length: int, content_range: str | None) -> None:
+        self.send_response(206 if content_range and "Range" in self.headers else 200)
+        self.send_header("Content-Length", str(length))
+        self.send_header("ETag", '"a-version"')
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        if content_range:
+            self.send_header("Content-Range", content_range)
+        self.end_headers()
+
+    def _weights(self) -> None:
+        header, size = self.server.header, self.server.size
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        begin, end = (int(asked[1]), min(int(asked[2]) + 1, size)) if asked else (0, size)
+        self._begin(end - begin, f"bytes {begin}-{end - 1}/{size}")
+        if begin < len(header):
+            self.wfile.write(header[begin:end])
+            begin = min(len(header), end)
+        while begin < end:
+            at = begin % ZEROS
+            count = min(end - begin, ZEROS - at, PACED if self.server.link.rate else ZEROS)
+            self.server.link.wait(count)
+            begin += os.sendfile(self.connection.fileno(), self.server.zeros.fileno(), at, count)
+
+
+@contextmanager
+def serving(model: str, gbits: float) -> Iterator[dict[str, str]]:
+    """A server in a process of its own; the variables that tell a client of it.
+
+    Args:
+        model: a name of SHAPES.
+        gbits: of the network, Gbit/s; 0: as fast as it goes.
+    """
+    process = subprocess.Popen([sys.executable, __file__, model, str(gbits)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield {
+            "AWS_ENDPOINT_URL": process.stdout.readline().strip(),
+            "AWS_ACCESS_KEY_ID": "an-access-key",
+            "AWS_SECRET_ACCESS_KEY": "a-secret",
+            "AWS_REGION": "us-east-1",
+        }
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def main() -> None:
+    model, gbits = sys.argv[1], float(sys.argv[2])
+    with tempfile.TemporaryFile() as zeros:
+        zeros.write(bytes(ZEROS))
+        zeros.flush()
+        server = _Server(model, gbits, zeros)
+        print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
