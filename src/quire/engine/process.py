@@ -1,7 +1,7 @@
 """The engine process: reads messages from the API process, steps the core, answers with one message per step.
 
-Started as `python -m quire.engine.process` with one JSON line on standard input (EngineLaunch), which may come while
-the libraries are still being loaded. The parent keeps the pipe open and writes no more: its end is the parent's end,
+Started as `python -m quire.engine.process RANKS` with one JSON line on standard input (EngineLaunch), which may come
+while the libraries are still being loaded. So many processes of further ranks load theirs beside it. The parent keeps the pipe open and writes no more: its end is the parent's end,
 however that came, and then the engine ends too.
 """
 
@@ -26,6 +26,7 @@ import zmq
 
 from quire import logs
 from quire.engine.core import EngineCore
+from quire.engine.rank_spawn import RankInterpreter, spawned_ranks
 from quire.errors import EngineDeadError, QuireError
 from quire.messages import (
     Abort,
@@ -56,10 +57,14 @@ logger = logs.get_logger("quire.engine.process")  # run as a program, its own na
 
 
 class EngineProcess:
-    """The message loop around one EngineCore."""
+    """The message loop around one EngineCore.
 
-    def __init__(self, launch: EngineLaunch) -> None:
-        self._launch = launch
+    Args:
+        interpreters: for further ranks; see start.start_engine.
+    """
+
+    def __init__(self, launch: EngineLaunch, interpreters: list[RankInterpreter] | None = None) -> None:
+        self._launch, self._interpreters = launch, interpreters
         self._context = zmq.Context()
         self._inputs = self._context.socket(zmq.PULL)
         self._inputs.connect(launch.input_address)
@@ -92,6 +97,7 @@ class EngineProcess:
                 drafter_folder=Path(folder) if (folder := self._launch.drafter_folder) else None,
                 free_memory_bytes=self._launch.free_memory_bytes,
                 engine_index=self._launch.engine_index,
+                interpreters=self._interpreters,
             )
         except QuireError as error:
             self._send(EngineFailed(error.message, error.code))
@@ -266,7 +272,12 @@ def _import_engine() -> Exception | None:
     return None
 
 
-def main() -> int:
+def main(num_ranks: int = 0) -> int:
+    """Answers with the exit code.
+
+    Args:
+        num_ranks: processes of further ranks that load their libraries meanwhile.
+    """
     # The parent decides when to stop: a Ctrl-C in the terminal, or a service manager's SIGTERM, reaches both processes,
     # and the parent drains first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -275,13 +286,14 @@ def main() -> int:
     logs.configure()
     lines: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_watch_parent, args=(lines,), name="parent watch", daemon=True).start()
-    failure = _import_engine()
-    process = EngineProcess(msgspec.json.decode(lines.get(), type=EngineLaunch))
-    try:
-        return process.run() if failure is None else process.fail(failure)
-    finally:
-        process.close()
+    with spawned_ranks(num_ranks) as interpreters:
+        failure = _import_engine()
+        process = EngineProcess(msgspec.json.decode(lines.get(), type=EngineLaunch), interpreters)
+        try:
+            return process.run() if failure is None else process.fail(failure)
+        finally:
+            process.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(int(sys.argv[1])))

@@ -1,15 +1,13 @@
 """The process of a rank other than the first: obeys the first rank's process, and ends with it.
 
-Started as `python -m quire.engine.rank_process FD` with a connection to that process, and a RankLaunch on its standard
-input.
+Started as `python -m quire.engine.rank_process`. A RankLaunch comes on its standard input, which may come while the
+libraries are still being loaded.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -37,6 +35,7 @@ from quire.engine.rank_messages import (
     decode_to_rank,
     encode,
 )
+from quire.engine.rank_spawn import die_with_parent, receive_launch
 from quire.life_cycle import AdapterLoad
 from quire.loader.drafter import load_with_drafter
 from quire.planning import devices
@@ -44,8 +43,6 @@ from quire.planning.binding import bind
 from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.planning.replicas import has_own_cores
 from quire.worker.worker import DeviceWorker
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 logger = logs.get_logger("quire.engine.rank_process")
 
@@ -128,21 +125,14 @@ def _listen(connection: Connection, frames: SimpleQueue[bytes]) -> None:
             os._exit(0)
 
 
-def die_with_parent() -> None:
-    """Even where this process is stopped."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):  # the first rank's process decides when to stop
         signal.signal(number, signal.SIG_IGN)
     logs.configure()
-    connection = Connection(int(sys.argv[1]))
-    frames: SimpleQueue[bytes] = SimpleQueue()
+    if (launch := receive_launch()) is None:
+        return
+    connection, frames = Connection(launch.connection), SimpleQueue[bytes]()
     threading.Thread(target=_listen, args=(connection, frames), name="first rank", daemon=True).start()
-    launch = decode_to_rank(sys.stdin.buffer.read())
-    assert isinstance(launch, RankLaunch)
     if launch.dies_with_parent:
         die_with_parent()
     if launch.cpus:

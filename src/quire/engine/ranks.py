@@ -8,7 +8,6 @@ import platform
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -19,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 
-from quire import envs
 from quire.config import EngineConfig
 from quire.distributed import wire
 from quire.distributed.group import Failing
@@ -45,6 +43,7 @@ from quire.engine.rank_messages import (
     decode_from_rank,
     encode,
 )
+from quire.engine.rank_spawn import RankInterpreter
 from quire.errors import ConfigError, EngineDeadError
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, Workers, WorkerSettings
 from quire.logs import get_logger
@@ -59,7 +58,6 @@ from quire.resolve import DeviceFacts
 from quire.schedule import ScheduledBatch, StepResult
 from quire.worker.worker import DeviceWorker
 
-PROGRAM = ("-m", "quire.engine.rank_process")  # arguments of the interpreter
 LOOK_SECONDS = 0.25  # between two looks at a process
 CLOSE_SECONDS = 5.0  # for a process to end by itself
 SAY_SECONDS = 1.0  # for a node to say why it ends
@@ -76,6 +74,7 @@ def start_ranks(
     drafter_folder: Path | None,
     is_server: bool,
     engine_index: int,
+    interpreters: list[RankInterpreter],
 ) -> Workers:
     """The ranks of an engine, on this machine and on others. The processes load their libraries when this returns.
 
@@ -84,6 +83,7 @@ def start_ranks(
     Args:
         model_config: of the whole model.
         engine_index: of the replica.
+        interpreters: for ranks of this machine. Those that are used are taken out; what lacks is started.
     """
     grid = grid_of(config)
     cpus = cpus_of_processes(config)[engine_index * grid.num_local :]
@@ -128,10 +128,11 @@ def start_ranks(
             model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
             for rank in grid.ranks_of(0)[1:]:
                 own_cpus = cpus[rank] if cpus else set[int]()
-                launch = RankLaunch(
-                    config, model, drafter, rank, memory, None, is_server, links.get(rank, {}), own_cpus
-                )
-                others.append(process := RankProcess(launch, grid, ranks.failing))
+                interpreter = interpreters.pop() if interpreters else RankInterpreter()
+                on_error.callback(interpreter.end)
+                own_links = links.get(rank, {})
+                launch = RankLaunch(config, model, drafter, rank, -1, memory, None, is_server, own_links, own_cpus)
+                others.append(process := RankProcess(launch, grid, ranks.failing, interpreter))
                 on_error.callback(process.close)
         homes = {node: Home(home) for node, home in joined.homes.items()}
         for rank, peer in sorted(joined.ranks.items()):
@@ -155,19 +156,6 @@ def rank_name(rank: int, grid: Grid) -> str:
     """For people."""
     name = f"Rank {rank} of {grid.size}"
     return name if grid.num_stages == 1 else f"{name}, in stage {grid.stage(rank)} of {grid.num_stages}"
-
-
-def spawn_rank(launch: RankLaunch, connection: int) -> subprocess.Popen[bytes]:
-    """The process of a rank, which obeys what comes over the connection, a file descriptor."""
-    # -P: a module of the current folder must not stand in for one of ours or of the standard library.
-    command = [sys.executable, "-P", *PROGRAM, str(connection)]
-    adapters = () if launch.adapters is None else (launch.adapters,)
-    descriptors = (connection, launch.memory, *adapters, *launch.links.values())
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=descriptors, env=envs.for_children())
-    assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin:  # whoever talks to a rank that has ended learns how
-        process.stdin.write(encode(launch))
-    return process
 
 
 class OtherRank(ABC):
@@ -256,13 +244,19 @@ class OtherRank(ABC):
 
 
 class RankProcess(OtherRank):
-    """A rank of this machine."""
+    """A rank of this machine.
 
-    def __init__(self, launch: RankLaunch, grid: Grid, failing: Failing) -> None:
+    Args:
+        launch: without its connections.
+        interpreter: becomes its process.
+    """
+
+    def __init__(self, launch: RankLaunch, grid: Grid, failing: Failing, interpreter: RankInterpreter) -> None:
         connection, theirs = multiprocessing.Pipe()
         self.adapters, their_adapters = multiprocessing.Pipe()
         super().__init__(launch.rank, grid, failing, connection)
-        self._process = spawn_rank(msgspec.structs.replace(launch, adapters=their_adapters.fileno()), theirs.fileno())
+        ends = {"connection": theirs.fileno(), "adapters": their_adapters.fileno()}
+        self._process = interpreter.launch(msgspec.structs.replace(launch, **ends))
         theirs.close()
         their_adapters.close()
         self._is_closing = threading.Event()

@@ -250,7 +250,7 @@ class EngineProcessHandle:
         return client
 
     def _start(self, launch: EngineLaunch) -> None:
-        self._process, self._waiting = self._waiting or spawn_engine(), None
+        self._process, self._waiting = self._waiting or spawn_engine(self._config), None
         self._was_killed = False
         assert self._process.stdin is not None
         # The pipe stays open: its end tells the engine that this process has ended.

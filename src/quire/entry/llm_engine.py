@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
-from quire.engine.start import start_engine
+from quire.engine.rank_spawn import spawned_ranks
 from quire.entry.launch import open_model
 from quire.entry.lora_requests import OfflineAdapters
 from quire.entry.offline import OfflineRunner, engine_metrics
@@ -22,6 +22,7 @@ from quire.lora.request import LoRARequest
 from quire.messages import Command
 from quire.outputs import RequestOutput
 from quire.planning.binding import freed_behind
+from quire.planning.replicas import num_early_ranks
 from quire.sampling_params import SamplingParams
 from quire.screen.start_display import shown_start
 
@@ -47,11 +48,21 @@ class LLMEngine:
                 param="data_parallel_size",
             )
         self.config = config
-        with shown_start(is_quiet=config.disable_log_stats) as progress:
+        with (
+            spawned_ranks(num_early_ranks(config)) as interpreters,
+            shown_start(is_quiet=config.disable_log_stats) as progress,
+        ):
             parts = open_model(config, progress)
+            from quire.engine.start import start_engine  # it loads torch, beside the other ranks
+
             with freed_behind():
                 engine = start_engine(
-                    config, parts.model_folder, is_server=False, progress=progress, drafter_folder=parts.drafter_folder
+                    config,
+                    parts.model_folder,
+                    is_server=False,
+                    progress=progress,
+                    drafter_folder=parts.drafter_folder,
+                    interpreters=interpreters,
                 )
         self.resolved, self.model_config, self.core = engine.resolved, engine.model_config, engine.core
         self.tokenizer = parts.tokenizer

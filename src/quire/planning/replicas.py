@@ -47,6 +47,14 @@ def has_own_cores(config: EngineConfig, num_cores: int) -> bool:
     return _num_threads(config, num_cores) <= num_cores
 
 
+def num_early_ranks(config: EngineConfig) -> int:
+    """The processes of ranks that an engine on this machine starts before the model's files tell what is legal."""
+    if config.distributed_executor_backend == "external_launcher":
+        return 0
+    num_own = 0 if config.headless else 1  # the first rank is in the engine's process
+    return min(config.num_local_ranks, devices.num_cores()) - num_own
+
+
 def _num_threads(config: EngineConfig, num_cores: int) -> int:
     """Of all processes that compute. Without a number each rank takes its share of the cores, at least one."""
     num_ranks = config.num_replicas * config.num_local_ranks
