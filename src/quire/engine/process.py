@@ -1,14 +1,13 @@
 """The engine process: reads messages from the API process, steps the core, answers with one message per step.
 
 Started as `python -m quire.engine.process RANKS` with one JSON line on standard input (EngineLaunch), which may come
-while the libraries are still being loaded. So many processes of further ranks load theirs beside it. The parent keeps the pipe open and writes no more: its end is the parent's end,
-however that came, and then the engine ends too.
+while the libraries are still being loaded. So many processes of further ranks load theirs beside it. The parent keeps
+the pipe open and writes no more: its end is the parent's end, however that came, and then the engine ends too.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import shutil
 import signal
@@ -26,6 +25,7 @@ import zmq
 
 from quire import logs
 from quire.engine.core import EngineCore
+from quire.engine.libraries import load
 from quire.engine.rank_spawn import RankInterpreter, spawned_ranks
 from quire.errors import EngineDeadError, QuireError
 from quire.messages import (
@@ -262,13 +262,11 @@ def _watch_parent(lines: SimpleQueue[bytes]) -> None:
 
 def _import_engine() -> Exception | None:
     """Takes a second or two, in which the parent gets ready. Answers what went wrong, such as too little memory."""
-    gc.disable()  # nothing of it is garbage, and looking takes 7 % of the time
     try:
-        importlib.import_module("quire.engine.start")
+        load("quire.engine.start")
     except Exception as error:
         return error
-    gc.freeze()  # nor is it looked at again
-    gc.enable()
+    gc.freeze()  # what is loaded is not looked at again
     return None
 
 

@@ -34,7 +34,9 @@ class RankInterpreter:
         try:
             with theirs:
                 # In a group of its own, a Ctrl-C in the terminal does not reach it, not even before it can say so.
-                self.process = subprocess.Popen(command, stdin=theirs, process_group=0, env=envs.for_children())
+                self.process: subprocess.Popen[bytes] = subprocess.Popen(
+                    command, stdin=theirs.fileno(), process_group=0, env=envs.for_children()
+                )
         except BaseException:
             self._orders.close()
             raise

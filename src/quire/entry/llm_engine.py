@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
+from quire.engine.libraries import load
 from quire.engine.rank_spawn import spawned_ranks
 from quire.entry.launch import open_model
 from quire.entry.lora_requests import OfflineAdapters
@@ -27,6 +28,7 @@ from quire.sampling_params import SamplingParams
 from quire.screen.start_display import shown_start
 
 if TYPE_CHECKING:
+    from quire.engine.start import StartedEngine
     from quire.metrics.reader import Metric
 
 
@@ -53,10 +55,9 @@ class LLMEngine:
             shown_start(is_quiet=config.disable_log_stats) as progress,
         ):
             parts = open_model(config, progress)
-            from quire.engine.start import start_engine  # it loads torch, beside the other ranks
-
+            start = load("quire.engine.start")  # beside the other ranks
             with freed_behind():
-                engine = start_engine(
+                engine: StartedEngine = start.start_engine(
                     config,
                     parts.model_folder,
                     is_server=False,

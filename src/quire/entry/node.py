@@ -14,6 +14,7 @@ import msgspec
 from quire import logs
 from quire.config import EngineConfig
 from quire.demo import DEMO_MODEL_NAME
+from quire.engine.libraries import load
 from quire.engine.rank_spawn import die_with_parent, spawned_ranks
 from quire.entry.launch import find_model
 from quire.errors import QuireError
@@ -35,9 +36,8 @@ def compute_for_node_0(config: EngineConfig) -> int:
         finally:
             display.close()
         check_cuts(model, config)
-        from quire.engine.node_process import run_node  # it loads torch, beside the ranks
-
-        return run_node(config, folder, interpreters)
+        exit_code: int = load("quire.engine.node_process").run_node(config, folder, interpreters)
+        return exit_code
 
 
 def main() -> int:
