@@ -116,6 +116,14 @@ class Answer(msgspec.Struct, tag=True, omit_defaults=True):
     ranks: tuple[tuple[float, float], ...] = ()  # of a StepResult of another one
 
 
+class Report(msgspec.Struct, tag=True):
+    """How far a rank's start is, before the answer: see messages.Progress."""
+
+    phase: str
+    share: float
+    detail: str
+
+
 class Failed(msgspec.Struct, tag=True):
     """An error of a rank: the name and the fields of a QuireError, or the text of another one.
 
@@ -167,7 +175,7 @@ ToRank = (
     | AddAdapter
     | DropAdapter
 )
-FromRank = Answer | Failed
+FromRank = Report | Answer | Failed
 
 encode: Callable[[ToRank | FromRank], bytes] = msgspec.msgpack.Encoder().encode
 decode_to_rank: Callable[[bytes], ToRank] = msgspec.msgpack.Decoder(ToRank).decode

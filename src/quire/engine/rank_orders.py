@@ -24,6 +24,7 @@ from quire.engine.rank_messages import (
     LoadAdapter,
     Measure,
     RankLaunch,
+    Report,
     ToRank,
     UseIdleTime,
     decode_to_rank,
@@ -33,6 +34,7 @@ from quire.engine.rank_spawn import die_with_parent
 from quire.life_cycle import AdapterLoad
 from quire.loader.drafter import load_with_drafter
 from quire.logs import get_logger
+from quire.messages import Progress
 from quire.planning import devices
 from quire.planning.binding import bind
 from quire.planning.cut_stages import grid_of, part_of_rank
@@ -42,7 +44,7 @@ from quire.worker.worker import DeviceWorker
 logger = get_logger(__name__)
 
 
-def _worker(launch: RankLaunch) -> DeviceWorker:
+def _worker(launch: RankLaunch, progress: Progress) -> DeviceWorker:
     config = launch.config
     ranks = ranks_on(
         launch.memory,
@@ -56,7 +58,7 @@ def _worker(launch: RankLaunch) -> DeviceWorker:
     drafter_folder = None if launch.drafter_folder is None else Path(launch.drafter_folder)
     model = load_with_drafter(Path(launch.model_folder), drafter_folder, config)
     part = part_of_rank(model, config, launch.rank)
-    return DeviceWorker(part, lambda phase, share, detail: None, ranks=ranks)
+    return DeviceWorker(part, progress, ranks=ranks)
 
 
 def _answer(worker: DeviceWorker, loads: dict[str, AdapterLoad], message: ToRank) -> Answer:
@@ -128,7 +130,7 @@ def obey(launch: RankLaunch) -> None:
         die_with_parent()
     if launch.cpus:
         bind(launch.cpus)
-    worker = _worker(launch)
+    worker = _worker(launch, lambda phase, share, detail: connection.send_bytes(encode(Report(phase, share, detail))))
     loads: dict[str, AdapterLoad] = {}
     if launch.adapters is not None:
         reading = (worker, loads, Connection(launch.adapters))

@@ -38,6 +38,7 @@ from quire.engine.rank_messages import (
     LoadAdapter,
     Measure,
     RankLaunch,
+    Report,
     ToRank,
     UseIdleTime,
     decode_from_rank,
@@ -167,7 +168,7 @@ class OtherRank(ABC):
 
     def __init__(self, rank: int, grid: Grid, failing: Failing, connection: Connection) -> None:
         self._rank, self._failing, self._connection = rank, failing, connection
-        self._name = rank_name(rank, grid)
+        self._name, self._report = rank_name(rank, grid), ""
 
     @abstractmethod
     def _is_lost(self) -> bool:
@@ -180,6 +181,16 @@ class OtherRank(ABC):
     def check_alive(self) -> None:
         if self._is_lost():
             raise EngineDeadError(self._end())
+
+    def describe(self) -> str:
+        return f"{self._name} ({self._place()}{self._report})"
+
+    @abstractmethod
+    def _place(self) -> str:
+        """Where it is."""
+
+    def give_up(self) -> None:
+        self._failing.fail_for(self._rank)
 
     @abstractmethod
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
@@ -229,7 +240,8 @@ class OtherRank(ABC):
 
     def hear(self, connection: Connection) -> Answer:
         with self._is_there():
-            answer = decode_from_rank(connection.recv_bytes(MOST_MESSAGE_BYTES))
+            while isinstance(answer := decode_from_rank(connection.recv_bytes(MOST_MESSAGE_BYTES)), Report):
+                self._report = f", {answer.phase} {answer.share:.0%} {answer.detail}".rstrip()
         if isinstance(answer, Failed):
             raise answer.error()
         return answer
@@ -285,6 +297,9 @@ class RankProcess(OtherRank):
     def _end(self) -> str:
         return end_of(self._process, self._name)
 
+    def _place(self) -> str:
+        return place_of(self._process)
+
 
 class _LoadOfRank:
     """An AdapterLoad of another process."""
@@ -310,9 +325,9 @@ class Home:
     """The connection to another node, over which it says why it ends."""
 
     def __init__(self, peer: socket.socket) -> None:
-        self._peer, self._host = peer, peer.getpeername()[0]
+        self._peer, self.host = peer, peer.getpeername()[0]
         self._why = ""
-        self._thread = threading.Thread(target=self._listen, name=f"node at {self._host}", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name=f"node at {self.host}", daemon=True)
         self._thread.start()
 
     def _listen(self) -> None:
@@ -336,7 +351,7 @@ class Home:
     def end(self, name: str) -> str:
         """Why a rank of the node is lost."""
         self._thread.join(2 * LOOK_SECONDS + SAY_SECONDS)
-        return self._why or f"{name} (on {self._host}) is lost: the connection to its node has ended"
+        return self._why or f"{name} (on {self.host}) is lost: the connection to its node has ended"
 
 
 class RemoteRank(OtherRank):
@@ -373,6 +388,9 @@ class RemoteRank(OtherRank):
     def _end(self) -> str:
         return self._home.end(self._name)
 
+    def _place(self) -> str:
+        return f"on {self._home.host}"
+
 
 def _watch(
     process: subprocess.Popen[bytes], rank: int, name: str, failing: Failing, is_closing: threading.Event
@@ -397,9 +415,14 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
+def place_of(process: subprocess.Popen[bytes]) -> str:
+    """For people."""
+    return f"process {process.pid} on {platform.node()}"
+
+
 def end_of(process: subprocess.Popen[bytes], name: str) -> str:
     """Who has ended, where, and how."""
-    who = f"{name} (process {process.pid} on {platform.node()})"
+    who = f"{name} ({place_of(process)})"
     if is_stopped(process.pid):
         return f"{who} was stopped by a signal"
     try:
