@@ -47,6 +47,7 @@ def bring_up(
     free_memory_bytes: int | None = None,
     parts: Sequence[ModelConfig] = (),
     executor: WorkerExecutor | None = None,
+    start_time: float | None = None,
 ) -> RunningWorkers:
     """Settle everything and get the workers ready. Raises ConfigError, WeightsError or MemoryPlanError.
 
@@ -55,10 +56,11 @@ def bring_up(
         free_memory_bytes: of the machine before the first replica began to load; None: there is one replica.
         parts: what each worker holds; none: all of it.
         executor: of the workers; None: they are of this engine alone, and it makes one.
+        start_time: see ThreadExecutor.
     """
     wants_gpu = config.device != "cpu"
     if executor is None and len(workers) > 1:
-        executor = _executor_of_ranks(workers, config)
+        executor = _executor_of_ranks(workers, config, start_time)
     found = [workers[0].facts(wants_gpu)] if executor is None else executor.facts(wants_gpu)
     facts = least_facts(found)
     if is_bound(config):
@@ -145,11 +147,13 @@ def warn_about_dropped_sizes(resolved: Resolved) -> None:
         logger.warning("--max-cudagraph-capture-size is taken as %d: %s", bound.value, bound.detail)
 
 
-def _executor_of_ranks(workers: Workers, config: EngineConfig) -> WorkerExecutor:
+def _executor_of_ranks(workers: Workers, config: EngineConfig, start_time: float | None) -> WorkerExecutor:
     """Threads: ranks compute side by side."""
     if config.pipeline_parallel_size > 1:
-        return PipelineExecutor(workers)
-    return LanesExecutor(workers, config.num_lanes) if config.num_lanes > 1 else ThreadExecutor(workers)
+        return PipelineExecutor(workers, start_time)
+    if config.num_lanes > 1:
+        return LanesExecutor(workers, config.num_lanes, start_time)
+    return ThreadExecutor(workers, start_time)
 
 
 def _executor_of_one(workers: Workers, resolved: Resolved) -> WorkerExecutor:

@@ -88,11 +88,15 @@ class ThreadExecutor(InlineExecutor):
     """Each worker on a thread of its own, in order: side by side, while the caller schedules the next step.
 
     If there are several, and one takes longer for its start than an engine may, this is an EngineDeadError.
+
+    Args:
+        start_time: of the engine, on the monotonic clock; None: now.
     """
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, start_time: float | None = None) -> None:
         super().__init__(workers)
-        self._ready_by = time.monotonic() + envs.ENGINE_READY_TIMEOUT_S.get()
+        start_time = time.monotonic() if start_time is None else start_time
+        self._ready_by = start_time + envs.ENGINE_READY_TIMEOUT_S.get()
         self._threads = [
             ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"quire-worker-{rank}") for rank in range(len(workers))
         ]
@@ -138,8 +142,8 @@ class PipelineExecutor(ThreadExecutor):
     A row waits for its own token, so its next batch comes later.
     """
 
-    def __init__(self, workers: Workers) -> None:
-        super().__init__(workers)
+    def __init__(self, workers: Workers, start_time: float | None = None) -> None:
+        super().__init__(workers, start_time)
         self._untold: list[StepTokens] = []
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
@@ -153,8 +157,8 @@ class PipelineExecutor(ThreadExecutor):
 class LanesExecutor(ThreadExecutor):
     """Workers of several lanes, which have as many each. Each gets the batch of its lane."""
 
-    def __init__(self, workers: Workers, num_lanes: int) -> None:
-        super().__init__(workers)
+    def __init__(self, workers: Workers, num_lanes: int, start_time: float | None = None) -> None:
+        super().__init__(workers, start_time)
         self._width = len(workers) // num_lanes
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:

@@ -60,11 +60,16 @@ class EngineProcess:
     """The message loop around one EngineCore.
 
     Args:
-        interpreters: for further ranks; see start.start_engine.
+        interpreters, start_time: see start.start_engine.
     """
 
-    def __init__(self, launch: EngineLaunch, interpreters: list[RankInterpreter] | None = None) -> None:
-        self._launch, self._interpreters = launch, interpreters
+    def __init__(
+        self,
+        launch: EngineLaunch,
+        interpreters: list[RankInterpreter] | None = None,
+        start_time: float | None = None,
+    ) -> None:
+        self._launch, self._interpreters, self._start_time = launch, interpreters, start_time
         self._context = zmq.Context()
         self._inputs = self._context.socket(zmq.PULL)
         self._inputs.connect(launch.input_address)
@@ -98,6 +103,7 @@ class EngineProcess:
                 free_memory_bytes=self._launch.free_memory_bytes,
                 engine_index=self._launch.engine_index,
                 interpreters=self._interpreters,
+                start_time=self._start_time,
             )
         except QuireError as error:
             self._send(EngineFailed(error.message, error.code))
@@ -282,11 +288,12 @@ def main(num_ranks: int = 0) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # log lines come from the background of the terminal
     logs.configure()
+    start_time = time.monotonic()
     lines: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_watch_parent, args=(lines,), name="parent watch", daemon=True).start()
     with spawned_ranks(num_ranks) as interpreters:
         failure = _import_engine()
-        process = EngineProcess(msgspec.json.decode(lines.get(), type=EngineLaunch), interpreters)
+        process = EngineProcess(msgspec.json.decode(lines.get(), type=EngineLaunch), interpreters, start_time)
         try:
             return process.run() if failure is None else process.fail(failure)
         finally:

@@ -86,6 +86,7 @@ def start_engine(
     free_memory_bytes: int | None = None,
     engine_index: int = 0,
     interpreters: list[RankInterpreter] | None = None,
+    start_time: float | None = None,
 ) -> StartedEngine:
     """Load the model in `model_folder` and make it answer once. Raises QuireErrors fit for the user.
 
@@ -96,6 +97,7 @@ def start_engine(
         free_memory_bytes: of the machine before the first replica began to load; None: there is one replica.
         engine_index: of the replica.
         interpreters: for further ranks; see start_ranks.
+        start_time: since when ranks are awaited; see ThreadExecutor.
     """
     started = time.monotonic()
     if is_external := config.distributed_executor_backend == "external_launcher":
@@ -132,6 +134,7 @@ def start_engine(
             free_memory_bytes=free_memory_bytes,
             parts=parts,
             executor=executor,
+            start_time=start_time,
         )
     except BaseException:
         if executor is not None:

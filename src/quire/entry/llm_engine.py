@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,7 @@ class LLMEngine:
                 "prompts; a model with experts may share them: --enable-expert-parallel",
                 param="data_parallel_size",
             )
-        self.config = config
+        self.config, start_time = config, time.monotonic()
         with (
             spawned_ranks(num_early_ranks(config)) as interpreters,
             shown_start(is_quiet=config.disable_log_stats) as progress,
@@ -64,6 +65,7 @@ class LLMEngine:
                     progress=progress,
                     drafter_folder=parts.drafter_folder,
                     interpreters=interpreters,
+                    start_time=start_time,
                 )
         self.resolved, self.model_config, self.core = engine.resolved, engine.model_config, engine.core
         self.tokenizer = parts.tokenizer
