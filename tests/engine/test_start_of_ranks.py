@@ -15,14 +15,16 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
+from quire.distributed.group import GroupError
 from quire.distributed.layout import Grid
 from quire.engine import external, process, ranks
 from quire.engine.nodes import Joined
 from quire.engine.process import EngineProcess
 from quire.engine.rank_messages import RankLaunch
-from quire.errors import EngineDeadError
+from quire.errors import EngineDeadError, PeerLostError
 from quire.kernels import cpu
 from quire.messages import EngineLaunch
+from quire.worker.worker import DeviceWorker
 from tests.engine.ranks import ignore
 from tests.engine.test_rank_processes import wait_for
 
@@ -138,6 +140,18 @@ def test_a_start_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
         theirs.settimeout(10.0)
         assert theirs.recv(1) == b"", "a machine is not told"
         theirs.close()
+
+
+def test_what_waits_in_vain_says_what_it_was_doing() -> None:
+    told: list[int] = []
+    ranks: Any = SimpleNamespace(rank=2, fail=lambda: told.append(2))
+    worker = DeviceWorker(None, ignore, ranks=ranks)  # type: ignore[arg-type]
+    with (
+        pytest.raises(PeerLostError, match=r"Rank 2 cannot go on with a step: rank 1 did not come within 600 s"),
+        worker._as_rank("a step", in_step=True),
+    ):
+        raise GroupError("rank 1 did not come within 600 s (--distributed-timeout-seconds)")
+    assert told == [2]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
