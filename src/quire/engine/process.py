@@ -90,8 +90,8 @@ class EngineProcess:
 
         self._beats.start()
         config = self._launch.config
-        if config.num_replicas > 1 and config.device != "cpu":
-            devices.take_gpu(self._launch.engine_index)
+        if config.device != "cpu" and (config.num_replicas > 1 or config.gpu_ids):
+            devices.take_gpu(self._launch.engine_index, config.gpu_ids)
         try:
             started = start_engine(
                 self._launch.config,

@@ -23,6 +23,7 @@ from quire.frontend.tracing import request_tracer
 from quire.lora.request import LoRARequest
 from quire.messages import Command
 from quire.outputs import RequestOutput
+from quire.planning import devices
 from quire.planning.binding import freed_behind
 from quire.planning.replicas import num_early_ranks
 from quire.sampling_params import SamplingParams
@@ -51,6 +52,8 @@ class LLMEngine:
                 param="data_parallel_size",
             )
         self.config, start_time = config, time.monotonic()
+        if config.gpu_ids:
+            devices.take_gpu(0, config.gpu_ids)
         with (
             spawned_ranks(num_early_ranks(config)) as interpreters,
             shown_start(is_quiet=config.disable_log_stats) as progress,

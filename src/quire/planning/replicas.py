@@ -25,7 +25,7 @@ def check_machine(config: EngineConfig) -> None:
     if num_replicas > 1:
         _check_count(num_replicas, num_cores, "core")
         if config.device != "cpu" and (num_gpus := devices.num_gpus()):
-            _check_count(num_replicas, num_gpus, "GPU")
+            _check_count(num_replicas, len(config.gpu_ids) or num_gpus, "GPU")
     num_processes = num_replicas * config.num_local_ranks
     if num_processes > 1 and not is_bound(config) and not has_own_cores(config, num_cores):
         logger.warning(
