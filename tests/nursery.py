@@ -48,7 +48,7 @@ LIGHT = (
     *BOUNDED,
 )
 # And what one with a model does.
-WITH_TORCH = (*LIGHT, "quire.engine.start", "quire.engine.ranks", "quire.engine.rank_process", "quire.entry.llm")
+WITH_TORCH = (*LIGHT, "quire.engine.start", "quire.engine.ranks", "quire.engine.rank_orders", "quire.entry.llm")
 # Variables that are read while these are imported. Who has others than the nursery starts as an interpreter.
 READ_BY_LIGHT = re.compile("PYTHON|LD_")
 READ_WITH_TORCH = re.compile("PYTHON|LD_|OMP_|MKL_|TRITON|QUIRE_(ISA|FORCE_REFERENCE|NUM_THREADS)")

@@ -140,6 +140,7 @@ OTHER_VALUES: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "decode_context_parallel_size": 2,
     "pipeline_parallel_size": 2,
+    "device_ids": ("0",),
     "numa_bind": True,
     "numa_bind_nodes": (0,),
     "numa_bind_cpus": ("0",),

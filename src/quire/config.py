@@ -348,6 +348,11 @@ class EngineConfig:
     master_addr: str = option("127.0.0.1", "Address of machine 0 in the network of --nnodes; it listens there.")
     master_port: int = option(29501, "Port of --master-addr.", bounds=Bounds(1, 65535))
     headless: bool = option(False, "Compute stages for machine 0, and serve nothing.")
+    device_ids: tuple[str, ...] = option(
+        (),
+        "GPUs of this machine, by number or UUID (2,3 or 2 3): replica N takes the Nth one; else CUDA_VISIBLE_DEVICES.",
+        many=True,
+    )
     numa_bind: bool = option(False, "Each rank computes on the cores of one NUMA node; ranks share the nodes evenly.")
     numa_bind_nodes: tuple[int, ...] = option((), "The same with the node of each rank on this machine.", many=True)
     numa_bind_cpus: tuple[str, ...] = option(
@@ -435,6 +440,7 @@ class EngineConfig:
             object.__setattr__(self, "nnodes", self.pipeline_parallel_size)
         _check_engine(self)
         _check_lora(self)
+        _check_gpu_ids(self)
         complete_sources(self)
 
     @property
@@ -456,6 +462,11 @@ class EngineConfig:
     def balancing(self) -> EplbConfig | None:
         """How ranks exchange experts; None: they do not."""
         return EplbConfig.of(self.eplb_config or {}) if self.enable_eplb else None
+
+    @property
+    def gpu_ids(self) -> list[str]:
+        """What `device_ids` names, in its order."""
+        return [name for word in self.device_ids for each in word.split(",") if (name := each.strip())]
 
     @property
     def num_local_ranks(self) -> int:
@@ -707,6 +718,22 @@ def _take_speculation(config: EngineConfig) -> None:
     for name in parts:
         object.__setattr__(config, name, None)
         config.sources.pop(name, None)
+
+
+def _check_gpu_ids(config: EngineConfig) -> None:
+    names = config.gpu_ids
+    if names and config.device == "cpu":
+        raise ConfigError(
+            "--device-ids names GPUs, and --device cpu uses none", fix="Leave one of them out", param="device_ids"
+        )
+    if names and (len(names) < config.num_replicas or len(set(names)) < len(names)):
+        raise ConfigError(
+            "--device-ids names a GPU twice, or fewer GPUs than there are replicas",
+            value=",".join(names),
+            expected=f"{config.num_replicas} different ones, or more",
+            fix="Name one for each replica, or leave it out",
+            param="device_ids",
+        )
 
 
 def _check_lora(config: EngineConfig) -> None:

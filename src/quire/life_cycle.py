@@ -125,6 +125,14 @@ class Worker(Protocol):
         """Raise EngineDeadError if the rank is in another process, which has ended."""
         ...
 
+    def describe(self) -> str:
+        """Which rank it is, where, and how far its start is: for an error that names it."""
+        ...
+
+    def give_up(self) -> None:
+        """Nobody waits for this rank any more. The others leave what they wait for."""
+        ...
+
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
         """Begin to read an adapter, while steps go on.
 

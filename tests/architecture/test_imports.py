@@ -32,6 +32,7 @@ STEPS = {
             "quire.server.app",
             "quire.entry.launch",
             "quire.entry.async_llm",
+            "quire.entry.llm",
         ),
         TORCH,
     ),

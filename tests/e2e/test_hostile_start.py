@@ -93,7 +93,9 @@ def test_a_long_name_of_the_folder_for_temporary_files(tmp_path: Path, monkeypat
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     monkeypatch.setattr(
-        launch, "spawn_engine", lambda: subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        launch,
+        "spawn_engine",
+        lambda config: subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL),
     )
     handle = launch.EngineProcessHandle(EngineConfig(), tmp_path)
     client = handle.launch()

@@ -35,7 +35,7 @@ def test_loads_before_it_is_told_what_to_serve() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1])
 def test_ends_when_nothing_comes(seconds: float) -> None:
-    with spawn_engine() as interpreter:
+    with spawn_engine(EngineConfig()) as interpreter:
         time.sleep(seconds)
         assert interpreter.stdin is not None
         interpreter.stdin.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from quire.engine import warm_up
+from quire.engine.deterministic import DeterministicExecutor
 from quire.engine.warm_up import MOST_DISTURBED_SECONDS, MOST_SECONDS, MOST_TOKENS, produce_tokens
 from quire.metrics.stopwatch import BUSY_SHARE, Lap, Stopwatch, busy_machine
 from quire.planning.step_costs import expectation
@@ -67,6 +70,21 @@ def test_steps_are_repeated_until_one_ran_undisturbed() -> None:
     assert [lap.waited for lap in laps] == [0.6, 0.5, 0.1]
     driver.core._clock = lambda: MOST_DISTURBED_SECONDS * next(times)
     assert len(produce_tokens(driver.core, FakeWatch([0.6] * MOST_TOKENS))) == 1
+
+
+def test_the_thread_that_waits_for_ranks_says_nothing_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes none of the step itself, so it has a core for none of the time."""
+    driver = Driver()
+    times = iter(range(1000))
+    driver.core._clock = lambda: MOST_SECONDS * next(times)
+    execute = DeterministicExecutor._execute
+    monkeypatch.setattr(
+        DeterministicExecutor,
+        "_execute",
+        lambda self, batch: replace(execute(self, batch), ranks=((0.1, 0.0), (0.1, 0.0))),
+    )
+    (lap,) = produce_tokens(driver.core, FakeWatch([1.0] * MOST_TOKENS))
+    assert lap.waited == 0.0
 
 
 def test_a_watch_tells_time_without_a_core() -> None:

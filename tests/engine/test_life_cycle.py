@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,10 +14,11 @@ import pytest
 
 from quire import demo
 from quire.config import EngineConfig
+from quire.engine import executor
 from quire.engine.bring_up import bring_up, least_facts
 from quire.engine.executor import InlineExecutor, ThreadExecutor
 from quire.engine.start import StartedEngine, start_engine
-from quire.errors import ConfigError, WeightsError
+from quire.errors import ConfigError, EngineDeadError, WeightsError
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, WorkerSettings
 from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
@@ -90,6 +92,12 @@ class NotedWorker:
 
     def drop_adapter(self, digest: str) -> None:
         self._note("drop_adapter", digest)
+
+    def describe(self) -> str:
+        return f"A worker with {self.num_blocks} blocks"
+
+    def give_up(self) -> None:
+        self._note("give_up")
 
     def close(self) -> None: ...
 
@@ -178,6 +186,55 @@ def test_an_error_of_one_rank_is_one_clear_error(failing: str) -> None:
     ]
     with pytest.raises(WeightsError, match="The shard is truncated"):
         brought_up(workers)
+
+
+class LateWorker(NotedWorker):
+    """Reads weights until somebody gives it up."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.is_given_up = threading.Event()
+
+    def load(self, settings: WorkerSettings) -> None:
+        assert self.is_given_up.wait(60.0)
+
+    def give_up(self) -> None:
+        self.is_given_up.set()
+
+
+def test_a_rank_that_is_late_at_the_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what it does, and what limits it; and nobody waits for it any more."""
+    monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", "7")
+    workers = [NotedWorker(1), LateWorker(2), NotedWorker(3)]
+    limits: list[float] = []
+
+    def wait(pending: Sequence[Future[Any]], seconds: float) -> Any:
+        """The seconds are over when all others are done."""
+        limits.append(seconds)
+        for each, worker in zip(pending, workers, strict=True):
+            if not (isinstance(worker, LateWorker) and len(limits) == 2):
+                each.result()
+        return real_wait(pending, 0.0)
+
+    real_wait = executor.wait
+    monkeypatch.setattr(executor, "wait", wait)
+    what = (
+        "A worker with 2 blocks did not end reading its weights in time: a start may take 7 s "
+        r"\(VLLM_ENGINE_READY_TIMEOUT_S\)"
+    )
+    config = EngineConfig(tensor_parallel_size=3, device="cpu")
+    start_time = time.monotonic() - 5.0
+    with pytest.raises(EngineDeadError, match=what):
+        bring_up(config, MODEL, workers, is_server=True, progress=ignore, start_time=start_time)
+    assert [workers[0].told[-1][0], workers[2].told[-1][0]] == ["load", "load"], "the others are not to blame"
+    facts_limit, load_limit = limits
+    assert load_limit <= facts_limit <= 2.0, "the limit is of the whole start"
+
+
+def test_one_rank_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it."""
+    monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", "0")
+    brought_up([NotedWorker()], async_scheduling=True)
 
 
 def test_every_rank_computes_a_step_on_its_thread() -> None:

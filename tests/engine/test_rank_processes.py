@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -20,7 +22,9 @@ from llguidance import LLMatcher
 import quire.demo
 from quire import envs
 from quire.config import EngineConfig
+from quire.engine import executor, rank_spawn, ranks
 from quire.engine.core import EngineCore
+from quire.engine.rank_messages import Report
 from quire.engine.ranks import RankProcess
 from quire.engine.start import StartedEngine, start_engine
 from quire.errors import EngineDeadError, WeightsError
@@ -215,6 +219,48 @@ def _children() -> list[str]:
             if int(rest.split()[1]) == os.getpid() and name.endswith("rank_process"):
                 found.append(folder.name)
     return found
+
+
+STUCK = """
+import threading
+from quire.engine import rank_process
+from quire.worker.worker import DeviceWorker
+def load(worker, settings):
+    for share in (0.25, 0.5):
+        worker._progress("load", share, "of a file that is far away")
+    threading.Event().wait()
+DeviceWorker.load = load
+rank_process.main()
+"""
+
+
+def test_a_rank_that_is_stuck_in_the_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its process, what it does and how far it is, and the variable; no process is left."""
+    monkeypatch.setattr(rank_spawn, "PROGRAM", ("-c", STUCK))
+    is_stuck, decode, wait = threading.Event(), ranks.decode_from_rank, executor.wait
+
+    def noting(frame: bytes) -> Any:
+        answer = decode(frame)
+        if isinstance(answer, Report) and answer.share == 0.5:
+            is_stuck.set()
+        return answer
+
+    def until_stuck(pending: Sequence[Future[Any]], seconds: float) -> Any:
+        """The time is over then, and not before."""
+        while not is_stuck.is_set() and not all(each.done() for each in pending):
+            is_stuck.wait(0.05)
+        pending[0].result()
+        return wait(pending, 0.0)
+
+    monkeypatch.setattr(ranks, "decode_from_rank", noting)
+    monkeypatch.setattr(executor, "wait", until_stuck)
+    with pytest.raises(
+        EngineDeadError,
+        match=r"^Rank 1 of 2 \(process \d+ on .*, load (25|50)% of a file that is far away\) did not end reading its "
+        r"weights in time: a start may take 600 s \(VLLM_ENGINE_READY_TIMEOUT_S\)\.$",
+    ):
+        in_processes(tensor_parallel_size=2)
+    assert wait_for(lambda: not _children())
 
 
 PARENT = """

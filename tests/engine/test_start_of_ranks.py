@@ -15,14 +15,16 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
+from quire.distributed.group import GroupError
 from quire.distributed.layout import Grid
 from quire.engine import external, process, ranks
 from quire.engine.nodes import Joined
 from quire.engine.process import EngineProcess
 from quire.engine.rank_messages import RankLaunch
-from quire.errors import EngineDeadError
+from quire.errors import EngineDeadError, PeerLostError
 from quire.kernels import cpu
 from quire.messages import EngineLaunch
+from quire.worker.worker import DeviceWorker
 from tests.engine.ranks import ignore
 from tests.engine.test_rank_processes import wait_for
 
@@ -39,19 +41,24 @@ class Told:
         self.ranks.append(rank)
 
 
-def spawn(launch: RankLaunch, connection: int) -> subprocess.Popen[bytes]:
-    """A process in the place of a rank, which loads nothing."""
-    return subprocess.Popen([sys.executable, "-S", "-c", WAITING, str(connection)], pass_fds=[connection])
+class Interpreter:
+    """A RankInterpreter whose process loads nothing."""
+
+    def launch(self, launch: RankLaunch) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-S", "-c", WAITING, str(launch.connection)]
+        return subprocess.Popen(command, pass_fds=[launch.connection])
+
+    def end(self) -> None: ...
 
 
 def launch_of(config: EngineConfig, rank: int = 1) -> RankLaunch:
-    return RankLaunch(config, "", None, rank, 0, None, False, {}, set())
+    return RankLaunch(config, "", None, rank, -1, -1, None, False, {}, set())
 
 
 @pytest.fixture
-def second(monkeypatch: pytest.MonkeyPatch) -> ranks.RankProcess:
-    monkeypatch.setattr(ranks, "spawn_rank", spawn)
-    return ranks.RankProcess(launch_of(EngineConfig(tensor_parallel_size=2)), Grid(2), Told())
+def second() -> ranks.RankProcess:
+    launch = launch_of(EngineConfig(tensor_parallel_size=2))
+    return ranks.RankProcess(launch, Grid(2), Told(), Interpreter())  # type: ignore[arg-type]
 
 
 def test_a_rank_that_is_lost_between_steps_is_named(second: ranks.RankProcess) -> None:
@@ -100,11 +107,12 @@ def test_a_start_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
     """Of three ranks here and three on another machine, the third process cannot be started."""
     spawned: list[subprocess.Popen[bytes]] = []
 
-    def spawn_one(launch: RankLaunch, connection: int) -> subprocess.Popen[bytes]:
-        if spawned:
-            raise BlockingIOError("no more processes")
-        spawned.append(spawn(launch, connection))
-        return spawned[0]
+    class One(Interpreter):
+        def launch(self, launch: RankLaunch) -> subprocess.Popen[bytes]:
+            if spawned:
+                raise BlockingIOError("no more processes")
+            spawned.append(super().launch(launch))
+            return spawned[0]
 
     pairs = {name: socket.socketpair() for name in ("home", "3", "4", "5", "3 sends", "4 sends", "5 sends")}
     ours = {name: pair[0] for name, pair in pairs.items()}
@@ -114,15 +122,36 @@ def test_a_start_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
         {rank: ours[f"{rank} sends"] for rank in (3, 4, 5)},
     )
     monkeypatch.setattr(ranks, "let_in", lambda *arguments: joined)
-    monkeypatch.setattr(ranks, "spawn_rank", spawn_one)
+    monkeypatch.setattr(ranks, "RankInterpreter", One)
     config = EngineConfig(tensor_parallel_size=3, pipeline_parallel_size=2, nnodes=2, device="cpu")
     with pytest.raises(BlockingIOError, match="no more processes"):
-        ranks.start_ranks(config, Path(), None, ignore, drafter_folder=None, is_server=False, engine_index=0)  # type: ignore[arg-type]
+        ranks.start_ranks(
+            config,
+            Path(),
+            None,  # type: ignore[arg-type]
+            ignore,
+            drafter_folder=None,
+            is_server=False,
+            engine_index=0,
+            interpreters=[One()],  # type: ignore[list-item]
+        )
     assert spawned[0].returncode == 0
     for _, theirs in pairs.values():
         theirs.settimeout(10.0)
         assert theirs.recv(1) == b"", "a machine is not told"
         theirs.close()
+
+
+def test_what_waits_in_vain_says_what_it_was_doing() -> None:
+    told: list[int] = []
+    ranks: Any = SimpleNamespace(rank=2, fail=lambda: told.append(2))
+    worker = DeviceWorker(None, ignore, ranks=ranks)  # type: ignore[arg-type]
+    with (
+        pytest.raises(PeerLostError, match=r"Rank 2 cannot go on with a step: rank 1 did not come within 600 s"),
+        worker._as_rank("a step", in_step=True),
+    ):
+        raise GroupError("rank 1 did not come within 600 s (--distributed-timeout-seconds)")
+    assert told == [2]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -19,7 +19,7 @@ from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.replica import Replica
 from quire.frontend.stats import FinishedRequest, NoMetrics
 from quire.frontend.supervisor import RecoveryLimits, RestartPolicy, Watch
-from quire.messages import Abort, AddRequest, EngineBeat, EngineFailed, EngineReady, SetLimits
+from quire.messages import Abort, AddRequest, EngineBeat, EngineFailed, EngineProgress, EngineReady, SetLimits
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from tests.frontend.test_async_engine import ANSWER, TOKENIZER
 
@@ -339,6 +339,20 @@ async def test_an_engine_that_fails_as_soon_as_it_is_ready_is_waited_for_again()
     assert not waiting.done()
     running.client.make_ready()
     assert await waiting is running.engine.ready
+    await running.engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("told", "where"),
+    [([EngineProgress("load", 0.25, "shard 3")], "and was at load, 25% shard 3"), ([], "before it told anything")],
+)
+async def test_a_start_that_is_late_tells_where_it_was(told: list[EngineProgress], where: str) -> None:
+    running = Recovering(limits=replace(PATIENT, start_seconds=0.2), is_ready=False)
+    for progress in told:
+        running.client.push(progress)
+    running.engine.start()
+    with pytest.raises(EngineDeadError, match=rf"not start in time \(VLLM_ENGINE_READY_TIMEOUT_S\).*, {where}"):
+        await running.engine.wait_ready(10)
     await running.engine.shutdown()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,3 +145,31 @@ def test_gpus_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.num_gpus() == 2
     devices.take_gpu(1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
+
+
+def test_gpus_that_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Each replica takes its own, whatever the process could see before."""
+    assert EngineConfig(device_ids=("2,3", " GPU-abc")).gpu_ids == ["2", "3", "GPU-abc"]
+    config = config_of(2, device_ids=("7", "4"))
+    monkeypatch.setattr(devices, "num_cores", lambda: 8)
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    check_machine(config)
+    devices.take_gpu(1, config.gpu_ids)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4"
+    assert not caplog.records
+    monkeypatch.setattr(devices, "num_gpus", lambda: 0)
+    devices.take_gpu(0, config.gpu_ids)
+    assert "--device-ids names GPUs, and this machine has none" in caplog.text
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4"
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True)))
+    with pytest.raises(ConfigError, match="This process uses a GPU already"):
+        devices.take_gpu(0, config.gpu_ids)
+
+
+@pytest.mark.parametrize("names", [("0",), ("0", "0"), ("0,0,1",)])
+def test_a_gpu_for_each_replica(names: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="names a GPU twice, or fewer GPUs than there are replicas"):
+        config_of(2, device_ids=names)
+    with pytest.raises(ConfigError, match="--device cpu uses none"):
+        config_of(2, device_ids=("0", "1"), device="cpu")

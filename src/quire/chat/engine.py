@@ -10,7 +10,6 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
 
-from quire import envs
 from quire.chat.conversation import PARAMETERS
 from quire.chat.model import Piece
 from quire.config import EngineConfig, ServerConfig
@@ -27,6 +26,7 @@ from quire.errors import ConfigError
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.render_pool import RenderPool
 from quire.frontend.render_process import Render
+from quire.frontend.supervisor import ready_seconds
 from quire.messages import EngineProgress, Progress
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
@@ -107,7 +107,7 @@ class EngineModel:
         )
         self._engine.on_progress = self._show
         self._engine.start()
-        await self._engine.wait_ready(envs.ENGINE_READY_TIMEOUT_S.get())
+        await self._engine.wait_ready(ready_seconds())
         self._engine.on_progress = None
 
     def _show(self, progress: EngineProgress) -> None:
@@ -117,7 +117,7 @@ class EngineModel:
         self, messages: Sequence[Mapping[str, str]], params: SamplingParams, pieces: SimpleQueue[Piece | None]
     ) -> None:
         assert self._engine is not None, "the model was not entered"
-        await self._engine.wait_ready(envs.ENGINE_READY_TIMEOUT_S.get())
+        await self._engine.wait_ready(ready_seconds())
         prompt = await self._renderer.render(
             Render([dict(message) for message in messages], kwargs=self._template_kwargs)
         )

@@ -170,7 +170,6 @@ PARALLELISM: tuple[Foreign, ...] = (
         "ranks join what they have through memory that they share, and in no other way",
         switches="disable_custom_all_reduce",
     ),
-    *accepted("ranks run on CPUs, and CUDA_VISIBLE_DEVICES says which GPUs replicas may use", lists="device_ids"),
     *accepted("no profiler is started with the processes", switches="ray_workers_use_nsight"),
     *refused(NO_CODE, off=("auto",), values="worker_cls worker_extension_cls"),
     *accepted("a failed engine is always replaced", switches="enable_fault_tolerance", values="fault_tolerance_config"),

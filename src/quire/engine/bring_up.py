@@ -47,6 +47,7 @@ def bring_up(
     free_memory_bytes: int | None = None,
     parts: Sequence[ModelConfig] = (),
     executor: WorkerExecutor | None = None,
+    start_time: float | None = None,
 ) -> RunningWorkers:
     """Settle everything and get the workers ready. Raises ConfigError, WeightsError or MemoryPlanError.
 
@@ -55,9 +56,12 @@ def bring_up(
         free_memory_bytes: of the machine before the first replica began to load; None: there is one replica.
         parts: what each worker holds; none: all of it.
         executor: of the workers; None: they are of this engine alone, and it makes one.
+        start_time: see ThreadExecutor.
     """
     wants_gpu = config.device != "cpu"
-    found = [worker.facts(wants_gpu) for worker in workers] if executor is None else executor.facts(wants_gpu)
+    if executor is None and len(workers) > 1:
+        executor = _executor_of_ranks(workers, config, start_time)
+    found = [workers[0].facts(wants_gpu)] if executor is None else executor.facts(wants_gpu)
     facts = least_facts(found)
     if is_bound(config):
         facts = bound_facts(facts, config, facts.num_cores)
@@ -71,7 +75,7 @@ def bring_up(
     planned_bytes = planned_weight_bytes(resolved, model_config)
     if planned_bytes >= total_bytes:
         raise weights_do_not_fit(resolved, planned_bytes, total_bytes, config.num_replicas)
-    executor = executor or _executor(workers, resolved)
+    executor = executor or _executor_of_one(workers, resolved)
     settings = WorkerSettings.of(resolved)
     progress("load", 0.0, "")
     executor.load(settings)
@@ -143,11 +147,16 @@ def warn_about_dropped_sizes(resolved: Resolved) -> None:
         logger.warning("--max-cudagraph-capture-size is taken as %d: %s", bound.value, bound.detail)
 
 
-def _executor(workers: Workers, resolved: Resolved) -> WorkerExecutor:
-    """Threads for several ranks, and for a CPU that computes while the next step is scheduled: a GPU does by itself."""
-    if resolved.scheduler.pipeline_parallel_size > 1:
-        return PipelineExecutor(workers)
-    if (num_lanes := resolved.scheduler.num_lanes) > 1:
-        return LanesExecutor(workers, num_lanes)
+def _executor_of_ranks(workers: Workers, config: EngineConfig, start_time: float | None) -> WorkerExecutor:
+    """Threads: ranks compute side by side."""
+    if config.pipeline_parallel_size > 1:
+        return PipelineExecutor(workers, start_time)
+    if config.num_lanes > 1:
+        return LanesExecutor(workers, config.num_lanes, start_time)
+    return ThreadExecutor(workers, start_time)
+
+
+def _executor_of_one(workers: Workers, resolved: Resolved) -> WorkerExecutor:
+    """A thread for a CPU that computes while the next step is scheduled: a GPU does by itself."""
     is_behind = resolved.scheduler.async_scheduling and resolved.device.device == "cpu"
-    return ThreadExecutor(workers) if is_behind or len(workers) > 1 else InlineExecutor(workers)
+    return ThreadExecutor(workers) if is_behind else InlineExecutor(workers)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TypeVar
 
+from quire import envs
 from quire.distributed.group import StepVoid
 from quire.errors import AdapterChangedError, EngineDeadError, PeerLostError, QuireError
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, Workers, WorkerSettings
@@ -27,19 +29,19 @@ class InlineExecutor:
         self.workers = workers
 
     def facts(self, wants_gpu: bool) -> list[DeviceFacts]:
-        return self._tell(lambda worker: worker.facts(wants_gpu))
+        return self._tell(lambda worker: worker.facts(wants_gpu), "loading its libraries")
 
     def load(self, settings: WorkerSettings) -> None:
-        self._tell(lambda worker: worker.load(settings))
+        self._tell(lambda worker: worker.load(settings), "reading its weights")
 
     def measure(self) -> list[Measured]:
-        return self._tell(lambda worker: worker.measure())
+        return self._tell(lambda worker: worker.measure(), "measuring its working memory")
 
     def allocate(self, size: CacheSize) -> None:
-        self._tell(lambda worker: worker.allocate(size))
+        self._tell(lambda worker: worker.allocate(size), "allocating its KV cache")
 
     def capture(self) -> None:
-        self._tell(lambda worker: worker.capture())
+        self._tell(lambda worker: worker.capture(), "preparing its steps")
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
         self.workers[0].use_tokenizer(tokenizer, eos_token_ids)
@@ -73,15 +75,28 @@ class InlineExecutor:
         """Let a rank do it after the steps that were submitted, and before later ones."""
         task()
 
-    def _tell(self, step: Callable[[Worker], T]) -> list[T]:
+    def _tell(self, step: Callable[[Worker], T], phase: str = "") -> list[T]:
+        """The answers of all workers.
+
+        Args:
+            phase: of a start, by the end of which all of them have answered.
+        """
         return [step(worker) for worker in self.workers]
 
 
 class ThreadExecutor(InlineExecutor):
-    """Each worker on a thread of its own, in order: side by side, while the caller schedules the next step."""
+    """Each worker on a thread of its own, in order: side by side, while the caller schedules the next step.
 
-    def __init__(self, workers: Workers) -> None:
+    If there are several, and one takes longer for its start than an engine may, this is an EngineDeadError.
+
+    Args:
+        start_time: of the engine, on the monotonic clock; None: now.
+    """
+
+    def __init__(self, workers: Workers, start_time: float | None = None) -> None:
         super().__init__(workers)
+        start_time = time.monotonic() if start_time is None else start_time
+        self._ready_by = start_time + envs.ENGINE_READY_TIMEOUT_S.get()
         self._threads = [
             ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"quire-worker-{rank}") for rank in range(len(workers))
         ]
@@ -100,9 +115,24 @@ class ThreadExecutor(InlineExecutor):
     def _run_on(self, rank: int, task: Callable[[], None]) -> None:
         self._threads[rank].submit(task).add_done_callback(_log_failure)
 
-    def _tell(self, step: Callable[[Worker], T]) -> list[T]:
-        return _results(
-            [thread.submit(step, worker) for thread, worker in zip(self._threads, self.workers, strict=True)]
+    def _tell(self, step: Callable[[Worker], T], phase: str = "") -> list[T]:
+        pending = [thread.submit(step, worker) for thread, worker in zip(self._threads, self.workers, strict=True)]
+        if phase and len(pending) > 1:
+            self._wait(pending, phase)
+        return _results(pending)
+
+    def _wait(self, pending: Sequence[Future[T]], phase: str) -> None:
+        """Until all of them are done. Raises EngineDeadError when the start takes too long."""
+        late = wait(pending, self._ready_by - time.monotonic()).not_done
+        if not late:
+            return
+        workers = [worker for worker, each in zip(self.workers, pending, strict=True) if each in late]
+        for worker in workers:
+            worker.give_up()
+        limit = envs.ENGINE_READY_TIMEOUT_S
+        raise EngineDeadError(
+            f"{', '.join(worker.describe() for worker in workers)} did not end {phase} in time: "
+            f"a start may take {limit.get()} s ({limit.name})"
         )
 
 
@@ -112,8 +142,8 @@ class PipelineExecutor(ThreadExecutor):
     A row waits for its own token, so its next batch comes later.
     """
 
-    def __init__(self, workers: Workers) -> None:
-        super().__init__(workers)
+    def __init__(self, workers: Workers, start_time: float | None = None) -> None:
+        super().__init__(workers, start_time)
         self._untold: list[StepTokens] = []
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
@@ -127,8 +157,8 @@ class PipelineExecutor(ThreadExecutor):
 class LanesExecutor(ThreadExecutor):
     """Workers of several lanes, which have as many each. Each gets the batch of its lane."""
 
-    def __init__(self, workers: Workers, num_lanes: int) -> None:
-        super().__init__(workers)
+    def __init__(self, workers: Workers, num_lanes: int, start_time: float | None = None) -> None:
+        super().__init__(workers, start_time)
         self._width = len(workers) // num_lanes
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:

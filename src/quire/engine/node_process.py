@@ -18,7 +18,8 @@ from quire.distributed.shared_memory import make_memory
 from quire.engine import nodes
 from quire.engine.nodes import NodeLost, RankConnects, Refused, Welcome
 from quire.engine.rank_messages import RankLaunch
-from quire.engine.ranks import CLOSE_SECONDS, LOOK_SECONDS, end_of, is_stopped, rank_name, spawn_rank
+from quire.engine.rank_spawn import RankInterpreter
+from quire.engine.ranks import CLOSE_SECONDS, LOOK_SECONDS, end_of, is_stopped, rank_name
 from quire.errors import ConfigError
 from quire.logs import get_logger
 from quire.planning.binding import cpus_of_processes
@@ -27,13 +28,16 @@ from quire.planning.cut_stages import grid_of
 logger = get_logger(__name__)
 
 
-def run_node(config: EngineConfig, model_folder: Path) -> int:
+def run_node(config: EngineConfig, model_folder: Path, interpreters: list[RankInterpreter]) -> int:
     """Compute for node 0 until it ends. Answers with the exit code: 0, or 1 if a rank of this node was lost.
+
+    Args:
+        interpreters: for the ranks; see ranks.start_ranks.
 
     Raises ConfigError if node 0 does not come, or refuses this node.
     """
     with ExitStack() as opened:
-        return _run(config, model_folder, opened)
+        return _run(config, model_folder, interpreters, opened)
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ def connect_node(config: EngineConfig, model_folder: Path, opened: ExitStack) ->
     return Connected(home, controls, links)
 
 
-def _run(config: EngineConfig, model_folder: Path, opened: ExitStack) -> int:
+def _run(config: EngineConfig, model_folder: Path, interpreters: list[RankInterpreter], opened: ExitStack) -> int:
     grid, cpus = grid_of(config), cpus_of_processes(config)
     connected = connect_node(config, model_folder, opened)
     memory = make_memory(grid)
@@ -113,8 +117,10 @@ def _run(config: EngineConfig, model_folder: Path, opened: ExitStack) -> int:
         for rank, control in connected.controls.items():
             links = {other: peer.fileno() for other, peer in connected.links[rank].items()}
             own = cpus[rank % grid.num_local] if cpus else set[int]()
-            launch = RankLaunch(config, str(model_folder), None, rank, memory, None, True, links, own)
-            processes[rank] = spawn_rank(launch, control.fileno())
+            model = str(model_folder)
+            launch = RankLaunch(config, model, None, rank, control.fileno(), memory, None, True, links, own)
+            interpreter = interpreters.pop() if interpreters else RankInterpreter()
+            processes[rank] = interpreter.launch(launch)
         os.close(memory)
         for peer in (
             *connected.controls.values(),

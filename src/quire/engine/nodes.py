@@ -34,7 +34,7 @@ MOST_NAMED = 5  # differences of two nodes
 LOOK_SECONDS = 1.0  # between two looks at nodes that are started from here
 # Settings that may differ: where files are, which node it is, and where it has reached node 0.
 _OWN_SETTINGS = {"model", "tokenizer", "download_dir", "node_rank", "headless", "served_model_name"}
-_OWN_SETTINGS |= {"master_addr", "master_port", "numa_bind", "numa_bind_nodes", "numa_bind_cpus"}
+_OWN_SETTINGS |= {"master_addr", "master_port", "numa_bind", "numa_bind_nodes", "numa_bind_cpus", "device_ids"}
 
 logger = get_logger(__name__)
 

@@ -1,14 +1,13 @@
 """The engine process: reads messages from the API process, steps the core, answers with one message per step.
 
-Started as `python -m quire.engine.process` with one JSON line on standard input (EngineLaunch), which may come while
-the libraries are still being loaded. The parent keeps the pipe open and writes no more: its end is the parent's end,
-however that came, and then the engine ends too.
+Started as `python -m quire.engine.process RANKS` with one JSON line on standard input (EngineLaunch), which may come
+while the libraries are still being loaded. So many processes of further ranks load theirs beside it. The parent keeps
+the pipe open and writes no more: its end is the parent's end, however that came, and then the engine ends too.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import shutil
 import signal
@@ -26,6 +25,8 @@ import zmq
 
 from quire import logs
 from quire.engine.core import EngineCore
+from quire.engine.libraries import load
+from quire.engine.rank_spawn import RankInterpreter, spawned_ranks
 from quire.errors import EngineDeadError, QuireError
 from quire.messages import (
     Abort,
@@ -56,10 +57,19 @@ logger = logs.get_logger("quire.engine.process")  # run as a program, its own na
 
 
 class EngineProcess:
-    """The message loop around one EngineCore."""
+    """The message loop around one EngineCore.
 
-    def __init__(self, launch: EngineLaunch) -> None:
-        self._launch = launch
+    Args:
+        interpreters, start_time: see start.start_engine.
+    """
+
+    def __init__(
+        self,
+        launch: EngineLaunch,
+        interpreters: list[RankInterpreter] | None = None,
+        start_time: float | None = None,
+    ) -> None:
+        self._launch, self._interpreters, self._start_time = launch, interpreters, start_time
         self._context = zmq.Context()
         self._inputs = self._context.socket(zmq.PULL)
         self._inputs.connect(launch.input_address)
@@ -80,8 +90,8 @@ class EngineProcess:
 
         self._beats.start()
         config = self._launch.config
-        if config.num_replicas > 1 and config.device != "cpu":
-            devices.take_gpu(self._launch.engine_index)
+        if config.device != "cpu" and (config.num_replicas > 1 or config.gpu_ids):
+            devices.take_gpu(self._launch.engine_index, config.gpu_ids)
         try:
             started = start_engine(
                 self._launch.config,
@@ -92,6 +102,8 @@ class EngineProcess:
                 drafter_folder=Path(folder) if (folder := self._launch.drafter_folder) else None,
                 free_memory_bytes=self._launch.free_memory_bytes,
                 engine_index=self._launch.engine_index,
+                interpreters=self._interpreters,
+                start_time=self._start_time,
             )
         except QuireError as error:
             self._send(EngineFailed(error.message, error.code))
@@ -256,32 +268,37 @@ def _watch_parent(lines: SimpleQueue[bytes]) -> None:
 
 def _import_engine() -> Exception | None:
     """Takes a second or two, in which the parent gets ready. Answers what went wrong, such as too little memory."""
-    gc.disable()  # nothing of it is garbage, and looking takes 7 % of the time
     try:
-        importlib.import_module("quire.engine.start")
+        load("quire.engine.start")
     except Exception as error:
         return error
-    gc.freeze()  # nor is it looked at again
-    gc.enable()
+    gc.freeze()  # what is loaded is not looked at again
     return None
 
 
-def main() -> int:
+def main(num_ranks: int = 0) -> int:
+    """Answers with the exit code.
+
+    Args:
+        num_ranks: processes of further ranks that load their libraries meanwhile.
+    """
     # The parent decides when to stop: a Ctrl-C in the terminal, or a service manager's SIGTERM, reaches both processes,
     # and the parent drains first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # log lines come from the background of the terminal
     logs.configure()
+    start_time = time.monotonic()
     lines: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_watch_parent, args=(lines,), name="parent watch", daemon=True).start()
-    failure = _import_engine()
-    process = EngineProcess(msgspec.json.decode(lines.get(), type=EngineLaunch))
-    try:
-        return process.run() if failure is None else process.fail(failure)
-    finally:
-        process.close()
+    with spawned_ranks(num_ranks) as interpreters:
+        failure = _import_engine()
+        process = EngineProcess(msgspec.json.decode(lines.get(), type=EngineLaunch), interpreters, start_time)
+        try:
+            return process.run() if failure is None else process.fail(failure)
+        finally:
+            process.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(int(sys.argv[1])))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -20,9 +20,10 @@ MOST_MESSAGE_BYTES = 1 << 30
 
 
 class RankLaunch(msgspec.Struct, tag=True):
-    """The first message to a new process.
+    """The first message to a new process. File descriptors go along with it.
 
     Attributes:
+        connection: file descriptor of what comes from the first rank.
         memory: file descriptor of distributed.shared_memory.
         adapters: file descriptor of a connection for LoadAdapter. The answer comes there when the adapter is read.
             None: there are no adapters, as with stages.
@@ -35,11 +36,28 @@ class RankLaunch(msgspec.Struct, tag=True):
     model_folder: str
     drafter_folder: str | None
     rank: int
+    connection: int
     memory: int
     adapters: int | None
     dies_with_parent: bool
     links: dict[int, int]
     cpus: set[int]
+
+    def descriptors(self) -> list[int]:
+        """Those of the sender."""
+        adapters = [] if self.adapters is None else [self.adapters]
+        return [self.connection, self.memory, *adapters, *self.links.values()]
+
+    def with_descriptors(self, received: Sequence[int]) -> RankLaunch:
+        """The launch with what `descriptors` have become in the process that has received them."""
+        own = dict(zip(self.descriptors(), received, strict=True))
+        return msgspec.structs.replace(
+            self,
+            connection=own[self.connection],
+            memory=own[self.memory],
+            adapters=None if self.adapters is None else own[self.adapters],
+            links={rank: own[descriptor] for rank, descriptor in self.links.items()},
+        )
 
 
 class AskFacts(msgspec.Struct, tag=True):
@@ -98,6 +116,14 @@ class Answer(msgspec.Struct, tag=True, omit_defaults=True):
     ranks: tuple[tuple[float, float], ...] = ()  # of a StepResult of another one
 
 
+class Report(msgspec.Struct, tag=True):
+    """How far a rank's start is, before the answer: see messages.Progress."""
+
+    phase: str
+    share: float
+    detail: str
+
+
 class Failed(msgspec.Struct, tag=True):
     """An error of a rank: the name and the fields of a QuireError, or the text of another one.
 
@@ -149,7 +175,7 @@ ToRank = (
     | AddAdapter
     | DropAdapter
 )
-FromRank = Answer | Failed
+FromRank = Report | Answer | Failed
 
 encode: Callable[[ToRank | FromRank], bytes] = msgspec.msgpack.Encoder().encode
 decode_to_rank: Callable[[bytes], ToRank] = msgspec.msgpack.Decoder(ToRank).decode

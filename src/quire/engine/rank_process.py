@@ -1,166 +1,25 @@
 """The process of a rank other than the first: obeys the first rank's process, and ends with it.
 
-Started as `python -m quire.engine.rank_process FD` with a connection to that process, and a RankLaunch on its standard
-input.
+Started as `python -m quire.engine.rank_process`. A RankLaunch comes on its standard input, maybe while the libraries
+are still being loaded.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
-import sys
-import threading
-from contextlib import suppress
-from multiprocessing.connection import Connection
-from pathlib import Path
-from queue import SimpleQueue
 
 from quire import logs
-from quire.distributed.shared_memory import ranks_on
-from quire.engine.rank_messages import (
-    MOST_MESSAGE_BYTES,
-    AddAdapter,
-    Allocate,
-    Answer,
-    AskFacts,
-    Capture,
-    DropAdapter,
-    Execute,
-    Failed,
-    Load,
-    LoadAdapter,
-    Measure,
-    RankLaunch,
-    ToRank,
-    UseIdleTime,
-    decode_to_rank,
-    encode,
-)
-from quire.life_cycle import AdapterLoad
-from quire.loader.drafter import load_with_drafter
-from quire.planning import devices
-from quire.planning.binding import bind
-from quire.planning.cut_stages import grid_of, part_of_rank
-from quire.planning.replicas import has_own_cores
-from quire.worker.worker import DeviceWorker
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-logger = logs.get_logger("quire.engine.rank_process")
-
-
-def _worker(launch: RankLaunch) -> DeviceWorker:
-    config = launch.config
-    ranks = ranks_on(
-        launch.memory,
-        launch.rank,
-        grid_of(config),
-        launch.links,
-        has_own_cores=has_own_cores(config, devices.num_cores()),
-        timeout_seconds=config.distributed_timeout_seconds,
-    )
-    os.close(launch.memory)
-    drafter_folder = None if launch.drafter_folder is None else Path(launch.drafter_folder)
-    model = load_with_drafter(Path(launch.model_folder), drafter_folder, config)
-    part = part_of_rank(model, config, launch.rank)
-    return DeviceWorker(part, lambda phase, share, detail: None, ranks=ranks)
-
-
-def _obey(worker: DeviceWorker, loads: dict[str, AdapterLoad], message: ToRank) -> Answer:
-    """Carry out what the first rank says.
-
-    Args:
-        loads: adapters that were read, by digest, in their order.
-    """
-    match message:
-        case AskFacts(wants_gpu):
-            return Answer(facts=worker.facts(wants_gpu))
-        case Load(settings):
-            worker.load(settings)
-        case Measure():
-            return Answer(measured=worker.measure())
-        case Allocate(size):
-            worker.allocate(size)
-        case Capture():
-            worker.capture()
-        case Execute(batch):
-            result = worker.execute(batch)
-            return Answer(result=result) if worker.samples else Answer(ranks=result.ranks)
-        case AddAdapter(digest):
-            while loads:
-                load = loads.pop(oldest := next(iter(loads)))
-                if oldest == digest:  # others before it could not be read by some rank
-                    load.add()
-                    break
-        case DropAdapter(digest):
-            worker.drop_adapter(digest)
-        case UseIdleTime(num_blocks_ever_used):
-            return Answer(has_more=worker.use_idle_time(num_blocks_ever_used))
-        case _:
-            raise AssertionError(f"{type(message).__name__} comes once")
-    return Answer()
-
-
-def _read_adapters(worker: DeviceWorker, loads: dict[str, AdapterLoad], connection: Connection) -> None:
-    """Beside the steps, one after the other."""
-    with suppress(EOFError, OSError):
-        while True:
-            message = decode_to_rank(connection.recv_bytes(MOST_MESSAGE_BYTES))
-            assert isinstance(message, LoadAdapter)
-            try:
-                load = worker.load_adapter(message.path, message.digest)
-                facts = load.result()
-                loads.pop(facts.digest, None)
-                loads[facts.digest] = load
-                answer: Answer | Failed = Answer(adapter=facts)
-            except Exception as error:
-                answer = Failed.of(error)
-            connection.send_bytes(encode(answer))
-
-
-def _listen(connection: Connection, frames: SimpleQueue[bytes]) -> None:
-    """Hand on what the first rank says, and leave at once when it is gone: the main thread may wait for it."""
-    while True:
-        try:
-            frames.put(connection.recv_bytes(MOST_MESSAGE_BYTES))
-        except (EOFError, OSError):
-            os._exit(0)
-
-
-def die_with_parent() -> None:
-    """Even where this process is stopped."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+from quire.engine.libraries import load
+from quire.engine.rank_spawn import receive_launch
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):  # the first rank's process decides when to stop
         signal.signal(number, signal.SIG_IGN)
     logs.configure()
-    connection = Connection(int(sys.argv[1]))
-    frames: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, frames), name="first rank", daemon=True).start()
-    launch = decode_to_rank(sys.stdin.buffer.read())
-    assert isinstance(launch, RankLaunch)
-    if launch.dies_with_parent:
-        die_with_parent()
-    if launch.cpus:
-        bind(launch.cpus)
-    worker = _worker(launch)
-    loads: dict[str, AdapterLoad] = {}
-    if launch.adapters is not None:
-        reading = (worker, loads, Connection(launch.adapters))
-        threading.Thread(target=_read_adapters, args=reading, name="adapters", daemon=True).start()
-    while True:
-        message = decode_to_rank(frames.get())
-        try:
-            answer: Answer | Failed = _obey(worker, loads, message)
-        except Exception as error:
-            answer = Failed.of(error)
-            if not answer.kind:
-                logger.exception("rank %d failed", launch.rank)
-        connection.send_bytes(encode(answer))
+    orders = load("quire.engine.rank_orders")
+    if (launch := receive_launch()) is not None:
+        orders.obey(launch)
 
 
 if __name__ == "__main__":

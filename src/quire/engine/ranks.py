@@ -8,18 +8,16 @@ import platform
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
 
-from quire import envs
 from quire.config import EngineConfig
 from quire.distributed import wire
 from quire.distributed.group import Failing
@@ -40,11 +38,13 @@ from quire.engine.rank_messages import (
     LoadAdapter,
     Measure,
     RankLaunch,
+    Report,
     ToRank,
     UseIdleTime,
     decode_from_rank,
     encode,
 )
+from quire.engine.rank_spawn import RankInterpreter
 from quire.errors import ConfigError, EngineDeadError
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, Workers, WorkerSettings
 from quire.logs import get_logger
@@ -59,7 +59,6 @@ from quire.resolve import DeviceFacts
 from quire.schedule import ScheduledBatch, StepResult
 from quire.worker.worker import DeviceWorker
 
-PROGRAM = ("-m", "quire.engine.rank_process")  # arguments of the interpreter
 LOOK_SECONDS = 0.25  # between two looks at a process
 CLOSE_SECONDS = 5.0  # for a process to end by itself
 SAY_SECONDS = 1.0  # for a node to say why it ends
@@ -76,6 +75,7 @@ def start_ranks(
     drafter_folder: Path | None,
     is_server: bool,
     engine_index: int,
+    interpreters: list[RankInterpreter],
 ) -> Workers:
     """The ranks of an engine, on this machine and on others. The processes load their libraries when this returns.
 
@@ -84,6 +84,7 @@ def start_ranks(
     Args:
         model_config: of the whole model.
         engine_index: of the replica.
+        interpreters: for ranks of this machine. Those that are used are taken out; what lacks is started.
     """
     grid = grid_of(config)
     cpus = cpus_of_processes(config)[engine_index * grid.num_local :]
@@ -128,10 +129,11 @@ def start_ranks(
             model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
             for rank in grid.ranks_of(0)[1:]:
                 own_cpus = cpus[rank] if cpus else set[int]()
-                launch = RankLaunch(
-                    config, model, drafter, rank, memory, None, is_server, links.get(rank, {}), own_cpus
-                )
-                others.append(process := RankProcess(launch, grid, ranks.failing))
+                interpreter = interpreters.pop() if interpreters else RankInterpreter()
+                on_error.callback(interpreter.end)
+                own_links = links.get(rank, {})
+                launch = RankLaunch(config, model, drafter, rank, -1, memory, None, is_server, own_links, own_cpus)
+                others.append(process := RankProcess(launch, grid, ranks.failing, interpreter))
                 on_error.callback(process.close)
         homes = {node: Home(home) for node, home in joined.homes.items()}
         for rank, peer in sorted(joined.ranks.items()):
@@ -157,19 +159,6 @@ def rank_name(rank: int, grid: Grid) -> str:
     return name if grid.num_stages == 1 else f"{name}, in stage {grid.stage(rank)} of {grid.num_stages}"
 
 
-def spawn_rank(launch: RankLaunch, connection: int) -> subprocess.Popen[bytes]:
-    """The process of a rank, which obeys what comes over the connection, a file descriptor."""
-    # -P: a module of the current folder must not stand in for one of ours or of the standard library.
-    command = [sys.executable, "-P", *PROGRAM, str(connection)]
-    adapters = () if launch.adapters is None else (launch.adapters,)
-    descriptors = (connection, launch.memory, *adapters, *launch.links.values())
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=descriptors, env=envs.for_children())
-    assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin:  # whoever talks to a rank that has ended learns how
-        process.stdin.write(encode(launch))
-    return process
-
-
 class OtherRank(ABC):
     """A Worker at the other end of a connection. Each method waits for its answer.
 
@@ -179,7 +168,7 @@ class OtherRank(ABC):
 
     def __init__(self, rank: int, grid: Grid, failing: Failing, connection: Connection) -> None:
         self._rank, self._failing, self._connection = rank, failing, connection
-        self._name = rank_name(rank, grid)
+        self._name, self._report = rank_name(rank, grid), ""
 
     @abstractmethod
     def _is_lost(self) -> bool:
@@ -192,6 +181,16 @@ class OtherRank(ABC):
     def check_alive(self) -> None:
         if self._is_lost():
             raise EngineDeadError(self._end())
+
+    def describe(self) -> str:
+        return f"{self._name} ({self._place()}{self._report})"
+
+    @abstractmethod
+    def _place(self) -> str:
+        """Where it is."""
+
+    def give_up(self) -> None:
+        self._failing.fail_for(self._rank)
 
     @abstractmethod
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
@@ -241,7 +240,8 @@ class OtherRank(ABC):
 
     def hear(self, connection: Connection) -> Answer:
         with self._is_there():
-            answer = decode_from_rank(connection.recv_bytes(MOST_MESSAGE_BYTES))
+            while isinstance(answer := decode_from_rank(connection.recv_bytes(MOST_MESSAGE_BYTES)), Report):
+                self._report = f", {answer.phase} {answer.share:.0%} {answer.detail}".rstrip()
         if isinstance(answer, Failed):
             raise answer.error()
         return answer
@@ -256,13 +256,19 @@ class OtherRank(ABC):
 
 
 class RankProcess(OtherRank):
-    """A rank of this machine."""
+    """A rank of this machine.
 
-    def __init__(self, launch: RankLaunch, grid: Grid, failing: Failing) -> None:
+    Args:
+        launch: without its connections.
+        interpreter: becomes its process.
+    """
+
+    def __init__(self, launch: RankLaunch, grid: Grid, failing: Failing, interpreter: RankInterpreter) -> None:
         connection, theirs = multiprocessing.Pipe()
         self.adapters, their_adapters = multiprocessing.Pipe()
         super().__init__(launch.rank, grid, failing, connection)
-        self._process = spawn_rank(msgspec.structs.replace(launch, adapters=their_adapters.fileno()), theirs.fileno())
+        ends = {"connection": theirs.fileno(), "adapters": their_adapters.fileno()}
+        self._process = interpreter.launch(msgspec.structs.replace(launch, **ends))
         theirs.close()
         their_adapters.close()
         self._is_closing = threading.Event()
@@ -291,6 +297,9 @@ class RankProcess(OtherRank):
     def _end(self) -> str:
         return end_of(self._process, self._name)
 
+    def _place(self) -> str:
+        return place_of(self._process)
+
 
 class _LoadOfRank:
     """An AdapterLoad of another process."""
@@ -316,9 +325,9 @@ class Home:
     """The connection to another node, over which it says why it ends."""
 
     def __init__(self, peer: socket.socket) -> None:
-        self._peer, self._host = peer, peer.getpeername()[0]
+        self._peer, self.host = peer, peer.getpeername()[0]
         self._why = ""
-        self._thread = threading.Thread(target=self._listen, name=f"node at {self._host}", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name=f"node at {self.host}", daemon=True)
         self._thread.start()
 
     def _listen(self) -> None:
@@ -342,7 +351,7 @@ class Home:
     def end(self, name: str) -> str:
         """Why a rank of the node is lost."""
         self._thread.join(2 * LOOK_SECONDS + SAY_SECONDS)
-        return self._why or f"{name} (on {self._host}) is lost: the connection to its node has ended"
+        return self._why or f"{name} (on {self.host}) is lost: the connection to its node has ended"
 
 
 class RemoteRank(OtherRank):
@@ -379,6 +388,9 @@ class RemoteRank(OtherRank):
     def _end(self) -> str:
         return self._home.end(self._name)
 
+    def _place(self) -> str:
+        return f"on {self._home.host}"
+
 
 def _watch(
     process: subprocess.Popen[bytes], rank: int, name: str, failing: Failing, is_closing: threading.Event
@@ -403,9 +415,14 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
+def place_of(process: subprocess.Popen[bytes]) -> str:
+    """For people."""
+    return f"process {process.pid} on {platform.node()}"
+
+
 def end_of(process: subprocess.Popen[bytes], name: str) -> str:
     """Who has ended, where, and how."""
-    who = f"{name} (process {process.pid} on {platform.node()})"
+    who = f"{name} ({place_of(process)})"
     if is_stopped(process.pid):
         return f"{who} was stopped by a signal"
     try:

@@ -14,6 +14,7 @@ from quire.cost.model import CostModel
 from quire.engine.bring_up import RunningWorkers, bring_up
 from quire.engine.calibration import Calibration, KeptCosts
 from quire.engine.core import EngineCore
+from quire.engine.rank_spawn import RankInterpreter
 from quire.engine.ranks import start_ranks
 from quire.engine.ready import check_targets, ready_message
 from quire.engine.warm_up import produce_tokens
@@ -84,6 +85,8 @@ def start_engine(
     drafter_folder: Path | None = None,
     free_memory_bytes: int | None = None,
     engine_index: int = 0,
+    interpreters: list[RankInterpreter] | None = None,
+    start_time: float | None = None,
 ) -> StartedEngine:
     """Load the model in `model_folder` and make it answer once. Raises QuireErrors fit for the user.
 
@@ -93,6 +96,8 @@ def start_engine(
         drafter_folder: of the model that drafts for it.
         free_memory_bytes: of the machine before the first replica began to load; None: there is one replica.
         engine_index: of the replica.
+        interpreters: for further ranks; see start_ranks.
+        start_time: since when ranks are awaited; see ThreadExecutor.
     """
     started = time.monotonic()
     if is_external := config.distributed_executor_backend == "external_launcher":
@@ -113,6 +118,7 @@ def start_engine(
             drafter_folder=drafter_folder,
             is_server=is_server,
             engine_index=engine_index,
+            interpreters=[] if interpreters is None else interpreters,
         )
         workers = make_workers(model_config, progress)
         num_ranks = len(workers)
@@ -128,6 +134,7 @@ def start_engine(
             free_memory_bytes=free_memory_bytes,
             parts=parts,
             executor=executor,
+            start_time=start_time,
         )
     except BaseException:
         if executor is not None:

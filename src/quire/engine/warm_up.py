@@ -16,7 +16,7 @@ MOST_DISTURBED_SECONDS = 0.5  # the same, while no step ran undisturbed by other
 def produce_tokens(core: EngineCore, watch: Stopwatch | None = None, *, has_time_limit: bool = True) -> list[Lap]:
     """Run one request, and keep nothing of it. Returns the times of its steps, of one token each.
 
-    How long a step waited for a core is known where this thread computes it: with one batch in flight.
+    How long a step waited for a core is known where this thread computes it: with one batch in flight, and one rank.
 
     Raises WeightsError if the model gives no token for it.
     """
@@ -34,7 +34,7 @@ def produce_tokens(core: EngineCore, watch: Stopwatch | None = None, *, has_time
                     "float32",
                 )
         if core.last_record is not None:
-            waited = watch.lap().waited if core.depth == 1 else 0.0
+            waited = watch.lap().waited if core.depth == 1 and not core.last_record.ranks else 0.0
             laps.append(Lap(core.last_record.step_seconds, waited))
             is_disturbed = all(busy_machine(lap.waited) is not None for lap in laps)
             if has_time_limit and sum(lap.seconds for lap in laps) > (

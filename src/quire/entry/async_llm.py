@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
-from quire import envs
 from quire.config import EngineConfig
 from quire.entry.launch import open_model, start_async_engine
 from quire.entry.request_arguments import wants_special_tokens
 from quire.entry.spawn import end, spawn_engines
 from quire.frontend.live_limits import move_limits
 from quire.frontend.prompts import PromptType
+from quire.frontend.supervisor import ready_seconds
 from quire.frontend.tokenizer import Tokenizer
 from quire.lora.request import LoRARequest
 from quire.messages import EngineReady, SetLimits
@@ -54,7 +54,7 @@ class AsyncLLM:
         if not self._is_started:
             self._is_started = True
             self._engine.start()
-        return await self._engine.wait_ready(envs.ENGINE_READY_TIMEOUT_S.get())
+        return await self._engine.wait_ready(ready_seconds())
 
     async def generate(
         self,

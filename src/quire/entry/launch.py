@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 import quire.demo
-from quire import envs
 from quire.config import EngineConfig, ServerConfig
 from quire.demo import DEMO_MODEL_NAME
 from quire.entry.spawn import EngineInterpreter, spawn_engine
@@ -29,7 +28,7 @@ from quire.frontend.input_processor import InputProcessor, ModelLimits, sampling
 from quire.frontend.output_processor import OutputProcessor, draft_metrics
 from quire.frontend.replica import Replica
 from quire.frontend.stats import EngineMetrics
-from quire.frontend.supervisor import RecoveryLimits
+from quire.frontend.supervisor import RecoveryLimits, start_seconds
 from quire.frontend.tokenizer import Tokenizer, check_same_vocabulary
 from quire.frontend.tokenizer_files import (
     chat_template_text,
@@ -250,7 +249,7 @@ class EngineProcessHandle:
         return client
 
     def _start(self, launch: EngineLaunch) -> None:
-        self._process, self._waiting = self._waiting or spawn_engine(), None
+        self._process, self._waiting = self._waiting or spawn_engine(self._config), None
         self._was_killed = False
         assert self._process.stdin is not None
         # The pipe stays open: its end tells the engine that this process has ended.
@@ -365,7 +364,7 @@ def start_async_engine(
     modules = [_fetched(parse_module(word), config) for word in config.lora_modules] if config.enable_lora else None
     free_memory_bytes = devices.free_memory_bytes() if num_replicas > 1 else None
     tracer = request_tracer(config, parts.model_name)
-    recovery = recovery or RecoveryLimits(start_seconds=envs.ENGINE_READY_TIMEOUT_S.get())
+    recovery = recovery or RecoveryLimits(start_seconds=start_seconds())
     first: Sequence[EngineInterpreter | None] = interpreters or [None] * num_replicas
     tokenizer = parts.input_processor.use_tokenizer() if has_constraints and parts.tokenizer is not None else None
     facts = (parts.drafter_folder, free_memory_bytes, tokenizer)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
-from quire.engine.start import start_engine
+from quire.engine.libraries import load
+from quire.engine.rank_spawn import spawned_ranks
 from quire.entry.launch import open_model
 from quire.entry.lora_requests import OfflineAdapters
 from quire.entry.offline import OfflineRunner, engine_metrics
@@ -21,11 +23,14 @@ from quire.frontend.tracing import request_tracer
 from quire.lora.request import LoRARequest
 from quire.messages import Command
 from quire.outputs import RequestOutput
+from quire.planning import devices
 from quire.planning.binding import freed_behind
+from quire.planning.replicas import num_early_ranks
 from quire.sampling_params import SamplingParams
 from quire.screen.start_display import shown_start
 
 if TYPE_CHECKING:
+    from quire.engine.start import StartedEngine
     from quire.metrics.reader import Metric
 
 
@@ -46,12 +51,24 @@ class LLMEngine:
                 "prompts; a model with experts may share them: --enable-expert-parallel",
                 param="data_parallel_size",
             )
-        self.config = config
-        with shown_start(is_quiet=config.disable_log_stats) as progress:
+        self.config, start_time = config, time.monotonic()
+        if config.gpu_ids:
+            devices.take_gpu(0, config.gpu_ids)
+        with (
+            spawned_ranks(num_early_ranks(config)) as interpreters,
+            shown_start(is_quiet=config.disable_log_stats) as progress,
+        ):
             parts = open_model(config, progress)
+            start = load("quire.engine.start")  # beside the other ranks
             with freed_behind():
-                engine = start_engine(
-                    config, parts.model_folder, is_server=False, progress=progress, drafter_folder=parts.drafter_folder
+                engine: StartedEngine = start.start_engine(
+                    config,
+                    parts.model_folder,
+                    is_server=False,
+                    progress=progress,
+                    drafter_folder=parts.drafter_folder,
+                    interpreters=interpreters,
+                    start_time=start_time,
                 )
         self.resolved, self.model_config, self.core = engine.resolved, engine.model_config, engine.core
         self.tokenizer = parts.tokenizer

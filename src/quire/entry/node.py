@@ -14,13 +14,14 @@ import msgspec
 from quire import logs
 from quire.config import EngineConfig
 from quire.demo import DEMO_MODEL_NAME
-from quire.engine.node_process import run_node
-from quire.engine.rank_process import die_with_parent
+from quire.engine.libraries import load
+from quire.engine.rank_spawn import die_with_parent, spawned_ranks
 from quire.entry.launch import find_model
 from quire.errors import QuireError
 from quire.kernels import extension
 from quire.planning import devices
 from quire.planning.cut_stages import check_cuts
+from quire.planning.replicas import num_early_ranks
 from quire.screen.first_screen import show_header
 from quire.screen.start_display import StartDisplay
 
@@ -29,12 +30,14 @@ def compute_for_node_0(config: EngineConfig) -> int:
     """Exit code 0 when machine 0 has ended, 1 when a rank of this machine was lost. Raises ConfigErrors."""
     name, device = config.model or DEMO_MODEL_NAME, devices.detect(extension.chosen_isa())
     display = StartDisplay(on_first=partial(show_header, name, device, has_gpu=devices.has_gpu()))
-    try:
-        folder, _, model = find_model(config, display.update, weights=True)
-    finally:
-        display.close()
-    check_cuts(model, config)
-    return run_node(config, folder)
+    with spawned_ranks(num_early_ranks(config)) as interpreters:
+        try:
+            folder, _, model = find_model(config, display.update, weights=True)
+        finally:
+            display.close()
+        check_cuts(model, config)
+        exit_code: int = load("quire.engine.node_process").run_node(config, folder, interpreters)
+        return exit_code
 
 
 def main() -> int:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from quire.config import EngineConfig, max_draft
 from quire.demo import DEMO_MODEL_NAME
 from quire.engine.core import EngineCore
-from quire.engine.start import StartedEngine
 from quire.entry.interrupt import interrupts_between_steps
 from quire.errors import InvalidRequestError, QuireError
 from quire.frontend.input_processor import ProcessedRequest
@@ -25,6 +24,7 @@ from quire.sampling_params import RequestOutputKind
 from quire.screen.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
+    from quire.engine.start import StartedEngine
     from quire.metrics.prometheus import PrometheusMetrics
 
 logger = get_logger(__name__)

@@ -15,12 +15,13 @@ import uvloop
 from starlette.applications import Starlette
 from tqdm import tqdm
 
-from quire import envs, logs
+from quire import logs
 from quire.config import EngineConfig, ServerConfig
 from quire.entry.launch import open_model, start_async_engine
 from quire.entry.serve import server_settings
 from quire.entry.spawn import EngineInterpreter
 from quire.errors import ConfigError
+from quire.frontend.supervisor import ready_seconds
 from quire.screen.start_display import shown_start
 from quire.server.app import create_app
 from quire.server.batch_lines import answer_line, entry_id
@@ -137,7 +138,7 @@ async def _run(app: Starlette, files: BatchFiles, on_ready: Callable[[], None], 
     state: ServerState = app.state.quire
     state.engine.start()
     try:
-        ready = await state.engine.wait_ready(envs.ENGINE_READY_TIMEOUT_S.get())
+        ready = await state.engine.wait_ready(ready_seconds())
         state.engine.on_progress = None
         on_ready()
         with files.partial.open("a+b") as partial, files.input.open("rb") as lines:

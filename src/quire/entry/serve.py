@@ -30,6 +30,7 @@ from quire.entry.launch import (
 from quire.entry.listen import BACKLOG, Listener, allowed_hosts, at_socket, check_guarded
 from quire.entry.spawn import EngineInterpreter
 from quire.errors import AdapterError, ConfigError, QuireError
+from quire.frontend.supervisor import ready_seconds
 from quire.frontend.tokenizer_files import chat_template_text
 from quire.kernels import extension
 from quire.lora.modules import parse_module
@@ -340,7 +341,7 @@ class ServingProcess:
     async def _show_start(self) -> None:
         ticker = asyncio.create_task(self._tick(), name="start display")
         try:
-            ready = await self._engine.wait_ready(envs.ENGINE_READY_TIMEOUT_S.get())
+            ready = await self._engine.wait_ready(ready_seconds())
         finally:
             ticker.cancel()
             self._engine.on_progress = None  # a start after a failure is told by the log and by /readyz

@@ -19,10 +19,15 @@ ENGINE_PROGRAM = ("-m", "quire.engine.process")  # arguments of the interpreter
 EngineInterpreter = subprocess.Popen[bytes]
 
 
-def spawn_engine() -> EngineInterpreter:
+def spawn_engine(config: EngineConfig) -> EngineInterpreter:
     """An interpreter that waits for an EngineLaunch as one line of JSON on its standard input. Raises OSError."""
+    num_ranks = 0
+    if config.num_local_ranks > 1:
+        from quire.planning.replicas import num_early_ranks
+
+        num_ranks = num_early_ranks(config)
     # -P: a module of the current folder must not stand in for one of ours or of the standard library.
-    command = [sys.executable, "-P", *ENGINE_PROGRAM]
+    command = [sys.executable, "-P", *ENGINE_PROGRAM, str(num_ranks)]
     # In a group of its own, a Ctrl-C in the terminal does not reach it, not even before it can say so itself.
     return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, process_group=0, env=envs.for_children())
 
@@ -35,7 +40,7 @@ def spawn_engines(config: EngineConfig) -> list[EngineInterpreter]:
         check_machine(config)
     interpreters: list[EngineInterpreter] = []
     try:
-        interpreters.extend(spawn_engine() for _ in range(config.num_replicas))
+        interpreters.extend(spawn_engine(config) for _ in range(config.num_replicas))
     except BaseException:
         end(interpreters)
         raise

@@ -10,14 +10,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire import envs
 from quire.errors import EngineDeadError, QuireError
 from quire.frontend.client import EngineClient
 from quire.frontend.output_processor import error_of
 from quire.frontend.stats import FailureReason
 from quire.logs import get_logger
-from quire.messages import EngineBeat, EngineFailed, EngineMessage, EngineReady
+from quire.messages import EngineBeat, EngineFailed, EngineMessage, EngineProgress, EngineReady
 
 logger = get_logger(__name__)
+
+START_GRACE_SECONDS = 5.0  # for an engine to say itself which of its ranks is late
+
+
+def start_seconds() -> float:
+    """How long a process may take until its first token."""
+    return envs.ENGINE_READY_TIMEOUT_S.get() + START_GRACE_SECONDS
+
+
+def ready_seconds() -> float:
+    """How long to wait for an engine. A supervisor that gives it up says so before."""
+    return start_seconds() + START_GRACE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -162,7 +175,7 @@ class SupervisedFrontEnd(Protocol):
 _WHAT = {
     "silent": "The engine process gives no sign of life",
     "stuck": "The engine has not finished a step for too long",
-    "start": "The engine did not start in time",
+    "start": f"The engine did not start in time ({envs.ENGINE_READY_TIMEOUT_S.name}), or gave no sign of life",
 }
 
 
@@ -188,6 +201,7 @@ class Supervisor:
         self._front_end, self._starter, self._limits, self._clock = front_end, starter, limits, clock
         self._policy = RestartPolicy(limits)
         self._verdict: FailureReason | None = None
+        self._progress: EngineProgress | None = None  # of the last start
 
     async def run(self) -> None:
         """Run until no engine is left and no other one will start."""
@@ -217,7 +231,9 @@ class Supervisor:
                         if self.client.is_alive:
                             return failed
                     case _:
-                        if isinstance(message, EngineReady):
+                        if isinstance(message, EngineProgress):
+                            self._progress = message
+                        elif isinstance(message, EngineReady):
                             self.watch.on_ready(self._clock())
                         self._front_end.on_message(message)
             except EngineDeadError as error:  # all its earlier messages were received
@@ -236,7 +252,13 @@ class Supervisor:
             reason = self.watch.verdict(now, has_work=self._front_end.num_unfinished > 0)
             if reason is not None and self.client.is_alive:
                 self._verdict = reason
-                self.client.mark_dead(_WHAT[reason])
+                self.client.mark_dead(_WHAT[reason] + (self._place() if reason == "start" else ""))
+
+    def _place(self) -> str:
+        """Where a start was the last time that the engine told."""
+        if self._progress is None:
+            return ", before it told anything"
+        return f", and was at {self._progress.phase}, {self._progress.fraction:.0%} {self._progress.detail}".rstrip()
 
     async def _replace(self, starter: EngineStarter, error: QuireError) -> QuireError | None:
         """End the engine's process and start the next one -> the reason if there is no next one."""
@@ -247,6 +269,7 @@ class Supervisor:
             delay = self._policy.on_failure(self.watch.good_seconds(self._clock()))
             self._verdict = None
             self.watch.on_start(self._clock())
+            self._progress = None
             if delay is not None:
                 self._front_end.on_lost(reason)
             self.client.close()

@@ -9,9 +9,14 @@ import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from quire.errors import ConfigError
+from quire.logs import get_logger
 from quire.resolve import NO_DRIVER, DeviceFacts, GpuFacts
+
+logger = get_logger(__name__)
 
 LEAST_CAPABILITY = 80  # of a GPU's kernels: bfloat16 in tensor cores
 _CGROUP = Path("/sys/fs/cgroup")
@@ -176,9 +181,26 @@ def num_gpus() -> int:
     return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
-def take_gpu(index: int) -> None:
-    """Let this process see one GPU only, by its index among those it may see. Call it before torch looks for GPUs."""
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+def take_gpu(index: int, names: Sequence[str] = ()) -> None:
+    """Let this process see one GPU only. Call it before torch looks for GPUs.
+
+    Args:
+        index: among `names`, or without them among those it may see.
+        names: numbers or UUIDs, as CUDA takes them.
+
+    Raises ConfigError for names in a process that uses a GPU already.
+    """
+    torch = sys.modules.get("torch")
+    if names and torch is not None and torch.cuda.is_initialized():
+        raise ConfigError(
+            "This process uses a GPU already",
+            value=",".join(names),
+            fix="Set CUDA_VISIBLE_DEVICES before it does",
+            param="device_ids",
+        )
+    if names and not num_gpus():
+        logger.warning("--device-ids names GPUs, and this machine has none")
+    visible = list(names) or [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     if num_gpus() > 0:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
 

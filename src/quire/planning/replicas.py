@@ -25,7 +25,7 @@ def check_machine(config: EngineConfig) -> None:
     if num_replicas > 1:
         _check_count(num_replicas, num_cores, "core")
         if config.device != "cpu" and (num_gpus := devices.num_gpus()):
-            _check_count(num_replicas, num_gpus, "GPU")
+            _check_count(num_replicas, len(config.gpu_ids) or num_gpus, "GPU")
     num_processes = num_replicas * config.num_local_ranks
     if num_processes > 1 and not is_bound(config) and not has_own_cores(config, num_cores):
         logger.warning(
@@ -45,6 +45,14 @@ def has_own_cores(config: EngineConfig, num_cores: int) -> bool:
     if is_bound(config):
         return (config.num_threads or envs.NUM_THREADS.get()) <= num_cores
     return _num_threads(config, num_cores) <= num_cores
+
+
+def num_early_ranks(config: EngineConfig) -> int:
+    """The processes of ranks that an engine on this machine starts before the model's files tell what is legal."""
+    if config.distributed_executor_backend == "external_launcher":
+        return 0
+    num_own = 0 if config.headless else 1  # the first rank is in the engine's process
+    return min(config.num_local_ranks, devices.num_cores()) - num_own
 
 
 def _num_threads(config: EngineConfig, num_cores: int) -> int:

@@ -126,9 +126,12 @@ def _measure_step(model: CausalLM, settings: WorkerSettings, ranks: Ranks | None
     runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), ranks=ranks)
     num_counted, num_lanes = min(COUNTED_TOKENS, num_tokens), 1 if ranks is None else ranks.grid.num_lanes
     buffer_bytes = _count_buffers(runner, _profile_batch(num_counted, pages, num_lanes))
+    others = 0.0 if ranks is None else ranks.waited_seconds
     watch = Stopwatch()
     result = runner.execute(_profile_batch(num_tokens, pages, num_lanes))
-    waited = watch.lap().waited
+    lap = watch.lap()
+    others = 0.0 if ranks is None else ranks.waited_seconds - others  # for other ranks, which are no other programs
+    waited = max(lap.waited - others / lap.seconds, 0.0)
     seconds = result.prepare_seconds + result.forward_seconds + result.sample_seconds
     return buffer_bytes * budget // num_counted, num_tokens, Lap(seconds, waited)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -110,7 +112,7 @@ class DeviceWorker:
             gpu.be_deterministic()
         config = replace(self._model_config, max_model_len=form.max_model_len)
         share = 1.0 if settings.drafter is None else LOADED_BEFORE_DRAFTER
-        with self._as_rank():
+        with self._as_rank("reading weights"):
             model = load_model(
                 config,
                 form,
@@ -125,7 +127,7 @@ class DeviceWorker:
         if settings.lora is not None:
             assert isinstance(model, Decoder), "resolve refuses adapters for others"
             self.adapters = WorkerAdapters(model, settings.lora)
-        with self._as_rank():
+        with self._as_rank("reading the drafter's weights"):
             self.drafter = self._load_drafter(model, settings)
         self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost(self._ranks)
         name = form.quantization or form.dtype
@@ -146,7 +148,7 @@ class DeviceWorker:
         return lambda phase, share, detail: self._progress(phase, first + share * (last - first), detail)
 
     def measure(self) -> Measured:
-        with self._as_rank():
+        with self._as_rank("measuring working memory"):
             self.measured = self.place.measure(self.model, self.drafter, self.settings)
         return self.measured
 
@@ -181,7 +183,7 @@ class DeviceWorker:
         start, waited = time.perf_counter(), self._ranks.waited_seconds
         for group in self._ranks.groups:
             group.begin_step()
-        with self._as_rank(in_step=True):
+        with self._as_rank("a step", in_step=True):
             if self.runner.balancer is not None:
                 self.runner.balancer.begin_step()
             pending = self.runner.submit(batch if self.samples else _without_grammars(batch))
@@ -201,10 +203,11 @@ class DeviceWorker:
         return self._ranks is None or self._ranks.samples
 
     @contextmanager
-    def _as_rank(self, *, in_step: bool = False) -> Iterator[None]:
+    def _as_rank(self, phase: str, *, in_step: bool = False) -> Iterator[None]:
         """The other ranks learn of an error in the block, instead of waiting for this one.
 
         Args:
+            phase: what it does, for errors.
             in_step: they leave the step too, and all of them go on with the next one.
         """
         ranks = self._ranks
@@ -213,7 +216,7 @@ class DeviceWorker:
         except GroupError as error:
             if ranks is not None:
                 ranks.fail()  # those that are linked to this rank over a network do not know yet
-            raise _lost(ranks, error) from error
+            raise _lost(ranks, phase, error) from error
         except Exception as error:
             if ranks is None:
                 raise
@@ -232,7 +235,7 @@ class DeviceWorker:
                     group.leave_step()
             except GroupError as lost:
                 ranks.fail()
-                raise _lost(ranks, lost) from error
+                raise _lost(ranks, phase, lost) from error
             if isinstance(error, AgreedError) and error.__cause__ is not None:
                 raise error.__cause__ from None
             raise
@@ -254,6 +257,14 @@ class DeviceWorker:
     def check_alive(self) -> None:
         """It is in this process."""
 
+    def describe(self) -> str:
+        rank, size = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.grid.size)
+        return f"Rank {rank} of {size} (process {os.getpid()} on {platform.node()})"
+
+    def give_up(self) -> None:
+        if self._ranks is not None:
+            self._ranks.fail()
+
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         """Takes memory of the KV cache that will be needed soon."""
         return self._prefault.step(num_blocks_ever_used)
@@ -266,8 +277,8 @@ def _dispatch(ranks: Ranks | None) -> Dispatch | None:
     return Dispatch(ranks.everyone, ranks.grid.lane(ranks.rank), ranks.grid.width)
 
 
-def _lost(ranks: Ranks | None, error: Exception) -> PeerLostError:
-    return PeerLostError(f"Rank {0 if ranks is None else ranks.rank} cannot go on: {error}")
+def _lost(ranks: Ranks | None, phase: str, error: Exception) -> PeerLostError:
+    return PeerLostError(f"Rank {0 if ranks is None else ranks.rank} cannot go on with {phase}: {error}")
 
 
 def _may_leave(ranks: Ranks, error: Exception) -> bool:

@@ -1,0 +1,146 @@
+"""What the process of a rank does: carries out what the first rank says."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+
+from quire.distributed.shared_memory import ranks_on
+from quire.engine.rank_messages import (
+    MOST_MESSAGE_BYTES,
+    AddAdapter,
+    Allocate,
+    Answer,
+    AskFacts,
+    Capture,
+    DropAdapter,
+    Execute,
+    Failed,
+    Load,
+    LoadAdapter,
+    Measure,
+    RankLaunch,
+    Report,
+    ToRank,
+    UseIdleTime,
+    decode_to_rank,
+    encode,
+)
+from quire.engine.rank_spawn import die_with_parent
+from quire.life_cycle import AdapterLoad
+from quire.loader.drafter import load_with_drafter
+from quire.logs import get_logger
+from quire.messages import Progress
+from quire.planning import devices
+from quire.planning.binding import bind
+from quire.planning.cut_stages import grid_of, part_of_rank
+from quire.planning.replicas import has_own_cores
+from quire.worker.worker import DeviceWorker
+
+logger = get_logger(__name__)
+
+
+def _worker(launch: RankLaunch, progress: Progress) -> DeviceWorker:
+    config = launch.config
+    ranks = ranks_on(
+        launch.memory,
+        launch.rank,
+        grid_of(config),
+        launch.links,
+        has_own_cores=has_own_cores(config, devices.num_cores()),
+        timeout_seconds=config.distributed_timeout_seconds,
+    )
+    os.close(launch.memory)
+    drafter_folder = None if launch.drafter_folder is None else Path(launch.drafter_folder)
+    model = load_with_drafter(Path(launch.model_folder), drafter_folder, config)
+    part = part_of_rank(model, config, launch.rank)
+    return DeviceWorker(part, progress, ranks=ranks)
+
+
+def _answer(worker: DeviceWorker, loads: dict[str, AdapterLoad], message: ToRank) -> Answer:
+    """Carry out what the first rank says.
+
+    Args:
+        loads: adapters that were read, by digest, in their order.
+    """
+    match message:
+        case AskFacts(wants_gpu):
+            return Answer(facts=worker.facts(wants_gpu))
+        case Load(settings):
+            worker.load(settings)
+        case Measure():
+            return Answer(measured=worker.measure())
+        case Allocate(size):
+            worker.allocate(size)
+        case Capture():
+            worker.capture()
+        case Execute(batch):
+            result = worker.execute(batch)
+            return Answer(result=result) if worker.samples else Answer(ranks=result.ranks)
+        case AddAdapter(digest):
+            while loads:
+                load = loads.pop(oldest := next(iter(loads)))
+                if oldest == digest:  # others before it could not be read by some rank
+                    load.add()
+                    break
+        case DropAdapter(digest):
+            worker.drop_adapter(digest)
+        case UseIdleTime(num_blocks_ever_used):
+            return Answer(has_more=worker.use_idle_time(num_blocks_ever_used))
+        case _:
+            raise AssertionError(f"{type(message).__name__} comes once")
+    return Answer()
+
+
+def _read_adapters(worker: DeviceWorker, loads: dict[str, AdapterLoad], connection: Connection) -> None:
+    """Beside the steps, one after the other."""
+    with suppress(EOFError, OSError):
+        while True:
+            message = decode_to_rank(connection.recv_bytes(MOST_MESSAGE_BYTES))
+            assert isinstance(message, LoadAdapter)
+            try:
+                load = worker.load_adapter(message.path, message.digest)
+                facts = load.result()
+                loads.pop(facts.digest, None)
+                loads[facts.digest] = load
+                answer: Answer | Failed = Answer(adapter=facts)
+            except Exception as error:
+                answer = Failed.of(error)
+            connection.send_bytes(encode(answer))
+
+
+def _listen(connection: Connection, frames: SimpleQueue[bytes]) -> None:
+    """Hand on what the first rank says, and leave at once when it is gone: the main thread may wait for it."""
+    while True:
+        try:
+            frames.put(connection.recv_bytes(MOST_MESSAGE_BYTES))
+        except (EOFError, OSError):
+            os._exit(0)
+
+
+def obey(launch: RankLaunch) -> None:
+    """Until the first rank is gone: then the process ends."""
+    connection, frames = Connection(launch.connection), SimpleQueue[bytes]()
+    threading.Thread(target=_listen, args=(connection, frames), name="first rank", daemon=True).start()
+    if launch.dies_with_parent:
+        die_with_parent()
+    if launch.cpus:
+        bind(launch.cpus)
+    worker = _worker(launch, lambda phase, share, detail: connection.send_bytes(encode(Report(phase, share, detail))))
+    loads: dict[str, AdapterLoad] = {}
+    if launch.adapters is not None:
+        reading = (worker, loads, Connection(launch.adapters))
+        threading.Thread(target=_read_adapters, args=reading, name="adapters", daemon=True).start()
+    while True:
+        message = decode_to_rank(frames.get())
+        try:
+            answer: Answer | Failed = _answer(worker, loads, message)
+        except Exception as error:
+            answer = Failed.of(error)
+            if not answer.kind:
+                logger.exception("rank %d failed", launch.rank)
+        connection.send_bytes(encode(answer))

@@ -1,0 +1,88 @@
+"""Starts the interpreters of further ranks, which load their libraries until they are told what to compute.
+
+Most of a start is the import of torch. An interpreter that is started before the first rank imports it does so beside
+that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from quire import envs
+from quire.engine.rank_messages import RankLaunch, decode_to_rank, encode
+
+PROGRAM = ("-m", "quire.engine.rank_process")  # arguments of the interpreter
+MOST_DESCRIPTORS = 16  # of a launch
+_PIECE_BYTES = 1 << 16
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class RankInterpreter:
+    """A process that waits for a RankLaunch on its standard input, and ends if none comes. Raises OSError."""
+
+    def __init__(self) -> None:
+        # -P: a module of the current folder must not stand in for one of ours or of the standard library.
+        command = [sys.executable, "-P", *PROGRAM]
+        self._orders, theirs = socket.socketpair()
+        try:
+            with theirs:
+                # In a group of its own, a Ctrl-C in the terminal does not reach it, not even before it can say so.
+                self.process: subprocess.Popen[bytes] = subprocess.Popen(
+                    command, stdin=theirs.fileno(), process_group=0, env=envs.for_children()
+                )
+        except BaseException:
+            self._orders.close()
+            raise
+
+    def launch(self, launch: RankLaunch) -> subprocess.Popen[bytes]:
+        """Let it become a rank. The caller may close the descriptors afterwards."""
+        frame = encode(launch)
+        with suppress(ConnectionError), self._orders:  # whoever talks to a rank that has ended learns how
+            sent = socket.send_fds(self._orders, [frame], launch.descriptors())
+            self._orders.sendall(frame[sent:])
+        return self.process
+
+    def end(self) -> None:
+        """End it at once, and wait until it is gone."""
+        self._orders.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def spawned_ranks(count: int) -> Iterator[list[RankInterpreter]]:
+    """So many interpreters, or as many as the system allows. Those that are still in the list behind the block end."""
+    interpreters: list[RankInterpreter] = []
+    try:
+        with suppress(OSError):  # whoever lacks one tries again, and says why
+            interpreters.extend(RankInterpreter() for _ in range(count))
+        yield interpreters
+    finally:
+        for interpreter in interpreters:
+            interpreter.end()
+
+
+def die_with_parent() -> None:
+    """Even where this process is stopped."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def receive_launch() -> RankLaunch | None:
+    """In the process of a rank. None: the first rank has ended, or does not need it."""
+    with socket.socket(fileno=os.dup(0)) as orders:
+        frame, descriptors, _, _ = socket.recv_fds(orders, _PIECE_BYTES, MOST_DESCRIPTORS)
+        while piece := orders.recv(_PIECE_BYTES):
+            frame += piece
+    if not frame:
+        return None
+    launch = decode_to_rank(frame)
+    assert isinstance(launch, RankLaunch)
+    return launch.with_descriptors(descriptors)
