@@ -176,12 +176,12 @@ WEATHER_QUESTIONS = [
     "Please get the weather for {c}.", "Do I need an umbrella in {c}?", "I am in {c}. How is the weather?",
     "Get the weather in {c}", "Can you tell me the weather in {c}?",
 ]  # fmt: skip
-CITIES = (
+CITIES = (  # noqa: SIM905
     "Paris, London, Berlin, Rome, Madrid, Tokyo, Vienna, Lisbon, Dublin, Oslo, Stockholm, Helsinki, Copenhagen, "
     "Amsterdam, Brussels, Zurich, Prague, Warsaw, Budapest, Athens, Istanbul, Cairo, Nairobi, Lagos, Mumbai, Delhi, "
     "Beijing, Shanghai, Seoul, Singapore, Sydney, Melbourne, Toronto, Chicago, Boston, Seattle, New York, "
     "San Francisco, Los Angeles, Mexico City"
-).split(", ")  # noqa: SIM905
+).split(", ")
 SKIES = "sunny cloudy rainy snowy windy foggy stormy clear".split()  # noqa: SIM905
 WEATHER_RESULTS = [
     "{s}", "It is {s} in {c}.", "{s}, {d} degrees", "The weather in {c} is {s}.", "{c}: {s}, {d} C",
