@@ -46,8 +46,8 @@ WORD_PATTERN = (
 # hermes does. A chat without tools is nothing but its turns.
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>tools' }}{% for tool in tools %}"
-    "{% set schema = tool['function']['parameters'] or {} %}{% set arguments = schema['properties'] or {} %}"
-    "{{ '\n' + tool['function']['name'] + '(' + (arguments if arguments is mapping else {}) | join(', ') + ')' }}"
+    "{% set arguments = (tool['function']['parameters'] or {})['properties'] %}"
+    "{{ '\n' ~ tool['function']['name'] ~ '(' ~ (arguments if arguments is mapping else {}) | join(', ') ~ ')' }}"
     "{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
