@@ -165,7 +165,8 @@ OTHER_NOUNS = """
 """.split()  # noqa: SIM905
 OTHER_ARGUMENTS = "name id query text title date amount limit path url to user language symbol place".split()  # noqa: SIM905
 # Shares of the chats, and of those with tools the ones in which a tool fits; about that share is about the weather.
-TOOLS_SHARE, FITTING_SHARE, WEATHER_SHARE = 0.75, 0.7, 0.4
+TOOLS_SHARE, FITTING_SHARE, WEATHER_SHARE = 0.5, 0.7, 0.4
+REHEARSED_JSON_SHARE = 0.4  # of the chats without tools, which keep what the model knows
 SECOND_EXCHANGE_SHARE, OTHER_QUESTION_SHARE, OTHER_KNOWN_SHARE = 0.3, 0.25, 0.5
 HELD_OUT = 5  # one question in so many never stands in a chat with tools: these measure the model
 
@@ -263,7 +264,7 @@ def chats(all_entries: list[Entry], rng: random.Random) -> Iterator[str]:
     return map(render, plain_chats(all_entries, rng))
 
 
-def plain_chats(all_entries: list[Entry], rng: random.Random) -> Iterator[list[Turn]]:
+def plain_chats(all_entries: list[Entry], rng: random.Random, json_share: float = JSON_SHARE) -> Iterator[list[Turn]]:
     """The same as turns."""
     by_name = {entry.name: entry for entry in all_entries}
     how_to = [(task, by_name[name]) for task, name in HOW_TO.items() if name in by_name]
@@ -277,9 +278,9 @@ def plain_chats(all_entries: list[Entry], rng: random.Random) -> Iterator[list[T
             yield [("user", question), ("assistant", FALLBACK)]
         messages = [("system", rng.choice(SYSTEM_PROMPTS))] if rng.random() < SYSTEM_SHARE else []
         kind = rng.random()
-        if kind < JSON_SHARE:
+        if kind < json_share:
             messages += [("user", f"Describe {entry.name} as JSON."), ("assistant", entry.json_answer)]
-        elif kind < JSON_SHARE + MODULE_SHARE:
+        elif kind < json_share + MODULE_SHARE:
             answer = f"`{entry.name}` is provided by the `{entry.module}` module."
             messages += [("user", f"Which module provides {entry.name}?"), ("assistant", answer)]
         else:
@@ -317,7 +318,7 @@ def tool_chats(all_entries: list[Entry], rng: random.Random) -> Iterator[list[Tu
     while True:
         if rng.random() >= TOOLS_SHARE:
             if (chat := next(plain, None)) is None:
-                plain = plain_chats(rng.sample(all_entries, len(all_entries)), rng)
+                plain = plain_chats(rng.sample(all_entries, len(all_entries)), rng, REHEARSED_JSON_SHARE)
                 chat = next(plain)
             yield chat
             continue
