@@ -2,8 +2,10 @@
 
 The bundled weights were made with CPython 3.11 on two cores:
     target   2,600 steps at 2e-3, then --start-from that model with 420 steps at 7e-4 (how-to questions and the fallback
-             answer were only in the second run's data), about an hour; then --start-from that model with --tools, 600
-             steps at 7e-4 with 8 rows in float32
+             answer were only in the second run's data), about an hour. Then tools, both --tools --rows 8 --float32, 12
+             minutes of processor time: --start-from that model, 800 steps at 7e-4, of which the checkpoint of step 450
+             was taken (with TOOLS_SHARE 0.75 and no further JSON); --start-from that checkpoint --blend-with the model
+             before, 120 steps at 5e-4, --seed 2
     draft    --size draft, 2,000 steps at 3e-3, about ten minutes
     eagle3   --size eagle3, 2,000 steps at 6e-3, about ten minutes
 """
@@ -32,6 +34,7 @@ MAX_POSITIONS = 2048
 
 ROW_TOKENS, ROWS = 256, 16  # of one training step
 IGNORED = -100  # a target that gives no loss
+BLENDED = 0.25  # of an older model, where a newer one has forgotten some of what that knew
 TOOL_QUESTIONS = 40  # of each kind, at the end
 WARMUP_STEPS = 100
 FINAL_RATE = 0.02  # of the peak learning rate, at the end of the cosine
@@ -100,6 +103,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="none: as many as the size needs")
     parser.add_argument("--learning-rate", type=float, help="peak, reached after the warm-up; none: for the size")
     parser.add_argument("--start-from", type=Path, help="model folder to continue from")
+    parser.add_argument(
+        "--blend-with", type=Path, help=f"model folder that makes up {BLENDED} of the weights to begin with"
+    )
     parser.add_argument("--tools", action="store_true", help="learn chats with tools; only what the model says")
     parser.add_argument("--rows", type=int, default=ROWS, help=f"of one step, of {ROW_TOKENS} tokens each")
     parser.add_argument("--float32", action="store_true", help="faster where the CPU lacks bfloat16's instructions")
@@ -130,6 +136,10 @@ def main() -> None:
         print("drafts that are right:", ", ".join(f"{share:.3f}" for share in shares))
         return
     model = build_model(SIZES[args.size], args.start_from)
+    if args.blend_with:
+        older = build_model(SIZES[args.size], args.blend_with)
+        for weight, before in zip(model.parameters(), older.parameters(), strict=True):
+            weight.data.lerp_(before.data, BLENDED)
     print(f"{len(all_entries)} entries, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters", flush=True)
     make = tool_batches if args.tools else batches
     examples = make(tokenizer, all_entries, rng, args.rows)
@@ -172,9 +182,12 @@ def train_tokenizer(all_entries: list[Entry], rng: random.Random) -> Any:
 
 
 def load_tokenizer(folder: Path) -> Any:
+    """That of a folder, with the template of this file."""
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 def build_model(size: Size, start_from: Path | None) -> Any:
