@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import Any, Literal
 
@@ -46,7 +47,8 @@ def get_weather(city: str) -> str:
     return RESULT
 
 
-TOOL = {"type": "function", "function": {"name": "note", "parameters": Entry.model_json_schema()}}
+WEATHER_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER_TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER_SCHEMA}}
 
 
 @cache
@@ -167,8 +169,10 @@ def test_litellm(server: Serve) -> None:
         assert "".join(parts) == answer()
         typed = litellm.completion(**chat, response_format=Entry)
         Entry.model_validate_json(typed.choices[0].message.content)
-        called = litellm.completion(**chat, tools=[TOOL], tool_choice="required")
-        Entry.model_validate_json(called.choices[0].message.tool_calls[0].function.arguments)
+        asked = chat | {"messages": [{"role": "user", "content": WEATHER_QUESTION}]}
+        for choice in ("auto", "required"):
+            called = litellm.completion(**asked, tools=[WEATHER_TOOL], tool_choice=choice)
+            assert json.loads(called.choices[0].message.tool_calls[0].function.arguments) == {"city": "Paris"}
     text = litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt=TEXT, **options)
     assert text.choices[0].text == _expected(TEXT)
 
@@ -195,8 +199,8 @@ def test_haystack(server: Serve) -> None:
     Entry.model_validate(called["replies"][0].tool_calls[0].arguments)
     from haystack.components.agents import Agent
 
-    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    agent = Agent(chat_generator=generator, tools=[Tool("get_weather", "The weather", schema, get_weather)])
+    tools = [Tool("get_weather", "The weather", WEATHER_SCHEMA, get_weather)]
+    agent = Agent(chat_generator=generator, tools=tools)
     assert agent.run([ChatMessage.from_user(WEATHER_QUESTION)])["last_message"].text == WEATHER
 
 
