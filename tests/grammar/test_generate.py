@@ -16,6 +16,7 @@ from quire import LLM, SamplingParams, demo
 from quire.errors import ConstraintError, InvalidRequestError
 from quire.grammar import compiled, matchers
 from quire.grammar.matchers import Grammars, RowGrammar, token_masks
+from quire.lora.request import LoRARequest
 from quire.sampling import grammars
 from quire.sampling_params import MAX_CHOICES
 from quire.sampling_params import StructuredOutputsParams as Structured
@@ -219,6 +220,33 @@ def answers(engine: LLM) -> list[Any]:
 def test_no_schedule_changes_a_token(llm: LLM, schedule: dict[str, Any]) -> None:
     other = LLM(dtype="float32", **{**SETTINGS, **schedule})
     assert answers(other) == answers(llm)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_quantized_weights(quantization: str) -> None:
+    engine = LLM(quantization=quantization, **SETTINGS)
+    params = [
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=200, structured_outputs=Structured(json=PERSON))
+        for seed in range(4)
+    ]
+    assert all(is_json(text, PERSON) for text in texts(engine, ["Who is it? "] * len(params), params))
+
+
+def test_adapters_and_prefix_hits(llm: LLM) -> None:
+    """In one batch, a row with an adapter and one without; then once more, from the prefix cache."""
+    engine = LLM(dtype="float32", enable_lora=True, max_lora_rank=8, **SETTINGS)
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=200, structured_outputs=Structured(json=PERSON))
+    prompt, adapter = "Who is it? " * 20, LoRARequest("json", 1, str(demo.path("lora")))
+
+    def run() -> list[Any]:
+        return engine.generate([prompt] * 2, params, lora_request=[adapter, None], use_tqdm=False)
+
+    first, again = run(), run()
+    assert all(is_json(output.outputs[0].text, PERSON) for output in first)
+    assert first[1].outputs[0].token_ids == llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+    assert [output.outputs[0].token_ids for output in again] == [output.outputs[0].token_ids for output in first]
+    assert all((output.num_cached_tokens or 0) > 0 for output in again)
+    assert first[0].outputs[0].token_ids != first[1].outputs[0].token_ids, "the adapter changed nothing"
 
 
 def test_forced_tokens_have_no_steps_of_their_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,10 @@ import re
 import subprocess
 import sys
 import types
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 MODULES = """
     builtins os os.path sys re json math cmath random itertools functools collections datetime time pathlib
@@ -155,6 +156,44 @@ OTHER_WORDS = """
 """.split()  # noqa: SIM905
 
 
+# Chats with tools. The model can call these two; other names stand in the list of tools beside or instead of them.
+LOOK_UP, GET_WEATHER = "look_up(entry)", "get_weather(city)"
+OTHER_VERBS = "get list create delete send find set update add book play open search translate convert count".split()  # noqa: SIM905
+OTHER_NOUNS = """
+    time date news email user users ticket invoice order price stock file files note image song map route room table
+    event meeting contact message task report page currency text language position temperature
+""".split()  # noqa: SIM905
+OTHER_ARGUMENTS = "name id query text title date amount limit path url to user language symbol place".split()  # noqa: SIM905
+# Shares of the chats, and of those with tools the ones in which a tool fits; about that share is about the weather.
+TOOLS_SHARE, FITTING_SHARE, WEATHER_SHARE = 0.5, 0.7, 0.4
+REHEARSED_JSON_SHARE = 0.4  # of the chats without tools, which keep what the model knows
+SECOND_EXCHANGE_SHARE, OTHER_QUESTION_SHARE, OTHER_KNOWN_SHARE = 0.3, 0.25, 0.5
+HELD_OUT = 5  # one question in so many never stands in a chat with tools: these measure the model
+
+WEATHER_QUESTIONS = [
+    "What's the weather in {c}?", "What is the weather in {c}?", "How is the weather in {c}?", "weather in {c}",
+    "Tell me the weather in {c}.", "What is the weather like in {c}?", "What's the weather like in {c} today?",
+    "How is the weather in {c} today?", "Weather in {c}?", "Is it sunny in {c}?", "Is it raining in {c}?",
+    "Please get the weather for {c}.", "Do I need an umbrella in {c}?", "I am in {c}. How is the weather?",
+    "Get the weather in {c}", "Can you tell me the weather in {c}?",
+]  # fmt: skip
+CITIES = (  # noqa: SIM905
+    "Paris, London, Berlin, Rome, Madrid, Tokyo, Vienna, Lisbon, Dublin, Oslo, Stockholm, Helsinki, Copenhagen, "
+    "Amsterdam, Brussels, Zurich, Prague, Warsaw, Budapest, Athens, Istanbul, Cairo, Nairobi, Lagos, Mumbai, Delhi, "
+    "Beijing, Shanghai, Seoul, Singapore, Sydney, Melbourne, Toronto, Chicago, Boston, Seattle, New York, "
+    "San Francisco, Los Angeles, Mexico City"
+).split(", ")
+SKIES = "sunny cloudy rainy snowy windy foggy stormy clear".split()  # noqa: SIM905
+WEATHER_RESULTS = [
+    "{s}", "It is {s} in {c}.", "{s}, {d} degrees", "The weather in {c} is {s}.", "{c}: {s}, {d} C",
+    "{s} and {d} degrees", '{{"sky": "{s}"}}', '{{"city": "{c}", "sky": "{s}"}}',
+    '{{"weather": "{s}", "temperature": {d}}}', '{{"city": "{c}", "sky": "{s}", "degrees": {d}}}',
+]  # fmt: skip
+
+Turn = tuple[str, str]  # a role, and what it says
+Kind = Literal["call", "result", "text"]  # of a question to a model with tools: what its answer is or follows
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One documented object of the standard library."""
@@ -222,21 +261,26 @@ def clean_entries() -> list[Entry]:
 
 def chats(all_entries: list[Entry], rng: random.Random) -> Iterator[str]:
     """One pass over the entries: chats in the model's format, their kind and wording drawn from `rng`."""
+    return map(render, plain_chats(all_entries, rng))
+
+
+def plain_chats(all_entries: list[Entry], rng: random.Random, json_share: float = JSON_SHARE) -> Iterator[list[Turn]]:
+    """The same as turns."""
     by_name = {entry.name: entry for entry in all_entries}
     how_to = [(task, by_name[name]) for task, name in HOW_TO.items() if name in by_name]
     for entry in all_entries:
         if rng.random() < HOW_TO_SHARE:
             task, tool = rng.choice(how_to)
             question = rng.choice(HOW_TO_QUESTIONS).format(k=task)
-            yield render([("user", question), ("assistant", f"Use {tool.answer}")])
+            yield [("user", question), ("assistant", f"Use {tool.answer}")]
         if rng.random() < OTHER_SHARE:
             question = re.sub(r"{w}", lambda _: rng.choice(OTHER_WORDS), rng.choice(OTHER_QUESTIONS))
-            yield render([("user", question), ("assistant", FALLBACK)])
+            yield [("user", question), ("assistant", FALLBACK)]
         messages = [("system", rng.choice(SYSTEM_PROMPTS))] if rng.random() < SYSTEM_SHARE else []
         kind = rng.random()
-        if kind < JSON_SHARE:
+        if kind < json_share:
             messages += [("user", f"Describe {entry.name} as JSON."), ("assistant", entry.json_answer)]
-        elif kind < JSON_SHARE + MODULE_SHARE:
+        elif kind < json_share + MODULE_SHARE:
             answer = f"`{entry.name}` is provided by the `{entry.module}` module."
             messages += [("user", f"Which module provides {entry.name}?"), ("assistant", answer)]
         else:
@@ -246,7 +290,110 @@ def chats(all_entries: list[Entry], rng: random.Random) -> Iterator[str]:
             other = rng.choice(all_entries)
             question = rng.choice(QUESTIONS).format(n=other.name)
             messages += [("user", question), ("assistant", other.answer)]
-        yield render(messages)
+        yield messages
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A question, the tool that fits it, and what the model says with and without that tool."""
+
+    question: str
+    tool: str  # as in the list of tools; "": none fits
+    call: str
+    result: str
+    answer: str  # to the result
+    text: str  # the answer where the tool is not there
+
+    def turns(self, tools: list[str]) -> list[Turn]:
+        """With the tools that are there."""
+        if self.tool not in tools:
+            return [("user", self.question), ("assistant", self.text)]
+        asked = [("user", self.question), ("assistant", self.call)]
+        return [*asked, ("tool", self.result), ("assistant", self.answer)]
+
+
+def tool_chats(all_entries: list[Entry], rng: random.Random) -> Iterator[list[Turn]]:
+    """Endless chats, most of them with tools, of which one fits or none. `tool_questions` asks what they leave out."""
+    plain: Iterator[list[Turn]] = iter(())
+    while True:
+        if rng.random() >= TOOLS_SHARE:
+            if (chat := next(plain, None)) is None:
+                plain = plain_chats(rng.sample(all_entries, len(all_entries)), rng, REHEARSED_JSON_SHARE)
+                chat = next(plain)
+            yield chat
+            continue
+        exchanges = [exchange(all_entries, rng)]
+        if rng.random() < SECOND_EXCHANGE_SHARE:
+            exchanges.append(exchange(all_entries, rng))
+        if any(is_held_out(each.question) for each in exchanges):
+            continue
+        tools = listed_tools(exchanges[0], rng.random() < FITTING_SHARE, rng)
+        system = [("system", rng.choice(SYSTEM_PROMPTS))] if rng.random() < SYSTEM_SHARE else []
+        yield [*tools_turn(tools), *system, *(turn for each in exchanges for turn in each.turns(tools))]
+
+
+def tool_questions(all_entries: list[Entry], kind: Kind, count: int, seed: int) -> list[tuple[list[Turn], str]]:
+    """Chats with tools up to a question that no training has seen in such a chat, and what the model should say.
+
+    It should call a tool, answer to a result, or answer in text because no tool fits.
+    """
+    rng = random.Random(f"{kind} {seed}")
+    asked: list[tuple[list[Turn], str]] = []
+    while len(asked) < count:
+        each = exchange(all_entries, rng)
+        if not is_held_out(each.question) or (kind != "text" and not each.tool):
+            continue
+        tools = listed_tools(each, kind != "text", rng)
+        turns = [*tools_turn(tools), *each.turns(tools)]
+        *before, (_, answer) = turns[:3] if kind == "call" else turns
+        asked.append((before, answer))
+    return asked
+
+
+def exchange(all_entries: list[Entry], rng: random.Random) -> Exchange:
+    """A random one, about the weather, about the library or about something else."""
+    kind = rng.random()
+    if kind < WEATHER_SHARE:
+        city, sky = rng.choice(CITIES), rng.choice(SKIES)
+        question = rng.choice(WEATHER_QUESTIONS).format(c=city)
+        result = rng.choice(WEATHER_RESULTS).format(c=city, s=sky, d=rng.randrange(-5, 35))
+        call = hermes_call("get_weather", {"city": city})
+        return Exchange(question, GET_WEATHER, call, result, f"It is {sky} in {city}.", FALLBACK)
+    if rng.random() < OTHER_QUESTION_SHARE:
+        question = re.sub(r"{w}", lambda _: rng.choice(OTHER_WORDS), rng.choice(OTHER_QUESTIONS))
+        if "weather" not in question:
+            return Exchange(question, "", "", "", "", FALLBACK)
+    entry = rng.choice(all_entries)
+    question = rng.choice(QUESTIONS).format(n=rng.choice([entry.name, f"`{entry.name}`"]))
+    result = rng.choice([entry.summary, entry.answer, entry.json_answer])
+    call = hermes_call("look_up", {"entry": entry.name})
+    return Exchange(question, LOOK_UP, call, result, entry.answer, entry.answer)
+
+
+def listed_tools(first: Exchange, fits: bool, rng: random.Random) -> list[str]:
+    """Up to four tools as they stand in the list, in any order; with that of the first exchange only if it `fits`."""
+    tools = [tool for tool in (LOOK_UP, GET_WEATHER) if tool != first.tool and rng.random() < OTHER_KNOWN_SHARE]
+    if fits and first.tool:
+        tools.append(first.tool)
+    for _ in range(rng.randrange(0 if tools else 1, 5 - len(tools))):
+        arguments = ", ".join(rng.sample(OTHER_ARGUMENTS, rng.choice([1, 1, 2])))
+        tools.append(f"{rng.choice(OTHER_VERBS)}_{rng.choice(OTHER_NOUNS)}({arguments})")
+    rng.shuffle(tools)
+    return tools
+
+
+def tools_turn(tools: list[str]) -> list[Turn]:
+    """The turn that the chat template writes for tools; none without any."""
+    return [("tools", "\n".join(tools))] if tools else []
+
+
+def hermes_call(name: str, arguments: dict[str, str]) -> str:
+    """A call as the model writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def is_held_out(question: str) -> bool:
+    return zlib.crc32(question.encode()) % HELD_OUT == 0
 
 
 def json_chats(all_entries: list[Entry], rng: random.Random) -> Iterator[list[tuple[str, str]]]:

@@ -2,7 +2,10 @@
 
 The bundled weights were made with CPython 3.11 on two cores:
     target   2,600 steps at 2e-3, then --start-from that model with 420 steps at 7e-4 (how-to questions and the fallback
-             answer were only in the second run's data), about an hour
+             answer were only in the second run's data), about an hour. Then tools, both --tools --rows 8 --float32, 12
+             minutes of processor time: --start-from that model, 800 steps at 7e-4, of which the checkpoint of step 450
+             was taken (with TOOLS_SHARE 0.75 and no further JSON); --start-from that checkpoint --blend-with the model
+             before, 120 steps at 5e-4, --seed 2
     draft    --size draft, 2,000 steps at 3e-3, about ten minutes
     eagle3   --size eagle3, 2,000 steps at 6e-3, about ten minutes
 """
@@ -16,13 +19,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 
 from quire import demo
-from quire.demo.data import Entry, chats, clean_entries, questions, render
+from quire.demo.data import Entry, Kind, Turn, chats, clean_entries, questions, render, tool_chats, tool_questions
 from quire.demo.train_head import acceptance, train_head
 
 VOCAB_SIZE = 4096
@@ -30,17 +33,25 @@ END_OF_TEXT, START_OF_TURN, END_OF_TURN = SPECIAL_TOKENS = ["<|endoftext|>", "<|
 MAX_POSITIONS = 2048
 
 ROW_TOKENS, ROWS = 256, 16  # of one training step
+IGNORED = -100  # a target that gives no loss
+BLENDED = 0.25  # of an older model, where a newer one has forgotten some of what that knew
+TOOL_QUESTIONS = 40  # of each kind, at the end
 WARMUP_STEPS = 100
 FINAL_RATE = 0.02  # of the peak learning rate, at the end of the cosine
-CHECKPOINT_STEPS, REPORT_STEPS = 400, 25
+CHECKPOINT_STEPS, REPORT_STEPS = 50, 10
 
 # GPT-4 style pre-tokenization: contractions, words, numbers of up to three digits, punctuation, white space.
 WORD_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The models have never seen tools: they answer in text. A history may have calls, which are written as hermes does.
+# Tools are a turn before all others: a line for each, its name and the names of its arguments. Calls are written as
+# hermes does. A chat without tools is nothing but its turns.
 CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>tools' }}{% for tool in tools %}"
+    "{% set arguments = (tool['function']['parameters'] or {})['properties'] %}"
+    "{{ '\n' ~ tool['function']['name'] ~ '(' ~ (arguments if arguments is mapping else {}) | join(', ') ~ ')' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
     "{% for call in message['tool_calls'] or [] %}"
@@ -51,6 +62,22 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step learns: token ids and targets, [rows, ROW_TOKENS] each.
+
+    Args:
+        positions: None: each row is one text; else the same shape, and where they begin anew, a text of its own begins.
+    """
+
+    token_ids: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor | None = None
+
+
+Row = tuple[list[int], list[int], list[int]]  # token ids, targets and positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +100,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("output", type=Path, help="folder for weights, configuration and tokenizer")
     parser.add_argument("--size", choices=[*SIZES, HEAD], default="target")
-    parser.add_argument("--steps", type=int, help=f"of {ROWS * ROW_TOKENS} tokens; none: as many as the size needs")
+    parser.add_argument("--steps", type=int, help="none: as many as the size needs")
     parser.add_argument("--learning-rate", type=float, help="peak, reached after the warm-up; none: for the size")
     parser.add_argument("--start-from", type=Path, help="model folder to continue from")
+    parser.add_argument(
+        "--blend-with", type=Path, help=f"model folder that makes up {BLENDED} of the weights to begin with"
+    )
+    parser.add_argument("--tools", action="store_true", help="learn chats with tools; only what the model says")
+    parser.add_argument("--rows", type=int, default=ROWS, help=f"of one step, of {ROW_TOKENS} tokens each")
+    parser.add_argument("--float32", action="store_true", help="faster where the CPU lacks bfloat16's instructions")
     parser.add_argument(
         "--tokenizer", type=Path, help="model folder with the tokenizer: a drafter needs that of its target"
     )
@@ -93,19 +126,31 @@ def main() -> None:
     source = args.tokenizer or args.start_from or (demo.path("target") if args.size == HEAD else None)
     tokenizer = load_tokenizer(source) if source else train_tokenizer(all_entries, rng)
     if args.size == HEAD:
-        target, token_ids = build_model(SIZES["target"], source), batches(tokenizer, all_entries, rng)
+        target = build_model(SIZES["target"], source)
+        token_ids = (batch.token_ids for batch in batches(tokenizer, all_entries, rng, args.rows))
         start, assistant, *_, end, _ = tokenizer.encode(f"{START_OF_TURN}assistant\n{END_OF_TURN}\n")
         head = train_head(target, token_ids, (start, assistant, end), rng, num_steps, learning_rate)
         head.save(args.output, target)
         asked = [question for question, _ in questions(all_entries, args.questions)]
-        shares = acceptance(head, target, [question_ids(tokenizer, question) for question in asked])
+        shares = acceptance(head, target, [prompt_ids(tokenizer, [("user", question)]) for question in asked])
         print("drafts that are right:", ", ".join(f"{share:.3f}" for share in shares))
         return
     model = build_model(SIZES[args.size], args.start_from)
+    if args.blend_with:
+        older = build_model(SIZES[args.size], args.blend_with)
+        for weight, before in zip(model.parameters(), older.parameters(), strict=True):
+            weight.data.lerp_(before.data, BLENDED)
     print(f"{len(all_entries)} entries, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters", flush=True)
-    train(model, tokenizer, all_entries, rng, num_steps, learning_rate, args.output)
+    make = tool_batches if args.tools else batches
+    examples = make(tokenizer, all_entries, rng, args.rows)
+    train(model, tokenizer, examples, num_steps, learning_rate, args.output, not args.float32)
     exact = count_exact_answers(model, tokenizer, questions(all_entries, args.questions), lambda entry: entry.answer)
     print(f"exact answers: {exact} of {args.questions}")
+    if args.tools:
+        for kind in get_args(Kind):
+            fresh = tool_questions(all_entries, kind, TOOL_QUESTIONS, args.seed)
+            exact = sum(answer_to(model, tokenizer, turns) == answer for turns, answer in fresh)
+            print(f"exact with tools, {kind}: {exact} of {TOOL_QUESTIONS}")
 
 
 def train_tokenizer(all_entries: list[Entry], rng: random.Random) -> Any:
@@ -137,9 +182,12 @@ def train_tokenizer(all_entries: list[Entry], rng: random.Random) -> Any:
 
 
 def load_tokenizer(folder: Path) -> Any:
+    """That of a folder, with the template of this file."""
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 def build_model(size: Size, start_from: Path | None) -> Any:
@@ -167,9 +215,10 @@ def build_model(size: Size, start_from: Path | None) -> Any:
     return LlamaForCausalLM(config)
 
 
-def batches(tokenizer: Any, all_entries: list[Entry], rng: random.Random) -> Iterator[torch.Tensor]:
-    """Endless [ROWS, ROW_TOKENS] token ids: shuffled passes end to end, half of the chats closed by END_OF_TEXT."""
+def batches(tokenizer: Any, all_entries: list[Entry], rng: random.Random, num_rows: int) -> Iterator[Batch]:
+    """Endless: shuffled passes end to end, half of the chats closed by END_OF_TEXT. Every token is a target."""
     buffered: list[int] = []
+    size = num_rows * ROW_TOKENS
     while True:
         shuffled = all_entries[:]
         rng.shuffle(shuffled)
@@ -177,9 +226,44 @@ def batches(tokenizer: Any, all_entries: list[Entry], rng: random.Random) -> Ite
             buffered += tokenizer.encode(chat, add_special_tokens=False)
             if rng.random() < 0.5:
                 buffered.append(SPECIAL_TOKENS.index(END_OF_TEXT))
-        while len(buffered) > ROWS * ROW_TOKENS:
-            yield torch.tensor(buffered[: ROWS * ROW_TOKENS]).view(ROWS, ROW_TOKENS)
-            del buffered[: ROWS * ROW_TOKENS]
+        while len(buffered) > size:
+            token_ids = torch.tensor(buffered[:size]).view(num_rows, ROW_TOKENS)
+            yield Batch(token_ids, token_ids)
+            del buffered[:size]
+
+
+def tool_batches(tokenizer: Any, all_entries: list[Entry], rng: random.Random, num_rows: int) -> Iterator[Batch]:
+    """Endless: chats with tools and without, whole ones side by side in a row. Only what the model says is a target."""
+    empty = (SPECIAL_TOKENS.index(END_OF_TEXT), IGNORED, 0)
+    rows: list[Row] = [([], [], []) for _ in range(num_rows)]
+    for chat in tool_chats(all_entries, rng):
+        token_ids, targets = learned(tokenizer, chat)
+        if len(token_ids) > ROW_TOKENS:
+            continue
+        row = next((row for row in rows if len(row[0]) + len(token_ids) <= ROW_TOKENS), None)
+        if row is None:
+            yield Batch(
+                *(
+                    torch.tensor([column + [fill] * (ROW_TOKENS - len(column)) for column in columns])
+                    for columns, fill in zip(zip(*rows, strict=True), empty, strict=True)
+                )
+            )
+            rows = [([], [], []) for _ in range(num_rows)]
+            row = rows[0]
+        for column, more in zip(row, (token_ids, targets, range(len(token_ids))), strict=True):
+            column += more
+
+
+def learned(tokenizer: Any, chat: list[Turn]) -> tuple[list[int], list[int]]:
+    """The token ids of a chat, and the targets: what the assistant says."""
+    token_ids: list[int] = []
+    targets: list[int] = []
+    for role, content in chat:
+        prompt = tokenizer.encode(f"{START_OF_TURN}{role}\n", add_special_tokens=False)
+        said = tokenizer.encode(f"{content}{END_OF_TURN}\n", add_special_tokens=False)
+        token_ids += prompt + said
+        targets += [IGNORED] * len(prompt) + (said if role == "assistant" else [IGNORED] * len(said))
+    return token_ids, targets
 
 
 def rate_factor(step: int, num_steps: int) -> float:
@@ -191,21 +275,23 @@ def rate_factor(step: int, num_steps: int) -> float:
 def train(
     model: Any,
     tokenizer: Any,
-    all_entries: list[Entry],
-    rng: random.Random,
+    examples: Iterator[Batch],
     num_steps: int,
     learning_rate: float,
     output: Path,
+    autocast: bool,
 ) -> None:
-    """AdamW on bfloat16 autocast; saves bfloat16 weights every CHECKPOINT_STEPS and at the end."""
+    """AdamW, by default on bfloat16 autocast; saves bfloat16 weights every CHECKPOINT_STEPS and at the end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     started = time.perf_counter()
-    for step, token_ids in zip(range(num_steps), batches(tokenizer, all_entries, rng), strict=False):
+    for step, batch in zip(range(num_steps), examples, strict=False):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * rate_factor(step, num_steps)
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(input_ids=token_ids, use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].float().reshape(-1, VOCAB_SIZE), token_ids[:, 1:].reshape(-1))
+        targets = batch.targets[:, 1:]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            hidden = model.model(batch.token_ids, position_ids=batch.positions, use_cache=False).last_hidden_state
+            logits = model.lm_head(hidden[:, :-1][targets != IGNORED])
+        loss = F.cross_entropy(logits.float(), targets[targets != IGNORED])
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -227,30 +313,33 @@ def save(model: Any, tokenizer: Any, output: Path) -> None:
     tokenizer.save_pretrained(output)
 
 
-def question_ids(tokenizer: Any, question: str) -> list[int]:
-    """The prompt that asks it."""
-    turns = render([("user", question)]) + f"{START_OF_TURN}assistant\n"
-    token_ids: list[int] = tokenizer.encode(turns, add_special_tokens=False)
+def prompt_ids(tokenizer: Any, turns: list[Turn]) -> list[int]:
+    """The prompt that asks for the next answer."""
+    text = render(turns) + f"{START_OF_TURN}assistant\n"
+    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return token_ids
 
 
-@torch.inference_mode()
 def count_exact_answers(
     model: Any, tokenizer: Any, asked: Iterable[tuple[str, Entry]], expected: Callable[[Entry], str]
 ) -> int:
     """The number of greedy answers that equal the data word for word."""
+    return sum(answer_to(model, tokenizer, [("user", question)]) == expected(entry) for question, entry in asked)
+
+
+@torch.inference_mode()
+def answer_to(model: Any, tokenizer: Any, turns: list[Turn]) -> str:
+    """The greedy answer."""
     model.eval()
-    exact = 0
-    for question, entry in asked:
-        prompt = question_ids(tokenizer, question)
-        output = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=150,
-            do_sample=False,
-        )
-        exact += tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True).strip() == expected(entry)
-    return exact
+    prompt = prompt_ids(tokenizer, turns)
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=150,
+        do_sample=False,
+    )
+    answer: str = tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
+    return answer.strip()
 
 
 if __name__ == "__main__":
