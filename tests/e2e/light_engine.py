@@ -17,6 +17,7 @@ from types import ModuleType
 from quire.config import EngineConfig
 from quire.engine import process
 from quire.engine.deterministic import DeterministicExecutor
+from quire.engine.rank_spawn import RankInterpreter
 from quire.errors import AdapterChangedError, AdapterNotFoundError
 from quire.formats.weight_format import packs_floats
 from quire.kernels import extension
@@ -110,6 +111,12 @@ class LightWorker:
     def check_alive(self) -> None:
         """It lives as long as its engine."""
 
+    def describe(self) -> str:
+        return "The light worker"
+
+    def give_up(self) -> None:
+        """It is never late."""
+
     def close(self) -> None:
         """Nothing to give back."""
 
@@ -133,6 +140,7 @@ class Ranks(ModuleType):
         drafter_folder: Path | None,
         is_server: bool,
         engine_index: int,
+        interpreters: list[RankInterpreter],
     ) -> tuple[LightWorker]:
         assert config.tensor_parallel_size == 1, "one light worker is all ranks"
         assert "torch" not in sys.modules, "a light engine has loaded torch, and starts as slowly as a real one"
