@@ -138,7 +138,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory, shapes: dict[str, tuple[
     """Zeros as well, in Q4_K."""
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
     writer = gguf.GGUFWriter(path, "qwen3")
-    add_config(writer, CONFIG)
+    add_config(writer, CONFIG, splits_heads=True)
     kind = gguf.GGMLQuantizationType.Q4_K
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, CONFIG["num_hidden_layers"])
