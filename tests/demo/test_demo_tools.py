@@ -103,7 +103,7 @@ def test_the_chat_template_is_the_training_format() -> None:
     turns = [ASKED, CALL, ("tool", "rainy")]
     look_up = {"function": {"name": "look_up", "parameters": {"properties": {"entry": {}}}}}
     assert template.render(messages=messages, tools=[WEATHER, look_up]) == render([*BOTH, *turns])
-    for tools in (None, []):
+    for tools in (None, ()):
         assert template.render(messages=messages, tools=tools) == render(turns)
     lies: list[Any] = [{}, {"parameters": None}, {"parameters": {"properties": ["city"]}}, {"parameters": {}}]
     for lie in lies:
