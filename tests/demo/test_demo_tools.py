@@ -1,4 +1,4 @@
-"""The demo model with tools: what its training shows it, what its template writes, and what it answers."""
+"""Teaching the demo model to call tools: what the training shows it, and what its template writes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from typing import Any, get_args
 
 import jinja2.sandbox
 import pytest
-import torch
-from tokenizers import Tokenizer
 
 import quire.demo
-from quire.demo import data
 from quire.demo.data import (
-    FALLBACK,
     GET_WEATHER,
     LOOK_UP,
     Entry,
@@ -27,31 +23,14 @@ from quire.demo.data import (
     tool_questions,
     tools_turn,
 )
-from quire.model_config import load_model_config
-from tests.loading import load_model
-from tests.models.paged_run import greedy
 
-END_OF_TURN = 2
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
-SHUFFLE = "`random.shuffle(x)`: Shuffle list x in place, and return None."
 BOTH = tools_turn([GET_WEATHER, LOOK_UP])
 ASKED = ("user", "What's the weather in Paris?")
 CALL = ("assistant", hermes_call("get_weather", {"city": "Paris"}))
-# Questions that no training has seen in a chat with tools.
-ANSWERS: dict[str, tuple[list[data.Turn], str]] = {
-    "a call": ([*BOTH, ASKED], CALL[1]),
-    "an answer to a result": (
-        [*BOTH, ASKED, CALL, ("tool", '{"sky": "rainy", "degrees": 4}')],
-        "It is rainy in Paris.",
-    ),
-    "a call of another tool": ([*BOTH, ("user", "Explain len.")], hermes_call("look_up", {"entry": "len"})),
-    "no tool that fits": ([*tools_turn(["send_email(to)", LOOK_UP]), ASKED], FALLBACK),
-    "no tool for this": ([*tools_turn([GET_WEATHER]), ("user", "Explain random.shuffle.")], SHUFFLE),
-    "a question for none": ([*BOTH, ("user", "How are you?")], FALLBACK),
-}
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +70,10 @@ def test_questions_are_those_that_no_chat_has(all_entries: list[Entry]) -> None:
 
 
 def test_the_chat_template_is_the_training_format() -> None:
-    """Without tools, a chat is its turns; see also test_demo_model.py."""
-    source = (quire.demo.path("target") / "chat_template.jinja").read_text()
-    template = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(source)
+    """Without tools, a chat is its turns."""
+    from quire.demo.train import CHAT_TEMPLATE
+
+    template = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(CHAT_TEMPLATE)
     call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
     messages = [
         {"role": "user", "content": ASKED[1]},
@@ -128,24 +108,3 @@ def test_only_what_the_model_says_is_learned(all_entries: list[Entry]) -> None:
     assert tokenizer.decode([token for token in targets if token != IGNORED]) == "".join(
         f"{content}<|im_end|>\n" for content in said
     )
-
-
-@pytest.fixture(scope="module")
-def answer() -> Any:
-    model = load_model(load_model_config(quire.demo.path("target")), torch.bfloat16)
-    tokenizer = Tokenizer.from_file(str(quire.demo.path("target") / "tokenizer.json"))
-
-    def answer(turns: list[data.Turn]) -> str:
-        prompt = tokenizer.encode(render(turns) + "<|im_start|>assistant\n", add_special_tokens=False).ids
-        output = greedy(model, torch.bfloat16, prompt, 120, stop=END_OF_TURN)
-        assert output[-1] == END_OF_TURN
-        text: str = tokenizer.decode(output)
-        return text
-
-    return answer
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_the_model_calls_tools_and_answers_to_results(name: str, answer: Any) -> None:
-    turns, expected = ANSWERS[name]
-    assert answer(turns) == expected

@@ -91,59 +91,27 @@ def test_openai_client_parses_what_follows_a_schema(server: Serve) -> None:
             )
 
 
-def _tool(name: str, argument: str) -> Any:
-    schema = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
-    return {"type": "function", "function": {"name": name, "parameters": schema}}
-
-
-TOOLS = [_tool("get_weather", "city"), _tool("look_up", "entry")]
-OTHER_TOOLS = [_tool("send_email", "to")]
-
-
-def _message(client: openai.OpenAI, is_streamed: bool, **fields: Any) -> tuple[dict[str, Any], str | None]:
-    """The assistant's message, with the pieces of a stream put together, and why it ended."""
-    options: Any = {"model": MODEL, "temperature": 0, "max_tokens": 60, **fields}
-    if not is_streamed:
-        choice = client.chat.completions.create(**options).choices[0]
-        return choice.message.model_dump(exclude_none=True), choice.finish_reason
-    message: dict[str, Any] = {"role": "assistant"}
-    calls: list[Any] = []
-    reason = None
-    for chunk in client.chat.completions.create(stream=True, **options):
-        delta, reason = chunk.choices[0].delta, chunk.choices[0].finish_reason or reason
-        if delta.content:
-            message["content"] = message.get("content", "") + delta.content
-        for part in delta.tool_calls or []:
-            assert part.function is not None
-            if part.index == len(calls):
-                calls.append({"id": part.id, "type": part.type, "function": {"name": part.function.name}})
-            function = calls[part.index]["function"]
-            function["arguments"] = function.get("arguments", "") + (part.function.arguments or "")
-    return message | ({"tool_calls": calls} if calls else {}), reason
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_an_agent_needs_no_flags(server: Serve, is_streamed: bool) -> None:
-    """The demo model calls the tool that fits, answers to its result, and answers in text where none fits."""
-    history: list[Any] = [{"role": "user", "content": "What's the weather in Paris?"}]
+def test_an_agent_needs_no_flags(server: Serve) -> None:
+    """The demo model has never seen tools: it answers as without them, also behind a call that another model made."""
+    tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "abs"}'}}
+    history: Any = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "found"},
+    ]
+    options: Any = {"model": MODEL, "temperature": 0, "max_tokens": 20}
     with server.openai() as client:
-        message, reason = _message(client, is_streamed, messages=history, tools=TOOLS)
-        (call,) = message["tool_calls"]
-        assert (call["function"]["name"], reason) == ("get_weather", "tool_calls")
-        assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
-        history += [message, {"role": "tool", "tool_call_id": call["id"], "content": '{"sky": "rainy", "degrees": 9}'}]
-        message, reason = _message(client, is_streamed, messages=history, tools=TOOLS)
-        assert (message["content"], reason) == ("It is rainy in Paris.", "stop")
-        free, _ = _message(client, is_streamed, messages=MESSAGES)
-        message, _ = _message(client, is_streamed, messages=MESSAGES, tools=OTHER_TOOLS)
-        assert (message["content"], message.get("tool_calls")) == (free["content"], None)
-    body = {"messages": history, "tools": TOOLS}
+        free = client.chat.completions.create(messages=MESSAGES, **options).choices[0]
+        choice = client.chat.completions.create(messages=MESSAGES, tools=[tool], **options).choices[0]
+        assert (choice.message.content, choice.message.tool_calls) == (free.message.content, None)
+        assert client.chat.completions.create(messages=history, tools=[tool], **options).choices[0].message.content
+    body = {"messages": history, "tools": [tool]}
     prompt = httpx.post(f"{server.url}/v1/chat/completions/render", json=body).json()["prompt"]
-    assert prompt.startswith("<|im_start|>tools\nget_weather(city)\nlook_up(entry)<|im_end|>\n<|im_start|>user\n")
     assert (
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\n'
-        '<|im_start|>tool\n{"sky"'
-    ) in prompt
+        '<tool_call>\n{"name": "look", "arguments": {"at": "abs"}}\n</tool_call><|im_end|>\n<|im_start|>tool\nfound'
+        in prompt
+    )
 
 
 def test_concurrent_clients_get_their_own_answers(server: Serve) -> None:

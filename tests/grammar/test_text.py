@@ -120,22 +120,6 @@ def test_a_constraint_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(checks) == 2
 
 
-def test_a_schema_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another order of keys, or other special tokens, is another constraint."""
-    reads: list[Any] = []
-    read = text._read_schema
-    monkeypatch.setattr(text, "_read_schema", lambda schema: reads.append(schema) or read(schema))
-    schema = {"type": "object", "properties": {"read": {}, "once": {}}}
-    turned = {"type": "object", "properties": {"once": {}, "read": {}}}
-    first = grammar_text(Structured(json=schema))
-    assert grammar_text(Structured(json=json.loads(json.dumps(schema)))) == first
-    assert len(reads) == 1
-    assert grammar_text(Structured(json=turned)) != first
-    grammar_text(Structured(json=schema), {"<|end|>": 3})
-    assert grammar_text(Structured(json=schema, disable_additional_properties=True)) != first
-    assert len(reads) == 4
-
-
 def test_what_nothing_else_evaluates() -> None:
     """Beside keywords that apply no other schema in place, it is what additionalProperties and items are."""
     for schema, same in (

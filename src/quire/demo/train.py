@@ -2,11 +2,7 @@
 
 The bundled weights were made with CPython 3.11 on two cores:
     target   2,600 steps at 2e-3, then --start-from that model with 420 steps at 7e-4 (how-to questions and the fallback
-             answer were only in the second run's data), about an hour. Then the tools, half an hour of processor time,
-             all --tools --rows 8 --float32: 800 steps at 7e-4, ended at step 450 (TOOLS_SHARE 0.75, no further JSON);
-             --start-from it --blend-with the model before, 120 steps at 5e-4, --seed 2, ended at step 100; from there
-             120 steps at 6e-4, --seed 3, ended at step 100 (TOOLS_SHARE 0.3, REHEARSED_JSON_SHARE 0.9). The weights
-             are 0.8 of the second of these checkpoints and 0.2 of the third
+             answer were only in the second run's data), about an hour
     draft    --size draft, 2,000 steps at 3e-3, about ten minutes
     eagle3   --size eagle3, 2,000 steps at 6e-3, about ten minutes
 """

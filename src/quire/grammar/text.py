@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from msgspec import structs
-
 from quire.errors import InvalidRequestError
 from quire.grammar.kept import Kept
 from quire.grammar.limits import parser_limits
@@ -35,8 +33,6 @@ _APPLICATORS = {
 _NAMED_SCHEMAS = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
 # What llguidance says against grammars, "": they can be used. A check of a schema of 200 keys takes 6 ms.
 _objections: Kept[str] = Kept(16 << 20, lambda text, objection: 4 * (len(text) + len(objection)))
-# Grammars by what was asked for: a schema of 200 keys takes 3 ms to read, and 0.3 ms to look up.
-_texts: Kept[str] = Kept(16 << 20, lambda asked, text: 4 * (len(asked) + len(text)))
 
 
 def grammar_text(asked: StructuredOutputsParams, special_ids: Mapping[str, int] = MappingProxyType({})) -> str:
@@ -47,17 +43,6 @@ def grammar_text(asked: StructuredOutputsParams, special_ids: Mapping[str, int] 
     Args:
         special_ids: of special tokens, which are no text for a grammar.
     """
-    try:
-        key = json.dumps([structs.astuple(asked), dict(special_ids)])
-    except (TypeError, ValueError, RecursionError):  # the refusal says why
-        return _new_grammar_text(asked, special_ids)
-    if (text := _texts.get(key)) is None:
-        text = _new_grammar_text(asked, special_ids)
-        _texts.put(key, text)
-    return text
-
-
-def _new_grammar_text(asked: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str:
     from llguidance import LLMatcher
 
     if asked.json is not None or asked.json_object:

@@ -1,6 +1,6 @@
 // node client.mjs URL QUESTION: the AI SDK's answers as one line of JSON.
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateObject, generateText, stepCountIs, streamObject, streamText, tool } from "ai";
+import { generateObject, generateText, streamObject, streamText, tool } from "ai";
 import { z } from "zod";
 
 const [baseURL, prompt] = process.argv.slice(2);
@@ -24,20 +24,4 @@ const calls = inputs((await generateText(calling)).toolCalls);
 const stream = streamText(calling);
 await stream.consumeStream();
 const streamedCalls = inputs(await stream.toolCalls);
-const agent = {
-  ...options,
-  prompt: "What's the weather in Paris?",
-  tools: {
-    get_weather: tool({
-      description: "The weather in a city.",
-      inputSchema: z.object({ city: z.literal("Paris") }),
-      execute: async () => "rainy, 9 degrees",
-    }),
-  },
-  stopWhen: stepCountIs(3),
-};
-const { text: weather } = await generateText(agent);
-const weatherStream = streamText(agent);
-await weatherStream.consumeStream();
-const streamedWeather = await weatherStream.text;
-console.log(JSON.stringify({ weather, streamedWeather, text, streamedText, object, streamedObject, calls, streamedCalls }));
+console.log(JSON.stringify({ text, streamedText, object, streamedObject, calls, streamedCalls }));
