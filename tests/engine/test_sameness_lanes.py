@@ -218,7 +218,7 @@ def test_experts_that_move_between_lanes(
     folder_of: Callable[[str], Path], expected: Callable[[str], Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expert_balancer, "BUDGET_BYTES", 1)
-    asked = {"enable_eplb": True, "expert_metrics": True, "eplb_config": {"step_interval": 3}}
+    asked = {"enable_eplb": True, "expert_metrics": True, "eplb_config": {"step_interval": 1}}
     engine = started(1, folder_of("qwen2_moe"), **LIMITS, **TWO, **CHUNKS, **asked)
     balancers = [worker.runner.balancer for worker in engine.executor.workers]  # type: ignore[attr-defined]
     before = balancers[0].num_moved
