@@ -18,6 +18,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
+REQUEST = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "n": 2}  # to /v1/completions, beside its prompt
+
 
 class Collector(TraceServiceServicer):  # type: ignore[misc]
     """`with Collector() as collector`: keeps all spans.
@@ -76,6 +78,22 @@ class Collector(TraceServiceServicer):  # type: ignore[misc]
             assert time.monotonic() < deadline, f"{len(self.spans)} spans of {number}"
             time.sleep(0.01)
         return self.spans
+
+
+def genai_attributes(model: str, finish_reasons: list[str], num_prompt: int, num_completion: int) -> dict[str, Any]:
+    """What a span tells of REQUEST by vLLM's names, without its id and its times."""
+    return {
+        "gen_ai.response.model": model,
+        "gen_ai.response.finish_reasons": finish_reasons,
+        "gen_ai.request.n": 2,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.9,
+        "gen_ai.request.max_tokens": 5,
+        "gen_ai.usage.num_sequences": 2,
+        "gen_ai.usage.prompt_tokens": num_prompt,
+        "gen_ai.usage.cached_tokens": 0,
+        "gen_ai.usage.completion_tokens": num_completion,
+    }
 
 
 def attributes(owner: Any) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class NotedWorker:
         self._note("capture")
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        raise NotImplementedError
+        raise AssertionError("several workers execute, each on its thread")
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         self._note("execute", batch)

@@ -14,7 +14,7 @@ from quire.errors import ConfigError, QuireError
 from quire.frontend import tracing
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.tracing import RequestTracer
-from tests.collector import Collector, attributes
+from tests.collector import REQUEST, Collector, attributes, genai_attributes
 from tests.server.serving import ANSWER, MAX_MODEL_LEN, MODEL, RunningServer
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -33,8 +33,7 @@ def test_a_span_says_what_vllms_says(collector: Collector) -> None:
     client = EchoClient(ANSWER, step_seconds=0.002, max_model_len=MAX_MODEL_LEN)
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1", "x-request-id": "mine"}
     with RunningServer(client, tracer=tracer) as server:
-        body = {"prompt": "Hi", "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "n": 2}
-        answer = server.http.post("/v1/completions", json=body, headers=headers)
+        answer = server.http.post("/v1/completions", json={"prompt": "Hi", **REQUEST}, headers=headers)
         usage = answer.json()["usage"]
         ((resource, scope, span),) = collector.wait_for_spans(1)
     assert (resource["service.name"], scope, span.name, span.kind) == ("quire", "quire", "llm_request", 2)
@@ -43,18 +42,7 @@ def test_a_span_says_what_vllms_says(collector: Collector) -> None:
     times = {name.rpartition(".")[2]: found.pop(name) for name in list(found) if ".latency." in name}
     assert answer.headers["x-request-id"] == "mine"
     assert found.pop("gen_ai.request.id").startswith(f"{answer.json()['id']}-")
-    assert found == {
-        "gen_ai.response.model": MODEL,
-        "gen_ai.response.finish_reasons": ["length", "length"],
-        "gen_ai.request.n": 2,
-        "gen_ai.request.temperature": 0.5,
-        "gen_ai.request.top_p": 0.9,
-        "gen_ai.request.max_tokens": 5,
-        "gen_ai.usage.num_sequences": 2,
-        "gen_ai.usage.prompt_tokens": usage["prompt_tokens"],
-        "gen_ai.usage.cached_tokens": 0,
-        "gen_ai.usage.completion_tokens": 10,
-    }
+    assert found == genai_attributes(MODEL, ["length", "length"], usage["prompt_tokens"], 10)
     assert times["time_in_queue"] + times["time_in_model_prefill"] == pytest.approx(times["time_to_first_token"])
     assert times["time_in_model_inference"] == pytest.approx(
         times["time_in_model_prefill"] + times["time_in_model_decode"]

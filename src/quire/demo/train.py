@@ -43,7 +43,8 @@ WORD_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # Tools are a turn before all others: a line for each, its name and the names of its arguments. Calls are written as
-# hermes does. A chat without tools is nothing but its turns.
+# hermes does. A chat without tools is nothing but its turns. The bundled models were not taught tools, and their
+# template has no such turn.
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>tools' }}{% for tool in tools %}"
     "{% set arguments = (tool['function']['parameters'] or {})['properties'] %}"
