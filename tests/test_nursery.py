@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -14,7 +15,8 @@ def test_a_child_that_ends_before_it_runs_is_a_child_that_has_ended():
     """As after a signal of somebody who looks for processes by name. Whoever orders another one gets that one."""
     with BoundedPopen(COMMAND, cwd="/nowhere", stdin=subprocess.DEVNULL) as process:
         assert process.wait(30) == 1
-    with BoundedPopen(COMMAND, stdin=subprocess.PIPE) as process:
+    ours, theirs = socket.socketpair()  # it serves a socket, and ends by itself on anything else
+    with ours, theirs, BoundedPopen(COMMAND, stdin=theirs) as process:
         assert process.poll() is None
         process.kill()
     assert process.returncode == -9
