@@ -218,22 +218,28 @@ using Sums = DotSums<kRows, kCodes, kNeedsMiddle>;
 
 #endif
 
+template <class RowSums>
+constexpr int64_t kColumnsOf = RowSums::kVectors * kColumnsPerVector;
+
+template <class RowSums>
+using ShareOf = Spread<kPanelWidth / kColumnsOf<RowSums>, Prefetch>;
+
+// The calls of fetch() that a step makes.
 template <Codes kCodes>
-[[gnu::always_inline]] inline void fetch_step(Prefetch& prefetch) {
-  for (int64_t quad = 0; quad < kStepQuads; quad += is_packed(kCodes) ? 2 : 1) prefetch.fetch();
-}
+constexpr int kStepCalls = kStepQuads / (is_packed(kCodes) ? 2 : 1);
 
 template <int kRows, Codes kCodes, bool kSigned>
 void run_rows(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads, int32_t* out, bool is_first,
               Prefetch& prefetch) {
   using RowSums = Sums<kRows, kCodes, kCodes == Codes::bytes && !kSigned && !kHasMatrices>;
-  constexpr int64_t kColumns = RowSums::kVectors * kColumnsPerVector;
+  constexpr int64_t kColumns = kColumnsOf<RowSums>;
+  ShareOf<RowSums> share(prefetch);
   for (int64_t column = 0; column < kPanelWidth; column += kColumns) {
     RowSums sums;
     const uint8_t* w = weights + column * kQuad;
     const int8_t* x = codes;
     for (int64_t quad = 0; quad < quads; quad += kStepQuads, w += kStepBytes<kCodes>, x += kStepQuads * kQuad) {
-      if (column == 0) fetch_step<kCodes>(prefetch);
+      share.fetch(kStepCalls<kCodes>);
       sums.add(x, stride, w);
     }
 #pragma GCC unroll 8
@@ -252,9 +258,10 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
   constexpr bool kSigned = kWithoutMiddle<kCodes, kOffset>;
   using RowSums = Sums<kRows, kCodes, kCodes == Codes::bytes && !kSigned && !kHasMatrices>;
   constexpr int kVectors = RowSums::kVectors;
-  constexpr int64_t kColumns = kVectors * kColumnsPerVector;
+  constexpr int64_t kColumns = kColumnsOf<RowSums>;
   const QuantizedRows& input = *run.input;
   const int8_t* const codes = input.codes + run.row * input.stride + run.first_group * run.group_quads * kQuad;
+  ShareOf<RowSums> share(prefetch);
   for (int64_t column = 0; column < kPanelWidth; column += kColumns) {
     const uint8_t* w = run.weights + column * kQuad;
     const int8_t* x = codes;
@@ -263,7 +270,7 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
       RowSums sums;
       for (int64_t quad = 0; quad < run.group_quads;
            quad += kStepQuads, w += kStepBytes<kCodes>, x += kStepQuads * kQuad) {
-        if (column == 0) fetch_step<kCodes>(prefetch);
+        share.fetch(kStepCalls<kCodes>);
         sums.add(x, input.stride, w);
       }
       const float* const scales = run.numbers[g].scales + column;

@@ -101,6 +101,10 @@ struct Quads<kRows, true> {
 template <int kRows, int kVectors>
 using Sums = I32[kRows][kVectors];
 
+// What one of the parts of the columns fetches, of kVectors vectors.
+template <int kVectors>
+using Share = Spread<kPanelWidth / (kVectors * kLanes), Prefetch>;
+
 template <int kRows, int kVectors>
 inline void set_zero(Sums<kRows, kVectors>& sums) {
 #pragma GCC unroll 8
@@ -129,11 +133,11 @@ inline void add_quad(const Quads<kRows, false>& x, int64_t quad, const Sums<1, k
 
 // words += quads [first, first + count), where count is a multiple of kUnit
 template <Codes kCodes, int kUnit, int kRows, int kVectors>
-inline void add_words(const Quads<kRows, false>& x, int64_t first, int64_t count, const uint8_t* w, Prefetch& prefetch,
-                      Sums<kRows, kVectors>& words) {
+inline void add_words(const Quads<kRows, false>& x, int64_t first, int64_t count, const uint8_t* w,
+                      Share<kVectors>& share, Sums<kRows, kVectors>& words) {
   constexpr int kHalves = is_packed(kCodes) ? 2 : 1;
   for (const int64_t last = first + count; first < last; first += kUnit, w += kUnit / kHalves * kQuadBytes) {
-    prefetch.fetch(calls_of<kCodes>(kUnit));
+    share.fetch(calls_of<kCodes>(kUnit));
 #pragma GCC unroll 4
     for (int quad = 0; quad < kUnit; ++quad) {
       Sums<1, kVectors> codes;
@@ -150,11 +154,13 @@ inline void add_words(const Quads<kRows, false>& x, int64_t first, int64_t count
 
 // sums += quads [first, first + count)
 template <int kRows, int kVectors>
-inline void add_wide(const Quads<kRows, true>& x, int64_t first, int64_t count, const uint8_t* w, Prefetch& prefetch,
-                     Sums<kRows, kVectors>& sums) {
+inline void add_wide(const Quads<kRows, true>& x, int64_t first, int64_t count, const uint8_t* w,
+                     Share<kVectors>& share, Sums<kRows, kVectors>& sums) {
   constexpr int kUnit = 2;
+  // Quads at once: of 2, 4, 8 and 32, 8 were best for 4 to 32 rows, and 2 for one (Zen 3).
+  constexpr int64_t kFetched = 2 * kPanelWidth / (kVectors * kLanes);
   for (const int64_t last = first + count; first < last; first += kUnit, w += kUnit * kQuadBytes) {
-    prefetch.fetch(calls_of<Codes::bytes>(kUnit));
+    if (kFetched == kUnit || first % kFetched == 0) share.fetch(calls_of<Codes::bytes>(kFetched));
 #pragma GCC unroll 4
     for (int i = 0; i < 2 * kUnit; ++i) {
       const uint8_t* const from = w + i / 2 * kQuadBytes;
@@ -186,9 +192,9 @@ inline int64_t chunk_quads(int bits) {
 
 // words = 8 quads of 4-bit codes, which fit into 16 bits
 template <int kRows, int kVectors>
-inline void set_words(const Quads<kRows, false>& x, int64_t first, const uint8_t* w, Prefetch& prefetch,
+inline void set_words(const Quads<kRows, false>& x, int64_t first, const uint8_t* w, Share<kVectors>& share,
                       Sums<kRows, kVectors>& words) {
-  prefetch.fetch(calls_of<Codes::packed>(8));
+  share.fetch(calls_of<Codes::packed>(8));
 #pragma GCC unroll 8
   for (int quad = 0; quad < 8; ++quad) {
     Sums<1, kVectors> codes;
@@ -214,11 +220,11 @@ inline void set_words(const Quads<kRows, false>& x, int64_t first, const uint8_t
 // a chunk, and with sums that begin with a product and not with zero, 1.05 to 1.12 times as fast from 3 rows on (Zen
 // 3).
 template <int kRows, int kVectors>
-inline void add_eights(const Quads<kRows, false>& x, int64_t first, int64_t count, const uint8_t* w, Prefetch& prefetch,
-                       Sums<kRows, kVectors>& sums) {
+inline void add_eights(const Quads<kRows, false>& x, int64_t first, int64_t count, const uint8_t* w,
+                       Share<kVectors>& share, Sums<kRows, kVectors>& sums) {
   for (const int64_t last = first + count; first < last; first += 8, w += 4 * kQuadBytes) {
     Sums<kRows, kVectors> words;
-    set_words<kRows, kVectors>(x, first, w, prefetch, words);
+    set_words<kRows, kVectors>(x, first, w, share, words);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
@@ -229,12 +235,12 @@ inline void add_eights(const Quads<kRows, false>& x, int64_t first, int64_t coun
 // sums += quads [first, first + count), kUnit at a time, of which `chunk` fit into 16 bits
 template <Codes kCodes, int kUnit, int kRows, int kVectors>
 inline void add_chunks(const Quads<kRows, false>& x, int64_t first, int64_t count, int64_t chunk, const uint8_t* w,
-                       Prefetch& prefetch, Sums<kRows, kVectors>& sums) {
+                       Share<kVectors>& share, Sums<kRows, kVectors>& sums) {
   constexpr int64_t kQuadsPerByte = is_packed(kCodes) ? 2 : 1;
   for (const int64_t last = first + count; first < last; first += chunk, w += chunk / kQuadsPerByte * kQuadBytes) {
     Sums<kRows, kVectors> words;
     set_zero<kRows, kVectors>(words);
-    add_words<kCodes, kUnit, kRows, kVectors>(x, first, std::min(chunk, last - first), w, prefetch, words);
+    add_words<kCodes, kUnit, kRows, kVectors>(x, first, std::min(chunk, last - first), w, share, words);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
@@ -244,18 +250,18 @@ inline void add_chunks(const Quads<kRows, false>& x, int64_t first, int64_t coun
 
 template <Codes kCodes, int kRows, int kVectors>
 inline void add_quads(const Quads<kRows, kIsWide<kCodes>>& x, int64_t first, int64_t count, int bits, const uint8_t* w,
-                      Prefetch& prefetch, Sums<kRows, kVectors>& sums) {
+                      Share<kVectors>& share, Sums<kRows, kVectors>& sums) {
   if constexpr (kIsWide<kCodes>) {
-    add_wide<kRows, kVectors>(x, first, count, w, prefetch, sums);
+    add_wide<kRows, kVectors>(x, first, count, w, share, sums);
   } else if constexpr (!kHasWords) {
-    add_words<kCodes, 4, kRows, kVectors>(x, first, count, w, prefetch, sums);
+    add_words<kCodes, 4, kRows, kVectors>(x, first, count, w, share, sums);
   } else if (kCodes == Codes::unpacked && bits == 6) {
-    add_chunks<kCodes, 2, kRows, kVectors>(x, first, count, 2, w, prefetch, sums);
+    add_chunks<kCodes, 2, kRows, kVectors>(x, first, count, 2, w, share, sums);
   } else {
     if constexpr (kHasEights && kCodes == Codes::packed) {
-      if (count % 8 == 0) return add_eights<kRows, kVectors>(x, first, count, w, prefetch, sums);
+      if (count % 8 == 0) return add_eights<kRows, kVectors>(x, first, count, w, share, sums);
     }
-    add_chunks<kCodes, 4, kRows, kVectors>(x, first, count, chunk_quads<kCodes>(bits), w, prefetch, sums);
+    add_chunks<kCodes, 4, kRows, kVectors>(x, first, count, chunk_quads<kCodes>(bits), w, share, sums);
   }
 }
 
@@ -265,7 +271,7 @@ void run_part(const int8_t* codes, int64_t stride, const uint8_t* weights, int64
               bool is_first, Prefetch& prefetch) {
   constexpr int kVectors = num_vectors(kRows);
   const Quads<kRows, kIsWide<kCodes>> x(codes, stride, quads);
-  Prefetch share = prefetch;
+  Share<kVectors> share(prefetch);
   for (int64_t column = 0; column < kPanelWidth; column += kVectors * kLanes) {
     Sums<kRows, kVectors> sums;
 #pragma GCC unroll 8
@@ -274,8 +280,6 @@ void run_part(const int8_t* codes, int64_t stride, const uint8_t* weights, int64
       for (int v = 0; v < kVectors; ++v)
         sums[r][v] = is_first ? zero_i32() : load_i32(out + r * kPanelWidth + column + v * kLanes);
     add_quads<kCodes, kRows, kVectors>(x, 0, quads, bits, weights + column * kQuad, share, sums);
-    if (column == 0) prefetch = share;
-    share.lines = 0;
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
@@ -296,7 +300,7 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
   const float* const row_scales = input.scales + input.at(run.row, run.first_group);
   const float* const row_factors = input.offset_factors + input.at(run.row, run.first_group);
   const int64_t pitch = input.number_pitch;
-  Prefetch share = prefetch;
+  Share<kVectors> share(prefetch);
   for (int64_t column = 0; column < kPanelWidth; column += kVectors * kLanes) {
     float* const totals = run.totals + column;
     for (int64_t g = 0; g < run.num_groups; ++g) {
@@ -317,8 +321,6 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
         }
       }
     }
-    if (column == 0) prefetch = share;
-    share.lines = 0;
   }
 }
 
@@ -341,7 +343,7 @@ void add_supers(const SuperRun& run, int64_t chunk, int32_t* supers, Prefetch pr
   for (int64_t super = 0; super < run.num_supers; ++super, numbers.next_super(run.super_groups)) {
     const int64_t quads = run.super_groups * run.group_quads;
     const Quads<kRows, false> x(codes, input.stride, quads);
-    Prefetch share = prefetch;
+    Share<kVectors> share(prefetch);
     for (int64_t column = 0; column < kPanelWidth; column += kVectors * kLanes) {
       int32_t* const to = supers + column;
       const uint8_t* w = weights + column * kQuad;
@@ -381,8 +383,6 @@ void add_supers(const SuperRun& run, int64_t chunk, int32_t* supers, Prefetch pr
           quad += count;
         }
       }
-      if (column == 0) prefetch = share;
-      share.lines = 0;
     }
     add_super_of_rows<kOffset>(run, numbers, super, kRows, supers);
     codes += quads * kQuad;
