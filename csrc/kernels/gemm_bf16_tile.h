@@ -98,7 +98,8 @@ struct DotTile {
     constexpr int64_t kColumns = kVectors * kColumnsPerVector;
     // The second row of a pair, the first again behind the last row.
     constexpr auto second = [](int pair) { return std::min(2 * pair + 1, kRows - 1); };
-    Spread<kPanelWidth / kColumns, Fetch> share(prefetch);
+    constexpr int kParts = Fetch::kIsSpread ? kPanelWidth / kColumns : 1;
+    Spread<kParts, Fetch> share(prefetch);
     for (int64_t column = 0; column < kPanelWidth; column += kColumns) {
       float32x4_t sums[kPairs][kVectors][2];  // of two columns each: [column][row]
 #pragma GCC unroll 8
@@ -115,7 +116,8 @@ struct DotTile {
       const bf16* tiles = b + column / kTileColumns * kBf16TileElements;
       for (int64_t step = 0; step < steps; ++step, tiles += kBf16KUnit * kPanelWidth) {
         for (int64_t k = 0; k < kBf16KUnit; k += 8, x += 8) {
-          for (int i = 0; i < 4; ++i) share.fetch();
+          if (kParts > 1 || column == 0)
+            for (int i = 0; i < 4; ++i) share.fetch();
           bfloat16x8_t rows[kPairs][2];  // [half of k][row][4]
 #pragma GCC unroll 8
           for (int p = 0; p < kPairs; ++p) {

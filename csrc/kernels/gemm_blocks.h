@@ -29,6 +29,7 @@ struct Prefetch {
   // L1 as well, if that was measured: 1.00 to 1.08 times as fast from 1 to 256 rows (bfloat16, int8; Zen 5)
   static constexpr int kLocality =
       QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX512_VNNI || QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX512_BF16 ? 3 : 2;
+  static constexpr bool kIsSpread = true;  // see Spread
 
   const char* next;
   int lines;

@@ -84,7 +84,8 @@ struct Bf16Tile {
   static void run(const float* a, int64_t a_stride, const bf16* b, int64_t steps, float* out, bool is_first,
                   Fetch& prefetch) {
     constexpr int kVectors = num_vectors(kRows), kColumns = kVectors * F32::kWidth;
-    Spread<kPanelWidth / kColumns, Fetch> share(prefetch);
+    constexpr int kParts = Fetch::kIsSpread ? kPanelWidth / kColumns : 1;
+    Spread<kParts, Fetch> share(prefetch);
     for (int64_t column = 0; column < kPanelWidth; column += kColumns) {
       F32 sums[kRows][kVectors];
       load_sums(out + column, is_first, sums);
@@ -92,7 +93,7 @@ struct Bf16Tile {
       const bf16* tiles = b + column / kTileColumns * kBf16TileElements + column % kTileColumns * 2;
       for (int64_t step = 0; step < steps; ++step, tiles += kBf16KUnit * kPanelWidth) {
         for (int64_t pair = 0; pair < kBf16KUnit / 2; ++pair, x += 2) {
-          share.fetch();
+          if (kParts > 1 || column == 0) share.fetch();
           const auto words_of = [&](int v) {
             const int64_t offset = v * F32::kWidth;  // in columns
             return tiles + offset / kTileColumns * kBf16TileElements +

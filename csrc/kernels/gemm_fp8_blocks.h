@@ -189,6 +189,8 @@ class Fp8Blocks {
 // Unpacks a block a few lines at a time while another block is multiplied. fetch() is called at even intervals.
 class Unpacking {
  public:
+  static constexpr bool kIsSpread = false;  // the parts of the columns without a call are faster: 1.03 to 1.08 (Zen 3)
+
   Unpacking(const uint8_t* from, int64_t num_lines, bf16* to, int64_t num_calls)
       : from_(from), to_(to), lines_left_(num_lines), lines_per_call_(ceil_div(num_lines, num_calls)) {}
 
