@@ -13,6 +13,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional
 
@@ -144,7 +145,7 @@ def mtp_tensors(seed: int = 0) -> dict[str, Tensor]:
 
 def bigram_tensors(following: Mapping[int, int]) -> dict[str, Tensor]:
     """Of such a layer whose attention and MLP add nothing, and which knows the tokens that follow up to 256 others."""
-    tensors, embeddings_VD = mtp_tensors(), target().embed_tokens.weight.detach()
+    tensors, embeddings_VD = mtp_tensors(), embeddings()
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         tensors[f"{MTP}{name}.weight"].zero_()
     for name in ("token_layernorm", "final_layernorm"):
@@ -241,12 +242,12 @@ class Twin:
         return tuple(tokens[len(token_ids) :])
 
     def _logits(self, out_D: Tensor) -> Tensor:
-        return out_D @ self._tensors.get("lm_head.weight", target().embed_tokens.weight).T
+        return out_D @ self._tensors.get("lm_head.weight", embeddings()).T
 
     def _last(self, hidden_TD: Tensor, token_ids_T: Tensor) -> tuple[Tensor, Tensor]:
         """Of the last position: what gives logits, and the hidden state for the position behind it."""
         of = self._tensors
-        embedding_TD = of.get("embed_tokens.weight", target().embed_tokens.weight)[token_ids_T]
+        embedding_TD = of.get("embed_tokens.weight", embeddings())[token_ids_T]
         if self._is_mtp:
             embedding_TD = torch.cat([torch.zeros(1, HIDDEN), embedding_TD[1:]])
             both = norm(hidden_TD, of["hidden_layernorm.weight"]), norm(embedding_TD, of["token_layernorm.weight"])
@@ -256,14 +257,15 @@ class Twin:
             normed_TD = norm(hidden_TD, of["hidden_norm.weight"])
             residual_TD = normed_TD if self._norm_before_residual else hidden_TD
             x_TD = torch.cat([norm(embedding_TD, of["input_layernorm.weight"]), normed_TD], dim=-1)
-        residual_TD = residual_TD + self._attention(x_TD)
-        x_TD = norm(residual_TD, of["post_attention_layernorm.weight"])
-        inner = functional.silu(x_TD @ of["mlp.gate_proj.weight"].T) * (x_TD @ of["mlp.up_proj.weight"].T)
-        last_D = (residual_TD + inner @ of["mlp.down_proj.weight"].T)[-1]
+        residual_D = residual_TD[-1] + self._attention(x_TD)
+        x_D = norm(residual_D, of["post_attention_layernorm.weight"])
+        inner = functional.silu(of["mlp.gate_proj.weight"] @ x_D) * (of["mlp.up_proj.weight"] @ x_D)
+        last_D = residual_D + of["mlp.down_proj.weight"] @ inner
         out_D = norm(last_D, of["final_layernorm.weight" if self._is_mtp else "norm.weight"])
         return out_D, out_D if self._is_mtp else last_D
 
     def _attention(self, x_TD: Tensor) -> Tensor:
+        """Of the last position."""
         size = self._head_dim
 
         def heads(name: str) -> Tensor:
@@ -278,10 +280,17 @@ class Twin:
             first, second = x.chunk(2, dim=-1)
             return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
-        q, k, v = rotated(heads("q")), rotated(heads("k")), heads("v")
+        q, k, v = rotated(heads("q"))[:, -1:], rotated(heads("k")), heads("v")
         k, v = (each.repeat_interleave(len(q) // len(k), dim=0) for each in (k, v))
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return out.transpose(0, 1).reshape(len(x_TD), -1) @ self._tensors["self_attn.o_proj.weight"].T
+        out = functional.scaled_dot_product_attention(q, k, v)
+        return self._tensors["self_attn.o_proj.weight"] @ out.flatten()
+
+
+@cache
+def embeddings() -> Tensor:
+    """Of the demo model, float32 [vocabulary, hidden]; they are its output layer too."""
+    with safe_open(quire.demo.path("target") / "model.safetensors", "pt") as file:
+        return file.get_tensor("model.embed_tokens.weight").float()
 
 
 @cache
