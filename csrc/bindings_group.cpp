@@ -1,7 +1,10 @@
 // Python names of the group of ranks.
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -28,10 +31,13 @@ void check(bool is_legal, const char* what) {
   if (!is_legal) throw nb::value_error(what);
 }
 
+bool is_number(int rank) { return rank >= 0 && rank < Whereabouts::kMostRanks; }
+
 }  // namespace
 
 void bind_group(nb::module_& m) {
-  nb::exception<GroupError>(m, "GroupError", PyExc_RuntimeError);
+  const nb::exception<GroupError> failed(m, "GroupError", PyExc_RuntimeError);
+  nb::exception<RankLate>(m, "RankLate", failed);
   nb::exception<StepVoid>(m, "StepVoid", PyExc_RuntimeError);
   nb::class_<SharedGroup>(m, "SharedGroup")
       .def(
@@ -41,6 +47,7 @@ void bind_group(nb::module_& m) {
             const int size = static_cast<int>(members.size());
             check(size >= 1 && size <= kMaxRanks, "the number of ranks is not in 1 to 64");
             check(rank >= 0 && rank < size, "the rank is not below their number");
+            check(std::all_of(members.begin(), members.end(), is_number), "there are more ranks than can be");
             check(begin >= SharedGroup::kFirstPart && begin % 4096 == 0, "a group's memory begins with a page");
             check(slot_bytes >= 64 && slot_bytes % 64 == 0, "slots are multiples of 64 bytes");
             new (self) SharedGroup(fd, begin, std::move(members), rank, slot_bytes, spin_microseconds, timeout_seconds);
@@ -57,6 +64,25 @@ void bind_group(nb::module_& m) {
            "In place of end_step. Waits until no rank is in the step any more")
       .def_prop_ro("aborted", &SharedGroup::aborted, "The number of the rank that has failed; -1: none")
       .def_prop_ro("waited_seconds", &SharedGroup::waited_seconds, "For other ranks, in all turns");
+  nb::class_<Whereabouts>(m, "Whereabouts")
+      .def(
+          "__init__",
+          [](Whereabouts* self, int fd, int number) {
+            check(is_number(number), "there are more ranks than can be");
+            new (self) Whereabouts(fd, number);
+          },
+          "fd"_a, "number"_a)
+      .def("begin_step", &Whereabouts::begin_step)
+      .def("end_step", &Whereabouts::end_step)
+      .def("wait_for", &Whereabouts::await, "number"_a, "-1: nobody")
+      .def(
+          "of",
+          [](const Whereabouts& self, int number) {
+            check(is_number(number), "there are more ranks than can be");
+            const auto place = self.of(number);
+            return std::tuple(place.pid, place.begun, place.ended, place.turns, place.awaited);
+          },
+          "number"_a, "Process, steps begun and ended, turns of the last step, and the rank that it waits for");
   bind_struct<Gather, KernelCall>(
       m, "Gather",
       [](Gather* self, SharedGroup* group, const std::vector<int64_t>& widths, TensorView part, TensorView out) {

@@ -5,8 +5,8 @@
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -36,6 +36,13 @@ struct alignas(128) RankWords {
   std::atomic<uint64_t> left[2];    // by parity of a void step: the step, and the turn in which the rank left it
   std::atomic<uint32_t> done;       // the last step that the rank has ended
   std::atomic<uint32_t> void_step;  // of the first rank: the last step that a rank has left; 0: none
+};
+
+// Where a rank is: it alone writes, and others look when they have waited for long.
+struct alignas(64) WhereWords {
+  std::atomic<int32_t> pid;
+  std::atomic<uint32_t> begun, ended, turns;
+  std::atomic<int32_t> awaited;  // the number of a rank + 1; 0: none
 };
 
 namespace {
@@ -94,12 +101,41 @@ void copy_rows(const char* from, int64_t from_stride, char* to, int64_t to_strid
                [&](int task, int) { copy(rows * task / num_tasks, rows * (task + 1) / num_tasks); });
 }
 
-GroupError late(const std::string& name, double seconds) {
-  return GroupError(name + " did not come within " + std::to_string(static_cast<int64_t>(seconds)) +
-                    " s (--distributed-timeout-seconds)");
+static_assert((Whereabouts::kMostRanks + 1) * sizeof(WhereWords) <= SharedGroup::kFirstPart);
+
+WhereWords& where(char* memory, int number) { return reinterpret_cast<WhereWords*>(memory)[1 + number]; }
+
+char* map(int fd, int64_t num_bytes) {
+  void* const memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "the ranks' memory");
+  return static_cast<char*>(memory);
 }
 
 }  // namespace
+
+Whereabouts::Whereabouts(int fd, int number) : memory_(map(fd, SharedGroup::kFirstPart)), number_(number) {
+  where(memory_, number_).pid = getpid();
+}
+
+Whereabouts::~Whereabouts() { munmap(memory_, SharedGroup::kFirstPart); }
+
+void Whereabouts::begin_step() {
+  WhereWords& own = where(memory_, number_);
+  own.turns.store(0, std::memory_order_relaxed);
+  own.begun.fetch_add(1, std::memory_order_relaxed);
+}
+
+void Whereabouts::end_step() {
+  WhereWords& own = where(memory_, number_);
+  own.ended.store(own.begun.load(std::memory_order_relaxed), std::memory_order_relaxed);
+}
+
+void Whereabouts::await(int number) { where(memory_, number_).awaited.store(number + 1, std::memory_order_relaxed); }
+
+Whereabouts::Place Whereabouts::of(int number) const {
+  const WhereWords& words = where(memory_, number);
+  return {words.pid.load(), words.begun.load(), words.ended.load(), words.turns.load(), words.awaited.load() - 1};
+}
 
 int64_t SharedGroup::num_bytes(int size, int64_t slot_bytes) {
   return round_up(static_cast<int64_t>(sizeof(RankWords)) * size, kPageBytes) +
@@ -115,9 +151,7 @@ SharedGroup::SharedGroup(int fd, int64_t begin, std::vector<int> members, int ra
       slot_bytes_(slot_bytes),
       spin_microseconds_(spin_microseconds),
       timeout_seconds_(timeout_seconds) {
-  void* const memory = mmap(nullptr, begin_ + num_bytes(size_, slot_bytes), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "the ranks' memory");
-  memory_ = static_cast<char*>(memory);
+  memory_ = map(fd, begin_ + num_bytes(size_, slot_bytes));
 }
 
 SharedGroup::~SharedGroup() { munmap(memory_, begin_ + num_bytes(size_, slot_bytes_)); }
@@ -166,17 +200,30 @@ void SharedGroup::void_step() {
 void SharedGroup::leave_step() {
   void_step();
   const auto start = Clock::now();
+  std::atomic<int32_t>& awaited = where(memory_, members_[rank_]).awaited;
   for (int rank = 0; rank < size_; ++rank) {
     while (!has_left(rank)) {
+      awaited.store(members_[rank] + 1, std::memory_order_relaxed);
       if (aborted() >= 0) check();
       const timespec look = timespec_of(kLook);
       nanosleep(&look, nullptr);
-      if (std::chrono::duration<double>(Clock::now() - start).count() > timeout_seconds_) {
-        abort(members_[rank]);
-        throw late(name(rank), timeout_seconds_);
-      }
+      if (std::chrono::duration<double>(Clock::now() - start).count() > timeout_seconds_) give_up(rank);
     }
+    awaited.store(0, std::memory_order_relaxed);
   }
+}
+
+// A rank of the group has not come. Maybe it waits for another one, in another group: that one is to blame.
+void SharedGroup::give_up(int rank) {
+  int late = members_[rank];
+  for (int hops = 0; hops < Whereabouts::kMostRanks; ++hops) {
+    const int awaited = where(memory_, late).awaited.load() - 1;
+    if (awaited < 0 || awaited == members_[rank_]) break;
+    late = awaited;
+  }
+  abort(late);
+  throw RankLate("rank " + std::to_string(late) + " did not come within " +
+                 std::to_string(static_cast<int64_t>(timeout_seconds_)) + " s (--distributed-timeout-seconds)");
 }
 
 std::string SharedGroup::name(int rank) const { return "rank " + std::to_string(members_[rank]); }
@@ -195,6 +242,8 @@ bool SharedGroup::has_arrived(int rank) const {
 void SharedGroup::arrive(uint64_t signature) {
   RankWords& own = words(rank_);
   own.signatures[turn_ % 2].store(signature, std::memory_order_relaxed);
+  std::atomic<uint32_t>& turns = where(memory_, members_[rank_]).turns;
+  turns.store(turns.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   // Ordered with the look for sleepers, so that a rank that is about to sleep does not miss it.
   own.turn.store(turn_, std::memory_order_seq_cst);
   if (own.num_sleepers.load(std::memory_order_seq_cst) != 0) wake_all(own.turn);
@@ -210,6 +259,8 @@ void SharedGroup::wait_for(int rank, uint64_t signature) {
     } while (!has_arrived(rank) && Clock::now() < spin_until);
     if (!has_arrived(rank)) {
       bool is_late = false;
+      std::atomic<int32_t>& awaited = where(memory_, members_[rank_]).awaited;
+      awaited.store(members_[rank] + 1, std::memory_order_relaxed);
       other.num_sleepers.fetch_add(1, std::memory_order_seq_cst);
       while (!has_arrived(rank) && aborted() < 0 && !is_void()) {
         const uint32_t seen = other.turn.load(std::memory_order_seq_cst);
@@ -221,10 +272,8 @@ void SharedGroup::wait_for(int rank, uint64_t signature) {
         }
       }
       other.num_sleepers.fetch_sub(1, std::memory_order_seq_cst);
-      if (is_late) {
-        abort(members_[rank]);
-        throw late(name(rank), timeout_seconds_);
-      }
+      if (is_late) give_up(rank);
+      awaited.store(0, std::memory_order_relaxed);
     }
     waited_seconds_ += std::chrono::duration<double>(Clock::now() - start).count();
   }

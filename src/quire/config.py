@@ -339,7 +339,7 @@ class EngineConfig:
     )
     distributed_timeout_seconds: int = option(
         600,
-        "Seconds that a rank waits for another one on its machine, which computes; then the engine ends.",
+        "Seconds that a rank waits in a step for another one, which does not get on; then the engine ends.",
         bounds=POSITIVE,
     )
     node_rank: int = option(

@@ -153,6 +153,18 @@ class Worker(Protocol):
 class FirstWorker(Worker, Protocol):
     """The rank in the engine's process. It samples, so it alone has grammars."""
 
+    def whereabouts(self) -> tuple[object, ...]:
+        """Changes while any rank of this machine gets on with what ranks do together. Any thread may ask."""
+        ...
+
+    def late(self, pending: Sequence[int]) -> dict[int, str]:
+        """The ranks that others wait for, and what each does, for people. Any thread may ask.
+
+        Args:
+            pending: ranks that have not ended their step.
+        """
+        ...
+
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         """Launch a step, if there are no other ranks. The device decides whether it is computed when this returns."""
         ...
@@ -197,6 +209,17 @@ class WorkerExecutor(Executor, Protocol):
     def use_idle_time(self, num_blocks_ever_used: int) -> bool: ...
 
     def check_alive(self) -> None: ...
+
+    def describe(self) -> str:
+        """Which rank is in this process, and where. Any thread may ask."""
+        ...
+
+    def late_ranks(self) -> str:
+        """Which ranks the others wait for, where these are and what they do; empty if no step waits for ranks.
+
+        Any thread may ask.
+        """
+        ...
 
     def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]: ...
 

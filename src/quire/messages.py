@@ -207,10 +207,19 @@ class EngineProgress(_FromEngine, tag="progress"):
         return self.phase == WARM_UP, self.fraction
 
 
-class EngineBeat(_FromEngine, tag="beat"):
-    """Sent every second from its own thread, also while the engine computes. A stopped process sends none."""
+class EngineBeat(_FromEngine, tag="beat", omit_defaults=True):
+    """Sent every second from its own thread, also while the engine computes. A stopped process sends none.
+
+    Of an engine with several ranks:
+        rank: the one in this process: which it is, and where.
+        late_ranks: those that the others wait for in a step now: which, where, and what they do.
+        rank_timeout_seconds: for which a rank waits for another one.
+    """
 
     predicted_seconds: float  # of the batches in flight; 0: there are none
+    rank: str = ""
+    late_ranks: str = ""
+    rank_timeout_seconds: int = 0
 
 
 class AdapterState(_FromEngine, tag="adapter", omit_defaults=True):

@@ -117,6 +117,12 @@ class LightWorker:
     def give_up(self) -> None:
         """It is never late."""
 
+    def whereabouts(self) -> tuple[object, ...]:
+        return ()
+
+    def late(self, pending: Sequence[int]) -> dict[int, str]:
+        return {}
+
     def close(self) -> None:
         """Nothing to give back."""
 

@@ -1,7 +1,8 @@
 """The engine process as Quire starts it, but for steps that do what a file in the folder given as argument says.
 
 The file `order` holds the word; a step that finds it removes it, and leaves a file `acting` before it obeys. The second
-argument is `model` for the real engine, or `light` for light_engine.py.
+argument is `model` for the real engine, `light` for light_engine.py, or `ranks` for an engine whose second rank does
+what the file says.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from quire.cost.arithmetic import Load
 from quire.cost.model import CostModel
 from quire.cost.step_time import StepTime
-from quire.engine import process
+from quire.engine import process, rank_spawn
 from quire.errors import EngineDeadError
 from quire.schedule import ScheduledBatch, StepResult
 
@@ -82,6 +83,9 @@ def predict(cost: CostModel, load: Load) -> StepTime:
 def main() -> int:
     from tests.e2e import light_engine
 
+    if sys.argv[2] == "ranks":
+        rank_spawn.PROGRAM = (str(Path(__file__).with_name("sabotaged_rank.py")), sys.argv[1])
+        return process.main(int(sys.argv[-1]))
     worker: Any = light_engine.LightWorker
     if sys.argv[2] == "light":
         light_engine.without_torch()

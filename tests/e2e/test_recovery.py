@@ -8,6 +8,7 @@ what is to happen to the engine then happens to all of them.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 import time
@@ -51,12 +52,14 @@ REASONS = {
 class SabotagedServe(Serve):
     """`patience`: seconds without a sign or a step after which an engine counts as failed; `engine`: which one."""
 
-    def __init__(self, folder: Path, max_failures: int = 100, patience: float = 1.0, engine: str = "light") -> None:
+    def __init__(
+        self, folder: Path, *flags: str, max_failures: int = 100, patience: float = 1.0, engine: str = "light"
+    ) -> None:
         how = (Path(__file__).with_name("sabotaged_serve.py"), folder, engine, max_failures, patience)
         program = Program(tuple(map(str, how)), LightPopen if engine == "light" else TorchPopen)
         # A prompt is one step, on every CPU: the default budget of a step is what is best for this one.
         one_step = ("--max-shared-prefill-tokens", "0", "--max-num-batched-tokens", "256")
-        super().__init__(*SMALL, *one_step, program=program)
+        super().__init__(*SMALL, *one_step, *flags, program=program)
         self.folder = folder
 
     def order(self, order: str) -> None:
@@ -301,6 +304,61 @@ def patient_server(tmp_path: Path) -> Iterator[SabotagedServe]:
     """Nothing hangs in it: on a busy machine an engine that waits for a core must not count as silent."""
     with SabotagedServe(tmp_path, patience=60.0, engine="model") as server:
         yield server
+
+
+@pytest.mark.slow
+def test_ranks_that_hang_are_named(tmp_path: Path) -> None:
+    """In the log and by /health: which rank, where, what it does, and the setting. The answers come all the same."""
+    limit = r"rank waits 600 s for another one \(--distributed-timeout-seconds\)"
+    with SabotagedServe(tmp_path, "-tp", "2", patience=3.0, engine="ranks") as server, ThreadPoolExecutor() as pool:
+        expected = server.text(NORMAL[0])
+        for how, what in (
+            (
+                "hang",
+                r"The engine has not finished a step for too long: Rank 1 of 2 \(process {rank} on .+\) has not begun "
+                rf"step \d+\. A step may take 3 s .+, and a {limit}",
+            ),
+            (
+                "stop",
+                r"The engine process gives no sign of life: Rank 0 of 2 \(process {engine} on .+\) has sent nothing "
+                "for 3 s, in a step",
+            ),
+        ):
+            engine = server.engine
+            (rank,) = (child for child in engine.children() if child.name() != "nursery")
+            server.order("hang")
+            answer = pool.submit(server.text, NORMAL[0])
+            server.wait_until_acting()
+            if how == "stop":
+                engine.suspend()
+            began = time.monotonic()
+            server.wait_for(lambda: "failure" in server.get("/health").json(), "the failure to be told")
+            assert time.monotonic() - began < 3.0 + 5.0
+            failure = server.get("/health").json()["failure"]
+            assert re.match(what.format(rank=rank.pid, engine=engine.pid), failure), failure
+            server.wait_for(lambda failure=failure: failure in server.log, "the log")  # type: ignore[misc]
+            assert answer.result(60) == expected
+            server.wait_healthy()
+            assert "failure" not in server.get("/health").json()
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_engine_at_its_own_limit(tmp_path: Path) -> None:
+    flags = ("-tp", "2", "--distributed-timeout-seconds", "1")
+    with SabotagedServe(tmp_path, *flags, patience=60.0, engine="ranks") as server, ThreadPoolExecutor() as pool:
+        expected = server.text(NORMAL[0])
+        server.order("hang")
+        answer = pool.submit(server.text, NORMAL[0])
+        server.wait_until_acting()
+        began = time.monotonic()
+        server.wait_for(lambda: "failure" in server.get("/health").json(), "the failure to be told")
+        assert time.monotonic() - began < 1.0 + 5.0
+        what = (
+            r"Rank 0 cannot go on with a step: rank 1 did not come within 1 s \(--distributed-timeout-seconds\)\. "
+            r"Rank 1 \(process \d+ on .+\) has not begun step \d+"
+        )
+        assert re.match(what, server.get("/health").json()["failure"])
+        assert answer.result(60) == expected
 
 
 def test_no_memory_at_any_allocation(patient_server: SabotagedServe) -> None:

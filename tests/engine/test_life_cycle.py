@@ -99,6 +99,12 @@ class NotedWorker:
     def give_up(self) -> None:
         self._note("give_up")
 
+    def whereabouts(self) -> tuple[object, ...]:
+        return ()
+
+    def late(self, pending: Sequence[int]) -> dict[int, str]:
+        return dict.fromkeys(pending, "is somewhere")
+
     def close(self) -> None: ...
 
     def _note(self, step: str, what: Any = None) -> None:

@@ -35,7 +35,7 @@ QUICK = replace(PATIENT, min_step_seconds=0.2, silence_seconds=0.2)
 
 def ready_watch() -> Watch:
     watch = Watch(LIMITS, 0.0)
-    watch.on_beat(0.0, 0.0)
+    watch.on_beat(0.0, EngineBeat(0.0))
     watch.on_ready(0.0)
     return watch
 
@@ -46,10 +46,10 @@ def test_a_step_may_take_ten_seconds_or_twenty_times_its_predicted_time(predicte
     allowed = max(10.0, 20 * predicted)
     now = 0.0
     while now < allowed:
-        watch.on_beat(now, predicted)
+        watch.on_beat(now, EngineBeat(predicted))
         assert watch.verdict(now, has_work=True) is None, f"a step of {predicted} s after {now} s"
         now += 1.0
-    watch.on_beat(allowed, predicted)
+    watch.on_beat(allowed, EngineBeat(predicted))
     assert watch.verdict(allowed + 0.01, has_work=True) == "stuck"
     assert watch.verdict(allowed + 0.01, has_work=False) is None, "an idle engine ends no steps"
     watch.on_step(allowed + 0.01)
@@ -60,7 +60,7 @@ def test_a_step_may_take_ten_seconds_or_twenty_times_its_predicted_time(predicte
 @pytest.mark.parametrize("predicted", [0.0, 100.0])
 def test_silence_is_noticed_whatever_the_engine_does(has_work: bool, predicted: float) -> None:
     watch = ready_watch()
-    watch.on_beat(5.0, predicted)
+    watch.on_beat(5.0, EngineBeat(predicted))
     watch.on_step(5.5)
     assert watch.verdict(14.9, has_work=has_work) is None
     assert watch.verdict(15.1, has_work=has_work) == "silent"
@@ -68,8 +68,24 @@ def test_silence_is_noticed_whatever_the_engine_does(has_work: bool, predicted: 
 
 def test_a_process_stopped_in_a_step_is_called_silent() -> None:
     watch = ready_watch()
-    watch.on_beat(0.9, 0.1)
+    watch.on_beat(0.9, EngineBeat(0.1))
     assert watch.verdict(10.5, has_work=True) == "silent"
+
+
+def test_ranks_that_are_late_are_named() -> None:
+    watch = ready_watch()
+    watch.on_beat(
+        1.0, EngineBeat(2.0, rank="Rank 0 of 2 (here)", late_ranks="Rank 1 of 2 (there) hangs", rank_timeout_seconds=9)
+    )
+    assert watch.describe("stuck", has_work=True) == (
+        "The engine has not finished a step for too long: Rank 1 of 2 (there) hangs. A step may take 40 s (20 times "
+        "what is predicted, at least 10 s), and a rank waits 9 s for another one (--distributed-timeout-seconds)"
+    )
+    silent = "The engine process gives no sign of life: Rank 0 of 2 (here) has sent nothing for 10 s, "
+    assert watch.describe("silent", has_work=True) == silent + "in a step"
+    assert watch.describe("silent", has_work=False) == silent + "between steps"
+    watch.on_beat(2.0, EngineBeat(2.0))
+    assert watch.describe("stuck", has_work=True) == "The engine has not finished a step for too long", "of one rank"
 
 
 def test_the_limits_notice_within_fifteen_seconds() -> None:
@@ -88,9 +104,9 @@ def test_a_start_may_be_long_but_not_silent() -> None:
     assert watch.verdict(59.0, has_work=True) is None
     assert watch.verdict(61.0, has_work=True) == "start"
     for now in range(0, 600, 30):
-        watch.on_beat(float(now), 0.0)
+        watch.on_beat(float(now), EngineBeat(0.0))
         assert watch.verdict(float(now), has_work=True) is None
-    watch.on_beat(600.5, 0.0)
+    watch.on_beat(600.5, EngineBeat(0.0))
     assert watch.verdict(600.5, has_work=True) == "start"
 
 
@@ -334,7 +350,7 @@ async def test_an_engine_that_fails_as_soon_as_it_is_ready_is_waited_for_again()
     await asyncio.sleep(0.01)
     (replica,) = running.engine.replicas
     replica.on_message(EngineReady(2048, 64, 16, 8, 2048, resolved={"max_num_queued_reqs": {"value": None}}))
-    replica.on_lost("crash")  # in the same turn of the event loop, so before whoever waits
+    replica.on_lost("crash", "killed")  # in the same turn of the event loop, so before whoever waits
     await asyncio.sleep(0.01)
     assert not waiting.done()
     running.client.make_ready()
@@ -396,6 +412,7 @@ async def test_requests_while_it_starts_again() -> None:
         assert not running.engine.is_healthy
         assert running.engine.progress is not None
         assert running.engine.progress.phase == "restart"
+        assert running.engine.failure == "killed."
         with pytest.raises(NotReadyError, match="again, after a failure"):
             await running.read("new")
         stream.close()  # its caller leaves meanwhile
@@ -404,6 +421,7 @@ async def test_requests_while_it_starts_again() -> None:
         assert sent(running.client, AddRequest) == []
         assert sent(running.client, Abort) == [Abort(["leaves-0"])]
         assert running.engine.num_unfinished == 0
+        assert running.engine.failure is None
 
 
 async def test_moved_limits_stay_moved() -> None:

@@ -1,9 +1,10 @@
 // Ranks of one model on one machine, which join their results through memory that they share.
 //
-// The memory begins with a page for all ranks, which says who has failed. Then come the parts of the groups: a rank may
-// be in several. A part has a cache line pair per rank, and then two slots per rank. In turn n a rank writes to its
-// slot n % 2, says so, and reads the slots of the others. Nobody writes to a slot that is still read: a rank that is in
-// turn n + 2 has seen all others in turn n + 1, and they have read the slots of turn n before.
+// The memory begins with a part for all ranks, which says who has failed, and where each rank is in its step. Then come
+// the parts of the groups: a rank may be in several. A part has a cache line pair per rank, and then two slots per
+// rank. In turn n a rank writes to its slot n % 2, says so, and reads the slots of the others. Nobody writes to a slot
+// that is still read: a rank that is in turn n + 2 has seen all others in turn n + 1, and they have read the slots of
+// turn n before.
 #pragma once
 
 #include <array>
@@ -24,6 +25,12 @@ class GroupError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Another rank is late.
+class RankLate : public GroupError {
+ public:
+  using GroupError::GroupError;
+};
+
 // Another rank has left the step. The ranks go on with the next one.
 class StepVoid : public std::runtime_error {
  public:
@@ -39,14 +46,14 @@ class SharedGroup {
   // Maps `fd`, which has zeros when the first rank comes. The group's part of num_bytes(size, slot_bytes) begins at
   // `begin`, which is kFirstPart or behind other parts. `members` are the numbers of its ranks among all ranks, and
   // `rank` is the place of this one in them. A rank that waits looks for `spin_microseconds` before it sleeps. After
-  // `timeout_seconds` it raises GroupError. Throws std::system_error if the memory cannot be mapped.
+  // `timeout_seconds` it raises RankLate. Throws std::system_error if the memory cannot be mapped.
   SharedGroup(int fd, int64_t begin, std::vector<int> members, int rank, int64_t slot_bytes, int spin_microseconds,
               double timeout_seconds);
   ~SharedGroup();
   SharedGroup(const SharedGroup&) = delete;
   SharedGroup& operator=(const SharedGroup&) = delete;
 
-  static constexpr int64_t kFirstPart = 4096;
+  static constexpr int64_t kFirstPart = 65536;
   static int64_t num_bytes(int size, int64_t slot_bytes);
 
   // Columns of all ranks side by side. Throws GroupError, or StepVoid. Every rank calls it with the same number of rows
@@ -94,6 +101,7 @@ class SharedGroup {
   RankWords& words(int rank) const;
 
   std::string name(int rank) const;
+  [[noreturn]] void give_up(int rank);
 
   char* memory_;
   int64_t begin_;
@@ -105,6 +113,37 @@ class SharedGroup {
   uint32_t turn_ = 0;
   uint32_t step_ = 0;
   double waited_seconds_ = 0;
+};
+
+// Where the ranks of a machine are, in the first part of their memory. Any thread may look.
+class Whereabouts {
+ public:
+  struct Place {
+    int32_t pid;      // of its process; 0: it has none here
+    uint32_t begun;   // the number of its last step, from 1 on; 0: none
+    uint32_t ended;   // the last step that it has ended or left
+    uint32_t turns;   // of all of its groups, since its last step began
+    int32_t awaited;  // the number of the rank that it waits for; -1: none
+  };
+
+  // Maps `fd` for the rank of this number among all ranks, in this process. Throws std::system_error.
+  Whereabouts(int fd, int number);
+  ~Whereabouts();
+  Whereabouts(const Whereabouts&) = delete;
+  Whereabouts& operator=(const Whereabouts&) = delete;
+
+  static constexpr int kMostRanks = 1023;
+
+  // What this rank does. A step that it leaves has ended too.
+  void begin_step();
+  void end_step();
+  void await(int number);  // -1: nobody
+
+  Place of(int number) const;
+
+ private:
+  char* memory_;
+  int number_;
 };
 
 struct GatherArgs {

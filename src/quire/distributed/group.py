@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from quire.distributed.layout import Grid
+from quire.distributed.whereabouts import Whereabouts
 from quire.kernels import extension
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from quire.kernels.layer_rules import AttentionRule
 
 GroupError = extension.GroupError  # another rank has failed, is late, or does something else: the group cannot go on
+RankLate = extension.RankLate  # a GroupError: another rank is late
 StepVoid = extension.StepVoid  # another rank has left the step: all ranks leave it, and go on with the next one
 
 
@@ -143,6 +145,11 @@ class Failing(Protocol):
         """This rank cannot go on. Nor can the others."""
         ...
 
+    @property
+    def failed_rank(self) -> int | None:
+        """The first one on this machine that cannot go on."""
+        ...
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -151,6 +158,7 @@ class Ranks:
     Attributes:
         rank: its number among all of them.
         failing: tells all of them.
+        whereabouts: of those on its machine.
         group: those that share its stage, or its lane; None: it has that alone.
         everyone: those of all lanes, which share experts; None: there are no lanes.
         before: brings the input; None: it is in the first stage.
@@ -160,6 +168,7 @@ class Ranks:
     rank: int
     grid: Grid
     failing: Failing
+    whereabouts: Whereabouts
     group: Group | None = None
     before: Link | None = None
     behind: Link | None = None
@@ -178,6 +187,28 @@ class Ranks:
     def fail(self) -> None:
         """This rank cannot go on. Nor can the others."""
         self.failing.fail_for(self.rank)
+
+    def begin_step(self) -> None:
+        """Before all that it does in a step."""
+        self.whereabouts.begin_step()
+        for group in self.groups:
+            group.begin_step()
+
+    def end_step(self) -> None:
+        """Behind what ranks do together in it."""
+        for group in self.groups:
+            group.end_step()
+        self.whereabouts.end_step()
+
+    def leave_step(self) -> None:
+        """In place of `end_step`. Raises GroupError."""
+        # All of them first: ranks of each group may wait for this one, and the group that is left first may wait for a
+        # rank that waits in another group.
+        for group in self.groups:
+            group.void_step()
+        for group in self.groups:
+            group.leave_step()
+        self.whereabouts.end_step()
 
     @property
     def waited_seconds(self) -> float:

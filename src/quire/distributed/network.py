@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.distributed import wire
 from quire.distributed.group import GroupError
+from quire.distributed.whereabouts import Whereabouts
 
 
 class SocketLink:
@@ -20,10 +21,11 @@ class SocketLink:
 
     Args:
         peer: the connection, authenticated.
+        whereabouts: learns that this rank waits.
     """
 
-    def __init__(self, peer: socket.socket, peer_rank: int) -> None:
-        self._peer, self._rank = peer, peer_rank
+    def __init__(self, peer: socket.socket, peer_rank: int, whereabouts: Whereabouts) -> None:
+        self._peer, self._rank, self._whereabouts = peer, peer_rank, whereabouts
         self.waited_seconds = 0.0
 
     def send(self, rows_TD: Tensor) -> None:
@@ -35,10 +37,12 @@ class SocketLink:
     def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         rows_TD = torch.empty((num_rows, width), dtype=dtype)
         start = time.perf_counter()
+        self._whereabouts.wait_for(self._rank)
         try:
             wire.receive_into(self._peer, rows_TD.view(torch.uint8).numpy().reshape(-1).data)
         except (OSError, wire.WireError) as error:
             raise self._error(error) from error
+        self._whereabouts.wait_for(None)
         self.waited_seconds += time.perf_counter() - start
         return rows_TD
 

@@ -20,6 +20,7 @@ from quire.distributed import wire
 from quire.distributed.group import Link, Ranks
 from quire.distributed.layout import Grid
 from quire.distributed.network import SocketLink
+from quire.distributed.whereabouts import Whereabouts
 from quire.errors import ConfigError
 from quire.forward_batch import ForwardBatch, LayerCache
 from quire.kernels import cpu, extension
@@ -72,18 +73,24 @@ def ranks_on(
                 fix="Unset QUIRE_FORCE_REFERENCE, or leave --tensor-parallel-size and --pipeline-parallel-size out",
                 param="tensor_parallel_size",
             )
+        whereabouts = Whereabouts(memory, rank, grid.ranks_of(grid.node(rank)))
         found = _groups(memory, rank, grid, has_own_cores=has_own_cores, timeout_seconds=timeout_seconds)
 
         def link(sender: int | None, receiver: int | None) -> Link | None:
             if sender is None or receiver is None:
                 return None
             other = sender if receiver == rank else receiver
-            return SocketLink(peers[other], other) if other in peers else SharedMemoryLink(found[sender, receiver])
+            return (
+                SocketLink(peers[other], other, whereabouts)
+                if other in peers
+                else SharedMemoryLink(found[sender, receiver])
+            )
 
         ranks = Ranks(
             rank,
             grid,
             failing=_Failing(list(found.values()), list(peers.values())),
+            whereabouts=whereabouts,
             group=found.get(grid.stage_members(rank)),
             before=link(grid.before(rank), rank),
             behind=link(rank, grid.behind(rank)),
@@ -126,6 +133,10 @@ class _Failing:
             group.fail_for(rank)
         for peer in self._peers:
             wire.end(peer)
+
+    @property
+    def failed_rank(self) -> int | None:
+        return self._groups[0].failed_rank if self._groups else None
 
 
 class SharedMemoryGroup:

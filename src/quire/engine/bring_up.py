@@ -150,10 +150,10 @@ def warn_about_dropped_sizes(resolved: Resolved) -> None:
 def _executor_of_ranks(workers: Workers, config: EngineConfig, start_time: float | None) -> WorkerExecutor:
     """Threads: ranks compute side by side."""
     if config.pipeline_parallel_size > 1:
-        return PipelineExecutor(workers, start_time)
+        return PipelineExecutor(workers, start_time, config.distributed_timeout_seconds)
     if config.num_lanes > 1:
-        return LanesExecutor(workers, config.num_lanes, start_time)
-    return ThreadExecutor(workers, start_time)
+        return LanesExecutor(workers, config.num_lanes, start_time, config.distributed_timeout_seconds)
+    return ThreadExecutor(workers, start_time, config.distributed_timeout_seconds)
 
 
 def _executor_of_one(workers: Workers, resolved: Resolved) -> WorkerExecutor:

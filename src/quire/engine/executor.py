@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -18,6 +19,10 @@ from quire.resolve import DeviceFacts
 from quire.schedule import Pending, Polled, RowsFailedError, ScheduledBatch, StepResult, StepTokens
 
 logger = get_logger(__name__)
+
+LOOK_SECONDS = 0.25  # between two looks at ranks that compute
+LEAVE_SECONDS = 2.0  # for ranks to leave what they wait for, after one has failed
+GRACE_SECONDS = 1.0  # for a rank to say itself for which one it has waited for too long
 
 T = TypeVar("T")
 
@@ -67,6 +72,12 @@ class InlineExecutor:
         assert len(self.workers) == 1, "ranks compute side by side"
         return self.workers[0].submit(batch)
 
+    def describe(self) -> str:
+        return self.workers[0].describe()
+
+    def late_ranks(self) -> str:
+        return ""
+
     def shutdown(self) -> None:
         for worker in self.workers:
             worker.close()
@@ -87,14 +98,19 @@ class InlineExecutor:
 class ThreadExecutor(InlineExecutor):
     """Each worker on a thread of its own, in order: side by side, while the caller schedules the next step.
 
-    If there are several, and one takes longer for its start than an engine may, this is an EngineDeadError.
+    If there are several, and one takes longer for its start than an engine may, this is an EngineDeadError. So it is if
+    none gets on with a step for longer than a rank may wait.
 
     Args:
         start_time: of the engine, on the monotonic clock; None: now.
+        timeout_seconds: that a rank may wait for another one.
     """
 
-    def __init__(self, workers: Workers, start_time: float | None = None) -> None:
+    def __init__(self, workers: Workers, start_time: float | None = None, timeout_seconds: float = 600.0) -> None:
         super().__init__(workers)
+        self._timeout_seconds = timeout_seconds
+        self._awaited: Sequence[Future[StepResult]] = ()  # of the step whose result is waited for
+        self._given_up: set[int] = set()
         start_time = time.monotonic() if start_time is None else start_time
         self._ready_by = start_time + envs.ENGINE_READY_TIMEOUT_S.get()
         self._threads = [
@@ -105,12 +121,43 @@ class ThreadExecutor(InlineExecutor):
         steps = [
             thread.submit(worker.execute, batch) for thread, worker in zip(self._threads, self.workers, strict=True)
         ]
-        return steps[0] if len(steps) == 1 else _AllRanks(steps, batch.step_id)
+        return steps[0] if len(steps) == 1 else _AllRanks(steps, batch.step_id, self._await)
+
+    def late_ranks(self) -> str:
+        pending = [rank for rank, step in enumerate(self._awaited) if not step.done()]
+        late = self.workers[0].late(pending) if pending else {}
+        return "; ".join(f"{self.workers[rank].describe()} {doing}" for rank, doing in late.items())
 
     def shutdown(self) -> None:
-        for thread in self._threads:
-            thread.shutdown(wait=True)
+        for rank, thread in enumerate(self._threads):
+            thread.shutdown(wait=rank not in self._given_up)
         super().shutdown()
+
+    def _await(self, steps: Sequence[Future[StepResult]]) -> None:
+        """Until the step has ended on all ranks. Raises EngineDeadError if it does not."""
+        self._awaited = steps
+        patience: _Patience | None = None
+        for step in steps:
+            while not step.done():
+                with suppress(TimeoutError):
+                    step.exception(LOOK_SECONDS)
+                    break
+                patience = patience or _Patience(self._timeout_seconds)
+                if patience.is_over(steps, self.workers[0].whereabouts()):
+                    self._give_up(steps)
+        self._awaited = ()
+
+    def _give_up(self, steps: Sequence[Future[StepResult]]) -> None:
+        """Raises EngineDeadError: of a rank that has failed, or of those that are late."""
+        late = self.late_ranks()
+        self._given_up = {rank for rank, step in enumerate(steps) if not step.done()}
+        dead = [step for step in steps if _is_dead(step)]
+        for rank in sorted(self._given_up):
+            self.workers[rank].give_up()
+        _results(dead)
+        raise EngineDeadError(
+            f"{late}, and has not got on for {self._timeout_seconds:g} s (--distributed-timeout-seconds)"
+        )
 
     def _run_on(self, rank: int, task: Callable[[], None]) -> None:
         self._threads[rank].submit(task).add_done_callback(_log_failure)
@@ -142,8 +189,8 @@ class PipelineExecutor(ThreadExecutor):
     A row waits for its own token, so its next batch comes later.
     """
 
-    def __init__(self, workers: Workers, start_time: float | None = None) -> None:
-        super().__init__(workers, start_time)
+    def __init__(self, workers: Workers, start_time: float | None = None, timeout_seconds: float = 600.0) -> None:
+        super().__init__(workers, start_time, timeout_seconds)
         self._untold: list[StepTokens] = []
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
@@ -157,8 +204,10 @@ class PipelineExecutor(ThreadExecutor):
 class LanesExecutor(ThreadExecutor):
     """Workers of several lanes, which have as many each. Each gets the batch of its lane."""
 
-    def __init__(self, workers: Workers, num_lanes: int, start_time: float | None = None) -> None:
-        super().__init__(workers, start_time)
+    def __init__(
+        self, workers: Workers, num_lanes: int, start_time: float | None = None, timeout_seconds: float = 600.0
+    ) -> None:
+        super().__init__(workers, start_time, timeout_seconds)
         self._width = len(workers) // num_lanes
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
@@ -166,7 +215,7 @@ class LanesExecutor(ThreadExecutor):
             thread.submit(worker.execute, batch.lanes[rank // self._width])
             for rank, (thread, worker) in enumerate(zip(self._threads, self.workers, strict=True))
         ]
-        return _AllRanks(steps, batch.step_id, self._width)
+        return _AllRanks(steps, batch.step_id, self._await, self._width)
 
 
 class _Noted:
@@ -185,18 +234,45 @@ class _AllRanks:
     """A step of several ranks. The first one of each lane has a result. The joined one gets the times of all.
 
     Args:
+        await_all: returns when the step has ended on all ranks.
         width: ranks of a lane; None: there is one lane.
     """
 
-    def __init__(self, steps: Sequence[Pending[StepResult]], step_id: int, width: int | None = None) -> None:
-        self._steps, self._step_id, self._width = steps, step_id, width
+    def __init__(
+        self,
+        steps: Sequence[Future[StepResult]],
+        step_id: int,
+        await_all: Callable[[Sequence[Future[StepResult]]], None],
+        width: int | None = None,
+    ) -> None:
+        self._steps, self._step_id, self._await_all, self._width = steps, step_id, await_all, width
 
     def result(self) -> StepResult:
+        self._await_all(self._steps)
         results = _results(self._steps)
         ranks = tuple(each.ranks[0] for each in results if each.ranks)
         joined = results[0] if self._width is None else StepResult.of_lanes(self._step_id, results[:: self._width])
         joined.ranks = ranks
         return joined
+
+
+class _Patience:
+    """How long a step of several ranks is waited for: as long as any of them gets on."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds, self._since = timeout_seconds, time.monotonic()
+        self._seen: tuple[object, ...] = ()
+
+    def is_over(self, steps: Sequence[Future[StepResult]], whereabouts: tuple[object, ...]) -> bool:
+        ended = [step.done() for step in steps]
+        if self._seen != (seen := (ended, whereabouts)):
+            self._seen, self._since = seen, time.monotonic()
+        limit = LEAVE_SECONDS if any(map(_is_dead, steps)) else self._timeout_seconds + GRACE_SECONDS
+        return time.monotonic() - self._since > limit
+
+
+def _is_dead(step: Future[StepResult]) -> bool:
+    return step.done() and isinstance(step.exception(), EngineDeadError)
 
 
 class _AllLoads:

@@ -348,6 +348,12 @@ class ExternalExecutor:
     def check_alive(self) -> None:
         """Whoever has started the ranks watches them."""
 
+    def describe(self) -> str:
+        return self.worker.describe()
+
+    def late_ranks(self) -> str:
+        return ""
+
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return self.worker.use_idle_time(num_blocks_ever_used)
 

@@ -80,7 +80,7 @@ class EngineProcess:
         self._decoder = msgspec.msgpack.Decoder(EngineInput)
         self._stopping = False
         self._phase, self._phase_start_time = "", 0.0
-        self._core: EngineCore | None = None  # once it is started
+        self._started: StartedEngine | None = None
         self._closing = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
 
@@ -147,7 +147,8 @@ class EngineProcess:
         return 1
 
     def _serve(self, started: StartedEngine) -> None:
-        core = self._core = started.core
+        self._started, core = started, started.core
+        self._send(self._sign_of_life())  # the first one that names ranks
         while not self._stopping:
             if not core.has_work():
                 self._wait(started)
@@ -233,12 +234,20 @@ class EngineProcess:
             socket.connect(self._launch.output_address)
             encoder = msgspec.msgpack.Encoder()
             while True:
-                predicted = 0.0 if self._core is None else self._core.predicted_seconds
                 with suppress(zmq.Again):  # the front end has not read a thousand of them: it is stopped
-                    beat = EngineBeat(predicted, engine_index=self._launch.engine_index)
-                    socket.send(encoder.encode(beat), zmq.NOBLOCK)
+                    socket.send(encoder.encode(self._sign_of_life()), zmq.NOBLOCK)
                 if self._closing.wait(BEAT_SECONDS):
                     return
+
+    def _sign_of_life(self) -> EngineBeat:
+        started, config = self._started, self._launch.config
+        beat = EngineBeat(0.0, engine_index=self._launch.engine_index)
+        if started is not None:
+            beat.predicted_seconds = started.core.predicted_seconds
+            if config.num_ranks > 1:
+                beat.rank, beat.late_ranks = started.executor.describe(), started.executor.late_ranks()
+                beat.rank_timeout_seconds = config.distributed_timeout_seconds
+        return beat
 
     def close(self) -> None:
         self._closing.set()

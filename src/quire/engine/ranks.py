@@ -242,6 +242,7 @@ class OtherRank(ABC):
         with self._is_there():
             while isinstance(answer := decode_from_rank(connection.recv_bytes(MOST_MESSAGE_BYTES)), Report):
                 self._report = f", {answer.phase} {answer.share:.0%} {answer.detail}".rstrip()
+            self._report = ""
         if isinstance(answer, Failed):
             raise answer.error()
         return answer
@@ -280,6 +281,12 @@ class RankProcess(OtherRank):
         """One at a time: the result of the one before was asked for."""
         self.say(self.adapters, LoadAdapter(path, digest))
         return _LoadOfRank(self)
+
+    def give_up(self) -> None:
+        """It may hang, so it is ended too."""
+        super().give_up()
+        self._is_closing.set()
+        self._process.kill()
 
     def close(self) -> None:
         self._is_closing.set()
@@ -344,6 +351,10 @@ class Home:
         self._thread.join()
         self._peer.close()
 
+    def give_up(self) -> None:
+        """Nobody waits for the node any more."""
+        wire.end(self._peer)
+
     def is_lost(self) -> bool:
         """Whether the node has ended."""
         return not self._thread.is_alive()
@@ -375,6 +386,10 @@ class RemoteRank(OtherRank):
 
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
         raise AssertionError("resolve refuses adapters with stages, and another machine has other stages")
+
+    def give_up(self) -> None:
+        super().give_up()
+        self._home.give_up()
 
     def close(self) -> None:
         super().close()

@@ -149,6 +149,11 @@ class AsyncEngine:
         return min(reports, key=lambda report: report.stage) if reports and not self.is_ready else None
 
     @property
+    def failure(self) -> str | None:
+        """Why the last engine was lost, while the next one starts."""
+        return next((replica.failure for replica in self.replicas if replica.failure is not None), None)
+
+    @property
     def num_unfinished(self) -> int:
         """Requests without their last output."""
         return sum(replica.num_unfinished for replica in self.replicas)

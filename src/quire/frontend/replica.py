@@ -79,6 +79,7 @@ class Replica:
         self.is_ready = False  # its engine has produced a real token and has not failed
         self.progress: EngineProgress | None = None  # of a start, until the engine is ready
         self.error: QuireError | None = None  # the reason why no engine is left
+        self.failure: str | None = None  # why the last engine was lost, until the next one is ready
         self.records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)  # of the last steps
         self.admission = Admission()
         self._clock = clock
@@ -294,7 +295,7 @@ class Replica:
             case EngineReady():
                 if self.is_restarting and self.facts is not None:
                     self._restore(message, self.facts)
-                self.facts, self.is_ready, self.progress = message, True, None
+                self.facts, self.is_ready, self.progress, self.failure = message, True, None, None
                 self.output_processor.metrics.on_ready(message)
                 self.admission.on_ready(message)
                 self._take_targets()
@@ -317,13 +318,13 @@ class Replica:
             self.client.send(UnloadAdapter(digest, path))
         logger.info("the engine is ready again; %d requests are sent to it again", self.num_unfinished)
 
-    def on_lost(self, reason: FailureReason) -> None:
+    def on_lost(self, reason: FailureReason, why: str) -> None:
         """For the supervisor: the engine is gone with its results, and the next one starts.
 
         Requests without output that was handed on go to other replicas or wait for it, but only once. The others end
         now.
         """
-        was_ready, self.is_ready = self.is_ready, False
+        was_ready, self.is_ready, self.failure = self.is_ready, False, why
         self._lose_readings(EngineRestartedError("The engine failed while it read the adapter", fix="Load it again"))
         self.progress = EngineProgress("restart", 0.0, "the engine has failed", engine_index=self.index)
         if was_ready:

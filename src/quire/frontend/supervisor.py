@@ -71,15 +71,14 @@ class Watch:
         self._start_time = self._beat_time = self._step_time = now
         self._ready_time: float | None = None
         self._sends_beats = False
-        self._predicted_seconds = 0.0
+        self._beat = EngineBeat(0.0)
 
     def on_ready(self, now: float) -> None:
         """The engine has produced a token."""
         self._ready_time = self._beat_time = self._step_time = now
 
-    def on_beat(self, now: float, predicted_seconds: float) -> None:
-        """The engine sent a beat with the predicted time of its steps in flight."""
-        self._sends_beats, self._beat_time, self._predicted_seconds = True, now, predicted_seconds
+    def on_beat(self, now: float, beat: EngineBeat) -> None:
+        self._sends_beats, self._beat_time, self._beat = True, now, beat
 
     def on_step(self, now: float) -> None:
         """The engine ended a step, or it had no work until now."""
@@ -107,11 +106,29 @@ class Watch:
             return "start" if is_late or silence > limits.start_silence_seconds else None
         if self._sends_beats and silence > limits.silence_seconds:
             return "silent"
-        allowed = max(limits.min_step_seconds, limits.slow_step_factor * self._predicted_seconds)
-        if has_work and now - self._step_time > allowed:
+        if has_work and now - self._step_time > self._allowed_seconds:
             # A process that was stopped during a step may be found here first.
             return "silent" if self._sends_beats and silence > limits.silence_seconds / 2 else "stuck"
         return None
+
+    @property
+    def _allowed_seconds(self) -> float:
+        """For a step."""
+        return max(self._limits.min_step_seconds, self._limits.slow_step_factor * self._beat.predicted_seconds)
+
+    def describe(self, verdict: FailureReason, *, has_work: bool) -> str:
+        """What a verdict means, for people: with the ranks to blame, if the last beat has named them."""
+        limits, beat, what = self._limits, self._beat, _WHAT[verdict]
+        if verdict == "start" or not beat.rank:
+            return what
+        if verdict == "silent":
+            phase = "in a step" if has_work else "between steps"
+            return f"{what}: {beat.rank} has sent nothing for {limits.silence_seconds:g} s, {phase}"
+        return (
+            f"{what}: {beat.late_ranks or beat.rank}. A step may take {self._allowed_seconds:g} s "
+            f"({limits.slow_step_factor:g} times what is predicted, at least {limits.min_step_seconds:g} s), and a "
+            f"rank waits {beat.rank_timeout_seconds} s for another one (--distributed-timeout-seconds)"
+        )
 
 
 class RestartPolicy:
@@ -163,8 +180,8 @@ class SupervisedFrontEnd(Protocol):
         """Take a message. Raises EngineDeadError if the engine cannot be answered."""
         ...
 
-    def on_lost(self, reason: FailureReason) -> None:
-        """The engine is gone with all its results, and the next one starts."""
+    def on_lost(self, reason: FailureReason, why: str) -> None:
+        """The engine is gone with all its results, and the next one starts. `why` is for people."""
         ...
 
     def on_gone(self, error: QuireError) -> None:
@@ -225,7 +242,7 @@ class Supervisor:
                 message = await self.client.receive()
                 match message:
                     case EngineBeat():
-                        self.watch.on_beat(self._clock(), message.predicted_seconds)
+                        self.watch.on_beat(self._clock(), message)
                     case EngineFailed():
                         failed = failed or error_of(message.code, message.message)
                         if self.client.is_alive:
@@ -249,10 +266,12 @@ class Supervisor:
             now = self._clock()
             if loop.time() - before > self._limits.check_seconds + self._limits.silence_seconds / 5:
                 self.watch.forgive(now)
-            reason = self.watch.verdict(now, has_work=self._front_end.num_unfinished > 0)
+            has_work = self._front_end.num_unfinished > 0
+            reason = self.watch.verdict(now, has_work=has_work)
             if reason is not None and self.client.is_alive:
                 self._verdict = reason
-                self.client.mark_dead(_WHAT[reason] + (self._place() if reason == "start" else ""))
+                what = self.watch.describe(reason, has_work=has_work)
+                self.client.mark_dead(what + (self._place() if reason == "start" else ""))
 
     def _place(self) -> str:
         """Where a start was the last time that the engine told."""
@@ -271,7 +290,7 @@ class Supervisor:
             self.watch.on_start(self._clock())
             self._progress = None
             if delay is not None:
-                self._front_end.on_lost(reason)
+                self._front_end.on_lost(reason, error.message)
             self.client.close()
             await asyncio.to_thread(starter.kill)
             what = " ".join(filter(None, (error.message, starter.describe_end())))

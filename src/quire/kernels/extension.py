@@ -16,6 +16,7 @@ except ImportError as error:
     C = None
     WHY_NOT = "installed without a C++ compiler" if "cannot import name" in str(error) else str(error)
 GroupError: type[Exception] = RuntimeError if C is None else C.GroupError  # see distributed.group
+RankLate: type[Exception] = RuntimeError if C is None else C.RankLate
 StepVoid: type[Exception] = RuntimeError if C is None else C.StepVoid
 
 

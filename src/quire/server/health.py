@@ -15,14 +15,15 @@ from quire.server.state import ServerState, state_of
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Starting(msgspec.Struct, kw_only=True):
+class Starting(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Why the server is not ready: phase of the start (download, load, pack, warm up; before them, after a failure,
-    restart) and how much of it is done."""
+    restart) and how much of it is done. `failure`: what the last engine failed of."""
 
     error: ErrorDetail
     phase: str
     fraction: float
     detail: str
+    failure: str | None = None
 
 
 async def livez(request: Request) -> Response:
@@ -47,7 +48,13 @@ def _unavailable(state: ServerState, error: QuireError) -> Response:
     progress = state.engine.progress
     if state.engine.error is None and progress is not None:
         detail = ErrorDetail(message=error.message, type="service_unavailable_error", param=None, code=error.code)
-        body = Starting(error=detail, phase=progress.phase, fraction=progress.fraction, detail=progress.detail)
+        body = Starting(
+            error=detail,
+            phase=progress.phase,
+            fraction=progress.fraction,
+            detail=progress.detail,
+            failure=state.engine.failure,
+        )
         return Response(
             msgspec.json.encode(body), 503, {"retry-after": response.headers["retry-after"]}, "application/json"
         )

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from msgspec import structs
 
-from quire.distributed.group import AgreedError, GroupError, Ranks, StepVoid
+from quire.distributed.group import AgreedError, GroupError, RankLate, Ranks, StepVoid
 from quire.errors import EngineDeadError, MemoryPlanError, PeerLostError
 from quire.kernels import cpu, extension, gpu, gpu_facts
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, WorkerSettings
@@ -181,14 +181,12 @@ class DeviceWorker:
         if self._ranks is None:
             return self.runner.execute(batch)
         start, waited = time.perf_counter(), self._ranks.waited_seconds
-        for group in self._ranks.groups:
-            group.begin_step()
+        self._ranks.begin_step()
         with self._as_rank("a step", in_step=True):
             if self.runner.balancer is not None:
                 self.runner.balancer.begin_step()
             pending = self.runner.submit(batch if self.samples else _without_grammars(batch))
-        for group in self._ranks.groups:
-            group.end_step()
+        self._ranks.end_step()
         result = pending.result()
         result.ranks = ((time.perf_counter() - start, self._ranks.waited_seconds - waited),)
         return result
@@ -227,12 +225,7 @@ class DeviceWorker:
                 what = f"{type(error).__name__}: {error}"
                 raise EngineDeadError(f"Rank {ranks.rank} of {ranks.grid.size} failed in a step: {what}") from error
             try:
-                # All of them first: ranks of each group may wait for this one, and the group that is left first may
-                # wait for a rank that waits in another group.
-                for group in ranks.groups:
-                    group.void_step()
-                for group in ranks.groups:
-                    group.leave_step()
+                ranks.leave_step()
             except GroupError as lost:
                 ranks.fail()
                 raise _lost(ranks, phase, lost) from error
@@ -265,6 +258,12 @@ class DeviceWorker:
         if self._ranks is not None:
             self._ranks.fail()
 
+    def whereabouts(self) -> tuple[object, ...]:
+        return () if self._ranks is None else self._ranks.whereabouts.all()
+
+    def late(self, pending: Sequence[int]) -> dict[int, str]:
+        return {} if self._ranks is None else self._ranks.whereabouts.late(pending)
+
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         """Takes memory of the KV cache that will be needed soon."""
         return self._prefault.step(num_blocks_ever_used)
@@ -277,8 +276,13 @@ def _dispatch(ranks: Ranks | None) -> Dispatch | None:
     return Dispatch(ranks.everyone, ranks.grid.lane(ranks.rank), ranks.grid.width)
 
 
-def _lost(ranks: Ranks | None, phase: str, error: Exception) -> PeerLostError:
-    return PeerLostError(f"Rank {0 if ranks is None else ranks.rank} cannot go on with {phase}: {error}")
+def _lost(ranks: Ranks | None, phase: str, error: Exception) -> EngineDeadError:
+    what = f"Rank {0 if ranks is None else ranks.rank} cannot go on with {phase}: {error}"
+    late = ranks.failing.failed_rank if ranks is not None and isinstance(error, RankLate) else None
+    if ranks is None or late is None:
+        return PeerLostError(what)
+    where = ranks.whereabouts
+    return EngineDeadError(f"{what}. Rank {late} ({where.name(late)}) {where.doing(late)}")
 
 
 def _may_leave(ranks: Ranks, error: Exception) -> bool:

@@ -1,0 +1,99 @@
+"""Where the ranks of a machine are in their steps: who has waited for too long can say for whom, and what that does."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.kernels import extension
+
+
+class Place(NamedTuple):
+    """Of a rank.
+
+    Attributes:
+        pid: of its process; 0: it is on another machine, or has not come.
+        begun: the number of its last step, from 1 on; 0: none.
+        ended: the last step that it has ended, or left.
+        turns: exchanges that it has come to since its last step began.
+        awaited: the rank that it waits for; -1: none.
+    """
+
+    pid: int
+    begun: int
+    ended: int
+    turns: int
+    awaited: int
+
+
+class Whereabouts:
+    """What a rank tells about itself, and sees of the others on its machine. Any thread may look.
+
+    Args:
+        memory: file descriptor of shared_memory.make_memory.
+        rank: of this process.
+        others: the ranks of this machine.
+    """
+
+    def __init__(self, memory: int, rank: int, others: Sequence[int]) -> None:
+        self._rank, self._others = rank, others
+        self._shared = extension.require("A model that ranks share").Whereabouts(memory, rank)
+
+    def begin_step(self) -> None:
+        self._shared.begin_step()
+
+    def end_step(self) -> None:
+        """It has ended the step, or left it."""
+        self._shared.end_step()
+
+    def wait_for(self, rank: int | None) -> None:
+        """On another machine. In the memory that ranks share, they tell this themselves."""
+        self._shared.wait_for(-1 if rank is None else rank)
+
+    def all(self) -> tuple[Place, ...]:
+        """Of the ranks of this machine. It changes while any of them gets on."""
+        return tuple(self._of(rank) for rank in self._others)
+
+    def _of(self, rank: int) -> Place:
+        return Place(*self._shared.of(rank))
+
+    def late(self, pending: Sequence[int]) -> dict[int, str]:
+        """The ranks that others wait for, and what each does.
+
+        Args:
+            pending: ranks that have not ended what they were told to do.
+        """
+        here = [rank for rank in pending if rank in self._others]
+        to_blame = sorted({self._last(rank) for rank in here or pending})
+        return {rank: self.doing(rank) for rank in to_blame}
+
+    def _last(self, rank: int) -> int:
+        """Of those that wait for each other: it waits for nobody, or for one that has been seen."""
+        seen: set[int] = set()
+        while rank in self._others and rank not in seen and (awaited := self._of(rank).awaited) >= 0:
+            seen.add(rank)
+            rank = awaited
+        return rank
+
+    def name(self, rank: int) -> str:
+        """Where its process is, for people."""
+        pid = self._of(rank).pid if rank in self._others else 0
+        return f"process {pid} on {platform.node()}" if pid else "on another machine"
+
+    def doing(self, rank: int) -> str:
+        """What it does, for people."""
+        if rank not in self._others:
+            return "has sent nothing"
+        newest, place = max(each.begun for each in self.all()), self._of(rank)
+        if not newest:
+            return f"is in its start, behind {_exchanges(place.turns)}"
+        if place.begun < newest:
+            return f"has not begun step {newest}"
+        if place.begun == place.ended:
+            return f"has computed step {newest}, and does not answer"
+        return f"is in step {newest}, behind {_exchanges(place.turns)}"
+
+
+def _exchanges(count: int) -> str:
+    return f"{count} exchange{'s' * (count != 1)}"

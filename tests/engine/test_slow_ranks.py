@@ -1,0 +1,147 @@
+"""A rank that hangs in a step: at the limit the engine ends, and names it, what it does, and the setting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire.engine import executor, rank_spawn, ranks
+from quire.engine.start import StartedEngine
+from quire.errors import EngineDeadError
+from quire.kernels import cpu
+from quire.sampling_params import SamplingParams
+from quire.schedule import ScheduledBatch, StepResult
+from quire.worker.worker import DeviceWorker
+from tests.engine.harness import Prompt, run
+from tests.engine.ranks import started
+from tests.engine.test_rank_processes import _children, in_processes, process_of, wait_for
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
+
+SHARES = ["tensor_parallel_size", "pipeline_parallel_size"]
+WITHIN = 5.0  # seconds behind the limit
+ENDLESS = Prompt((5, 7, 9), SamplingParams(temperature=0.0, max_tokens=120, min_tokens=120))
+HANGING = """
+import threading
+from quire.engine import rank_process
+from quire.worker.worker import DeviceWorker
+execute, steps = DeviceWorker.execute, []
+def hang(worker, batch):
+    steps.append(batch)
+    result = execute(worker, batch) if {is_behind} or len(steps) < 40 else None
+    if len(steps) == 40:
+        threading.Event().wait()
+    return result
+DeviceWorker.execute = hang
+rank_process.main()
+"""
+
+
+def check_that_it_is_named(engine: StartedEngine, what: str, hit: Any = None) -> None:
+    """Within a limit of a second, and what follows."""
+    last = time.monotonic()
+
+    def note(core: Any, step: int) -> None:
+        nonlocal last
+        last = time.monotonic()
+        if hit is not None and step == 20:
+            hit()
+
+    with pytest.raises(EngineDeadError, match=what):
+        run(engine.core, [ENDLESS], before_step=note)
+    assert time.monotonic() - last < 1.0 + WITHIN
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_rank_that_stands_still_in_a_step(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nobody could see that it was stopped: a debugger, a frozen container, a disk that does not answer."""
+    monkeypatch.setattr(ranks, "is_stopped", lambda pid: False)
+    engine = in_processes(**{share: 2}, distributed_timeout_seconds=1)
+    process = process_of(engine)
+    where = rf"Rank 1 \(process {process.pid} on .+\) (is in step \d+, behind \d+ exchanges?|has not begun step \d+)"
+    check_that_it_is_named(
+        engine,
+        r"^Rank 0 cannot go on with a step: rank 1 did not come within 1 s \(--distributed-timeout-seconds\)\. "
+        + where,
+        lambda: os.kill(process.pid, signal.SIGSTOP),
+    )
+    engine.core.shutdown()
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("is_behind", "what"),
+    [
+        (
+            False,
+            r"^Rank 0 cannot go on with a step: rank 1 did not come within 1 s \(--distributed-timeout-seconds\)\. "
+            r"Rank 1 \(process \d+ on .+\) has not begun step \d+",
+        ),
+        (
+            True,
+            r"^Rank 1 of 2 \(process \d+ on .+\) has computed step \d+, and does not answer, and has not got on for "
+            r"1 s \(--distributed-timeout-seconds\)",
+        ),
+    ],
+)
+def test_a_rank_that_hangs_beside_its_exchanges(is_behind: bool, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first one of a step, where the other rank notices it, and behind the last one, where none does."""
+    monkeypatch.setattr(rank_spawn, "PROGRAM", ("-c", HANGING.format(is_behind=is_behind)))
+    engine = in_processes(tensor_parallel_size=2, distributed_timeout_seconds=1)
+    check_that_it_is_named(engine, what)
+    engine.core.shutdown()
+    assert wait_for(lambda: not _children())
+
+
+@pytest.fixture
+def over() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_the_first_rank_hangs(over: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the engine's own process: the other one says so, and the engine does not wait for the first one."""
+    engine = in_processes(tensor_parallel_size=2, distributed_timeout_seconds=1)
+    execute, steps = DeviceWorker.execute, list[int]()
+
+    def hang(worker: DeviceWorker, batch: ScheduledBatch) -> StepResult:
+        steps.append(batch.step_id)
+        if len(steps) == 20:
+            over.wait()
+        return execute(worker, batch)
+
+    monkeypatch.setattr(DeviceWorker, "execute", hang)
+    check_that_it_is_named(
+        engine,
+        r"^Rank 1 cannot go on with a step: rank 0 did not come within 1 s \(--distributed-timeout-seconds\)\. "
+        rf"Rank 0 \(process {os.getpid()} on .+\) has not begun step \d+",
+    )
+    engine.core.shutdown()
+
+
+def test_a_slow_step_that_gets_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of more seconds than the limit, none of which is spent waiting for one exchange."""
+    engine = started(2, distributed_timeout_seconds=1)
+    monkeypatch.setattr(executor, "GRACE_SECONDS", 0.0)
+    expected = run(engine.core, [ENDLESS])
+    (group, _) = (worker._ranks.group for worker in engine.executor.workers)  # type: ignore[attr-defined]
+    gather, slow = type(group).gather, list[float]()
+
+    def slowly(self: Any, *arguments: Any) -> Any:
+        if len(slow) < 4:
+            slow.append(time.monotonic())
+            time.sleep(0.6)
+        return gather(self, *arguments)
+
+    monkeypatch.setattr(type(group), "gather", slowly)
+    start = time.monotonic()
+    assert run(engine.core, [ENDLESS]) == expected
+    assert slow[0] - start < 0.6 < 1.0 < slow[-1] + 0.6 - start, "the first step was not slow"
+    engine.core.shutdown()
