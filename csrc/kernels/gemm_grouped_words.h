@@ -160,7 +160,7 @@ inline void add_wide(const Quads<kRows, true>& x, int64_t first, int64_t count, 
   // Quads at once: of 2, 4, 8 and 32, 8 were best for 4 to 32 rows, and 2 for one (Zen 3).
   constexpr int64_t kFetched = 2 * kPanelWidth / (kVectors * kLanes);
   for (const int64_t last = first + count; first < last; first += kUnit, w += kUnit * kQuadBytes) {
-    if (kFetched == kUnit || first % kFetched == 0) share.fetch(calls_of<Codes::bytes>(kFetched));
+    if (kFetched == kUnit || first % kFetched == 0) share.fetch(static_cast<int>(std::min(kFetched, last - first)));
 #pragma GCC unroll 4
     for (int i = 0; i < 2 * kUnit; ++i) {
       const uint8_t* const from = w + i / 2 * kQuadBytes;

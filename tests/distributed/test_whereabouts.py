@@ -61,8 +61,14 @@ def test_what_a_rank_does() -> None:
         gather(first)
         other.result()
     assert where.doing(1) == "is in step 1, behind 1 exchange"
+    first.end_step()
+    first.begin_step()
+    assert where.doing(1) == "is in step 1, behind 1 exchange", "another stage is in the next one"
     second.end_step()
-    assert where.doing(1) == "has computed step 1, and does not answer"
+    assert where.doing(1) == "has not begun step 2"
+    second.begin_step()
+    second.end_step()
+    assert where.doing(1) == "has computed step 2, and does not answer"
     assert [place.awaited for place in where.all()] == [-1, -1]
 
 
@@ -81,7 +87,7 @@ def test_a_step_that_is_left_has_ended() -> None:
 
 def test_of_ranks_that_wait_for_each_other_the_last_one_is_late() -> None:
     """Rank 0 waits for rank 2 of the stage before, which waits for rank 3 of its own stage."""
-    ranks = ranks_of(Grid(2, 2), timeout_seconds=1.0)
+    ranks = ranks_of(Grid(2, 2), timeout_seconds=3.0)
     before = ranks[0].before
     assert before is not None
     caught: list[BaseException] = []
@@ -100,7 +106,7 @@ def test_of_ranks_that_wait_for_each_other_the_last_one_is_late() -> None:
     assert ranks[1].whereabouts.late([0, 2, 3]).keys() == {3}
     receiving.join()
     waiting.join()
-    assert str(caught[0]) == "rank 3 did not come within 1 s (--distributed-timeout-seconds)"
+    assert str(caught[0]) == "rank 3 did not come within 3 s (--distributed-timeout-seconds)"
     assert [each.failing.failed_rank for each in ranks] == [3] * 4
 
 

@@ -83,6 +83,8 @@ def predict(cost: CostModel, load: Load) -> StepTime:
 def main() -> int:
     from tests.e2e import light_engine
 
+    process.BEAT_SECONDS = 0.1
+    CostModel.predict = predict  # type: ignore[method-assign]
     if sys.argv[2] == "ranks":
         rank_spawn.PROGRAM = (str(Path(__file__).with_name("sabotaged_rank.py")), sys.argv[1])
         return process.main(int(sys.argv[-1]))
@@ -98,8 +100,6 @@ def main() -> int:
         worker = DeviceWorker
         worker.submit = light_engine.LightWorker.submit  # which is execute(), at once
     worker.execute = sabotaged(worker.execute)
-    process.BEAT_SECONDS = 0.1
-    CostModel.predict = predict  # type: ignore[method-assign]
     return process.main()
 
 

@@ -25,7 +25,8 @@ from tests.engine.test_rank_processes import _children, in_processes, process_of
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
 SHARES = ["tensor_parallel_size", "pipeline_parallel_size"]
-WITHIN = 5.0  # seconds behind the limit
+LIMIT = 3  # seconds: a start has to end its exchanges in it too
+WITHIN = 10.0  # seconds behind the limit
 ENDLESS = Prompt((5, 7, 9), SamplingParams(temperature=0.0, max_tokens=120, min_tokens=120))
 HANGING = """
 import threading
@@ -44,7 +45,7 @@ rank_process.main()
 
 
 def check_that_it_is_named(engine: StartedEngine, what: str, hit: Any = None) -> None:
-    """Within a limit of a second, and what follows."""
+    """Within the limit, and what follows."""
     last = time.monotonic()
 
     def note(core: Any, step: int) -> None:
@@ -55,19 +56,19 @@ def check_that_it_is_named(engine: StartedEngine, what: str, hit: Any = None) ->
 
     with pytest.raises(EngineDeadError, match=what):
         run(engine.core, [ENDLESS], before_step=note)
-    assert time.monotonic() - last < 1.0 + WITHIN
+    assert time.monotonic() - last < LIMIT + WITHIN
 
 
 @pytest.mark.parametrize("share", SHARES)
 def test_a_rank_that_stands_still_in_a_step(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if nobody could see that it was stopped: a debugger, a frozen container, a disk that does not answer."""
     monkeypatch.setattr(ranks, "is_stopped", lambda pid: False)
-    engine = in_processes(**{share: 2}, distributed_timeout_seconds=1)
+    engine = in_processes(**{share: 2}, distributed_timeout_seconds=LIMIT)
     process = process_of(engine)
     where = rf"Rank 1 \(process {process.pid} on .+\) (is in step \d+, behind \d+ exchanges?|has not begun step \d+)"
     check_that_it_is_named(
         engine,
-        r"^Rank 0 cannot go on with a step: rank 1 did not come within 1 s \(--distributed-timeout-seconds\)\. "
+        r"^Rank 0 cannot go on with a step: rank 1 did not come within 3 s \(--distributed-timeout-seconds\)\. "
         + where,
         lambda: os.kill(process.pid, signal.SIGSTOP),
     )
@@ -80,20 +81,20 @@ def test_a_rank_that_stands_still_in_a_step(share: str, monkeypatch: pytest.Monk
     [
         (
             False,
-            r"^Rank 0 cannot go on with a step: rank 1 did not come within 1 s \(--distributed-timeout-seconds\)\. "
+            r"^Rank 0 cannot go on with a step: rank 1 did not come within 3 s \(--distributed-timeout-seconds\)\. "
             r"Rank 1 \(process \d+ on .+\) has not begun step \d+",
         ),
         (
             True,
             r"^Rank 1 of 2 \(process \d+ on .+\) has computed step \d+, and does not answer, and has not got on for "
-            r"1 s \(--distributed-timeout-seconds\)",
+            r"3 s \(--distributed-timeout-seconds\)",
         ),
     ],
 )
 def test_a_rank_that_hangs_beside_its_exchanges(is_behind: bool, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first one of a step, where the other rank notices it, and behind the last one, where none does."""
     monkeypatch.setattr(rank_spawn, "PROGRAM", ("-c", HANGING.format(is_behind=is_behind)))
-    engine = in_processes(tensor_parallel_size=2, distributed_timeout_seconds=1)
+    engine = in_processes(tensor_parallel_size=2, distributed_timeout_seconds=LIMIT)
     check_that_it_is_named(engine, what)
     engine.core.shutdown()
     assert wait_for(lambda: not _children())
@@ -108,7 +109,7 @@ def over() -> Iterator[threading.Event]:
 
 def test_the_first_rank_hangs(over: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the engine's own process: the other one says so, and the engine does not wait for the first one."""
-    engine = in_processes(tensor_parallel_size=2, distributed_timeout_seconds=1)
+    engine = in_processes(tensor_parallel_size=2, distributed_timeout_seconds=LIMIT)
     execute, steps = DeviceWorker.execute, list[int]()
 
     def hang(worker: DeviceWorker, batch: ScheduledBatch) -> StepResult:
@@ -120,7 +121,7 @@ def test_the_first_rank_hangs(over: threading.Event, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(DeviceWorker, "execute", hang)
     check_that_it_is_named(
         engine,
-        r"^Rank 1 cannot go on with a step: rank 0 did not come within 1 s \(--distributed-timeout-seconds\)\. "
+        r"^Rank 1 cannot go on with a step: rank 0 did not come within 3 s \(--distributed-timeout-seconds\)\. "
         rf"Rank 0 \(process {os.getpid()} on .+\) has not begun step \d+",
     )
     engine.core.shutdown()
@@ -128,14 +129,14 @@ def test_the_first_rank_hangs(over: threading.Event, monkeypatch: pytest.MonkeyP
 
 def test_a_slow_step_that_gets_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of more seconds than the limit, none of which is spent waiting for one exchange."""
-    engine = started(2, distributed_timeout_seconds=1)
+    engine = started(2, distributed_timeout_seconds=LIMIT)
     monkeypatch.setattr(executor, "GRACE_SECONDS", 0.0)
     expected = run(engine.core, [ENDLESS])
     (group, _) = (worker._ranks.group for worker in engine.executor.workers)  # type: ignore[attr-defined]
     gather, slow = type(group).gather, list[float]()
 
     def slowly(self: Any, *arguments: Any) -> Any:
-        if len(slow) < 4:
+        if len(slow) < 14:
             slow.append(time.monotonic())
             time.sleep(0.6)
         return gather(self, *arguments)
@@ -143,5 +144,5 @@ def test_a_slow_step_that_gets_on_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(type(group), "gather", slowly)
     start = time.monotonic()
     assert run(engine.core, [ENDLESS]) == expected
-    assert slow[0] - start < 0.6 < 1.0 < slow[-1] + 0.6 - start, "the first step was not slow"
+    assert slow[0] - start < 1.0 < LIMIT + 1.0 < slow[-1] + 0.6 - start, "the first step was not slow"
     engine.core.shutdown()

@@ -77,15 +77,17 @@ def test_ranks_that_are_late_are_named() -> None:
     watch.on_beat(
         1.0, EngineBeat(2.0, rank="Rank 0 of 2 (here)", late_ranks="Rank 1 of 2 (there) hangs", rank_timeout_seconds=9)
     )
-    assert watch.describe("stuck", has_work=True) == (
+    assert watch.describe("stuck", 11.2, has_work=True) == (
         "The engine has not finished a step for too long: Rank 1 of 2 (there) hangs. A step may take 40 s (20 times "
         "what is predicted, at least 10 s), and a rank waits 9 s for another one (--distributed-timeout-seconds)"
     )
     silent = "The engine process gives no sign of life: Rank 0 of 2 (here) has sent nothing for 10 s, "
-    assert watch.describe("silent", has_work=True) == silent + "in a step"
-    assert watch.describe("silent", has_work=False) == silent + "between steps"
+    assert watch.describe("silent", 11.2, has_work=True) == silent + "in a step"
+    assert watch.describe("silent", 11.2, has_work=False) == silent + "between steps"
     watch.on_beat(2.0, EngineBeat(2.0))
-    assert watch.describe("stuck", has_work=True) == "The engine has not finished a step for too long", "of one rank"
+    assert watch.describe("stuck", 11.2, has_work=True) == "The engine has not finished a step for too long", (
+        "of one rank"
+    )
 
 
 def test_the_limits_notice_within_fifteen_seconds() -> None:

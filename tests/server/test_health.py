@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 
+import httpx
 import pytest
 
 from quire import __version__
@@ -42,6 +43,17 @@ def test_start():
         assert server.http.get("/health").status_code == 200
         assert server.chat(max_tokens=1).status_code == 200
         assert server.http.get("/v1/models").json()["data"][0]["max_model_len"] == 1024
+
+
+def test_why_an_engine_was_lost_is_told_to_those_with_a_key():
+    """It names processes and machines."""
+    with RunningServer(EchoClient(is_ready=False), waits_for_engine=False, api_keys=("key",)) as server:
+        server.run(lambda: server.client.push(EngineProgress("load", 0.25)))
+        server.wait_for(lambda: server.engine.progress is not None, "the progress message")
+        server.engine.replicas[0].failure = "Rank 1 of 2 (process 7 on here) hangs"
+        for path in ("/health", "/readyz"):
+            assert server.http.get(path).json()["failure"] == "Rank 1 of 2 (process 7 on here) hangs"
+            assert "failure" not in httpx.get(server.url + path).json()
 
 
 def test_failed_start():

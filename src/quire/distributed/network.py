@@ -29,10 +29,12 @@ class SocketLink:
         self.waited_seconds = 0.0
 
     def send(self, rows_TD: Tensor) -> None:
+        self._whereabouts.wait_for(self._rank)  # which may not take them
         try:
             wire.send(self._peer, rows_TD.contiguous().view(torch.uint8).numpy().reshape(-1).data)
         except OSError as error:
             raise self._error(error) from error
+        self._whereabouts.wait_for(None)
 
     def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         rows_TD = torch.empty((num_rows, width), dtype=dtype)

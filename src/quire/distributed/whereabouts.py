@@ -88,11 +88,11 @@ class Whereabouts:
         newest, place = max(each.begun for each in self.all()), self._of(rank)
         if not newest:
             return f"is in its start, behind {_exchanges(place.turns)}"
+        if place.begun != place.ended:
+            return f"is in step {place.begun}, behind {_exchanges(place.turns)}"
         if place.begun < newest:
             return f"has not begun step {newest}"
-        if place.begun == place.ended:
-            return f"has computed step {newest}, and does not answer"
-        return f"is in step {newest}, behind {_exchanges(place.turns)}"
+        return f"has computed step {newest}, and does not answer"
 
 
 def _exchanges(count: int) -> str:

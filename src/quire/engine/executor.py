@@ -148,9 +148,11 @@ class ThreadExecutor(InlineExecutor):
         self._awaited = ()
 
     def _give_up(self, steps: Sequence[Future[StepResult]]) -> None:
-        """Raises EngineDeadError: of a rank that has failed, or of those that are late."""
+        """Raises EngineDeadError: of a rank that has failed, or of those that are late, if any is."""
         late = self.late_ranks()
         self._given_up = {rank for rank, step in enumerate(steps) if not step.done()}
+        if not self._given_up:
+            return  # the last one has just come
         dead = [step for step in steps if _is_dead(step)]
         for rank in sorted(self._given_up):
             self.workers[rank].give_up()
@@ -173,7 +175,8 @@ class ThreadExecutor(InlineExecutor):
         late = wait(pending, self._ready_by - time.monotonic()).not_done
         if not late:
             return
-        workers = [worker for worker, each in zip(self.workers, pending, strict=True) if each in late]
+        self._given_up = {rank for rank, each in enumerate(pending) if each in late}
+        workers = [self.workers[rank] for rank in sorted(self._given_up)]
         for worker in workers:
             worker.give_up()
         limit = envs.ENGINE_READY_TIMEOUT_S

@@ -116,14 +116,14 @@ class Watch:
         """For a step."""
         return max(self._limits.min_step_seconds, self._limits.slow_step_factor * self._beat.predicted_seconds)
 
-    def describe(self, verdict: FailureReason, *, has_work: bool) -> str:
+    def describe(self, verdict: FailureReason, now: float, *, has_work: bool) -> str:
         """What a verdict means, for people: with the ranks to blame, if the last beat has named them."""
         limits, beat, what = self._limits, self._beat, _WHAT[verdict]
         if verdict == "start" or not beat.rank:
             return what
         if verdict == "silent":
             phase = "in a step" if has_work else "between steps"
-            return f"{what}: {beat.rank} has sent nothing for {limits.silence_seconds:g} s, {phase}"
+            return f"{what}: {beat.rank} has sent nothing for {now - self._beat_time:.0f} s, {phase}"
         return (
             f"{what}: {beat.late_ranks or beat.rank}. A step may take {self._allowed_seconds:g} s "
             f"({limits.slow_step_factor:g} times what is predicted, at least {limits.min_step_seconds:g} s), and a "
@@ -270,7 +270,7 @@ class Supervisor:
             reason = self.watch.verdict(now, has_work=has_work)
             if reason is not None and self.client.is_alive:
                 self._verdict = reason
-                what = self.watch.describe(reason, has_work=has_work)
+                what = self.watch.describe(reason, now, has_work=has_work)
                 self.client.mark_dead(what + (self._place() if reason == "start" else ""))
 
     def _place(self) -> str:

@@ -15,6 +15,7 @@ from quire.server.errors import HttpError, error_response
 # Everything else needs the key, including paths that do not exist: a route added later is guarded without being listed.
 # The page at / and its files are the same for everybody and hold no data: it asks its reader for the key.
 PUBLIC_PATHS = frozenset(("/", "/health", "/livez", "/ping", "/readyz", *page.FILES))
+MAY_BE_TOLD = "quire.may_be_told"  # of a scope with such a path: whether the caller might open the others
 
 
 def check_api_keys(api_keys: Sequence[str]) -> None:
@@ -51,7 +52,11 @@ class AccessControl:
         self._allowed_hosts = frozenset(host.lower().strip("[]") for host in allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in PUBLIC_PATHS):
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] in PUBLIC_PATHS:
+            headers = scope["headers"]
+            scope[MAY_BE_TOLD] = self._is_host_allowed(headers) and self._has_key(headers)
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})  # there is no such route

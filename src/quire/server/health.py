@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.errors import EngineDeadError, QuireError
+from quire.server.auth import MAY_BE_TOLD
 from quire.server.errors import HttpError, error_response
 from quire.server.protocol.common import ErrorDetail
 from quire.server.state import ServerState, state_of
@@ -17,7 +18,7 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 class Starting(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Why the server is not ready: phase of the start (download, load, pack, warm up; before them, after a failure,
-    restart) and how much of it is done. `failure`: what the last engine failed of."""
+    restart) and how much of it is done. `failure`: what the last engine failed of, for those with a key."""
 
     error: ErrorDetail
     phase: str
@@ -38,11 +39,11 @@ async def readyz(request: Request) -> Response:
         state.check_accepting()
         state.engine.check_running()
     except QuireError as error:
-        return _unavailable(state, error)
+        return _unavailable(request, state, error)
     return _json(b'{"status":"ready"}')
 
 
-def _unavailable(state: ServerState, error: QuireError) -> Response:
+def _unavailable(request: Request, state: ServerState, error: QuireError) -> Response:
     """503, with the phase if the engine is starting."""
     response = error_response(error)
     progress = state.engine.progress
@@ -53,7 +54,7 @@ def _unavailable(state: ServerState, error: QuireError) -> Response:
             phase=progress.phase,
             fraction=progress.fraction,
             detail=progress.detail,
-            failure=state.engine.failure,
+            failure=state.engine.failure if request.scope.get(MAY_BE_TOLD) else None,
         )
         return Response(
             msgspec.json.encode(body), 503, {"retry-after": response.headers["retry-after"]}, "application/json"
@@ -69,7 +70,7 @@ async def health(request: Request) -> Response:
     try:
         state.engine.check_running()
     except QuireError as error:
-        return _unavailable(state, error)
+        return _unavailable(request, state, error)
     return error_response(EngineDeadError("The engine does not answer in time", fix="Retry in a few seconds"))
 
 
