@@ -143,6 +143,8 @@ def structs() -> set[str]:
         "SharedTexts",
         "SharedGroup",
         "GroupError",
+        "RankLate",
+        "Whereabouts",
         "StepVoid",
         "Gather",
         "Exchange",

@@ -46,7 +46,7 @@ NO_KERNELS = {
     *("KernelCall", "KvCache", "AttentionRule", "HeadRotation", "GroupedForm", "PackedWeight", "LoraTable"),
     *("NgramIndex", "SuffixIndex", "SharedTexts"),  # of text: they draft
     # between processes: benchmarks of several ranks time them
-    *("SharedGroup", "GroupError", "StepVoid", "Gather", "Exchange", "SharedAttention"),
+    *("SharedGroup", "Whereabouts", "GroupError", "RankLate", "StepVoid", "Gather", "Exchange", "SharedAttention"),
     *("RoutingRule", "ExpertStack"),
     *("gemm_packed_bytes", "gemm_grouped_packed_bytes", "gemm_fp8_packed_bytes"),
     *("read_bandwidth", "peak_flops", "peak_int8_ops"),
