@@ -109,15 +109,27 @@ def test_whitespace_and_further_properties() -> None:
     assert '"whitespace_pattern"' in grammar_text(Structured(json=schema, whitespace_pattern=" ?"))
 
 
-def test_a_constraint_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_be_used_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is refused is refused again."""
     checks: list[None] = []
     monkeypatch.setattr(text, "parser_limits", lambda: checks.append(None) or parser_limits())
     for _ in range(2):
-        grammar_text(Structured(regex="checked once"))
+        grammar_text(Structured(regex="made once"))
         with pytest.raises(InvalidRequestError, match="#/not"):
-            grammar_text(Structured(json={"not": {"const": "checked once"}}))
-    assert len(checks) == 2
+            grammar_text(Structured(json={"not": {"const": "made once"}}))
+    assert len(checks) == 1 + 2
+
+
+def test_a_kept_grammar_is_of_the_same_constraint() -> None:
+    """Of the same types in it, the same options, and the same special tokens where it has some."""
+    assert '"const":1' in grammar_text(Structured(json={"const": 1}))
+    assert '"const":true' in grammar_text(Structured(json={"const": True}))
+    assert '"const":null' in grammar_text(Structured(json={"const": None}))
+    with pytest.raises(InvalidRequestError):
+        grammar_text(Structured(json={"const": float("nan")}))
+    for options in ({}, {"reasoning_end": ["</t>"]}, {"reasoning_start": ["<t>"], "reasoning_end": ["</t>"]}):
+        texts = {grammar_text(Structured(regex="a", **options), ids) for ids in ({}, {"</t>": 7}, {"</t>": 8})}
+        assert len(texts) == (3 if options else 1)
 
 
 def test_what_nothing_else_evaluates() -> None:

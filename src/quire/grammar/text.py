@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from quire.errors import InvalidRequestError
 from quire.grammar.kept import Kept
 from quire.grammar.limits import parser_limits
@@ -31,8 +33,8 @@ _APPLICATORS = {
     "oneOf", "then",
 }  # fmt: skip
 _NAMED_SCHEMAS = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
-# What llguidance says against grammars, "": they can be used. A check of a schema of 200 keys takes 6 ms.
-_objections: Kept[str] = Kept(16 << 20, lambda text, objection: 4 * (len(text) + len(objection)))
+# Grammars by what was asked for. To make and check that of a schema of 200 keys takes 9 ms.
+_grammars: Kept[str] = Kept(16 << 20, lambda asked, grammar: 4 * (len(asked) + len(grammar)))
 
 
 def grammar_text(asked: StructuredOutputsParams, special_ids: Mapping[str, int] = MappingProxyType({})) -> str:
@@ -43,6 +45,22 @@ def grammar_text(asked: StructuredOutputsParams, special_ids: Mapping[str, int] 
     Args:
         special_ids: of special tokens, which are no text for a grammar.
     """
+    key = _key(asked, special_ids)
+    if (text := _grammars.get(key)) is None:
+        text = _make(asked, special_ids)
+        _grammars.put(key, text)
+    return text
+
+
+def _key(asked: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str:
+    tags = dict(special_ids) if asked.structural_tag is not None or asked.reasoning_end else None
+    try:
+        return json.dumps([msgspec.structs.astuple(asked), tags])
+    except (TypeError, ValueError, RecursionError):  # refused when it is made
+        return ""
+
+
+def _make(asked: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str:
     from llguidance import LLMatcher
 
     if asked.json is not None or asked.json_object:
@@ -64,25 +82,14 @@ def grammar_text(asked: StructuredOutputsParams, special_ids: Mapping[str, int] 
     else:
         assert asked.structural_tag is not None
         text = _structural_tag(asked.structural_tag, {})  # checked without its special tokens
-    if objection := _objection(text):
+    _, objections = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
+    if objection := next(iter(objections), ""):
         raise _refusal(asked.kind, objection if asked.json is None else _reason(objection, schema))
     if asked.structural_tag is not None:
         text = _structural_tag(asked.structural_tag, special_ids)
     if asked.reasoning_end:
         return _behind_reasoning(text, asked.reasoning_start or [], asked.reasoning_end, special_ids)
     return text
-
-
-def _objection(text: str) -> str:
-    """What llguidance says against a grammar; "": it can be used."""
-    if (kept := _objections.get(text)) is not None:
-        return kept
-    from llguidance import LLMatcher
-
-    _, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
-    objection = messages[0] if messages else ""
-    _objections.put(text, objection)
-    return objection
 
 
 def _behind_reasoning(text: str, start: Sequence[str], end: Sequence[str], special_ids: Mapping[str, int]) -> str:
