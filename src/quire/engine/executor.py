@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
 from quire import envs
 from quire.distributed.group import StepVoid
+from quire.engine.worker_thread import WorkerThread
 from quire.errors import AdapterChangedError, EngineDeadError, PeerLostError, QuireError
 from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, Workers, WorkerSettings
 from quire.logs import get_logger
@@ -113,9 +114,7 @@ class ThreadExecutor(InlineExecutor):
         self._given_up: set[int] = set()
         start_time = time.monotonic() if start_time is None else start_time
         self._ready_by = start_time + envs.ENGINE_READY_TIMEOUT_S.get()
-        self._threads = [
-            ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"quire-worker-{rank}") for rank in range(len(workers))
-        ]
+        self._threads = [WorkerThread(f"quire-worker-{rank}") for rank in range(len(workers))]
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         steps = [

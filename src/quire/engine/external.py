@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +34,7 @@ from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.node_process import connect_node
 from quire.engine.nodes import let_in, links_in
 from quire.engine.rank_messages import Answer, Failed, FromRank, decode_from_rank, encode
+from quire.engine.worker_thread import WorkerThread
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, PeerLostError
 from quire.life_cycle import CacheSize, FirstWorker, Measured, WorkerSettings
 from quire.lora.facts import AdapterFacts
@@ -316,7 +317,7 @@ class ExternalExecutor:
 
     def __init__(self, worker: FirstWorker, companions: Companions) -> None:
         self.worker, self._companions = worker, companions
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"quire-worker-{companions.rank}")
+        self._thread = WorkerThread(f"quire-worker-{companions.rank}")
         self._untold: list[StepTokens] = []
 
     def facts(self, wants_gpu: bool) -> list[DeviceFacts]:
@@ -378,7 +379,7 @@ class ExternalExecutor:
         self._untold.append(tokens)
 
     def shutdown(self) -> None:
-        self._thread.shutdown(wait=True)
+        self._thread.shutdown()
         self.worker.close()
         self._companions.close()
 

@@ -1,0 +1,63 @@
+"""The thread of a worker. One that hangs does not keep the program from ending."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, ParamSpec, TypeVar
+
+T = TypeVar("T")
+P = ParamSpec("P")
+_Task = tuple[Future[Any], Callable[[], Any]]
+_at_work: weakref.WeakSet[WorkerThread] = weakref.WeakSet()
+
+
+class WorkerThread:
+    """Calls functions in order, as an executor of concurrent.futures with one thread does.
+
+    The end of the program waits for it, as it does there, unless it was given up.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._thread = Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._tasks.put, None).atexit = False
+        _at_work.add(self)
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Raises RuntimeError behind shutdown."""
+        if self not in _at_work:
+            raise RuntimeError("the thread was told to end")
+        future: Future[T] = Future()
+        self._tasks.put((future, partial(function, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True) -> None:
+        """End behind what was submitted. With wait=False the thread is given up: nobody waits for it any more."""
+        _at_work.discard(self)
+        self._tasks.put(None)
+        if wait:
+            self._thread.join()
+
+
+def _work(tasks: SimpleQueue[_Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        future, function = task
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+        del task, future, function  # an error holds this frame
+
+
+@atexit.register
+def _wait_for_all() -> None:
+    for thread in list(_at_work):
+        thread.shutdown()
