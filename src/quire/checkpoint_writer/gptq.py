@@ -45,28 +45,28 @@ def gptq(weight_NK: Tensor, gram_KK: Tensor, group_size: int, *, act_order: bool
         order_K = gram_KK.diagonal().argsort(descending=True, stable=True)
         weight_NK, gram_KK = weight_NK[:, order_K], gram_KK[order_K][:, order_K]
     factor_KK = _inverse_factor(gram_KK)
-    codes_NK = torch.empty_like(weight_NK)
+    weight_KN = weight_NK.T.contiguous()  # a column is one piece of memory
+    codes_KN = torch.empty_like(weight_KN)
     for begin in range(0, K, BLOCK):
         end = min(begin + BLOCK, K)
-        errors_NB = torch.empty_like(weight_NK[:, begin:end])
+        errors_BN = torch.empty_like(weight_KN[begin:end])
         for k in range(begin, end):
             group = int(order_K[k]) // group_size
             if group == len(grids):
                 # The grid is chosen for the weights that the columns before have changed; some are beyond this block.
-                pending = errors_NB[:, : k - begin] @ factor_KK[begin:k, end : k + group_size]
-                columns = weight_NK[:, k : k + group_size].clone()
-                if pending.shape[1]:
-                    columns[:, end - k :] -= pending
-                grids.append(grid_of(group, columns))
-            column_N1 = weight_NK[:, k : k + 1]
+                columns_SN = weight_KN[k : k + group_size].clone()
+                if k + group_size > end:
+                    columns_SN[end - k :] -= factor_KK[begin:k, end : k + group_size].T @ errors_BN[: k - begin]
+                grids.append(grid_of(group, columns_SN.T))
+            column_N1 = weight_KN[k][:, None]
             codes_N1 = grids[group].codes(column_N1)
-            codes_NK[:, order_K[k]] = codes_N1[:, 0]
+            codes_KN[order_K[k]] = codes_N1[:, 0]
             error_N1 = (column_N1 - grids[group].values(codes_N1)) / factor_KK[k, k]
-            weight_NK[:, k:end] -= error_N1 * factor_KK[k, k:end]
-            errors_NB[:, k - begin] = error_N1[:, 0]
-        weight_NK[:, end:] -= errors_NB @ factor_KK[begin:end, end:]
+            errors_BN[k - begin] = error_N1[:, 0]
+            weight_KN[k:end].addr_(factor_KK[k, k:end], error_N1[:, 0], alpha=-1)
+        weight_KN[end:].addmm_(factor_KK[begin:end, end:].T, errors_BN, alpha=-1)
     scales_NG, zeros_NG = (torch.stack([getattr(g, name) for g in grids], 1) for name in ("scales", "zeros"))
-    return as_grouped(codes_NK, scales_NG, zeros_NG, BITS, group_size, symmetric=True)
+    return as_grouped(codes_KN.T.contiguous(), scales_NG, zeros_NG, BITS, group_size, symmetric=True)
 
 
 def _inverse_factor(gram_KK: Tensor) -> Tensor:
