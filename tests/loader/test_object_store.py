@@ -174,6 +174,20 @@ def test_settings_of_the_library_are_followed(
     assert not store.signed
 
 
+def test_https_is_read_by_the_library(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = [each for each in object_store.list_objects(URL) if each.name == "model.safetensors"]
+    assert found.signed_url(60).startswith(f"{store.url}/models/small%20model/model.safetensors?")
+    object_store._store.cache_clear()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://127.0.0.1")
+    monkeypatch.setenv("AZURE_ENDPOINT", "http://127.0.0.1")  # that of another scheme
+    with pytest.raises(NotImplementedError):
+        found.signed_url(60)
+    monkeypatch.delenv("AZURE_ENDPOINT")
+    monkeypatch.delattr("obstore.sign")  # which may ask a service
+    with pytest.raises(NotImplementedError):
+        found.signed_url(60)
+
+
 def test_a_copy_is_read_by_signed_urls(store: Store, way: str, tmp_path: Path) -> None:
     folder = resolve_model(URL, download_dir=str(tmp_path / "models"))
     assert (folder / "model.safetensors").read_bytes() == store.objects[FILE]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -119,11 +120,14 @@ def test_a_url_is_signed_again_in_time(store: Store, reads: Reads, monkeypatch: 
     assert reads.num_signed == 2
 
 
-def test_it_is_given_up_when_it_only_fails(store: Store, reads: Reads) -> None:
+def test_it_is_given_up_when_it_only_fails(store: Store, reads: Reads, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
     store.faults[NAME] = lambda number: None if number == MAX_FAILURES - 1 else "403"
     for _ in range(2 * MAX_FAILURES + 5):
         reads.check(0, 10)
     assert len(store.reads) == 2 * MAX_FAILURES, "one that came begins the count anew"
+    assert "signed URLs fail (HTTPException: (403, " in caplog.text
+    assert "signature=" not in caplog.text
 
 
 def test_a_store_that_cannot_sign(store: Store) -> None:
