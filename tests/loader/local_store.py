@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -23,7 +25,11 @@ class Store(LocalServer):
     Attributes:
         faults: by key.
         reads: (key, Range header) of every object that was asked for.
+        signed: of `reads`, those by a signed URL.
+        signed_fault: of all of them.
         modified: when all of them were written.
+        knows_ranges: else every answer is the whole object.
+        num_connections: that were made.
     """
 
     def __init__(self, objects: Mapping[str, bytes]) -> None:
@@ -32,8 +38,12 @@ class Store(LocalServer):
         self.etags: dict[str, str] = {}
         self.faults: dict[str, Fault] = {}
         self.reads: list[tuple[str, str | None]] = []
+        self.signed: list[tuple[str, str | None]] = []
+        self.signed_fault: str | None = None
         self.modified = "2026-01-01T00:00:00.000Z"
-        self.is_open, self.has_etags = True, True
+        self.is_open, self.has_etags, self.knows_ranges = True, True, True
+        self.num_connections = 0
+        self.is_left = threading.Event()  # ends answers that wait
 
     def environment(self, cache: Path) -> dict[str, str]:
         """What tells a reader of this store."""
@@ -47,6 +57,10 @@ class Store(LocalServer):
 
     def etag(self, key: str) -> str:
         return self.etags.get(key) or hashlib.md5(self.objects[key]).hexdigest()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.num_connections += 1
+        super().process_request(request, client_address)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that has gone is no error."""
@@ -95,6 +109,9 @@ class StoreHandler(BaseHTTPRequestHandler):
         self.server.reads.append((key, wanted))
         number = sum(each == key for each, _ in self.server.reads) - 1
         fault = self.server.faults[key](number) if key in self.server.faults else None
+        if "?" in self.path:
+            self.server.signed.append((key, wanted))
+            fault = self.server.signed_fault or fault
         data, etag = self.server.objects[key], f'"{self.server.etag(key)}"'
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", wanted or "")
         begin, end = (int(match[1]), min(int(match[2]) + 1, len(data))) if match else (0, len(data))
@@ -106,8 +123,22 @@ class StoreHandler(BaseHTTPRequestHandler):
         }
         if not self.server.has_etags:
             del headers["ETag"]
-        if fault == "503":
+        if not self.server.knows_ranges:
+            self.respond(200, data, ETag=etag)
+        elif fault == "503":
             self.respond(503, b"<Error><Code>SlowDown</Code></Error>")
+        elif fault == "403":
+            self.respond(403, b"<Error><Code>AccessDenied</Code></Error>")
+        elif fault == "200":
+            self.respond(200, piece, **headers)
+        elif fault == "redirect":
+            self.respond(307, Location=f"{self.server.url}/models/elsewhere")
+        elif fault == "range":
+            self.respond(206, piece, **headers | {"Content_Range": f"bytes {begin + 1}-{end}/{len(data)}"})
+        elif fault == "slow":
+            self.respond(206, piece[:1], length=len(piece), **headers)
+            self.server.is_left.wait(10)
+            self.close_connection = True
         elif fault == "changed" or self.headers.get("If-Match") not in (None, etag):
             self.respond(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         elif fault == "cut":

@@ -33,6 +33,14 @@ WEIGHTS = {
 FILE = "small model/model.safetensors"
 
 
+@pytest.fixture(params=["signed", "library"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How tensors are read: by signed URLs, or by the client library alone."""
+    if request.param == "library":
+        monkeypatch.setenv("AWS_PROXY_EXCLUDES", "*")
+    return str(request.param)
+
+
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     files = {"config.json": b"{}", "tokenizer.json": b"[]", "other.bin": b"x", "onnx/model.json": b"x"}
@@ -40,6 +48,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         for name, value in store.environment(tmp_path / "cache").items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(object_store, "PIECE_BYTES", 1000)
+        monkeypatch.setattr(object_store, "LEAST_PIECE_BYTES", 100)
         monkeypatch.setattr(object_store, "FIRST_BYTES", 100)
         monkeypatch.setattr(gguf_headers, "FIRST_BYTES", 100)
         monkeypatch.setattr(object_store, "WAITS", (0.0, 0.0))
@@ -130,9 +139,59 @@ def test_only_a_tokenizer(store: Store) -> None:
 
 
 @pytest.mark.parametrize("fault", ["503", "cut", "short", "endless"])
-def test_a_passing_fault_is_not_noticed(store: Store, fault: str) -> None:
+def test_a_passing_fault_is_not_noticed(store: Store, way: str, fault: str) -> None:
     store.faults[FILE] = once(fault)
     check(read(resolve_model(URL)))
+    assert bool(store.signed) == (way == "signed")
+
+
+@pytest.mark.parametrize("fault", ["403", "redirect", "range"])
+def test_the_library_reads_what_a_signed_url_does_not_give(store: Store, fault: str) -> None:
+    folder = resolve_model(URL)
+    store.signed_fault = fault
+    check(read(folder))
+    assert len(store.signed) >= 8
+    assert all(store.reads.count(each) == 2 for each in store.signed)
+
+
+def test_the_library_goes_on_where_a_signed_answer_was_cut(store: Store) -> None:
+    folder = resolve_model(URL)
+    store.signed_fault = "cut"
+    check(read(folder))
+    assert len(store.signed) >= 8
+    assert all(store.reads.count(each) == 1 for each in store.signed)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("https_proxy", "http://127.0.0.1:1"), ("AWS_PROXY_EXCLUDES", "*"), ("AWS_SKIP_SIGNATURE", "true")],
+)
+def test_settings_of_the_library_are_followed(
+    store: Store, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    check(read(resolve_model(URL)))
+    assert not store.signed
+
+
+def test_https_is_read_by_the_library(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = [each for each in object_store.list_objects(URL) if each.name == "model.safetensors"]
+    assert found.signed_url(60).startswith(f"{store.url}/models/small%20model/model.safetensors?")
+    object_store._store.cache_clear()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://127.0.0.1")
+    monkeypatch.setenv("AZURE_ENDPOINT", "http://127.0.0.1")  # that of another scheme
+    with pytest.raises(NotImplementedError):
+        found.signed_url(60)
+    monkeypatch.delenv("AZURE_ENDPOINT")
+    monkeypatch.delattr("obstore.sign")  # which may ask a service
+    with pytest.raises(NotImplementedError):
+        found.signed_url(60)
+
+
+def test_a_copy_is_read_by_signed_urls(store: Store, way: str, tmp_path: Path) -> None:
+    folder = resolve_model(URL, download_dir=str(tmp_path / "models"))
+    assert (folder / "model.safetensors").read_bytes() == store.objects[FILE]
+    assert {key for key, _ in store.signed} == ({FILE} if way == "signed" else set()), "one request needs none"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +205,7 @@ def test_a_passing_fault_is_not_noticed(store: Store, fault: str) -> None:
         ("another", "changed while it was being read"),
     ],
 )
-def test_a_lasting_fault_names_the_object(store: Store, fault: str, said: str) -> None:
+def test_a_lasting_fault_names_the_object(store: Store, way: str, fault: str, said: str) -> None:
     folder = resolve_model(URL)
     store.faults[FILE] = always(fault)
     with pytest.raises(QuireError, match=said) as error:

@@ -28,6 +28,9 @@ class Known(StoredObject):
         known.__dict__.update(data=np.frombuffer(data, dtype=np.uint8), asked=[])
         return known
 
+    def signed_url(self, seconds: float) -> str:
+        raise NotImplementedError
+
     def fill(self, buffers: Sequence[Bytes], begin: int) -> None:
         if buffers:
             self.asked.append((begin, begin + sum(map(len, buffers))))

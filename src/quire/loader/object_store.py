@@ -2,7 +2,8 @@
 
 A mirror has the small files of a folder. A file of weights has its length and its header there, and a hole in the place
 of the tensors, which takes no room on the disk. So sizes are planned and headers are checked as for any folder.
-`stored_object` says where the tensors are: they are read while the model loads. No torch.
+`stored_object` says where the tensors are: they are read while the model loads, by a signed URL where a store speaks
+http:// (signed_reads.py), else by the client library. No torch.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ T = TypeVar("T")
 _URL = re.compile(r"(?:s3|gs|az)://[A-Za-z0-9][\w.-]*(?:/[^/?#@\\\0]+)*/?", re.ASCII)
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 _SECRETS = re.compile(r"(?:AWS|AZURE|GOOGLE)_.*(?:KEY|TOKEN|SECRET|SAS|ACCOUNT)", re.IGNORECASE)
+# What a signed URL in Python's HTTP client would not do: proxies and headers of the library, and no signature.
+_OF_THE_LIBRARY = re.compile(r"(?:AWS|AZURE|GOOGLE)_.*(?:PROXY|HEADERS|SKIP_SIGNATURE)", re.IGNORECASE)
 _ENDPOINTS = (
     *("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
     *("AZURE_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL"),
@@ -117,6 +120,23 @@ class StoredObject:
             except Exception as error:  # the library has errors of its own, ValueErrors and FileNotFoundErrors
                 raise _failure(self.url, error) from None
         raise AssertionError("the last try answers or raises")
+
+    def signed_url(self, seconds: float) -> str:
+        """An http:// URL that anybody may read so long.
+
+        Raises NotImplementedError if the store speaks https:// or the environment asks for something that only the
+        client library does, and what the library raises if it cannot sign.
+        """
+        from urllib.request import getproxies
+
+        import obstore
+
+        if not _is_plain() or getproxies().keys() - {"no"} or any(map(_OF_THE_LIBRARY.match, os.environ)):
+            raise NotImplementedError
+        url: str = obstore.sign(_store(self.folder), "GET", self.name, timedelta(seconds=seconds))
+        if not url.startswith("http://"):  # the endpoint of another scheme is plain
+            raise NotImplementedError
+        return url
 
     def _fill(self, buffers: Sequence[Bytes], begin: int, num_bytes: int) -> None:
         import obstore
@@ -196,11 +216,15 @@ def _store(folder: str) -> Any:
             param="model",
         ) from None
     scheme, _, rest = folder.partition("://")
-    is_plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
     try:
-        return from_url(f"{scheme}://{quote(rest)}", client_options={"allow_http": is_plain}, retry_config=RETRIES)
+        return from_url(f"{scheme}://{quote(rest)}", client_options={"allow_http": _is_plain()}, retry_config=RETRIES)
     except Exception as error:
         raise _failure(folder, error) from None
+
+
+def _is_plain() -> bool:
+    """Whether an endpoint in the environment speaks http://."""
+    return any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
 
 
 def list_objects(folder: str) -> list[StoredObject]:
@@ -396,19 +420,28 @@ def _pieces(source: StoredObject) -> Iterator[Bytes]:
 def fill_ahead(source: StoredObject, parts: Iterable[tuple[int, Sequence[Bytes], T]]) -> Iterator[T]:
     """Read parts of an object, and yield in order what is filled. The next ones are read meanwhile.
 
+    A signed URL gives what it can; the client library reads the rest, repeats its requests, and names errors.
+
     Args:
         parts: (place of the first byte, buffers, what to yield when they are full). Each is taken when its request is
             made: then those before it, but for NUM_READERS, were yielded and are done with.
 
     Raises like StoredObject.fill.
     """
+    from quire.loader.signed_reads import SignedReads  # Python's HTTP client, which the front end starts without
+
     left = iter(parts)
+    signed = SignedReads(source.signed_url, source.size, source.etag)
     pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="objects")
     waiting: deque[tuple[T, Future[None]]] = deque()
 
+    def fill(buffers: Sequence[Bytes], begin: int) -> None:
+        came = signed.fill(buffers, begin) if source.size > LEAST_PIECE_BYTES else 0  # else one request is all
+        source.fill(_behind(buffers, came), begin + came)
+
     def ask() -> None:
         for begin, buffers, filled in islice(left, 1):
-            waiting.append((filled, pool.submit(source.fill, buffers, begin)))
+            waiting.append((filled, pool.submit(fill, buffers, begin)))
 
     try:
         for _ in range(NUM_READERS):
@@ -419,6 +452,17 @@ def fill_ahead(source: StoredObject, parts: Iterable[tuple[int, Sequence[Bytes],
             yield waiting.popleft()[0]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+        signed.close()
+
+
+def _behind(buffers: Sequence[Bytes], count: int) -> list[Bytes]:
+    """What is left of buffers behind their first `count` bytes."""
+    left = []
+    for each in buffers:
+        if count < len(each):
+            left.append(each[count:])
+        count = max(count - len(each), 0)
+    return left
 
 
 def stored_object(path: Path) -> StoredObject | None:

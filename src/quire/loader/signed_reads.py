@@ -1,0 +1,134 @@
+"""Parts of an object by its signed URL: from the socket straight into memory, without buffers of the client library.
+
+Only for stores that speak http://. Python decrypts 16 KiB at a time, and so https:// is slower than with the client
+library (benchmarks/NOTES.md).
+
+This is only the faster way. It stops at whatever is unlike what was asked for, and its caller reads the rest with the
+client library, which repeats requests and names errors. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from urllib.parse import SplitResult, urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+SIGNED_SECONDS = 900.0  # that a URL is valid, as long as S3 takes a signed request. It is made anew after half of them
+WAIT_SECONDS = 5.0  # for a connection, and for more bytes
+PART_SECONDS = 30.0  # for a whole part, as the client library waits
+AT_ONCE = 1 << 20  # bytes between two looks at the clock
+MAX_FAILURES = 32  # in a row: twice the readers, which may all fail when a URL ends
+
+logger = logging.getLogger(__name__)
+
+
+class SignedReads:
+    """Connections that read parts of one version of an object. Threads may share it.
+
+    Args:
+        sign: gives an http:// URL that is valid for so many seconds; raises if that is not possible.
+        size: of the object, in bytes.
+        etag: of the version, as an HTTP header has it; None: the store gives none.
+    """
+
+    def __init__(self, sign: Callable[[float], str], size: int, etag: str | None) -> None:
+        self._sign, self._size, self._etag = sign, size, etag
+        self._lock = threading.Lock()
+        self._url: SplitResult | None = None
+        self._valid_until = 0.0
+        self._failures = 0  # in a row
+        self._idle: list[HTTPConnection] | None = []  # None: closed
+
+    def fill(self, buffers: Sequence[NDArray[np.uint8]], begin: int) -> int:
+        """Fill buffers, one after the other, with the bytes from `begin` on; how many came. None is empty.
+
+        Fewer than all: this way does not work, or not now. The rest of the buffers is not defined.
+        """
+        url = self._current_url() if buffers else None
+        if url is None:
+            return 0
+        connection, came = self._connection(url), 0
+        deadline = time.monotonic() + PART_SECONDS
+        try:
+            answer = self._ask(connection, url, begin, begin + sum(map(len, buffers)))
+            for buffer in buffers:
+                for at in range(0, len(buffer), AT_ONCE):
+                    if time.monotonic() > deadline:
+                        raise TimeoutError("too slow")
+                    piece = buffer[at : at + AT_ONCE]
+                    count = answer.readinto(piece.data)
+                    came += count
+                    if count < len(piece):
+                        raise HTTPException("the answer was cut")
+        except (OSError, HTTPException, ValueError) as error:
+            connection.close()
+            self._failed(url, error)
+        else:
+            self._give_back(connection)
+        return came
+
+    def close(self) -> None:
+        """End all connections: now, or when their part has come."""
+        with self._lock:
+            idle, self._idle = self._idle or [], None
+        for each in idle:
+            each.close()
+
+    def _current_url(self) -> SplitResult | None:
+        """None: this way is given up."""
+        with self._lock:
+            if self._failures >= MAX_FAILURES:
+                return None
+            if self._url is None or time.monotonic() > self._valid_until:
+                try:
+                    self._url = urlsplit(self._sign(SIGNED_SECONDS))
+                except Exception as error:  # the library has errors of its own, and this is no error of a user
+                    self._failures = MAX_FAILURES
+                    logger.debug("Read with the client library alone: no URL is signed (%s)", type(error).__name__)
+                    return None
+                self._valid_until = time.monotonic() + SIGNED_SECONDS / 2
+            return self._url
+
+    def _connection(self, url: SplitResult) -> HTTPConnection:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        assert url.hostname is not None
+        return HTTPConnection(url.hostname, url.port, timeout=WAIT_SECONDS)
+
+    def _ask(self, connection: HTTPConnection, url: SplitResult, begin: int, end: int) -> HTTPResponse:
+        """The answer before its body, which has the length that is wanted. Raises HTTPException: another answer."""
+        headers = {"Range": f"bytes={begin}-{end - 1}"} | ({} if self._etag is None else {"If-Match": self._etag})
+        connection.request("GET", f"{url.path}?{url.query}", headers=headers)
+        answer = connection.getresponse()
+        found = (answer.status, answer.length, answer.headers["Content-Range"])
+        if found != (206, end - begin, f"bytes {begin}-{end - 1}/{self._size}"):
+            raise HTTPException(f"{found} in the answer")
+        if self._etag not in (None, answer.headers["ETag"]):
+            raise HTTPException("another version in the answer")
+        return answer
+
+    def _give_back(self, connection: HTTPConnection) -> None:
+        with self._lock:
+            self._failures = 0
+            if self._idle is not None:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def _failed(self, url: SplitResult, error: Exception) -> None:
+        """The next part has a new URL: this one may not be valid any more."""
+        with self._lock:
+            self._failures += 1
+            if self._url is url:
+                self._url = None
+            is_last = self._failures == MAX_FAILURES
+        if is_last:
+            said = f"{type(error).__name__}: {error}".partition("?")[0]  # no signature
+            logger.debug("Read with the client library alone: signed URLs fail (%s)", said)
