@@ -237,6 +237,7 @@ async def test_an_engine_that_never_came(places: NotedPlaces, monkeypatch: pytes
     assert handle.describe_end() == "Ray has not started replica 1, or has lost it: The node died"
     client = handle.launch()
     handle.kill()
+    assert places.codes[-1].done(), "Ray has ended it"
     assert handle.describe_end() is None, "it was told to"
     client.close()
     places.error = RuntimeError("A trace\nThe cluster is gone")

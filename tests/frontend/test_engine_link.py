@@ -55,7 +55,7 @@ async def test_what_has_come_is_received_behind_the_end(ends: Ends) -> None:
     assert await receiving == b"first"
     engine.send(b"second")
     engine.send(b"third")
-    await asyncio.sleep(0.2)  # for them to arrive
+    time.sleep(0.2)  # for them to arrive, while the loop reads nothing
     ends.front.end()
     assert [await ends.front.receive() for _ in range(2)] == [b"second", b"third"]
     for _ in range(2):
@@ -77,8 +77,10 @@ async def test_last_words_leave(ends: Ends) -> None:
     engine, receiving = await ends.connected()
     engine.send(b"hello")
     assert await receiving == b"hello"
+    ends.front.send(LARGE)  # more than the system takes at once
     ends.front.send(b"shutdown")
     ends.front.close()
+    assert await asyncio.to_thread(engine.receive) == LARGE
     assert await asyncio.to_thread(engine.receive) == b"shutdown"
     if ends.server is not None:
         assert await asyncio.to_thread(ends.has_left.wait, 5.0), "an engine ends with its connection"

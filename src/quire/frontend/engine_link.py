@@ -149,6 +149,8 @@ class TcpLink:
     async def _open(self) -> asyncio.StreamReader:
         self._is_opening = True
         self._peer = await asyncio.to_thread(self._accept)
+        if self._has_ended.is_set():  # meanwhile
+            wire.end(self._peer)
         self._streams = await asyncio.open_connection(sock=self._peer)
         self._flush()
         return self._streams[0]
