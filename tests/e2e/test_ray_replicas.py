@@ -100,6 +100,11 @@ def test_replicas_on_two_machines() -> None:
         assert len(texts(server, 4, body)) == 1
 
         assert len(processes_with(ENGINE)) == len(actors()) == 2
+        stopped = psutil.Process(processes_with(ENGINE)[0])
+        stopped.suspend()
+        (actor,) = (each for each in stopped.parents() if each.pid in actors())
+        actor.kill()
+        server.wait_for(lambda: not stopped.is_running(), "the end of an engine without its actor", 5.0)
         server.process.kill()
         server.process.wait()
         until = time.monotonic() + 5.0
