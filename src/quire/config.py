@@ -345,7 +345,9 @@ class EngineConfig:
     node_rank: int = option(
         0, "Number of this machine. 0 has the engine; the others run quire serve --headless.", flags=("-r",)
     )
-    master_addr: str = option("127.0.0.1", "Address of machine 0 in the network of --nnodes; it listens there.")
+    master_addr: str = option(
+        "127.0.0.1", "Address of machine 0 in the network of --nnodes and of Ray's replicas; it listens there."
+    )
     master_port: int = option(29501, "Port of --master-addr.", bounds=Bounds(1, 65535))
     headless: bool = option(False, "Compute stages for machine 0, and serve nothing.")
     device_ids: tuple[str, ...] = option(
@@ -367,10 +369,13 @@ class EngineConfig:
         bounds=POSITIVE,
     )
     data_parallel_size_local: int | None = option(
-        None, "Replicas on this machine: all of them in this version.", flags=("-dpl",)
+        None, "Replicas on this machine, and with Ray at most so many on each other one; with mp: all.", flags=("-dpl",)
     )
     data_parallel_backend: str = option(
-        "mp", "What starts the replicas: mp: processes on this machine.", choices=("mp",), flags=("-dpb",)
+        "mp",
+        "What starts the replicas: mp: processes on this machine; ray: Ray, on the machines of its cluster.",
+        choices=("mp", "ray"),
+        flags=("-dpb",),
     )
     speculative_config: SpeculativeConfig | None = option(
         None,
@@ -457,6 +462,16 @@ class EngineConfig:
     def num_replicas(self) -> int:
         """Engines behind one API. Each has a copy of the model."""
         return self.data_parallel_size // self.num_lanes
+
+    @property
+    def has_ray_replicas(self) -> bool:
+        """Ray places them on machines of its cluster."""
+        return self.data_parallel_backend == "ray"
+
+    @property
+    def num_local_replicas(self) -> int:
+        """Replicas that share this machine. Those that Ray has placed are told how many share theirs."""
+        return self.data_parallel_size_local or 1 if self.has_ray_replicas else self.num_replicas
 
     @property
     def balancing(self) -> EplbConfig | None:
@@ -848,11 +863,55 @@ def _check_nodes(config: EngineConfig) -> None:
         )
     if most > 1 and config.data_parallel_size > 1:
         raise ConfigError(
-            "Replicas are not spread over machines in this version",
+            "Each of several replicas is on one machine in this version",
             value=config.data_parallel_size,
-            fix="Leave --data-parallel-size out",
+            fix="Leave --data-parallel-size out; or leave --nnodes and --distributed-executor-backend out, and let "
+            "--data-parallel-backend ray place replicas on several machines",
             param="data_parallel_size",
         )
+
+
+def _check_replicas(config: EngineConfig) -> None:
+    """ConfigError for places of replicas that there are not."""
+    local, count = config.data_parallel_size_local, config.data_parallel_size
+    if not config.has_ray_replicas:
+        if local not in (None, count):
+            raise ConfigError(
+                "Some replicas would be on other machines, where Ray starts them",
+                value=local,
+                expected=f"data_parallel_size = {count}",
+                fix="Leave --data-parallel-size-local out, or give --data-parallel-backend ray",
+                param="data_parallel_size_local",
+            )
+        return
+    if local is not None and not 1 <= local <= count:
+        raise ConfigError(
+            "Illegal number of replicas on this machine",
+            value=local,
+            expected=f"1 to data_parallel_size = {count}",
+            fix="Leave --data-parallel-size-local out: then Ray spreads the replicas over its machines",
+            param="data_parallel_size_local",
+        )
+    is_external = config.distributed_executor_backend == "external_launcher"
+    others = (
+        ("enable_expert_parallel", config.num_lanes > 1, "lanes of one engine are processes of one machine"),
+        ("nnodes", config.nnodes > 1, "each replica is on one machine"),
+        ("distributed_executor_backend", is_external, "torchrun starts its processes itself"),
+        ("master_port", config.master_port != EngineConfig.master_port, "the system chooses their ports"),
+        ("device_ids", bool(config.device_ids), "Ray chooses their GPUs"),
+        ("numa_bind", config.numa_bind, "Ray chooses their machines"),
+        ("numa_bind_nodes", bool(config.numa_bind_nodes), "Ray chooses their machines"),
+        ("numa_bind_cpus", bool(config.numa_bind_cpus), "Ray chooses their machines"),
+    )
+    for name, is_given, why in others:
+        if is_given:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} does not go together with replicas that Ray places: {why}",
+                value=getattr(config, name),
+                fix=f"Leave {flag} out, or --data-parallel-backend",
+                param=name,
+            )
 
 
 def _check_engine(config: EngineConfig) -> None:
@@ -891,15 +950,7 @@ def _check_engine(config: EngineConfig) -> None:
     _check_experts(config)
     _check_lanes(config)
     _check_nodes(config)
-    local = config.data_parallel_size_local
-    if local not in (None, config.data_parallel_size):
-        raise ConfigError(
-            "Some replicas would be on other machines, which is not in this version",
-            value=local,
-            expected=f"data_parallel_size = {config.data_parallel_size}",
-            fix="Leave --data-parallel-size-local out, and start a server on each machine",
-            param="data_parallel_size_local",
-        )
+    _check_replicas(config)
     shares_context = config.decode_context_parallel_size > 1
     block_sizes = (RANGE_POSITIONS,) if shares_context else (8, 16, 32, 64, 128)
     if config.block_size is not None and config.block_size not in block_sizes:

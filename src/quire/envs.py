@@ -114,7 +114,7 @@ PP_LAYER_PARTITION = Variable[tuple[int, ...]](
     "layers of each stage of --pipeline-parallel-size, as 10,9,9; empty = by bytes and predicted time",
 )
 CLUSTER_KEY = Variable(
-    "QUIRE_CLUSTER_KEY", "", str, "what the nodes of --nnodes share: at least 16 characters; others are not let in"
+    "QUIRE_CLUSTER_KEY", "", str, "what the machines of a server share: at least 16 characters; others are not let in"
 )
 RANK = Variable("RANK", 0, int, "set by torchrun: the number of the process (external_launcher)")
 WORLD_SIZE = Variable("WORLD_SIZE", 1, int, "set by torchrun: how many processes there are (external_launcher)")

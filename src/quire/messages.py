@@ -14,18 +14,32 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import StepRecord, TokenLogprobs
 
 
+class UnixSockets(msgspec.Struct, tag="unix", frozen=True):
+    """ZMQ endpoints that the front end has bound: `ipc://` and a path in a folder of mode 0700."""
+
+    input_address: str  # of the engine's messages
+    output_address: str
+
+
+class ServerAddress(msgspec.Struct, tag="tcp", frozen=True):
+    """Where the front end waits for an engine on any machine that knows the cluster key."""
+
+    address: str
+    port: int
+
+
 class EngineLaunch(msgspec.Struct):
-    """The parent's first message to a new engine process. Addresses are ZMQ endpoints that the parent has bound."""
+    """The parent's first message to a new engine process."""
 
     config: EngineConfig
-    model_folder: str
-    input_address: str
-    output_address: str
+    model_folder: str  # "": the process finds it on its machine
+    link: UnixSockets | ServerAddress
     engine_index: int = 0
     is_first: bool = True  # no engine of this server was ready before
     drafter_folder: str | None = None
     free_memory_bytes: int | None = None  # RAM when the server started, for all of its replicas
     gets_tokenizer: bool = False  # with its first message, and it is ready behind that
+    checkpoint: str = ""  # nodes.checkpoint of the model that an engine on another machine must find
 
 
 class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):

@@ -159,8 +159,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         why = "physical cores allowed by affinity and cgroup quota"
         if device.num_efficient_cores:
             why = f"performance {why.removeprefix('physical ')}, without {device.num_efficient_cores} efficient cores"
-        if config.num_replicas > 1:
-            why += f", for each of {config.num_replicas} replicas"
+        if config.num_local_replicas > 1:
+            why += f", for each of {config.num_local_replicas} replicas"
         if num_ranks > 1:
             why += f", divided by {num_ranks} ranks"
         num_threads = put_or("num_threads", config.num_threads, device.num_cores, "device", why)

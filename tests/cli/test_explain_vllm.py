@@ -35,6 +35,7 @@ from tests.cli.reading import read
 LINES = (Path(__file__).parent / "vllm_0_32_flags.txt").read_text().splitlines()[1:]
 NUM_ENGINE_FLAGS = 252  # they come first in the file
 LEGAL = {
+    "data_parallel_backend": "mp",
     "nnodes": "1",
     "node_rank": "0",
     "block_size": "32",

@@ -154,6 +154,7 @@ def test_asking_for_nothing_is_silent(caplog: pytest.LogCaptureFixture) -> None:
         (["--eplb-step-interval", "20"], "eplb_config", {"step_interval": 20}),
         (["--eplb-log-balancedness"], "eplb_config", {"log_balancedness": True}),
         (["--worker-use-ray"], "distributed_executor_backend", "ray"),
+        (["--data-parallel-address", "10.0.0.1"], "master_addr", "10.0.0.1"),
     ],
 )
 def test_translated(words: list[str], name: str, value: object, caplog: pytest.LogCaptureFixture) -> None:
@@ -181,7 +182,7 @@ def test_every_translation_is_tested() -> None:
     assert translated == of_text | OF_A_DRAFTER.keys() | {
         "max_num_scheduled_tokens", "max_num_active_seqs", "rope_scaling", "compilation_config",
         "num_redundant_experts", "eplb_window_size", "eplb_step_interval", "eplb_log_balancedness", "worker_use_ray",
-        "cpu_distributed_timeout_seconds",
+        "cpu_distributed_timeout_seconds", "data_parallel_address",
     }  # fmt: skip
 
 

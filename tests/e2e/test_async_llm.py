@@ -152,10 +152,10 @@ async def test_a_message_the_engine_cannot_read_concerns_nobody_else(
     client: Any = engine._engine.replicas[0].client
     running = asyncio.create_task(_outputs(engine, reference.prompts()[0], _greedy(), "bystander"))
     await _wait_for(lambda: engine._engine.num_unfinished == 1, "the bystander to be sent")
-    client._input.send(b"\xc1")  # no msgpack at all
+    client._link.send(b"\xc1")  # no msgpack at all
 
     def send_spoilt(message: AddRequest) -> None:
-        client._input.send(msgspec.msgpack.encode(msgspec.to_builtins(message) | {"sampling_params": 5}))
+        client._link.send(msgspec.msgpack.encode(msgspec.to_builtins(message) | {"sampling_params": 5}))
 
     monkeypatch.setattr(client, "send", send_spoilt)
     with pytest.raises(QuireError, match="could not take the request"):
@@ -305,7 +305,7 @@ async def main():
     return engine
 
 engine = asyncio.run(main())
-print(int(engine._engine.replicas[0].client._context.closed))
+print(int(engine._engine.replicas[0].client._link._context.closed))
 """
 
 

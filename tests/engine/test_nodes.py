@@ -297,7 +297,7 @@ def test_a_port_in_use_names_its_flag() -> None:
         ({"node_rank": 1}, "Machine 0 serves"),
         ({"headless": True}, "Machine 0 serves"),
         ({"node_rank": 1, "headless": True}, "has no engine"),
-        ({"data_parallel_size": 2}, "Replicas are not spread over machines"),
+        ({"data_parallel_size": 2}, "Each of several replicas is on one machine"),
         ({"master_addr": "0.0.0.0"}, "in all networks"),
         ({"master_addr": "::"}, "in all networks"),
         ({"master_addr": "0"}, "in all networks"),

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from quire import envs
 from quire.config import EngineConfig
-from quire.engine import process, start
-from quire.errors import VocabularyError
+from quire.distributed import wire
+from quire.engine import process, server_link, start
+from quire.errors import ConfigError, EngineDeadError, VocabularyError
 from quire.frontend.client import ProcessClient
-from quire.messages import Command, EngineLaunch, EngineReady, UseTokenizer
+from quire.frontend.engine_link import TcpLink, UnixLink
+from quire.messages import (
+    Command,
+    EngineBeat,
+    EngineFailed,
+    EngineLaunch,
+    EngineMessage,
+    EngineProgress,
+    EngineReady,
+    Progress,
+    ServerAddress,
+    UnixSockets,
+    UseTokenizer,
+)
 
 TOKENIZER = UseTokenizer("a tokenizer.json", [2])
 
@@ -39,9 +56,9 @@ async def test_tables_for_constraints_are_made_before_it_is_ready(monkeypatch: p
     started = SimpleNamespace(core=core, ready_message=ready_message, **idle)
     monkeypatch.setattr(start, "start_engine", lambda *arguments, **options: started)
     with tempfile.TemporaryDirectory() as folder:
-        addresses = (f"ipc://{folder}/input", f"ipc://{folder}/output")
-        client = ProcessClient(*addresses, first=TOKENIZER)
-        engine = process.EngineProcess(EngineLaunch(EngineConfig(), "model", *addresses, gets_tokenizer=True))
+        sockets = UnixSockets(f"ipc://{folder}/input", f"ipc://{folder}/output")
+        client = ProcessClient(UnixLink(sockets), first=TOKENIZER)
+        engine = process.EngineProcess(EngineLaunch(EngineConfig(), "model", sockets, gets_tokenizer=True))
         thread = threading.Thread(target=engine.run)
         thread.start()
         try:
@@ -54,3 +71,44 @@ async def test_tables_for_constraints_are_made_before_it_is_ready(monkeypatch: p
             client.close()
     assert order == [TOKENIZER, "ready"]
     core.shutdown.assert_called_once()
+
+
+async def test_an_engine_finds_the_model_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And tells its server, over a connection, what is wrong with it."""
+    monkeypatch.setenv(envs.CLUSTER_KEY.name, "of the tests, long enough")
+    listener = wire.listen("127.0.0.1", 0)
+    client = ProcessClient(TcpLink(listener, b"of the tests, long enough"))
+    launch = EngineLaunch(EngineConfig(), "", ServerAddress(*listener.getsockname()))
+
+    def find(launch: EngineLaunch, progress: Progress) -> tuple[Path, Path | None]:
+        progress("download", 0.5, "a file")
+        raise ConfigError("There is no such model here")
+
+    def run() -> int:
+        engine = process.EngineProcess(launch, find_model=find)
+        try:
+            return engine.run()
+        finally:
+            engine.close()
+
+    running = asyncio.ensure_future(asyncio.to_thread(run))
+    received: list[EngineMessage] = []
+    while not received or not isinstance(received[-1], EngineFailed):
+        received.append(await client.receive())
+    with pytest.raises(EngineDeadError, match="connection to the engine is closed"):
+        await client.receive()
+    assert await running == 1
+    assert EngineBeat(0.0) in received, "while it looks for the model, too"
+    progress, failed = (message for message in received if not isinstance(message, EngineBeat))
+    assert isinstance(progress, EngineProgress)
+    assert failed == EngineFailed("There is no such model here.", ConfigError.code)
+    client.close()
+
+
+def test_a_server_that_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_link, "CONNECT_SECONDS", 0.1)
+    monkeypatch.setenv(envs.CLUSTER_KEY.name, "of the tests, long enough")
+    with wire.listen("127.0.0.1", 0) as listener:
+        server = ServerAddress(*listener.getsockname())
+    with pytest.raises(TimeoutError, match="nobody listens"):
+        process.EngineProcess(EngineLaunch(EngineConfig(), "", server))

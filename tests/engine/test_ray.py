@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 
 import quire.demo
 from quire.config import EngineConfig
-from quire.engine import ray_nodes
+from quire.engine import ray_cluster
 from quire.engine.nodes import let_in
 from quire.engine.start import StartedEngine, start_engine
 from quire.errors import ConfigError, EngineDeadError
@@ -24,6 +23,7 @@ from tests.engine.harness import run
 from tests.engine.ranks import LIMITS, ignore, started
 from tests.engine.test_rank_processes import ENDLESS, is_there, wait_for
 from tests.engine.test_sameness import brief
+from tests.ray_cluster import processes_with, two_machines
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
@@ -54,7 +54,7 @@ def test_nobody_waits_for_a_cluster_that_does_not_answer(monkeypatch: pytest.Mon
         asked.wait()  # for ever, as far as the start knows
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
-    monkeypatch.setattr(ray_nodes, "CONNECT_SECONDS", 0.05)
+    monkeypatch.setattr(ray_cluster, "CONNECT_SECONDS", 0.05)
     try:
         with pytest.raises(ConfigError, match=r"No Ray cluster is reached: no answer in 0\.05 seconds"):
             on_ray()
@@ -88,41 +88,14 @@ def test_nobody_waits_for_a_node_that_has_ended() -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """Two machines with a core each."""
-    pytest.importorskip("ray", reason="ray is in the extra `ray`")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        from ray.cluster_utils import Cluster
-
-        sizes = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
-        cluster = Cluster(initialize_head=True, head_node_args=dict(sizes))
-        try:
-            del sizes["include_dashboard"]
-            cluster.add_node(**sizes, node_ip_address="127.0.0.2")
-            patch.setenv("RAY_ADDRESS", cluster.address)
-            yield cluster
-        finally:
-            cluster.shutdown()
-
-
-def processes_with(word: str) -> list[int]:
-    """Their numbers, by a word of their command lines."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if word.encode() in words and int(folder.name) != os.getpid():
-                found.append(int(folder.name))
-    return found
+def cluster() -> Iterator[None]:
+    with two_machines():
+        yield
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # Ray's own
-def test_ray_starts_the_machines(cluster: Any) -> None:
+def test_ray_starts_the_machines(cluster: None) -> None:
     on_term = signal.getsignal(signal.SIGTERM)
     engine = on_ray()
     (node,) = processes_with("quire.entry.node")
@@ -147,7 +120,7 @@ def test_ray_starts_the_machines(cluster: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # Ray's own
-def test_what_ray_cannot_place_is_said(cluster: Any) -> None:
+def test_what_ray_cannot_place_is_said(cluster: None) -> None:
     with pytest.raises(ConfigError) as error:
         on_ray(num_threads=3)
     assert "Ray has no room for 2 nodes" in error.value.message

@@ -23,7 +23,7 @@ from quire.engine.process import EngineProcess
 from quire.engine.rank_messages import RankLaunch
 from quire.errors import EngineDeadError, PeerLostError
 from quire.kernels import cpu
-from quire.messages import EngineLaunch
+from quire.messages import EngineLaunch, UnixSockets
 from quire.worker.worker import DeviceWorker
 from tests.engine.ranks import ignore
 from tests.engine.test_rank_processes import wait_for
@@ -87,7 +87,7 @@ def test_a_machine_that_is_lost_between_steps_is_named() -> None:
 
 
 def test_an_engine_without_requests_looks_at_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "PAUSE_MILLISECONDS", 1)
+    monkeypatch.setattr(process, "PAUSE_SECONDS", 0.001)
     looks: list[int] = []
 
     def check_alive() -> None:
@@ -96,7 +96,9 @@ def test_an_engine_without_requests_looks_at_its_ranks(tmp_path: Path, monkeypat
             raise EngineDeadError("Rank 1 of 2 was killed")
 
     idle: Any = SimpleNamespace(take_memory=bool, calibrate=bool, keep_costs=lambda: None, check_alive=check_alive)
-    engine = EngineProcess(EngineLaunch(EngineConfig(), "", f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out"))
+    engine = EngineProcess(
+        EngineLaunch(EngineConfig(), "", UnixSockets(f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out"))
+    )
     with pytest.raises(EngineDeadError, match="Rank 1 of 2 was killed"):
         engine._wait(idle)
     engine.close()

@@ -1,16 +1,15 @@
-"""ProcessClient against a small engine at the other end of its sockets; EchoClient as other tests rely on it."""
+"""ProcessClient against a small engine at the other end of its link; EchoClient as other tests rely on it."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import stat
 import threading
+from collections.abc import Callable
 
 import msgspec
 import pytest
-import zmq
 
+from quire.engine.server_link import ServerLink
 from quire.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from quire.frontend import client as client_module
 from quire.frontend.client import ProcessClient
@@ -28,6 +27,7 @@ from quire.messages import (
 )
 from quire.sampling_params import RequestOutputKind, SamplingParams, SpelledWord, SpelledWords
 from quire.schedule import TokenLogprobs
+from tests.frontend.links import Ends
 
 READY = EngineReady(100, 10, 16, 4, 64, {"max_model_len": {"value": 100, "source": "flag"}})
 
@@ -41,29 +41,28 @@ def add(request_id: str = "a", prompt: tuple[int, ...] = (5, 6, 7), **params: ob
 class TinyEngine(threading.Thread):
     """Answers every message with one delta that spells it, until the command shutdown."""
 
-    def __init__(self, input_address: str, output_address: str) -> None:
+    def __init__(self, connect: Callable[[], ServerLink]) -> None:
         super().__init__(daemon=True)
-        self.addresses = input_address, output_address
+        self.connect = connect
         self.received: list[EngineInput] = []
 
     def run(self) -> None:
-        with zmq.Context() as context, context.socket(zmq.PULL) as inputs, context.socket(zmq.PUSH) as outputs:
-            inputs.connect(self.addresses[0])
-            outputs.connect(self.addresses[1])
-            outputs.send(msgspec.msgpack.encode(READY))
-            while True:
-                message = msgspec.msgpack.decode(inputs.recv(), type=EngineInput)
-                self.received.append(message)
-                if message == Command("shutdown"):
-                    return
-                if isinstance(message, AddRequest):
-                    logprobs = [TokenLogprobs([1, 2], [-0.5, -1.5], [1, 2])]
-                    delta = RequestDelta(message.request_id, message.prompt_token_ids, logprobs, finish_reason="length")
-                    outputs.send(msgspec.msgpack.encode(EngineOutputs([delta])))
+        link = self.connect()
+        link.send(msgspec.msgpack.encode(READY))
+        while True:
+            message = msgspec.msgpack.decode(link.receive(), type=EngineInput)
+            self.received.append(message)
+            if message == Command("shutdown"):
+                link.close()
+                return
+            if isinstance(message, AddRequest):
+                logprobs = [TokenLogprobs([1, 2], [-0.5, -1.5], [1, 2])]
+                delta = RequestDelta(message.request_id, message.prompt_token_ids, logprobs, finish_reason="length")
+                link.send(msgspec.msgpack.encode(EngineOutputs([delta])))
 
 
-async def test_bad_words_are_encoded_once_for_all_continuations(addresses):
-    client = ProcessClient(*addresses)
+async def test_bad_words_are_encoded_once_for_all_continuations(ends: Ends):
+    client = ProcessClient(ends.front)
     encoded = []
 
     class Encoder:
@@ -72,8 +71,9 @@ async def test_bad_words_are_encoded_once_for_all_continuations(addresses):
             return msgspec.msgpack.encode(message)
 
     client._encoder = Encoder()
-    engine = TinyEngine(*addresses)
+    engine = TinyEngine(ends.new_link)
     engine.start()
+    assert await client.receive() == READY
     words = SpelledWords([SpelledWord({3: [1]}, [{4: [1, 2]}, {}])], b"\x10")
     params = SamplingParams(n=3, max_tokens=4)
     params.bad_words_spelled = words
@@ -87,10 +87,10 @@ async def test_bad_words_are_encoded_once_for_all_continuations(addresses):
     client.close()
 
 
-async def test_a_message_of_another_engine_is_refused(addresses):
-    """Each engine has sockets of its own: a message that says otherwise is of nobody's requests."""
-    client = ProcessClient(*addresses, engine_index=1)
-    TinyEngine(*addresses).start()  # which says that it is engine 0
+async def test_a_message_of_another_engine_is_refused(ends: Ends):
+    """Each engine has a link of its own: a message that says otherwise is of nobody's requests."""
+    client = ProcessClient(ends.front, engine_index=1)
+    TinyEngine(ends.new_link).start()  # which says that it is engine 0
     with pytest.raises(EngineDeadError, match="to engine 1 is from engine 0"):
         await client.receive()
     receiving = asyncio.ensure_future(client.receive())
@@ -101,17 +101,12 @@ async def test_a_message_of_another_engine_is_refused(addresses):
     client.close()
 
 
-@pytest.fixture
-def addresses(tmp_path):
-    return f"ipc://{tmp_path}/input", f"ipc://{tmp_path}/output"
-
-
-async def test_messages_cross_the_sockets_unchanged(addresses):
-    client = ProcessClient(*addresses)
+async def test_messages_cross_the_link_unchanged(ends: Ends):
+    client = ProcessClient(ends.front)
     sent = [add("a"), Abort(["a", "b"]), SetLimits(max_num_seqs=3), add("z", seed=-(2**63)), Command("shutdown")]
     for message in sent[:2]:
         client.send(message)  # before the engine has connected
-    engine = TinyEngine(*addresses)
+    engine = TinyEngine(ends.new_link)
     engine.start()
     assert await client.receive() == READY
     for message in sent[2:]:
@@ -126,8 +121,8 @@ async def test_messages_cross_the_sockets_unchanged(addresses):
     assert not client.is_alive
 
 
-async def test_a_pending_receive_hears_of_the_death(addresses):
-    client = ProcessClient(*addresses)
+async def test_a_pending_receive_hears_of_the_death(ends: Ends):
+    client = ProcessClient(ends.front)
     pending = asyncio.ensure_future(client.receive())
     await asyncio.sleep(0)
     client.mark_dead("Killed by signal 9")
@@ -142,10 +137,10 @@ async def test_a_pending_receive_hears_of_the_death(addresses):
     client.close()
 
 
-async def test_the_process_is_watched(addresses, monkeypatch):
+async def test_the_process_is_watched(ends: Ends, monkeypatch):
     monkeypatch.setattr(client_module, "LIFE_CHECK_SECONDS", 0.01)
     alive = [True]
-    client = ProcessClient(*addresses, is_process_alive=lambda: alive[0])
+    client = ProcessClient(ends.front, is_process_alive=lambda: alive[0])
     pending = asyncio.ensure_future(client.receive())
     await asyncio.sleep(0.03)
     assert not pending.done()
@@ -156,19 +151,12 @@ async def test_the_process_is_watched(addresses, monkeypatch):
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xff", b"\x80", msgspec.msgpack.encode({"type": "outputs", "deltas": 5})])
-async def test_unreadable_messages_end_the_engine_not_the_process(addresses, frame):
-    client = ProcessClient(*addresses)
-    with zmq.Context() as context, context.socket(zmq.PUSH) as outputs:
-        outputs.connect(addresses[1])
-        outputs.send(frame)
-        with pytest.raises(EngineDeadError, match="cannot be read"):
-            await client.receive()
-    client.close()
-
-
-def test_sockets_are_unix_sockets(addresses, tmp_path):
-    client = ProcessClient(*addresses)
-    assert all(stat.S_ISSOCK(os.stat(tmp_path / name).st_mode) for name in ("input", "output"))
+async def test_unreadable_messages_end_the_engine_not_the_process(ends: Ends, frame):
+    client = ProcessClient(ends.front)
+    receiving = asyncio.ensure_future(client.receive())
+    (await asyncio.to_thread(ends.connect)).send(frame)
+    with pytest.raises(EngineDeadError, match="cannot be read"):
+        await receiving
     client.close()
 
 

@@ -116,10 +116,10 @@ def test_explain_has_the_share_and_shows_the_machine() -> None:
 
 def test_settings_that_are_refused() -> None:
     assert config_of(2, data_parallel_size_local=2).data_parallel_size == 2
-    with pytest.raises(ConfigError, match="on other machines"):
+    with pytest.raises(
+        ConfigError, match=r"on other machines, where Ray starts them.*give --data-parallel-backend ray"
+    ):
         config_of(2, data_parallel_size_local=1)
-    with pytest.raises(ConfigError, match=r"Ray places the stages of one engine.*Use mp"):
-        config_of(2, data_parallel_backend="ray")
     with pytest.raises(ConfigError, match="Illegal value of data_parallel_size"):
         config_of(0)
     with pytest.raises(ConfigError, match=r"data_parallel_rank is not supported: a server runs all of its replicas"):
@@ -127,9 +127,48 @@ def test_settings_that_are_refused() -> None:
     assert EngineConfig.from_kwargs(data_parallel_rpc_port=29550).data_parallel_size == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (
+            {"enable_expert_parallel": True},
+            "--enable-expert-parallel.*lanes of one engine are processes of one machine",
+        ),
+        ({"distributed_executor_backend": "external_launcher"}, "--distributed-executor-backend.*torchrun starts"),
+        ({"pipeline_parallel_size": 2, "nnodes": 2}, "Each of several replicas is on one machine"),
+        (
+            {"data_parallel_size": 1, "pipeline_parallel_size": 2, "nnodes": 2},
+            "--nnodes.*each replica is on one machine",
+        ),
+        ({"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}, "Each of several replicas is on one"),
+        ({"headless": True}, "Machine 0 serves"),
+        ({"master_port": 4000}, "--master-port.*the system chooses their ports"),
+        ({"device_ids": ("0", "1")}, "--device-ids.*Ray chooses their GPUs"),
+        ({"numa_bind": True}, "--numa-bind.*Ray chooses their machines"),
+        ({"numa_bind_nodes": (0,)}, "--numa-bind-nodes.*Ray chooses their machines"),
+        ({"numa_bind_cpus": ("0",)}, "--numa-bind-cpus.*Ray chooses their machines"),
+        ({"data_parallel_size_local": 3}, "Illegal number of replicas on this machine.*1 to data_parallel_size = 2"),
+        ({"data_parallel_size_local": 0}, "Illegal number of replicas on this machine"),
+    ],
+)
+def test_what_does_not_go_with_ray(given: dict[str, Any], why: str) -> None:
+    arguments = {"data_parallel_size": 2, "data_parallel_backend": "ray"} | given
+    with pytest.raises(ConfigError, match=why):
+        EngineConfig.from_kwargs(**arguments)
+
+
+def test_replicas_that_ray_places_share_no_machine_unless_they_are_told() -> None:
+    for more, count in (({}, 1), ({"data_parallel_size_local": 2}, 2)):
+        config = config_of(6, data_parallel_backend="ray", **more)
+        check_machine(config)  # more replicas than cores are of other machines
+        assert (config.num_replicas, config.num_local_replicas) == (6, count)
+        assert share_of_machine(FIVE_CORES, config).num_cores == 5 // count
+
+
 def test_llm_is_one_replica() -> None:
-    with pytest.raises(ConfigError, match=r"An engine in this process is one replica.*Use AsyncLLM or quire serve"):
-        LLM(data_parallel_size=2)
+    for arguments in ({"data_parallel_size": 2}, {"data_parallel_backend": "ray"}):
+        with pytest.raises(ConfigError, match=r"An engine in this process is one replica.*Use AsyncLLM or quire serve"):
+            LLM(**arguments)
 
 
 def test_taken_memory() -> None:

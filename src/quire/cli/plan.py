@@ -142,11 +142,11 @@ class _Machine:
             self.read_bandwidth = None if uses_gpu else extension.read_bandwidth(self.facts.num_cores)
             total, free = self.facts.memory_of("cuda" if uses_gpu else "cpu")
             self.memory_name = f"{shown_bytes(free)} free now of {shown_bytes(total)}"
-        if args.hardware is None and engine.num_replicas > 1:
+        if args.hardware is None and engine.num_local_replicas > 1:
             self.facts = share_of_machine(self.facts, engine)
             if self.read_bandwidth is not None:
-                self.read_bandwidth /= engine.num_replicas
-            self.memory_name += f", for each of {engine.num_replicas} replicas"
+                self.read_bandwidth /= engine.num_local_replicas
+            self.memory_name += f", for each of {engine.num_local_replicas} replicas"
         self.has_speed = args.memory is None or self.described is not None
         self.is_gpu = self.facts.gpu is not None and engine.device != "cpu"
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from quire.compat.foreign import Foreign, accepted, refused, translated
 
 NO_CODE = "no code is loaded by name"
-OWN_REPLICAS = "a server runs all of its replicas on this machine, and spreads requests over them itself"
-_OWN_SERVERS = "Start a server on each machine, and spread requests over them from outside"
+OWN_REPLICAS = "a server runs all of its replicas, on other machines by Ray, and spreads requests over them itself"
+_OWN_SERVERS = (
+    "Use --data-parallel-backend ray, or start a server on each machine and spread requests over them from outside"
+)
 POOLING = "models here generate text; embedding, scoring and classification are not in this version"
 TEXT_ONLY = "models here read text only"
 TRANSFER = "KV caches are not moved between servers or tiers in this version"
@@ -139,9 +141,14 @@ PARALLELISM: tuple[Foreign, ...] = (
     ),
     *refused("the number of ranks is that of the start", "Start again with other sizes", switches="enable_elastic_ep"),
     *accepted(
-        "replicas are processes on this machine with private Unix sockets, and do not wait for each other",
-        values="data_parallel_address data_parallel_rpc_port dp_sync_interval",
+        "replicas do not wait for each other, and those that Ray places connect to ports that the system chooses",
+        values="data_parallel_rpc_port dp_sync_interval",
         switches="disable_nccl_for_dp_synchronization",
+    ),
+    translated(
+        "data_parallel_address",
+        "replicas that Ray places find the server where other machines do",
+        lambda value: {"master_addr": value},
     ),
     translated(
         "cpu_distributed_timeout_seconds",

@@ -91,13 +91,6 @@ FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
             "Leave it out",
         ),
     ),
-    "data_parallel_backend": (
-        ForeignValues(
-            ("ray",),
-            "Ray places the stages of one engine, and replicas are processes on this machine",
-            "Use mp, or --pipeline-parallel-size with --distributed-executor-backend ray",
-        ),
-    ),
     "tokenizer_mode": (
         ForeignValues(
             ("mistral", "custom", "deepseek_v*", "cohere", "grok2", "qwen_vl", "kimi*"),

@@ -1,4 +1,4 @@
-"""Connections between the nodes of an engine: whoever connects must know the cluster key. No torch.
+"""Connections between machines: whoever connects must know the cluster key. No torch.
 
 The key is checked on connecting, in both directions, by HMAC-SHA256 of fresh random numbers. What is sent later is
 neither encrypted nor signed: nodes need a network of their own.
@@ -23,10 +23,12 @@ LEAST_KEY_LENGTH = 16  # characters
 HANDSHAKE_SECONDS = 5.0  # for a peer to show that it knows the key
 RETRY_SECONDS = 0.2
 MOST_FRAME_BYTES = 1 << 20  # of frames that nodes exchange before ranks talk
+MOST_MESSAGE_BYTES = 1 << 30  # of messages between a server and an engine on another machine
 NONCE_BYTES = 32
 # A machine that is gone sends nothing. After these seconds the system reports it.
 LOST_SECONDS = 5
 _LENGTH = struct.Struct(">Q")
+HEADER_BYTES = _LENGTH.size  # of each frame, before what it holds
 
 logger = get_logger(__name__)
 
@@ -134,8 +136,21 @@ def connect(address: str, port: int, key: bytes, until: float) -> socket.socket:
 
 def send(peer: socket.socket, frame: bytes | memoryview) -> None:
     """Raises OSError."""
-    peer.sendall(_LENGTH.pack(len(frame)))
+    peer.sendall(header(frame))
     peer.sendall(frame)
+
+
+def header(frame: bytes | memoryview) -> bytes:
+    """What comes before a frame."""
+    return _LENGTH.pack(len(frame))
+
+
+def length_of(header: bytes | bytearray, most: int) -> int:
+    """Bytes of the frame behind it. Raises WireError for more than `most`."""
+    length: int = _LENGTH.unpack(header)[0]
+    if length > most:
+        raise WireError(f"a frame of {length} bytes where {most} are allowed")
+    return length
 
 
 def receive(peer: socket.socket, most: int = MOST_FRAME_BYTES, until: float | None = None) -> bytes:
@@ -144,9 +159,7 @@ def receive(peer: socket.socket, most: int = MOST_FRAME_BYTES, until: float | No
     Args:
         until: when all of it must be here; None: each piece may take as long as the peer's timeout says.
     """
-    (length,) = _LENGTH.unpack(_exactly(peer, _LENGTH.size, until))
-    if length > most:
-        raise WireError(f"a frame of {length} bytes where {most} are allowed")
+    length = length_of(_exactly(peer, HEADER_BYTES, until), most)
     return bytes(_exactly(peer, length, until))
 
 

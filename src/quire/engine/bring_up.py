@@ -70,11 +70,11 @@ def bring_up(
     resolved = resolve(config, model_config, facts, is_server=is_server)
     total_bytes, _ = facts.memory_of(resolved.device.device)
     if free_memory_bytes is not None and resolved.device.device == "cpu":
-        total_bytes = min(total_bytes, free_memory_bytes // (config.data_parallel_size * config.tensor_parallel_size))
+        total_bytes = min(total_bytes, free_memory_bytes // (config.num_local_replicas * config.tensor_parallel_size))
     # Refused before minutes are spent on reading them.
     planned_bytes = planned_weight_bytes(resolved, model_config)
     if planned_bytes >= total_bytes:
-        raise weights_do_not_fit(resolved, planned_bytes, total_bytes, config.num_replicas)
+        raise weights_do_not_fit(resolved, planned_bytes, total_bytes, config.num_local_replicas)
     executor = executor or _executor_of_one(workers, resolved)
     settings = WorkerSettings.of(resolved)
     progress("load", 0.0, "")
@@ -84,7 +84,7 @@ def bring_up(
     memories = [each.memory for each in measured]
     if free_memory_bytes is not None and resolved.device.device == "cpu":
         own_bytes = free_memory_bytes // config.num_local_ranks
-        memories = [share_of_memory(each, config.num_replicas, own_bytes) for each in memories]
+        memories = [share_of_memory(each, config.num_local_replicas, own_bytes) for each in memories]
     planned, memory = plan_least(config, parts or [model_config] * len(workers), resolved, memories)
     if resolved.device.device == "cuda":
         warn_about_dropped_sizes(resolved)

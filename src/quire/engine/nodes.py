@@ -90,13 +90,13 @@ def hello(config: EngineConfig, model_folder: Path, port: int = 0) -> Hello:
         config.node_rank,
         __version__,
         extension.chosen_isa(),
-        _checkpoint(model_folder, config.load_format == "dummy"),
+        checkpoint(model_folder, is_dummy=config.load_format == "dummy"),
         msgspec.json.decode(msgspec.json.encode(settings)),  # as it arrives
         port,
     )
 
 
-def _checkpoint(folder: Path, is_dummy: bool) -> str:
+def checkpoint(folder: Path, *, is_dummy: bool) -> str:
     """Tells checkpoints apart: their files and sizes, and what config.json says."""
     found = hashlib.sha256()
     files = [folder] if folder.is_file() else [] if is_dummy else sorted(folder.glob("*.safetensors"))

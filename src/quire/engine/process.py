@@ -15,18 +15,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import msgspec
-import zmq
 
 from quire import logs
+from quire.distributed.wire import WireError
 from quire.engine.core import EngineCore
 from quire.engine.libraries import load
 from quire.engine.rank_spawn import RankInterpreter, spawned_ranks
+from quire.engine.server_link import ServerLink, TcpLink, UnixLink
 from quire.errors import EngineDeadError, QuireError
 from quire.messages import (
     Abort,
@@ -40,8 +40,10 @@ from quire.messages import (
     EngineOutputs,
     EngineProgress,
     LoadAdapter,
+    Progress,
     RequestDelta,
     SetLimits,
+    UnixSockets,
     UnloadAdapter,
     UseTokenizer,
 )
@@ -50,8 +52,11 @@ from quire.planning import devices
 if TYPE_CHECKING:
     from quire.engine.start import StartedEngine  # loads torch
 
-PAUSE_MILLISECONDS = 1000
+PAUSE_SECONDS = 1.0
 BEAT_SECONDS = 1.0  # between two signs of life; the front end waits for ten
+
+# Where the model is on this machine: its folder, and the drafter's. Raises ConfigErrors.
+FindModel = Callable[[EngineLaunch, Progress], tuple[Path, Path | None]]
 
 logger = logs.get_logger("quire.engine.process")  # run as a program, its own name is __main__
 
@@ -61,6 +66,9 @@ class EngineProcess:
 
     Args:
         interpreters, start_time: see start.start_engine.
+        find_model: of a launch that names no folder.
+
+    Raises OSError and WireError: a server on another machine is not reached.
     """
 
     def __init__(
@@ -68,14 +76,15 @@ class EngineProcess:
         launch: EngineLaunch,
         interpreters: list[RankInterpreter] | None = None,
         start_time: float | None = None,
+        find_model: FindModel | None = None,
     ) -> None:
         self._launch, self._interpreters, self._start_time = launch, interpreters, start_time
-        self._context = zmq.Context()
-        self._inputs = self._context.socket(zmq.PULL)
-        self._inputs.connect(launch.input_address)
-        self._outputs = self._context.socket(zmq.PUSH)
-        self._outputs.setsockopt(zmq.LINGER, 2000)
-        self._outputs.connect(launch.output_address)
+        self._find_model = find_model
+        self._link: ServerLink
+        if isinstance(launch.link, UnixSockets):
+            self._link = UnixLink(launch.link)
+        else:
+            self._link = TcpLink(launch.link, lambda: os._exit(0))  # nobody is there
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineInput)
         self._stopping = False
@@ -89,17 +98,21 @@ class EngineProcess:
         from quire.engine.start import start_engine
 
         self._beats.start()
-        config = self._launch.config
-        if config.device != "cpu" and (config.num_replicas > 1 or config.gpu_ids):
+        config, folder, drafter = self._launch.config, self._launch.model_folder, self._launch.drafter_folder
+        # Where Ray places replicas, it has chosen their GPUs.
+        if config.device != "cpu" and (config.num_replicas > 1 or config.gpu_ids) and not config.has_ray_replicas:
             devices.take_gpu(self._launch.engine_index, config.gpu_ids)
         try:
+            model_folder, drafter_folder = Path(folder), Path(drafter) if drafter else None
+            if self._find_model is not None:
+                model_folder, drafter_folder = self._find_model(self._launch, self._send_progress)
             started = start_engine(
-                self._launch.config,
-                Path(self._launch.model_folder),
+                config,
+                model_folder,
                 is_server=True,
                 progress=self._send_progress,
                 is_first=self._launch.is_first,
-                drafter_folder=Path(folder) if (folder := self._launch.drafter_folder) else None,
+                drafter_folder=drafter_folder,
                 free_memory_bytes=self._launch.free_memory_bytes,
                 engine_index=self._launch.engine_index,
                 interpreters=self._interpreters,
@@ -133,7 +146,7 @@ class EngineProcess:
 
     def _take_tokenizer(self, core: EngineCore) -> None:
         """The first message. Its tables hold Python's lock for up to 0.8 s, so they are made before steps matter."""
-        message = self._decoder.decode(self._inputs.recv())
+        message = self._decoder.decode(self._link.receive())
         assert isinstance(message, UseTokenizer)
         try:
             core.use_tokenizer(message)
@@ -165,14 +178,14 @@ class EngineProcess:
 
     def _wait(self, started: StartedEngine) -> None:
         """For a message, as long as it takes; what has to be done some day is done meanwhile."""
-        while not self._inputs.poll(0) and started.take_memory():
+        while not self._link.wait(0.0) and started.take_memory():
             pass
         # A request that comes while a step is measured has to wait: so steps are measured only in longer pauses.
-        if not self._inputs.poll(PAUSE_MILLISECONDS):
-            while not self._inputs.poll(0) and started.calibrate():
+        if not self._link.wait(PAUSE_SECONDS):
+            while not self._link.wait(0.0) and started.calibrate():
                 pass
             started.keep_costs()
-        while not self._inputs.poll(PAUSE_MILLISECONDS):
+        while not self._link.wait(PAUSE_SECONDS):
             started.check_alive()
 
     def _receive(self, core: EngineCore) -> None:
@@ -185,11 +198,7 @@ class EngineProcess:
         }
         if core.adapters is not None:
             handlers |= {LoadAdapter: core.adapters.load, UnloadAdapter: core.adapters.unload}
-        while True:
-            try:
-                frame = self._inputs.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        while (frame := self._link.take()) is not None:
             try:
                 message = self._decoder.decode(frame)
                 handlers[type(message)](message)
@@ -219,7 +228,7 @@ class EngineProcess:
 
     def _send(self, message: EngineMessage) -> None:
         message.engine_index = self._launch.engine_index
-        self._outputs.send(self._encoder.encode(message))
+        self._link.send(self._encoder.encode(message))
 
     def _send_progress(self, phase: str, fraction: float, detail: str) -> None:
         now = time.monotonic()
@@ -229,13 +238,10 @@ class EngineProcess:
 
     def _beat(self) -> None:
         """Tell every BEAT_SECONDS that this process runs, and how long its step may take. On a thread of its own."""
-        with self._context.socket(zmq.PUSH) as socket:  # sockets are not shared between threads
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(self._launch.output_address)
+        with self._link.beats() as send:
             encoder = msgspec.msgpack.Encoder()
             while True:
-                with suppress(zmq.Again):  # the front end has not read a thousand of them: it is stopped
-                    socket.send(encoder.encode(self._sign_of_life()), zmq.NOBLOCK)
+                send(encoder.encode(self._sign_of_life()))
                 if self._closing.wait(BEAT_SECONDS):
                     return
 
@@ -253,9 +259,7 @@ class EngineProcess:
         self._closing.set()
         if self._beats.ident is not None:
             self._beats.join()
-        self._inputs.close(0)
-        self._outputs.close()
-        self._context.term()
+        self._link.close()
 
 
 def _watch_parent(lines: SimpleQueue[bytes]) -> None:
@@ -270,8 +274,9 @@ def _watch_parent(lines: SimpleQueue[bytes]) -> None:
     while os.read(0, 1):
         pass
     # A parent that was killed could not remove the folder of its sockets.
-    launch = msgspec.json.decode(line, type=EngineLaunch)
-    shutil.rmtree(Path(launch.input_address.removeprefix("ipc://")).parent, ignore_errors=True)
+    link = msgspec.json.decode(line, type=EngineLaunch).link
+    if isinstance(link, UnixSockets):
+        shutil.rmtree(Path(link.input_address.removeprefix("ipc://")).parent, ignore_errors=True)
     os._exit(0)
 
 
@@ -285,11 +290,12 @@ def _import_engine() -> Exception | None:
     return None
 
 
-def main(num_ranks: int = 0) -> int:
+def main(num_ranks: int = 0, find_model: FindModel | None = None) -> int:
     """Answers with the exit code.
 
     Args:
         num_ranks: processes of further ranks that load their libraries meanwhile.
+        find_model: see EngineProcess.
     """
     # The parent decides when to stop: a Ctrl-C in the terminal, or a service manager's SIGTERM, reaches both processes,
     # and the parent drains first.
@@ -302,7 +308,12 @@ def main(num_ranks: int = 0) -> int:
     threading.Thread(target=_watch_parent, args=(lines,), name="parent watch", daemon=True).start()
     with spawned_ranks(num_ranks) as interpreters:
         failure = _import_engine()
-        process = EngineProcess(msgspec.json.decode(lines.get(), type=EngineLaunch), interpreters, start_time)
+        launch = msgspec.json.decode(lines.get(), type=EngineLaunch)
+        try:
+            process = EngineProcess(launch, interpreters, start_time, find_model)
+        except (OSError, WireError) as error:
+            logger.error("the server is not reached: %s", error)
+            return 1
         try:
             return process.run() if failure is None else process.fail(failure)
         finally:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 import quire.demo
 from quire.config import EngineConfig, ServerConfig
 from quire.demo import DEMO_MODEL_NAME
-from quire.entry.spawn import EngineInterpreter, spawn_engine
+from quire.entry.spawn import EngineInterpreter, how_it_ended, spawn_engine
 from quire.errors import ConfigError, InvalidRequestError
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.chat_template import check_template_kwargs
 from quire.frontend.client import ProcessClient
+from quire.frontend.engine_link import UnixLink
 from quire.frontend.gguf_tokenizer import read_gguf_tokenizer
 from quire.frontend.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from quire.frontend.output_processor import OutputProcessor, draft_metrics
@@ -47,10 +47,14 @@ from quire.loader.safetensors_headers import read_headers
 from quire.lora.adapter_config import CONFIG_NAME
 from quire.lora.modules import LoraModule, parse_module
 from quire.lora.paths import TENSORS_NAME
-from quire.messages import EngineLaunch, Progress, UseTokenizer
+from quire.messages import EngineLaunch, Progress, UnixSockets, UseTokenizer
 from quire.model_config import ModelConfig, load_model_config
 from quire.planning import devices
 from quire.speculative_config import BY_WORKER, SpeculativeConfig
+
+if TYPE_CHECKING:
+    from quire.engine.ray_replicas import RayReplicas
+    from quire.entry.ray_replica import RayReplica
 
 MAX_SOCKET_PARENT_BYTES = 80  # 107 bytes name a Unix socket, and ours is /quire-12345678/output in it
 
@@ -237,11 +241,11 @@ class EngineProcessHandle:
         self._remove_sockets()
         # mkdtemp makes the folder 0700: only this user can reach the sockets in it.
         self._sockets = tempfile.TemporaryDirectory(prefix="quire-", dir=_socket_parent())
-        addresses = (f"ipc://{self._sockets.name}/input", f"ipc://{self._sockets.name}/output")
-        client = ProcessClient(*addresses, self.is_alive, self._engine_index, self._tokenizer)
+        sockets = UnixSockets(f"ipc://{self._sockets.name}/input", f"ipc://{self._sockets.name}/output")
+        client = ProcessClient(UnixLink(sockets), self.is_alive, self._engine_index, self._tokenizer)
         try:
             is_first = self._process is None
-            launch = (self._config, self._model_folder, *addresses, self._engine_index, is_first, self._drafter_folder)
+            launch = (self._config, self._model_folder, sockets, self._engine_index, is_first, self._drafter_folder)
             self._start(EngineLaunch(*launch, self._free_memory_bytes, self._tokenizer is not None))
         except OSError:
             client.close()
@@ -272,10 +276,7 @@ class EngineProcessHandle:
     def describe_end(self) -> str | None:
         """How the process ended, for people; None while it runs and if it left by itself or was told to."""
         code = self._process.poll() if self._process is not None else None
-        if code is None or code >= 0 or self._was_killed:
-            return None
-        hint = "; the system may have run out of memory" if -code == signal.SIGKILL else ""
-        return f"The engine process was ended by {signal.Signals(-code).name}{hint}."
+        return None if code is None or self._was_killed else how_it_ended(code)
 
     def kill(self) -> None:
         """End the process at once, even one that is stopped, and wait until it is gone with its memory."""
@@ -317,10 +318,14 @@ class EngineProcessHandle:
 
 
 class EngineProcesses:
-    """The processes of all replicas, by their index."""
+    """The processes of all replicas, by their index.
 
-    def __init__(self, handles: Sequence[EngineProcessHandle]) -> None:
-        self.handles = handles
+    Args:
+        places: of those that Ray places.
+    """
+
+    def __init__(self, handles: Sequence[EngineProcessHandle | RayReplica], places: RayReplicas | None) -> None:
+        self.handles, self._places = handles, places
 
     def describe_ends(self) -> str | None:
         """How processes ended, for people; None while all run and if they left by themselves or were told to."""
@@ -333,6 +338,8 @@ class EngineProcesses:
             handle.tell_to_stop()  # they end side by side
         for handle in self.handles:
             handle.stop()
+        if self._places is not None:
+            self._places.close()
 
 
 def _fetched(module: LoraModule, config: EngineConfig) -> LoraModule:
@@ -341,6 +348,30 @@ def _fetched(module: LoraModule, config: EngineConfig) -> LoraModule:
         return module
     folder = mirror(module.path, (CONFIG_NAME, TENSORS_NAME), download_dir=config.download_dir, with_holes=False)
     return replace(module, path=str(folder))
+
+
+def _engine_processes(
+    config: EngineConfig,
+    parts: FrontEndParts,
+    interpreters: Sequence[EngineInterpreter],
+    tokenizer: UseTokenizer | None,
+) -> EngineProcesses:
+    """Nothing is started. Raises ConfigError: Ray has no room for the replicas."""
+    count = config.num_replicas
+    if config.has_ray_replicas:
+        from quire.engine.ray_replicas import RayReplicas  # no other start needs them
+        from quire.entry.ray_replica import RayReplica
+
+        places = RayReplicas(config)
+        facts = (config, parts.model_folder, places)
+        return EngineProcesses([RayReplica(*facts, index, tokenizer) for index in range(count)], places)
+    first: Sequence[EngineInterpreter | None] = interpreters or [None] * count
+    more = (parts.drafter_folder, devices.free_memory_bytes() if count > 1 else None, tokenizer)
+    handles = [
+        EngineProcessHandle(config, parts.model_folder, interpreter, index, *more)
+        for index, interpreter in enumerate(first)
+    ]
+    return EngineProcesses(handles, None)
 
 
 def start_async_engine(
@@ -360,21 +391,13 @@ def start_async_engine(
         recovery: when a process counts as failed, and how often it is started again.
         has_constraints: requests may have some. The engines make tables for them before they are ready.
     """
-    num_replicas = config.num_replicas
     modules = [_fetched(parse_module(word), config) for word in config.lora_modules] if config.enable_lora else None
-    free_memory_bytes = devices.free_memory_bytes() if num_replicas > 1 else None
     tracer = request_tracer(config, parts.model_name)
     recovery = recovery or RecoveryLimits(start_seconds=start_seconds())
-    first: Sequence[EngineInterpreter | None] = interpreters or [None] * num_replicas
     tokenizer = parts.input_processor.use_tokenizer() if has_constraints and parts.tokenizer is not None else None
-    facts = (parts.drafter_folder, free_memory_bytes, tokenizer)
-    handles = [
-        EngineProcessHandle(config, parts.model_folder, interpreter, index, *facts)
-        for index, interpreter in enumerate(first)
-    ]
-    processes, replicas = EngineProcesses(handles), []
+    processes, replicas = _engine_processes(config, parts, interpreters, tokenizer), list[Replica]()
     try:
-        for index, handle in enumerate(handles):
+        for index, handle in enumerate(processes.handles):
             own_metrics = None if metrics is None else metrics[index]
             outputs = OutputProcessor(
                 parts.tokenizer, own_metrics, new_draft_metrics=draft_metrics(config), tracer=tracer

@@ -42,11 +42,11 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig, *, keeps_metrics: bool) -> None:
-        if config.num_replicas != 1:
+        if config.num_replicas != 1 or config.has_ray_replicas:
             raise ConfigError(
                 "An engine in this process is one replica",
-                value=config.data_parallel_size,
-                expected="1",
+                value=f"{config.data_parallel_size} ({config.data_parallel_backend})",
+                expected="1 (mp)",
                 fix="Use AsyncLLM or quire serve, which run replicas, or start this script once for each part of the "
                 "prompts; a model with experts may share them: --enable-expert-parallel",
                 param="data_parallel_size",

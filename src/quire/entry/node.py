@@ -1,6 +1,6 @@
 """`quire serve --headless`: a machine that computes some stages for machine 0, which serves.
 
-Ray starts it as `python -m quire.entry.node`, with an EngineConfig as JSON on its standard input.
+Ray starts it as `python -m quire.entry.node`, with an EngineConfig as one line of JSON on its standard input.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> int:
     logs.configure()
     die_with_parent()  # Ray may end it at any time
     try:
-        return compute_for_node_0(msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig))
+        return compute_for_node_0(msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig))
     except QuireError as error:
         logs.say(error.message, logging.ERROR, code=error.code)
         return 2

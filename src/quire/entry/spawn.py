@@ -6,6 +6,7 @@ imports and the tokenizer of its parent.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -33,7 +34,12 @@ def spawn_engine(config: EngineConfig) -> EngineInterpreter:
 
 
 def spawn_engines(config: EngineConfig) -> list[EngineInterpreter]:
-    """One for each replica. Raises ConfigError for more replicas than the machine has room for, and OSError."""
+    """One for each replica on this machine; none where Ray places them.
+
+    Raises ConfigError for more replicas than the machine has room for, and OSError.
+    """
+    if config.has_ray_replicas:
+        return []
     if config.data_parallel_size * config.tensor_parallel_size > 1:
         from quire.planning.replicas import check_machine
 
@@ -45,6 +51,18 @@ def spawn_engines(config: EngineConfig) -> list[EngineInterpreter]:
         end(interpreters)
         raise
     return interpreters
+
+
+def how_it_ended(code: int) -> str | None:
+    """For people; None if an engine process left by itself.
+
+    Args:
+        code: its exit code.
+    """
+    if code >= 0:
+        return None
+    hint = "; the system may have run out of memory" if -code == signal.SIGKILL else ""
+    return f"The engine process was ended by {signal.Signals(-code).name}{hint}."
 
 
 def end(interpreters: Iterable[EngineInterpreter]) -> None:

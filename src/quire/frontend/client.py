@@ -1,25 +1,20 @@
-"""The boundary to the engine: the contract EngineClient, and a real engine process behind ZeroMQ."""
+"""The boundary to the engine: the contract EngineClient, and a real engine process at the other end of a link."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from quire.errors import EngineDeadError
+from quire.frontend.engine_link import EngineLink, LinkEndedError
 from quire.messages import AddRequest, EngineInput, EngineMessage
 from quire.sampling_params import SpelledWords
 
-WAKE = b"wake"  # no message: `mark_dead` wakes a `receive` that waits
-RETRY_SECONDS = 0.005  # between attempts to send before the engine has connected
 LIFE_CHECK_SECONDS = 0.1
-CLOSE_LINGER_MS = 1000  # for the last messages (shutdown) to leave
 
 
 class EngineClient(Protocol):
@@ -52,11 +47,10 @@ class EngineClient(Protocol):
 
 
 class ProcessClient:
-    """An engine in another process: msgpack frames over two Unix sockets, bound here.
+    """An engine in another process: msgpack frames over a link.
 
     Args:
-        input_address: for the engine's PULL socket: `ipc://` and a path in a folder of mode 0700.
-        output_address: for the engine's PUSH socket.
+        link: the client owns it.
         is_process_alive: called every LIFE_CHECK_SECONDS while receiving; False counts as `mark_dead`.
         engine_index: the index in the engine's messages.
         first: leaves before every other message, once something is received.
@@ -64,31 +58,20 @@ class ProcessClient:
 
     def __init__(
         self,
-        input_address: str,
-        output_address: str,
+        link: EngineLink,
         is_process_alive: Callable[[], bool] = lambda: True,
         engine_index: int = 0,
         first: EngineInput | None = None,
     ) -> None:
-        self._output_address, self._engine_index = output_address, engine_index
+        self._link, self._engine_index = link, engine_index
         self._is_process_alive = is_process_alive
         self._life_check: asyncio.TimerHandle | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._input = self._context.socket(zmq.PUSH)
-        self._input.set_hwm(0)
-        self._input.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-        self._output = zmq.asyncio.Context.shadow(self._context.underlying).socket(zmq.PULL)
-        self._output.set_hwm(0)
-        self._input.bind(input_address)
-        self._output.bind(output_address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
         self._words: tuple[SpelledWords | None, Any] = None, None  # the last ones that were sent, and their encoding
-        self._unsent: deque[bytes] = deque()
-        if first is not None:
-            self._unsent.append(self._encode(first))
-        self._retry: asyncio.TimerHandle | None = None
         self._death: str | None = None
+        if first is not None:
+            self._link.send(self._encode(first))
 
     @property
     def is_alive(self) -> bool:
@@ -97,9 +80,7 @@ class ProcessClient:
     def send(self, message: EngineInput) -> None:
         if self._death is not None:
             raise EngineDeadError(self._death)
-        self._unsent.append(self._encode(message))
-        if self._retry is None:
-            self._flush()
+        self._link.send(self._encode(message))
 
     def _encode(self, message: EngineInput) -> bytes:
         """Encode a message. Spellings of bad words may be long: continuations of a request share their encoding."""
@@ -112,29 +93,14 @@ class ProcessClient:
             message = msgspec.structs.replace(message, sampling_params=params)
         return self._encoder.encode(message)
 
-    def _flush(self) -> None:
-        """Send queued messages. A bound PUSH socket cannot take a message before the engine has connected."""
-        self._retry = None
-        while self._unsent:
-            try:
-                self._input.send(self._unsent[0], zmq.NOBLOCK)
-            except zmq.Again:
-                self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._flush)
-                return
-            self._unsent.popleft()
-
     async def receive(self) -> EngineMessage:
         if self._life_check is None:
             self._check_life()
-            if self._retry is None:
-                self._flush()
         try:
-            frame = await self._output.recv(0 if self._death is None else zmq.NOBLOCK)
-            while frame == WAKE:  # messages that the engine sent before its end may follow it
-                frame = await self._output.recv(zmq.NOBLOCK)
-            message: EngineMessage = self._decoder.decode(frame)
-        except zmq.ZMQError:  # no earlier message of a dead engine is left, or the connection is closed
-            raise EngineDeadError(self._death or "The connection to the engine is closed") from None
+            message: EngineMessage = self._decoder.decode(await self._link.receive())
+        except LinkEndedError:  # the engine is gone and no earlier message of it is left, or the connection is closed
+            self._death = self._death or "The connection to the engine is closed"
+            raise EngineDeadError(self._death) from None
         except msgspec.MsgspecError as error:
             raise EngineDeadError(f"The engine sent a message that cannot be read: {error}") from error
         if message.engine_index != self._engine_index:
@@ -148,20 +114,12 @@ class ProcessClient:
             self.mark_dead("The engine process has ended; its log says why")
 
     def mark_dead(self, message: str) -> None:
-        if self._death is not None:
-            return
-        self._death = message
-        self._input.setsockopt(zmq.LINGER, 0)
-        with self._context.socket(zmq.PUSH) as waker:
-            waker.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-            waker.connect(self._output_address)
-            waker.send(WAKE)
+        if self._death is None:
+            self._death = message
+            self._link.end()
 
     def close(self) -> None:
-        for timer in (self._retry, self._life_check):
-            if timer is not None:
-                timer.cancel()
+        if self._life_check is not None:
+            self._life_check.cancel()
         self._death = self._death or "The connection to the engine is closed"
-        self._output.close(0)
-        self._input.close()
-        self._context.term()
+        self._link.close()

@@ -34,7 +34,7 @@ def cpus_of_processes(config: EngineConfig) -> list[set[int]]:
     """
     if not is_bound(config):
         return []
-    count = config.num_replicas * config.num_local_ranks
+    count = config.num_local_replicas * config.num_local_ranks
     allowed, by_hand = devices.allowed_cpus(), config.numa_bind_cpus
     name = "numa_bind_cpus"
     if not by_hand and not config.numa_bind and not config.numa_bind_nodes:
@@ -87,7 +87,7 @@ def freed_behind() -> Iterator[None]:
 
 def bound_facts(device: DeviceFacts, config: EngineConfig, cores_of_a_process: int) -> DeviceFacts:
     """A machine whose equal parts have as many cores as each bound process has, within the cgroup's CPU quota."""
-    count = config.num_replicas * config.num_local_ranks
+    count = config.num_local_replicas * config.num_local_ranks
     if (quota := devices.cpu_quota()) is not None:
         cores_of_a_process = min(cores_of_a_process, max(1, int(quota) // count))
     return replace(device, num_cores=cores_of_a_process * count)

@@ -21,7 +21,7 @@ def check_machine(config: EngineConfig) -> None:
 
     Threads of replicas and ranks without a core of their own are only a warning.
     """
-    num_replicas, num_cores = config.num_replicas, devices.num_cores()
+    num_replicas, num_cores = config.num_local_replicas, devices.num_cores()
     if num_replicas > 1:
         _check_count(num_replicas, num_cores, "core")
         if config.device != "cpu" and (num_gpus := devices.num_gpus()):
@@ -57,7 +57,7 @@ def num_early_ranks(config: EngineConfig) -> int:
 
 def _num_threads(config: EngineConfig, num_cores: int) -> int:
     """Of all processes that compute. Without a number each rank takes its share of the cores, at least one."""
-    num_ranks = config.num_replicas * config.num_local_ranks
+    num_ranks = config.num_local_replicas * config.num_local_ranks
     return num_ranks * (config.num_threads or envs.NUM_THREADS.get() or max(num_cores // num_ranks, 1))
 
 
@@ -75,7 +75,7 @@ def _check_count(num_replicas: int, count: int, what: str) -> None:
 
 def share_of_machine(device: DeviceFacts, config: EngineConfig) -> DeviceFacts:
     """What each replica of `config` has of a machine. Raises ConfigError for fewer cores than replicas."""
-    num_replicas = config.num_replicas
+    num_replicas = config.num_local_replicas
     if num_replicas == 1:
         return device
     _check_count(num_replicas, device.num_cores, "core")

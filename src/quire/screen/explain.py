@@ -209,7 +209,7 @@ def explain(
     device = share_of_machine(device, engine)
     own, device = device.shared_by(grid.num_local), device.shared_by(grid.num_local, grid.num_stages)
     if read_bandwidth is not None:
-        read_bandwidth /= engine.num_replicas * grid.num_local
+        read_bandwidth /= engine.num_local_replicas * grid.num_local
     settled = resolve(engine, model, device, is_server=True)
     known = known_cost(settled, model, device, read_bandwidth)
     plans = [_planned(engine, settled, part, own) for part in parts]

@@ -1,0 +1,109 @@
+"""Ray places the replicas of a server on machines of its cluster, and starts an engine process for each there.
+
+A placement group holds the places for as long as the server runs. Each process is the child of an actor of its own: a
+replica that starts again gets a new actor in the same place. The process connects to the server.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from quire import envs
+from quire.config import EngineConfig
+from quire.engine.ray_cluster import RayCluster
+from quire.logs import get_logger
+from quire.messages import EngineLaunch
+from quire.planning import devices
+
+REPLICA_PROGRAM = ("-m", "quire.entry.replica")  # arguments of the interpreter
+
+logger = get_logger(__name__)
+
+
+class RayReplicas:
+    """Places for all replicas. Raises ConfigError: no Ray, no cluster, or no room.
+
+    Without --data-parallel-size-local Ray spreads the replicas over its machines. With it, each bundle is of so many
+    replicas and on a machine of its own, the first one here; the last bundle may be of fewer.
+
+    Attributes:
+        key: the cluster key.
+        address: of this machine, where engines find it.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        count, self._bundle_size = config.data_parallel_size, config.num_local_replicas
+        threads = config.num_threads or envs.NUM_THREADS.get()
+        cpus = config.num_local_ranks * threads or max(devices.num_cores() // self._bundle_size, 1)
+        self._needs = {"CPU": cpus}  # of a replica
+        if config.device == "cuda" or (config.device == "auto" and devices.has_gpu()):
+            self._needs["GPU"] = 1
+        self._cluster = RayCluster(config, "data_parallel_backend")
+        self.key, self.address = self._cluster.key.encode(), self._cluster.address
+        try:
+            self._take_places(count)
+            self._free_bytes = self._measure_memory()
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_places(self, count: int) -> None:
+        size, is_local = self._bundle_size, self._config.data_parallel_size_local is not None
+        sizes = [min(size, count - first) for first in range(0, count, size)]
+        bundles = [{name: each * number for name, number in self._needs.items()} for each in sizes]
+        room = " and ".join(f"{name} {number}" for name, number in self._needs.items())
+        where = f": {size} here, and so many or fewer on each of {len(sizes) - 1} other machines" if is_local else ""
+        self._cluster.take_places(
+            bundles,
+            "STRICT_SPREAD" if is_local else "SPREAD",
+            is_first_here=is_local,
+            whom=f"{count} replicas",
+            expected=f"{room} for each replica{where}",
+        )
+        addresses = {each["NodeID"]: each["NodeManagerAddress"] for each in self._cluster.ray.nodes()}
+        places = ", ".join(f"{index} on {addresses[machine]}" for index, machine in enumerate(self._machines()))
+        logger.info("Ray has places for the replicas: %s", places)
+
+    def _machines(self) -> list[str]:
+        """Of each replica now; "": its machine is lost, and Ray looks for another one."""
+        machines = self._cluster.machines()
+        return [machines.get(each // self._bundle_size) or "" for each in range(self._config.data_parallel_size)]
+
+    def _measure_memory(self) -> dict[str, int]:
+        """What is free on each machine that several replicas share, before one of them begins to load."""
+        counts = Counter(self._machines())
+        shared = {machine: bundle for bundle, machine in self._cluster.machines().items() if counts[machine] > 1}
+        measure = devices.free_memory_bytes
+        asked = {name: self._cluster.in_bundle(bundle, measure, num_cpus=0).remote() for name, bundle in shared.items()}
+        return dict(zip(asked, self._cluster.ray.get(list(asked.values())), strict=True))
+
+    def start(self, index: int, launch: EngineLaunch) -> tuple[Any, Future[int]]:
+        """Start an engine -> its actor, and what will be the exit code of its process.
+
+        Args:
+            launch: without what depends on the machine.
+        """
+        machines = self._machines()
+        count = max(machines.count(machines[index]), 1) if machines[index] else 1
+        launch.config = replace(self._config, data_parallel_size_local=count, hf_token=None)
+        launch.free_memory_bytes = self._free_bytes.get(machines[index])
+        num_ranks = min(self._config.num_local_ranks, self._needs["CPU"]) - 1  # which load their libraries meanwhile
+        actor, run = self._cluster.run(
+            index // self._bundle_size, (*REPLICA_PROGRAM, str(num_ranks)), msgspec.json.encode(launch), self._needs
+        )
+        ended: Future[int] = run.future()
+        return actor, ended
+
+    def end(self, actor: Any) -> None:
+        """At once, and with its process."""
+        self._cluster.ray.kill(actor)
+
+    def close(self) -> None:
+        """Give the places back."""
+        self._cluster.close()

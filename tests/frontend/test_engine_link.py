@@ -1,0 +1,167 @@
+"""What a link between a front end and an engine process does in both forms, and whom a connection lets in."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from quire.distributed import wire
+from quire.errors import ConfigError
+from quire.frontend.engine_link import LinkEndedError
+from tests.frontend.links import Ends
+
+LARGE = bytes(range(256)) * (40 << 12)  # 40 MiB: a tokenizer, or the logprobs of a long prompt
+
+
+async def test_frames_of_all_sizes_cross_in_order(ends: Ends) -> None:
+    frames = [b"first", b"", LARGE, b"x" * (1 << 20), b"last"]
+    for frame in frames[:3]:
+        ends.front.send(frame)  # before there is an engine
+    engine, receiving = await ends.connected()
+    for frame in frames[3:]:
+        ends.front.send(frame)
+    assert [await asyncio.to_thread(engine.receive) for _ in frames] == frames
+
+    sending = asyncio.ensure_future(asyncio.to_thread(lambda: [engine.send(frame) for frame in frames]))
+    assert [await receiving, *[await ends.front.receive() for _ in frames[1:]]] == frames
+    await sending
+    ends.front.close()
+
+
+async def test_the_engine_looks_before_it_waits(ends: Ends) -> None:
+    engine, receiving = await ends.connected()
+    assert not engine.wait(0.0)
+    assert engine.take() is None
+    ends.front.send(b"one")
+    ends.front.send(b"two")
+    assert await asyncio.to_thread(engine.wait, 10.0)
+    assert engine.wait(0.0), "looking takes nothing away"
+    assert engine.take() == b"one"
+    assert await asyncio.to_thread(engine.receive) == b"two"
+    with engine.beats() as send:
+        await asyncio.to_thread(send, b"beat")
+        assert await receiving == b"beat"
+    ends.front.close()
+
+
+async def test_what_has_come_is_received_behind_the_end(ends: Ends) -> None:
+    engine, receiving = await ends.connected()
+    engine.send(b"first")
+    assert await receiving == b"first"
+    engine.send(b"second")
+    engine.send(b"third")
+    time.sleep(0.2)  # for them to arrive, while the loop reads nothing
+    ends.front.end()
+    assert [await ends.front.receive() for _ in range(2)] == [b"second", b"third"]
+    for _ in range(2):
+        with pytest.raises(LinkEndedError):
+            await ends.front.receive()
+    ends.front.close()
+
+
+async def test_nobody_comes(ends: Ends) -> None:
+    receiving = asyncio.ensure_future(ends.front.receive())
+    await asyncio.sleep(0.05)
+    ends.front.end()
+    with pytest.raises(LinkEndedError):
+        await asyncio.wait_for(receiving, 5.0)
+    ends.front.close()
+
+
+async def test_last_words_leave(ends: Ends) -> None:
+    engine, receiving = await ends.connected()
+    engine.send(b"hello")
+    assert await receiving == b"hello"
+    ends.front.send(LARGE)  # more than the system takes at once
+    ends.front.send(b"shutdown")
+    ends.front.close()
+    assert await asyncio.to_thread(engine.receive) == LARGE
+    assert await asyncio.to_thread(engine.receive) == b"shutdown"
+    if ends.server is not None:
+        assert await asyncio.to_thread(ends.has_left.wait, 5.0), "an engine ends with its connection"
+
+
+def test_nothing_is_left_of_a_link_that_was_not_used(ends: Ends) -> None:
+    ends.front.close()
+
+
+@pytest.mark.parametrize("ends", ["unix"], indirect=True)
+def test_sockets_are_unix_sockets(ends: Ends, tmp_path: Path) -> None:
+    assert all(stat.S_ISSOCK((tmp_path / name).stat().st_mode) for name in ("input", "output"))
+    ends.front.close()
+
+
+def raw(ends: Ends, key: str) -> socket.socket:
+    """A connection of somebody else."""
+    assert ends.server is not None
+    return wire.connect(ends.server.address, ends.server.port, key.encode(), time.monotonic() + 10)
+
+
+@pytest.mark.parametrize("ends", ["tcp"], indirect=True)
+async def test_who_does_not_know_the_key_is_dropped(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+    """And the engine is let in behind it."""
+    receiving = asyncio.ensure_future(ends.front.receive())
+    with pytest.raises(wire.WireError, match="does not let this node in"):
+        await asyncio.to_thread(raw, ends, "of somebody else, long enough")
+    assert "does not know the cluster key" in caplog.text
+    engine = await asyncio.to_thread(ends.connect)
+    engine.send(b"hello")
+    assert await receiving == b"hello"
+    ends.front.close()
+
+
+@pytest.mark.parametrize("ends", ["tcp"], indirect=True)
+async def test_a_front_end_never_waits_for_an_engine_that_reads_nothing(ends: Ends) -> None:
+    receiving = asyncio.ensure_future(ends.front.receive())
+    with await asyncio.to_thread(raw, ends, "of the tests, long enough") as engine:
+        wire.send(engine, b"hello")
+        assert await receiving == b"hello"
+        for _ in range(2):
+            ends.front.send(LARGE)
+        ends.front.end()
+        with pytest.raises(LinkEndedError):
+            await ends.front.receive()
+    ends.front.close()
+
+
+@pytest.mark.parametrize("ends", ["tcp"], indirect=True)
+async def test_only_one_engine_is_let_in(ends: Ends) -> None:
+    await ends.connected()
+    assert ends.server is not None
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection((ends.server.address, ends.server.port), 5.0)
+    ends.front.close()
+
+
+@pytest.mark.parametrize("ends", ["tcp"], indirect=True)
+@pytest.mark.parametrize("bytes_sent", [b"\xff" * 8, wire.header(b"four") + b"one", b"\x00"])
+async def test_a_malformed_frame_ends_the_link(ends: Ends, bytes_sent: bytes) -> None:
+    receiving = asyncio.ensure_future(ends.front.receive())
+    with await asyncio.to_thread(raw, ends, "of the tests, long enough") as engine:
+        engine.sendall(bytes_sent)
+        engine.shutdown(socket.SHUT_WR)
+        with pytest.raises(LinkEndedError):
+            await receiving
+    ends.front.close()
+
+
+@pytest.mark.parametrize("ends", ["tcp"], indirect=True)
+async def test_a_frame_that_is_too_long_is_logged(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+    receiving = asyncio.ensure_future(ends.front.receive())
+    with await asyncio.to_thread(raw, ends, "of the tests, long enough") as engine:
+        engine.sendall(b"\xff" * 8)
+        with pytest.raises(LinkEndedError):
+            await receiving
+    assert "an engine is dropped: a frame of 18446744073709551615 bytes where 1073741824 are allowed" in caplog.text
+    ends.front.close()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::"])
+def test_nobody_is_listened_for_in_all_networks(address: str) -> None:
+    with pytest.raises(ConfigError, match="in all networks"):
+        wire.listen(address, 0)
