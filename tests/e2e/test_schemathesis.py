@@ -51,6 +51,7 @@ def test_no_request_ends_in_an_error_of_the_server(mode: str, tmp_path: Path) ->
             "max-examples": "5",
             "seed": "1",
             "request-timeout": "30",
+            "max-response-time": "30",
             "suppress-health-check": "all",
         }
         arguments = [part for name, value in options.items() for part in (f"--{name}", value)]

@@ -39,7 +39,7 @@ BF16_TOLERANCE = 0.15
 # apart
 INTERPRETED = ("qwen3", "gemma2", "smollm3", "qwen2_moe", "deepseek_v3-halves")
 NUM_DECODE = 12 if IS_FULL else 5
-NUM_SINGLE = 99 if IS_FULL else 29  # up to here tokens come one by one
+NUM_SINGLE = 45 if IS_FULL else 29  # up to here tokens come one by one
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

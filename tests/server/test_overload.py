@@ -7,6 +7,7 @@ import heapq
 import socket
 import time
 from collections import Counter
+from http.client import HTTPResponse
 
 import httpx
 import pytest
@@ -153,11 +154,12 @@ def test_a_refusal_reads_no_body_and_keeps_the_connection(full, path):
     with socket.create_connection(("127.0.0.1", full.port), timeout=10) as connection:
         for _ in range(2):
             connection.sendall(head_of(path, body))
-            answer = connection.recv(65536)
-            assert answer.startswith(b"HTTP/1.1 429"), answer
-            assert b'"queue_full"' in answer
-            assert b"retry-after: 1" in answer
-            assert b"connection: close" not in answer
+            answer = HTTPResponse(connection)
+            answer.begin()
+            assert answer.status == 429
+            assert b'"queue_full"' in answer.read()
+            assert answer.headers["retry-after"] == "1"
+            assert answer.headers["connection"] != "close"
             connection.sendall(body)
         connection.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")

@@ -49,6 +49,7 @@ def test_there_is_a_case_for_every_kernel() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_kernels_compile_without_spills(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_kernels.py")
