@@ -15,6 +15,7 @@ from quire import __version__, envs
 from quire.config import EngineConfig
 from quire.engine.ray_cluster import QuireProcess
 from quire.engine.ray_replicas import RayReplicas
+from quire.entry.ray_replica import RayReplica
 from quire.errors import ConfigError
 from quire.messages import EngineLaunch, ServerAddress
 from quire.planning import devices
@@ -31,7 +32,10 @@ class NotedRay:
         started: the arguments of QuireProcess.run of each actor, and the bundle that it is in.
         machines: of each bundle; None: Ray has no room.
         is_open: the places are reserved.
+        is_lost: nothing that is asked of a machine is answered.
     """
+
+    is_lost = False
 
     def __init__(self, machines: dict[int, str] | None) -> None:
         self.machines, self.is_open = machines, False
@@ -77,8 +81,13 @@ class NotedRay:
 
         return SimpleNamespace(options=options)
 
-    def get(self, values: list[int]) -> list[int]:
+    def get(self, values: list[int], timeout: float) -> list[int]:
+        if self.is_lost:
+            raise TimeoutError("no answer")
         return values
+
+    def kill(self, actor: Any) -> None:
+        raise ConnectionError("the cluster is gone")
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +180,40 @@ def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{HERE} (this one) has 8 of 8 CPUs free; {OTHER} has 2 of 8 CPUs free, 1 too few" in message
     assert "Expected CPU 3 for each replica" in message
     assert not sys.modules["ray"].is_open, "nothing stays reserved"  # type: ignore[attr-defined]
+
+
+def test_machines_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NotedRay, "is_lost", True)
+    with pytest.raises(ConfigError, match=r"^The free memory of Ray's machines is not known: no answer"):
+        replicas_on(monkeypatch, {0: "a", 1: "a"}, 2)
+    assert not sys.modules["ray"].is_open, "nothing stays reserved"  # type: ignore[attr-defined]
+
+
+def test_a_cluster_that_is_gone_ends_no_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ray, replicas = replicas_on(monkeypatch, {0: "a", 1: "b"}, 2)
+    monkeypatch.setattr(ray.util, "remove_placement_group", ray.kill)
+    replicas.end("an actor")
+    replicas.close()
+    replicas.close()
+    assert caplog.text.count("the cluster is gone") == 2
+
+
+def test_a_replica_that_cannot_start_again_is_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An error of the address is an error of the config for the first engine only."""
+    _, replicas = replicas_on(monkeypatch, {0: "a", 1: "b"}, 2, load_format="dummy")
+    monkeypatch.setattr(replicas, "address", "127.0.0.1")
+    (tmp_path / "config.json").write_text("{}")
+    handle = RayReplica(EngineConfig(load_format="dummy"), tmp_path, replicas, 0, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(replicas, "address", "0.0.0.0")
+        with pytest.raises(ConfigError, match="in all networks"):
+            handle.launch()
+    handle.launch().close()
+    monkeypatch.setattr(replicas, "address", "0.0.0.0")
+    with pytest.raises(OSError, match="in all networks"):
+        handle.launch()
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

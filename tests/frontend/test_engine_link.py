@@ -12,7 +12,7 @@ import pytest
 
 from quire.distributed import wire
 from quire.errors import ConfigError
-from quire.frontend.engine_link import LinkEndedError
+from quire.frontend.engine_link import LinkEndedError, TcpLink
 from tests.frontend.links import Ends
 
 LARGE = bytes(range(256)) * (40 << 12)  # 40 MiB: a tokenizer, or the logprobs of a long prompt
@@ -127,6 +127,17 @@ async def test_a_front_end_never_waits_for_an_engine_that_reads_nothing(ends: En
         with pytest.raises(LinkEndedError):
             await ends.front.receive()
     ends.front.close()
+
+
+async def test_engines_that_are_awaited_take_no_thread_of_others() -> None:
+    """asyncio has few of them, and prompts need some."""
+    links = [TcpLink(wire.listen("127.0.0.1", 0), b"of the tests, long enough") for _ in range(40)]
+    receiving = [asyncio.ensure_future(link.receive()) for link in links]
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(asyncio.to_thread(int, "7"), 5.0) == 7
+    for link in links:
+        link.close()
+    assert all(isinstance(error, LinkEndedError) for error in await asyncio.gather(*receiving, return_exceptions=True))
 
 
 @pytest.mark.parametrize("ends", ["tcp"], indirect=True)

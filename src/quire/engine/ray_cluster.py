@@ -21,12 +21,15 @@ from quire import __version__, envs
 from quire.config import EngineConfig
 from quire.distributed import wire
 from quire.errors import ConfigError
+from quire.logs import get_logger
 
 CONNECT_SECONDS = 20.0  # for Ray to reach its cluster
 PLACE_SECONDS = 8.0  # for Ray to find machines
 HERE = 0.001  # of the resource by which Ray names a machine
 # What processes must have alike. People set others, such as HF_TOKEN, where they start Ray.
 _SHARED = (envs.PP_LAYER_PARTITION, envs.ISA, envs.NUM_THREADS, envs.ENGINE_READY_TIMEOUT_S, envs.LOGGING_LEVEL)
+
+logger = get_logger(__name__)
 
 
 class QuireProcess:
@@ -110,10 +113,13 @@ class RayCluster:
         return actor, actor.run.remote(tuple(program), settings, environment, __version__)
 
     def close(self) -> None:
-        """Give the places back."""
-        if self._places is not None:
-            self.ray.util.remove_placement_group(self._places)
-            self._places = None
+        """Give the places back. Where Ray is not reached, they are lost already."""
+        places, self._places = self._places, None
+        if places is not None:
+            try:
+                self.ray.util.remove_placement_group(places)
+            except Exception as error:  # in any form that Ray gives it
+                logger.warning("Ray has not taken places back: %s", last_line(error))
         if self._is_connected_here:
             self.ray.shutdown()
 

@@ -15,12 +15,14 @@ import msgspec
 
 from quire import envs
 from quire.config import EngineConfig
-from quire.engine.ray_cluster import RayCluster
+from quire.engine.ray_cluster import RayCluster, last_line
+from quire.errors import ConfigError
 from quire.logs import get_logger
 from quire.messages import EngineLaunch
 from quire.planning import devices
 
 REPLICA_PROGRAM = ("-m", "quire.entry.replica")  # arguments of the interpreter
+MEASURE_SECONDS = 60.0  # for machines to load Quire, and say what memory is free
 
 logger = get_logger(__name__)
 
@@ -81,7 +83,15 @@ class RayReplicas:
         shared = {machine: bundle for bundle, machine in self._cluster.machines().items() if counts[machine] > 1}
         measure = devices.free_memory_bytes
         asked = {name: self._cluster.in_bundle(bundle, measure, num_cpus=0).remote() for name, bundle in shared.items()}
-        return dict(zip(asked, self._cluster.ray.get(list(asked.values())), strict=True))
+        try:
+            found = self._cluster.ray.get(list(asked.values()), timeout=MEASURE_SECONDS)
+        except Exception as error:  # of another machine, in any form that Ray gives it
+            raise ConfigError(
+                f"The free memory of Ray's machines is not known: {last_line(error)}",
+                fix="Look at Ray's logs; Quire is installed on each machine of the cluster",
+                param="data_parallel_backend",
+            ) from None
+        return dict(zip(asked, found, strict=True))
 
     def start(self, index: int, launch: EngineLaunch) -> tuple[Any, Future[int]]:
         """Start an engine -> its actor, and what will be the exit code of its process.
@@ -101,8 +111,11 @@ class RayReplicas:
         return actor, ended
 
     def end(self, actor: Any) -> None:
-        """At once, and with its process."""
-        self._cluster.ray.kill(actor)
+        """At once, and with its process. Where Ray is not reached, it has ended already."""
+        try:
+            self._cluster.ray.kill(actor)
+        except Exception as error:  # in any form that Ray gives it
+            logger.warning("Ray has not ended an engine: %s", last_line(error))
 
     def close(self) -> None:
         """Give the places back."""

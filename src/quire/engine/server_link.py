@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from quire.distributed import wire
 from quire.logs import get_logger
 from quire.messages import ServerAddress, UnixSockets
 
-LINGER_MS = 2000  # for the last messages to leave
+LINGER_SECONDS = 2.0  # for the last messages to leave
 CONNECT_SECONDS = 30.0  # the server listens before it starts an engine
 
 logger = get_logger(__name__)
@@ -58,7 +59,7 @@ class UnixLink:
         self._inputs = self._context.socket(zmq.PULL)
         self._inputs.connect(sockets.input_address)
         self._outputs = self._context.socket(zmq.PUSH)
-        self._outputs.setsockopt(zmq.LINGER, LINGER_MS)
+        self._outputs.setsockopt(zmq.LINGER, int(1000 * LINGER_SECONDS))
         self._outputs.connect(sockets.output_address)
 
     def wait(self, seconds: float) -> bool:
@@ -78,13 +79,13 @@ class UnixLink:
 
     @contextmanager
     def beats(self) -> Iterator[Callable[[bytes], None]]:
-        with self._context.socket(zmq.PUSH) as socket:  # sockets are not shared between threads
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(self._address)
+        with self._context.socket(zmq.PUSH) as own:  # sockets are not shared between threads
+            own.setsockopt(zmq.LINGER, 0)
+            own.connect(self._address)
 
             def send(frame: bytes) -> None:
                 with suppress(zmq.Again):  # the server has not read a thousand of them: it is stopped
-                    socket.send(frame, zmq.NOBLOCK)
+                    own.send(frame, zmq.NOBLOCK)
 
             yield send
 
@@ -151,6 +152,9 @@ class TcpLink:
 
     def close(self) -> None:
         self._is_closed = True
-        wire.end(self._peer)  # behind what was sent
+        with suppress(OSError):
+            self._peer.shutdown(socket.SHUT_WR)  # behind what was sent
+        self._reader.join(LINGER_SECONDS)  # until the server has read all, and closes
+        wire.end(self._peer)
         self._reader.join()
         self._peer.close()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
@@ -25,6 +25,7 @@ class WorkerThread:
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._lock = Lock()  # nothing is submitted behind the end
         self._thread = Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
         self._thread.start()
         weakref.finalize(self, self._tasks.put, None).atexit = False
@@ -32,16 +33,18 @@ class WorkerThread:
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Raises RuntimeError behind shutdown."""
-        if self not in _at_work:
-            raise RuntimeError("the thread was told to end")
         future: Future[T] = Future()
-        self._tasks.put((future, partial(function, *args, **kwargs)))
+        with self._lock:
+            if self not in _at_work:
+                raise RuntimeError("the thread was told to end")
+            self._tasks.put((future, partial(function, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True) -> None:
         """End behind what was submitted. With wait=False the thread is given up: nobody waits for it any more."""
-        _at_work.discard(self)
-        self._tasks.put(None)
+        with self._lock:
+            _at_work.discard(self)
+            self._tasks.put(None)
         if wait:
             self._thread.join()
 

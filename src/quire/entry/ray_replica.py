@@ -12,6 +12,7 @@ from quire.engine.nodes import checkpoint
 from quire.engine.ray_cluster import last_line
 from quire.engine.ray_replicas import RayReplicas
 from quire.entry.spawn import how_it_ended
+from quire.errors import ConfigError
 from quire.frontend.client import ProcessClient
 from quire.frontend.engine_link import TcpLink
 from quire.messages import EngineLaunch, ServerAddress, UseTokenizer
@@ -37,9 +38,14 @@ class RayReplica:
         self._was_killed = False  # by this object
 
     def launch(self) -> ProcessClient:
-        """Start a process; the one before must have ended. Raises OSError, and ConfigError: this is not an address."""
+        """Start a process; the one before must have ended. Raises OSError; for the first one also ConfigError."""
         is_first = self._ended is None
-        listener = wire.listen(self._replicas.address, 0)
+        try:
+            listener = wire.listen(self._replicas.address, 0)
+        except ConfigError as error:
+            if is_first:
+                raise
+            raise OSError(0, error.message) from error
         client = ProcessClient(TcpLink(listener, self._replicas.key), self.is_alive, self._index, first=self._tokenizer)
         server = ServerAddress(*listener.getsockname()[:2])
         launch = EngineLaunch(
@@ -77,8 +83,8 @@ class RayReplica:
             return
         wait((self._ended,), END_SECONDS)
         self._was_killed = not self._ended.done()
-        self._replicas.end(self._actor)
-        self._actor = None
+        actor, self._actor = self._actor, None
+        self._replicas.end(actor)
         wait((self._ended,), END_SECONDS)
 
     def tell_to_stop(self) -> None:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
 
@@ -148,7 +149,11 @@ class TcpLink:
 
     async def _open(self) -> asyncio.StreamReader:
         self._is_opening = True
-        self._peer = await asyncio.to_thread(self._accept)
+        # Not asyncio's threads, which are few: an engine may be awaited for a minute.
+        accepting = ThreadPoolExecutor(1, thread_name_prefix="engine link")
+        peer = asyncio.get_running_loop().run_in_executor(accepting, self._accept)
+        accepting.shutdown(wait=False)
+        self._peer = await peer
         if self._has_ended.is_set():  # meanwhile
             wire.end(self._peer)
         self._streams = await asyncio.open_connection(sock=self._peer)
@@ -159,7 +164,10 @@ class TcpLink:
         with self._listener:
             while not self._has_ended.is_set():
                 with suppress(TimeoutError):
-                    return wire.accept(self._listener, self._key, time.monotonic() + LOOK_SECONDS)
+                    peer = wire.accept(self._listener, self._key, time.monotonic() + LOOK_SECONDS)
+                    if not self._has_ended.is_set():
+                        return peer
+                    peer.close()
         raise ConnectionAbortedError("the engine is not awaited any more")
 
     def end(self) -> None:
@@ -175,3 +183,5 @@ class TcpLink:
         if self._streams is not None:
             transport = self._streams[1].transport
             (transport.abort if has_ended else transport.close)()
+        elif self._peer is not None:
+            self._peer.close()

@@ -48,7 +48,8 @@ def grammar_text(asked: StructuredOutputsParams, special_ids: Mapping[str, int] 
     key = _key(asked, special_ids)
     if (text := _grammars.get(key)) is None:
         text = _make(asked, special_ids)
-        _grammars.put(key, text)
+        if key:
+            _grammars.put(key, text)
     return text
 
 

@@ -88,6 +88,7 @@ class SignedReads:
             if self._url is None or time.monotonic() > self._valid_until:
                 try:
                     self._url = urlsplit(self._sign(SIGNED_SECONDS))
+                    _ = self._url.port  # ValueError: none
                 except Exception as error:  # the library has errors of its own, and this is no error of a user
                     self._failures = MAX_FAILURES
                     logger.debug("Read with the client library alone: no URL is signed (%s)", type(error).__name__)
