@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +16,10 @@ OTHER = "127.0.0.2"  # the second machine
 
 @contextmanager
 def two_machines(*, other_cpus: int = 1) -> Iterator[None]:
-    """This one has one CPU. RAY_ADDRESS names the cluster. Skipped without Ray."""
+    """This one has one CPU. RAY_ADDRESS names the cluster. Skipped without Ray. One at a time: tests count processes."""
     pytest.importorskip("ray", reason="ray is in the extra `ray`")
-    with pytest.MonkeyPatch.context() as patch:
+    with (Path(tempfile.gettempdir()) / "quire-tests-of-ray").open("w") as lock, pytest.MonkeyPatch.context() as patch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         from ray.cluster_utils import Cluster
 
