@@ -16,7 +16,7 @@ OTHER = "127.0.0.2"  # the second machine
 
 @contextmanager
 def two_machines(*, other_cpus: int = 1) -> Iterator[None]:
-    """This one has one CPU. RAY_ADDRESS names the cluster. Skipped without Ray. One at a time, as tests count."""
+    """This one has one CPU. RAY_ADDRESS names the cluster. Skipped without Ray. There is one cluster at a time."""
     pytest.importorskip("ray", reason="ray is in the extra `ray`")
     with (Path(tempfile.gettempdir()) / "quire-tests-of-ray").open("w") as lock, pytest.MonkeyPatch.context() as patch:
         fcntl.flock(lock, fcntl.LOCK_EX)
