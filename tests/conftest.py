@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import logging
 import os
 import shutil
 import tempfile
@@ -67,6 +68,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.freeze()
     gc.get_freeze_count = cache(gc.get_freeze_count)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Another test may have configured logging, which takes our tree away from pytest's handler."""
+    logging.getLogger("quire").propagate = True
 
 
 @pytest.hookimpl(trylast=True)

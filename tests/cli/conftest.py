@@ -1,16 +1,8 @@
-"""Notices are log lines: let every test of the command line see them."""
+"""Tests of the command line have the settings of nobody."""
 
 from __future__ import annotations
 
-import logging
-
 import pytest
-
-
-@pytest.fixture(autouse=True)
-def visible_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another test may have configured logging, which takes our tree away from pytest's handler."""
-    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -56,6 +57,9 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         monkeypatch.setattr(object_store, "RETRIES", object_store.RETRIES | {"backoff": quick})
         object_store._store.cache_clear()
         yield store
+        for thread in threading.enumerate():  # a reader that was left would make a client for what comes next
+            if thread.name.startswith("objects"):
+                thread.join()
         object_store._store.cache_clear()
 
 
@@ -233,7 +237,7 @@ def test_an_etag_that_is_no_hash_is_none(store: Store) -> None:
 
 
 def test_no_access_and_no_folder(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "quire")
     with pytest.raises(ConfigError, match="no files in this folder"):
         resolve_model("s3://models/missing")
     store.is_open = False

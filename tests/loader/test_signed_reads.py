@@ -121,7 +121,7 @@ def test_a_url_is_signed_again_in_time(store: Store, reads: Reads, monkeypatch: 
 
 
 def test_it_is_given_up_when_it_only_fails(store: Store, reads: Reads, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, signed_reads.logger.name)
     store.faults[NAME] = lambda number: None if number == MAX_FAILURES - 1 else "403"
     for _ in range(2 * MAX_FAILURES + 5):
         reads.check(0, 10)

@@ -20,7 +20,7 @@ ADVISORIES: list[tuple[str, str, str]] = [
         "CVE-2024-50050 CVE-2026-3060 CVE-2026-15969 CVE-2026-86793 CVE-2026-115912",
         """
         architecture/test_imports.py::test_forbidden_calls
-        frontend/test_client.py::test_sockets_are_unix_sockets
+        frontend/test_engine_link.py::test_sockets_are_unix_sockets
         frontend/test_client.py::test_unreadable_messages_end_the_engine_not_the_process
         """,
     ),
