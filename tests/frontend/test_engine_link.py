@@ -142,7 +142,9 @@ async def test_engines_that_are_awaited_take_no_thread_of_others() -> None:
 
 @pytest.mark.parametrize("ends", ["tcp"], indirect=True)
 async def test_only_one_engine_is_let_in(ends: Ends) -> None:
-    await ends.connected()
+    engine, receiving = await ends.connected()
+    engine.send(b"hello")
+    assert await receiving == b"hello"
     assert ends.server is not None
     with pytest.raises(OSError, match="refused"):
         socket.create_connection((ends.server.address, ends.server.port), 5.0)
