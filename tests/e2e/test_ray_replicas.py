@@ -250,6 +250,18 @@ async def test_an_engine_that_never_came(places: NotedPlaces, monkeypatch: pytes
         handle.launch()
 
 
+async def test_an_address_that_cannot_be_listened_at(places: NotedPlaces) -> None:
+    """It is an error of the config for the first engine; the next ones are tried again."""
+    handle, places.address = handle_over(places), "0.0.0.0"
+    with pytest.raises(ConfigError, match="in all networks"):
+        handle.launch()
+    places.address = "127.0.0.1"
+    handle.launch().close()
+    places.address = "0.0.0.0"
+    with pytest.raises(OSError, match="in all networks"):
+        handle.launch()
+
+
 def test_the_model_must_be_that_of_the_server(tmp_path: Path) -> None:
     folder = quire.demo.path("target")
     launch = EngineLaunch(EngineConfig(), "", ServerAddress("", 0), 1, checkpoint=checkpoint(folder, is_dummy=False))

@@ -15,7 +15,6 @@ from quire import __version__, envs
 from quire.config import EngineConfig
 from quire.engine.ray_cluster import QuireProcess
 from quire.engine.ray_replicas import RayReplicas
-from quire.entry.ray_replica import RayReplica
 from quire.errors import ConfigError
 from quire.messages import EngineLaunch, ServerAddress
 from quire.planning import devices
@@ -198,22 +197,6 @@ def test_a_cluster_that_is_gone_ends_no_server(
     replicas.close()
     replicas.close()
     assert caplog.text.count("the cluster is gone") == 2
-
-
-def test_a_replica_that_cannot_start_again_is_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An error of the address is an error of the config for the first engine only."""
-    _, replicas = replicas_on(monkeypatch, {0: "a", 1: "b"}, 2, load_format="dummy")
-    monkeypatch.setattr(replicas, "address", "127.0.0.1")
-    (tmp_path / "config.json").write_text("{}")
-    handle = RayReplica(EngineConfig(load_format="dummy"), tmp_path, replicas, 0, None)
-    with monkeypatch.context() as patch:
-        patch.setattr(replicas, "address", "0.0.0.0")
-        with pytest.raises(ConfigError, match="in all networks"):
-            handle.launch()
-    handle.launch().close()
-    monkeypatch.setattr(replicas, "address", "0.0.0.0")
-    with pytest.raises(OSError, match="in all networks"):
-        handle.launch()
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

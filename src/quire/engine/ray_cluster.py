@@ -112,6 +112,13 @@ class RayCluster:
         actor = self.in_bundle(bundle, QuireProcess, max_restarts=0, **resources).remote()
         return actor, actor.run.remote(tuple(program), settings, environment, __version__)
 
+    def end(self, actor: Any) -> None:
+        """At once, and with its process. Where Ray is not reached, it has ended already."""
+        try:
+            self.ray.kill(actor)
+        except Exception as error:  # in any form that Ray gives it
+            logger.warning("Ray has not ended a process: %s", last_line(error))
+
     def close(self) -> None:
         """Give the places back. Where Ray is not reached, they are lost already."""
         places, self._places = self._places, None

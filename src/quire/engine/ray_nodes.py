@@ -86,7 +86,7 @@ class RayNodes:
         if self._runs:
             self._cluster.ray.wait(list(self._runs), num_returns=len(self._runs), timeout=END_SECONDS)
         for actor in self._actors:
-            self._cluster.ray.kill(actor)
+            self._cluster.end(actor)
         self._runs.clear()
         self._actors.clear()
         self._cluster.close()

@@ -111,11 +111,8 @@ class RayReplicas:
         return actor, ended
 
     def end(self, actor: Any) -> None:
-        """At once, and with its process. Where Ray is not reached, it has ended already."""
-        try:
-            self._cluster.ray.kill(actor)
-        except Exception as error:  # in any form that Ray gives it
-            logger.warning("Ray has not ended an engine: %s", last_line(error))
+        """At once, and with its process."""
+        self._cluster.end(actor)
 
     def close(self) -> None:
         """Give the places back."""
