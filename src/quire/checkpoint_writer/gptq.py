@@ -28,7 +28,7 @@ def gptq(weight_NK: Tensor, gram_KK: Tensor, group_size: int, *, act_order: bool
             grid is chosen when its first column is reached.
     """
     K = weight_NK.shape[1]
-    weight_NK, gram_KK = weight_NK.float().clone(), gram_KK.clone()
+    weight_NK, gram_KK = weight_NK.float(), gram_KK.clone()
     unused_K = gram_KK.diagonal() == 0
     gram_KK.diagonal()[unused_K] = 1.0
     importance_K = gram_KK.diagonal().clone()
@@ -45,7 +45,7 @@ def gptq(weight_NK: Tensor, gram_KK: Tensor, group_size: int, *, act_order: bool
         order_K = gram_KK.diagonal().argsort(descending=True, stable=True)
         weight_NK, gram_KK = weight_NK[:, order_K], gram_KK[order_K][:, order_K]
     factor_KK = _inverse_factor(gram_KK)
-    weight_KN = weight_NK.T.contiguous()  # a column is one piece of memory
+    weight_KN = weight_NK.T.clone(memory_format=torch.contiguous_format)  # a column is one piece of memory
     codes_KN = torch.empty_like(weight_KN)
     for begin in range(0, K, BLOCK):
         end = min(begin + BLOCK, K)
