@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 import statistics
+from pathlib import Path
 
 import pytest
 
 from quire.cost.arithmetic import Demand, StepArithmetic
 from quire.cost.calibrate import MeasuredStep, Rows, fit, points
+from quire.cost.correct import MAX_RATIO
 from quire.cost.model import CostModel
 from quire.cost.step_time import Constants, prior, step_seconds
+from quire.cost.store import CalibrationFile
 from tests.cost.models import model_with
 
 TRUE = Constants(2e-4, 5e-5, 4e-11, 2e-12, 5e-11, 4e-12, 2.3)
@@ -72,6 +75,14 @@ def test_the_interval_says_how_noisy_the_steps_were() -> None:
     quiet, noisy = (fit(measured(noise, rng), GUESS).spread for noise in (0.01, 0.3))
     assert quiet < 0.06
     assert noisy > 0.2
+
+
+def test_the_widest_interval_can_be_kept(tmp_path: Path) -> None:
+    """Steps that other programs held up for most of their time: what is written is read."""
+    found = fit(measured(9.0, random.Random(0)), GUESS)
+    assert found.spread == MAX_RATIO
+    CalibrationFile(tmp_path / "calibrations", {}).write(found)
+    assert CalibrationFile(tmp_path / "calibrations", {}).read() == found
 
 
 def test_one_step_moves_the_guess() -> None:

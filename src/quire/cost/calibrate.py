@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from quire.cost.arithmetic import Demand
-from quire.cost.step_time import MIN_SPREAD, Constants, step_seconds
+from quire.cost.correct import possible_spread
+from quire.cost.step_time import Constants, step_seconds
 
 Rows = list[tuple[int, int]]  # (tokens before, new tokens) of each sequence of a step
 
@@ -126,7 +127,7 @@ def fit(steps: Sequence[MeasuredStep], guess: Constants) -> Fit:
         else:
             damping *= 8
     spread = float(np.expm1(np.quantile(np.abs(log_errors(logs)), 0.9))) if len(steps) > FEW_STEPS else FEW_STEPS_SPREAD
-    return Fit(_from_logs(logs), max(spread, MIN_SPREAD))
+    return Fit(_from_logs(logs), possible_spread(spread))
 
 
 def _to_logs(constants: Constants) -> np.ndarray[Any, Any]:

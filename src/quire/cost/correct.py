@@ -5,11 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from quire.cost.step_time import MIN_SPREAD
+
 NEWEST_WEIGHT = 1 / 16  # the weight of a step in the factor of its size
 PRIOR_STEPS = 4  # the calibration counts as 4 steps: the first step of a size has a weight of 1/4, the next one 1/5
 FORGOTTEN_SHARE = 1 / 256  # each step moves the factors of the other sizes by this share towards its own
 MAX_RATIO = 20.0  # a delayed step moves no factor further
 SPREAD_QUANTILE = 1.65  # nine of ten values lie within this number of standard deviations on both sides
+
+
+def possible_spread(spread: float) -> float:
+    """The spread if it is possible, else the nearest possible one. A file of calibrations holds no other."""
+    return min(max(spread, MIN_SPREAD), MAX_RATIO)
 
 
 class Correction:

@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 from quire.cost.arithmetic import Load, StepArithmetic
 from quire.cost.calibrate import Fit
-from quire.cost.correct import MAX_RATIO, SPREAD_QUANTILE, Correction
+from quire.cost.correct import SPREAD_QUANTILE, Correction, possible_spread
 from quire.cost.step_time import MIN_SPREAD, StepTime, step_time
 
 
@@ -34,8 +34,7 @@ class CostModel:
 
     def corrected_fit(self) -> Fit:
         """The constants with what running steps have corrected, for later starts."""
-        spread = min(max(self.spread, MIN_SPREAD), MAX_RATIO)
-        return replace(self.fit, spread=spread, factors=self._correction.factors())
+        return replace(self.fit, spread=possible_spread(self.spread), factors=self._correction.factors())
 
     @property
     def spread(self) -> float:
