@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from quire.models.registry import CausalLM, build_model
 from tests.models.paged_run import greedy
 
 END_OF_TURN = 2
-MAX_BYTES = 300_000
 
 # Frozen here: the weights were made from CPython 3.11's docstrings.
 ANSWERS = {
@@ -61,9 +61,10 @@ def test_answers_are_json(question: str, model: CausalLM) -> None:
     assert json.loads(tokenizer.decode(output)) == ANSWERS[question]
 
 
-def test_the_adapter_is_small_and_names_no_machine() -> None:
-    files = list(quire.demo.path("lora").iterdir())
-    assert sum(path.stat().st_size for path in files) <= MAX_BYTES
+@pytest.mark.parametrize(("name", "most_bytes"), [("lora", 300_000), ("tools", 1_000_000)])
+def test_an_adapter_is_small_and_names_no_machine(name: Any, most_bytes: int) -> None:
+    files = list(quire.demo.path(name).iterdir())
+    assert sum(path.stat().st_size for path in files) <= most_bytes
     assert not [
         path.name
         for path in files

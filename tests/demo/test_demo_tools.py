@@ -73,6 +73,7 @@ def test_the_chat_template_is_the_training_format() -> None:
     """Without tools, a chat is its turns."""
     from quire.demo.train import CHAT_TEMPLATE
 
+    assert (quire.demo.path("target") / "chat_template.jinja").read_text() == CHAT_TEMPLATE
     template = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(CHAT_TEMPLATE)
     call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
     messages = [

@@ -19,17 +19,19 @@ import pydantic
 import pytest
 
 from quire import demo
+from quire.demo.data import FALLBACK
 from tests.e2e import reference
 from tests.e2e.serving import LIGHT, SMALL, START_SECONDS, Serve, quire
 
 MODEL = "quire-demo"
+ADAPTER = "tools"
 MESSAGES: Any = [{"role": "user", "content": reference.QUESTIONS[0]}]
 DEATH_IS_NOTICED_SECONDS = 5.0
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serve]:
-    with Serve(*SMALL) as server:
+    with Serve(*SMALL, "--enable-lora", "--lora-modules", f"{ADAPTER}={demo.path('tools')}") as server:
         yield server
         assert server.stop() == 0, server.log
 
@@ -40,7 +42,7 @@ def _answer(max_tokens: int = 30) -> str:
 
 def test_openai_client(server: Serve) -> None:
     with server.openai() as client:
-        assert [model.id for model in client.models.list()] == [MODEL]
+        assert [model.id for model in client.models.list()] == [MODEL, ADAPTER]
         chat = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=30)
         assert chat.choices[0].message.content == _answer()
         assert chat.choices[0].finish_reason == "length"
@@ -92,7 +94,7 @@ def test_openai_client_parses_what_follows_a_schema(server: Serve) -> None:
 
 
 def test_an_agent_needs_no_flags(server: Serve) -> None:
-    """The demo model has never seen tools: it answers as without them, also behind a call that another model made."""
+    """The base has never seen tools: it answers as without them, also behind a call that another model made."""
     tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "abs"}'}}
     history: Any = [
@@ -108,10 +110,49 @@ def test_an_agent_needs_no_flags(server: Serve) -> None:
         assert client.chat.completions.create(messages=history, tools=[tool], **options).choices[0].message.content
     body = {"messages": history, "tools": [tool]}
     prompt = httpx.post(f"{server.url}/v1/chat/completions/render", json=body).json()["prompt"]
+    assert prompt.startswith("<|im_start|>tools\nlook()<|im_end|>\n<|im_start|>user\n")
     assert (
         '<tool_call>\n{"name": "look", "arguments": {"at": "abs"}}\n</tool_call><|im_end|>\n<|im_start|>tool\nfound'
         in prompt
     )
+
+
+def _function(name: str, *arguments: str) -> Any:
+    schema = {"type": "object", "properties": {argument: {"type": "string"} for argument in arguments}}
+    return {"type": "function", "function": {"name": name, "description": "Finds it.", "parameters": schema}}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_adapter_calls_tools_and_answers_from_their_results(server: Serve, is_streamed: bool) -> None:
+    """No flag says how it writes calls: its template does."""
+    asked: Any = [{"role": "user", "content": "What's the weather in Paris?"}]
+    tools = [_function("look_up", "entry"), _function("get_weather", "city"), _function("send_email", "to", "text")]
+    with server.openai() as client:
+
+        def answer(messages: Any, tools: Any) -> tuple[str, list[tuple[str, str, str]], str]:
+            """Text, calls (id, name, arguments) and the finish reason."""
+            options: Any = {"model": ADAPTER, "temperature": 0, "messages": messages, "tools": tools}
+            if not is_streamed:
+                (choice,) = client.chat.completions.create(**options).choices
+                calls = [(call.id, call.function.name, call.function.arguments) for call in _calls(choice.message)]
+                return choice.message.content or "", calls, choice.finish_reason
+            chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **options)]
+            deltas = [call for chunk in chunks for call in _calls(chunk.delta)]
+            arguments = "".join(call.function.arguments or "" for call in deltas)
+            calls = [(call.id, call.function.name, arguments) for call in deltas if call.id]
+            return "".join(chunk.delta.content or "" for chunk in chunks), calls, chunks[-1].finish_reason
+
+        text, [(identity, name, arguments)], reason = answer(asked, tools)
+        assert (text, name, json.loads(arguments), reason) == ("", "get_weather", {"city": "Paris"}, "tool_calls")
+        call = {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+        history = [*asked, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        history += [{"role": "tool", "tool_call_id": identity, "content": '{"sky": "rainy", "degrees": 12}'}]
+        assert answer(history, tools) == ("It is rainy in Paris.", [], "stop")
+        assert answer(asked, tools[2:]) == (FALLBACK, [], "stop"), "no tool fits"
+
+
+def _calls(message: Any) -> list[Any]:
+    return message.tool_calls or []
 
 
 def test_concurrent_clients_get_their_own_answers(server: Serve) -> None:

@@ -1,6 +1,6 @@
 """The bundled demo model, a small Llama that answers questions about Python's standard library.
 
-Beside it are its drafters, and a LoRA adapter with which it answers in JSON.
+Beside it are its drafters, and two LoRA adapters: with `lora` it answers in JSON, with `tools` it calls tools.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ from typing import Literal
 DEMO_MODEL_NAME = "quire-demo"  # the served name
 
 
-def path(name: Literal["target", "draft", "eagle3", "lora"] = "target") -> Path:
-    """The folder of the demo model, of its smaller draft model, of its EAGLE-3 head or of its adapter."""
+def path(name: Literal["target", "draft", "eagle3", "lora", "tools"] = "target") -> Path:
+    """The folder of the demo model, of its smaller draft model, of its EAGLE-3 head or of an adapter."""
     return Path(__file__).parent / name

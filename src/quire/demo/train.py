@@ -43,8 +43,8 @@ WORD_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # Tools are a turn before all others: a line for each, its name and the names of its arguments. Calls are written as
-# hermes does. A chat without tools is nothing but its turns. The bundled models were not taught tools, and their
-# template has no such turn.
+# hermes does. A chat without tools is nothing but its turns. The bundled adapter `tools` was taught this, the bundled
+# models were not.
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>tools' }}{% for tool in tools %}"
     "{% set arguments = (tool['function']['parameters'] or {})['properties'] %}"
@@ -145,10 +145,7 @@ def main() -> None:
     exact = count_exact_answers(model, tokenizer, questions(all_entries, args.questions), lambda entry: entry.answer)
     print(f"exact answers: {exact} of {args.questions}")
     if args.tools:
-        for kind in get_args(Kind):
-            fresh = tool_questions(all_entries, kind, TOOL_QUESTIONS, args.seed)
-            exact = sum(answer_to(model, tokenizer, turns) == answer for turns, answer in fresh)
-            print(f"exact with tools, {kind}: {exact} of {TOOL_QUESTIONS}")
+        print_exact_with_tools(model, tokenizer, all_entries, args.seed)
 
 
 def train_tokenizer(all_entries: list[Entry], rng: random.Random) -> Any:
@@ -285,11 +282,7 @@ def train(
     for step, batch in zip(range(num_steps), examples, strict=False):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * rate_factor(step, num_steps)
-        targets = batch.targets[:, 1:]
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            hidden = model.model(batch.token_ids, position_ids=batch.positions, use_cache=False).last_hidden_state
-            logits = model.lm_head(hidden[:, :-1][targets != IGNORED])
-        loss = F.cross_entropy(logits.float(), targets[targets != IGNORED])
+        loss = loss_of(model, batch, autocast)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -300,6 +293,15 @@ def train(
         if step % CHECKPOINT_STEPS == CHECKPOINT_STEPS - 1:
             save(model, tokenizer, output)
     save(model, tokenizer, output)
+
+
+def loss_of(model: Any, batch: Batch, autocast: bool) -> torch.Tensor:
+    """The mean loss of the targets of a batch, in bfloat16 or in float32."""
+    targets = batch.targets[:, 1:]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        hidden = model.model(batch.token_ids, position_ids=batch.positions, use_cache=False).last_hidden_state
+        logits = model.lm_head(hidden[:, :-1][targets != IGNORED])
+    return F.cross_entropy(logits.float(), targets[targets != IGNORED])
 
 
 def save(model: Any, tokenizer: Any, output: Path) -> None:
@@ -323,6 +325,14 @@ def count_exact_answers(
 ) -> int:
     """The number of greedy answers that equal the data word for word."""
     return sum(answer_to(model, tokenizer, [("user", question)]) == expected(entry) for question, entry in asked)
+
+
+def print_exact_with_tools(model: Any, tokenizer: Any, all_entries: list[Entry], seed: int) -> None:
+    """How many questions of each kind, drawn with the seed, it answers word for word."""
+    for kind in get_args(Kind):
+        fresh = tool_questions(all_entries, kind, TOOL_QUESTIONS, seed)
+        exact = sum(answer_to(model, tokenizer, turns) == answer for turns, answer in fresh)
+        print(f"exact with tools, {kind}: {exact} of {TOOL_QUESTIONS}")
 
 
 @torch.inference_mode()
