@@ -45,7 +45,15 @@ $(NODE_PACKAGES): %/node_modules: %/package.json
 	npm install --silent --no-audit --no-fund --no-package-lock --prefix $*
 	touch $@
 
-test-full: $(VENV)/.installed-test $(VENV)/.installed-clients $(VENV)/.installed-charts $(VENV)/.installed-store-server $(VENV)/.installed-collector $(VENV)/.installed-docs $(VENV)/.installed-wheel $(VENV)/.installed-ray $(if $(shell command -v npm),$(NODE_PACKAGES))  ## also the slow suites, and other people's clients
+# A client that needs an older openai than the others has an environment of its own.
+LLAMA_INDEX := build/llama_index/.installed
+
+$(LLAMA_INDEX):
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet llama-index-llms-openai-like
+	touch $@
+
+test-full: $(LLAMA_INDEX) $(VENV)/.installed-test $(VENV)/.installed-clients $(VENV)/.installed-charts $(VENV)/.installed-store-server $(VENV)/.installed-collector $(VENV)/.installed-docs $(VENV)/.installed-wheel $(VENV)/.installed-ray $(if $(shell command -v npm),$(NODE_PACKAGES))  ## also the slow suites, and other people's clients
 	TEST_FULL=1 $(PYTEST) $(ARGS)
 
 SANITIZED := build/sanitize

@@ -44,7 +44,7 @@ PAIR = {
 }  # fmt: skip
 # What docs/structured_output.md says is refused.
 REFUSED: dict[str, dict[str, Any]] = {
-    "not": {**COUNT, "not": {"const": 1}},
+    "not": {"type": "array", "items": {**COUNT, "not": {"const": 1}}, "minItems": 4, "maxItems": 4},
     "if, then": {**PAIR, "if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}},
     "if, else": {**PAIR, "if": {"properties": {"a": {"const": 1}}}, "else": {"required": ["b"]}},
     "contains": {**LIST, "contains": {"const": 3}},

@@ -10,7 +10,7 @@ import quire.demo
 from quire.config import EngineConfig, ServerConfig
 from quire.entry.launch import find_chat_template
 from quire.errors import ConfigError
-from quire.formats.answer_formats import AnswerFormats
+from quire.formats.answer_formats import REASONING_PARSERS, TOOL_PARSERS, AnswerFormats
 from quire.resolve import resolve_server
 
 # What is special in the templates of well-known models.
@@ -24,6 +24,12 @@ TEMPLATES = {
         "llama3_json",
         None,
     ),
+    "<|header_start|>assistant<|header_end|> <|python_start|>": ("llama4_pythonic", None),
+    "<|header_start|> Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]": (
+        "llama4_pythonic",
+        None,
+    ),
+    "<|start_header_id|> Respond in the format [func_name1(params_name1=params_value1...)] ": ("pythonic", None),
     "[AVAILABLE_TOOLS][TOOL_CALLS] [THINK]": ("mistral", "mistral"),
     "<|start|>assistant<|channel|>analysis to=functions.": ("openai", "openai_gptoss"),
     "<|tool_calls_section_begin|>": ("kimi_k2", None),
@@ -43,6 +49,13 @@ def test_the_template_decides(template):
     for setting in (tools, reasoning):
         assert setting.source == ("default" if setting.value is None else "model")
         assert "the chat template" in setting.detail
+
+
+def test_every_format_has_a_template():
+    """qwen3_xml is what qwen3_coder is."""
+    tools, reasoning = zip(*TEMPLATES.values(), strict=True)
+    assert {*tools} - {None} == {*TOOL_PARSERS} - {"qwen3_xml"}
+    assert {*reasoning} - {None} == {*REASONING_PARSERS}
 
 
 def test_flags_decide_first():

@@ -37,6 +37,7 @@ Generate = Callable[[list[Asked]], list[Answer]]
 def vllm(arguments: argparse.Namespace) -> Generate:
     """vLLM's offline API."""
     from vllm import LLM, SamplingParams
+    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import StructuredOutputsParams
 
     llm = LLM(
@@ -55,7 +56,7 @@ def vllm(arguments: argparse.Namespace) -> Generate:
     def or_refusal(asked: list[Asked]) -> list[Answer]:
         try:
             return generate(asked)
-        except ValueError as error:  # before anything was added: a question of seeds has one schema
+        except VLLMValidationError as error:  # before anything was added: a question of seeds has one schema
             return [{"refused": str(error)[:200]}] * len(asked)
 
     return or_refusal

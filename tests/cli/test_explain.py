@@ -378,6 +378,17 @@ def test_sources(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
     assert {name: (settings[name]["value"], settings[name]["source"]) for name in expected} == expected
 
 
+def test_formats_of_answers_and_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}<tool_call>{{ tools }}</tool_call><think></think>")
+    settings = _shown(capsys, "--chat-template", str(template))["settings"]
+    for name, value, mark in (("tool_call_parser", "hermes", "<tool_call>"), ("reasoning_parser", "qwen3", "</think>")):
+        assert (settings[name]["value"], settings[name]["source"]) == (value, "model")
+        assert f"the chat template has {mark}" in settings[name]["detail"]
+    assert main(["explain", "--chat-template", str(template), "--tool-call-parser", "none"]) == 0
+    assert "the chat template has </think>" in capsys.readouterr().out
+
+
 def test_secrets_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["explain", "--api-key", "do-not-show", "--hf-token", "do-not-show"]
     for command in (words, [*words, "--json"]):

@@ -80,7 +80,8 @@ def test_the_text_is_that_of_the_caller() -> None:
         (Structured(regex="("), "unclosed group"),
         (Structured(json={"not": {}}), "not supported: #/not"),
         (Structured(json={"const": float("nan")}), "expected value"),
-        (Structured(json={"$ref": "#"}), "nothing satisfies|cannot be used"),
+        (Structured(json={"$ref": "#"}), "has to contain itself"),
+        (Structured(grammar="start: start"), "nothing satisfies it"),
     ],
 )
 def test_refusals_come_through(asked: Structured, why: str) -> None:
@@ -177,6 +178,23 @@ def test_a_defect_is_answered_as_one(
             assert raised.value.code == "internal_error"
         assert caplog.text.count("Traceback") == caplog.text.count("a defect") == 2
         assert len(compilers()) == 1
+
+    in_pool(use)
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs more than its process may have ends with 400, here 2 GiB in place of a grammar."""
+    Popen = subprocess.Popen
+    program = BROKEN.replace("raise {error}", "return bytearray(1 << 31)")
+
+    def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return Popen([sys.executable, "-c", program, GrammarPool.module], **options)
+
+    monkeypatch.setattr(bounded_pool.subprocess, "Popen", popen)
+
+    async def use(pool: GrammarPool) -> None:
+        with pytest.raises(InvalidRequestError, match="needed more memory"):
+            await pool.grammar(DIGITS)
 
     in_pool(use)
 

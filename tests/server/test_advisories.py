@@ -1,6 +1,6 @@
 """Published advisories on servers like this one -> the tests that keep Quire free of the same fault.
 
-A row is here if it concerns something that exists: not LoRA, images, GGUF, structured output, GPUs, URLs in requests.
+A row is here if it concerns something that exists: not images, URLs in requests, models of other kinds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ ADVISORIES: list[tuple[str, str, str]] = [
     (
         "eval of what a model wrote",
         "CVE-2025-9141 CVE-2026-61539",
-        "architecture/test_imports.py::test_forbidden_calls",
+        """
+        architecture/test_imports.py::test_forbidden_calls
+        server/text/test_parsers.py::test_finished_calls_have_valid_arguments_and_no_text_is_lost
+        """,
     ),
     ("a check that `python -O` leaves out", "CVE-2026-41523", "server/test_isolation.py::test_no_check_is_an_assert"),
     (
@@ -132,6 +135,42 @@ ADVISORIES: list[tuple[str, str, str]] = [
         """,
     ),
     (
+        "regular expressions and schemas that explode, and errors of constraints that escape",
+        "CVE-2025-48942 CVE-2025-48943 CVE-2025-48944 CVE-2026-55574 PYSEC-2026-3933 CVE-2026-105757 "
+        "GHSA-7rgv-gqhr-fxg3",
+        """
+        grammar/test_text.py::test_refused
+        grammar/test_schemas.py::test_what_is_no_schema_is_refused
+        grammar/test_generate.py::test_what_a_constraint_does_is_the_fault_of_its_request
+        frontend/test_grammar_pool.py::test_a_slow_constraint_ends_alone
+        frontend/test_grammar_pool.py::test_a_defect_is_answered_as_one
+        server/test_poison_inside.py::test_poison_in_tools_schemas_and_histories
+        """,
+    ),
+    (
+        "grammars that are kept without a bound",
+        "CVE-2025-29770 GHSA-hf3c-wxg2-49q9",
+        """
+        grammar/test_text.py::test_what_is_kept_is_bounded
+        grammar/test_generate.py::test_what_is_compiled_for_a_request_is_kept_until_it_ends
+        frontend/test_grammar_pool.py::test_what_was_asked_for_last_is_kept_and_no_more
+        """,
+    ),
+    (
+        "parsers of answers that take quadratic time",
+        "CVE-2025-48887",
+        "server/text/test_parsers.py::test_work_is_linear_in_the_text",
+    ),
+    (
+        "GGUF files that say more than they hold",
+        "CVE-2024-21802 CVE-2025-53630 CVE-2026-27940 CVE-2026-33298 CVE-2026-7482 CVE-2024-12886 CVE-2025-0315",
+        """
+        gguf/test_file.py::test_hostile_file
+        gguf/test_file.py::test_truncated_at_every_byte
+        gguf/test_file.py::test_flipped_bytes
+        """,
+    ),
+    (
         "metric labels made by clients",
         "PYSEC-2026-4325",
         """
@@ -219,7 +258,10 @@ def test_its_tests_exist(what: str, found: str, tests: str) -> None:
 def test_names_are_written_right() -> None:
     for what, found, _ in ADVISORIES:
         for name in found.split():
-            assert re.fullmatch(r"CVE-\d{4}-\d{4,6}|(PYSEC|GO)-\d{4}-\d{4}|[a-z-]+", name), (what, name)
+            assert re.fullmatch(r"CVE-\d{4}-\d{4,6}|(PYSEC|GO)-\d{4}-\d{4}|GHSA(-[a-z0-9]{4}){3}|[a-z-]+", name), (
+                what,
+                name,
+            )
 
 
 def test_every_kind_of_illegal_integer_is_tried() -> None:

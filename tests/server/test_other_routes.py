@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import tokenizers
 
+from quire.frontend import infill
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.infill import infill_format, infill_prompt
-from quire.messages import Command
-from tests.server.serving import MAX_MODEL_LEN, TEXT, TOKENIZER, RunningServer
+from quire.messages import AddRequest, Command
+from tests.server.serving import MAX_MODEL_LEN, MODEL, TEXT, TOKENIZER, RunningServer
 from tests.server.test_config_api import demo_ready
 from tests.server.test_errors import MESSAGES, error_of
 
@@ -38,6 +39,44 @@ def test_invocations_are_chats_or_completions(server: RunningServer) -> None:
 )
 def test_refused_invocations(server: RunningServer, body, status, param) -> None:
     assert error_of(server.http.post("/invocations", json=body), status)["param"] == param
+
+
+# Every route that has a model answer, or that counts for it, and a body.
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}),
+    ("/v1/chat/completions/batch", {"messages": [MESSAGES, MESSAGES], "max_tokens": 1}),
+    ("/v1/completions", {"prompt": "Hi", "max_tokens": 1}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}),
+    ("/v1/responses", {"input": "Hi", "max_output_tokens": 1}),
+    ("/invocations", {"messages": MESSAGES, "max_tokens": 1}),
+    ("/invocations", {"prompt": "Hi", "max_tokens": 1}),
+]
+COUNTED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions/render", {"messages": MESSAGES}),
+    ("/v1/messages/count_tokens", {"messages": MESSAGES}),
+    ("/v1/responses/input_tokens", {"input": "Hi"}),
+    ("/tokenize", {"prompt": "Hi"}),
+    ("/tokenize", {"messages": MESSAGES}),
+    ("/detokenize", {"tokens": [5]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED)
+def test_every_api_has_the_salt_of_the_prefix_cache(server: RunningServer, path: str, body: dict[str, Any]) -> None:
+    before = len(server.client.sent)
+    assert server.http.post(path, json={**body, "cache_salt": "tenant"}).status_code == 200
+    asked = [message for message in server.client.sent[before:] if isinstance(message, AddRequest)]
+    assert len(asked) == (2 if path.endswith("batch") else 1)
+    assert {message.cache_salt for message in asked} == {"tenant"}
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED + COUNTED)
+def test_an_unknown_model_is_answered_with_what_is_served(
+    server: RunningServer, path: str, body: dict[str, Any]
+) -> None:
+    error = error_of(server.http.post(path, json={**body, "model": "gpt"}), 404)
+    assert MODEL in error["message"]
+    assert error["code"] == "model_not_found"
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +143,18 @@ def test_code_llama_has_no_space_before_the_text_after() -> None:
     assert form is not None
     prompt = infill_prompt(encode, form, "a", "b a")
     assert [backend.id_to_token(each) for each in prompt] == [marks[0], "▁", "a", marks[1], "b", "▁", "a", marks[2]]
+
+
+def test_a_tokenizer_that_can_fill_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are in the prompt, once each. Two special tokens of the demo model stand for them."""
+    marks = ("<|im_start|>", "<|im_end|>")
+    monkeypatch.setitem(infill._FORMATS, marks, "{}".join([*marks, ""]))
+    with RunningServer() as server:
+        assert server.complete(prompt="def f(", suffix="return 1", max_tokens=1).status_code == 200
+        asked = list(server.last_request().prompt_token_ids)
+    assert TOKENIZER.decode(asked, skip_special_tokens=False) == f"{marks[0]}def f({marks[1]}return 1"
+    ids = [TOKENIZER.token_to_id(mark) for mark in marks]
+    assert [each for each in asked if each in ids] == ids
 
 
 def test_text_between_two_others() -> None:

@@ -307,7 +307,34 @@ def asked(client: openai.OpenAI, is_streamed: bool, **fields: Any) -> Response:
     with client.responses.stream(**fields) as stream:
         events = list(stream)
         assert [event.sequence_number for event in events] == list(range(len(events)))
-        return stream.get_final_response()
+        response = stream.get_final_response()
+    check_items(events, response)
+    return response
+
+
+PARTS = {  # of an item: its events, and what a delta's end calls the whole
+    "reasoning": ("reasoning_text", "text"),
+    "message": ("output_text", "text"),
+    "function_call": ("function_call_arguments", "arguments"),
+}
+
+
+def check_items(events: list[Any], response: Response) -> None:
+    """Each item is added, comes in pieces that join to what it is, and is done, before the next one."""
+    for index, item in enumerate(response.output):
+        name, whole = PARTS[item.type]
+        own = [event for event in events if getattr(event, "output_index", None) == index]
+        has_parts = item.type != "function_call"
+        expected = [
+            *("response.output_item.added", *["response.content_part.added"] * has_parts),
+            *(f"response.{name}.delta", f"response.{name}.done"),
+            *(*["response.content_part.done"] * has_parts, "response.output_item.done"),
+        ]
+        assert list(dict.fromkeys(event.type for event in own)) == expected
+        deltas = "".join(event.delta for event in own if event.type.endswith(".delta"))
+        (done,) = [event for event in own if event.type == f"response.{name}.done"]
+        assert deltas == getattr(done, whole) == (item.content[0].text if has_parts else item.arguments)
+        assert (own[-1].item.id, own[-1].item.status) == (item.id, item.status)
 
 
 def shown(response: Response) -> list[tuple[str, ...]]:

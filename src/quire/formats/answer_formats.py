@@ -24,6 +24,8 @@ _TOOL_MARKS = (
     (("<arg_key>",), "glm45"),
     (("[TOOL_CALLS]",), "mistral"),
     (("<|python_start|>",), "llama4_pythonic"),
+    (("[func_name1(", "<|header_start|>"), "llama4_pythonic"),
+    (("[func_name1(",), "pythonic"),
     (("<|tool_call|>",), "granite"),
     (("<tool_call>",), "hermes"),
     (('"parameters": dictionary of argument',), "llama3_json"),

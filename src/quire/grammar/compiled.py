@@ -39,10 +39,10 @@ def compiled_matcher(tokenizer: LLTokenizer, text: str) -> LLMatcher:
     if not matcher.is_error():
         matcher.compute_bitmask()  # so that the first mask, which is the slowest, is not made in a step
     if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
-        raise InvalidRequestError(
-            f"The grammar cannot be used: {first_line(matcher.get_error()) or 'nothing satisfies it'}",
-            param="structured_outputs",
-        )
+        why = first_line(matcher.get_error())
+        if why in ("", "NoExtensionBias"):  # no byte is allowed
+            why = "nothing satisfies it"
+        raise InvalidRequestError(f"The grammar cannot be used: {why}", param="structured_outputs")
     return matcher
 
 

@@ -13,18 +13,14 @@ import msgspec
 from quire.errors import InvalidRequestError
 from quire.grammar.kept import Kept
 from quire.grammar.limits import parser_limits
+from quire.grammar.schemas import has_free_keys, objection, subschemas
 from quire.sampling_params import MAX_GRAMMAR_BYTES, StructuredOutputsParams
 
 MAX_DEPTH = 50  # levels of a schema
-_INTEGERS_ONLY = 2.0**53  # of a double: from here on it has no fractions
+_CONTROL = re.compile(r"\\u00[01]")  # a character of a schema that its JSON can only write with a number
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*)")
 _WHITESPACE = r"\r?\n?[ \t]{0,40}"  # bounded: a model in doubt would write spaces until max_tokens
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: (\[.*\])")
-# Where schemas stand in a schema.
-_SCHEMAS = {
-    "additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "else", "if", "items", "not", "oneOf",
-    "prefixItems", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
-}  # fmt: skip
 # What an element is held to that nothing else of the schema has looked at; what would look at all others; and what may
 # look at some in a way that cannot be seen here.
 _UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
@@ -32,7 +28,6 @@ _APPLICATORS = {
     "$dynamicRef", "$ref", "additionalItems", "allOf", "anyOf", "contains", "dependentSchemas", "else", "if", "not",
     "oneOf", "then",
 }  # fmt: skip
-_NAMED_SCHEMAS = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
 # Grammars by what was asked for. To make and check that of a schema of 200 keys takes 9 ms.
 _grammars: Kept[str] = Kept(16 << 20, lambda asked, grammar: 4 * (len(asked) + len(grammar)))
 
@@ -70,7 +65,7 @@ def _make(asked: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str
             schema = _closed(schema)
         schema = _evaluated(schema)
         try:
-            text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(asked))
+            text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(schema, asked))
         except ValueError as error:  # JSON for Python alone: NaN, half of a surrogate pair, a number of 400 digits
             raise _refusal(asked.kind, str(error)) from None
     elif asked.regex is not None:
@@ -121,6 +116,9 @@ def _reason(message: str, schema: Any) -> str:
         return f"these keywords are not supported: {', '.join(paths)}"
     if found := _UNKNOWN_FORMAT.fullmatch(message):
         return f"this format is not supported: {', '.join(_paths(schema, 'format', found[1]))} = {found[1]}"
+    if message.startswith("min/maxProperties only supported"):
+        where = ", ".join([*_paths(schema, "minProperties"), *_paths(schema, "maxProperties")])
+        return f"this needs every key in properties to be required: {where}"
     if message.startswith("oneOf constraints are not supported"):
         where = ", ".join(_paths(schema, "oneOf"))
         return f"oneOf is not supported if its alternatives overlap: {where}. anyOf allows what any of them allows"
@@ -165,8 +163,8 @@ def _read_schema(schema: str | dict[str, Any] | bool) -> Any:
     if _depth(schema) > MAX_DEPTH:
         raise _refusal("json", f"it has more than {MAX_DEPTH} levels")
     _bounded("json", json.dumps(schema))
-    if path := next((path for path, each in _subschemas(schema) if _is_inexact(each)), None):
-        raise _refusal("json", f"an exclusive bound that is a whole number is less than 1 from the other bound: {path}")
+    if why := objection(schema):
+        raise _refusal("json", why)
     return schema
 
 
@@ -184,40 +182,12 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _subschemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
-    """A schema and those in it, with their JSON pointers."""
-    if isinstance(schema, list):
-        for index, each in enumerate(schema):
-            yield from _subschemas(each, f"{path}/{index}")
-    elif isinstance(schema, dict):
-        yield path, schema
-        for name, value in schema.items():
-            if name in _SCHEMAS:
-                yield from _subschemas(value, f"{path}/{name}")
-            elif name in _NAMED_SCHEMAS and isinstance(value, dict):
-                for key, each in value.items():
-                    yield from _subschemas(each, f"{path}/{name}/{key}")
-
-
-def _is_inexact(schema: dict[str, Any]) -> bool:
-    """Whether llguidance 1.9 takes an exclusive bound for an inclusive one: 1 within (1, 1.5], -1 within (-1.5, -1)."""
-    low, above, high, below = (
-        value if isinstance(value := schema.get(name), int | float) and abs(value) < _INTEGERS_ONLY else None
-        for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-    )
-    lowest = max((value for value in (low, above) if value is not None), default=None)
-    highest = min((value for value in (high, below) if value is not None), default=None)
-    if lowest is None or highest is None or not 0 < highest - lowest < 1:
-        return False
-    return (lowest == above and lowest == int(lowest)) or (highest == below and highest == int(highest))
-
-
 def _evaluated(schema: Any) -> Any:
     """The schema with `unevaluated...` as `additionalProperties` and `items`, where nothing else could evaluate any."""
-    if not any(name in each for _, each in _subschemas(schema) for name in _UNEVALUATED):
+    if not any(name in each for _, each in subschemas(schema) for name in _UNEVALUATED):
         return schema
     plain = json.loads(json.dumps(schema))
-    for _, each in _subschemas(plain):
+    for _, each in subschemas(plain):
         if _APPLICATORS.isdisjoint(each) and not isinstance(each.get("items"), list):
             for name, keyword in _UNEVALUATED.items():
                 if name in each:
@@ -228,19 +198,26 @@ def _evaluated(schema: Any) -> Any:
 def _closed(schema: Any) -> Any:
     """The schema, with additionalProperties false for every object that does not say."""
     closed = json.loads(json.dumps(schema))  # a value that stands in two places becomes two
-    for _, each in _subschemas(closed):
+    for _, each in subschemas(closed):
         if "properties" in each or each.get("type") == "object":
             each.setdefault("additionalProperties", False)
     return closed
 
 
-def _json_options(asked: StructuredOutputsParams) -> Any:
-    """Whitespace in JSON: indented lines, only one space after `:` and `,`, or the request's pattern."""
-    if asked.whitespace_pattern is not None:
-        return {"whitespace_pattern": asked.whitespace_pattern}
-    if asked.disable_any_whitespace:
-        return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return {"whitespace_pattern": _WHITESPACE}
+def _json_options(schema: dict[str, Any], asked: StructuredOutputsParams | None = None) -> Any:
+    """How JSON is written.
+
+    Whitespace: indented lines, only one space after `:` and `,`, or the request's pattern. Escapes with numbers, which
+    stand for characters that JSON has no other way to write, are left out where they could repeat a key.
+    """
+    options: dict[str, Any] = {"whitespace_pattern": _WHITESPACE}
+    if asked is not None and asked.whitespace_pattern is not None:
+        options = {"whitespace_pattern": asked.whitespace_pattern}
+    elif asked is not None and asked.disable_any_whitespace:
+        options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    if has_free_keys(schema) and not _CONTROL.search(json.dumps(schema)):
+        options["json_allowed_escapes"] = 'nrbtf\\"'
+    return options
 
 
 def _lark(grammar: str) -> str:
@@ -272,7 +249,8 @@ def _structural_tag(text: str, special_ids: Mapping[str, int]) -> str:
             else:  # lazy: the text ends with the first trigger
                 opening = f"tag_{index}_begin"
                 rules.append(f"{opening}[lazy]: TEXT {json.dumps(trigger)}")
-            schema = json.dumps(_read_schema(each["schema"]))
+            schema = _evaluated(_read_schema(each["schema"]))
+            schema = json.dumps({**schema, "x-guidance": _json_options(schema)})
             behind, end = (_literal(part, special_ids) for part in (begin[len(trigger) :], each["end"]))
             rules.append(f"tag_{index}: {opening} {behind} %json {schema} {end}")
         return _bounded("structural_tag", "\n".join(rules))
