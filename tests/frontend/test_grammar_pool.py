@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -41,9 +42,12 @@ def bounded_processes() -> Iterator[None]:
 
 def compilers() -> list[psutil.Process]:
     """The running grammar processes of this process."""
-    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    module = GrammarPool.module
-    return [child for child in alive if module in child.cmdline() or module.endswith(child.name())]
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile; a zombie is one of these to psutil
+            if GrammarPool.module in child.cmdline() or GrammarPool.module.endswith(child.name()):
+                found.append(child)
+    return found
 
 
 def in_pool(use: Callable[[GrammarPool], Awaitable[None]], max_seconds: float = 5.0) -> None:
