@@ -11,6 +11,9 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from quire.config import EngineConfig, ServerConfig
+from quire.entry.launch import open_model
+from quire.entry.serve import server_settings
 from quire.frontend.echo_client import EchoClient
 from quire.server.protocol.responses import Reasoning, ResponseObject, TextConfig
 from quire.server.response_store import ResponseStore, StoredResponse
@@ -192,12 +195,19 @@ def test_a_server_that_stores_nothing() -> None:
         assert error_of(server.http.post(PATH, json={"input": "Hi", "background": True}), 400)["param"] == "background"
 
 
+@pytest.mark.parametrize(("value", "stores"), [("", True), ("0", False), ("1", True)])
+def test_the_variable_that_stores_nothing(monkeypatch: pytest.MonkeyPatch, value: str, stores: bool) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", value)
+    parts = open_model(EngineConfig(), lambda *report: None)
+    assert server_settings(EngineConfig(), ServerConfig(), parts).stores_responses is stores
+
+
 def test_an_answer_in_the_background(slow: RunningServer) -> None:
     with slow.openai() as client:
         promised = client.responses.create(model=MODEL, input="Hi", background=True, max_output_tokens=60)
-        assert promised.status == "in_progress"
+        assert promised.status == "queued"
         assert error_of(slow.http.post(PATH, json={"input": "x", "previous_response_id": promised.id}), 400)
-        response = wait_for(client, promised.id, lambda response: response.status != "in_progress")
+        response = wait_for(client, promised.id, lambda response: response.status not in ("queued", "in_progress"))
         assert (response.status, response.usage.output_tokens, response.background) == ("incomplete", 60, True)
         assert response.output_text == TOKENIZER.decode((ANSWER * 3)[:60])
         assert client.responses.cancel(response.id) == response  # it has finished
@@ -236,7 +246,9 @@ def test_events_of_the_background(slow: RunningServer) -> None:
         response_id = next(stream).response.id
         stream.close()
         whole = list(client.responses.retrieve(response_id, stream=True))
-        assert list(dict.fromkeys(event.type for event in whole)) == [*ORDER[:-1], "response.incomplete"]
+        order = [ORDER[0], "response.queued", *ORDER[1:-1], "response.incomplete"]
+        assert list(dict.fromkeys(event.type for event in whole)) == order
+        assert [event.response.status for event in whole[:3]] == ["queued", "queued", "in_progress"]
         rest = list(client.responses.retrieve(response_id, stream=True, starting_after=4))
         assert rest == whole[5:]
         for wrong in ("-1", "x", "1.5", "0" * 5000, "1" * 10):

@@ -18,6 +18,8 @@ from quire.sampling_params import MAX_GRAMMAR_BYTES, StructuredOutputsParams
 
 MAX_DEPTH = 50  # levels of a schema
 _CONTROL = re.compile(r"\\u00[01]")  # a character of a schema that its JSON can only write with a number
+_BAD_PATTERN = re.compile(r"regex parse error:\n {4}(.*)\n")
+_UNKNOWN_TYPE = re.compile(r"Invalid type: (.*)")
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*)")
 _WHITESPACE = r"\r?\n?[ \t]{0,40}"  # bounded: a model in doubt would write spaces until max_tokens
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: (\[.*\])")
@@ -116,6 +118,13 @@ def _reason(message: str, schema: Any) -> str:
         return f"these keywords are not supported: {', '.join(paths)}"
     if found := _UNKNOWN_FORMAT.fullmatch(message):
         return f"this format is not supported: {', '.join(_paths(schema, 'format', found[1]))} = {found[1]}"
+    if found := _UNKNOWN_TYPE.fullmatch(message):
+        in_lists = (f"{at}/type" for at, each in subschemas(schema) if found[1] in _listed(each.get("type")))
+        return f"this type is not known: {', '.join([*_paths(schema, 'type', found[1]), *in_lists])} = {found[1]}"
+    if found := _BAD_PATTERN.match(message):
+        keys = (path for path in _paths(schema, found[1]) if path.endswith(f"/patternProperties/{found[1]}"))
+        where = ", ".join([*_paths(schema, "pattern", found[1]), *keys])
+        return f"this pattern is not supported: {where or found[1]}: {message}"
     if message.startswith("min/maxProperties only supported"):
         where = ", ".join([*_paths(schema, "minProperties"), *_paths(schema, "maxProperties")])
         return f"this needs every key in properties to be required: {where}"
@@ -123,6 +132,10 @@ def _reason(message: str, schema: Any) -> str:
         where = ", ".join(_paths(schema, "oneOf"))
         return f"oneOf is not supported if its alternatives overlap: {where}. anyOf allows what any of them allows"
     return message
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _paths(value: Any, name: str, content: Any = None, path: str = "#") -> Iterator[str]:

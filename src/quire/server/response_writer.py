@@ -50,6 +50,7 @@ from quire.server.protocol.responses import (
     ResponseIncomplete,
     ResponseInProgress,
     ResponseObject,
+    ResponseQueued,
     ResponsesChat,
     ResponseUsage,
     TextConfig,
@@ -133,7 +134,8 @@ class ResponseWriter:
 
     def run(self, streams: Sequence[RequestStream]) -> StoredResponse:
         """Make the answer in the background. It is stored at once."""
-        self._stored.add_events(self._opening())
+        self._answer.status = "queued"
+        self._stored.add_events(self._event(ResponseCreated, self._answer) + self._event(ResponseQueued, self._answer))
         self._stored.run(self._run(streams))
         self._keep()
         return self._stored
@@ -151,7 +153,7 @@ class ResponseWriter:
             logger.exception("response %s failed", self._answer.id)
             self._stored.add_events(self._failure("Internal error. The server's log has it under the response's id."))
         finally:
-            if self._answer.status == "in_progress":
+            if self._answer.status in ("queued", "in_progress"):
                 self._stored.add_events(self._close("incomplete"))
                 self._answer.status = "cancelled"
             self._keep()
@@ -164,8 +166,10 @@ class ResponseWriter:
                     yield data
 
     def _opening(self) -> bytes:
-        self._has_begun = True
-        return self._event(ResponseCreated, self._answer) + self._event(ResponseInProgress, self._answer)
+        """The events of the first output. A client already knows of an answer in the background."""
+        data = b"" if self._answer.status == "queued" else self._event(ResponseCreated, self._answer)
+        self._has_begun, self._answer.status = True, "in_progress"
+        return data + self._event(ResponseInProgress, self._answer)
 
     def _write(self, output: RequestOutput) -> bytes:
         """Take over what is new, as events."""

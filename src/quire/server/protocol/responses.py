@@ -264,6 +264,10 @@ class ResponseCreated(_ResponseEvent, tag="response.created"):
     pass
 
 
+class ResponseQueued(_ResponseEvent, tag="response.queued"):
+    pass
+
+
 class ResponseInProgress(_ResponseEvent, tag="response.in_progress"):
     pass
 
@@ -340,6 +344,7 @@ class OutputTextDone(_ContentEvent, tag="response.output_text.done"):
 
 ResponseEvent = (
     ResponseCreated
+    | ResponseQueued
     | ResponseInProgress
     | OutputItemAdded
     | ContentPartAdded
