@@ -136,6 +136,12 @@ def is_valid(text: str, schema: Schema) -> bool:
 
 
 LIST = {"type": "array", "items": {"$ref": "#/$defs/list"}, "minItems": 1}
+# Each holds for a value together with all behind it.
+CHAIN = {
+    "allOf": [{"$ref": "#/$defs/0"}],
+    "$defs": {str(at): {"maximum": at, "allOf": [{"$ref": f"#/$defs/{at + 1}"}]} for at in range(1000)},
+    "exclusiveMinimum": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -156,6 +162,8 @@ LIST = {"type": "array", "items": {"$ref": "#/$defs/list"}, "minItems": 1}
             {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}},
             "has to contain itself: #",
         ),
+        ({"type": "object", "required": ["n"], "unevaluatedProperties": {"$ref": "#"}}, "has to contain itself: #"),
+        (CHAIN, "refer to each other in more ways than can be looked at"),
     ],
 )
 def test_what_would_be_taken_and_is_refused(schema: Schema, why: str) -> None:
@@ -173,6 +181,17 @@ def test_what_would_be_taken_and_is_refused(schema: Schema, why: str) -> None:
         {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1}]},
         {"properties": {"next": {"$ref": "#"}}, "required": ["next"]},  # the next one may be a number
         {"type": "array", "prefixItems": [True, {"$ref": "#"}], "minItems": 1},
+        {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "number", "minimum": -5, "maximum": 0.5}]},
+        {"type": "string", "$defs": {"list": LIST}},  # nothing refers to it
+        {
+            "$ref": "#/components/schemas/a",
+            "components": {
+                "schemas": {
+                    "a": {"type": "object", "properties": {"b": {"$ref": "#/components/schemas/b"}}, "required": ["b"]},
+                    "b": {"type": "string"},
+                }
+            },
+        },
         {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": ["null", "object"], "additionalProperties": {"$ref": "#"}}}},
     ],
 )
@@ -186,7 +205,15 @@ def test_what_is_no_schema_is_refused(schema: Schema) -> None:
         grammar_text(Structured(json={**schema, "items": {"$ref": "#"}, "exclusiveMinimum": 1, "minProperties": 1}))
 
 
-@pytest.mark.parametrize("named", [{"properties": {"a": {"type": "integer"}}}, {"patternProperties": {"^a": False}}])
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"properties": {"a": {"type": "integer"}}},
+        {"patternProperties": {"^a": False}},
+        {"properties": {"a": {"type": "integer", "description": "no \x01 and no \\u0001"}}},
+        {"properties": {"a": {"type": "integer"}, "c": {"pattern": r"^[^\u0000-\u001f]+$"}}},
+    ],
+)
 def test_a_named_key_cannot_come_as_a_free_one(named: Schema) -> None:
     """Its name with an escape is the same name to whoever reads the answer."""
     matcher = matcher_of({"type": "object", **named, "additionalProperties": {"type": "string"}})

@@ -1,4 +1,4 @@
-"""Schemas that llguidance 1.9 takes, and then allows what they forbid, or an answer that cannot end."""
+"""Finds schemas that llguidance 1.9 accepts and does not hold to: it allows what they forbid, or endless answers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 Schema = dict[str, Any]
 
+MAX_WORK = 200_000  # schemas that are looked at with others; 0.2 s
 _BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "allOf", "anyOf", "oneOf"}
 _INTEGERS_ONLY = 2.0**53  # of a double: from here on it has no fractions
 # Where schemas stand in a schema.
@@ -16,40 +17,39 @@ _SCHEMAS = {
     "additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "else", "if", "items", "not", "oneOf",
     "prefixItems", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
 }  # fmt: skip
-_NAMED_SCHEMAS = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+_DEFINITIONS = {"$defs", "definitions"}
+_NAMED_SCHEMAS = {*_DEFINITIONS, "dependentSchemas", "patternProperties", "properties"}
+_ALTERNATIVES = ("anyOf", "oneOf")
 
 
-def subschemas(schema: Any, path: str = "#") -> Iterator[tuple[str, Schema]]:
-    """A schema and those in it, with their JSON pointers."""
+class _TooMuchError(Exception):
+    pass
+
+
+def subschemas(schema: Any, path: str = "#", but: Collection[str] = ()) -> Iterator[tuple[str, Schema]]:
+    """A schema and those in it, with their JSON pointers. `but`: keywords that are not entered."""
     if isinstance(schema, list):
         for index, each in enumerate(schema):
-            yield from subschemas(each, f"{path}/{index}")
+            yield from subschemas(each, f"{path}/{index}", but)
     elif isinstance(schema, dict):
         yield path, schema
         for name, value in schema.items():
+            if name in but:
+                continue
             if name in _SCHEMAS:
-                yield from subschemas(value, f"{path}/{name}")
+                yield from subschemas(value, f"{path}/{name}", but)
             elif name in _NAMED_SCHEMAS and isinstance(value, dict):
                 for key, each in value.items():
-                    yield from subschemas(each, f"{path}/{name}/{key}")
+                    yield from subschemas(each, f"{path}/{name}/{_escaped(key)}", but)
 
 
 def objection(schema: Schema) -> str | None:
     """Why a schema cannot be used, with the JSON pointer of the place; None: nothing is known against it."""
-    found = list(subschemas(schema))
-    keywords = {name for _, each in found for name in each}
-    # A schema that only refers to another one is as good as that one, which is looked at itself.
-    if not keywords.isdisjoint(("exclusiveMinimum", "exclusiveMaximum")):
-        for path, each in found:
-            if not _BOUNDS.isdisjoint(each) and _is_inexact(_together(each, schema, "allOf", "anyOf", "oneOf")):
-                return f"an exclusive bound that is a whole number is less than 1 from the other bound: {path}"
-    if "minProperties" in keywords:
-        parts = {id(part) for _, each in found for part in _schemas(each, "allOf")}
-        for path, each in found:
-            is_own = id(each) not in parts and ("minProperties" in each or "allOf" in each)
-            if is_own and _counts_keys_twice(_together(each, schema, "allOf")):
-                return f"minProperties asks for more than one key that is not required: {path}"
-    return _endless(schema, found)
+    checked = _Checked(schema)
+    try:
+        return checked.inexact_bound() or checked.repeated_key() or checked.endless()
+    except _TooMuchError:
+        return "its schemas refer to each other in more ways than can be looked at"
 
 
 def has_free_keys(schema: Schema) -> bool:
@@ -60,15 +60,107 @@ def has_free_keys(schema: Schema) -> bool:
     )
 
 
+class _Checked:
+    """A schema with all that its references reach: definitions that nothing refers to do not matter."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._work = 0
+        self._found: dict[int, tuple[str, Schema]] = {}
+        self._targets: dict[str, Any] = {}  # of each reference; None: it leads to nothing within the schema
+        waiting: list[tuple[str, Any]] = [("#", root)]
+        while waiting:
+            path, part = waiting.pop()
+            if id(part) in self._found:
+                continue
+            for at, each in subschemas(part, path, but=_DEFINITIONS):
+                self._found.setdefault(id(each), (at, each))
+                reference = each.get("$ref")
+                if isinstance(reference, str) and reference not in self._targets:
+                    self._targets[reference] = target = _target(reference, root)
+                    waiting.append((reference, target))
+        self._keywords = {name for _, each in self._found.values() for name in each}
+
+    def inexact_bound(self) -> str | None:
+        """A range behind an exclusive bound that is too small."""
+        if self._keywords.isdisjoint(("exclusiveMinimum", "exclusiveMaximum")):
+            return None
+        for path, each in self._found.values():
+            if not _BOUNDS.isdisjoint(each) and any(map(_is_inexact, self._at_once(each))):
+                return f"an exclusive bound that is a whole number is less than 1 from the other bound: {path}"
+        return None
+
+    def repeated_key(self) -> str | None:
+        """A number of keys that one key could make up by coming twice."""
+        if "minProperties" not in self._keywords:
+            return None
+        parts = {id(part) for _, each in self._found.values() for part in _schemas(each, "allOf")}
+        for path, each in self._found.values():
+            is_own = id(each) not in parts and ("minProperties" in each or "allOf" in each)
+            if is_own and _counts_keys_twice(self._together([each], "allOf")):
+                return f"minProperties asks for more than one key that is not required: {path}"
+        return None
+
+    def endless(self) -> str | None:
+        """A schema whose values would contain another one of it, and so on."""
+        ended = {name for name, target in self._targets.items() if target is None}
+        num_ended = -1
+        while num_ended < len(ended):
+            num_ended = len(ended)
+            self._count(len(self._targets))
+            for name in reversed(self._targets):  # definitions mostly use what comes behind them
+                if name not in ended and _can_end(self._targets[name], ended):
+                    ended.add(name)
+        for path, each in self._found.values() if self._targets else ():
+            if not _can_end(each, ended) or _endless_types(each, ended):
+                return f"this part has no end, because it has to contain itself: {path}"
+        return None
+
+    def _at_once(self, schema: Schema) -> Iterator[list[Schema]]:
+        """Groups of schemas that may hold for one value: with one alternative of a list, and all of other lists."""
+        base = self._together([schema], "allOf")
+        lists = [found for each in base for name in _ALTERNATIVES if (found := _schemas(each, name))]
+        yield base
+        for chosen in lists:
+            others = [each for alternatives in lists if alternatives is not chosen for each in alternatives]
+            for alternative in chosen:
+                yield base + self._together([alternative, *others], "allOf", *_ALTERNATIVES)
+
+    def _together(self, schemas: list[Schema], *names: str) -> list[Schema]:
+        """These schemas, what they refer to, and what stands in lists of these names."""
+        found: dict[int, Schema] = {}
+        waiting = schemas[:]
+        while waiting:
+            each = waiting.pop()
+            if id(each) not in found:
+                self._count(1)
+                found[id(each)] = each
+                waiting += _schemas(each, *names)
+                reference = each.get("$ref")
+                target = self._targets.get(reference) if isinstance(reference, str) else None
+                waiting += [target] if isinstance(target, dict) else []
+        return list(found.values())
+
+    def _count(self, work: int) -> None:
+        self._work += work
+        if self._work > MAX_WORK:
+            raise _TooMuchError
+
+
+def _escaped(key: Any) -> str:
+    """A key in a JSON pointer (RFC 6901, section 3)."""
+    return str(key).replace("~", "~0").replace("/", "~1")
+
+
 def _schemas(schema: Schema, *names: str) -> list[Schema]:
     """Those in lists of these names."""
     lists = (value for name in names if isinstance(value := schema.get(name), list))
     return [each for values in lists for each in values if isinstance(each, dict)]
 
 
-def _target(reference: Any, root: Schema) -> Any:
+def _target(reference: str, root: Schema) -> Any:
     """What a `$ref` leads to; None: nothing within the schema."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
+    if not reference.startswith("#"):
         return None
     at: Any = root
     for key in unquote(reference[1:]).split("/")[1:]:
@@ -78,19 +170,6 @@ def _target(reference: Any, root: Schema) -> Any:
         else:
             at = at.get(key) if isinstance(at, dict) else None
     return at if reference[1:2] in ("", "/") else None
-
-
-def _together(schema: Schema, root: Schema, *names: str) -> list[Schema]:
-    """Schemas that may hold for one value: this one, what it refers to, and what stands in lists of these names."""
-    found: dict[int, Schema] = {}
-    waiting = [schema]
-    while waiting:
-        each = waiting.pop()
-        if id(each) not in found:
-            found[id(each)] = each
-            waiting += _schemas(each, *names)
-            waiting += [target for target in [_target(each.get("$ref"), root)] if isinstance(target, dict)]
-    return list(found.values())
 
 
 def _is_inexact(together: list[Schema]) -> bool:
@@ -121,22 +200,6 @@ def _counts_keys_twice(together: list[Schema]) -> bool:
     return max(counts, default=0) > len(required) + 1
 
 
-def _endless(schema: Schema, found: list[tuple[str, Schema]]) -> str | None:
-    """A schema whose values would contain another one of it, and so on."""
-    targets = {name: _target(name, schema) for _, each in found if isinstance(name := each.get("$ref"), str)}
-    ended = {name for name, target in targets.items() if target is None}
-    num_ended = -1
-    while num_ended < len(ended):
-        num_ended = len(ended)
-        for name in reversed(targets):  # definitions mostly use what comes behind them
-            if name not in ended and _can_end(targets[name], ended):
-                ended.add(name)
-    for path, each in found if targets else ():
-        if not _can_end(each, ended) or _endless_types(each, ended):
-            return f"nothing satisfies a schema that has to contain itself: {path}"
-    return None
-
-
 def _can_end(schema: Any, ended: Collection[str]) -> bool:
     """Whether some value satisfies a schema, as far as references matter. `ended`: those that lead to such schemas."""
     if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
@@ -151,7 +214,7 @@ def _can_end(schema: Any, ended: Collection[str]) -> bool:
 
 
 def _types(schema: Schema) -> set[str]:
-    """That a schema allows; those without a part that could contain the schema are not told apart."""
+    """The types that a schema allows. Types that cannot contain the schema are all `others`."""
     kinds = schema.get("type", ["array", "object", "others"])
     return {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)} or {"others"}
 

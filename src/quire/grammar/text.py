@@ -17,7 +17,8 @@ from quire.grammar.schemas import has_free_keys, objection, subschemas
 from quire.sampling_params import MAX_GRAMMAR_BYTES, StructuredOutputsParams
 
 MAX_DEPTH = 50  # levels of a schema
-_CONTROL = re.compile(r"\\u00[01]")  # a character of a schema that its JSON can only write with a number
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")  # characters that JSON can only write with a number
+_FOR_PEOPLE = {"$comment", "description", "title"}
 _BAD_PATTERN = re.compile(r"regex parse error:\n {4}(.*)\n")
 _UNKNOWN_TYPE = re.compile(r"Invalid type: (.*)")
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*)")
@@ -65,7 +66,7 @@ def _make(asked: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str
         schema = {"type": "object"} if asked.json is None else _read_schema(asked.json)
         if asked.disable_additional_properties:
             schema = _closed(schema)
-        schema = _evaluated(schema)
+        schema = _checked(_evaluated(schema))
         try:
             text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(schema, asked))
         except ValueError as error:  # JSON for Python alone: NaN, half of a surrogate pair, a number of 400 digits
@@ -176,6 +177,11 @@ def _read_schema(schema: str | dict[str, Any] | bool) -> Any:
     if _depth(schema) > MAX_DEPTH:
         raise _refusal("json", f"it has more than {MAX_DEPTH} levels")
     _bounded("json", json.dumps(schema))
+    return schema
+
+
+def _checked(schema: Any) -> Any:
+    """The schema, if the grammar engine holds to all of it."""
     if why := objection(schema):
         raise _refusal("json", why)
     return schema
@@ -217,6 +223,18 @@ def _closed(schema: Any) -> Any:
     return closed
 
 
+def _needs_control(value: Any) -> bool:
+    """Whether a text of the schema that is not only for people has a character that JSON writes with a number."""
+    if isinstance(value, dict):
+        return any(
+            _needs_control(key) or ((key not in _FOR_PEOPLE or not isinstance(each, str)) and _needs_control(each))
+            for key, each in value.items()
+        )
+    if isinstance(value, list):
+        return any(map(_needs_control, value))
+    return isinstance(value, str) and _CONTROL.search(value) is not None
+
+
 def _json_options(schema: dict[str, Any], asked: StructuredOutputsParams | None = None) -> Any:
     """How JSON is written.
 
@@ -228,7 +246,7 @@ def _json_options(schema: dict[str, Any], asked: StructuredOutputsParams | None 
         options = {"whitespace_pattern": asked.whitespace_pattern}
     elif asked is not None and asked.disable_any_whitespace:
         options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    if has_free_keys(schema) and not _CONTROL.search(json.dumps(schema)):
+    if has_free_keys(schema) and not _needs_control(schema):
         options["json_allowed_escapes"] = 'nrbtf\\"'
     return options
 
@@ -262,7 +280,7 @@ def _structural_tag(text: str, special_ids: Mapping[str, int]) -> str:
             else:  # lazy: the text ends with the first trigger
                 opening = f"tag_{index}_begin"
                 rules.append(f"{opening}[lazy]: TEXT {json.dumps(trigger)}")
-            schema = _evaluated(_read_schema(each["schema"]))
+            schema = _checked(_evaluated(_read_schema(each["schema"])))
             schema = json.dumps({**schema, "x-guidance": _json_options(schema)})
             behind, end = (_literal(part, special_ids) for part in (begin[len(trigger) :], each["end"]))
             rules.append(f"tag_{index}: {opening} {behind} %json {schema} {end}")
