@@ -132,11 +132,13 @@ def test_running_steps_count_until_all_points_are_measured() -> None:
         seconds = step_seconds(arithmetic.demand(load), truth)
         assert driver.cost.predict(load).seconds == pytest.approx(seconds, rel=0.1)
         assert step_seconds(arithmetic.demand(load), driver.cost.fit.constants) == pytest.approx(seconds, rel=0.2)
-    assert not calibration.is_done and not done
+    assert not calibration.is_done
+    assert not done
     driver.core.command(Command("reset_prefix_cache"))  # it leaves pages to measure with
     while calibration.step():
         pass
-    assert done and driver.cost.learn is None
+    assert done
+    assert driver.cost.learn is None
     constants = driver.cost.fit.constants
     driver.add(request("late", range(2000, 2060), 3))
     driver.run()

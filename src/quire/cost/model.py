@@ -63,7 +63,7 @@ class CostModel:
     def margin(self, attainment: float) -> float:
         """The factor of a prediction after which this share of the steps takes no longer.
 
-        It is what the recent steps with prompts have needed. Until there are enough of them, errors are taken as normal.
+        It is what recent steps with prompts have needed. Until there are enough of them, errors are taken as normal.
         """
         deviations = _quantile(attainment) / SPREAD_QUANTILE
         if (needed := self._tail.ratio(attainment)) is None:
