@@ -16,7 +16,9 @@ from quire.lora.adapter import Adapter
 
 T = TypeVar("T")
 
-_LOWEST_PRIORITY = 19
+# A third of the share of a step's thread where both want the same core. With 19 a load took seconds on a machine whose
+# cores all compute steps (benchmarks/NOTES.md).
+_PRIORITY = 5
 
 
 class AdapterLoader(Generic[T]):
@@ -65,7 +67,7 @@ class AdapterLoader(Generic[T]):
 
     def _run(self) -> None:
         if sys.platform == "linux":  # elsewhere a priority belongs to the process
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
         while True:
             self._tasks.get()()  # no name holds the task, and so its adapter, while the next one is waited for
 
