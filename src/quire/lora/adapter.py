@@ -34,6 +34,8 @@ from quire.models.weights import renamed
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_TEXT = 300  # of a message that quotes a file
+# Beside steps that keep all cores busy a thread of low priority waits some milliseconds after each read of a disk.
+_READ_BYTES = 4 << 20
 _FLOATS = ("float32", "float16", "bfloat16")
 _CHUNK = 32_767  # elements that torch handles in one thread: loading leaves the cores to steps
 _PREFIX = "base_model.model."
@@ -130,7 +132,7 @@ def _open(folder: Path, name: str) -> Iterator[BufferedReader]:
             raise AdapterError(
                 f"The adapter has no {name}", expected=f"a folder with {CONFIG_NAME} and {TENSORS_NAME}", fix=_AGAIN
             )
-        with path.open("rb") as file:
+        with path.open("rb", buffering=_READ_BYTES) as file:
             before = os.fstat(file.fileno())
             yield file
             after = path.stat()
