@@ -1,4 +1,4 @@
-"""Reads adapters in a thread of low priority, so that no step waits for a disk."""
+"""Reads adapters in a thread of its own, so that no step waits for a disk."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from quire.lora.adapter import Adapter
 
 T = TypeVar("T")
 
-# A third of the share of a step's thread where both want the same core. With 19 a load took seconds on a machine whose
-# cores all compute steps (benchmarks/NOTES.md).
-_PRIORITY = 5
+# Where a step wants the same core, the loader gets 45 % of it. With 19 a load took seconds on a machine whose cores all
+# compute steps, and with 5 twice as long as with 1; the steps took as long (benchmarks/NOTES.md).
+_PRIORITY = 1
 
 
 class AdapterLoader(Generic[T]):
