@@ -34,7 +34,7 @@ from quire.models.weights import renamed
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_TEXT = 300  # of a message that quotes a file
-# Beside steps that keep all cores busy a thread of low priority waits some milliseconds after each read of a disk.
+# Beside steps that keep all cores busy, the thread that loads waits some milliseconds after each read of a disk.
 _READ_BYTES = 4 << 20
 _FLOATS = ("float32", "float16", "bfloat16")
 _CHUNK = 32_767  # elements that torch handles in one thread: loading leaves the cores to steps
