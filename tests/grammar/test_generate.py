@@ -89,6 +89,12 @@ CASES = {
         Structured(regex=r"[0-9]{3}-[a-f]{4}", reasoning_end=["e", "\n"]),
         re.compile(r"[^e\n]*[e\n][ \n]{0,4}[0-9]{3}-[a-f]{4}").fullmatch,
     ),
+    "behind messages": (
+        Structured(
+            regex=r"[0-9]{3}-[a-f]{4}", reasoning_start=["in "], reasoning_end=["e", "\n"], answer_start=["It ", "Is "]
+        ),
+        re.compile(r"([ \n]{0,4}in [^e\n]*[e\n][ \n]{0,4})*(It |Is )[0-9]{3}-[a-f]{4}").fullmatch,
+    ),
     "choice": (Structured(choice=["yes", 'no "never"', "ye"]), {"yes", 'no "never"', "ye"}.__contains__),
     "EBNF": (Structured(grammar=EBNF), re.compile(r"<\d\d(,\d\d)?>").fullmatch),
     "Lark": (Structured(grammar=LARK), re.compile(r"<\d\d(,\d\d)?>").fullmatch),

@@ -77,7 +77,7 @@ class _Checked:
                 self._found.setdefault(id(each), (at, each))
                 reference = each.get("$ref")
                 if isinstance(reference, str) and reference not in self._targets:
-                    self._targets[reference] = target = _target(reference, root)
+                    self._targets[reference] = target = referred(reference, root)
                     waiting.append((reference, target))
         self._keywords = {name for _, each in self._found.values() for name in each}
 
@@ -158,7 +158,7 @@ def _schemas(schema: Schema, *names: str) -> list[Schema]:
     return [each for values in lists for each in values if isinstance(each, dict)]
 
 
-def _target(reference: str, root: Schema) -> Any:
+def referred(reference: str, root: Schema) -> Any:
     """What a `$ref` leads to; None: nothing within the schema."""
     if not reference.startswith("#"):
         return None
