@@ -43,6 +43,8 @@ TAG = '{"structures": [{"begin": "<a>", "schema": %s, "end": ""}], "triggers": [
     [
         ({"json": {"$ref": "https://json-schema.org/draft/2020-12/schema"}}, r"not supported: \$dynamic"),
         ({"json": {"properties": {"a": {"not": {"type": "string"}}}}}, r"not supported: #/properties/a/not"),
+        ({"json": {"properties": {"a~b/c": {"not": {}}, "not": {}}}}, r"not supported: #/properties/a~0b~1c/not\. "),
+        ({"json": {"patternProperties": {"a/(": {}}}}, r"not supported: #/patternProperties/a~1\(: "),
         ({"json": {"items": [{"uniqueItems": True}]}}, r"#/items/0/uniqueItems|items"),
         ({"json": {"items": {"exclusiveMinimum": 1, "maximum": 1.5}}}, "less than 1 from the other bound: #/items"),
         ({"json": {"properties": {"maximum": {"minimum": -1.5, "exclusiveMaximum": -1}}}}, "#/properties/maximum"),

@@ -12,8 +12,9 @@ import msgspec
 
 from quire.errors import InvalidRequestError
 from quire.grammar.kept import Kept
+from quire.grammar.lark_rules import endless_rule
 from quire.grammar.limits import parser_limits
-from quire.grammar.schemas import has_free_keys, objection, subschemas
+from quire.grammar.schemas import escaped, has_free_keys, objection, subschemas
 from quire.grammar.structural_tag import cut, literal, tag_grammar
 from quire.sampling_params import MAX_GRAMMAR_BYTES, StructuredOutputsParams
 
@@ -86,6 +87,8 @@ def _make(asked: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str
     _, objections = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
     if objection := next(iter(objections), ""):
         raise _refusal(asked.kind, objection if asked.json is None else _reason(objection, schema))
+    if asked.grammar is not None and (rule := endless_rule(text)) is not None:
+        raise _refusal(asked.kind, f"the rule {rule} has no end, because it has to contain itself")
     if asked.structural_tag is not None:
         text = _structural_tag(asked.structural_tag, special_ids)
     if asked.reasoning_end:
@@ -131,9 +134,8 @@ def _reason(message: str, schema: Any) -> str:
         in_lists = (f"{at}/type" for at, each in subschemas(schema) if found[1] in _listed(each.get("type")))
         return f"this type is not known: {', '.join([*_paths(schema, 'type', found[1]), *in_lists])} = {found[1]}"
     if found := _BAD_PATTERN.match(message):
-        keys = (path for path in _paths(schema, found[1]) if path.endswith(f"/patternProperties/{found[1]}"))
-        where = ", ".join([*_paths(schema, "pattern", found[1]), *keys])
-        return f"this pattern is not supported: {where or found[1]}: {message}"
+        places = [path for pattern in _as_given(found[1]) for path in _places(schema, pattern)]
+        return f"this pattern is not supported: {', '.join(places) or found[1]}: {message}"
     if message.startswith("min/maxProperties only supported"):
         where = ", ".join([*_paths(schema, "minProperties"), *_paths(schema, "maxProperties")])
         return f"this needs every key in properties to be required: {where}"
@@ -147,14 +149,24 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _paths(value: Any, name: str, content: Any = None, path: str = "#") -> Iterator[str]:
-    """JSON pointers of the keys with this name, and this content unless that is None."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, child in items:
-        at = f"{path}/{key}"
-        if key == name and content in (None, child):
-            yield at
-        yield from _paths(child, name, content, at)
+def _paths(schema: Any, name: str, content: Any = None) -> Iterator[str]:
+    """JSON pointers of the keywords with this name, and this content unless that is None."""
+    for at, each in subschemas(schema):
+        if name in each and content in (None, each[name]):
+            yield f"{at}/{name}"
+
+
+def _as_given(pattern: str) -> list[str]:
+    """What a pattern may be in a schema: llguidance writes slashes with an escape."""
+    return list(dict.fromkeys([pattern, pattern.replace(r"\/", "/")]))
+
+
+def _places(schema: Any, pattern: str) -> Iterator[str]:
+    """JSON pointers of a pattern, which may be a key of patternProperties."""
+    yield from _paths(schema, "pattern", pattern)
+    for at, each in subschemas(schema):
+        if pattern in (keys if isinstance(keys := each.get("patternProperties"), dict) else ()):
+            yield f"{at}/patternProperties/{escaped(pattern)}"
 
 
 def _refusal(kind: str, why: str) -> InvalidRequestError:
