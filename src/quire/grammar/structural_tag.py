@@ -132,7 +132,7 @@ class _Grammar:
         return f"{self._lazy(text, first)} {self._literal(end.removeprefix(first))}"
 
     def _separated(self, form: Form) -> str:
-        tag = f"({' | '.join(self._tag(each) for each in form['tags'])})"
+        tag = self._rule(f": {' | '.join(self._tag(each) for each in form['tags'])}")
         more = "" if form.get("stop_after_first") else f"({self._literal(form['separator'])} {tag})*"
         return f"({tag} {more})" if form.get("at_least_one") else f"({tag} {more})?"
 
@@ -150,7 +150,7 @@ class _Grammar:
         opened = self._opened(tails, text, before)
         more = f"({opened})*" if opened and not form.get("stop_after_first") else ""
         rest = f"{more} {before} {text}"
-        tags = " | ".join(self._tag(tag) for tag in form["tags"])
+        tags = " | ".join(f"{self._literal(head)} {tail}" for head, tail in tails.items())
         if form.get("stop_after_first"):
             return f"({tags})" if form.get("at_least_one") else f"{opened} | {before} {text}"
         if form.get("at_least_one"):

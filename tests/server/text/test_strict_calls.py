@@ -20,6 +20,7 @@ from quire.formats.answer_formats import TOOL_PARSERS
 from quire.frontend.tokenizer import Tokenizer
 from quire.grammar.compiled import compiled_matcher
 from quire.grammar.text import grammar_text
+from quire.sampling_params import StructuredOutputsParams
 from quire.server.protocol.chat import ChatRequest
 from quire.server.text.parser import AnswerParser
 from quire.server.tool_choice import ToolChoice
@@ -210,6 +211,15 @@ def walk(matcher: LLMatcher, beginning: str, numbers: random.Random) -> str | No
         ({"properties": {"a": {}}, "required": ["b"]}, ["llama4_pythonic", "qwen3_xml"], "'b'"),
         ({"properties": {"a": {"type": "string", "pattern": "^a"}}}, ["qwen3_coder", "glm45"], "pattern"),
         ({"properties": {"a": {"type": "string", "format": "ipv4"}}}, ["qwen3_coder", "glm45"], "ipv4"),
+        ({"properties": {"a": {"type": "string", "format": ["date"]}}}, ["qwen3_coder", "glm45"], '["date"]'),
+        (
+            {
+                "properties": {"a": {"$ref": "#/$defs/b"}},
+                "$defs": {"b": {"anyOf": [{"$ref": "#/$defs/b"}, {"type": "string"}]}},
+            },
+            ["qwen3_coder", "glm45"],
+            "itself",
+        ),
         ({"properties": {"a": {"const": "</parameter>"}}}, ["qwen3_coder"], "</parameter>"),
         ({"properties": {"a": {"minimum": 3}}}, ["qwen3_coder"], "type of an argument"),
     ],
@@ -222,6 +232,19 @@ def test_what_a_format_cannot_hold_to_is_refused(parameters: Any, forms: list[st
             ToolChoice.of(body, ServerSettings(tool_call_parser=form), [])
         assert error.value.param == "tools"
     assert ToolChoice.of(body, ServerSettings(tool_call_parser="hermes"), []).constraint is not None
+
+
+def test_nested_tags_are_written_once() -> None:
+    """The grammar grows with what is asked, not with its depth."""
+    form: Any = {"type": "const_string", "value": "a"}
+    sizes = []
+    for depth in range(1, 12):
+        tags = [{"type": "tag", "begin": f"<{depth}>", "content": form, "end": "."}]
+        form = {"type": "tags_with_separator", "tags": tags, "separator": ";"}
+        tags = [{"type": "tag", "begin": f"[{depth}]", "content": form, "end": "."}]
+        form = {"type": "triggered_tags", "triggers": ["["], "tags": tags, "at_least_one": True}
+        sizes.append(len(grammar_text(StructuredOutputsParams(structural_tag=json.dumps({"format": form})))))
+    assert sizes[-1] < 20 * sizes[0]
 
 
 def test_a_name_that_a_format_cannot_write_is_refused() -> None:

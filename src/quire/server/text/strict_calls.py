@@ -45,7 +45,10 @@ def strict_tag(form: str, tools: Tools) -> Form:
     Args:
         form: the name of the format.
     """
-    return {"format": _FORMATS[form](tools)}
+    try:
+        return {"format": _FORMATS[form](tools)}
+    except RecursionError:
+        raise _refuse(", ".join(tools), "an argument refers to itself in its own place") from None
 
 
 def harmony_calls(tools: Tools) -> Form:
@@ -308,7 +311,7 @@ def _text(name: str, schema: Any, mark: str, root: Any) -> Form:
         return _or(*map(_const, values))
     if others := sorted(schema.keys() - _OF_TEXTS):
         raise _refuse(name, f"this model writes texts without quotes, which cannot be held to {', '.join(others)}")
-    pattern = _FORMATS_OF_TEXTS.get(schema.get("format", ""))
+    pattern = _FORMATS_OF_TEXTS.get(str(schema.get("format", "")))
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     if pattern is None or (pattern and (least or most != "")):
         raise _refuse(name, f"this model writes texts without quotes, which cannot be held to {json.dumps(schema)}")
