@@ -241,10 +241,18 @@ def test_nested_tags_are_written_once() -> None:
     for depth in range(1, 12):
         tags = [{"type": "tag", "begin": f"<{depth}>", "content": form, "end": "."}]
         form = {"type": "tags_with_separator", "tags": tags, "separator": ";"}
-        tags = [{"type": "tag", "begin": f"[{depth}]", "content": form, "end": "."}]
-        form = {"type": "triggered_tags", "triggers": ["["], "tags": tags, "at_least_one": True}
         sizes.append(len(grammar_text(StructuredOutputsParams(structural_tag=json.dumps({"format": form})))))
     assert sizes[-1] < 20 * sizes[0]
+
+
+@pytest.mark.parametrize(("form", "mark"), [("qwen3_coder", "</parameter>"), ("glm45", "</arg_value>")])
+def test_a_text_has_no_mark_of_its_end(form: str, mark: str) -> None:
+    """It would end there for whoever reads it."""
+    for name in ("city", "units"):
+        assert allows(grammar_of(form), written(form, {**ARGUMENTS, name: "a</b"}))
+        assert not allows(
+            grammar_of(form), written(form, {**ARGUMENTS, name: f"a{mark}"}).replace(f"a{mark}", f"a{mark}b", 1)
+        )
 
 
 def test_a_name_that_a_format_cannot_write_is_refused() -> None:
