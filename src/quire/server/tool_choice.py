@@ -68,7 +68,7 @@ class ToolChoice:
         self, constraint: StructuredOutputsParams, settings: ServerSettings, prompt: str
     ) -> StructuredOutputsParams:
         """The constraint of an answer, behind its reasoning. That of calls in harmony has the reasoning in it."""
-        if _is_harmony(settings):
+        if self.parser == HARMONY_TOOLS or settings.reasoning_parser == HARMONY_REASONING:
             return constraint if constraint is self.constraint else harmony.constrained(constraint, prompt)
         reasoning = REASONING_FORMATS.get(settings.reasoning_parser or "")
         return constraint if reasoning is None else reasoning.constrained(constraint, prompt)
@@ -86,10 +86,6 @@ class ToolChoice:
             schemas=body.tools or (),
             most_calls=self.most_calls,
         )
-
-
-def _is_harmony(settings: ServerSettings) -> bool:
-    return settings.tool_call_parser == HARMONY_TOOLS or settings.reasoning_parser == HARMONY_REASONING
 
 
 def _check_automatic(settings: ServerSettings) -> None:
