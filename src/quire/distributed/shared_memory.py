@@ -166,6 +166,12 @@ class SharedMemoryGroup:
         self.bring(part, widths)
         return part[:, :0]
 
+    def gather_rows(self, part: Tensor, widths: Sequence[int], owners_T: Tensor) -> Tensor:
+        num_rows = int((owners_T == self.rank).sum())
+        out = torch.empty((num_rows, sum(widths)), dtype=part.dtype, device=part.device)
+        cpu.gather(self._shared, part, widths, out, owners_T)
+        return out
+
     def exchange(
         self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range, num_rows: int | None = None
     ) -> Tensor:
