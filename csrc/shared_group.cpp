@@ -222,6 +222,7 @@ void SharedGroup::give_up(int rank) {
     late = awaited;
   }
   abort(late);
+  if (aborted() != late) check();  // another rank has blamed somebody before
   throw RankLate("rank " + std::to_string(late) + " did not come within " +
                  std::to_string(static_cast<int64_t>(timeout_seconds_)) + " s (--distributed-timeout-seconds)");
 }

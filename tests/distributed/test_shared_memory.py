@@ -98,7 +98,11 @@ def test_each_rank_gets_its_rows(
     def run(group: SharedMemoryGroup) -> list[torch.Tensor]:
         parts = [part_of(group.rank, turn, rows, widths[group.rank] + 4, torch.float32) for turn in range(4)]
         return [
-            (group.gather_rows(part[:, :-4], widths, owners_T) if turn % 2 else group.gather(part[:, :-4], widths))
+            (
+                group.gather_rows(part[:, :-4], widths, owners_T).clone()
+                if turn % 2
+                else group.gather(part[:, :-4], widths)
+            )
             for turn, part in enumerate(parts)
         ]
 

@@ -58,7 +58,7 @@ class Group(Protocol):
         ...
 
     def gather_rows(self, part: Tensor, widths: Sequence[int], owners_T: Tensor) -> Tensor:
-        """The same for each rank of its own rows, in their order.
+        """The same for each rank of its own rows, in their order. The next call overwrites them.
 
         Args:
             owners_T: int32: the rank that wants the row, equal on all ranks.
