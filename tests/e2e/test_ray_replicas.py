@@ -74,6 +74,8 @@ def test_replicas_on_two_machines() -> None:
         places = re.search(r"places for the replicas: 0 on (\S+), 1 on (\S+)", server.log)
         assert places is not None, server.log
         assert OTHER in places.groups()
+        here = os.environ["RAY_ADDRESS"].partition(":")[0]
+        assert f"replicas connect to this machine at {here}" in server.log, "one of two networks"
         assert places[1] != places[2]
         prompt = reference.TEXTS[0]
         body = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
