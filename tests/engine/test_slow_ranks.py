@@ -131,9 +131,10 @@ def test_the_first_rank_hangs(over: threading.Event, monkeypatch: pytest.MonkeyP
 
 
 SCRIPT = """
-import sys, threading
+import signal, sys, threading
 from quire import LLM, SamplingParams
 from quire.worker.worker import DeviceWorker
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where the tests run
 steps = []
 def hang(worker, batch):
     steps.append(batch)
