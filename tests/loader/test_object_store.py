@@ -106,6 +106,15 @@ def test_weights_are_streamed_and_never_on_the_disk(store: Store) -> None:
     assert (folder / "model.safetensors").read_bytes() != store.objects[FILE], "the file still has its hole"
 
 
+def test_the_progress_of_weights_that_are_streamed(store: Store, way: str) -> None:
+    said: list[float] = []
+    found = open_checkpoint(resolve_model(URL)).tensors(lambda phase, fraction, text: said.append(fraction))
+    check(dict(found))
+    assert len(said) == len(WEIGHTS)
+    assert said == sorted(said)
+    assert said[-1] == 1.0
+
+
 def test_little_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for size, expected in ((0, 1 << 20), (600 << 20, 3_932_160), (5 << 30, 8 << 20)):
