@@ -63,9 +63,9 @@ class RayReplica:
             checkpoint=self._checkpoint,
         )
         starting = in_background(partial(self._replicas.start, self._index, launch))
-        if is_first and (error := starting.exception()) is not None:  # in any form that Ray gives it
+        if is_first and (failure := starting.exception()) is not None:  # in any form that Ray gives it
             client.close()
-            raise OSError(0, f"Ray cannot start it: {last_line(error)}") from error
+            raise OSError(0, f"Ray cannot start it: {last_line(failure)}") from failure
         self._starting, self._is_killed, self._was_killed = starting, False, False
         return client
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def _open(folder: Path, name: str) -> Iterator[BufferedReader]:
             raise AdapterError(
                 f"The adapter has no {name}", expected=f"a folder with {CONFIG_NAME} and {TENSORS_NAME}", fix=_AGAIN
             )
-        with path.open("rb", buffering=_READ_BYTES) as file:
+        with BufferedReader(FileIO(path), _READ_BYTES) as file:
             before = os.fstat(file.fileno())
             yield file
             after = path.stat()
