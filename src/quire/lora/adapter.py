@@ -124,7 +124,7 @@ def read_adapter(
 
 
 @contextmanager
-def _open(folder: Path, name: str) -> Iterator[BufferedReader]:
+def _open(folder: Path, name: str) -> Iterator[BufferedReader[FileIO]]:
     """A file of the adapter. Raises AdapterError if it is missing, or if it changes before the end of the context."""
     path = folder / name
     try:
@@ -287,7 +287,7 @@ def _check_limits(module: _Module, max_rank: int, target_modules: Collection[str
         )
 
 
-def _read(file: BufferedReader, modules: list[_Module], dtype: torch.dtype) -> Adapter:
+def _read(file: BufferedReader[FileIO], modules: list[_Module], dtype: torch.dtype) -> Adapter:
     digest = hashlib.sha256()
     tensors: dict[TensorEntry, Tensor] = {}
     hashes: dict[TensorEntry, str] = {}
@@ -317,7 +317,7 @@ def _is_finite(chunk: Tensor) -> bool:
     return bits.size == 0 or (bits & mask).max() != mask
 
 
-def _read_tensor(file: BufferedReader, entry: TensorEntry, name: str, dtype: torch.dtype) -> tuple[Tensor, str]:
+def _read_tensor(file: BufferedReader[FileIO], entry: TensorEntry, name: str, dtype: torch.dtype) -> tuple[Tensor, str]:
     """The tensor in `dtype`, and the SHA-256 of its bytes in the file."""
     raw = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
     buffer = raw.numpy().data
