@@ -4,12 +4,16 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <utility>
 
 #include "quire/round_up.h"
 #include "quire/scratch.h"
 #include "quire/simd.h"
 #include "quire/thread_pool.h"
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+#include "lora_amx.h"
+#endif
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -19,8 +23,11 @@ constexpr int64_t kRowsPerChunk = 1024;          // added at a time: bounds the 
 constexpr int64_t kMinMacs = 32 * 1024;          // multiply-adds worth a wake-up of another thread
 constexpr int64_t kShrinkRows = 32;              // rows of x that stay in the L2 cache while the ranks of A pass by
 constexpr int64_t kShrinkRanks = 4;              // of a unit: 8 KiB of A with k = 1024
-constexpr int64_t kBlockColumns = 64;            // of a LoraBlock
 constexpr int kVectors = kLoraColumns / kLanes;  // of a panel
+
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+constexpr int64_t kRowsPerUnit = 4 * kTileRows;  // on tiles
+#endif
 
 // Rows of tiles: 4 x 4 sums and 6 x 4 sums in the 32 registers of AVX-512, half of it in 16 registers.
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
@@ -29,22 +36,46 @@ constexpr int kShrinkTile = 4, kExpandTile = 6, kPanelsTogether = 4;
 constexpr int kShrinkTile = 2, kExpandTile = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2 ? 6 : 3, kPanelsTogether = 1;
 #endif
 
+// A x and B are multiplied on tiles (lora_amx.h).
+template <class B>
+constexpr bool kOnTiles = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX && std::is_same_v<B, bf16>;
+inline bool is_on_tiles(DType dtype) { return QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX && dtype == DType::bf16; }
+
+// What a part has in a row of A x, and a row of all parts.
+inline int64_t sums_of(const LoraTable& table, int64_t rank) {
+  return is_on_tiles(table.dtype) ? round_up(rank, kLoraColumns) : rank;
+}
+
 // Rows with the same adapter.
 struct Group {
   int64_t slot, begin, end;
 };
 
+// The size of units.
+struct UnitSize {
+  int64_t rows, ranks;
+};
+inline UnitSize unit_size([[maybe_unused]] const LoraInput& input, [[maybe_unused]] const Group& group) {
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+  const bool reads_tiles = is_on_tiles(input.table.dtype) && input.dtype == DType::bf16 && input.token_ids == nullptr;
+  if (reads_tiles && group.end - group.begin > kRowsOfColumns) return {kRowsPerUnit, kTileRanks};
+#endif
+  return {kShrinkRows, kShrinkRanks};
+}
+
 template <class Fn>
-inline void for_units(const LoraTable& table, const Group* groups, int64_t num_groups, const Fn& fn) {
+inline void for_units(const LoraInput& input, const Group* groups, int64_t num_groups, const Fn& fn) {
+  const LoraTable& table = input.table;
   for (const Group* group = groups; group < groups + num_groups; ++group) {
     if (group->slot < 0) continue;
     const LoraDelta* const deltas = table.deltas + group->slot * table.num_parts;
-    for (int64_t row = group->begin; row < group->end; row += kShrinkRows) {
-      const int64_t row_end = std::min(group->end, row + kShrinkRows);
+    const UnitSize size = unit_size(input, *group);
+    for (int64_t row = group->begin; row < group->end; row += size.rows) {
+      const int64_t row_end = std::min(group->end, row + size.rows);
       int64_t sums = 0;
-      for (const LoraDelta* delta = deltas; delta < deltas + table.num_parts; sums += delta++->rank)
-        for (int64_t rank = 0; rank < delta->rank; rank += kShrinkRanks)
-          fn(LoraUnit{delta, row, row_end, sums, rank, std::min(delta->rank, rank + kShrinkRanks)});
+      for (const LoraDelta* delta = deltas; delta < deltas + table.num_parts; sums += sums_of(table, delta++->rank))
+        for (int64_t rank = 0; rank < delta->rank; rank += size.ranks)
+          fn(LoraUnit{delta, row, row_end, sums, rank, std::min(delta->rank, rank + size.ranks)});
     }
   }
 }
@@ -68,30 +99,36 @@ LoraPlan plan(const LoraInput& input) {
     begin += count;
     if (slot == 0) continue;
     int64_t sums = 0;
-    for (int part = 0; part < table.num_parts; ++part) sums += table.deltas[(slot - 1) * table.num_parts + part].rank;
+    for (int part = 0; part < table.num_parts; ++part)
+      sums += sums_of(table, table.deltas[(slot - 1) * table.num_parts + part].rank);
     stride = std::max(stride, sums);
   }
   for (int64_t row = 0; row < input.rows; ++row) order[counts[input.slots[row] + 1]++] = static_cast<int32_t>(row);
 
   int64_t num_units = 0, products = 0;
-  for_units(table, groups, num_groups, [&](const LoraUnit& unit) {
+  for_units(input, groups, num_groups, [&](const LoraUnit& unit) {
     ++num_units;
     products += (unit.row_end - unit.row) * (unit.end - unit.begin);
   });
   auto* const units = static_cast<LoraUnit*>(scratch(Scratch::lora_units, sizeof(LoraUnit) * num_units));
   LoraUnit* end = units;
-  for_units(table, groups, num_groups, [&](const LoraUnit& unit) { *end++ = unit; });
+  for_units(input, groups, num_groups, [&](const LoraUnit& unit) { *end++ = unit; });
+  int64_t sums_rows = input.rows;
+  if (is_on_tiles(table.dtype)) {
+    stride *= 2;                     // (h1, h2) and (h3, 0)
+    sums_rows += kLoraRowsBeyond;    // tiles are read whole
+  }
   const bool is_worth = products * (input.token_ids != nullptr ? 1 : table.k) >= kMinMacs;
   return {.input = input,
           .order = order,
           .units = units,
           .num_units = num_units,
           .num_tasks = static_cast<int>(is_worth ? num_units : std::min<int64_t>(num_units, 1)),
-          .sums = static_cast<float*>(scratch(Scratch::lora_sums, sizeof(float) * input.rows * stride)),
+          .sums = static_cast<float*>(scratch(Scratch::lora_sums, sizeof(float) * sums_rows * stride)),
           .stride = stride};
 }
 
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX512_BF16
 inline __m512i load_pairs(const bf16* p) { return _mm512_loadu_si512(p); }
 inline __m512i load_pairs_n(const bf16* p, int64_t n) {
   return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), p);
@@ -121,6 +158,44 @@ struct Floats {
   }
   static F32 multiply_add(Vector x, Vector a, F32 sum) { return fma(x, a, sum); }
 };
+
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+// h[ranks of the unit] of a row. The last unit of a part fills up its room.
+inline void keep(const LoraPlan& plan, const LoraUnit& unit, int64_t row, const float* h) {
+  const int64_t rank = unit.delta->rank, end = unit.end == rank ? round_up(rank, kTileRanks) : unit.end;
+  store_terms(plan.sums + row * plan.stride + unit.sums + unit.begin, plan.stride / 2,
+              load_n(h, static_cast<int>(unit.end - unit.begin)).v, first_lanes(static_cast<int>(end - unit.begin)));
+}
+
+// A unit on tiles, see lora_amx.h. Fetches the following one's A, if it is another.
+void shrink_on_tiles(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& following) {
+  const LoraInput& input = plan.input;
+  const int64_t k = input.table.k, ranks = unit.end - unit.begin, num_rows = unit.row_end - unit.row;
+  const bf16* const a = static_cast<const bf16*>(unit.delta->a) + unit.begin * k;
+  const bf16* const next_a = static_cast<const bf16*>(following.delta->a) + following.begin * k;
+  const char* const next = next_a != a ? reinterpret_cast<const char*>(next_a) : nullptr;
+  const bf16* const all_x = static_cast<const bf16*>(input.x.data);
+  const int32_t* const order = plan.order + unit.row;
+  alignas(64) float sums[kRowsPerUnit * kTileRanks];
+  if (num_rows <= kRowsOfColumns) {
+    const bf16* x[kRowsOfColumns];
+    for (int64_t row = 0; row < num_rows; ++row) x[row] = all_x + order[row] * input.x.stride;
+    static constexpr std::array kShrink = {shrink_columns<1>, shrink_columns<2>, shrink_columns<3>, shrink_columns<4>};
+    const TilesAs configured(config_for_columns(ranks));
+    kShrink[num_rows - 1](x, a, k, ranks, sums, next);
+  } else {
+    static constexpr std::array kShrink = {shrink_rows<1>, shrink_rows<2>, shrink_rows<3>, shrink_rows<4>};
+    const TilesAs configured(config_of(kTileRows, kRowBytes));
+    kShrink[(num_rows - 1) / kTileRows]({all_x, input.x.stride, order, num_rows}, a, k, ranks, sums, next);
+  }
+  const F32 scale = broadcast(static_cast<float>(unit.delta->scale));
+  for (int64_t row = 0; row < num_rows; ++row) {
+    float* const h = sums + row * kTileRanks;
+    store(h, load(h) * scale);
+    keep(plan, unit, order[row], h);
+  }
+}
+#endif
 
 // to[row][rank] = scale * sum of x[row] * a[rank] over k.
 template <class Step, int kRows, int kRanks, class X, class A>
@@ -169,10 +244,11 @@ void shrink(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& followin
   float* to[kShrinkTile];
   for (int64_t row = unit.row, count; row < unit.row_end; row += count) {
     count = unit.row_end - row >= kShrinkTile ? kShrinkTile : 1;
+    [[maybe_unused]] float kept[kShrinkTile][kShrinkRanks];
     for (int64_t i = 0; i < count; ++i) {
       const int64_t at = plan.order[row + i];
       x[i] = static_cast<const X*>(input.x.data) + at * input.x.stride;
-      to[i] = plan.sums + at * plan.stride + unit.sums;
+      to[i] = kOnTiles<A> ? kept[i] - unit.begin : plan.sums + at * plan.stride + unit.sums;
     }
     const char* fetched = row == unit.row ? reinterpret_cast<const char*>(next) : nullptr;
     for (int64_t rank = unit.begin, ranks; rank < unit.end; rank += ranks) {
@@ -184,12 +260,18 @@ void shrink(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& followin
                                      : shrink_tile<Step, kShrinkTile, kShrinkRanks, X, A>;
       tile(x, a, k, scale, to, rank, fetched);
     }
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+    if constexpr (kOnTiles<A>)
+      for (int64_t i = 0; i < count; ++i) keep(plan, unit, plan.order[row + i], kept[i]);
+#endif
   }
 }
 
 template <class X, class A>
 inline void shrink_of(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& next) {
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+  if constexpr (std::is_same_v<X, bf16> && std::is_same_v<A, bf16>) return shrink_on_tiles(plan, unit, next);
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
   if constexpr (std::is_same_v<X, bf16> && std::is_same_v<A, bf16>) return shrink<Pairs, X, A>(plan, unit, next);
 #endif
   shrink<Floats, X, A>(plan, unit, next);
@@ -202,8 +284,12 @@ void look_up(const LoraPlan& plan, const LoraUnit& unit) {
   for (int64_t row = unit.row; row < unit.row_end; ++row) {
     const int64_t at = plan.order[row];
     const A* a = static_cast<const A*>(unit.delta->a) + plan.input.token_ids[at] * unit.delta->rank;
-    float* to = plan.sums + at * plan.stride + unit.sums;
+    [[maybe_unused]] float kept[kShrinkRanks];
+    float* to = kOnTiles<A> ? kept - unit.begin : plan.sums + at * plan.stride + unit.sums;
     for (int64_t rank = unit.begin; rank < unit.end; ++rank) to[rank] = scale * to_f32(a[rank]);
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+    if constexpr (kOnTiles<A>) keep(plan, unit, at, kept);
+#endif
   }
 }
 
@@ -237,7 +323,7 @@ template <int kRows, int kPanels, class B>
 inline void expand_panels(const Expansion& e, int64_t first_panel) {
   constexpr int kColumns = kPanels * kVectors;
   const B* const b = static_cast<const B*>(e.b) + first_panel * e.rank * kLoraColumns;
-  const int64_t ahead = e.rank * kBlockColumns;
+  const int64_t ahead = e.rank * kLoraBlockColumns;
   F32 totals[kRows][kColumns];
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
@@ -271,6 +357,8 @@ void expand_rows(const Expansion& e) {
   int64_t panel = 0;
   for (; panel + kPanelsTogether <= e.panels; panel += kPanelsTogether)
     expand_panels<kRows, kPanelsTogether, B>(e, panel);
+  if constexpr (kPanelsTogether > 2)
+    for (; panel + 2 <= e.panels; panel += 2) expand_panels<kRows, 2, B>(e, panel);
   for (; panel < e.panels; ++panel) expand_panels<kRows, 1, B>(e, panel);
 }
 
@@ -279,10 +367,21 @@ constexpr auto expansions(std::integer_sequence<int, kRows...>) {
   return std::array{expand_rows<kRows + 1, B>...};
 }
 
+template <class B>
+inline void expand_part(const Expansion& e, int64_t num_rows) {
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+  if constexpr (kOnTiles<B>) {
+    const auto expand = num_rows < kMinTiledRows ? expand_few_rows : expand_on_tiles;
+    return expand({e.sums, e.stride, e.stride / 2, static_cast<const bf16*>(e.b), e.rank, e.panels, e.to}, num_rows);
+  }
+#endif
+  static constexpr auto kExpand = expansions<B>(std::make_integer_sequence<int, kExpandTile>());
+  kExpand[num_rows - 1](e);
+}
+
 // A block of rows that have one adapter or none.
 template <class B>
 void expand_rows_of_slot(const LoraPlan& plan, const LoraBlock& block, float* to) {
-  static constexpr auto kExpand = expansions<B>(std::make_integer_sequence<int, kExpandTile>());
   const LoraTable& table = plan.input.table;
   const int32_t slot = plan.input.slots[block.row];
   const float* sums = plan.sums + block.row * plan.stride;
@@ -297,11 +396,11 @@ void expand_rows_of_slot(const LoraPlan& plan, const LoraBlock& block, float* to
     } else if (count > 0) {
       const int64_t panel = (begin - first) / kLoraColumns;
       const B* const b = static_cast<const B*>(delta.b) + panel * delta.rank * kLoraColumns;
-      kExpand[block.num_rows - 1]({sums, plan.stride, b, delta.rank,
-                                   ceil_div(begin + count - first, kLoraColumns) - panel,
-                                   to + first + panel * kLoraColumns});
+      expand_part<B>({sums, plan.stride, b, delta.rank, ceil_div(begin + count - first, kLoraColumns) - panel,
+                      to + first + panel * kLoraColumns},
+                     block.num_rows);
     }
-    sums += delta.rank;
+    sums += sums_of(table, delta.rank);
   }
 }
 
@@ -309,8 +408,13 @@ const float* expand(const LoraPlan& plan, const LoraBlock& block, float* to) {
   const int32_t* const slots = plan.input.slots;
   const int64_t row_end = block.row + block.num_rows;
   with_type_of(plan.input.table.dtype, [&]<class B>(B) {
+    constexpr int64_t kMostRows = kOnTiles<B> ? kLoraRows : kExpandTile;
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+    std::optional<SubnormalsAreZeros> as_on_tiles;
+    if constexpr (kOnTiles<B>) as_on_tiles.emplace();
+#endif
     for (int64_t row = block.row, end; row < row_end; row = end) {
-      const int64_t most = std::min(row_end, row + kExpandTile);
+      const int64_t most = std::min(row_end, row + kMostRows);
       for (end = row + 1; end < most && slots[end] == slots[row];) ++end;
       expand_rows_of_slot<B>(plan, {row, end - row, block.column, block.num_columns},
                              to + (row - block.row) * kLoraPitch);
@@ -339,13 +443,13 @@ void add_chunk(const LoraArgs& args) {
   int64_t num_columns = 0;
   for (int part = 0; part < table.num_parts; ++part) num_columns += table.columns[part];
   const int64_t macs = args.input.rows * num_columns * (planned.stride / table.num_parts + 1);
-  const int64_t blocks = ceil_div(num_columns, kBlockColumns), tasks = macs < kMinMacs ? 1 : blocks;
+  const int64_t blocks = ceil_div(num_columns, kLoraBlockColumns), tasks = macs < kMinMacs ? 1 : blocks;
   parallel_for(static_cast<int>(tasks), [&](int task, int) {
-    LoraSpace<kExpandTile> space;
+    LoraSpace space;
     for (int64_t block = blocks * task / tasks; block < blocks * (task + 1) / tasks; ++block) {
-      const int64_t column = block * kBlockColumns, count = std::min(kBlockColumns, num_columns - column);
-      for (int64_t row = 0; row < args.input.rows; row += kExpandTile) {
-        const LoraBlock rows = {row, std::min<int64_t>(kExpandTile, args.input.rows - row), column, count};
+      const int64_t column = block * kLoraBlockColumns, count = std::min(kLoraBlockColumns, num_columns - column);
+      for (int64_t row = 0; row < args.input.rows; row += kLoraRows) {
+        const LoraBlock rows = {row, std::min(kLoraRows, args.input.rows - row), column, count};
         const float* const added = expand(planned, rows, space.rows());
         with_type_of(args.out_dtype, [&]<class Out>(Out) { finish<Out>(args, rows, added); });
       }

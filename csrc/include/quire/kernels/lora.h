@@ -4,7 +4,9 @@
 // The columns of the result are cut into parts (q, k, v of a fused product), and each has an A and a B of its own, or
 // none. Sums are float. A row's bits depend on the row alone: A x is a sum over k in the lanes of one vector, which are
 // added at the end; B (A x) is a sum over the ranks in ascending order; then one addition to base, and one rounding.
-// Where nothing is added, base is rounded and keeps its bits.
+// With AMX, A and B in bfloat16 have the order of its tiles, and subnormal numbers are zeros in it
+// (csrc/kernels/lora_amx.h). A and B are finite: whoever loads them checks that. Where nothing is added, base is rounded
+// and keeps its bits.
 //
 // Products (quire/kernels/gemm.h) compute A x before they begin and add B (A x) to finished sums before they round
 // them. What is no product, the look-up of an embedding, has its base in memory: `add`.
@@ -63,23 +65,24 @@ struct LoraPlan {
   const LoraUnit* units;
   int64_t num_units;
   int num_tasks;
-  float* sums;  // [rows][stride], those of the parts side by side
+  float* sums;  // [rows][stride], those of the parts side by side; with AMX and bfloat16 their terms (lora_amx.h)
   int64_t stride;
 };
 
-// A rectangle of the result: at most 64 columns.
+// A rectangle of the result: at most 64 columns, and 32 rows.
 struct LoraBlock {
   int64_t row, num_rows, column, num_columns;
 };
+inline constexpr int64_t kLoraRows = 32, kLoraBlockColumns = 64;
+inline constexpr int64_t kLoraPitch = kLoraBlockColumns + kLoraColumns;  // of rows in a LoraSpace
+inline constexpr int64_t kLoraRowsBeyond = 15;                           // that kernels may touch behind the last row
 
 // Room for what is added to a block. Panels of B need not begin or end where the block does, so there are columns
 // around each row.
-template <int64_t kRows>
 struct LoraSpace {
-  alignas(64) float memory[kLoraColumns + kRows * (64 + kLoraColumns)];
+  alignas(64) float memory[kLoraColumns + (kLoraRows + kLoraRowsBeyond) * kLoraPitch];
   float* rows() { return memory + kLoraColumns; }
 };
-inline constexpr int64_t kLoraPitch = 64 + kLoraColumns;  // of its rows
 
 struct LoraArgs {
   LoraInput input;
