@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <optional>
 #include <utility>
 
 #include "quire/round_up.h"
@@ -27,6 +26,7 @@ constexpr int kVectors = kLoraColumns / kLanes;  // of a panel
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
 constexpr int64_t kRowsPerUnit = 4 * kTileRows;  // on tiles
+constexpr int64_t kFewGroups = 4;                // of rows, which get small units
 #endif
 
 // Rows of tiles: 4 x 4 sums and 6 x 4 sums in the 32 registers of AVX-512, half of it in 16 registers.
@@ -36,29 +36,21 @@ constexpr int kShrinkTile = 4, kExpandTile = 6, kPanelsTogether = 4;
 constexpr int kShrinkTile = 2, kExpandTile = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2 ? 6 : 3, kPanelsTogether = 1;
 #endif
 
-// A x and B are multiplied on tiles (lora_amx.h).
-template <class B>
-constexpr bool kOnTiles = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX && std::is_same_v<B, bf16>;
-inline bool is_on_tiles(DType dtype) { return QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX && dtype == DType::bf16; }
-
-// What a part has in a row of A x, and a row of all parts.
-inline int64_t sums_of(const LoraTable& table, int64_t rank) {
-  return is_on_tiles(table.dtype) ? round_up(rank, kLoraColumns) : rank;
-}
-
 // Rows with the same adapter.
 struct Group {
   int64_t slot, begin, end;
 };
 
-// The size of units.
+// The size of units. On tiles: of few adapters with few rows, small ones, so that each thread has some.
 struct UnitSize {
   int64_t rows, ranks;
 };
-inline UnitSize unit_size([[maybe_unused]] const LoraInput& input, [[maybe_unused]] const Group& group) {
+inline UnitSize unit_size([[maybe_unused]] const LoraInput& input, [[maybe_unused]] const Group& group,
+                          [[maybe_unused]] int64_t num_groups) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-  const bool reads_tiles = is_on_tiles(input.table.dtype) && input.dtype == DType::bf16 && input.token_ids == nullptr;
-  if (reads_tiles && group.end - group.begin > kRowsOfColumns) return {kRowsPerUnit, kTileRanks};
+  const bool on_tiles = input.table.dtype == DType::bf16 && input.dtype == DType::bf16 && input.token_ids == nullptr;
+  const bool is_small = group.end - group.begin <= kRowsOfColumns && num_groups <= kFewGroups;
+  if (on_tiles && !is_small) return {kRowsPerUnit, kTileRanks};
 #endif
   return {kShrinkRows, kShrinkRanks};
 }
@@ -69,11 +61,11 @@ inline void for_units(const LoraInput& input, const Group* groups, int64_t num_g
   for (const Group* group = groups; group < groups + num_groups; ++group) {
     if (group->slot < 0) continue;
     const LoraDelta* const deltas = table.deltas + group->slot * table.num_parts;
-    const UnitSize size = unit_size(input, *group);
+    const UnitSize size = unit_size(input, *group, num_groups);
     for (int64_t row = group->begin; row < group->end; row += size.rows) {
       const int64_t row_end = std::min(group->end, row + size.rows);
       int64_t sums = 0;
-      for (const LoraDelta* delta = deltas; delta < deltas + table.num_parts; sums += sums_of(table, delta++->rank))
+      for (const LoraDelta* delta = deltas; delta < deltas + table.num_parts; sums += delta++->rank)
         for (int64_t rank = 0; rank < delta->rank; rank += size.ranks)
           fn(LoraUnit{delta, row, row_end, sums, rank, std::min(delta->rank, rank + size.ranks)});
     }
@@ -99,8 +91,7 @@ LoraPlan plan(const LoraInput& input) {
     begin += count;
     if (slot == 0) continue;
     int64_t sums = 0;
-    for (int part = 0; part < table.num_parts; ++part)
-      sums += sums_of(table, table.deltas[(slot - 1) * table.num_parts + part].rank);
+    for (int part = 0; part < table.num_parts; ++part) sums += table.deltas[(slot - 1) * table.num_parts + part].rank;
     stride = std::max(stride, sums);
   }
   for (int64_t row = 0; row < input.rows; ++row) order[counts[input.slots[row] + 1]++] = static_cast<int32_t>(row);
@@ -113,18 +104,13 @@ LoraPlan plan(const LoraInput& input) {
   auto* const units = static_cast<LoraUnit*>(scratch(Scratch::lora_units, sizeof(LoraUnit) * num_units));
   LoraUnit* end = units;
   for_units(input, groups, num_groups, [&](const LoraUnit& unit) { *end++ = unit; });
-  int64_t sums_rows = input.rows;
-  if (is_on_tiles(table.dtype)) {
-    stride *= 2;                     // (h1, h2) and (h3, 0)
-    sums_rows += kLoraRowsBeyond;    // tiles are read whole
-  }
   const bool is_worth = products * (input.token_ids != nullptr ? 1 : table.k) >= kMinMacs;
   return {.input = input,
           .order = order,
           .units = units,
           .num_units = num_units,
           .num_tasks = static_cast<int>(is_worth ? num_units : std::min<int64_t>(num_units, 1)),
-          .sums = static_cast<float*>(scratch(Scratch::lora_sums, sizeof(float) * sums_rows * stride)),
+          .sums = static_cast<float*>(scratch(Scratch::lora_sums, sizeof(float) * input.rows * stride)),
           .stride = stride};
 }
 
@@ -160,13 +146,6 @@ struct Floats {
 };
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-// h[ranks of the unit] of a row. The last unit of a part fills up its room.
-inline void keep(const LoraPlan& plan, const LoraUnit& unit, int64_t row, const float* h) {
-  const int64_t rank = unit.delta->rank, end = unit.end == rank ? round_up(rank, kTileRanks) : unit.end;
-  store_terms(plan.sums + row * plan.stride + unit.sums + unit.begin, plan.stride / 2,
-              load_n(h, static_cast<int>(unit.end - unit.begin)).v, first_lanes(static_cast<int>(end - unit.begin)));
-}
-
 // A unit on tiles, see lora_amx.h. Fetches the following one's A, if it is another.
 void shrink_on_tiles(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& following) {
   const LoraInput& input = plan.input;
@@ -190,9 +169,8 @@ void shrink_on_tiles(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit&
   }
   const F32 scale = broadcast(static_cast<float>(unit.delta->scale));
   for (int64_t row = 0; row < num_rows; ++row) {
-    float* const h = sums + row * kTileRanks;
-    store(h, load(h) * scale);
-    keep(plan, unit, order[row], h);
+    float* const to = plan.sums + order[row] * plan.stride + unit.sums + unit.begin;
+    store_n(to, scale * load(sums + row * kTileRanks), static_cast<int>(ranks));
   }
 }
 #endif
@@ -244,11 +222,10 @@ void shrink(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& followin
   float* to[kShrinkTile];
   for (int64_t row = unit.row, count; row < unit.row_end; row += count) {
     count = unit.row_end - row >= kShrinkTile ? kShrinkTile : 1;
-    [[maybe_unused]] float kept[kShrinkTile][kShrinkRanks];
     for (int64_t i = 0; i < count; ++i) {
       const int64_t at = plan.order[row + i];
       x[i] = static_cast<const X*>(input.x.data) + at * input.x.stride;
-      to[i] = kOnTiles<A> ? kept[i] - unit.begin : plan.sums + at * plan.stride + unit.sums;
+      to[i] = plan.sums + at * plan.stride + unit.sums;
     }
     const char* fetched = row == unit.row ? reinterpret_cast<const char*>(next) : nullptr;
     for (int64_t rank = unit.begin, ranks; rank < unit.end; rank += ranks) {
@@ -260,10 +237,6 @@ void shrink(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& followin
                                      : shrink_tile<Step, kShrinkTile, kShrinkRanks, X, A>;
       tile(x, a, k, scale, to, rank, fetched);
     }
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-    if constexpr (kOnTiles<A>)
-      for (int64_t i = 0; i < count; ++i) keep(plan, unit, plan.order[row + i], kept[i]);
-#endif
   }
 }
 
@@ -284,12 +257,8 @@ void look_up(const LoraPlan& plan, const LoraUnit& unit) {
   for (int64_t row = unit.row; row < unit.row_end; ++row) {
     const int64_t at = plan.order[row];
     const A* a = static_cast<const A*>(unit.delta->a) + plan.input.token_ids[at] * unit.delta->rank;
-    [[maybe_unused]] float kept[kShrinkRanks];
-    float* to = kOnTiles<A> ? kept - unit.begin : plan.sums + at * plan.stride + unit.sums;
+    float* to = plan.sums + at * plan.stride + unit.sums;
     for (int64_t rank = unit.begin; rank < unit.end; ++rank) to[rank] = scale * to_f32(a[rank]);
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-    if constexpr (kOnTiles<A>) keep(plan, unit, at, kept);
-#endif
   }
 }
 
@@ -367,21 +336,10 @@ constexpr auto expansions(std::integer_sequence<int, kRows...>) {
   return std::array{expand_rows<kRows + 1, B>...};
 }
 
-template <class B>
-inline void expand_part(const Expansion& e, int64_t num_rows) {
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-  if constexpr (kOnTiles<B>) {
-    const auto expand = num_rows < kMinTiledRows ? expand_few_rows : expand_on_tiles;
-    return expand({e.sums, e.stride, e.stride / 2, static_cast<const bf16*>(e.b), e.rank, e.panels, e.to}, num_rows);
-  }
-#endif
-  static constexpr auto kExpand = expansions<B>(std::make_integer_sequence<int, kExpandTile>());
-  kExpand[num_rows - 1](e);
-}
-
 // A block of rows that have one adapter or none.
 template <class B>
 void expand_rows_of_slot(const LoraPlan& plan, const LoraBlock& block, float* to) {
+  static constexpr auto kExpand = expansions<B>(std::make_integer_sequence<int, kExpandTile>());
   const LoraTable& table = plan.input.table;
   const int32_t slot = plan.input.slots[block.row];
   const float* sums = plan.sums + block.row * plan.stride;
@@ -396,11 +354,11 @@ void expand_rows_of_slot(const LoraPlan& plan, const LoraBlock& block, float* to
     } else if (count > 0) {
       const int64_t panel = (begin - first) / kLoraColumns;
       const B* const b = static_cast<const B*>(delta.b) + panel * delta.rank * kLoraColumns;
-      expand_part<B>({sums, plan.stride, b, delta.rank, ceil_div(begin + count - first, kLoraColumns) - panel,
-                      to + first + panel * kLoraColumns},
-                     block.num_rows);
+      kExpand[block.num_rows - 1]({sums, plan.stride, b, delta.rank,
+                                   ceil_div(begin + count - first, kLoraColumns) - panel,
+                                   to + first + panel * kLoraColumns});
     }
-    sums += sums_of(table, delta.rank);
+    sums += delta.rank;
   }
 }
 
@@ -408,13 +366,8 @@ const float* expand(const LoraPlan& plan, const LoraBlock& block, float* to) {
   const int32_t* const slots = plan.input.slots;
   const int64_t row_end = block.row + block.num_rows;
   with_type_of(plan.input.table.dtype, [&]<class B>(B) {
-    constexpr int64_t kMostRows = kOnTiles<B> ? kLoraRows : kExpandTile;
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-    std::optional<SubnormalsAreZeros> as_on_tiles;
-    if constexpr (kOnTiles<B>) as_on_tiles.emplace();
-#endif
     for (int64_t row = block.row, end; row < row_end; row = end) {
-      const int64_t most = std::min(row_end, row + kMostRows);
+      const int64_t most = std::min(row_end, row + kExpandTile);
       for (end = row + 1; end < most && slots[end] == slots[row];) ++end;
       expand_rows_of_slot<B>(plan, {row, end - row, block.column, block.num_columns},
                              to + (row - block.row) * kLoraPitch);

@@ -164,7 +164,13 @@ def test_extreme_numbers_have_the_same_bits_in_any_batch(isa: str) -> None:
     x = torch.randn(40, K, generator=torch.Generator().manual_seed(3)).to(BF16)
     x[3, 5], x[4, 5], x[5, 5], x[6], x[7] = torch.inf, -torch.inf, torch.nan, 3e38, 0
     base = torch.zeros(40, 48)
-    for a_scale, b_scale, scale in ((1, 1, 1.0), (1e-30, 1e-9, 1.0), (1e-20, 1e-20, 1e-3), (1e-38, 1, 1.0), (1, 1, 1e38)):
+    for a_scale, b_scale, scale in (
+        (1, 1, 1.0),
+        (1e-30, 1e-9, 1.0),
+        (1e-20, 1e-20, 1e-3),
+        (1e-38, 1, 1.0),
+        (1, 1, 1e38),
+    ):
         table = LoraTable(1, rank, K, columns, BF16, HOST)
         table.set(0, [pack_delta((a * a_scale).to(BF16), (b * b_scale).to(BF16), scale)])
         slots = torch.zeros(40, dtype=torch.int32)

@@ -4,9 +4,8 @@
 // The columns of the result are cut into parts (q, k, v of a fused product), and each has an A and a B of its own, or
 // none. Sums are float. A row's bits depend on the row alone: A x is a sum over k in the lanes of one vector, which are
 // added at the end; B (A x) is a sum over the ranks in ascending order; then one addition to base, and one rounding.
-// With AMX, A and B in bfloat16 have the order of its tiles, and subnormal numbers are zeros in it
-// (csrc/kernels/lora_amx.h). A and B are finite: whoever loads them checks that. Where nothing is added, base is rounded
-// and keeps its bits.
+// With AMX, an A x of bfloat16 has the order of its tiles (csrc/kernels/lora_amx.h). Where nothing is added, base is
+// rounded and keeps its bits.
 //
 // Products (quire/kernels/gemm.h) compute A x before they begin and add B (A x) to finished sums before they round
 // them. What is no product, the look-up of an embedding, has its base in memory: `add`.
@@ -65,7 +64,7 @@ struct LoraPlan {
   const LoraUnit* units;
   int64_t num_units;
   int num_tasks;
-  float* sums;  // [rows][stride], those of the parts side by side; with AMX and bfloat16 their terms (lora_amx.h)
+  float* sums;  // [rows][stride], those of the parts side by side
   int64_t stride;
 };
 
@@ -75,12 +74,11 @@ struct LoraBlock {
 };
 inline constexpr int64_t kLoraRows = 32, kLoraBlockColumns = 64;
 inline constexpr int64_t kLoraPitch = kLoraBlockColumns + kLoraColumns;  // of rows in a LoraSpace
-inline constexpr int64_t kLoraRowsBeyond = 15;                           // that kernels may touch behind the last row
 
 // Room for what is added to a block. Panels of B need not begin or end where the block does, so there are columns
 // around each row.
 struct LoraSpace {
-  alignas(64) float memory[kLoraColumns + (kLoraRows + kLoraRowsBeyond) * kLoraPitch];
+  alignas(64) float memory[kLoraColumns + kLoraRows * kLoraPitch];
   float* rows() { return memory + kLoraColumns; }
 };
 
