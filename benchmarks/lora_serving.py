@@ -39,6 +39,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.config import EngineConfig
 from quire.entry.launch import open_model, start_async_engine
+from quire.formats.kv_format import kv_format
 from quire.frontend.async_engine import AsyncEngine
 from quire.lora.paths import TENSORS_NAME
 from quire.measure import report
@@ -140,12 +141,20 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
-def config_of(arguments: argparse.Namespace, **given: Any) -> EngineConfig:
+def config_of(
+    arguments: argparse.Namespace, model: ModelConfig, max_num_seqs: int, num_tokens: int, **given: Any
+) -> EngineConfig:
+    """Settings with a KV cache that holds so many answers of `num_tokens` at once: nobody is preempted."""
+    max_model_len = PROMPT_TOKENS + num_tokens
     return EngineConfig(
         model=arguments.model,
         quantization=arguments.quantization,
-        max_model_len=STREAM_TOKENS + PROMPT_TOKENS,
-        kv_cache_memory_bytes=512 << 20,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        kv_cache_memory_bytes=2
+        * max_num_seqs
+        * max_model_len
+        * model.kv_bytes_per_token(kv_format("auto", model.dtype)),
         enable_prefix_caching=False,
         enable_lora=True,
         lora_target_modules=LINEARS,
@@ -153,9 +162,9 @@ def config_of(arguments: argparse.Namespace, **given: Any) -> EngineConfig:
     )
 
 
-async def swaps(arguments: argparse.Namespace, folders: Sequence[Path]) -> dict[str, Any]:
+async def swaps(arguments: argparse.Namespace, model: ModelConfig, folders: Sequence[Path]) -> dict[str, Any]:
     """The folders: of adapters; the first belongs to streams, the second is swapped, the others have first tokens."""
-    config = config_of(arguments, max_num_seqs=arguments.streams + 1, max_loras=4, max_cpu_loras=4)
+    config = config_of(arguments, model, arguments.streams + 1, STREAM_TOKENS, max_loras=4, max_cpu_loras=4)
     async with running(config) as run:
         engine = run.engine
         for number, folder in enumerate(folders):
@@ -218,7 +227,7 @@ async def first_tokens(engine: AsyncEngine, folders: Sequence[Path]) -> list[tup
     return pairs
 
 
-async def hundreds(arguments: argparse.Namespace, folders: Sequence[Path]) -> dict[str, Any]:
+async def hundreds(arguments: argparse.Namespace, model: ModelConfig, folders: Sequence[Path]) -> dict[str, Any]:
     most, streams = {"some": arguments.in_memory, "all": len(folders)}, arguments.streams_of_hundreds
     weights = [1 / (place + 1) for place in range(len(folders))]
     rounds: dict[str, list[float]] = {name: [] for name in most}
@@ -243,8 +252,11 @@ async def hundreds(arguments: argparse.Namespace, folders: Sequence[Path]) -> di
         await asyncio.gather(*(client() for _ in range(streams)))
         return time.perf_counter() - started, [found[index] for index in range(len(requests))]
 
-    given = {"max_num_seqs": streams, "max_loras": min(streams, arguments.in_memory), "max_lora_rank": 8}
-    configs = {name: config_of(arguments, max_cpu_loras=count, **given) for name, count in most.items()}
+    given = {"max_loras": min(streams, arguments.in_memory), "max_lora_rank": 8}
+    configs = {
+        name: config_of(arguments, model, streams, arguments.tokens, max_cpu_loras=count, **given)
+        for name, count in most.items()
+    }
     async with running(configs["some"]) as some, running(configs["all"]) as whole:
         engines = {"some": some, "all": whole}
         for run in engines.values():  # the KV cache takes its memory when it is used first
@@ -359,10 +371,10 @@ def variants(first: Path, count: int) -> list[Path]:
 async def measured(arguments: argparse.Namespace, model: ModelConfig, scratch: Path) -> dict[str, Any]:
     found = {}
     if "swap" in arguments.what:
-        found["swap"] = await swaps(arguments, variants(write_adapter(scratch / "swap", model, 16, 0), 14))
+        found["swap"] = await swaps(arguments, model, variants(write_adapter(scratch / "swap", model, 16, 0), 14))
     if "hundreds" in arguments.what:
         folders = variants(write_adapter(scratch / "hundreds", model, 8, 1), arguments.adapters)
-        found["hundreds"] = await hundreds(arguments, folders)
+        found["hundreds"] = await hundreds(arguments, model, folders)
     return found
 
 

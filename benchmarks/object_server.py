@@ -1,6 +1,7 @@
 """A server of S3's protocol for benchmarks: one model whose header is real and whose weights are zeros.
 
-It takes little of the processor: the system sends zeros from its page cache. It may be as slow as a network.
+It takes little of the processor: the system sends zeros from its page cache. It may be as slow as a network. With TLS
+the zeros are encrypted in this process, by the same cores.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -16,10 +18,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import IO
+from pathlib import Path
+from typing import IO, Any
 
 FOLDER = "s3://models/shape"
-ZEROS = 8 << 20  # bytes that are sent over and over
+ZEROS = bytes(8 << 20)  # that are sent over and over
 PACED = 256 << 10  # bytes between two looks at the clock
 BURST_SECONDS = 0.002  # that a network makes up for
 # Layers, hidden size, size of the MLP, outputs of q, outputs of k, and whether the head is the embedding.
@@ -91,10 +94,16 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, model: str, gbits: float, zeros: IO[bytes]) -> None:
+    def __init__(self, model: str, gbits: float, zeros: IO[bytes], context: ssl.SSLContext | None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.header, self.size = header_of(model)
-        self.link, self.zeros = _Link(gbits * 1e9 / 8), zeros
+        self.link, self.zeros, self.context = _Link(gbits * 1e9 / 8), zeros, context
+
+    def get_request(self) -> tuple[Any, Any]:
+        connection, address = super().get_request()
+        if self.context:  # shakes hands when the thread of the connection reads
+            connection = self.context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that has gone is no error."""
@@ -144,41 +153,69 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(header[begin:end])
             begin = min(len(header), end)
         while begin < end:
-            at = begin % ZEROS
-            count = min(end - begin, ZEROS - at, PACED if self.server.link.rate else ZEROS)
+            at = begin % len(ZEROS)
+            count = min(end - begin, len(ZEROS) - at, PACED if self.server.link.rate else len(ZEROS))
             self.server.link.wait(count)
-            begin += os.sendfile(self.connection.fileno(), self.server.zeros.fileno(), at, count)
+            if self.server.context:
+                begin += self.connection.send(memoryview(ZEROS)[at : at + count])
+            else:
+                begin += os.sendfile(self.connection.fileno(), self.server.zeros.fileno(), at, count)
 
 
 @contextmanager
-def serving(model: str, gbits: float) -> Iterator[dict[str, str]]:
-    """A server in a process of its own; the variables that tell a client of it.
+def serving(model: str, gbits: float, *, with_tls: bool) -> Iterator[dict[str, str]]:
+    """A server in a process of its own; the variables that tell a client of it, and whom to trust.
 
     Args:
         model: a name of SHAPES.
         gbits: of the network, Gbit/s; 0: as fast as it goes.
+        with_tls: it has a certificate that is made for it.
     """
-    process = subprocess.Popen([sys.executable, __file__, model, str(gbits)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield {
-            "AWS_ENDPOINT_URL": process.stdout.readline().strip(),
-            "AWS_ACCESS_KEY_ID": "an-access-key",
-            "AWS_SECRET_ACCESS_KEY": "a-secret",
-            "AWS_REGION": "us-east-1",
-        }
-    finally:
-        process.terminate()
-        process.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        certificate = _make_certificate(Path(folder)) if with_tls else None
+        words = [sys.executable, __file__, model, str(gbits), *([str(certificate)] if certificate else [])]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            yield {
+                "AWS_ENDPOINT_URL": process.stdout.readline().strip(),
+                "AWS_ACCESS_KEY_ID": "an-access-key",
+                "AWS_SECRET_ACCESS_KEY": "a-secret",
+                "AWS_REGION": "us-east-1",
+            } | ({"SSL_CERT_FILE": str(certificate)} if certificate else {})
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _make_certificate(folder: Path) -> Path:
+    """A self-signed certificate for this machine's own address, and its key in the same file."""
+    path = folder / "server.pem"
+    extensions = (
+        "subjectAltName=IP:127.0.0.1",
+        "basicConstraints=CA:FALSE",
+    )
+    words = [
+        *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+        *("-days", "2", "-subj", "/CN=benchmark", "-addext", extensions[0], "-addext", extensions[1]),
+        *("-keyout", f"{folder}/key", "-out", f"{folder}/certificate"),
+    ]
+    subprocess.run(words, check=True, capture_output=True)
+    path.write_bytes((folder / "certificate").read_bytes() + (folder / "key").read_bytes())
+    return path
 
 
 def main() -> None:
-    model, gbits = sys.argv[1], float(sys.argv[2])
+    model, gbits, *certificate = sys.argv[1:]
+    context = None
+    if certificate:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate[0])
     with tempfile.TemporaryFile() as zeros:
-        zeros.write(bytes(ZEROS))
+        zeros.write(ZEROS)
         zeros.flush()
-        server = _Server(model, gbits, zeros)
-        print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
+        server = _Server(model, float(gbits), zeros, context)
+        print(f"http{'s' * bool(context)}://127.0.0.1:{server.server_address[1]}", flush=True)
         server.serve_forever()
 
 

@@ -7,10 +7,11 @@ Before each turn some memory is written to and given back. A hypervisor may have
 again so slowly that nothing else would be measured (benchmarks/NOTES.md).
 
     python benchmarks/object_store.py s3://bucket/folder [--rounds 5] [--http] [--save HARDWARE]
-    python benchmarks/object_store.py Qwen3-8B [--gbits 10] [--rounds 5] [--save HARDWARE]
+    python benchmarks/object_store.py Qwen3-8B [--tls] [--gbits 10] [--rounds 5] [--save HARDWARE]
 
 The second form starts a server on this machine that has weights of this shape (object_server.py), as fast as it goes or
-as a network of so many Gbit/s. It shares the cores with what is measured.
+as a network of so many Gbit/s, with http:// or with TLS and a certificate of its own. It shares the cores with what is
+measured.
 --save writes benchmarks/results/HARDWARE/object_store_NAME_DATE.md and .json.
 """
 
@@ -66,9 +67,10 @@ def rate(read: Callable[[], int]) -> float:
 
 
 @contextmanager
-def started(model: str, gbits: float) -> Iterator[str]:
+def started(model: str, gbits: float, *, with_tls: bool) -> Iterator[str]:
     """The URL of a model of this shape in a server on this machine; its mirror goes to a folder of its own."""
-    with object_server.serving(model, gbits) as variables, tempfile.TemporaryDirectory() as cache:
+    serving = object_server.serving(model, gbits, with_tls=with_tls)
+    with serving as variables, tempfile.TemporaryDirectory() as cache:
         os.environ |= {**variables, "QUIRE_CACHE_DIR": cache}
         yield object_server.FOLDER
 
@@ -78,13 +80,14 @@ def main() -> int:
     parser.add_argument("model", help=f"URL of a folder with safetensors, or {' or '.join(object_server.SHAPES)}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--http", action="store_true", help="the endpoint of the URL is not encrypted")
+    parser.add_argument("--tls", action="store_true", help="the server on this machine speaks https://")
     parser.add_argument("--gbits", type=float, default=0.0, help="of the network of the server on this machine")
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     args = parser.parse_args()
     if args.model not in object_server.SHAPES:
         return compare(args, args.model, args.http)
-    with started(args.model, args.gbits) as folder:
-        return compare(args, folder, True)
+    with started(args.model, args.gbits, with_tls=args.tls) as folder:
+        return compare(args, folder, not args.tls)
 
 
 def compare(args: argparse.Namespace, folder: str, is_plain: bool) -> int:
@@ -109,7 +112,8 @@ def compare(args: argparse.Namespace, folder: str, is_plain: bool) -> int:
     ]
     print("\n".join(lines))
     if args.save:
-        name = f"object_store_{Path(args.model).name}" + (f"-{args.gbits:g}gbits" if args.gbits else "")
+        name = f"object_store_{Path(args.model).name}" + "-tls" * args.tls
+        name += f"-{args.gbits:g}gbits" if args.gbits else ""
         report.save_published(Path(__file__).parent, name, args.save, result, "\n".join(lines) + "\n")
     return 0 if statistics.median(ratios) >= 0.8 else 1
 

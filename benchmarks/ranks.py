@@ -2,12 +2,14 @@
 
     python benchmarks/ranks.py exchange [--rounds 9] [--save HARDWARE]
     python benchmarks/ranks.py decodes [--quantization int4] [--rows 1 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
+    python benchmarks/ranks.py sampling [--rows 1 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
     python benchmarks/ranks.py start [--rounds 5] [--save HARDWARE]
 
 `exchange`: two processes, one thread each, join columns (Group.gather), gather and reduce by torch.distributed with
 gloo, and copy (memcpy, both at once). Bytes are those of the result that each process has then.
 `decodes`: random weights with the shape of Qwen3-0.6B; one process with all threads, and ranks of one thread, which
 are more than the cores where that is asked for. All engines are there, and take turns.
+`sampling`: steps of two ranks of the same model, with and without --enable-batch-sharded-sampling.
 `start`: a checkpoint of that shape, in the file cache; seconds from the command to a ready `LLM`. Rounds in which other
 programs had more than a tenth of a core are left out.
 --save writes benchmarks/results/HARDWARE/ranks_WHAT_DATE.md and .json.
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -176,68 +178,94 @@ def ratio(ours: list[float], theirs: list[float]) -> str:
 
 def decodes(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Medians of the steps of a round; each engine has its own processes, which sleep while others compute."""
-    num_cores, rounds = devices.num_cores(), dict[int, list[dict[int, float]]]()
+    num_cores = devices.num_cores()
     widths = (1, 2, 2 * num_cores)
+    engines = {
+        f"tp {width}": {"tensor_parallel_size": width, "num_threads": max(num_cores // width, 1)} for width in widths
+    }
+    rounds = in_turns(engines, [(rows, 0.0) for rows in arguments.rows], arguments)
+    one, *others = engines
+    lines = report.table_head(
+        "rows | " + " | ".join(f"{name}, ms" for name in engines) + f" | tokens of {others[0]} over {one} | "
+        f"of {others[-1]} over {one}"
+    )
+    for (rows, _), each in rounds.items():
+        cells = [f"{1e3 * statistics.median(seconds):.1f}" for seconds in each.values()]
+        cells += [ratio(each[one], each[other]) for other in others]
+        lines.append(f"| {rows} | {' | '.join(cells)} |")
+    return {"rounds": {rows: each for (rows, _), each in rounds.items()}}, lines
+
+
+def sampling(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Steps in which the first of two ranks samples all rows, and in which each samples some."""
+    sizes = {"tensor_parallel_size": 2, "num_threads": max(devices.num_cores() // 2, 1)}
+    engines = {"first": sizes, "each": sizes | {"enable_batch_sharded_sampling": True}}
+    asks = [(rows, temperature) for temperature in (0.0, 1.0) for rows in arguments.rows]
+    rounds = in_turns(engines, asks, arguments)
+    lines = report.table_head("rows | temperature | the first samples, ms | each samples, ms | each over the first")
+    for (rows, temperature), each in rounds.items():
+        cells = [f"{1e3 * statistics.median(seconds):.1f}" for seconds in each.values()]
+        lines.append(f"| {rows} | {temperature:g} | {' | '.join(cells)} | {ratio(each['each'], each['first'])} |")
+    return {"rounds": [{"rows": rows, "temperature": heat, **each} for (rows, heat), each in rounds.items()]}, lines
+
+
+Ask = tuple[int, float]  # rows, and their temperature
+
+
+def in_turns(
+    engines: dict[str, dict[str, Any]], asks: Sequence[Ask], arguments: argparse.Namespace
+) -> dict[Ask, dict[str, list[float]]]:
+    """Seconds of a step by ask and engine, in each round. All engines are there, with the same random weights."""
+    found: dict[Ask, dict[str, list[float]]] = {ask: {name: [] for name in engines} for ask in asks}
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
-        context, engines, processes = multiprocessing.get_context("spawn"), dict[int, Connection](), []
-        for width in widths:
-            engines[width], theirs = context.Pipe()
-            threads = max(num_cores // width, 1)
-            process = context.Process(target=decode_in, args=(Path(folder), width, threads, arguments, theirs))
+        context, asked, processes = multiprocessing.get_context("spawn"), dict[str, Connection](), []
+        for name, settings in engines.items():
+            asked[name], theirs = context.Pipe()
+            process = context.Process(target=decode_in, args=(Path(folder), settings, arguments, theirs))
             process.start()
             theirs.close()
-            engines[width].recv()
+            asked[name].recv()
             processes.append(process)
-        for rows in arguments.rows:
+        for ask in asks:
             for number in range(-1, arguments.rounds):  # the first one records steps
-                found = {}
-                for width in widths if number % 2 else widths[::-1]:
-                    engines[width].send(rows)
-                    found[width] = engines[width].recv()
-                if number >= 0:
-                    rounds.setdefault(rows, []).append(found)
-        for engine in engines.values():
-            engine.close()
+                for name in engines if number % 2 else reversed(engines):
+                    asked[name].send(ask)
+                    seconds = asked[name].recv()
+                    if number >= 0:
+                        found[ask][name].append(seconds)
+        for each in asked.values():
+            each.close()
         for process in processes:
             process.join()
-    lines = report.table_head(
-        "rows | " + " | ".join(f"tp {width}, ms" for width in widths) + " | tokens of tp 2 over "
-        f"tp 1 | of tp {widths[-1]} over tp 1"
-    )
-    for rows, each in rounds.items():
-        of = {width: [found[width] for found in each] for width in widths}
-        cells = [f"{1e3 * statistics.median(seconds):.1f}" for seconds in of.values()]
-        cells += [ratio(of[1], of[width]) for width in widths[1:]]
-        lines.append(f"| {rows} | {' | '.join(cells)} |")
-    return {"rounds": rounds}, lines
+    return found
 
 
-def decode_in(folder: Path, width: int, num_threads: int, arguments: argparse.Namespace, asked: Connection) -> None:
+def decode_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namespace, asked: Connection) -> None:
     """A process with an engine, whose number of threads is the process's: the time of a step of so many rows."""
-    rows = max(arguments.rows)
+    most = max(arguments.rows)
     config = EngineConfig.from_kwargs(
         device="cpu",
         quantization=arguments.quantization,
-        tensor_parallel_size=width,
-        num_threads=num_threads,
         max_model_len=512,
-        max_num_seqs=rows,
-        max_num_batched_tokens=max(512, rows * CONTEXT),
-        num_gpu_blocks_override=rows * ((CONTEXT + arguments.steps) // 16 + 3),
+        max_num_seqs=most,
+        max_num_batched_tokens=max(512, most * CONTEXT),
+        num_gpu_blocks_override=most * ((CONTEXT + arguments.steps) // 16 + 3),
         enable_prefix_caching=False,
+        **settings,
     )
     core = start_engine(config, folder, is_server=False, progress=lambda phase, share, detail: None).core
     asked.send(None)
     with suppress(EOFError):
         while True:
-            asked.send(step_seconds(core, asked.recv(), arguments.steps))
+            rows, temperature = asked.recv()
+            asked.send(step_seconds(core, rows, temperature, arguments.steps))
     core.shutdown()
 
 
-def step_seconds(core: EngineCore, rows: int, steps: int) -> float:
+def step_seconds(core: EngineCore, rows: int, temperature: float, steps: int) -> float:
     """The median time of a decode step."""
-    params = SamplingParams(temperature=0.0, max_tokens=steps + 4, ignore_eos=True)
+    params = SamplingParams(temperature=temperature, seed=0, max_tokens=steps + 4, ignore_eos=True)
     for row in range(rows):
         prompt = [10 + (7 * row + 3 * position) % 1000 for position in range(CONTEXT)]
         core.add(AddRequest(f"{row}", prompt, params, steps + 4))
@@ -298,9 +326,10 @@ def started_in(folder: str, width: int, num_threads: int) -> float:
 TITLES = {
     "exchange": "Two ranks join results through shared memory",
     "decodes": "Decode steps of ranks beside one process",
+    "sampling": "Two ranks that each sample some rows, beside the first one that samples all",
     "start": "A start with two ranks beside one process",
 }
-RUN = {"exchange": exchange, "decodes": decodes, "start": starts}
+RUN = {"exchange": exchange, "decodes": decodes, "sampling": sampling, "start": starts}
 
 
 def main() -> None:
@@ -315,7 +344,7 @@ def main() -> None:
     environment = report.environment("python", "benchmarks/ranks.py")
     result, table = RUN[arguments.what](arguments)
     result = {**environment, **result}
-    form = f", {arguments.quantization or 'bfloat16'}" if arguments.what == "decodes" else ""
+    form = f", {arguments.quantization or 'bfloat16'}" if arguments.what in ("decodes", "sampling") else ""
     text = "\n".join(
         [
             *report.heading(TITLES[arguments.what] + form, result),

@@ -85,9 +85,17 @@ void bind_group(nb::module_& m) {
           "number"_a, "Process, steps begun and ended, turns of the last step, and the rank that it waits for");
   bind_struct<Gather, KernelCall>(
       m, "Gather",
-      [](Gather* self, SharedGroup* group, const std::vector<int64_t>& widths, TensorView part, TensorView out) {
+      [](Gather* self, SharedGroup* group, const std::vector<int64_t>& widths, TensorView owners, TensorView part,
+         TensorView out) {
         check(widths.size() <= kMaxRanks, "there are more widths than ranks can be");
-        GatherArgs args{.group = group, .widths = {}, .rows = part.size(0), .part = {}, .out = {}};
+        GatherArgs args{
+            .group = group, .widths = {}, .rows = part.size(0), .owners = nullptr, .part = {}, .out = {}};
+        if (owners.is_given()) {
+          args.owners = owners.data<const int32_t>();
+          check(out.is_given() && owners.size(0) == args.rows &&
+                    std::count(args.owners, args.owners + args.rows, group->rank()) == out.size(0),
+                "the result has not as many rows as the rank owns");
+        }
         const int64_t bytes = part.item_bytes();
         for (size_t i = 0; i < widths.size(); ++i) args.widths[i] = widths[i] * bytes;
         const auto part_rows = part.rows<const char>();
@@ -98,7 +106,7 @@ void bind_group(nb::module_& m) {
         }
         new (self) Gather(args);
       },
-      "group"_a, "widths"_a, "part"_a, "out"_a.none());
+      "group"_a, "widths"_a, "owners"_a.none(), "part"_a, "out"_a.none());
   bind_struct<Exchange, KernelCall>(
       m, "Exchange",
       [](Exchange* self, SharedGroup* group, const std::vector<int64_t>& firsts, TensorView begins, TensorView own,

@@ -222,6 +222,7 @@ void SharedGroup::give_up(int rank) {
     late = awaited;
   }
   abort(late);
+  if (aborted() != late) check();  // another rank has blamed somebody before
   throw RankLate("rank " + std::to_string(late) + " did not come within " +
                  std::to_string(static_cast<int64_t>(timeout_seconds_)) + " s (--distributed-timeout-seconds)");
 }
@@ -304,7 +305,10 @@ void SharedGroup::gather(const GatherArgs& args) {
   const int64_t most_rows = slot_bytes_ / piece_bytes;
   uint64_t signature = static_cast<uint64_t>(args.rows);
   for (int rank = 0; rank < size_; ++rank) signature = signature * 0x9e3779b97f4a7c15u + args.widths[rank];
-  for (int64_t row = 0; row < args.rows; row += most_rows) {
+  if (args.owners != nullptr)
+    for (int64_t row = 0; row < args.rows; ++row) signature = signature * 0x9e3779b97f4a7c15u + args.owners[row];
+  int64_t out_row = 0, wanted = 0;  // rows that this rank has got, and those of a turn that it wants
+  for (int64_t row = 0; row < args.rows; row += most_rows, out_row += wanted) {
     const int64_t rows = std::min(most_rows, args.rows - row);
     for (int64_t first = 0; first < widest; first += piece_bytes) {
       ++turn_;
@@ -317,7 +321,15 @@ void SharedGroup::gather(const GatherArgs& args) {
         if (rank != rank_) wait_for(rank, signature);
         const int64_t width = width_of(rank);
         if (args.out.data == nullptr) continue;
-        copy_rows(slot(rank), width, args.out.data + row * args.out.stride + column, args.out.stride, width, rows);
+        char* const to = args.out.data + out_row * args.out.stride + column;
+        if (args.owners == nullptr) {
+          copy_rows(slot(rank), width, to, args.out.stride, width, wanted = rows);
+          continue;
+        }
+        wanted = 0;
+        for (int64_t i = 0; i < rows; ++i)
+          if (args.owners[row + i] == rank_)
+            std::memcpy(to + wanted++ * args.out.stride, slot(rank) + i * width, static_cast<size_t>(width));
       }
     }
   }

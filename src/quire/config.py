@@ -307,6 +307,9 @@ class EngineConfig:
         limits="tokens that the KV cache holds: N times as many in the same memory of each rank",
         bounds=Bounds(1, MOST_RANKS),
     )
+    enable_batch_sharded_sampling: bool = option(
+        False, "With --tensor-parallel-size, each rank samples some requests; else the first one samples all."
+    )
     enable_expert_parallel: bool = option(
         False,
         "Ranks have whole experts, instead of rows of all. With --data-parallel-size, all ranks share them.",

@@ -209,6 +209,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         source = config.sources["speculative_config"]
         put("speculative_config", speculation.effective(), source, speculation.describe())
         put("spec_tokens", speculation.num_speculative_tokens, source, "num_speculative_tokens of speculative_config")
+    shards_sampling = put("enable_batch_sharded_sampling", *_shards_sampling(config))
     form = ModelSettings(
         dtype=dtype,
         quantization=quantization,
@@ -221,6 +222,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         logprobs_mode=config.logprobs_mode,
         expert_metrics=config.expert_metrics,
         balancing=config.balancing,
+        batch_sharded_sampling=shards_sampling,
         decode_context_parallel_size=num_kv_owners,
     )
     lora = lora_settings(config, model, form, record)
@@ -289,6 +291,18 @@ def resolve_server(config: ServerConfig, chat_template: str = "") -> ServerSetti
             settled[name] = record.put(name, value.lower(), source, variable.name)
     _put_rest(record, config)
     return ServerSettings(**settled, sources=config.sources, settings=record)
+
+
+def _shards_sampling(config: EngineConfig) -> tuple[bool, Source, str]:
+    """Whether each rank samples some rows, with its source and why."""
+    source = config.sources["enable_batch_sharded_sampling"]
+    if not config.enable_batch_sharded_sampling:
+        return False, source, ""
+    if config.distributed_executor_backend == "external_launcher":
+        return False, "formula", "the first rank samples all rows: those that torchrun starts draw seeds of their own"
+    if config.tensor_parallel_size == 1:
+        return False, "formula", "there is one rank in a stage"
+    return True, source, "but for rows with a grammar, and logprobs of prompts, which are those of the first rank"
 
 
 def _put_rest(record: Record, config: EngineConfig | ServerConfig) -> None:

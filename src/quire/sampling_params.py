@@ -47,6 +47,7 @@ MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_BYTES: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_LOGPROB_TOKEN_IDS: Final = 128
+MAX_THINKING_TOKEN_IDS: Final = 8
 MAX_GRAMMAR_BYTES: Final = 1 << 20  # of a constraint in a request
 MAX_CHOICES: Final = 10_000
 MAX_VOCAB_SIZE: Final = 2**20  # bounds the number of token ids while the vocabulary is not known
@@ -159,6 +160,7 @@ class StructuredOutputsParams(
 
     `reasoning_end`: any text that ends with one of these strings comes first, and the constraint begins behind it.
     `reasoning_start`: this text comes only if the output begins with one of these strings.
+    `answer_start`: one of these strings comes before the constraint, and reasoning may come several times before it.
     """
 
     json: str | dict[str, Any] | None = None
@@ -172,6 +174,7 @@ class StructuredOutputsParams(
     whitespace_pattern: str | None = None
     reasoning_start: list[str] | None = None
     reasoning_end: list[str] | None = None
+    answer_start: list[str] | None = None
 
     def __post_init__(self) -> None:
         self.verify()
@@ -203,15 +206,15 @@ class StructuredOutputsParams(
             if (text := getattr(self, name)) is not None:
                 check_type(f"structured_outputs.{name}", text, str, "a string")
                 check_strings(f"structured_outputs.{name}", [text], 1, MAX_GRAMMAR_BYTES)
-        for name in ("reasoning_start", "reasoning_end"):
+        for name in ("reasoning_start", "reasoning_end", "answer_start"):
             if (tags := getattr(self, name)) is not None:
                 check_strings(f"structured_outputs.{name}", tags, MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES)
-        if self.reasoning_start and not self.reasoning_end:
-            raise InvalidRequestError(
-                "structured_outputs.reasoning_start needs reasoning_end",
-                fix="Say where the reasoning ends",
-                param="structured_outputs",
-            )
+            if tags and not self.reasoning_end:
+                raise InvalidRequestError(
+                    f"structured_outputs.{name} needs reasoning_end",
+                    fix="Say where the reasoning ends",
+                    param="structured_outputs",
+                )
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             check_type(f"structured_outputs.{name}", getattr(self, name), bool, "true or false")
         if self.json is not None:
@@ -303,7 +306,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
     # A bool after construction: prompt logprobs need the whole prompt computed.
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: int | None = None  # tokens of reasoning, after which its end is forced; None or -1: any
-    # The token that ends the reasoning, and the token that begins it unless the output begins inside it.
+    # The token that ends the reasoning, and the tokens that begin it unless the output begins inside it: see
+    # sampling.thinking.
     thinking_token_ids: list[int] | None = None
     repetition_detection: Any = None
     routed_experts_prompt_start: int = 0
@@ -416,7 +420,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
             if (ids := getattr(self, name)) is not None:
                 check_token_ids(name, ids, limit, vocab_size)
         if self.thinking_token_ids is not None:
-            check_token_ids("thinking_token_ids", self.thinking_token_ids, 2, vocab_size)
+            check_token_ids("thinking_token_ids", self.thinking_token_ids, MAX_THINKING_TOKEN_IDS, vocab_size)
         if self.thinking_token_budget not in (None, -1) and not self.thinking_token_ids:
             raise InvalidRequestError(
                 "thinking_token_budget needs the token that ends the reasoning",

@@ -119,7 +119,11 @@ async def test_pydantic_ai(server: Serve) -> None:
         assert [text async for text in stream.stream_text()][-1] == answer()
     for output_type in (Entry, pydantic_ai.NativeOutput(Entry)):
         typed = pydantic_ai.Agent(model, output_type=output_type, model_settings=SAMPLING)
-        assert isinstance((await typed.run(QUESTION)).output, Entry)
+        output = (await typed.run(QUESTION)).output
+        assert isinstance(output, Entry)
+        async with typed.run_stream(QUESTION) as typed_stream:
+            outputs = [part async for part in typed_stream.stream_output(debounce_by=None)]
+        assert outputs[-1] == output
 
 
 def test_llama_index(server: Serve) -> None:
@@ -176,6 +180,15 @@ def test_haystack(server: Serve) -> None:
     tool = Tool("note", "Write down", Entry.model_json_schema(), lambda **_: "noted")
     called = generator.run(messages, tools=[tool], generation_kwargs={"tool_choice": "required"})
     Entry.model_validate(called["replies"][0].tool_calls[0].arguments)
+    schema = {"type": "json_schema", "json_schema": {"name": "entry", "schema": Entry.model_json_schema()}}
+    chunks.clear()
+    generation_kwargs = {"response_format": schema}
+    generator.run(messages, generation_kwargs=generation_kwargs, streaming_callback=lambda c: chunks.append(c.content))
+    assert Entry.model_validate_json("".join(chunks)) == Entry.model_validate_json(typed["replies"][0].text)
+    streamed = generator.run(
+        messages, tools=[tool], generation_kwargs={"tool_choice": "required"}, streaming_callback=lambda chunk: None
+    )
+    assert streamed["replies"][0].tool_calls[0].arguments == called["replies"][0].tool_calls[0].arguments
 
 
 async def test_openai_agents(server: Serve) -> None:

@@ -52,6 +52,37 @@ def test_it_follows_what_the_machine_does() -> None:
             assert cost.predict(load_of(num_tokens)).seconds == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize("share_of_delays", [0.0, 0.005, 0.03, 0.2])
+def test_the_margin_is_what_recent_steps_have_needed(share_of_delays: float) -> None:
+    """Rare long delays, which no normal distribution has: 99 of 100 steps beside a prompt are within the margin."""
+    cost, rng = cost_model(), random.Random(0)
+
+    def run(num_steps: int) -> float:
+        within = 0
+        for _ in range(num_steps):
+            load = ARITHMETIC.load([50, 0], [1, rng.choice([20, 60, 300])], 1)
+            predicted, margin = cost.predict(load).seconds, cost.margin(0.99)
+            seconds = step_seconds(ARITHMETIC.demand(load), CONSTANTS) * rng.lognormvariate(0, 0.02)
+            seconds *= 1.8 if rng.random() < share_of_delays else 1.0
+            within += seconds <= predicted * margin
+            cost.observe(load, predicted, seconds)
+        return within / num_steps
+
+    run(600)
+    assert run(3000) >= 0.98
+    assert (cost.margin(0.99) > 1.5) == (share_of_delays > 0.01)
+
+
+def test_decodes_say_nothing_about_steps_with_prompts() -> None:
+    """They are many, and prompts are fitted into the others."""
+    cost, decode, mixed = cost_model(), ARITHMETIC.load([50], [1], 1), ARITHMETIC.load([50, 0], [1, 30], 1)
+    for load, slowness in ((mixed, 1.6), (decode, 1.0)):
+        for _ in range(700):
+            seconds = step_seconds(ARITHMETIC.demand(load), CONSTANTS)
+            cost.observe(load, seconds, slowness * seconds)
+    assert cost.margin(0.99) == pytest.approx(1.6)
+
+
 def test_one_step_that_was_held_up_moves_little() -> None:
     cost, load = cost_model(), load_of(4)
     before = cost.predict(load).seconds

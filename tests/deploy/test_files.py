@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from quire.cli.main import build_parser
 from quire.server.auth import PUBLIC_PATHS
 from tests.cli.reading import read
 from tools import container
@@ -124,3 +125,16 @@ def test_the_job_script(tmp_path: Path) -> None:
 def test_yaml_is_yaml(path: Path) -> None:
     if "templates" not in path.parts:
         assert yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").iterdir()), ids=lambda path: path.name)
+def test_an_issue_template(path: Path) -> None:
+    """GitHub shows a template that has a name and a text about it; the commands that it names exist."""
+    nothing, head, body = path.read_text(encoding="utf-8").split("---\n", 2)
+    assert nothing == ""
+    assert yaml.safe_load(head).keys() == {"name", "about"}
+    assert body.strip()
+    for command in re.findall(r"`quire ([a-z-]+)", body):
+        with pytest.raises(SystemExit) as ended:
+            build_parser().parse_args([command, "--help"])
+        assert ended.value.code == 0

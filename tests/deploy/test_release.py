@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,3 +60,46 @@ def test_what_is_refused(tree: Path) -> None:
     assert "Chart.yaml, version 0.2.0" in disagree
     assert "## 0.1.0" in heading
     assert "v0.1.0" in tagged
+
+
+@pytest.fixture
+def made(tree: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the script has made of this tree. `make wheel` fails if there is no folder `dist`."""
+    done: list[str] = []
+
+    def run(words: Sequence[str], **options: Any) -> Any:
+        if words[0] != "make":
+            return subprocess_run(words, **options)
+        assert options["cwd"] == tree
+        done.append(words[1])
+        return subprocess.CompletedProcess(words, 1 if words[1] == "wheel" and not (tree / "dist").exists() else 0)
+
+    subprocess_run = subprocess.run
+    monkeypatch.setattr(release, "ROOT", tree)
+    monkeypatch.setattr(release.subprocess, "run", run)
+    return done
+
+
+def test_it_runs_everything(tree: Path, made: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    (tree / ".git" / "info" / "exclude").write_text("dist\n")
+    (tree / "dist").mkdir()
+    assert release.main() == 0
+    assert made == ["check", "test-full", "wheel", "docs"]
+    assert "git tag -s v0.1.0" in capsys.readouterr().out
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(made) <= set(targets)
+
+
+def test_it_ends_with_the_first_step_that_fails(
+    tree: Path, made: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert release.main() == 1
+    assert made == ["check", "test-full", "wheel"]
+    assert "make wheel failed" in capsys.readouterr().err
+
+
+def test_nothing_is_run_on_a_dirty_tree(tree: Path, made: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    (tree / "new").touch()
+    assert release.main() == 1
+    assert made == []
+    assert "?? new" in capsys.readouterr().err

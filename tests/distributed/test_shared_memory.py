@@ -83,6 +83,45 @@ def test_columns_lie_side_by_side(
             assert torch.equal(found[turn], expected)
 
 
+@pytest.mark.parametrize("slot_bytes", [64, 1 << 20])
+@pytest.mark.parametrize(
+    ("widths", "owners"),
+    [((5, 7), [0, 1, 1, 0, 1]), ((64, 64, 61), [2, 2, 0] * 11), ((3, 0, 4), [1] * 9), ((2, 3), []), ((1, 1), [0])],
+)
+def test_each_rank_gets_its_rows(
+    slot_bytes: int, widths: tuple[int, ...], owners: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between turns that gather all rows."""
+    monkeypatch.setattr(shared_memory, "SLOT_BYTES", slot_bytes)
+    owners_T, rows = torch.tensor(owners, dtype=torch.int32), len(owners)
+
+    def run(group: SharedMemoryGroup) -> list[torch.Tensor]:
+        parts = [part_of(group.rank, turn, rows, widths[group.rank] + 4, torch.float32) for turn in range(4)]
+        return [
+            (
+                group.gather_rows(part[:, :-4], widths, owners_T).clone()
+                if turn % 2
+                else group.gather(part[:, :-4], widths)
+            )
+            for turn, part in enumerate(parts)
+        ]
+
+    for rank, found in enumerate(together(groups_of(len(widths)), run)):
+        for turn, rows_of_rank in enumerate(found):
+            parts = [part_of(each, turn, rows, width + 4, torch.float32)[:, :-4] for each, width in enumerate(widths)]
+            expected = torch.cat(parts, 1)
+            assert torch.equal(rows_of_rank, expected[owners_T == rank] if turn % 2 else expected)
+
+
+def test_ranks_that_want_other_rows_than_the_others_think_are_told() -> None:
+    def run(group: SharedMemoryGroup) -> torch.Tensor:
+        return group.gather_rows(torch.zeros(2, 1), (1, 1), torch.tensor([0, group.rank], dtype=torch.int32))
+
+    assert all(
+        "does something else" in str(found) or "has failed" in str(found) for found in together(groups_of(2), run)
+    )
+
+
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux has memory without a file")
 def test_the_memory_is_in_no_folder() -> None:
     """So a small /dev/shm does not matter, and nothing stays of it."""

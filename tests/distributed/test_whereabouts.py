@@ -119,6 +119,7 @@ def test_a_rank_of_another_machine_is_late() -> None:
     before = ranks.before
     assert before is not None
     assert ranks.whereabouts.late([0, 1]).keys() == {0}
+    assert ranks.whereabouts.late([1]) == {1: "does not answer"}, "nobody here waits for what it sends"
     waiting = in_background(lambda: before.receive(1, 1, torch.float32))
     assert wait_for(lambda: ranks.whereabouts.late([0, 1]) == {1: "has sent nothing"})
     assert ranks.whereabouts.name(1) == "on another machine"
@@ -134,3 +135,16 @@ def test_more_ranks_than_can_be() -> None:
     with pytest.raises(ValueError, match="more ranks than can be"):
         ranks_on(memory, 1 << 20, Grid(1 << 20, 2), has_own_cores=False, timeout_seconds=1.0)
     os.close(memory)
+
+
+def test_ranks_that_are_late_at_once() -> None:
+    """Of two, in different groups, one is blamed: no error says that one is late, and then what the other one does."""
+    ranks = ranks_of(Grid(2, 2), timeout_seconds=1.0)
+    with ThreadPoolExecutor(2) as threads:
+        waiting = {rank: threads.submit(gather, ranks[rank]) for rank in (0, 2)}
+        caught = {rank: each.exception() for rank, each in waiting.items()}
+    (blamed,) = {each.failing.failed_rank for each in ranks}
+    other = 2 if blamed == 1 else 0  # waits for the one that is not blamed
+    assert isinstance(caught[2 - other], RankLate)
+    assert type(caught[other]) is GroupError
+    assert str(caught[other]) == f"rank {blamed} has failed"

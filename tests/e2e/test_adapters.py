@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.serving import LIGHT, SHORT, SMALL, Serve, quire
 
@@ -81,3 +83,25 @@ def test_an_adapter_of_the_start_that_is_missing_ends_it(adapters: Path, path: s
     ended = quire("serve", "--port", "0", *SMALL, *SHORT, "--enable-lora", "--lora-modules", module, program=LIGHT)
     assert ended.returncode == 2
     assert "There is no adapter at this path" in ended.stderr
+
+
+def test_the_metrics_protocol_of_the_gateways_inference_extension(adapters: Path) -> None:
+    """What its endpoint picker reads of a model server, in vLLM's names, with their types and labels.
+
+    https://github.com/kubernetes-sigs/gateway-api-inference-extension, docs/proposals/003-model-server-protocol.
+    """
+    with Serve(*flags(adapters, "--max-loras", "2"), program=LIGHT) as server:
+        text_of(server, "sql")
+        text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    found = {family.name: family for family in text_string_to_metric_families(text)}
+    for name in ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
+        (sample,) = found[name].samples
+        assert found[name].type == "gauge"
+        assert 0 <= sample.value <= 1
+    (sample,) = found["vllm:lora_requests_info"].samples
+    assert abs(sample.value - time.time()) < 60, "the newest sample counts"
+    assert sample.labels["max_lora"] == "2"
+    assert sample.labels.keys() >= {"running_lora_adapters", "waiting_lora_adapters"}
+    (sample,) = found["vllm:cache_config_info"].samples
+    assert sample.value == 1
+    assert all(int(sample.labels[name]) > 0 for name in ("block_size", "num_gpu_blocks"))

@@ -88,7 +88,8 @@ class Prometheus:
         self._log.close()
 
     def get(self, path: str, **params: str) -> Any:
-        return httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=10).json()["data"]
+        """What it answers. Raises httpx.HTTPError: it is not ready."""
+        return httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=10).raise_for_status().json()["data"]
 
     def series(self, query: str) -> list[Any]:
         found: list[Any] = self.get("query", query=query)["result"]

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +27,7 @@ from quire import AsyncLLM, SamplingParams, envs
 from quire.config import EngineConfig
 from quire.engine.nodes import checkpoint
 from quire.engine.server_link import TcpLink
-from quire.entry import ray_replica
+from quire.entry import launch, ray_replica
 from quire.entry.launch import EngineProcesses
 from quire.entry.ray_replica import RayReplica
 from quire.entry.replica import find
@@ -36,6 +37,7 @@ from tests.e2e import reference
 from tests.e2e.serving import INTERPRETER, SMALL, START_SECONDS, Serve
 from tests.e2e.serving import quire as run_quire
 from tests.e2e.test_replicas import post, texts, values
+from tests.frontend.test_supervisor import until
 from tests.ray_cluster import OTHER, processes_with, two_machines
 
 ON_RAY = ("-dp", "2", "--data-parallel-backend", "ray", *SMALL)
@@ -72,6 +74,8 @@ def test_replicas_on_two_machines() -> None:
         places = re.search(r"places for the replicas: 0 on (\S+), 1 on (\S+)", server.log)
         assert places is not None, server.log
         assert OTHER in places.groups()
+        here = os.environ["RAY_ADDRESS"].partition(":")[0]
+        assert f"replicas connect to this machine at {here}" in server.log, "one of two networks"
         assert places[1] != places[2]
         prompt = reference.TEXTS[0]
         body = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
@@ -175,8 +179,11 @@ class NotedPlaces:
         self.launches: list[EngineLaunch] = []
         self.codes: list[Future[int]] = []
         self.error: Exception | None = None
+        self.answers = threading.Event()
+        self.answers.set()
 
     def start(self, index: int, launch: EngineLaunch) -> tuple[str, Future[int]]:
+        assert self.answers.wait(5.0)
         if self.error is not None:
             raise self.error
         self.launches.append(launch)
@@ -207,12 +214,13 @@ async def test_one_engine_after_another(places: NotedPlaces) -> None:
     handle = handle_over(places)
     for number in range(2):
         client = handle.launch()
-        launch = places.launches[-1]
-        assert (launch.is_first, launch.engine_index, launch.gets_tokenizer) == (number == 0, 1, True)
-        assert launch.checkpoint == checkpoint(quire.demo.path("target"), is_dummy=False)
-        assert isinstance(launch.link, ServerAddress)
+        await until(lambda: len(places.launches) == number + 1)  # noqa: B023
+        given = places.launches[-1]
+        assert (given.is_first, given.engine_index, given.gets_tokenizer) == (number == 0, 1, True)
+        assert given.checkpoint == checkpoint(quire.demo.path("target"), is_dummy=False)
+        assert isinstance(given.link, ServerAddress)
         receiving = asyncio.ensure_future(client.receive())
-        engine = await asyncio.to_thread(TcpLink, launch.link, lambda: None)
+        engine = await asyncio.to_thread(TcpLink, given.link, lambda: None)
         engine.send(msgspec.msgpack.encode(EngineProgress("load", 0.5, engine_index=1)))
         assert isinstance(await receiving, EngineProgress)
         assert msgspec.msgpack.decode(await asyncio.to_thread(engine.receive), type=UseTokenizer) == TOKENIZER
@@ -246,8 +254,76 @@ async def test_an_engine_that_never_came(places: NotedPlaces, monkeypatch: pytes
     assert handle.describe_end() is None, "it was told to"
     client.close()
     places.error = RuntimeError("A trace\nThe cluster is gone")
+    client = handle.launch()
+    with pytest.raises(EngineDeadError, match="The engine process has ended"):
+        await client.receive()
+    client.close()
+    assert handle.describe_end() == "Ray has not started replica 1, or has lost it: The cluster is gone"
     with pytest.raises(OSError, match="Ray cannot start it: The cluster is gone"):
-        handle.launch()
+        handle_over(places).launch()
+
+
+async def test_a_slow_cluster_holds_nobody_up(places: NotedPlaces, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica starts again while the server answers others. If it is not wanted any more, it ends when it comes."""
+    monkeypatch.setattr(ray_replica, "END_SECONDS", 0.1)
+    handle = handle_over(places)
+    handle.launch().close()
+    handle.kill()
+    places.answers.clear()
+    before = time.monotonic()
+    client = handle.launch()
+    assert time.monotonic() - before < 1.0
+    assert handle.is_alive()
+    handle.kill()
+    assert handle.describe_end() is None, "it was told to"
+    places.answers.set()
+    await until(lambda: len(places.codes) == 2 and places.codes[-1].done())
+    assert not handle.is_alive()
+    client.close()
+
+
+async def test_nobody_waits_on_the_loop_for_engines_to_end() -> None:
+    """AsyncLLM.shutdown answers at once, and what it answers is done when they have ended."""
+    has_ended, closed = threading.Event(), list[str]()
+
+    async def end() -> None:
+        closed.append("engine")
+
+    llm = AsyncLLM.__new__(AsyncLLM)
+    llm._engine = SimpleNamespace(close=lambda: None, shutdown=end)  # type: ignore[assignment]
+    llm._processes = SimpleNamespace(stop=lambda: has_ended.wait(5.0))  # type: ignore[assignment]
+    llm._shutdown = None
+    before = time.monotonic()
+    done = llm.shutdown()
+    await until(lambda: bool(closed))
+    assert time.monotonic() - before < 1.0
+    assert not done.done()
+    has_ended.set()
+    await done
+
+
+def test_what_was_started_is_closed_if_a_later_replica_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = list[int]()
+
+    class Handle:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def launch(self) -> Any:
+            if self.index == 2:
+                raise OSError(12, "Cannot allocate memory")
+            return SimpleNamespace(close=lambda: closed.append(self.index))
+
+        def tell_to_stop(self) -> None: ...
+
+        def stop(self) -> None: ...
+
+    handles: Any = [Handle(index) for index in range(3)]
+    monkeypatch.setattr(launch, "_engine_processes", lambda *arguments: EngineProcesses(handles, None))
+    parts: Any = SimpleNamespace(input_processor=None, tokenizer=None, model_name="")
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        launch.start_async_engine(EngineConfig(data_parallel_size=3), parts, has_constraints=False)
+    assert closed == [0, 1]
 
 
 async def test_an_address_that_cannot_be_listened_at(places: NotedPlaces) -> None:
@@ -264,8 +340,8 @@ async def test_an_address_that_cannot_be_listened_at(places: NotedPlaces) -> Non
 
 def test_the_model_must_be_that_of_the_server(tmp_path: Path) -> None:
     folder = quire.demo.path("target")
-    launch = EngineLaunch(EngineConfig(), "", ServerAddress("", 0), 1, checkpoint=checkpoint(folder, is_dummy=False))
-    assert find(launch, print) == (folder, None)
-    launch.checkpoint = "another"
+    wanted = EngineLaunch(EngineConfig(), "", ServerAddress("", 0), 1, checkpoint=checkpoint(folder, is_dummy=False))
+    assert find(wanted, print) == (folder, None)
+    wanted.checkpoint = "another"
     with pytest.raises(ConfigError, match=rf"where Ray has placed replica 1, is another one.*{folder}.*another"):
-        find(launch, print)
+        find(wanted, print)

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.cost.calibrate import Fit, Rows
+from quire.cost.calibrate import Fit, Rows, fit
 from quire.cost.model import CostModel
 from quire.cost.step_time import prior, step_seconds
 from quire.engine.calibration import KEPT_STEPS, MAX_SECONDS, MAX_STEP_SECONDS, MOST_REPEATS, Calibration, KeptCosts
 from quire.engine.start import StartedEngine
 from quire.formats.kv_groups import KvGroup
+from quire.messages import Command
 from quire.schedule import ScheduledBatch
 from tests.cost.models import cost_model
 from tests.examples import examples
@@ -63,7 +64,7 @@ def test_all_points_are_measured_and_their_constants_are_kept() -> None:
     while calibration.step():
         pass
     assert len(calibration.steps) == len(POINTS)
-    assert [fit.constants for fit in done] == [driver.cost.fit.constants]
+    assert [each.constants for each in done] == [driver.cost.fit.constants]
     for step in calibration.steps:
         assert step_seconds(step.demand, driver.cost.fit.constants) == pytest.approx(step.seconds, rel=0.02)
     assert len(driver.batches) == len(POINTS) * (1 + MOST_REPEATS), "the first one is not timed"
@@ -114,6 +115,34 @@ def test_a_slow_machine_measures_short_steps_only() -> None:
     assert driver.now <= MAX_SECONDS + MAX_STEP_SECONDS
     assert longest <= 1.2 * MAX_STEP_SECONDS
     assert len(done) == 1
+
+
+def test_running_steps_count_until_all_points_are_measured() -> None:
+    """Requests from the first second on: nothing is measured beside them, and the guess is four times too fast."""
+    driver = CalibratedDriver()
+    truth = driver.cost.fit.constants
+    calibration, done = driver.calibration()
+    driver.cost.calibrate(fit([], GUESS))
+    for index in range(40):
+        driver.add(request(f"r{index}", [index * 50 + token for token in range(1 + index % 30)], 3))
+        driver.run()
+    arithmetic = driver.cost.arithmetic
+    for starts, counts in (([0], [20]), ([20], [1])):
+        load = arithmetic.load(starts, counts, 1)
+        seconds = step_seconds(arithmetic.demand(load), truth)
+        assert driver.cost.predict(load).seconds == pytest.approx(seconds, rel=0.1)
+        assert step_seconds(arithmetic.demand(load), driver.cost.fit.constants) == pytest.approx(seconds, rel=0.2)
+    assert not calibration.is_done
+    assert not done
+    driver.core.command(Command("reset_prefix_cache"))  # it leaves pages to measure with
+    while calibration.step():
+        pass
+    assert done
+    assert driver.cost.learn is None
+    constants = driver.cost.fit.constants
+    driver.add(request("late", range(2000, 2060), 3))
+    driver.run()
+    assert driver.cost.fit.constants == constants, "a running step corrects, and measures nothing any more"
 
 
 def test_a_request_comes_first() -> None:

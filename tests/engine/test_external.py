@@ -139,7 +139,7 @@ def free_ports(count: int) -> list[int]:
     ("environment", "words"),
     [
         ({}, "WORLD_SIZE = tensor_parallel_size x pipeline_parallel_size = 2"),
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, "Nodes need a cluster key"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, "Machines need a cluster key"),
         ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"}, "Machines have different numbers of ranks"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "No such rank"),
     ],

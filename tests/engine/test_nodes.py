@@ -232,7 +232,7 @@ def test_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch, caplog: pytes
                 for byte in (64).to_bytes(8) + bytes(64):
                     slow.sendall(bytes([byte]))
                     time.sleep(0.05)
-            assert wait_for(lambda: "which is no node of this engine: timed out" in caplog.text)
+            assert wait_for(lambda: "which is none of our machines: timed out" in caplog.text)
         with come(port):
             letting.join(15.0)
     assert "Software caused connection abort" in caplog.text
@@ -246,7 +246,7 @@ def test_who_is_let_in(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mon
     config = EngineConfig.from_kwargs(**settings(port))
     found: list[Joined] = []
     letting = in_thread(lambda: found.append(let_in(config, quire.demo.path("target"), waited.append)))
-    with pytest.raises(wire.WireError, match="does not let this node in"):
+    with pytest.raises(wire.WireError, match="does not let this machine in"):
         wire.connect(ADDRESS, port, b"another key, as long", time.monotonic() + 5)
     with socket.create_connection((ADDRESS, port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 4)
@@ -312,5 +312,5 @@ def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
 def test_nobody_listens_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("", "short"):
         monkeypatch.setenv(envs.CLUSTER_KEY.name, key)
-        with pytest.raises(ConfigError, match="Nodes need a cluster key"):
+        with pytest.raises(ConfigError, match="Machines need a cluster key"):
             head(free_port())

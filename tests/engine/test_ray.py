@@ -95,9 +95,12 @@ def cluster() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # Ray's own
-def test_ray_starts_the_machines(cluster: None) -> None:
+def test_ray_starts_the_machines(cluster: None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     on_term = signal.getsignal(signal.SIGTERM)
     engine = on_ray()
+    here = os.environ["RAY_ADDRESS"].partition(":")[0]
+    assert f"Ray starts 1 nodes, which come to {here}, port " in caplog.text, "one of two networks"
     (node,) = processes_with("quire.entry.node")
     assert run(engine.core, brief()) == run(started(1).core, brief())
     assert signal.getsignal(signal.SIGTERM) is on_term

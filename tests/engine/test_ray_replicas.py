@@ -118,6 +118,15 @@ class _Place:
         self.placement_group_bundle_index = placement_group_bundle_index
 
 
+def test_the_address_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Of several networks: that of Ray, unless another one is given."""
+    caplog.set_level("INFO")
+    replicas_on(monkeypatch, {0: "b", 1: "a"}, 2)
+    replicas_on(monkeypatch, {0: "b", 1: "a"}, 2, master_addr="127.0.0.3")
+    said = [line for line in caplog.messages if "connect to this machine" in line]
+    assert said == [f"replicas connect to this machine at {address}" for address in (HERE, "127.0.0.3")]
+
+
 def test_ray_spreads_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a number of threads each needs the cores of a machine."""
     ray, replicas = replicas_on(monkeypatch, {0: "b", 1: "a"}, 2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -126,6 +128,42 @@ def test_the_first_rank_hangs(over: threading.Event, monkeypatch: pytest.MonkeyP
         rf"Rank 0 \(process {os.getpid()} on .+\) has not begun step \d+",
     )
     engine.core.shutdown()
+
+
+SCRIPT = """
+import signal, sys, threading
+from quire import LLM, SamplingParams
+from quire.worker.worker import DeviceWorker
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where the tests run
+steps = []
+def hang(worker, batch):
+    steps.append(batch)
+    if len(steps) == 3:
+        print("hangs", flush=True)
+        threading.Event().wait()
+    return execute(worker, batch)
+sizes = {"num_threads": 1, "max_model_len": 256, "kv_cache_memory_bytes": "32M", "device": "cpu"}
+llm = LLM(tensor_parallel_size=2, distributed_timeout_seconds=int(sys.argv[1]), **sizes)
+execute, DeviceWorker.execute = DeviceWorker.execute, hang
+llm.generate(["Hello"], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True), use_tqdm=False)
+"""
+
+
+@pytest.mark.parametrize("limit", [LIMIT, 300])
+def test_a_script_ends_though_its_first_rank_hangs(limit: int) -> None:
+    """At the limit, or by Ctrl-C before it. Its own thread computes the first rank."""
+    command = [sys.executable, "-c", SCRIPT, str(limit)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "hangs\n"
+        if limit > LIMIT:
+            process.send_signal(signal.SIGINT)
+        try:
+            _, errors = process.communicate(timeout=LIMIT + WITHIN + 10.0)
+        finally:
+            process.kill()
+    assert process.returncode == (1 if limit == LIMIT else -signal.SIGINT)
+    assert ("rank 0 did not come within 3 s" if limit == LIMIT else "KeyboardInterrupt") in errors
 
 
 def test_a_slow_step_that_gets_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

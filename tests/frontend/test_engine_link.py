@@ -106,7 +106,7 @@ def raw(ends: Ends, key: str) -> socket.socket:
 async def test_who_does_not_know_the_key_is_dropped(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
     """And the engine is let in behind it."""
     receiving = asyncio.ensure_future(ends.front.receive())
-    with pytest.raises(wire.WireError, match="does not let this node in"):
+    with pytest.raises(wire.WireError, match="does not let this machine in"):
         await asyncio.to_thread(raw, ends, "of somebody else, long enough")
     assert "does not know the cluster key" in caplog.text
     engine = await asyncio.to_thread(ends.connect)

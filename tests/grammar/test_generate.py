@@ -89,6 +89,12 @@ CASES = {
         Structured(regex=r"[0-9]{3}-[a-f]{4}", reasoning_end=["e", "\n"]),
         re.compile(r"[^e\n]*[e\n][ \n]{0,4}[0-9]{3}-[a-f]{4}").fullmatch,
     ),
+    "behind messages": (
+        Structured(
+            regex=r"[0-9]{3}-[a-f]{4}", reasoning_start=["in "], reasoning_end=["e", "\n"], answer_start=["It ", "Is "]
+        ),
+        re.compile(r"([ \n]{0,4}in [^e\n]*[e\n][ \n]{0,4})*(It |Is )[0-9]{3}-[a-f]{4}").fullmatch,
+    ),
     "choice": (Structured(choice=["yes", 'no "never"', "ye"]), {"yes", 'no "never"', "ye"}.__contains__),
     "EBNF": (Structured(grammar=EBNF), re.compile(r"<\d\d(,\d\d)?>").fullmatch),
     "Lark": (Structured(grammar=LARK), re.compile(r"<\d\d(,\d\d)?>").fullmatch),
@@ -314,7 +320,7 @@ def test_a_slow_grammar_delays_nobody_else(llm: LLM, monkeypatch: pytest.MonkeyP
 
 def test_a_grammar_that_nothing_satisfies_ends_with_its_reason(llm: LLM) -> None:
     """The front end sees most of them; the others end when they are compiled, and the engine goes on."""
-    endless = SamplingParams(structured_outputs=Structured(grammar="start: start"))
+    endless = SamplingParams(structured_outputs=Structured(grammar='start: A\nA: "a" & "b"'))
     with pytest.raises(InvalidRequestError, match="grammar cannot be used: nothing satisfies it"):
         llm.generate("a", endless, use_tqdm=False)
     assert llm.generate("a", SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].token_ids

@@ -32,6 +32,14 @@ def matcher_of(schema: Schema, **options: Any) -> LLMatcher:
     return compiled_matcher(BYTES, grammar_text(Structured(json=schema, **options)))
 
 
+def tagged(schema: Schema) -> LLMatcher:
+    """The schema in a structural tag, behind its trigger."""
+    tag = {"structures": [{"begin": "<a>", "schema": schema, "end": ""}], "triggers": ["<a>"]}
+    matcher = compiled_matcher(BYTES, grammar_text(Structured(structural_tag=json.dumps(tag))))
+    assert matcher.consume_tokens(list(b"<a>"))
+    return matcher
+
+
 def takes(matcher: LLMatcher, text: str) -> bool:
     """Whether an answer may be this text."""
     matcher, data = matcher.deep_copy(), list(text.encode())
@@ -111,7 +119,7 @@ def test_walks() -> None:
         numbers = random.Random(seed)
         schema = any_schema(numbers, 2)
         if '"$ref"' in json.dumps(schema):
-            schema["$defs"] = {"other": any_schema(numbers, 0)}
+            schema["$defs"] = {"other": any_schema(numbers, numbers.randrange(3))}  # it may refer to itself
         try:
             matcher = matcher_of(schema)
         except InvalidRequestError:
@@ -130,7 +138,7 @@ def is_valid(text: str, schema: Schema) -> bool:
         jsonschema.validate(json.loads(text), schema)
     except jsonschema.ValidationError:
         return False
-    except OverflowError:  # jsonschema cannot divide a number as large as this
+    except (OverflowError, RecursionError):  # a number that is too large to divide, a reference to itself in place
         return True
     return True
 
@@ -163,6 +171,26 @@ CHAIN = {
             "has to contain itself: #",
         ),
         ({"type": "object", "required": ["n"], "unevaluatedProperties": {"$ref": "#"}}, "has to contain itself: #"),
+        (
+            {"allOf": [{"type": "object", "properties": {"a": {"$ref": "#"}}}, {"required": ["a"]}]},
+            "has to contain itself: #",
+        ),
+        ({"type": "array", "allOf": [{"items": {"$ref": "#"}}, {"minItems": 1}]}, "has to contain itself: #"),
+        (
+            {
+                "$defs": {"a": {"type": "object", "properties": {"b": {"$ref": "#"}}}},
+                **{"$ref": "#/$defs/a", "required": ["b"]},
+            },
+            "has to contain itself: #",
+        ),
+        ({"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1}, "has to contain itself: #"),
+        (
+            {
+                **{"type": "object", "patternProperties": {"^a": {"$ref": "#"}}, "required": ["ab"]},
+                "additionalProperties": False,
+            },
+            "has to contain itself: #",
+        ),
         (CHAIN, "refer to each other in more ways than can be looked at"),
     ],
 )
@@ -178,6 +206,9 @@ def test_what_would_be_taken_and_is_refused(schema: Schema, why: str) -> None:
         {"anyOf": [{"minProperties": 1}, {"required": ["a", "b"], "minProperties": 3}]},
         {"allOf": [{"required": ["a", "b"]}, {"minProperties": 3}]},
         {"type": "array", "items": {"$ref": "#"}},
+        {"allOf": [{"type": ["null", "object"], "properties": {"a": {"$ref": "#"}}}, {"required": ["a"]}]},
+        {"type": "object", "patternProperties": {"^a": {"$ref": "#"}}, "required": ["b"]},
+        {"type": "object", "patternProperties": {"^a": {"$ref": "#"}}, "minProperties": 1},
         {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1}]},
         {"properties": {"next": {"$ref": "#"}}, "required": ["next"]},  # the next one may be a number
         {"type": "array", "prefixItems": [True, {"$ref": "#"}], "minItems": 1},
@@ -216,9 +247,10 @@ def test_what_is_no_schema_is_refused(schema: Schema) -> None:
 )
 def test_a_named_key_cannot_come_as_a_free_one(named: Schema) -> None:
     """Its name with an escape is the same name to whoever reads the answer."""
-    matcher = matcher_of({"type": "object", **named, "additionalProperties": {"type": "string"}})
-    assert takes(matcher, '{"b": "x\\n"}')
-    assert not takes(matcher, '{"\\u0061": "x"}')
+    schema = {"type": "object", **named, "additionalProperties": {"type": "string"}}
+    for matcher in (matcher_of(schema), tagged(schema)):
+        assert takes(matcher, '{"b": "x\\n"}')
+        assert not takes(matcher, '{"\\u0061": "x"}')
 
 
 def test_keywords_of_the_page() -> None:
@@ -263,4 +295,6 @@ def test_whitespace() -> None:
     ):
         matcher = matcher_of(schema, **options)
         assert [text for text in texts if takes(matcher, text)] == allowed, options
-    assert not takes(matcher_of(schema), '{"a":' + " " * 100 + "[]}"), "an answer of spaces would have no end"
+    assert [text for text in texts if takes(tagged(schema), text)] == texts
+    for matcher in (matcher_of(schema), tagged(schema)):
+        assert not takes(matcher, '{"a":' + " " * 100 + "[]}"), "an answer of spaces would have no end"

@@ -18,6 +18,7 @@ from quire.grammar.limits import parser_limits
 from quire.grammar.text import _closed, grammar_text
 from quire.sampling_params import MAX_GRAMMAR_BYTES
 from quire.sampling_params import StructuredOutputsParams as Structured
+from tests.server.text.answers import TOKENIZER, allows
 
 INEXACT_TAG = json.dumps(
     {
@@ -42,6 +43,8 @@ TAG = '{"structures": [{"begin": "<a>", "schema": %s, "end": ""}], "triggers": [
     [
         ({"json": {"$ref": "https://json-schema.org/draft/2020-12/schema"}}, r"not supported: \$dynamic"),
         ({"json": {"properties": {"a": {"not": {"type": "string"}}}}}, r"not supported: #/properties/a/not"),
+        ({"json": {"properties": {"a~b/c": {"not": {}}, "not": {}}}}, r"not supported: #/properties/a~0b~1c/not\. "),
+        ({"json": {"patternProperties": {"a/(": {}}}}, r"not supported: #/patternProperties/a~1\(: "),
         ({"json": {"items": [{"uniqueItems": True}]}}, r"#/items/0/uniqueItems|items"),
         ({"json": {"items": {"exclusiveMinimum": 1, "maximum": 1.5}}}, "less than 1 from the other bound: #/items"),
         ({"json": {"properties": {"maximum": {"minimum": -1.5, "exclusiveMaximum": -1}}}}, "#/properties/maximum"),
@@ -71,6 +74,11 @@ TAG = '{"structures": [{"begin": "<a>", "schema": %s, "end": ""}], "triggers": [
         ({"grammar": "root ::= ("}, "grammar"),
         ({"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000}, "nested"),
         ({"structural_tag": "{}"}, "structures"),
+        ({"structural_tag": '{"format": {"type": "dispatch"}}'}, "type 'dispatch' of a format"),
+        ({"structural_tag": '{"format": {"type": "tag", "begin": "a"}}'}, "KeyError.*content"),
+        ({"structural_tag": '{"format": {"type": "regex", "pattern": "("}}'}, "regex|unclosed"),
+        ({"structural_tag": '{"format": ' + '{"type": "star", "content": ' * 900 + "3" + "}" * 901}, "structural_tag"),
+        ({"regex": "a", "answer_start": ["A:"]}, "answer_start needs reasoning_end"),
         ({"structural_tag": INEXACT_TAG}, "less than 1 from the other bound: #"),
         ({"regex": "a", "reasoning_start": ["<think>"]}, "needs reasoning_end"),
         (
@@ -236,3 +244,53 @@ def test_a_constraint_behind_reasoning(fields: dict[str, Any], answer: str, spec
 )
 def test_other_bounds_are_exact(schema: dict[str, Any]) -> None:
     assert grammar_text(Structured(json=schema))
+
+
+INTEGER = {"type": "json_schema", "json_schema": {"type": "integer"}}
+TAGS = [{"type": "tag", "begin": f"<{name}>", "content": INTEGER, "end": ["</f>", "</g>"]} for name in "fg"]
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<f", "<g"], "tags": TAGS}
+SEPARATED = {"type": "tags_with_separator", "tags": TAGS, "separator": ";"}
+ANY = {"type": "any_text"}
+
+
+@pytest.mark.parametrize("special", [(), ("<f>", "<g>", "</f>", "<|x|>")])
+@pytest.mark.parametrize(
+    ("form", "allowed", "forbidden"),
+    [
+        ({"type": "const_string", "value": "a/b"}, ["a/b"], ["a", ""]),
+        ({"type": "regex", "pattern": "a/[b\\/]"}, ["a/b", "a//"], ["a/", "a"]),
+        ({"type": "sequence", "elements": [INTEGER, {"type": "const_string", "value": "!"}]}, ["1!"], ["1", "!"]),
+        ({"type": "or", "elements": [INTEGER, {"type": "const_string", "value": "!"}]}, ["12", "!"], ["1!", ""]),
+        ({"type": "optional", "content": TAGS[0]}, ["", "<f>1</f>"], ["<f>1</f><f>1</f>"]),
+        ({"type": "star", "content": TAGS[0]}, ["", "<f>1</f><f>1</g>"], ["<g>1</f>", "<f>x</f>"]),
+        ({"type": "plus", "content": TAGS[0]}, ["<f>1</f>", "<f>1</f><f>1</f>"], [""]),
+        ({**TAGS[0], "content": ANY, "end": "</f>"}, ["<f></f>", "<f>a\n<g</f>"], ["<f>a", "<f>a</f>b", "<f></f></f>"]),
+        ({**ANY, "excludes": ["no", "(b"]}, ["", "on", "a\nb"], ["a no", "(b"]),
+        (TRIGGERED, ["", "a <h>", "<f>1</f>", "a<g>2</f> b<f>3</g>\n"], ["<f>", "a <f>x</f>", "<g>1"]),
+        ({**TRIGGERED, "at_least_one": True}, ["<f>1</f>", "<f>1</f> a <g>2</f>"], ["", "a<f>1</f>"]),
+        ({**TRIGGERED, "stop_after_first": True}, ["", "a<f>1</f>"], ["<f>1</f>a", "<f>1</f><f>1</f>"]),
+        (
+            {**TRIGGERED, "at_least_one": True, "stop_after_first": True},
+            ["<f>1</f>", "<g>1</g>"],
+            ["", "a<f>1</f>", "<f>1</f>b"],
+        ),
+        ({**TRIGGERED, "excludes": ["no"]}, ["on<f>1</f>"], ["no", "no<f>1</f>", "<f>1</f>no"]),
+        (SEPARATED, ["", "<f>1</f>", "<f>1</f>;<g>2</g>;<g>3</f>"], ["<f>1</f>;", "<f>1</f><g>2</g>"]),
+        ({**SEPARATED, "at_least_one": True}, ["<f>1</f>;<f>1</f>"], [""]),
+        ({**SEPARATED, "stop_after_first": True}, ["", "<f>1</f>"], ["<f>1</f>;<f>1</f>"]),
+    ],
+)
+def test_forms_of_a_structural_tag(
+    form: Any, allowed: list[str], forbidden: list[str], special: tuple[str, ...]
+) -> None:
+    """Whether its tags are special tokens or not."""
+    backend = copy.deepcopy(TOKENIZER.backend)
+    backend.add_special_tokens(list(special))
+    tokenizer = Tokenizer(backend, special_tokens=TOKENIZER.special_tokens)
+    grammar = grammar_text(Structured(structural_tag=json.dumps({"format": form})), tokenizer.special_ids)
+    for answer in allowed:
+        assert allows(grammar, answer, tokenizer), answer
+    for answer in forbidden:
+        assert not allows(grammar, answer, tokenizer), answer
+    if special and form["type"] == "triggered_tags" and len(form) == 3:
+        assert allows(grammar, "a<|x|>b<f>1</f><|x|>", tokenizer), "free text has other special tokens too"

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 
 class LocalServer(ThreadingHTTPServer):
-    """On a free port."""
+    """On a free port.
+
+    Args:
+        pems: (certificate, key): it speaks https://.
+    """
 
     daemon_threads = True
 
-    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+    def __init__(self, handler: type[BaseHTTPRequestHandler], pems: tuple[Path, Path] | None = None) -> None:
         super().__init__(("127.0.0.1", 0), handler)
+        self._tls = None
+        if pems:
+            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._tls.load_cert_chain(*pems)
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
 
     def __enter__(self) -> Self:
@@ -25,6 +35,12 @@ class LocalServer(ThreadingHTTPServer):
         self.server_close()
         self._thread.join()
 
+    def get_request(self) -> tuple[Any, Any]:
+        connection, address = super().get_request()
+        if self._tls:  # shakes hands when its thread reads
+            connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
+
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return f"http{'s' if self._tls else ''}://127.0.0.1:{self.server_address[1]}"

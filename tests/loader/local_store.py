@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -32,8 +33,8 @@ class Store(LocalServer):
         num_connections: that were made.
     """
 
-    def __init__(self, objects: Mapping[str, bytes]) -> None:
-        super().__init__(StoreHandler)
+    def __init__(self, objects: Mapping[str, bytes], pems: tuple[Path, Path] | None = None) -> None:
+        super().__init__(StoreHandler, pems)
         self.objects = dict(objects)
         self.etags: dict[str, str] = {}
         self.faults: dict[str, Fault] = {}
@@ -43,7 +44,7 @@ class Store(LocalServer):
         self.modified = "2026-01-01T00:00:00.000Z"
         self.is_open, self.has_etags, self.knows_ranges = True, True, True
         self.num_connections = 0
-        self.is_left = threading.Event()  # ends answers that wait
+        self.is_waiting, self.is_left = threading.Event(), threading.Event()  # an answer waits; answers end
 
     def environment(self, cache: Path) -> dict[str, str]:
         """What tells a reader of this store."""
@@ -137,8 +138,16 @@ class StoreHandler(BaseHTTPRequestHandler):
             self.respond(206, piece, **headers | {"Content_Range": f"bytes {begin + 1}-{end}/{len(data)}"})
         elif fault == "slow":
             self.respond(206, piece[:1], length=len(piece), **headers)
+            self.server.is_waiting.set()
             self.server.is_left.wait(10)
             self.close_connection = True
+        elif fault == "together":
+            connection, self.wfile = self.wfile, io.BytesIO()
+            self.respond(206, piece, **headers)
+            connection.write(self.wfile.getvalue())
+            self.wfile = connection
+        elif fault == "last":
+            self.respond(206, piece, **headers | {"Connection": "close"})
         elif fault == "changed" or self.headers.get("If-Match") not in (None, etag):
             self.respond(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         elif fault == "cut":

@@ -21,6 +21,7 @@ from quire.loader.gguf_choice import find_gguf
 from quire.loader.hub import resolve_model, resolve_tokenizer_files
 from quire.loader.object_store import MANIFEST, mirrors
 from quire.loader.safetensors import open_checkpoint
+from tests.e2e.certificates import make
 from tests.loader.local_store import SECRET, Fault, Store
 
 URL = "s3://models/small model"
@@ -34,7 +35,7 @@ WEIGHTS = {
 FILE = "small model/model.safetensors"
 
 
-@pytest.fixture(params=["signed", "library"])
+@pytest.fixture(params=["signed", "signed over TLS", "library"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How tensors are read: by signed URLs, or by the client library alone."""
     if request.param == "library":
@@ -43,9 +44,14 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+def store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pems: tuple[Path, Path]
+) -> Iterator[Store]:
+    has_tls = "way" in request.fixturenames and request.getfixturevalue("way") == "signed over TLS"
+    monkeypatch.setenv("SSL_CERT_FILE", str(pems[0]))
     files = {"config.json": b"{}", "tokenizer.json": b"[]", "other.bin": b"x", "onnx/model.json": b"x"}
-    with Store({f"small model/{name}": data for name, data in files.items()} | {FILE: save(WEIGHTS)}) as store:
+    objects = {f"small model/{name}": data for name, data in files.items()} | {FILE: save(WEIGHTS)}
+    with Store(objects, pems if has_tls else None) as store:
         for name, value in store.environment(tmp_path / "cache").items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(object_store, "PIECE_BYTES", 1000)
@@ -100,6 +106,15 @@ def test_weights_are_streamed_and_never_on_the_disk(store: Store) -> None:
     assert (folder / "model.safetensors").read_bytes() != store.objects[FILE], "the file still has its hole"
 
 
+def test_the_progress_of_weights_that_are_streamed(store: Store, way: str) -> None:
+    said: list[float] = []
+    found = open_checkpoint(resolve_model(URL)).tensors(lambda phase, fraction, text: said.append(fraction))
+    check(dict(found))
+    assert len(said) == len(WEIGHTS)
+    assert said == sorted(said)
+    assert said[-1] == 1.0
+
+
 def test_little_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for size, expected in ((0, 1 << 20), (600 << 20, 3_932_160), (5 << 30, 8 << 20)):
@@ -146,7 +161,7 @@ def test_only_a_tokenizer(store: Store) -> None:
 def test_a_passing_fault_is_not_noticed(store: Store, way: str, fault: str) -> None:
     store.faults[FILE] = once(fault)
     check(read(resolve_model(URL)))
-    assert bool(store.signed) == (way == "signed")
+    assert bool(store.signed) == (way != "library")
 
 
 @pytest.mark.parametrize("fault", ["403", "redirect", "range"])
@@ -168,7 +183,12 @@ def test_the_library_goes_on_where_a_signed_answer_was_cut(store: Store) -> None
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("https_proxy", "http://127.0.0.1:1"), ("AWS_PROXY_EXCLUDES", "*"), ("AWS_SKIP_SIGNATURE", "true")],
+    [
+        ("https_proxy", "http://127.0.0.1:1"),
+        ("AWS_PROXY_EXCLUDES", "*"),
+        ("AWS_SKIP_SIGNATURE", "true"),
+        ("AWS_ALLOW_INVALID_CERTIFICATES", "true"),
+    ],
 )
 def test_settings_of_the_library_are_followed(
     store: Store, monkeypatch: pytest.MonkeyPatch, name: str, value: str
@@ -178,24 +198,30 @@ def test_settings_of_the_library_are_followed(
     assert not store.signed
 
 
-def test_https_is_read_by_the_library(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signed_url_leads_to_its_store(store: Store, way: str) -> None:
     (found,) = [each for each in object_store.list_objects(URL) if each.name == "model.safetensors"]
-    assert found.signed_url(60).startswith(f"{store.url}/models/small%20model/model.safetensors?")
-    object_store._store.cache_clear()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://127.0.0.1")
-    monkeypatch.setenv("AZURE_ENDPOINT", "http://127.0.0.1")  # that of another scheme
-    with pytest.raises(NotImplementedError):
-        found.signed_url(60)
-    monkeypatch.delenv("AZURE_ENDPOINT")
-    monkeypatch.delattr("obstore.sign")  # which may ask a service
-    with pytest.raises(NotImplementedError):
-        found.signed_url(60)
+    if way == "library":
+        with pytest.raises(NotImplementedError):
+            found.signed_url(60)
+    else:
+        assert found.signed_url(60).startswith(f"{store.url}/models/small%20model/model.safetensors?")
+    assert store.url.startswith("https://" if way == "signed over TLS" else "http://")
+
+
+@pytest.mark.parametrize("way", ["signed over TLS"], indirect=True)
+def test_a_certificate_that_nobody_trusts_is_refused(
+    store: Store, way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(make(tmp_path, "another", is_authority=False)[0]))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        resolve_model(URL)
+    assert not store.reads
 
 
 def test_a_copy_is_read_by_signed_urls(store: Store, way: str, tmp_path: Path) -> None:
     folder = resolve_model(URL, download_dir=str(tmp_path / "models"))
     assert (folder / "model.safetensors").read_bytes() == store.objects[FILE]
-    assert {key for key, _ in store.signed} == ({FILE} if way == "signed" else set()), "one request needs none"
+    assert {key for key, _ in store.signed} == ({FILE} if way != "library" else set()), "one request needs none"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from quire.loader import signed_reads
 from quire.loader.signed_reads import MAX_FAILURES, SignedReads
 from tests.loader.local_store import Store
 
-DATA = random.Random(0).randbytes(5000)
+DATA = random.Random(0).randbytes(500_000)  # more than a connection buffers
 NAME = "model.safetensors"
 
 
@@ -43,10 +44,10 @@ class Reads(SignedReads):
         return came
 
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setattr(signed_reads, "AT_ONCE", 100)
-    with Store({NAME: DATA}) as store:
+@pytest.fixture(params=["http", "https"])
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, pems: tuple[Path, Path]) -> Iterator[Store]:
+    monkeypatch.setenv("SSL_CERT_FILE", str(pems[0]))
+    with Store({NAME: DATA}, pems if request.param == "https" else None) as store:
         yield store
         store.is_left.set()
 
@@ -61,16 +62,17 @@ def reads(store: Store) -> Iterator[Reads]:
 def test_parts_of_any_size(store: Store, reads: Reads) -> None:
     assert reads.check(0) == 0
     assert not store.reads, "nothing is asked for"
-    assert reads.check(0, 5000) == 5000
-    assert reads.check(17, 1, 99, 100, 101, 1000) == 1301
-    assert reads.check(4999, 1) == 1
+    assert reads.check(0, len(DATA)) == len(DATA)
+    assert reads.check(17, 1, 99, 10_000, 101, 100_000) == 110_201
+    assert reads.check(len(DATA) - 1, 1) == 1
     assert reads.num_signed == 1
     assert store.num_connections == 1
 
 
 def test_readers_share_connections(store: Store, reads: Reads) -> None:
     with ThreadPoolExecutor(4) as pool:
-        assert sum(pool.map(lambda begin: reads.check(begin, 60, 40), range(0, 5000, 100))) == 5000
+        parts = range(0, len(DATA), 10_000)
+        assert sum(pool.map(lambda begin: reads.check(begin, 6_000, 4_000), parts)) == len(DATA)
     assert store.num_connections <= 4
 
 
@@ -86,12 +88,50 @@ def test_no_byte_of_another_answer(store: Store, reads: Reads, fault: str) -> No
 def test_an_answer_for_the_whole_object(store: Store, reads: Reads) -> None:
     """A server that does not know ranges."""
     store.knows_ranges = False
-    assert reads.check(0, 5000) == 0
+    assert reads.check(0, len(DATA)) == 0
 
 
 def test_a_cut_answer_counts_until_it_was_cut(store: Store, reads: Reads) -> None:
     store.faults[NAME] = lambda number: "cut"
-    assert reads.check(10, 300, 700) == 500
+    assert reads.check(10, 150_000, 250_000) == 200_000
+
+
+@pytest.mark.parametrize("size", [10, 10_000, 100_000])
+def test_a_body_that_comes_with_its_head(store: Store, reads: Reads, size: int) -> None:
+    store.faults[NAME] = lambda number: "together"
+    for begin in (0, 1000):
+        assert reads.check(begin, 5, size - 5) == size
+
+
+def test_a_server_that_ends_each_connection(store: Store, reads: Reads) -> None:
+    store.faults[NAME] = lambda number: "last"
+    assert reads.check(0, len(DATA)) + reads.check(10, 20) == len(DATA) + 20
+    assert store.num_connections == 2
+
+
+def test_a_reader_whose_bytes_have_not_come_holds_up_nobody(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signed_reads, "NUM_TURNS", 1)
+    store.faults[NAME] = lambda number: "slow" if number == 0 else None
+    reads = Reads(store)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(reads.check, 0, len(DATA))
+        assert store.is_waiting.wait(10)
+        assert reads.check(0, len(DATA)) == len(DATA)
+        assert not slow.done()
+        store.is_left.set()
+        assert slow.result() == 1
+    reads.close()
+
+
+def test_a_certificate_that_nobody_trusts(monkeypatch: pytest.MonkeyPatch, pems: tuple[Path, Path]) -> None:
+    with Store({NAME: DATA}, pems) as store:
+        reads = Reads(store)
+        assert reads.check(0, 10) == 0
+        assert not store.reads
+        monkeypatch.setenv("SSL_CERT_FILE", str(pems[0]))
+        reads = Reads(store)
+        assert reads.check(0, 10) == 10
+        reads.close()
 
 
 def test_a_version_without_an_etag(store: Store) -> None:
@@ -109,7 +149,7 @@ def test_a_slow_answer_is_given_up(store: Store, monkeypatch: pytest.MonkeyPatch
     store.faults[NAME] = lambda number: "slow" if limit == "WAIT_SECONDS" else None
     reads = Reads(store)
     start = time.monotonic()
-    assert reads.check(0, 300) < 300
+    assert reads.check(0, 300_000) < 300_000
     assert time.monotonic() - start < 5
     reads.close()
 

@@ -55,11 +55,11 @@ def test_an_adapter_that_is_read_again(loader: AdapterLoader[str], tmp_path: Pat
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
-def test_only_the_loader_has_a_low_priority(tmp_path: Path) -> None:
+def test_only_the_loader_has_a_lower_priority(tmp_path: Path) -> None:
     folder = write_random_adapter(tmp_path, BASE, modules=["q_proj"])
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     loader = AdapterLoader(read, lambda _: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-    assert loader.load(folder).result() == 19
+    assert loader.load(folder).result() == own + 1
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
 

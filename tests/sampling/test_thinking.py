@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,3 +30,20 @@ def test_the_end_is_forced_behind_the_last_token(most, has_start, output, append
     assert budget.forced_after(drafts) == forced(most, has_start, [*output, *appended, *drafts])
     if not budget.needs_tokens:
         assert forced(most, has_start, [*output, *appended]) is None
+
+
+HEADER = [START, 3]
+
+
+@given(
+    most=st.integers(0, 5),
+    output=st.lists(st.sampled_from((0, END, *HEADER)), max_size=24),
+    drafts=st.lists(st.sampled_from((0, END, *HEADER)), max_size=8),
+)
+def test_messages_of_reasoning_share_a_budget(most, output, drafts):
+    """Each begins behind a header. Here c and d are the header, b is the end."""
+    text = "".join("abcd"[token_id] for token_id in [*output, *drafts])
+    messages = re.findall("cd([^b]*)(b?)", text)
+    is_open = bool(messages) and not messages[-1][1]
+    is_spent = sum(len(body) for body, _ in messages) == most
+    assert ThinkingBudget(most, [END, *HEADER], output).forced_after(drafts) == (END if is_open and is_spent else None)

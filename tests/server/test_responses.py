@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseReasoningItem
 
 from quire.config import EngineConfig, ServerConfig
 from quire.entry.launch import open_model
@@ -461,3 +461,20 @@ async def test_the_memory_of_the_store_is_bounded() -> None:
     await growing.cancel()
     by_size.keep(stored(6, "x" * 20_000))
     assert kept(by_size) == []
+
+
+def test_a_summary_of_the_reasoning_is_not_made(agent: RunningServer) -> None:
+    """The request says so in its answer, and nothing is lost: all of the reasoning comes."""
+    with agent.openai() as client:
+        response = client.responses.with_raw_response.create(
+            model=MODEL, input="Will it rain?", reasoning={"effort": "low", "summary": "auto"}
+        )
+        assert "reasoning.summary" in response.headers["x-quire-ignored-fields"]
+        answer = response.parse()
+        assert answer.reasoning is not None
+        assert answer.reasoning.summary == "auto"
+        reasoning = answer.output[0]
+        assert isinstance(reasoning, ResponseReasoningItem)
+        assert (reasoning.summary, shown(answer)[0]) == ([], ("reasoning", "Hm."))
+    error = error_of(agent.http.post(PATH, json={"input": "Hi", "reasoning": {"summary": "none"}}), 400)
+    assert error["param"] == "reasoning.summary"

@@ -7,28 +7,25 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher
 
 from quire.formats.answer_formats import REASONING_PARSERS, TOOL_PARSERS
 from quire.frontend.tokenizer import Tokenizer
-from quire.grammar.compiled import vocabulary
 from quire.grammar.text import grammar_text
 from quire.measure.http import HttpClient
 from quire.measure.load import Outcome, send
 from quire.server.protocol.chat import ChatRequest
+from quire.server.text import harmony
 from quire.server.text.reader import Tags
 from quire.server.text.reasoning import REASONING_FORMATS, ReasoningFormat
-from quire.server.text.strict_calls import STRICT_FORMATS
 from quire.server.text.tools import CALL_LIST, TOOL_FORMATS
 from quire.server.tool_choice import ToolChoice
 from quire.settings import ServerSettings
 from tests.server.serving import MODEL, TOKENIZER, RunningServer
 from tests.server.test_errors import error_of
-from tests.server.text.answers import TOOLS
+from tests.server.text.answers import TOOLS, allows
 
 MESSAGES = [{"role": "user", "content": "Will it rain?"}]
 NOW = {"type": "function", "function": {"name": "now"}}
@@ -41,6 +38,14 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and enable_thinking %}<think>\n"
     "{% endif %}{% endif %}"
 )
+
+
+def strict(*tools: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
+    """The tools, as strict ones."""
+    return [{"type": "function", "function": {**tool["function"], "strict": True, **fields}} for tool in tools]
+
+
+STRICT = strict(*TOOLS, parameters={**TOOLS[0]["function"]["parameters"], "required": ["city"]})
 
 
 @contextmanager
@@ -232,6 +237,56 @@ def test_the_grammar_begins_behind_the_reasoning():
             assert ("</think>" in grammar, "begin" in grammar) == (True, has_start)
 
 
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+IN_HARMONY = {"tools": "openai", "reasoning": "openai_gptoss"}
+
+
+def test_in_harmony_a_constraint_is_for_the_final_message():
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"properties": {"a": {"type": "integer"}}}}}
+    with answering(ANALYSIS + FINAL + '{"a": 5}<|return|>', **IN_HARMONY) as server:
+        for fields in ({"tools": []}, {}):
+            fields |= {"response_format": form}
+            (choice,) = ask(server, **fields).choices
+            assert (choice.message.reasoning, choice.message.content) == ("Hm.", '{"a": 5}')
+            grammar = server.last_request().sampling_params.grammar
+            found = streamed(server, **fields)
+            assert (found["reasoning"], found["content"], found["calls"]) == ("Hm.", '{"a": 5}', [])
+        for start in ("", ANALYSIS, ANALYSIS * 2):
+            for header in (FINAL, "<|channel|>final <|constrain|>json<|message|>"):
+                assert allows(grammar, start + header + '{"a": 5}')
+                assert not allows(grammar, start + header + '{"a": "5"}')
+                assert not allows(grammar, start + header + "No.")
+            assert not allows(grammar, start + '{"a": 5}')
+        assert not allows(grammar, "Hm. " + FINAL + '{"a": 5}')
+        history = [*MESSAGES, {"role": "assistant", "content": FINAL + '{"a"'}]
+        fields = {"messages": history, "continue_final_message": True, "add_generation_prompt": False}
+        server.chat(response_format=form, **fields)
+        assert "final" not in server.last_request().sampling_params.grammar, "the prompt has begun the message"
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "get_weather"}}, "stop")],
+)
+def test_in_harmony_a_constrained_call_is_a_message(choice, reason):
+    """With the model's own header, and behind its reasoning."""
+    call = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    with answering(ANALYSIS + call + '{"city": "Bern"}<|call|>', **IN_HARMONY) as server:
+        (answer,) = ask(server, tools=[*STRICT, NOW], tool_choice=choice).choices
+        assert (answer.message.reasoning, answer.message.content) == ("Hm.", None)
+        assert answer.message.tool_calls[0].function.arguments == '{"city": "Bern"}'
+        assert answer.finish_reason == reason
+        grammar = server.last_request().sampling_params.grammar
+        found = streamed(server, tools=[*STRICT, NOW], tool_choice=choice)
+        assert (found["reasoning"], found["calls"]) == ("Hm.", [["get_weather", '{"city": "Bern"}']])
+    for start in ("", ANALYSIS):
+        assert allows(grammar, start + call + '{"city": "Bern"}')
+        assert not allows(grammar, start + call + '{"city": 5}')
+        assert not allows(grammar, start + FINAL + "No.")
+        assert allows(grammar, start + call.replace("get_weather", "now") + "{}") == (choice == "required")
+
+
 def test_tags_that_are_special_tokens_reach_the_parser():
     backend = copy.deepcopy(TOKENIZER.backend)
     backend.add_special_tokens(["[TOOL_CALLS]"])
@@ -306,70 +361,6 @@ def test_references_of_a_schema_move_with_it():
     assert constraint.json["maxItems"] == 1
 
 
-def strict(*tools: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
-    """The tools, as strict ones."""
-    return [{"type": "function", "function": {**tool["function"], "strict": True, **fields}} for tool in tools]
-
-
-STRICT = strict(*TOOLS, parameters={**TOOLS[0]["function"]["parameters"], "required": ["city"]})
-# How models write a call, and what is wrong: the arguments, the name of the tool, what is around them.
-STRICT_CALLS = {
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGS\n```"
-    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGS"
-    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "hermes": '<tool_call>\n{"name": "NAME", "arguments": ARGS}\n</tool_call>',
-    "mistral": "[TOOL_CALLS]NAME[ARGS]ARGS",
-    "phi4_mini_json": 'functools[{"name": "NAME", "arguments": ARGS}]',
-}
-
-
-def written(form: str, name: str = "get_weather", arguments: str = '{"city": "Bern"}') -> str:
-    return STRICT_CALLS[form].replace("NAME", name).replace("[ARGS]", "\0").replace("ARGS", arguments).replace(
-        "\0", "[ARGS]"
-    )  # fmt: skip
-
-
-def allows(constraint: Any, text: str, tokenizer: Tokenizer = TOKENIZER) -> bool:
-    """Whether an answer may be this text."""
-    matcher = LLMatcher(
-        vocabulary(tokenizer.backend.to_str(), [tokenizer.token_to_id("<|im_end|>")], tokenizer.vocab_size),
-        grammar_text(constraint, tokenizer.special_ids),
-    )
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-
-
-@pytest.mark.parametrize("is_special", [False, True])
-@pytest.mark.parametrize("form", STRICT_FORMATS)
-def test_calls_of_strict_tools_follow_their_schemas(form, is_special):
-    backend = copy.deepcopy(TOKENIZER.backend)
-    if is_special:
-        marks = re.findall(r"<[^>\n]*>|\[[A-Z_]+\]", STRICT_CALLS[form].replace("NAME", "").replace("\0", ""))
-        backend.add_special_tokens(sorted({mark for mark in marks if "calls" not in mark.replace("TOOL_CALLS", "")}))
-    tokenizer = Tokenizer(backend, special_tokens=TOKENIZER.special_tokens)
-    body = ChatRequest(messages=MESSAGES, tools=[*STRICT, NOW])
-    constraint = ToolChoice.of(body, ServerSettings(tool_call_parser=form), []).constraint
-    call = partial(written, form)
-    for text in (
-        "",
-        "I write <b>functools</b> and [TOOL] instead.",
-        call(),
-        f"I look.\n{call()}\n{call(arguments=json.dumps({'city': 'Bern', 'days': 3, 'units': None}))} Done",
-        call(name="now", arguments='{"any": [1]}'),
-    ):
-        assert allows(constraint, text, tokenizer), text
-    for text in (
-        call(arguments="{}"),
-        call(arguments='{"city": 5}'),
-        call(arguments='{"city": "Bern"'),
-        call(name="get_wether"),
-        call(name="now", arguments="[]"),
-        call()[: len(call()) // 2],
-    ):
-        assert not allows(constraint, text, tokenizer), text
-
-
 def test_strict_calls_with_reasoning_and_a_form_of_the_answer():
     with answering(ANSWER) as server:
         (choice,) = ask(server, tools=STRICT).choices
@@ -382,12 +373,6 @@ def test_strict_calls_with_reasoning_and_a_form_of_the_answer():
         for fields in ({"tools": TOOLS}, {"tools": STRICT, "tool_choice": "none"}):
             ask(server, **fields)
             assert server.last_request().sampling_params.grammar is None
-
-
-def test_formats_whose_calls_cannot_be_held_to_schemas():
-    for form in sorted({*TOOL_PARSERS} - STRICT_FORMATS.keys()):
-        body = ChatRequest(messages=MESSAGES, tools=STRICT)
-        assert ToolChoice.of(body, ServerSettings(tool_call_parser=form), []).constraint is None
 
 
 def test_the_flags_name_every_format():
@@ -414,6 +399,23 @@ def test_a_thinking_budget_reaches_the_engine(agent, monkeypatch, opening, closi
     assert params.thinking_token_budget == (None if tags is None else 5)
     if tags is not None:
         assert params.thinking_token_ids == [TOKENIZER.token_to_id(tag) for tag in tags]
+
+
+def test_a_thinking_budget_in_harmony(monkeypatch):
+    """The tokens of a header begin the reasoning, unless the prompt has begun a message."""
+    tags = ("a", "b", "c", "d")  # for which the demo model has tokens
+    with answering("x", **IN_HARMONY) as server:
+        error = error_of(server.chat(thinking_token_budget=5), 400)
+        assert "not tokens" in error["message"]
+        monkeypatch.setattr(harmony, "REASONING_TOKENS", tags)
+        server.chat(thinking_token_budget=5, max_tokens=1)
+        params = server.last_request().sampling_params
+        assert params.thinking_token_budget == 5
+        assert params.thinking_token_ids == [TOKENIZER.token_to_id(tag) for tag in tags]
+        history = [*MESSAGES, {"role": "assistant", "content": FINAL}]
+        fields = {"messages": history, "continue_final_message": True, "add_generation_prompt": False}
+        assert server.chat(thinking_token_budget=5, max_tokens=1, **fields).status_code == 200
+        assert server.last_request().sampling_params.thinking_token_budget is None
 
 
 async def test_the_benchmark_measures_from_the_first_token_of_the_reasoning(agent):

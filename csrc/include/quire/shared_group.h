@@ -56,8 +56,8 @@ class SharedGroup {
   static constexpr int64_t kFirstPart = 65536;
   static int64_t num_bytes(int size, int64_t slot_bytes);
 
-  // Columns of all ranks side by side. Throws GroupError, or StepVoid. Every rank calls it with the same number of rows
-  // and widths.
+  // Columns of all ranks side by side. Throws GroupError, or StepVoid. Every rank calls it with the same number of
+  // rows, widths and owners.
   void gather(const GatherArgs& args);
 
   // Every rank has some rows, which come one after the other, and gets some columns of the rows of all ranks. Throws
@@ -85,6 +85,7 @@ class SharedGroup {
   // Says that a rank has failed, by its number among all ranks. All ranks of all groups leave what they wait for, now
   // and later. The first one counts.
   void abort(int number);
+  int rank() const { return rank_; }
   int size() const { return size_; }
   int aborted() const;  // the number of the rank that has failed; -1: none
 
@@ -150,8 +151,9 @@ struct GatherArgs {
   SharedGroup* group;
   std::array<int64_t, kMaxRanks> widths;  // bytes of a row of each rank
   int64_t rows;
+  const int32_t* owners;         // of each row: the rank that wants it; nullptr: whoever has `out` wants all rows
   StridedRows<const char> part;  // [rows, width of this rank], strides in bytes
-  StridedRows<char> out;         // [rows, sum of widths], strides in bytes; nullptr: this rank does not want it
+  StridedRows<char> out;  // [rows that it wants, sum of widths], strides in bytes; nullptr: this rank wants none
 };
 
 struct ExchangeArgs {

@@ -160,9 +160,6 @@ PARALLELISM: tuple[Foreign, ...] = (
     ),
     *accepted("it is for models with hyper-connections, which are not in this version", switches="enable_hc_sp"),
     *accepted(
-        "the first rank samples all rows, and tells the others their tokens", switches="enable_batch_sharded_sampling"
-    ),
-    *accepted(
         "each rank prepares its own tensors, so messages between processes hold no large ones",
         switches="enable_shm_tensor_arena",
     ),

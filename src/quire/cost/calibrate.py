@@ -87,6 +87,7 @@ def points(
         [(max(context - 128, 0), 128)],
         decodes(32, context),
         [(0, 256)],
+        [(0, 512)],
     ]
     for rows in wished:
         lengths = [start + count for start, count in rows]

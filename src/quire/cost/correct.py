@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Mapping
 
 from quire.cost.step_time import MIN_SPREAD
@@ -12,6 +14,7 @@ PRIOR_STEPS = 4  # the calibration counts as 4 steps: the first step of a size h
 FORGOTTEN_SHARE = 1 / 256  # each step moves the factors of the other sizes by this share towards its own
 MAX_RATIO = 20.0  # a delayed step moves no factor further
 SPREAD_QUANTILE = 1.65  # nine of ten values lie within this number of standard deviations on both sides
+RECENT_STEPS = 512  # steps that say how often a prediction is exceeded, and by how much
 
 
 def possible_spread(spread: float) -> float:
@@ -56,8 +59,7 @@ class Correction:
         """A step took `measured` seconds. `predicted` includes the factor before this call."""
         if predicted <= 0 or measured <= 0:
             return
-        size = num_tokens.bit_length()
-        error = math.log(min(max(measured / predicted, 1 / MAX_RATIO), MAX_RATIO))
+        size, error = num_tokens.bit_length(), _log_error(predicted, measured)
         before, count = self._logs.get(size, (math.log(self.factor(num_tokens)), 0))
         weight = max(1 / (count + PRIOR_STEPS), NEWEST_WEIGHT)
         self._logs[size] = before + weight * error, count + 1
@@ -69,3 +71,35 @@ class Correction:
         self.num_steps += 1
         self._variance += NEWEST_WEIGHT * (error * error - self._variance)
         self.spread = math.expm1(SPREAD_QUANTILE * math.sqrt(self._variance))
+
+
+class Tail:
+    """The errors of recent steps, of which the largest ones matter. No distribution is assumed.
+
+    Delays of a shared machine are larger and rarer than those of a normal distribution of the same variance.
+    """
+
+    def __init__(self) -> None:
+        self._errors = deque[float]()  # logarithms of measured / predicted, oldest first
+        self._sorted: list[float] = []
+
+    def add(self, predicted: float, measured: float) -> None:
+        """A step took `measured` seconds."""
+        if predicted <= 0 or measured <= 0:
+            return
+        if len(self._errors) == RECENT_STEPS:
+            del self._sorted[bisect_left(self._sorted, self._errors.popleft())]
+        error = _log_error(predicted, measured)
+        self._errors.append(error)
+        insort(self._sorted, error)
+
+    def ratio(self, share: float) -> float | None:
+        """The ratio measured / predicted that this share of the steps did not exceed; None: there are too few steps."""
+        count = len(self._sorted)
+        if count * (1 - share) < 1:
+            return None
+        return math.exp(self._sorted[math.ceil(count * share) - 1])
+
+
+def _log_error(predicted: float, measured: float) -> float:
+    return math.log(min(max(measured / predicted, 1 / MAX_RATIO), MAX_RATIO))

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from statistics import NormalDist
 
 from quire.cost.arithmetic import Load, StepArithmetic
 from quire.cost.calibrate import Fit
-from quire.cost.correct import SPREAD_QUANTILE, Correction, possible_spread
+from quire.cost.correct import SPREAD_QUANTILE, Correction, Tail, possible_spread
 from quire.cost.step_time import MIN_SPREAD, StepTime, step_time
 
 
 class CostModel:
-    """Step times of one model in one form on one machine."""
+    """Step times of one model in one form on one machine.
+
+    Attributes:
+        learn: is told each running step and its seconds, as long as the constants are not all measured; else None.
+    """
 
     def __init__(self, arithmetic: StepArithmetic, fit: Fit) -> None:
         self.arithmetic = arithmetic
+        self.learn: Callable[[Load, float], None] | None = None
         self.calibrate(fit)
 
     def calibrate(self, fit: Fit) -> None:
         """Take other constants, and forget what running steps have corrected."""
         self.fit = fit
-        self._correction = Correction(fit.spread, fit.factors)
+        self._correction, self._tail = Correction(fit.spread, fit.factors), Tail()
 
     @property
     def num_corrections(self) -> int:
@@ -50,10 +55,20 @@ class CostModel:
     def observe(self, load: Load, predicted_seconds: float, seconds: float) -> None:
         """A step took `seconds`."""
         self._correction.add(load.num_tokens, predicted_seconds, seconds)
+        if load.num_tokens > load.num_rows:
+            self._tail.add(predicted_seconds, seconds)
+        if self.learn is not None:
+            self.learn(load, seconds)
 
     def margin(self, attainment: float) -> float:
-        """The factor of a prediction after which this share of the steps takes no longer."""
-        return math.pow(1 + max(self.spread, MIN_SPREAD), _quantile(attainment) / SPREAD_QUANTILE)
+        """The factor of a prediction after which this share of the steps takes no longer.
+
+        It is what recent steps with prompts have needed. Until there are enough of them, errors are taken as normal.
+        """
+        deviations = _quantile(attainment) / SPREAD_QUANTILE
+        if (needed := self._tail.ratio(attainment)) is None:
+            return math.pow(1 + max(self.spread, MIN_SPREAD), deviations)
+        return max(needed, math.pow(1 + MIN_SPREAD, deviations))
 
     def with_drafts(self, starts: Sequence[int], most: int) -> list[float]:
         """The seconds of a step with one token of each request, alone and with 1 to `most` drafts behind them.

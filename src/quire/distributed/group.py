@@ -57,6 +57,14 @@ class Group(Protocol):
         """The same for the first rank alone; others get [T, 0]."""
         ...
 
+    def gather_rows(self, part: Tensor, widths: Sequence[int], owners_T: Tensor) -> Tensor:
+        """The same for each rank of its own rows, in their order. The next call overwrites them.
+
+        Args:
+            owners_T: int32: the rank that wants the row, equal on all ranks.
+        """
+        ...
+
     def exchange(
         self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range, num_rows: int | None = None
     ) -> Tensor:

@@ -150,6 +150,7 @@ class SharedMemoryGroup:
     def __init__(self, shared: Any, members: tuple[int, ...], number: int) -> None:
         self.rank, self.size = members.index(number), len(members)
         self._shared = shared
+        self._rows = torch.empty(0)  # of gather_rows
 
     @property
     def waited_seconds(self) -> float:
@@ -165,6 +166,15 @@ class SharedMemoryGroup:
             return self.gather(part, widths)
         self.bring(part, widths)
         return part[:, :0]
+
+    def gather_rows(self, part: Tensor, widths: Sequence[int], owners_T: Tensor) -> Tensor:
+        num_rows, width = int((owners_T == self.rank).sum()), sum(widths)
+        # Kept: in each step fresh memory of this size would cost more than the exchange (benchmarks/NOTES.md).
+        if self._rows.dtype != part.dtype or self._rows.numel() < num_rows * width:
+            self._rows = torch.empty(num_rows * width, dtype=part.dtype)
+        out = self._rows[: num_rows * width].view(num_rows, width)
+        cpu.gather(self._shared, part, widths, out, owners_T)
+        return out
 
     def exchange(
         self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range, num_rows: int | None = None

@@ -84,7 +84,8 @@ class Whereabouts:
     def doing(self, rank: int) -> str:
         """What it does, for people."""
         if rank not in self._others:
-            return "has sent nothing"
+            is_awaited = any(each.awaited == rank for each in self.all())
+            return "has sent nothing" if is_awaited else "does not answer"
         newest, place = max(each.begun for each in self.all()), self._of(rank)
         if not newest:
             return f"is in its start, behind {_exchanges(place.turns)}"

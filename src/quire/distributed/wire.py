@@ -1,7 +1,7 @@
 """Connections between machines: whoever connects must know the cluster key. No torch.
 
 The key is checked on connecting, in both directions, by HMAC-SHA256 of fresh random numbers. What is sent later is
-neither encrypted nor signed: nodes need a network of their own.
+neither encrypted nor signed: these machines need a network of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.logs import get_logger
 LEAST_KEY_LENGTH = 16  # characters
 HANDSHAKE_SECONDS = 5.0  # for a peer to show that it knows the key
 RETRY_SECONDS = 0.2
-MOST_FRAME_BYTES = 1 << 20  # of frames that nodes exchange before ranks talk
+MOST_FRAME_BYTES = 1 << 20  # of frames that are exchanged before ranks talk
 MOST_MESSAGE_BYTES = 1 << 30  # of messages between a server and an engine on another machine
 NONCE_BYTES = 32
 # A machine that is gone sends nothing. After these seconds the system reports it.
@@ -38,14 +38,14 @@ class WireError(Exception):
 
 
 def cluster_key() -> bytes:
-    """The key that all nodes share. Raises ConfigError if there is none, or a short one."""
+    """The key that all machines share. Raises ConfigError if there is none, or a short one."""
     key = envs.CLUSTER_KEY.get()
     if len(key) < LEAST_KEY_LENGTH:
         raise ConfigError(
-            "Nodes need a cluster key",
+            "Machines need a cluster key",
             value=f"{len(key)} characters" if key else None,
-            expected=f"{envs.CLUSTER_KEY.name} with {LEAST_KEY_LENGTH} characters or more, the same on all nodes",
-            fix=f"Make one with `openssl rand -hex 32`, and set {envs.CLUSTER_KEY.name} on each node",
+            expected=f"{envs.CLUSTER_KEY.name} with {LEAST_KEY_LENGTH} characters or more, the same on all of them",
+            fix=f"Make one with `openssl rand -hex 32`, and set {envs.CLUSTER_KEY.name} on each machine",
             param=envs.CLUSTER_KEY.name,
         )
     return key.encode()
@@ -57,9 +57,9 @@ def listen(address: str, port: int) -> socket.socket:
         family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         if ip_address(str(place[0])).is_unspecified:
             raise ConfigError(
-                "Nodes would be listened for in all networks",
+                "Other machines would be listened for in all networks",
                 value=address,
-                expected="one address of this machine, in the network of the nodes",
+                expected="one address of this machine, in the network of the others",
                 param="master_addr",
             )
         listener = socket.socket(family, kind, protocol)
@@ -74,7 +74,7 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         is_port = error.errno == errno.EADDRINUSE
         raise ConfigError(
-            f"Nodes cannot be listened for at {address}, port {port}: {error.strerror or error}",
+            f"Other machines cannot be listened for at {address}, port {port}: {error.strerror or error}",
             value=port if is_port else address,
             fix="Give another port with --master-port" if is_port else "Give an address of this machine",
             param="master_port" if is_port else "master_addr",
@@ -106,7 +106,7 @@ def accept(listener: socket.socket, key: bytes, until: float) -> socket.socket:
                 raise WireError("it does not know the cluster key")
             send(peer, _proof(key, b"host", own + challenge))
         except (WireError, OSError) as error:
-            logger.warning("%s is dropped, which is no node of this engine: %s", place[0], error)
+            logger.warning("%s is dropped, which is none of our machines: %s", place[0], error)
             peer.close()
             continue
         return _ready(peer)
@@ -130,7 +130,7 @@ def connect(address: str, port: int, key: bytes, until: float) -> socket.socket:
             raise WireError("it does not know the cluster key")
     except (WireError, OSError) as error:
         host.close()
-        raise WireError(f"{address}, port {port}, does not let this node in: {error}") from error
+        raise WireError(f"{address}, port {port}, does not let this machine in: {error}") from error
     return _ready(host)
 
 

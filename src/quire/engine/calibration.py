@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
+from quire.cost.arithmetic import Load
 from quire.cost.calibrate import SHORT_CONTEXT, Fit, MeasuredStep, Rows, fit
 from quire.cost.model import CostModel
 from quire.cost.step_time import Constants
@@ -21,11 +22,15 @@ MOST_REPEATS = 3
 # A request that comes while a step is measured waits for its end: longer ones are not measured.
 MAX_STEP_SECONDS = 0.5
 MAX_SECONDS = 10.0  # of all of them
+RUNNING_REPEATS = 2  # of running steps of a size that count as measured ones
 KEPT_STEPS = 256  # running steps whose corrections are kept for later starts, together
 
 
 class Calibration:
     """The measured steps of one engine.
+
+    A server that gets requests at once has no time to measure. Then its first running steps count as measured ones: a
+    few of each size, by tokens and by the length of contexts.
 
     Args:
         guess: constants before anything is measured.
@@ -48,6 +53,10 @@ class Calibration:
         self._seconds_left = MAX_SECONDS
         self.rows: list[Rows] = []  # of `steps`
         self.steps: list[MeasuredStep] = []
+        self._running: list[MeasuredStep] = []
+        self._running_sizes: Counter[tuple[int, int]] = Counter()
+        if self._points:
+            cost.learn = self._learn
 
     def run(self, seconds: float) -> None:
         """Measure what is predicted to take no longer, all together, as far as contexts are short.
@@ -77,6 +86,7 @@ class Calibration:
         except Exception as error:
             logger.warning("step times are not calibrated further: %s", error, exc_info=error)
             self._points.clear()
+            self._cost.learn = None
             return False
         if probed is None:
             return False
@@ -87,15 +97,28 @@ class Calibration:
         if len(timed) == MOST_REPEATS or sum(timed) >= REPEATED_SECONDS:
             self.rows.append(self._points[0])
             self.steps.append(MeasuredStep(self._cost.arithmetic.demand(load), statistics.median(timed)))
-            self._cost.calibrate(fit(self.steps, self._guess))
+            self._fit()
             self._drop_point()
         return True
+
+    def _learn(self, load: Load, seconds: float) -> None:
+        """A running step took `seconds`."""
+        size = load.num_tokens.bit_length(), sum(load.kv_tokens).bit_length()
+        self._running_sizes[size] += 1
+        if 1 < self._running_sizes[size] <= 1 + RUNNING_REPEATS:  # the first one takes memory, and is recorded
+            self._running.append(MeasuredStep(self._cost.arithmetic.demand(load), seconds))
+            self._fit()
+
+    def _fit(self) -> None:
+        self._cost.calibrate(fit(self.steps + self._running, self._guess))
 
     def _drop_point(self) -> None:
         self._points.popleft()
         self._repeats.clear()
-        if not self._points and self.steps:
-            self._done(self._cost.fit)
+        if not self._points:
+            self._cost.learn = None
+            if self.steps:
+                self._done(self._cost.fit)
 
     def _context(self) -> int:
         return max(start for start, _ in self._points[0])

@@ -155,6 +155,7 @@ class ThreadExecutor(InlineExecutor):
         dead = [step for step in steps if _is_dead(step)]
         for rank in sorted(self._given_up):
             self.workers[rank].give_up()
+            self._threads[rank].shutdown(wait=False)  # the program may end though nobody ends the engine
         _results(dead)
         raise EngineDeadError(
             f"{late}, and has not got on for {self._timeout_seconds:g} s (--distributed-timeout-seconds)"
@@ -176,8 +177,9 @@ class ThreadExecutor(InlineExecutor):
             return
         self._given_up = {rank for rank, each in enumerate(pending) if each in late}
         workers = [self.workers[rank] for rank in sorted(self._given_up)]
-        for worker in workers:
+        for rank, worker in zip(sorted(self._given_up), workers, strict=True):
             worker.give_up()
+            self._threads[rank].shutdown(wait=False)
         limit = envs.ENGINE_READY_TIMEOUT_S
         raise EngineDeadError(
             f"{', '.join(worker.describe() for worker in workers)} did not end {phase} in time: "

@@ -12,10 +12,11 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from quire import __version__, envs
 from quire.config import EngineConfig
@@ -188,20 +189,28 @@ def _connected(param: str) -> tuple[Any, bool]:
     return ray, True
 
 
-def _connect(ray: Any) -> None:
-    """Raises what Ray raises, and TimeoutError: Ray may wait without an end for a machine that does not answer."""
-    connection: Future[None] = Future()
+T = TypeVar("T")
 
-    def connect() -> None:
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """On a thread whose end nobody waits for: Ray may wait without an end for a machine that does not answer."""
+    result: Future[T] = Future()
+
+    def run() -> None:
         try:
-            ray.init(address="auto", configure_logging=False)
-            connection.set_result(None)
+            result.set_result(work())
         except BaseException as error:
-            connection.set_exception(error)
+            result.set_exception(error)
 
+    threading.Thread(target=run, name="quire-ray", daemon=True).start()
+    return result
+
+
+def _connect(ray: Any) -> None:
+    """Raises what Ray raises, and TimeoutError."""
     # Outside the main thread Ray leaves the handler of SIGTERM alone, which it would take, and warns of that.
     logging.getLogger("ray._private.worker").addFilter(lambda record: "SIGTERM handler" not in record.getMessage())
-    threading.Thread(target=connect, name="quire-ray", daemon=True).start()  # nobody waits for its end
+    connection = in_background(partial(ray.init, address="auto", configure_logging=False))
     try:
         connection.result(CONNECT_SECONDS)
     except TimeoutError as error:

@@ -71,6 +71,7 @@ class RayReplicas:
         addresses = {each["NodeID"]: each["NodeManagerAddress"] for each in self._cluster.ray.nodes()}
         places = ", ".join(f"{index} on {addresses[machine]}" for index, machine in enumerate(self._machines()))
         logger.info("Ray has places for the replicas: %s", places)
+        logger.info("replicas connect to this machine at %s", self.address)
 
     def _machines(self) -> list[str]:
         """Of each replica now; "": its machine is lost, and Ray looks for another one."""

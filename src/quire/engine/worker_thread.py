@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,6 +11,8 @@ from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, ParamSpec, TypeVar
+
+END_SECONDS = 5.0  # for what a thread does when the program ends: it may hang
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -20,7 +23,7 @@ _at_work: weakref.WeakSet[WorkerThread] = weakref.WeakSet()
 class WorkerThread:
     """Calls functions in order, as an executor of concurrent.futures with one thread does.
 
-    The end of the program waits for it, as it does there, unless it was given up.
+    The end of the program waits for it, at most END_SECONDS, unless it was given up.
     """
 
     def __init__(self, name: str) -> None:
@@ -48,6 +51,10 @@ class WorkerThread:
         if wait:
             self._thread.join()
 
+    def join(self, seconds: float) -> None:
+        """Wait until it has ended, at most so long."""
+        self._thread.join(seconds)
+
 
 def _work(tasks: SimpleQueue[_Task | None]) -> None:
     while (task := tasks.get()) is not None:
@@ -62,5 +69,8 @@ def _work(tasks: SimpleQueue[_Task | None]) -> None:
 
 @atexit.register
 def _wait_for_all() -> None:
-    for thread in list(_at_work):
-        thread.shutdown()
+    threads, until = list(_at_work), time.monotonic() + END_SECONDS
+    for thread in threads:
+        thread.shutdown(wait=False)
+    for thread in threads:
+        thread.join(max(until - time.monotonic(), 0.0))

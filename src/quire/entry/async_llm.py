@@ -133,10 +133,16 @@ class AsyncLLM:
     def shutdown(self) -> asyncio.Task[None]:
         """End every stream and the engine process; without it that ends with this one.
 
-        A plain function, as vLLM's: what it returns may be awaited, for the last readers to hear of the end.
+        A plain function, as vLLM's: what it returns may be awaited, for the last readers to hear of the end, and for
+        the processes to be gone. A thread waits for them, which may take seconds where Ray has placed them.
         """
         if self._shutdown is None:
             self._engine.close()
-            self._processes.stop()
-            self._shutdown = asyncio.get_running_loop().create_task(self._engine.shutdown(), name="shutdown")
+            loop = asyncio.get_running_loop()
+            stopping = loop.run_in_executor(None, self._processes.stop)
+            self._shutdown = loop.create_task(self._end(stopping), name="shutdown")
         return self._shutdown
+
+    async def _end(self, stopping: asyncio.Future[None]) -> None:
+        await self._engine.shutdown()
+        await stopping

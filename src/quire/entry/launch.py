@@ -404,6 +404,8 @@ def start_async_engine(
             )
             replicas.append(Replica(handle.launch(), outputs, index=index, starter=handle, recovery=recovery))
     except BaseException:
+        for replica in replicas:
+            replica.client.close()
         processes.stop()
         raise
     return AsyncEngine(replicas, parts.input_processor, modules=modules, tracer=tracer), processes

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quire.config import EngineConfig
 from quire.distributed import wire
 from quire.engine.nodes import checkpoint
-from quire.engine.ray_cluster import last_line
+from quire.engine.ray_cluster import in_background, last_line
 from quire.engine.ray_replicas import RayReplicas
 from quire.entry.spawn import how_it_ended
 from quire.errors import ConfigError
@@ -33,13 +34,17 @@ class RayReplica:
     ) -> None:
         self._config, self._replicas, self._index, self._tokenizer = config, replicas, engine_index, tokenizer
         self._checkpoint = checkpoint(model_folder, is_dummy=config.load_format == "dummy")
-        self._actor: Any = None
-        self._ended: Future[int] | None = None  # the exit code of the last process
-        self._was_killed = False  # by this object
+        # Of the last process: its actor, and what will be its exit code.
+        self._starting: Future[tuple[Any, Future[int]]] | None = None
+        self._is_killed = False  # or ended, and its actor too
+        self._was_killed = False  # while it ran
 
     def launch(self) -> ProcessClient:
-        """Start a process; the one before must have ended. Raises OSError; for the first one also ConfigError."""
-        is_first = self._ended is None
+        """Start a process; the one before must have ended. Raises OSError; for the first one also ConfigError.
+
+        Only for the first one it waits for Ray: later the server answers other requests meanwhile.
+        """
+        is_first = self._starting is None
         try:
             listener = wire.listen(self._replicas.address, 0)
         except ConfigError as error:
@@ -57,35 +62,57 @@ class RayReplica:
             gets_tokenizer=self._tokenizer is not None,
             checkpoint=self._checkpoint,
         )
-        try:
-            self._actor, self._ended = self._replicas.start(self._index, launch)
-        except Exception as error:  # in any form that Ray gives it
+        starting = in_background(partial(self._replicas.start, self._index, launch))
+        if is_first and (error := starting.exception()) is not None:  # in any form that Ray gives it
             client.close()
             raise OSError(0, f"Ray cannot start it: {last_line(error)}") from error
-        self._was_killed = False
+        self._starting, self._is_killed, self._was_killed = starting, False, False
         return client
 
     def is_alive(self) -> bool:
         """Whether its actor runs, or will."""
-        return self._ended is not None and not self._ended.done()
+        return self._starting is not None and self._end() is None
+
+    def _end(self) -> Future[Any] | None:
+        """What has ended the last process: its start that failed, or its exit code. None: it may run."""
+        if self._starting is None or not self._starting.done():
+            return None
+        if self._starting.exception() is not None:
+            return self._starting
+        _, ended = self._starting.result()
+        return ended if ended.done() else None
 
     def describe_end(self) -> str | None:
         """How the process ended, for people; None while it runs and if it left by itself or was told to."""
-        if self._ended is None or not self._ended.done() or self._was_killed:
+        if (end := self._end()) is None or self._was_killed:
             return None
-        if (error := self._ended.exception()) is not None:
+        if (error := end.exception()) is not None:
             return f"Ray has not started replica {self._index}, or has lost it: {last_line(error)}"
-        return how_it_ended(self._ended.result())
+        return how_it_ended(end.result())
 
     def kill(self) -> None:
-        """End the process, even one that is stopped, and wait until its actor is gone. Its connection is closed."""
-        if self._actor is None or self._ended is None:
+        """End the process, even one that is stopped, and wait until its actor is gone. Its connection is closed.
+
+        If Ray is still asked for it, it is ended as soon as Ray answers.
+        """
+        if self._starting is None or self._is_killed:
             return
-        wait((self._ended,), END_SECONDS)
-        self._was_killed = not self._ended.done()
-        actor, self._actor = self._actor, None
-        self._replicas.end(actor)
-        wait((self._ended,), END_SECONDS)
+        self._is_killed = True
+        wait((self._starting,), END_SECONDS)
+        if not self._starting.done():
+            self._was_killed = True
+            self._starting.add_done_callback(self._end_actor)
+        elif self._starting.exception() is None:
+            _, ended = self._starting.result()
+            wait((ended,), END_SECONDS)
+            self._was_killed = not ended.done()
+            self._end_actor(self._starting)
+            wait((ended,), END_SECONDS)
+
+    def _end_actor(self, starting: Future[tuple[Any, Future[int]]]) -> None:
+        if starting.exception() is None:
+            actor, _ = starting.result()
+            self._replicas.end(actor)
 
     def tell_to_stop(self) -> None:
         """It takes the end of its connection as the end of this process."""

@@ -40,7 +40,7 @@ def subschemas(schema: Any, path: str = "#", but: Collection[str] = ()) -> Itera
                 yield from subschemas(value, f"{path}/{name}", but)
             elif name in _NAMED_SCHEMAS and isinstance(value, dict):
                 for key, each in value.items():
-                    yield from subschemas(each, f"{path}/{name}/{_escaped(key)}", but)
+                    yield from subschemas(each, f"{path}/{name}/{escaped(key)}", but)
 
 
 def objection(schema: Schema) -> str | None:
@@ -66,6 +66,7 @@ class _Checked:
     def __init__(self, root: Schema) -> None:
         self._root = root
         self._work = 0
+        self._within: set[int] = set()  # schemas that are being looked at
         self._found: dict[int, tuple[str, Schema]] = {}
         self._targets: dict[str, Any] = {}  # of each reference; None: it leads to nothing within the schema
         waiting: list[tuple[str, Any]] = [("#", root)]
@@ -77,7 +78,7 @@ class _Checked:
                 self._found.setdefault(id(each), (at, each))
                 reference = each.get("$ref")
                 if isinstance(reference, str) and reference not in self._targets:
-                    self._targets[reference] = target = _target(reference, root)
+                    self._targets[reference] = target = referred(reference, root)
                     waiting.append((reference, target))
         self._keywords = {name for _, each in self._found.values() for name in each}
 
@@ -109,12 +110,51 @@ class _Checked:
             num_ended = len(ended)
             self._count(len(self._targets))
             for name in reversed(self._targets):  # definitions mostly use what comes behind them
-                if name not in ended and _can_end(self._targets[name], ended):
+                if name not in ended and self._can_end(self._targets[name], ended):
                     ended.add(name)
         for path, each in self._found.values() if self._targets else ():
-            if not _can_end(each, ended) or _endless_types(each, ended):
+            if not self._can_end(each, ended) or self._endless_types(self._whole(each), ended):
                 return f"this part has no end, because it has to contain itself: {path}"
         return None
+
+    def _can_end(self, schema: Any, ended: Collection[str]) -> bool:
+        """Whether some value satisfies a schema, as far as references matter.
+
+        Args:
+            ended: references that lead to such schemas.
+        """
+        if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
+            return True
+        if id(schema) in self._within:  # a value of it that ends would have a smaller one in it
+            return False
+        self._within.add(id(schema))
+        can_end = self._is_satisfied(schema, ended)
+        self._within.remove(id(schema))
+        return can_end
+
+    def _is_satisfied(self, schema: Schema, ended: Collection[str]) -> bool:
+        whole = self._whole(schema)
+        for each in whole:
+            if isinstance(reference := each.get("$ref"), str) and reference not in ended:
+                return False
+            for name in _ALTERNATIVES:
+                parts = each.get(name)
+                if isinstance(parts, list) and parts and not any(self._can_end(part, ended) for part in parts):
+                    return False
+        return not self._endless_types(whole, ended).issuperset(_types(whole))
+
+    def _endless_types(self, whole: list[Schema], ended: Collection[str]) -> set[str]:
+        """`object` and `array`, where schemas that hold together allow this type and no value of it can end."""
+        needed = {"object": _needed_properties(whole), "array": _needed_items(whole)}
+        return {
+            kind
+            for kind in _types(whole) & needed.keys()
+            if not all(any(self._can_end(each, ended) for each in choices) for choices in needed[kind])
+        }
+
+    def _whole(self, schema: Schema) -> list[Schema]:
+        """The schemas that hold for whatever a schema holds for."""
+        return self._together([schema], "allOf") if "allOf" in schema or {"$ref"} < schema.keys() else [schema]
 
     def _at_once(self, schema: Schema) -> Iterator[list[Schema]]:
         """Groups of schemas that may hold for one value: with one alternative of a list, and all of other lists."""
@@ -147,7 +187,7 @@ class _Checked:
             raise _TooMuchError
 
 
-def _escaped(key: Any) -> str:
+def escaped(key: Any) -> str:
     """A key in a JSON pointer (RFC 6901, section 3)."""
     return str(key).replace("~", "~0").replace("/", "~1")
 
@@ -158,7 +198,7 @@ def _schemas(schema: Schema, *names: str) -> list[Schema]:
     return [each for values in lists for each in values if isinstance(each, dict)]
 
 
-def _target(reference: str, root: Schema) -> Any:
+def referred(reference: str, root: Schema) -> Any:
     """What a `$ref` leads to; None: nothing within the schema."""
     if not reference.startswith("#"):
         return None
@@ -200,36 +240,42 @@ def _counts_keys_twice(together: list[Schema]) -> bool:
     return max(counts, default=0) > len(required) + 1
 
 
-def _can_end(schema: Any, ended: Collection[str]) -> bool:
-    """Whether some value satisfies a schema, as far as references matter. `ended`: those that lead to such schemas."""
-    if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
-        return True
-    if isinstance(reference := schema.get("$ref"), str) and reference not in ended:
-        return False
-    for name, enough in (("allOf", all), ("anyOf", any), ("oneOf", any)):
-        parts = schema.get(name)
-        if isinstance(parts, list) and parts and not enough(_can_end(each, ended) for each in parts):
-            return False
-    return not _endless_types(schema, ended).issuperset(_types(schema))
+def _types(whole: list[Schema]) -> set[str]:
+    """The types that schemas allow together. Types that cannot contain the schema are all `others`."""
+    found = {"array", "object", "others"}
+    for schema in whole:
+        kinds = schema.get("type", list(found))
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        found &= {kind if kind in ("array", "object") else "others" for kind in kinds if isinstance(kind, str)}
+    return found or {"others"}
 
 
-def _types(schema: Schema) -> set[str]:
-    """The types that a schema allows. Types that cannot contain the schema are all `others`."""
-    kinds = schema.get("type", ["array", "object", "others"])
-    return {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)} or {"others"}
+def _needed_properties(whole: list[Schema]) -> list[list[Any]]:
+    """Of each property that an object must have: schemas, of which one must hold."""
+    required = {name for each in whole for name in _listed(each.get("required")) if isinstance(name, str)}
+    needed: list[list[Any]] = []
+    for schema in whole:
+        named = properties if isinstance(properties := schema.get("properties"), dict) else {}
+        patterns = list(found.values()) if isinstance(found := schema.get("patternProperties"), dict) else []
+        rest = schema.get("additionalProperties")
+        others = patterns if patterns and rest is False else [*patterns, rest]
+        needed += [[named[name]] if name in named else others for name in required]
+        least = schema.get("minProperties")
+        if isinstance(least, int | float) and least > len(required):
+            needed.append([*named.values(), *others])
+    return needed
 
 
-def _endless_types(schema: Schema, ended: Collection[str]) -> set[str]:
-    """`object` and `array`, where a schema allows this type and no value of it can end."""
-    properties, required = schema.get("properties"), schema.get("required")
-    named = properties if isinstance(properties, dict) else {}
-    others = True if "patternProperties" in schema else schema.get("additionalProperties")
-    least, first, rest = schema.get("minItems"), schema.get("prefixItems"), schema.get("items")
-    least = least if isinstance(least, int | float) else 0
-    first = first if isinstance(first, list) else rest if isinstance(rest, list) else []
-    names = required if isinstance(required, list) else []
-    needed = {
-        "object": [named.get(name, others) for name in names if isinstance(name, str)],
-        "array": [each for index, each in enumerate([*first, rest]) if index < least],
-    }
-    return {kind for kind in _types(schema) & needed.keys() if not all(_can_end(each, ended) for each in needed[kind])}
+def _needed_items(whole: list[Schema]) -> list[list[Any]]:
+    """Of each item that an array must have: a schema that must hold."""
+    least = max((count for each in whole if isinstance(count := each.get("minItems"), int | float)), default=0)
+    needed: list[list[Any]] = []
+    for schema in whole:
+        first, rest = schema.get("prefixItems"), schema.get("items")
+        first = first if isinstance(first, list) else _listed(rest)
+        needed += [[each] for index, each in enumerate([*first, rest]) if index < least]
+    return needed
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

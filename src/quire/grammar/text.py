@@ -12,8 +12,10 @@ import msgspec
 
 from quire.errors import InvalidRequestError
 from quire.grammar.kept import Kept
+from quire.grammar.lark_rules import endless_rule
 from quire.grammar.limits import parser_limits
-from quire.grammar.schemas import has_free_keys, objection, subschemas
+from quire.grammar.schemas import escaped, has_free_keys, objection, subschemas
+from quire.grammar.structural_tag import cut, literal, tag_grammar
 from quire.sampling_params import MAX_GRAMMAR_BYTES, StructuredOutputsParams
 
 MAX_DEPTH = 50  # levels of a schema
@@ -23,6 +25,7 @@ _BAD_PATTERN = re.compile(r"regex parse error:\n {4}(.*)\n")
 _UNKNOWN_TYPE = re.compile(r"Invalid type: (.*)")
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*)")
 _WHITESPACE = r"\r?\n?[ \t]{0,40}"  # bounded: a model in doubt would write spaces until max_tokens
+_TAG_FORM = '{"format": ...} or {"structures": [{"begin", "schema", "end"}], "triggers": [...]}'
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: (\[.*\])")
 # What an element is held to that nothing else of the schema has looked at; what would look at all others; and what may
 # look at some in a way that cannot be seen here.
@@ -84,31 +87,39 @@ def _make(asked: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str
     _, objections = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
     if objection := next(iter(objections), ""):
         raise _refusal(asked.kind, objection if asked.json is None else _reason(objection, schema))
+    if asked.grammar is not None and (rule := endless_rule(text)) is not None:
+        raise _refusal(asked.kind, f"the rule {rule} has no end, because it has to contain itself")
     if asked.structural_tag is not None:
         text = _structural_tag(asked.structural_tag, special_ids)
     if asked.reasoning_end:
-        return _behind_reasoning(text, asked.reasoning_start or [], asked.reasoning_end, special_ids)
+        return _behind_reasoning(text, asked, special_ids)
     return text
 
 
-def _behind_reasoning(text: str, start: Sequence[str], end: Sequence[str], special_ids: Mapping[str, int]) -> str:
-    """The grammar behind a text up to an end; with a start, this text may be left out."""
+def _behind_reasoning(text: str, asked: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str:
+    """The grammar behind a text up to an end.
+
+    With a start, this text may be left out. With a start of the answer, it may also come several times.
+    """
     grammars = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
-    is_special = end[0] in special_ids
+    end = asked.reasoning_end or []
+    is_special = not cut(end[0], special_ids)[0]
+    often = "*" if asked.answer_start else "?"
     rules = [
-        "start: (space begin reasoning space)? @answer" if start else "start: reasoning space @answer",
+        f"start: {f'(space begin reasoning space){often}' if asked.reasoning_start else 'reasoning space'} answer",
         "space: /[ \\n]{0,4}/",
         "reasoning: /(?s:.*)/ end" if is_special else "reasoning[suffix=END]: /(?s:.*)/",
         f"{'end' if is_special else 'END'}: {_either(end, special_ids)}",
+        f"answer: ({_either(asked.answer_start, special_ids)}) @answer" if asked.answer_start else "answer: @answer",
     ]
-    if start:
-        rules.append(f"begin: {_either(start, special_ids)}")
+    if asked.reasoning_start:
+        rules.append(f"begin: {_either(asked.reasoning_start, special_ids)}")
     first = {"lark_grammar": "\n".join(rules)}
     return json.dumps({"grammars": [first, {**grammars[0], "name": "answer"}, *grammars[1:]]})
 
 
-def _either(tags: Sequence[str], special_ids: Mapping[str, int]) -> str:
-    return " | ".join(f"<[{special_ids[tag]}]>" if tag in special_ids else json.dumps(tag) for tag in tags)
+def _either(texts: Sequence[str], special_ids: Mapping[str, int]) -> str:
+    return " | ".join(literal(text, special_ids) for text in texts)
 
 
 def _reason(message: str, schema: Any) -> str:
@@ -123,9 +134,8 @@ def _reason(message: str, schema: Any) -> str:
         in_lists = (f"{at}/type" for at, each in subschemas(schema) if found[1] in _listed(each.get("type")))
         return f"this type is not known: {', '.join([*_paths(schema, 'type', found[1]), *in_lists])} = {found[1]}"
     if found := _BAD_PATTERN.match(message):
-        keys = (path for path in _paths(schema, found[1]) if path.endswith(f"/patternProperties/{found[1]}"))
-        where = ", ".join([*_paths(schema, "pattern", found[1]), *keys])
-        return f"this pattern is not supported: {where or found[1]}: {message}"
+        places = [path for pattern in _as_given(found[1]) for path in _places(schema, pattern)]
+        return f"this pattern is not supported: {', '.join(places) or found[1]}: {message}"
     if message.startswith("min/maxProperties only supported"):
         where = ", ".join([*_paths(schema, "minProperties"), *_paths(schema, "maxProperties")])
         return f"this needs every key in properties to be required: {where}"
@@ -139,14 +149,24 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _paths(value: Any, name: str, content: Any = None, path: str = "#") -> Iterator[str]:
-    """JSON pointers of the keys with this name, and this content unless that is None."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, child in items:
-        at = f"{path}/{key}"
-        if key == name and content in (None, child):
-            yield at
-        yield from _paths(child, name, content, at)
+def _paths(schema: Any, name: str, content: Any = None) -> Iterator[str]:
+    """JSON pointers of the keywords with this name, and this content unless that is None."""
+    for at, each in subschemas(schema):
+        if name in each and content in (None, each[name]):
+            yield f"{at}/{name}"
+
+
+def _as_given(pattern: str) -> list[str]:
+    """What a pattern may be in a schema: llguidance writes slashes with an escape."""
+    return list(dict.fromkeys([pattern, pattern.replace(r"\/", "/")]))
+
+
+def _places(schema: Any, pattern: str) -> Iterator[str]:
+    """JSON pointers of a pattern, which may be a key of patternProperties."""
+    yield from _paths(schema, "pattern", pattern)
+    for at, each in subschemas(schema):
+        if pattern in (keys if isinstance(keys := each.get("patternProperties"), dict) else ()):
+            yield f"{at}/patternProperties/{escaped(pattern)}"
 
 
 def _refusal(kind: str, why: str) -> InvalidRequestError:
@@ -264,43 +284,15 @@ def _lark(grammar: str) -> str:
 
 
 def _structural_tag(text: str, special_ids: Mapping[str, int]) -> str:
-    """Free text with parts that follow a schema: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}."""
     try:
-        asked = json.loads(text)
-        triggers = [str(trigger) for trigger in asked["triggers"]]
-        structures = asked["structures"]
-        tags = " | ".join(f"tag_{index}" for index in range(len(structures)))
-        rules = ["%llguidance {}", f"start: ({tags})* rest", "rest: TEXT", "TEXT: /(?s:.*)/"]
-        for index, each in enumerate(structures):
-            begin = each["begin"]
-            trigger = next(trigger for trigger in triggers if trigger and begin.startswith(trigger))
-            cut = _cut(begin, special_ids)
-            if len(cut) > 1 and not cut[0]:  # no text has a special token
-                trigger, opening = cut[1], f"TEXT <[{special_ids[cut[1]]}]>"
-            else:  # lazy: the text ends with the first trigger
-                opening = f"tag_{index}_begin"
-                rules.append(f"{opening}[lazy]: TEXT {json.dumps(trigger)}")
-            schema = _checked(_evaluated(_read_schema(each["schema"])))
-            schema = json.dumps({**schema, "x-guidance": _json_options(schema)})
-            behind, end = (_literal(part, special_ids) for part in (begin[len(trigger) :], each["end"]))
-            rules.append(f"tag_{index}: {opening} {behind} %json {schema} {end}")
-        return _bounded("structural_tag", "\n".join(rules))
-    except StopIteration:
-        raise _refusal("structural_tag", "a begin starts with none of the triggers") from None
+        return _bounded("structural_tag", tag_grammar(json.loads(text), special_ids, _json_rule))
+    except InvalidRequestError:  # of a schema
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _refusal(
-            "structural_tag",
-            f'it is not {{"structures": [{{"begin", "schema", "end"}}], "triggers": [...]}} ({error!r})',
-        ) from None
+        why = str(error) if type(error) is ValueError else f"it is not as {_TAG_FORM} ({error!r})"
+        raise _refusal("structural_tag", why) from None
 
 
-def _cut(text: str, special_ids: Mapping[str, int]) -> list[str]:
-    """A text, cut at its special tokens: every second part is one."""
-    tokens = sorted((token for token in special_ids if token in text), key=len, reverse=True)
-    return re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
-
-
-def _literal(text: str, special_ids: Mapping[str, int]) -> str:
-    """A text for Lark, which knows special tokens by their ids."""
-    parts = ((part, index % 2) for index, part in enumerate(_cut(text, special_ids)) if part)
-    return " ".join(f"<[{special_ids[part]}]>" if is_special else json.dumps(part) for part, is_special in parts)
+def _json_rule(schema: Any) -> str:
+    schema = _checked(_evaluated(_read_schema(schema)))
+    return f"%json {json.dumps({**schema, 'x-guidance': _json_options(schema)})}"

@@ -21,7 +21,7 @@ from quire.kernels import cpu, gpu, reference
 from quire.kernels.guards import check_contiguous, check_dtype, check_last_stride, check_places, check_shape
 
 MOST_PARTS = 4  # kLoraParts
-_CHUNK = 32_768  # elements that torch copies in one thread: packing leaves the cores to steps
+_CHUNK = 32_767  # elements that torch copies in one thread: packing leaves the cores to steps
 _ROWS_BEFORE_ROUNDING = 240  # that are multiplied in float32 at a time: it bounds their memory
 
 
@@ -63,13 +63,13 @@ def pack_delta(a_RK: Tensor, b_NR: Tensor, scale: float, *, looks_up: bool = Fal
     if 0 in (*a_RK.shape, N):
         raise ValueError(f"a is {list(a_RK.shape)} and b is {list(b_NR.shape)}, expected [R, K] and [N, R], none 0")
     a = _copied(a_RK.t() if looks_up else a_RK)
-    panels = b_NR.new_zeros((-(-N // LORA_PANEL), R, LORA_PANEL))
+    panels = b_NR.new_empty((-(-N // LORA_PANEL), R, LORA_PANEL))
     rows = max(_CHUNK // R // LORA_PANEL, 1)  # panels at a time
     for first in range(0, N // LORA_PANEL, rows):
         last = min(first + rows, N // LORA_PANEL)
         panels[first:last] = b_NR[first * LORA_PANEL : last * LORA_PANEL].view(-1, LORA_PANEL, R).transpose(1, 2)
     if N % LORA_PANEL:
-        panels[-1, :, : N % LORA_PANEL] = b_NR[N // LORA_PANEL * LORA_PANEL :].t()
+        panels[-1].zero_()[:, : N % LORA_PANEL] = b_NR[N // LORA_PANEL * LORA_PANEL :].t()
     return PackedDelta(a, panels, R, N, scale)
 
 

@@ -2,8 +2,8 @@
 
 A mirror has the small files of a folder. A file of weights has its length and its header there, and a hole in the place
 of the tensors, which takes no room on the disk. So sizes are planned and headers are checked as for any folder.
-`stored_object` says where the tensors are: they are read while the model loads, by a signed URL where a store speaks
-http:// (signed_reads.py), else by the client library. No torch.
+`stored_object` says where the tensors are: they are read while the model loads, by a signed URL (signed_reads.py), and
+by the client library where that does not work. No torch.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ T = TypeVar("T")
 _URL = re.compile(r"(?:s3|gs|az)://[A-Za-z0-9][\w.-]*(?:/[^/?#@\\\0]+)*/?", re.ASCII)
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 _SECRETS = re.compile(r"(?:AWS|AZURE|GOOGLE)_.*(?:KEY|TOKEN|SECRET|SAS|ACCOUNT)", re.IGNORECASE)
-# What a signed URL in Python's HTTP client would not do: proxies and headers of the library, and no signature.
-_OF_THE_LIBRARY = re.compile(r"(?:AWS|AZURE|GOOGLE)_.*(?:PROXY|HEADERS|SKIP_SIGNATURE)", re.IGNORECASE)
+# What Python's HTTP client would not do with a signed URL: the library's proxies, headers, certificates, no signature.
+_OF_THE_LIBRARY = re.compile(r"(?:AWS|AZURE|GOOGLE)_.*(?:PROXY|HEADERS|CERTIFICATES|SKIP_SIGNATURE)", re.IGNORECASE)
 _ENDPOINTS = (
     *("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
     *("AZURE_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL"),
@@ -122,20 +122,18 @@ class StoredObject:
         raise AssertionError("the last try answers or raises")
 
     def signed_url(self, seconds: float) -> str:
-        """An http:// URL that anybody may read so long.
+        """An http:// or https:// URL that anybody may read so long.
 
-        Raises NotImplementedError if the store speaks https:// or the environment asks for something that only the
-        client library does, and what the library raises if it cannot sign.
+        Raises NotImplementedError if the environment asks for something that only the client library does, and what the
+        library raises if it cannot sign.
         """
         from urllib.request import getproxies
 
         import obstore
 
-        if not _is_plain() or getproxies().keys() - {"no"} or any(map(_OF_THE_LIBRARY.match, os.environ)):
+        if getproxies().keys() - {"no"} or any(map(_OF_THE_LIBRARY.match, os.environ)):
             raise NotImplementedError
         url: str = obstore.sign(_store(self.folder), "GET", self.name, timedelta(seconds=seconds))
-        if not url.startswith("http://"):  # the endpoint of another scheme is plain
-            raise NotImplementedError
         return url
 
     def _fill(self, buffers: Sequence[Bytes], begin: int, num_bytes: int) -> None:

@@ -1,7 +1,7 @@
 """Parts of an object by its signed URL: from the socket straight into memory, without buffers of the client library.
 
-Only for stores that speak http://. Python decrypts 16 KiB at a time, and so https:// is slower than with the client
-library (benchmarks/NOTES.md).
+With TLS Python reads at most 16 KiB at a time, and gives its interpreter's lock away each time. Many threads would
+fight for it. So few of them read at once, and never one whose bytes have not come (benchmarks/NOTES.md).
 
 This is only the faster way. It stops at whatever is unlike what was asked for, and its caller reads the rest with the
 client library, which repeats requests and names errors. No torch.
@@ -9,11 +9,16 @@ client library, which repeats requests and names errors. No torch.
 
 from __future__ import annotations
 
+import io
 import logging
+import select
+import socket
+import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
@@ -22,7 +27,7 @@ from numpy.typing import NDArray
 SIGNED_SECONDS = 900.0  # that a URL is valid, as long as S3 takes a signed request. It is made anew after half of them
 WAIT_SECONDS = 5.0  # for a connection, and for more bytes
 PART_SECONDS = 30.0  # for a whole part, as the client library waits
-AT_ONCE = 1 << 20  # bytes between two looks at the clock
+NUM_TURNS = 2  # threads that read at once
 MAX_FAILURES = 32  # in a row: twice the readers, which may all fail when a URL ends
 
 logger = logging.getLogger(__name__)
@@ -32,7 +37,7 @@ class SignedReads:
     """Connections that read parts of one version of an object. Threads may share it.
 
     Args:
-        sign: gives an http:// URL that is valid for so many seconds; raises if that is not possible.
+        sign: gives an http:// or https:// URL that is valid for so many seconds; raises if that is not possible.
         size: of the object, in bytes.
         etag: of the version, as an HTTP header has it; None: the store gives none.
     """
@@ -44,6 +49,8 @@ class SignedReads:
         self._valid_until = 0.0
         self._failures = 0  # in a row
         self._idle: list[HTTPConnection] | None = []  # None: closed
+        self._turns = threading.Semaphore(NUM_TURNS)
+        self._tls: ssl.SSLContext | None = None
 
     def fill(self, buffers: Sequence[NDArray[np.uint8]], begin: int) -> int:
         """Fill buffers, one after the other, with the bytes from `begin` on; how many came. None is empty.
@@ -53,25 +60,16 @@ class SignedReads:
         url = self._current_url() if buffers else None
         if url is None:
             return 0
-        connection, came = self._connection(url), 0
-        deadline = time.monotonic() + PART_SECONDS
+        connection, body = self._connection(url), _Body(buffers)
         try:
-            answer = self._ask(connection, url, begin, begin + sum(map(len, buffers)))
-            for buffer in buffers:
-                for at in range(0, len(buffer), AT_ONCE):
-                    if time.monotonic() > deadline:
-                        raise TimeoutError("too slow")
-                    piece = buffer[at : at + AT_ONCE]
-                    count = answer.readinto(piece.data)
-                    came += count
-                    if count < len(piece):
-                        raise HTTPException("the answer was cut")
+            answer, source = self._ask(connection, url, begin, begin + sum(map(len, buffers)))
+            body.read(answer, source, self._turns)
         except (OSError, HTTPException, ValueError) as error:
             connection.close()
             self._failed(url, error)
         else:
             self._give_back(connection)
-        return came
+        return body.came
 
     def close(self) -> None:
         """End all connections: now, or when their part has come."""
@@ -100,20 +98,30 @@ class SignedReads:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
+            if url.scheme == "https" and self._tls is None:
+                self._tls = ssl.create_default_context()
         assert url.hostname is not None
+        if url.scheme == "https":
+            return HTTPSConnection(url.hostname, url.port, timeout=WAIT_SECONDS, context=self._tls)
         return HTTPConnection(url.hostname, url.port, timeout=WAIT_SECONDS)
 
-    def _ask(self, connection: HTTPConnection, url: SplitResult, begin: int, end: int) -> HTTPResponse:
-        """The answer before its body, which has the length that is wanted. Raises HTTPException: another answer."""
+    def _ask(
+        self, connection: HTTPConnection, url: SplitResult, begin: int, end: int
+    ) -> tuple[HTTPResponse, socket.socket]:
+        """The answer before its body, and where that comes from. It has the length that is wanted.
+
+        Raises HTTPException: another answer.
+        """
         headers = {"Range": f"bytes={begin}-{end - 1}"} | ({} if self._etag is None else {"If-Match": self._etag})
         connection.request("GET", f"{url.path}?{url.query}", headers=headers)
+        source = connection.sock  # which the connection forgets if the server ends it with this answer
         answer = connection.getresponse()
         found = (answer.status, answer.length, answer.headers["Content-Range"])
         if found != (206, end - begin, f"bytes {begin}-{end - 1}/{self._size}"):
             raise HTTPException(f"{found} in the answer")
         if self._etag not in (None, answer.headers["ETag"]):
             raise HTTPException("another version in the answer")
-        return answer
+        return answer, source
 
     def _give_back(self, connection: HTTPConnection) -> None:
         with self._lock:
@@ -133,3 +141,54 @@ class SignedReads:
         if is_last:
             said = f"{type(error).__name__}: {error}".partition("?")[0]  # no signature
             logger.debug("Read with the client library alone: signed URLs fail (%s)", said)
+
+
+class _Body:
+    """The body of an answer, read into buffers.
+
+    Attributes:
+        came: the number of bytes in them.
+    """
+
+    def __init__(self, buffers: Sequence[NDArray[np.uint8]]) -> None:
+        self.came = 0
+        self._free = deque(each.data for each in buffers)
+
+    def read(self, answer: HTTPResponse, source: socket.socket, turns: threading.Semaphore) -> None:
+        """Fill the buffers, which have the length of the body. Raises OSError or HTTPException: cut, or too slow."""
+        deadline = time.monotonic() + PART_SECONDS
+        first = memoryview(answer.read1(io.DEFAULT_BUFFER_SIZE))  # it may have come with the head
+        while first:
+            count = min(len(first), len(self._free[0]))
+            self._free[0][:count] = first[:count]
+            self._filled(count)
+            first = first[count:]
+        source.settimeout(0)
+        arrival = select.poll()
+        arrival.register(source, select.POLLIN)
+        while self._free:
+            if time.monotonic() > deadline:
+                raise TimeoutError("too slow")
+            with turns:
+                self._take(source)
+            if self._free and not arrival.poll(WAIT_SECONDS * 1000):
+                raise TimeoutError("nothing came")
+        source.settimeout(WAIT_SECONDS)
+        answer.close()  # nothing more comes with it; the connection stays
+
+    def _take(self, source: socket.socket) -> None:
+        """Read what has come."""
+        try:
+            while self._free:
+                count = source.recv_into(self._free[0], len(self._free[0]))
+                if not count:
+                    raise HTTPException("the answer was cut")
+                self._filled(count)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            pass
+
+    def _filled(self, count: int) -> None:
+        self.came += count
+        self._free[0] = self._free[0][count:]
+        if not self._free[0]:
+            self._free.popleft()

@@ -1,4 +1,4 @@
-"""Reads adapters in a thread of low priority, so that no step waits for a disk."""
+"""Reads adapters in a thread of its own, so that no step waits for a disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from quire.lora.adapter import Adapter
 
 T = TypeVar("T")
 
-_LOWEST_PRIORITY = 19
+# Where a step wants the same core, the loader gets 45 % of it. With 19 a load took seconds on a machine whose cores all
+# compute steps, and with 5 twice as long as with 1; the steps took as long (benchmarks/NOTES.md).
+_PRIORITY = 1
 
 
 class AdapterLoader(Generic[T]):
@@ -65,7 +67,7 @@ class AdapterLoader(Generic[T]):
 
     def _run(self) -> None:
         if sys.platform == "linux":  # elsewhere a priority belongs to the process
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
         while True:
             self._tasks.get()()  # no name holds the task, and so its adapter, while the next one is waited for
 

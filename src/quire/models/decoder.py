@@ -314,8 +314,14 @@ class Decoder:
         """
         _run(self._layers[layer][0].input_norm, self._layers[layer], residual_TD, batch)
 
-    def compute_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
-        """logits_RV in float32, with the family's scale and soft cap. Of several ranks only the first one gets them."""
+    def compute_logits(
+        self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None, owners_R: Tensor | None = None
+    ) -> Tensor:
+        """logits_RV in float32, with the family's scale and soft cap.
+
+        Args:
+            owners_R: of several ranks: who gets the row, int32; None: the first one gets all of them.
+        """
         logits_RV = self._output.logits(hidden_RD, adapter_slots_R)
         config = self.config
         if config.logits_scaling != 1.0:
@@ -323,13 +329,15 @@ class Decoder:
         if config.logits_soft_cap:
             cap = config.logits_soft_cap
             logits_RV = logits_RV.div_(cap).tanh_().mul_(cap)
-        return self.join_logits(logits_RV)
+        return self.join_logits(logits_RV, owners_R)
 
-    def join_logits(self, logits_RV: Tensor) -> Tensor:
-        """Logits of all tokens, from the logits of a rank's tokens: for the first rank, others get none."""
+    def join_logits(self, logits_RV: Tensor, owners_R: Tensor | None = None) -> Tensor:
+        """Logits of all tokens, from the logits of a rank's tokens. `owners_R`: see `compute_logits`."""
         share = self.config.vocab_share
         if self._group is None or share is None:
             return logits_RV
+        if owners_R is not None:
+            return self._group.gather_rows(logits_RV, share.widths(0), owners_R)
         return self._group.gather_to_first(logits_RV, share.widths(0))
 
 

@@ -93,9 +93,12 @@ class Head(Decoder):
             given = part(given, hidden_TD, batch)
         return hidden_TD
 
-    def compute_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
+    def compute_logits(
+        self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None, owners_R: Tensor | None = None
+    ) -> Tensor:
         """logits_RV in float32; minus infinity for tokens that it cannot draft. For the first rank, as Decoder's."""
         assert adapter_slots_R is None, "a head drafts without adapters"
+        assert owners_R is None, "the first rank draws all drafts"
         x_RD = self._final_norm(hidden_RD) if self.head.kind == "eagle3" else hidden_RD
         logits_RK = self._output.logits(x_RD)
         if not self.head.owns_output:

@@ -34,6 +34,7 @@ class SamplingState:
         self.filters: dict[int, RowFilter] = {}
         self.penalties: dict[int, RowPenalties] = {}
         self.grammars: dict[int, RowGrammar] = {}
+        self.constrained: set[int] = set()  # rows with a grammar, which one of several ranks has
         self.num_logprobs: dict[int, int] = {}  # row -> most likely tokens to report; -1: all
         self.logprob_token_ids: dict[int, list[int]] = {}  # row -> report exactly these instead
 
@@ -65,6 +66,8 @@ class SamplingState:
         row_filter = RowFilter.of(params, output_token_ids, stop_token_ids, self.vocab_size)
         if row_filter is not None:
             self.filters[row] = row_filter
+        if params.grammar is not None:
+            self.constrained.add(row)
         if grammar is not None:
             self.grammars[row] = grammar
         penalties = RowPenalties.of(params, prompt_token_ids, output_token_ids)
@@ -81,6 +84,7 @@ class SamplingState:
         self.temperature_C[row] = 0.0
         for sparse in (self.filters, self.penalties, self.grammars, self.num_logprobs, self.logprob_token_ids):
             sparse.pop(row, None)
+        self.constrained.discard(row)
 
     def count_tokens(self, rows_R: NDArray[np.int64], count: int = 1) -> None:
         """Count more tokens for each of the rows, which are distinct. `learn_token` gives their ids later."""

@@ -123,6 +123,10 @@ class Sampler:
         launched = self.launch(logits_RV, rows, [torch.from_numpy(array).to(device) for array in parameters])
         return launched.finish(iter([tensor.cpu() for tensor in launched.tensors()]))
 
+    def owners(self, rows: Sequence[int]) -> Tensor | None:
+        """int32: which of several ranks samples each row; None: the first one samples all."""
+        return None
+
     def start_masks(self, rows: Sequence[int], before: Sequence[Sequence[int]] = ()) -> GrammarMasks:
         """The masks of a `launch` that follows, computed beside what the caller does until then."""
         return GrammarMasks(rows, self.state.grammars, before, self.state.vocab_size, self._masks_thread)

@@ -14,15 +14,14 @@ class ThinkingBudget:
 
     Args:
         most: tokens between start and end.
-        token_ids: the token that ends the reasoning, and the token that begins it unless the output begins inside it.
+        token_ids: the token that ends the reasoning, and the tokens that begin it unless the output begins inside it.
+            Several tokens are the header of a message: the budget is for all such messages together.
         output_token_ids: the output so far.
     """
 
     def __init__(self, most: int, token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
-        self._most = most
-        self._end_id, self._start_id = token_ids[0], token_ids[1] if len(token_ids) > 1 else None
-        # Tokens that are left; None: the reasoning has not begun.
-        self._left = most if self._start_id is None else None
+        self._end_id, *self._start_ids = token_ids
+        self._state = most, 0  # tokens that are left, and how many tokens of the start have come
         for token_id in output_token_ids:
             self.append(token_id)
 
@@ -37,20 +36,26 @@ class ThinkingBudget:
     @property
     def needs_tokens(self) -> bool:
         """Whether the forced token depends on the output so far."""
-        return self._left != _ENDED
+        return self._state[0] != _ENDED
 
     def append(self, token_id: int) -> None:
         """Record a sampled token."""
-        self._left = self._left_after(self._left, token_id)
+        self._state = self._state_after(self._state, token_id)
 
     def forced_after(self, before: Sequence[int]) -> int | None:
         """The only token that may come next; None: any. `before`: drafts that count as appended."""
-        left = self._left
+        state = self._state
         for token_id in before:
-            left = self._left_after(left, token_id)
-        return self._end_id if left == 0 else None
+            state = self._state_after(state, token_id)
+        return self._end_id if state == (0, len(self._start_ids)) else None
 
-    def _left_after(self, left: int | None, token_id: int) -> int | None:
-        if left is None:
-            return self._most if token_id == self._start_id else None
-        return _ENDED if left == _ENDED or token_id == self._end_id else left - 1
+    def _state_after(self, state: tuple[int, int], token_id: int) -> tuple[int, int]:
+        left, num_begun = state
+        if left == _ENDED:
+            return state
+        if num_begun < len(self._start_ids):
+            is_next = token_id == self._start_ids[num_begun]
+            return left, num_begun + 1 if is_next else int(token_id == self._start_ids[0])
+        if token_id != self._end_id:
+            return left - 1, num_begun
+        return (left, 0) if len(self._start_ids) > 1 else (_ENDED, 0)

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import InvalidRequestError, UnsupportedFieldError
+from quire.formats.answer_formats import HARMONY_REASONING
 from quire.frontend.render_process import Render
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.sampling_params import check_num_logprobs
@@ -39,6 +40,7 @@ from quire.server.protocol.common import make_usage
 from quire.server.protocol.fields import REFUSED_IN_CHAT, BodyDecoder
 from quire.server.sse import DONE, event
 from quire.server.state import SYSTEM_FINGERPRINT, ServerState, state_of
+from quire.server.text import harmony
 from quire.server.text.events import Content, Event, Reasoning, ToolArguments, ToolCallStart
 from quire.server.text.reasoning import REASONING_FORMATS
 from quire.server.timeline import timings
@@ -85,8 +87,7 @@ async def generation_of(
         ignored.append("reasoning_effort")
     prompt = await render(state, body)
     if (constraint := tools.constraint or body.constraint()) is not None:
-        if (reasoning := REASONING_FORMATS.get(state.settings.server.reasoning_parser or "")) is not None:
-            constraint = reasoning.constrained(constraint, prompt)
+        constraint = tools.behind_reasoning(constraint, state.settings.server, prompt)
         body.structured_outputs, body.response_format = constraint, None
     new_parser = tools.new_parser(body, state.settings.server, prompt)
     if new_parser is not None and state.has_special_tags:
@@ -133,15 +134,19 @@ def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: 
 
 def _thinking_budget(state: ServerState, body: ChatRequest, prompt: str) -> dict[str, Any]:
     """The budget's SamplingParams fields; none if the prompt has closed the reasoning. Raises UnsupportedFieldError."""
-    reasoning = REASONING_FORMATS.get(state.settings.server.reasoning_parser or "")
-    if reasoning is None or state.tokenizer is None:
+    name = state.settings.server.reasoning_parser
+    if name is None or state.tokenizer is None:
         raise UnsupportedFieldError(
             "This server does not know how its model writes reasoning",
             fix="Remove thinking_token_budget, or start the server with --reasoning-parser",
             param="thinking_token_budget",
         )
-    is_open = reasoning.is_open(prompt)
-    tags = [*reasoning.closing.names, *(() if is_open else reasoning.opening.names)]
+    if name == HARMONY_REASONING:
+        is_open, tags = (False if harmony.has_begun(prompt) else None), [*harmony.REASONING_TOKENS]
+    else:
+        reasoning = REASONING_FORMATS[name]
+        is_open = reasoning.is_open(prompt)
+        tags = [*reasoning.closing.names, *(() if is_open else reasoning.opening.names)]
     token_ids = [token_id for tag in tags if (token_id := state.tokenizer.token_to_id(tag)) is not None]
     if len(token_ids) < len(tags):
         raise UnsupportedFieldError(

@@ -161,6 +161,8 @@ async def _prepare(
         )
     if request.store and not has_store:
         ignored.append("store")
+    if request.reasoning is not None and request.reasoning.summary is not None:
+        ignored.append("reasoning.summary")
     conversation = _read_conversation(state, request, body)
     asked = await chat.generation_of(state, body, ignored, request_id, "resp")
     asked = replace(asked, response_id=f"resp_{new_request_id()}")  # nobody can guess it

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import InvalidRequestError, UnsupportedFieldError
-from quire.formats.answer_formats import HARMONY_REASONING
+from quire.formats.answer_formats import HARMONY_REASONING, HARMONY_TOOLS
 from quire.sampling_params import StructuredOutputsParams
 from quire.server.protocol.chat import ChatRequest
+from quire.server.text import harmony
 from quire.server.text.parser import CALL_LIST, AnswerParser
-from quire.server.text.strict_calls import STRICT_FORMATS
+from quire.server.text.reasoning import REASONING_FORMATS
+from quire.server.text.strict_calls import harmony_calls, moved, strict_tag
 from quire.settings import ServerSettings
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -53,20 +55,27 @@ class ToolChoice:
             _check_automatic(settings)
             constraint = None if body.constraint() is not None else _strict(body.tools, schemas, settings)
             return cls(settings.tool_call_parser, constraint=constraint, most_calls=most_calls)
-        if choice == "required":
-            constraint = StructuredOutputsParams(json=_call_list(schemas, most_calls))
-            return cls(CALL_LIST, constraint=constraint, most_calls=most_calls)
-        name = _named(choice, schemas)
-        return cls(named=name, constraint=StructuredOutputsParams(json=schemas[name]))
+        name = None if choice == "required" else _named(choice, schemas)
+        if settings.tool_call_parser == HARMONY_TOOLS or settings.reasoning_parser == HARMONY_REASONING:
+            asked = schemas if name is None else {name: schemas[name]}
+            return cls(HARMONY_TOOLS, name, _tagged(harmony_calls(asked)), most_calls)
+        if name is not None:
+            return cls(named=name, constraint=StructuredOutputsParams(json=schemas[name]))
+        constraint = StructuredOutputsParams(json=_call_list(schemas, most_calls))
+        return cls(CALL_LIST, constraint=constraint, most_calls=most_calls)
+
+    def behind_reasoning(
+        self, constraint: StructuredOutputsParams, settings: ServerSettings, prompt: str
+    ) -> StructuredOutputsParams:
+        """The constraint of an answer, behind its reasoning. That of calls in harmony has the reasoning in it."""
+        if self.parser == HARMONY_TOOLS or settings.reasoning_parser == HARMONY_REASONING:
+            return constraint if constraint is self.constraint else harmony.constrained(constraint, prompt)
+        reasoning = REASONING_FORMATS.get(settings.reasoning_parser or "")
+        return constraint if reasoning is None else reasoning.constrained(constraint, prompt)
 
     def new_parser(self, body: ChatRequest, settings: ServerSettings, prompt: str) -> Callable[[], AnswerParser] | None:
-        """What makes the parser of a continuation; None: its text is content, as it is.
-
-        In harmony, reasoning is a message. A text that follows a grammar has no messages.
-        """
+        """What makes the parser of a continuation; None: its text is content, as it is."""
         reasoning = settings.reasoning_parser
-        if reasoning == HARMONY_REASONING and body.structured_outputs is not None:
-            reasoning = None
         if reasoning is None and self.parser is None and self.named is None:
             return None
         return lambda: AnswerParser(
@@ -118,15 +127,15 @@ def _schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 def _strict(
     tools: Sequence[Mapping[str, Any]], schemas: Mapping[str, Any], settings: ServerSettings
 ) -> StructuredOutputsParams | None:
-    """A text in which calls of strict tools follow their schemas, and others are JSON; None: nothing is strict.
-
-    Only in the formats that say where a call begins and how it goes on.
-    """
+    """A text in which calls of strict tools follow their schemas; None: nothing is strict."""
     strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
-    form = STRICT_FORMATS.get(settings.tool_call_parser or "")
-    if not strict or form is None:
+    if not strict or settings.tool_call_parser is None:
         return None
-    tag = form.tag({name: schema if name in strict else {"type": "object"} for name, schema in schemas.items()})
+    asked = {name: schema if name in strict else None for name, schema in schemas.items()}
+    return _tagged(strict_tag(settings.tool_call_parser, asked))
+
+
+def _tagged(tag: Mapping[str, Any]) -> StructuredOutputsParams:
     return StructuredOutputsParams(structural_tag=json.dumps(tag))
 
 
@@ -161,17 +170,5 @@ def _call_list(schemas: Mapping[str, dict[str, Any]], most_calls: int | None) ->
         for index, name in enumerate(schemas)
     ]
     most = {} if most_calls is None else {"maxItems": most_calls}
-    moved = {str(index): _moved(schema, f"#/$defs/{index}") for index, schema in enumerate(schemas.values())}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": moved}
-
-
-def _moved(schema: Any, root: str) -> Any:
-    """The schema with its references to itself, when it is found under `root`."""
-    if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: root + value[1:] if key == "$ref" and isinstance(value, str) and value[:1] == "#" else _moved(value, root)
-        for key, value in schema.items()
-    }
+    definitions = {str(index): moved(schema, f"#/$defs/{index}") for index, schema in enumerate(schemas.values())}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": definitions}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.distributed.group import Link
 from quire.forward_batch import LayerCache
+from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.worker.captured_steps import CapturedSteps
 from quire.worker.input_batch import InputBatch, StagedStep, StepRows
@@ -55,9 +56,12 @@ class ForwardPass:
             self._behind.send(found_TD)
         return found_TD
 
-    def logits(self, staged: StagedStep, hidden_TD: Tensor) -> Tensor:
-        """logits_RV of the rows that want some, float32."""
+    def logits(self, staged: StagedStep, hidden_TD: Tensor, owners_R: Tensor | None = None) -> Tensor:
+        """logits_RV of the rows that want some, float32. `owners_R`: see Decoder.compute_logits."""
         indices_R = staged.logits_indices_R
         everything = len(indices_R) == len(hidden_TD)
         hidden_RD = hidden_TD if everything else hidden_TD.index_select(0, indices_R)
-        return self.model.compute_logits(hidden_RD, staged.adapter_slots_R)
+        if owners_R is None:
+            return self.model.compute_logits(hidden_RD, staged.adapter_slots_R)
+        assert isinstance(self.model, Decoder), "ranks share native models"
+        return self.model.compute_logits(hidden_RD, staged.adapter_slots_R, owners_R)

@@ -80,7 +80,9 @@ class OnHost:
         form = settings.model
         sizes = (settings.max_num_seqs, form.max_model_len, form.block_size, model.config.vocab_size)
         pages = page_share(form.decode_context_parallel_size, self._ranks)
-        inputs = InputBatch(*sizes, num_tables(kv_groups(model.config)), adapters, pages=pages)
+        has_grammars = self._ranks is None or self._ranks.samples
+        tables = num_tables(kv_groups(model.config))
+        inputs = InputBatch(*sizes, tables, adapters, pages=pages, has_grammars=has_grammars)
         device, drafts, streams = Host(), None, streams_for(model, drafter, settings)
         if drafter is not None:
             recorded = _recorded(drafter, inputs, cache.drafter_layers)
@@ -98,7 +100,10 @@ class OnHost:
         mode, ranks = form.logprobs_mode, self._ranks
         is_in_time = settings.steps_in_flight == 1 or (ranks is not None and ranks.grid.num_stages > 1)
         takes_forced = is_in_time and drafter is None
-        return ModelRunner(model, cache, inputs, mode, device, recorded, drafts, experts, ranks, takes_forced, balancer)
+        is_sharded = form.batch_sharded_sampling
+        return ModelRunner(
+            model, cache, inputs, mode, device, recorded, drafts, experts, ranks, takes_forced, balancer, is_sharded
+        )
 
 
 def page_share(num_owners: int, ranks: Ranks | None) -> PageShare:

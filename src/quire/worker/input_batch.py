@@ -127,6 +127,7 @@ class InputBatch:
         adapters: slots by the digests of the adapters that are in memory; may change between steps.
         arrays: where a step's numbers are written; None: in the host's memory, where the step is computed too.
         pages: that this rank has of the KV cache.
+        has_grammars: another rank samples the rows with a grammar otherwise.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class InputBatch:
         adapters: Mapping[str, int] = MappingProxyType({}),
         arrays: StepArrays | None = None,
         pages: PageShare = ALL_PAGES,
+        has_grammars: bool = True,
     ) -> None:
         self.block_size = block_size
         self.num_tables = num_tables
@@ -153,6 +155,7 @@ class InputBatch:
         self.num_prompt_logprobs: dict[int, int] = {}  # row -> top-n wanted for the prompt
         self.sampling = SamplingState(max_num_rows, vocab_size)
         self.grammars = Grammars(vocab_size)
+        self._has_grammars = has_grammars
         self.row_of: dict[str, int] = {}
         self._pages = pages
         self._arrays: StepArrays = HostArrays() if arrays is None else arrays
@@ -214,7 +217,9 @@ class InputBatch:
         prompt, output = new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :]
         if params.prompt_logprobs is not None and not output:  # with output, they were reported with its first token
             self.num_prompt_logprobs[row] = params.prompt_logprobs
-        grammar = None if params.grammar is None else self.grammars.row(params.grammar, output)
+        grammar = None
+        if params.grammar is not None and self._has_grammars:
+            grammar = self.grammars.row(params.grammar, output)
         self.sampling.add_row(row, params, prompt, output, new.stop_token_ids, grammar)
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:

@@ -28,6 +28,7 @@ from quire.models.registry import CausalLM
 from quire.sampling.following import SharedSampler
 from quire.sampling.logprobs import entries, scores
 from quire.sampling.sampler import LaunchedTokens, Sampler
+from quire.sampling.sharded import ShardedSampler
 from quire.sampling_params import SamplingParams
 from quire.schedule import UNDRAFTED, NewRow, ScheduledBatch, StepResult, StepTokens
 from quire.worker.accelerator import Device, Download, device_failed
@@ -115,6 +116,7 @@ class ModelRunner:
         takes_forced: tokens that a grammar forces get no steps of their own. Every step must be taken in before the
             next one is launched.
         balancer: moves experts between ranks.
+        shards_sampling: each rank samples some rows; else the first one samples all.
     """
 
     def __init__(
@@ -130,17 +132,22 @@ class ModelRunner:
         ranks: Ranks | None = None,
         takes_forced: bool = False,
         balancer: ExpertBalancer | None = None,
+        shards_sampling: bool = False,
     ) -> None:
         self.model, self.balancer = model, balancer
         self._takes_forced = takes_forced
         self._experts = experts
         self.cache = cache
         self.input_batch = input_batch
-        state = input_batch.sampling
-        self.sampler = (
-            Sampler(state, logprobs_mode) if ranks is None else SharedSampler(state, logprobs_mode, ranks.group)
-        )
         self._group = None if ranks is None else ranks.group
+        state = input_batch.sampling
+        self.sampler: Sampler
+        if ranks is None:
+            self.sampler = Sampler(state, logprobs_mode)
+        elif shards_sampling and self._group is not None:
+            self.sampler = ShardedSampler(state, logprobs_mode, self._group)
+        else:
+            self.sampler = SharedSampler(state, logprobs_mode, self._group)
         self._has_logits, self._is_alone = ranks is None or ranks.samples, ranks is None
         self._is_last_stage = ranks is None or ranks.behind is None
         # Steps whose tokens another stage samples, oldest first: number, rows, and where the tokens belong.
@@ -218,7 +225,7 @@ class ModelRunner:
         self._count_experts(result)
         launched = _Launched(sampling.tolist(), drafts)
         if is_sampling:
-            logits_RV = self.forward_pass.logits(staged, hidden_TD)
+            logits_RV = self.forward_pass.logits(staged, hidden_TD, self.sampler.owners(sampled_rows))
             forwarded = device.mark()
             if inputs.sampling.needs_tokens(sampled_rows):
                 self._finish(len(self._in_flight))  # the forward pass goes on meanwhile

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
-from msgspec import structs
 
 from quire.distributed.group import AgreedError, GroupError, RankLate, Ranks, StepVoid
 from quire.errors import EngineDeadError, MemoryPlanError, PeerLostError
@@ -185,7 +184,7 @@ class DeviceWorker:
         with self._as_rank("a step", in_step=True):
             if self.runner.balancer is not None:
                 self.runner.balancer.begin_step()
-            pending = self.runner.submit(batch if self.samples else _without_grammars(batch))
+            pending = self.runner.submit(batch)
         self._ranks.end_step()
         result = pending.result()
         result.ranks = ((time.perf_counter() - start, self._ranks.waited_seconds - waited),)
@@ -291,11 +290,3 @@ def _may_leave(ranks: Ranks, error: Exception) -> bool:
         return False
     is_of_all_stages = isinstance(error, RowsFailedError) and error.__cause__ is None
     return ranks.grid.num_stages == 1 or is_of_all_stages or isinstance(error, (AgreedError, StepVoid))
-
-
-def _without_grammars(batch: ScheduledBatch) -> ScheduledBatch:
-    """The batch for a rank that does not sample."""
-    if all(new.sampling_params.grammar is None for new in batch.new_rows):
-        return batch
-    rows = [replace(new, sampling_params=structs.replace(new.sampling_params, grammar=None)) for new in batch.new_rows]
-    return replace(batch, new_rows=rows)

@@ -6,6 +6,11 @@ from collections.abc import Iterable
 from itertools import count, groupby
 from typing import Any
 
+from llguidance import LLMatcher
+
+from quire import demo
+from quire.frontend.tokenizer import Tokenizer
+from quire.grammar.compiled import compiled_matcher, vocabulary
 from quire.server.text.events import Content, Event, Reasoning, ToolArguments, ToolCallStart
 from quire.server.text.parser import AnswerParser
 
@@ -58,3 +63,18 @@ def calls_of(events: list[Event]) -> list[tuple[str, str, str]]:
     """(id, name, arguments) of every call."""
     arguments = {event.index: event.text for event in events if isinstance(event, ToolArguments)}
     return [(e.id, e.name, arguments.get(e.index, "")) for e in events if isinstance(e, ToolCallStart)]
+
+
+TOKENIZER = Tokenizer.from_folder(demo.path("target"))
+
+
+def matcher_of(grammar: str, tokenizer: Tokenizer = TOKENIZER) -> LLMatcher:
+    end = tokenizer.token_to_id("<|im_end|>")
+    assert end is not None
+    return compiled_matcher(vocabulary(tokenizer.backend.to_str(), [end], tokenizer.vocab_size), grammar)
+
+
+def allows(grammar: str, text: str, tokenizer: Tokenizer = TOKENIZER) -> bool:
+    """Whether an answer may be this text."""
+    matcher, tokens = matcher_of(grammar, tokenizer), tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()

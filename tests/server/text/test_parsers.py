@@ -13,7 +13,7 @@ from quire.formats.answer_formats import REASONING_PARSERS, TOOL_PARSERS
 from quire.server.text.events import Content, Reasoning, ToolCallStart
 from quire.server.text.parser import AnswerParser
 from tests.examples import IS_FULL, examples
-from tests.server.text.answers import TOOLS, calls_of, parse, text_of
+from tests.server.text.answers import TOOLS, calls_of, merged, parse, text_of
 
 PARIS = '{"city": "Pa\\"ris", "days": 3}'
 NONE = "{}"
@@ -326,3 +326,23 @@ def test_work_is_linear_in_the_text(tools):
             for size in (1, 10_000):
                 short, long = (lines_run(start + text * count, size, tools=tools) for count in (8, 32))
                 assert long <= 5 * short, (text, start, size)
+
+
+def test_types_of_tagged_arguments_behind_references():
+    parameters = {
+        "properties": {
+            "a": {"$ref": "#/$defs/text"},
+            "b": {"anyOf": [{"$ref": "#/$defs/number"}, {"type": "null"}]},
+            "c": {"const": 5},
+            "d": {"enum": ["5", None]},
+            "e": {"$ref": "#/$defs/loop"},
+            "f": {"$ref": "#/$defs/none"},
+        },
+        "$defs": {"text": {"enum": ["1", "2"]}, "number": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    values = "".join(f"<parameter={key}>5</parameter>" for key in "abcdef")
+    parser = AnswerParser(tools="qwen3_coder", schemas=tools)
+    events = parser.feed(f"<function=f>{values}</function>") + parser.finish()
+    ((_, _, arguments),) = calls_of(merged(events))
+    assert json.loads(arguments) == {"a": "5", "b": 5, "c": 5, "d": "5", "e": "5", "f": "5"}

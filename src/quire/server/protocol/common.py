@@ -64,6 +64,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     json_schema: JsonSchemaFormat | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
     def constraint(self) -> StructuredOutputsParams | None:
         """The same constraint in SamplingParams; None: any text. Raises InvalidRequestError."""
@@ -81,6 +82,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
             return StructuredOutputsParams(json=self.json_schema.schema)
         if self.type == "structural_tag":
             tag = {"structures": self.structures or [], "triggers": self.triggers or []}
+            tag = tag if self.format is None else {"format": self.format}
             return StructuredOutputsParams(structural_tag=msgspec.json.encode(tag).decode())
         return None
 

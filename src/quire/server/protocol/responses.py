@@ -77,7 +77,10 @@ class TextConfig(msgspec.Struct):
 
 
 class Reasoning(msgspec.Struct):
+    """How much the model shall think. A summary is not made: all that it thinks comes as text."""
+
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponseStreamOptions(msgspec.Struct):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+from msgspec.structs import replace
+
+from quire.sampling_params import StructuredOutputsParams
 from quire.server.text.json_calls import read_arguments
 from quire.server.text.output import Output
 from quire.server.text.reader import SPACE, Malformed, Reader, Steps, Tags, drop
@@ -14,6 +17,32 @@ _ENDS = Tags("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _MARKS = ("<|end|>", "<|call|>", "<|return|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([\w.:/-]+)")
+NEXT_MESSAGE = "<|end|><|start|>assistant"  # ends a message before a further one of the same answer
+
+# The token that ends reasoning, and those that begin it.
+REASONING_TOKENS = ("<|end|>", "<|channel|>", "analysis", "<|message|>")
+
+
+def header(channel: str) -> str:
+    """What begins a message, behind `<|start|>assistant`."""
+    return f"<|channel|>{channel}<|message|>"
+
+
+def has_begun(prompt: str) -> bool:
+    """Whether a prompt ends inside of a message."""
+    return prompt.rfind("<|message|>") > prompt.rfind("<|start|>")
+
+
+def constrained(constraint: StructuredOutputsParams, prompt: str) -> StructuredOutputsParams:
+    """The constraint for the final message, behind any reasoning; for what follows, if the prompt has begun it."""
+    if has_begun(prompt):
+        return constraint
+    return replace(
+        constraint,
+        reasoning_start=[header("analysis")],
+        reasoning_end=[NEXT_MESSAGE],
+        answer_start=[header("final"), header("final <|constrain|>json")],
+    )
 
 
 def read_messages(reader: Reader, output: Output, *, has_tools: bool) -> Steps[None]:

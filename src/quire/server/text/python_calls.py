@@ -9,7 +9,7 @@ from quire.server.text.json_calls import read_hex, read_scalar, read_value, read
 from quire.server.text.output import Output
 from quire.server.text.reader import SPACE, Malformed, Reader, Steps, drop
 
-_NAME = re.compile(r"[\w.]*")
+_NAME = re.compile(r"[\w.-]*")
 _PLAIN = {quote: re.compile(rf"[^{quote}\\\n]*") for quote in "\"'"}
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "'": "'", '"': '"', "\n": ""}

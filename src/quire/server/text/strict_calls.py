@@ -1,48 +1,361 @@
-"""How calls must be written whose arguments are to follow their schemas (`strict`): structural tags for a grammar."""
+"""Calls that must follow their schemas (`strict`): structural tags for a grammar, in the formats of `tools`.
+
+The text is free until a call begins. From there on it is a call of one of the tools. The arguments of strict tools
+follow their schemas, and those of others have the form of arguments.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from quire.errors import UnsupportedFieldError
+from quire.formats.answer_formats import HARMONY_TOOLS
+from quire.server.text.harmony import NEXT_MESSAGE, header
+from quire.server.text.tagged_calls import json_types, resolved
 
-@dataclass(frozen=True)
-class StrictFormat:
-    """How a format's calls begin: the text is free up to the trigger, and a call from there on.
+Form = dict[str, Any]
+Schema = Mapping[str, Any]
+# Name -> schema of the arguments; None: a tool that is not strict.
+Tools = Mapping[str, Schema | None]
+
+_ANY_TEXT: Form = {"type": "any_text"}
+_FOR_PEOPLE = {"$comment", "$id", "$schema", "default", "deprecated", "description", "examples", "title"}
+_OF_OBJECTS = {"$defs", "additionalProperties", "definitions", "properties", "required", "type", *_FOR_PEOPLE}
+_OF_TEXTS = {"format", "maxLength", "minLength", "type", *_FOR_PEOPLE}
+_DATE = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"  # the days that every month has
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_FORMATS_OF_TEXTS = {
+    "": "",
+    "date": _DATE,
+    "date-time": f"{_DATE}T{_TIME}",
+    "time": _TIME,
+    "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+}
+_NAME = re.compile(r"[\w.:/-]+")
+_PYTHON_NAME = re.compile(r"[\w.-]+")
+
+
+def strict_tag(form: str, tools: Tools) -> Form:
+    """The structural tag of answers with calls. Raises UnsupportedFieldError for what the format cannot hold to.
 
     Args:
-        trigger: of calls, which stands for nothing else.
-        behind: what is between the trigger and the arguments, with NAME for the tool.
-        end: what is behind the arguments.
+        form: the name of the format.
     """
+    try:
+        return {"format": _FORMATS[form](tools)}
+    except RecursionError:
+        raise _refuse(", ".join(tools), "an argument refers to itself in its own place") from None
 
-    trigger: str
-    behind: str
-    end: str
 
-    def tag(self, schemas: Mapping[str, Any]) -> dict[str, Any]:
-        """The structural tag for tools. `schemas`: name -> schema of the arguments."""
-        structures = [
-            {
-                "begin": self.trigger + self.behind.replace("NAME", json.dumps(name, ensure_ascii=False)[1:-1]),
-                "schema": schema,
-                "end": self.end,
-            }
-            for name, schema in schemas.items()
+def harmony_calls(tools: Tools) -> Form:
+    """The structural tag of one call in harmony, behind any reasoning."""
+    analysis = _tag(header("analysis"), _ANY_TEXT, NEXT_MESSAGE)
+    return {"format": _sequence({"type": "star", "content": analysis}, _harmony_call(tools))}
+
+
+def _tag(begin: str, content: Form, end: str) -> Form:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _sequence(*elements: Form) -> Form:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _or(*elements: Form) -> Form:
+    return {"type": "or", "elements": list(elements)}
+
+
+def _const(text: str) -> Form:
+    return {"type": "const_string", "value": text}
+
+
+def _regex(pattern: str) -> Form:
+    return {"type": "regex", "pattern": pattern}
+
+
+def _json(schema: Schema | None) -> Form:
+    return {"type": "json_schema", "json_schema": {"type": "object"} if schema is None else schema}
+
+
+def _optional(content: Form) -> Form:
+    return {"type": "optional", "content": content}
+
+
+def _list(tags: list[Form], separator: str = ", ") -> Form:
+    return {"type": "tags_with_separator", "tags": tags, "separator": separator, "at_least_one": True}
+
+
+def _triggered(tags: list[Form], *triggers: str, **start: Form) -> Form:
+    return {"type": "triggered_tags", "triggers": list(triggers), "tags": tags, **start}
+
+
+def _refuse(name: str, why: str) -> UnsupportedFieldError:
+    return UnsupportedFieldError(
+        f"The calls of the tool {name} cannot be held to its schema: {why}",
+        fix="Leave out strict, or change the schema",
+        param="tools",
+    )
+
+
+# Formats with JSON behind a begin.
+
+
+def _json_tags(tools: Tools, begin: str, end: str) -> list[Form]:
+    """A tag for each tool. `begin`: what is before the arguments, with NAME for the tool."""
+    return [
+        _tag(begin.replace("NAME", json.dumps(name, ensure_ascii=False)[1:-1]), _json(schema), end)
+        for name, schema in tools.items()
+    ]
+
+
+def _behind_trigger(tools: Tools, *, trigger: str, begin: str, end: str) -> Form:
+    return _triggered(_json_tags(tools, trigger + begin, end), trigger)
+
+
+def _granite(tools: Tools) -> Form:
+    calls = _list(_json_tags(tools, '{"name": "NAME", "arguments": ', "}"))
+    tags = [_tag(f"{trigger}[", calls, "]") for trigger in ("<|tool_call|>", "<tool_call>")]
+    start = {"char": "[", "content": _tag("[", calls, "]")}
+    return _triggered(tags, "<|tool_call|>", "<tool_call>", at_start=start)
+
+
+def _kimi(tools: Tools) -> Form:
+    calls = [
+        _tag(
+            f"<|tool_call_begin|>functions.{name}:",
+            _sequence(_regex("[0-9]{1,4}"), _const("<|tool_call_argument_begin|>"), _json(schema)),
+            "<|tool_call_end|>",
+        )
+        for name, schema in _readable(tools, _NAME).items()
+    ]
+    section = _tag("<|tool_calls_section_begin|>", _list(calls, ""), "<|tool_calls_section_end|>")
+    return _triggered([section, *calls], "<|tool_calls_section_begin|>", "<|tool_call_begin|>")
+
+
+def _llama3(tools: Tools) -> Form:
+    calls = _list(_json_tags(tools, '{"name": "NAME", "parameters": ', "}"), "; ")
+    return _triggered([_tag("<|python_tag|>", calls, "")], "<|python_tag|>", at_start={"char": "{", "content": calls})
+
+
+def _phi4(tools: Tools) -> Form:
+    calls = _list(_json_tags(tools, '{"name": "NAME", "arguments": ', "}"))
+    return _triggered([_tag("functools[", calls, "]")], "functools[")
+
+
+# Harmony: a list of messages, of which a call or the final one is the last.
+
+
+def _harmony(tools: Tools) -> Form:
+    others = [_tag(header(channel), _ANY_TEXT, NEXT_MESSAGE) for channel in ("analysis", "commentary")]
+    final = _tag(header("final"), _ANY_TEXT, "")
+    return _sequence({"type": "star", "content": _or(*others)}, _or(final, _harmony_call(tools)))
+
+
+def _harmony_call(tools: Tools) -> Form:
+    calls = [
+        _tag(header(f"commentary to=functions.{name} <|constrain|>json"), _json(schema), "")
+        for name, schema in _readable(tools, _NAME).items()
+    ]
+    return _or(*calls)
+
+
+# Formats whose arguments are written one by one.
+
+
+def _readable(tools: Tools, pattern: re.Pattern[str]) -> Tools:
+    """The tools, whose names must be readable in this format."""
+    for name in tools:
+        if not pattern.fullmatch(name):
+            raise _refuse(name, "this model's format of calls cannot write its name")
+    return tools
+
+
+def _properties(name: str, schema: Schema, keys: re.Pattern[str]) -> list[tuple[str, Any, bool]]:
+    """Name, schema and whether it is required, of each argument."""
+    if others := sorted(schema.keys() - _OF_OBJECTS):
+        raise _refuse(name, f"this model's format of calls has no place for {', '.join(others)} at the top")
+    properties = schema.get("properties", {})
+    required = schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, Sequence):
+        raise _refuse(name, "properties is an object, and required is a list")
+    for key in [*properties, *required]:
+        if not isinstance(key, str) or not keys.fullmatch(key) or key not in properties:
+            raise _refuse(name, f"this model's format of calls cannot write the argument {key!r}")
+    return [(key, _standing_alone(value, key, schema), key in required) for key, value in properties.items()]
+
+
+def _standing_alone(value: Any, key: str, root: Schema) -> Any:
+    """The schema of an argument, with all that it refers to."""
+    if '"$ref"' not in json.dumps(value):
+        return value
+    pointer = key.replace("~", "~0").replace("/", "~1")
+    return {"$ref": f"#/$defs/arguments/properties/{pointer}", "$defs": {"arguments": moved(root, "#/$defs/arguments")}}
+
+
+def moved(schema: Any, root: str) -> Any:
+    """The schema with its references to itself, when it is found under `root`."""
+    if isinstance(schema, list):
+        return [moved(item, root) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: root + value[1:] if key == "$ref" and isinstance(value, str) and value[:1] == "#" else moved(value, root)
+        for key, value in schema.items()
+    }
+
+
+def _pythonic(tools: Tools) -> Form:
+    calls = _list([_python_call(name, schema) for name, schema in _readable(tools, _PYTHON_NAME).items()])
+    start = {"char": "[", "content": _tag("[", calls, "]")}
+    return _triggered([_tag("<|python_start|>[", calls, "]")], "<|python_start|>", at_start=start)
+
+
+def _python_call(name: str, schema: Schema | None) -> Form:
+    """JSON's values can be read as Python's."""
+    if schema is None:
+        argument = _sequence(_regex(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}="), _json({}))
+        return _tag(f"{name}(", _optional(_list([_tag("", argument, "")])), ")")
+    written = [
+        (_sequence(_const(f"{key}="), _json(value)), is_required)
+        for key, value, is_required in _properties(name, schema, _PYTHON_NAME)
+    ]
+    return _tag(f"{name}(", _separated(written), ")")
+
+
+def _separated(written: list[tuple[Form, bool]]) -> Form:
+    """A list in this order, without some of what is not required."""
+    comma = _const(", ")
+    first = next((index for index, (_, is_required) in enumerate(written) if is_required), None)
+    if first is not None:
+        before = [_optional(_sequence(form, comma)) for form, _ in written[:first]]
+        return _sequence(*before, written[first][0], *_behind(written[first + 1 :], comma))
+    if not written:
+        return _const("")
+    begun = [_sequence(form, *_behind(written[index + 1 :], comma)) for index, (form, _) in enumerate(written)]
+    return _optional(_or(*begun))
+
+
+def _behind(written: list[tuple[Form, bool]], comma: Form) -> list[Form]:
+    return [
+        _sequence(comma, form) if is_required else _optional(_sequence(comma, form)) for form, is_required in written
+    ]
+
+
+def _qwen(tools: Tools) -> Form:
+    tags = []
+    for name, schema in _readable(tools, _NAME).items():
+        for opening, closing in (("<tool_call>\n", "\n</tool_call>"), ("", "")):
+            begin, end = f"{opening}<function={name}>\n", f"</function>{closing}"
+            if schema is None:
+                tags.append(_tag(begin, _ANY_TEXT, "</function>"))
+                continue
+            content = [
+                _tagged(name, value, is_required, f"<parameter={key}>\n", "\n</parameter>\n", "</parameter>")
+                for key, value, is_required in _properties(name, schema, re.compile("[^>]+"))
+            ]
+            tags.append(_tag(begin, _sequence(*content, _const("")), end))
+    return _triggered(tags, "<tool_call>", "<function=")
+
+
+def _glm(tools: Tools) -> Form:
+    tags = []
+    for name, schema in _readable(tools, _NAME).items():
+        if schema is None:
+            tags.append(_tag(f"<tool_call>{name}\n", _ANY_TEXT, "</tool_call>"))
+            continue
+        content = [
+            _tagged(
+                *(name, value, is_required, f"<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n", "</arg_value>")
+            )
+            for key, value, is_required in _properties(name, schema, re.compile("[^<]+"))
         ]
-        return {"structures": structures, "triggers": [self.trigger]}
+        tags.append(_tag(f"<tool_call>{name}\n", _sequence(*content, _const("")), "</tool_call>"))
+    return _triggered(tags, "<tool_call>")
 
 
-# Not here: formats whose arguments are no JSON (glm45, pythonic, qwen3), whose calls may begin without a tag (granite,
-# llama3_json), have a number in them (kimi_k2) or stand in messages (openai).
-STRICT_FORMATS = {
-    "deepseek_v3": StrictFormat(
-        "<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>NAME\n```json\n", "\n```<｜tool▁call▁end｜>"
+def _tagged(name: str, schema: Any, is_required: bool, begin: str, end: str, mark: str) -> Form:
+    """An argument between tags. `mark`: what ends it wherever it stands."""
+    tag = _tag(begin, _value(name, schema, mark), end)
+    return tag if is_required else _optional(tag)
+
+
+def _alternatives(schema: Any) -> list[Any]:
+    """What a value may be one of."""
+    schema = resolved(schema, schema) if isinstance(schema, Mapping) else {}
+    lists = [schema[keyword] for keyword in ("anyOf", "oneOf") if isinstance(schema.get(keyword), list)]
+    is_list = len(lists) == 1 and schema.keys() <= {"$defs", "anyOf", "oneOf", *_FOR_PEOPLE}
+    return lists[0] if is_list else [schema]
+
+
+def _values(schema: Schema) -> list[Any]:
+    """The values that are listed in a schema that says nothing else."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    is_all = schema.keys() <= {"const", "enum", "type", *_FOR_PEOPLE} and isinstance(values, list)
+    return values if is_all and all(isinstance(each, str) for each in values) else []
+
+
+def _text(name: str, schema: Any, mark: str, root: Any) -> Form:
+    """A string, as it is."""
+    parts = _alternatives(schema)
+    if len(parts) > 1 and "anyOf" in schema:
+        return _or(*(_text(name, resolved(part, root), mark, root) for part in parts))
+    if schema.get("type") == "null":
+        return _const("null")
+    if values := _values(schema):
+        if any(mark in value for value in values):
+            raise _refuse(name, f"a value of an argument has {mark}")
+        return _or(*map(_const, values))
+    if others := sorted(schema.keys() - _OF_TEXTS):
+        raise _refuse(name, f"this model writes texts without quotes, which cannot be held to {', '.join(others)}")
+    pattern = _FORMATS_OF_TEXTS.get(str(schema.get("format", "")))
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    if pattern is None or (pattern and (least or most != "")):
+        raise _refuse(name, f"this model writes texts without quotes, which cannot be held to {json.dumps(schema)}")
+    return {**_ANY_TEXT, "pattern": pattern or f"(?s:.{{{least},{most}}})", "excludes": [mark]}
+
+
+def _value(name: str, schema: Any, mark: str) -> Form:
+    """The text of an argument, which is read by the types that its schema names: see tagged_calls."""
+    types = json_types(schema)
+    if types == {"string"}:
+        return _text(name, resolved(schema, schema), mark, schema)
+    parts = [resolved(part, schema) for part in _alternatives(schema)]
+    if "string" in types or not types:
+        if all(part.keys() <= {"type", *_FOR_PEOPLE} for part in parts):
+            return {**_ANY_TEXT, "excludes": [mark]}
+        if types == {"null", "string"} and all(part.get("type") == "null" or _values(part) for part in parts):
+            return _or(*(_text(name, part, mark, schema) for part in parts))
+        if not types:
+            raise _refuse(name, "the type of an argument is not known, and this model's format of calls has none")
+    return _json(schema)
+
+
+_FORMATS: dict[str, Callable[[Tools], Form]] = {
+    "deepseek_v3": partial(
+        _behind_trigger,
+        trigger="<｜tool▁call▁begin｜>",
+        begin="function<｜tool▁sep｜>NAME\n```json\n",
+        end="\n```<｜tool▁call▁end｜>",
     ),
-    "deepseek_v31": StrictFormat("<｜tool▁call▁begin｜>", "NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
-    "hermes": StrictFormat("<tool_call>", '\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
-    "mistral": StrictFormat("[TOOL_CALLS]", "NAME[ARGS]", ""),
-    "phi4_mini_json": StrictFormat("functools[", '{"name": "NAME", "arguments": ', "}]"),
+    "deepseek_v31": partial(
+        _behind_trigger, trigger="<｜tool▁call▁begin｜>", begin="NAME<｜tool▁sep｜>", end="<｜tool▁call▁end｜>"
+    ),
+    "glm45": _glm,
+    "granite": _granite,
+    "hermes": partial(
+        _behind_trigger, trigger="<tool_call>", begin='\n{"name": "NAME", "arguments": ', end="}\n</tool_call>"
+    ),
+    "kimi_k2": _kimi,
+    "llama3_json": _llama3,
+    "llama4_pythonic": _pythonic,
+    "mistral": partial(_behind_trigger, trigger="[TOOL_CALLS]", begin="NAME[ARGS]", end=""),
+    HARMONY_TOOLS: _harmony,
+    "phi4_mini_json": _phi4,
+    "pythonic": _pythonic,
+    "qwen3_coder": _qwen,
+    "qwen3_xml": _qwen,
 }

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from quire.grammar.schemas import referred
 from quire.server.text.output import Output
 from quire.server.text.reader import SPACE, Malformed, Reader, Steps, Tags, drop
 
 # Tool -> parameter -> the JSON types that it may have; none are known if the set is empty.
 ParameterTypes = Mapping[str, Mapping[str, frozenset[str]]]
 
+_MAX_REFERENCES = 16  # from one to the next
 _TEXT = frozenset(("string",))
 _STRUCTURES = frozenset(("array", "object"))
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
@@ -23,7 +25,7 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> ParameterTypes:
     functions = [_mapping(tool.get("function")) for tool in tools]
     return {
         function["name"]: {
-            name: frozenset(_types(schema))
+            name: json_types(schema, _mapping(function.get("parameters")))
             for name, schema in _mapping(_mapping(function.get("parameters")).get("properties")).items()
         }
         for function in functions
@@ -35,14 +37,39 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _types(schema: Any) -> list[str]:
-    schema = _mapping(schema)
+def json_types(schema: Any, root: Any = None) -> frozenset[str]:
+    """The types that a schema names, itself or by its values; none are known if the set is empty.
+
+    Args:
+        root: what references are found in; None: the schema.
+    """
+    root = schema if root is None else root
+    schema = resolved(schema, root)
     alternatives = [schema]
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            alternatives += [_mapping(item) for item in schema[key]]
-    declared = [item.get("type") for item in alternatives]
-    return [name for kind in declared for name in (kind if isinstance(kind, list) else [kind]) if isinstance(name, str)]
+            alternatives += [resolved(item, root) for item in schema[key]]
+    return frozenset(name for each in alternatives for name in _named_types(each))
+
+
+def _named_types(schema: Mapping[str, Any]) -> list[str]:
+    kind = schema.get("type")
+    if kind is None:
+        values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+        values = [schema["const"]] if "const" in schema else values
+        return ["null" if value is None else _TYPES.get(type(value), "") for value in values]
+    return [name for name in (kind if isinstance(kind, list) else [kind]) if isinstance(name, str)]
+
+
+def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
+    """What a schema's reference leads to, if it has one and it leads to a schema; else the schema."""
+    for _ in range(_MAX_REFERENCES):
+        reference = _mapping(schema).get("$ref")
+        found = referred(reference, root) if isinstance(reference, str) else None
+        if not isinstance(found, Mapping):
+            break
+        schema = found
+    return _mapping(schema)
 
 
 @dataclass(frozen=True)
