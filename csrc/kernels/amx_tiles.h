@@ -20,20 +20,29 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
+inline void load_config(const TileConfig& config) {
+  __asm__ volatile("" : : "r"(&config) : "memory");  // g++ 12's intrinsic claims to read only 8 bytes
+  _tile_loadconfig(&config);
+}
+
 // Sums and input have `input_rows` rows. Rows of the input have `step_bytes`, and weights have one row per four of
 // these bytes.
-inline void configure_tiles(int64_t input_rows, int64_t step_bytes = kRowBytes) {
+inline TileConfig config_of(int64_t input_rows, int64_t step_bytes) {
   TileConfig config;
   for (int tile = 0; tile < 8; ++tile) {
     const bool is_input = tile == 4 || tile == 5, is_weight = tile > 5;
     config.bytes_per_row[tile] = static_cast<uint16_t>(is_input ? step_bytes : kRowBytes);
     config.rows[tile] = static_cast<uint8_t>(is_weight ? step_bytes / 4 : input_rows);
   }
-  __asm__ volatile("" : : "r"(&config) : "memory");  // g++ 12's intrinsic claims to read only 8 bytes
-  _tile_loadconfig(&config);
+  return config;
 }
 
-// g++ 12's tile loads do not declare that they read memory. This makes earlier writes happen before them.
+inline void configure_tiles(int64_t input_rows, int64_t step_bytes = kRowBytes) {
+  load_config(config_of(input_rows, step_bytes));
+}
+
+// g++ 12's tile loads do not declare that they read memory. Before them this makes earlier writes happen before them,
+// and after them later writes after them.
 inline void written_for_tiles() { __asm__ volatile("" : : : "memory"); }
 
 // Memory of the four tiles of sums, rows `pitch` bytes apart.

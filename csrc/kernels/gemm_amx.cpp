@@ -40,7 +40,7 @@ void multiply_panels(const GemmBlock& block) {
   float* const buffers = static_cast<float*>(scratch(Scratch::gemm_tiles, sizeof(float) * kHalfSums * num_buffers));
   const char* input = static_cast<const char*>(block.input) + block.row_begin * num_steps * kRowBytes;
   alignas(64) float biases[2][kPanelWidth];
-  LoraSpace<kGroupRows> space;
+  LoraSpace space;
   PendingRows pending;
 
   for (int64_t step = 0; step < num_steps; step += max_steps) {

@@ -130,11 +130,10 @@ inline void store_rounded(const GemmArgs& args, const Finished& f, const Number&
 // The same, plus what adapters add. Not inline: kernels have one way to finish rows, and this part of it is rarer.
 template <std::invocable<int64_t, int64_t> Number>
 __attribute__((noinline)) void store_with_adapters(const GemmArgs& args, const Finished& f, const Number& number) {
-  constexpr int64_t kRows = 6;
-  LoraSpace<kRows> space;
+  LoraSpace space;
   const int64_t first = f.panel * kPanelWidth, count = std::min(kPanelWidth, args.weight.n - first);
-  for (int64_t row = 0; row < f.num_rows; row += kRows) {
-    const Finished some = {f.row + row, std::min(kRows, f.num_rows - row), f.panel, f.bias};
+  for (int64_t row = 0; row < f.num_rows; row += kLoraRows) {
+    const Finished some = {f.row + row, std::min(kLoraRows, f.num_rows - row), f.panel, f.bias};
     const float* const added = lora_kernels().expand(*args.lora, {some.row, some.num_rows, first, count}, space.rows());
     store_rounded(args, some,
                   [&](int64_t r, int64_t c) { return number(row + r, c) + load(added + r * kLoraPitch + c); });

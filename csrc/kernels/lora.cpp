@@ -10,6 +10,9 @@
 #include "quire/scratch.h"
 #include "quire/simd.h"
 #include "quire/thread_pool.h"
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+#include "lora_amx.h"
+#endif
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -19,8 +22,12 @@ constexpr int64_t kRowsPerChunk = 1024;          // added at a time: bounds the 
 constexpr int64_t kMinMacs = 32 * 1024;          // multiply-adds worth a wake-up of another thread
 constexpr int64_t kShrinkRows = 32;              // rows of x that stay in the L2 cache while the ranks of A pass by
 constexpr int64_t kShrinkRanks = 4;              // of a unit: 8 KiB of A with k = 1024
-constexpr int64_t kBlockColumns = 64;            // of a LoraBlock
 constexpr int kVectors = kLoraColumns / kLanes;  // of a panel
+
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+constexpr int64_t kRowsPerUnit = 4 * kTileRows;  // on tiles
+constexpr int64_t kFewGroups = 4;                // of rows, which get small units
+#endif
 
 // Rows of tiles: 4 x 4 sums and 6 x 4 sums in the 32 registers of AVX-512, half of it in 16 registers.
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
@@ -34,17 +41,33 @@ struct Group {
   int64_t slot, begin, end;
 };
 
+// The size of units. On tiles: of few adapters with few rows, small ones, so that each thread has some.
+struct UnitSize {
+  int64_t rows, ranks;
+};
+inline UnitSize unit_size([[maybe_unused]] const LoraInput& input, [[maybe_unused]] const Group& group,
+                          [[maybe_unused]] int64_t num_groups) {
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+  const bool on_tiles = input.table.dtype == DType::bf16 && input.dtype == DType::bf16 && input.token_ids == nullptr;
+  const bool is_small = group.end - group.begin <= kRowsOfColumns && num_groups <= kFewGroups;
+  if (on_tiles && !is_small) return {kRowsPerUnit, kTileRanks};
+#endif
+  return {kShrinkRows, kShrinkRanks};
+}
+
 template <class Fn>
-inline void for_units(const LoraTable& table, const Group* groups, int64_t num_groups, const Fn& fn) {
+inline void for_units(const LoraInput& input, const Group* groups, int64_t num_groups, const Fn& fn) {
+  const LoraTable& table = input.table;
   for (const Group* group = groups; group < groups + num_groups; ++group) {
     if (group->slot < 0) continue;
     const LoraDelta* const deltas = table.deltas + group->slot * table.num_parts;
-    for (int64_t row = group->begin; row < group->end; row += kShrinkRows) {
-      const int64_t row_end = std::min(group->end, row + kShrinkRows);
+    const UnitSize size = unit_size(input, *group, num_groups);
+    for (int64_t row = group->begin; row < group->end; row += size.rows) {
+      const int64_t row_end = std::min(group->end, row + size.rows);
       int64_t sums = 0;
       for (const LoraDelta* delta = deltas; delta < deltas + table.num_parts; sums += delta++->rank)
-        for (int64_t rank = 0; rank < delta->rank; rank += kShrinkRanks)
-          fn(LoraUnit{delta, row, row_end, sums, rank, std::min(delta->rank, rank + kShrinkRanks)});
+        for (int64_t rank = 0; rank < delta->rank; rank += size.ranks)
+          fn(LoraUnit{delta, row, row_end, sums, rank, std::min(delta->rank, rank + size.ranks)});
     }
   }
 }
@@ -74,13 +97,13 @@ LoraPlan plan(const LoraInput& input) {
   for (int64_t row = 0; row < input.rows; ++row) order[counts[input.slots[row] + 1]++] = static_cast<int32_t>(row);
 
   int64_t num_units = 0, products = 0;
-  for_units(table, groups, num_groups, [&](const LoraUnit& unit) {
+  for_units(input, groups, num_groups, [&](const LoraUnit& unit) {
     ++num_units;
     products += (unit.row_end - unit.row) * (unit.end - unit.begin);
   });
   auto* const units = static_cast<LoraUnit*>(scratch(Scratch::lora_units, sizeof(LoraUnit) * num_units));
   LoraUnit* end = units;
-  for_units(table, groups, num_groups, [&](const LoraUnit& unit) { *end++ = unit; });
+  for_units(input, groups, num_groups, [&](const LoraUnit& unit) { *end++ = unit; });
   const bool is_worth = products * (input.token_ids != nullptr ? 1 : table.k) >= kMinMacs;
   return {.input = input,
           .order = order,
@@ -91,7 +114,7 @@ LoraPlan plan(const LoraInput& input) {
           .stride = stride};
 }
 
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX512_BF16
 inline __m512i load_pairs(const bf16* p) { return _mm512_loadu_si512(p); }
 inline __m512i load_pairs_n(const bf16* p, int64_t n) {
   return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), p);
@@ -121,6 +144,36 @@ struct Floats {
   }
   static F32 multiply_add(Vector x, Vector a, F32 sum) { return fma(x, a, sum); }
 };
+
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+// A unit on tiles, see lora_amx.h. Fetches the following one's A, if it is another.
+void shrink_on_tiles(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& following) {
+  const LoraInput& input = plan.input;
+  const int64_t k = input.table.k, ranks = unit.end - unit.begin, num_rows = unit.row_end - unit.row;
+  const bf16* const a = static_cast<const bf16*>(unit.delta->a) + unit.begin * k;
+  const bf16* const next_a = static_cast<const bf16*>(following.delta->a) + following.begin * k;
+  const char* const next = next_a != a ? reinterpret_cast<const char*>(next_a) : nullptr;
+  const bf16* const all_x = static_cast<const bf16*>(input.x.data);
+  const int32_t* const order = plan.order + unit.row;
+  alignas(64) float sums[kRowsPerUnit * kTileRanks];
+  if (num_rows <= kRowsOfColumns) {
+    const bf16* x[kRowsOfColumns];
+    for (int64_t row = 0; row < num_rows; ++row) x[row] = all_x + order[row] * input.x.stride;
+    static constexpr std::array kShrink = {shrink_columns<1>, shrink_columns<2>, shrink_columns<3>, shrink_columns<4>};
+    const TilesAs configured(config_for_columns(ranks));
+    kShrink[num_rows - 1](x, a, k, ranks, sums, next);
+  } else {
+    static constexpr std::array kShrink = {shrink_rows<1>, shrink_rows<2>, shrink_rows<3>, shrink_rows<4>};
+    const TilesAs configured(config_of(kTileRows, kRowBytes));
+    kShrink[(num_rows - 1) / kTileRows]({all_x, input.x.stride, order, num_rows}, a, k, ranks, sums, next);
+  }
+  const F32 scale = broadcast(static_cast<float>(unit.delta->scale));
+  for (int64_t row = 0; row < num_rows; ++row) {
+    float* const to = plan.sums + order[row] * plan.stride + unit.sums + unit.begin;
+    store_n(to, scale * load(sums + row * kTileRanks), static_cast<int>(ranks));
+  }
+}
+#endif
 
 // to[row][rank] = scale * sum of x[row] * a[rank] over k.
 template <class Step, int kRows, int kRanks, class X, class A>
@@ -189,7 +242,9 @@ void shrink(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& followin
 
 template <class X, class A>
 inline void shrink_of(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& next) {
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+  if constexpr (std::is_same_v<X, bf16> && std::is_same_v<A, bf16>) return shrink_on_tiles(plan, unit, next);
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
   if constexpr (std::is_same_v<X, bf16> && std::is_same_v<A, bf16>) return shrink<Pairs, X, A>(plan, unit, next);
 #endif
   shrink<Floats, X, A>(plan, unit, next);
@@ -237,7 +292,7 @@ template <int kRows, int kPanels, class B>
 inline void expand_panels(const Expansion& e, int64_t first_panel) {
   constexpr int kColumns = kPanels * kVectors;
   const B* const b = static_cast<const B*>(e.b) + first_panel * e.rank * kLoraColumns;
-  const int64_t ahead = e.rank * kBlockColumns;
+  const int64_t ahead = e.rank * kLoraBlockColumns;
   F32 totals[kRows][kColumns];
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
@@ -271,6 +326,8 @@ void expand_rows(const Expansion& e) {
   int64_t panel = 0;
   for (; panel + kPanelsTogether <= e.panels; panel += kPanelsTogether)
     expand_panels<kRows, kPanelsTogether, B>(e, panel);
+  if constexpr (kPanelsTogether > 2)
+    for (; panel + 2 <= e.panels; panel += 2) expand_panels<kRows, 2, B>(e, panel);
   for (; panel < e.panels; ++panel) expand_panels<kRows, 1, B>(e, panel);
 }
 
@@ -339,13 +396,13 @@ void add_chunk(const LoraArgs& args) {
   int64_t num_columns = 0;
   for (int part = 0; part < table.num_parts; ++part) num_columns += table.columns[part];
   const int64_t macs = args.input.rows * num_columns * (planned.stride / table.num_parts + 1);
-  const int64_t blocks = ceil_div(num_columns, kBlockColumns), tasks = macs < kMinMacs ? 1 : blocks;
+  const int64_t blocks = ceil_div(num_columns, kLoraBlockColumns), tasks = macs < kMinMacs ? 1 : blocks;
   parallel_for(static_cast<int>(tasks), [&](int task, int) {
-    LoraSpace<kExpandTile> space;
+    LoraSpace space;
     for (int64_t block = blocks * task / tasks; block < blocks * (task + 1) / tasks; ++block) {
-      const int64_t column = block * kBlockColumns, count = std::min(kBlockColumns, num_columns - column);
-      for (int64_t row = 0; row < args.input.rows; row += kExpandTile) {
-        const LoraBlock rows = {row, std::min<int64_t>(kExpandTile, args.input.rows - row), column, count};
+      const int64_t column = block * kLoraBlockColumns, count = std::min(kLoraBlockColumns, num_columns - column);
+      for (int64_t row = 0; row < args.input.rows; row += kLoraRows) {
+        const LoraBlock rows = {row, std::min(kLoraRows, args.input.rows - row), column, count};
         const float* const added = expand(planned, rows, space.rows());
         with_type_of(args.out_dtype, [&]<class Out>(Out) { finish<Out>(args, rows, added); });
       }

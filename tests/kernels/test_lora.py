@@ -128,6 +128,62 @@ def test_rows_depend_on_themselves_alone(isa: str, dtype: torch.dtype, set_num_t
         assert torch.equal(of_one, alone[rows])
 
 
+@pytest.mark.parametrize("rank", [1, 3, 8, 16, 17, 256])
+@pytest.mark.parametrize("K", [1, 31, 96, 515])
+def test_any_number_of_rows_with_one_adapter(isa: str, rank: int, K: int) -> None:
+    """Kernels take few rows and many in different ways, which give the same bits."""
+    made = layer(K, (70, 33, 5), ((rank, 16, 0), (2, rank, 9)), BF16)
+    T, N = 100, made.table.N
+    base, x = inputs(T, K, N, BF16)
+    product = product_of(None, N, K, BF16)
+    for slot in range(2):
+        slots = torch.full((T,), slot, dtype=torch.int32)
+        added = [add_lora(base[t : t + 1], x[t : t + 1], slots[t : t + 1], made.table, F32) for t in range(T)]
+        alone = torch.cat(added)
+        torch.testing.assert_close(alone.double(), made.dense(base, x, slots), atol=2e-5, rtol=2e-5)
+        for rows in (2, 3, 4, 5, 6, 15, 16, 17, 32, 33, 49, 64, 65, T):
+            got = add_lora(base[:rows], x[:rows], slots[:rows], made.table, F32)
+            assert torch.equal(bits(got), bits(alone[:rows])), rows
+            mixed = slots[:rows].clone()
+            mixed[rows // 3 : rows // 2] = 1 - slot
+            mixed[rows // 2 :: 7] = -1
+            got = add_lora(base[:rows], x[:rows], mixed, made.table, F32)
+            same = mixed == slot
+            assert torch.equal(bits(got[same]), bits(alone[:rows][same])), rows
+            assert torch.equal(bits(got[mixed < 0]), bits(base[:rows][mixed < 0])), rows
+            wanted = add_lora(product(x[:rows], out_dtype=F32), x[:rows], mixed, made.table, F32)
+            got = product(x[:rows], out_dtype=F32, adapters=RowAdapters(made.table, mixed))
+            assert torch.equal(bits(got), bits(wanted)), rows
+
+
+def test_extreme_numbers_have_the_same_bits_in_any_batch(isa: str) -> None:
+    """Subnormal sums, overflow, infinity and NaN; what is not finite in a row stays in it."""
+    K, columns, rank = 64, (48,), 16
+    a = torch.randn(rank, K, generator=torch.Generator().manual_seed(1))
+    b = torch.randn(columns[0], rank, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(40, K, generator=torch.Generator().manual_seed(3)).to(BF16)
+    x[3, 5], x[4, 5], x[5, 5], x[6], x[7] = torch.inf, -torch.inf, torch.nan, 3e38, 0
+    base = torch.zeros(40, 48)
+    for a_scale, b_scale, scale in (
+        (1, 1, 1.0),
+        (1e-30, 1e-9, 1.0),
+        (1e-20, 1e-20, 1e-3),
+        (1e-38, 1, 1.0),
+        (1, 1, 1e38),
+    ):
+        table = LoraTable(1, rank, K, columns, BF16, HOST)
+        table.set(0, [pack_delta((a * a_scale).to(BF16), (b * b_scale).to(BF16), scale)])
+        slots = torch.zeros(40, dtype=torch.int32)
+        got = add_lora(base, x, slots, table, F32)
+        for t in range(40):
+            alone = add_lora(base[t : t + 1], x[t : t + 1], slots[t : t + 1], table, F32)
+            assert torch.equal(bits(got[t : t + 1]), bits(alone)), (a_scale, b_scale, scale, t)
+        normal = [t for t in range(40) if t not in (3, 4, 5, 6)]
+        if scale <= 1:
+            assert got[normal].isfinite().all()
+        assert got[5].isnan().all()
+
+
 def test_rows_without_an_adapter_keep_their_bits(isa: str) -> None:
     made = layer(32, (48,), ((4,),), BF16)
     base, x = inputs(9, 32, 48, BF16)

@@ -4,7 +4,8 @@
 // The columns of the result are cut into parts (q, k, v of a fused product), and each has an A and a B of its own, or
 // none. Sums are float. A row's bits depend on the row alone: A x is a sum over k in the lanes of one vector, which are
 // added at the end; B (A x) is a sum over the ranks in ascending order; then one addition to base, and one rounding.
-// Where nothing is added, base is rounded and keeps its bits.
+// With AMX, an A x of bfloat16 has the order of its tiles (csrc/kernels/lora_amx.h). Where nothing is added, base is
+// rounded and keeps its bits.
 //
 // Products (quire/kernels/gemm.h) compute A x before they begin and add B (A x) to finished sums before they round
 // them. What is no product, the look-up of an embedding, has its base in memory: `add`.
@@ -67,19 +68,19 @@ struct LoraPlan {
   int64_t stride;
 };
 
-// A rectangle of the result: at most 64 columns.
+// A rectangle of the result: at most 64 columns, and 32 rows.
 struct LoraBlock {
   int64_t row, num_rows, column, num_columns;
 };
+inline constexpr int64_t kLoraRows = 32, kLoraBlockColumns = 64;
+inline constexpr int64_t kLoraPitch = kLoraBlockColumns + kLoraColumns;  // of rows in a LoraSpace
 
 // Room for what is added to a block. Panels of B need not begin or end where the block does, so there are columns
 // around each row.
-template <int64_t kRows>
 struct LoraSpace {
-  alignas(64) float memory[kLoraColumns + kRows * (64 + kLoraColumns)];
+  alignas(64) float memory[kLoraColumns + kLoraRows * kLoraPitch];
   float* rows() { return memory + kLoraColumns; }
 };
-inline constexpr int64_t kLoraPitch = 64 + kLoraColumns;  // of its rows
 
 struct LoraArgs {
   LoraInput input;
