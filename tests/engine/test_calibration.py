@@ -145,6 +145,18 @@ def test_running_steps_count_until_all_points_are_measured() -> None:
     assert driver.cost.fit.constants == constants, "a running step corrects, and measures nothing any more"
 
 
+@pytest.mark.parametrize("seconds", [0.0, -0.001])
+def test_a_step_without_time_says_nothing(seconds: float) -> None:
+    """Drafting beside the step before may leave none."""
+    driver = CalibratedDriver()
+    calibration, _ = driver.calibration()
+    calibration.run(1.0)
+    before, load = driver.cost.fit, driver.cost.arithmetic.load([0], [20], 1)
+    for _ in range(5):
+        driver.cost.observe(load, driver.cost.predict(load).seconds, seconds)
+    assert driver.cost.fit == before
+
+
 def test_a_request_comes_first() -> None:
     driver = CalibratedDriver()
     calibration, done = driver.calibration()

@@ -56,9 +56,7 @@ class Correction:
         return known
 
     def add(self, num_tokens: int, predicted: float, measured: float) -> None:
-        """A step took `measured` seconds. `predicted` includes the factor before this call."""
-        if predicted <= 0 or measured <= 0:
-            return
+        """A step took `measured` seconds. `predicted` includes the factor before this call. Both are positive."""
         size, error = num_tokens.bit_length(), _log_error(predicted, measured)
         before, count = self._logs.get(size, (math.log(self.factor(num_tokens)), 0))
         weight = max(1 / (count + PRIOR_STEPS), NEWEST_WEIGHT)
@@ -84,9 +82,7 @@ class Tail:
         self._sorted: list[float] = []
 
     def add(self, predicted: float, measured: float) -> None:
-        """A step took `measured` seconds."""
-        if predicted <= 0 or measured <= 0:
-            return
+        """A step took `measured` seconds. Both are positive."""
         if len(self._errors) == RECENT_STEPS:
             del self._sorted[bisect_left(self._sorted, self._errors.popleft())]
         error = _log_error(predicted, measured)

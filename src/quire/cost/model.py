@@ -53,7 +53,9 @@ class CostModel:
         return step_time(demand, self.fit.constants, correction.spread, factor)
 
     def observe(self, load: Load, predicted_seconds: float, seconds: float) -> None:
-        """A step took `seconds`."""
+        """A step took `seconds`. One that was not timed, or has no time of its own, says nothing."""
+        if seconds <= 0 or predicted_seconds <= 0:
+            return
         self._correction.add(load.num_tokens, predicted_seconds, seconds)
         if load.num_tokens > load.num_rows:
             self._tail.add(predicted_seconds, seconds)

@@ -23,6 +23,7 @@ MOST_REPEATS = 3
 MAX_STEP_SECONDS = 0.5
 MAX_SECONDS = 10.0  # of all of them
 RUNNING_REPEATS = 2  # of running steps of a size that count as measured ones
+WELL_PREDICTED = 1.1  # a running step within this ratio of its prediction needs no other constants
 KEPT_STEPS = 256  # running steps whose corrections are kept for later starts, together
 
 
@@ -107,7 +108,9 @@ class Calibration:
         self._running_sizes[size] += 1
         if 1 < self._running_sizes[size] <= 1 + RUNNING_REPEATS:  # the first one takes memory, and is recorded
             self._running.append(MeasuredStep(self._cost.arithmetic.demand(load), seconds))
-            self._fit()
+            ratio = seconds / self._cost.predict(load).seconds
+            if not 1 / WELL_PREDICTED <= ratio <= WELL_PREDICTED:  # a fit takes some 20 ms
+                self._fit()
 
     def _fit(self) -> None:
         self._cost.calibrate(fit(self.steps + self._running, self._guess))

@@ -278,12 +278,12 @@ class EngineCore:
         deltas = self.scheduler.update(step.batch, result)
         end = self._clock()
         self.last_record = self._record(step, result, end - arrived, end)
-        self._last_end_time = end
         if self.cost is not None and step.load is not None and step.predicted is not None:
             # The prediction is of all stages: of a step that passes them beside others, too.
             seconds = end - step.start_time if self.scheduler.num_stages > 1 else self.last_record.step_seconds
             seconds -= self.last_record.draft_seconds
             self.cost.observe(step.load, step.predicted.seconds, seconds)
+        self._last_end_time = self._clock()  # what the cost model learns belongs to no step
         return deltas
 
     def _fail(self, step: _Step, error: Exception) -> list[RequestDelta]:

@@ -138,7 +138,11 @@ class AsyncLLM:
         """
         if self._shutdown is None:
             self._engine.close()
-            loop = asyncio.get_running_loop()
+            try:
+                loop = asyncio.get_running_loop()
+            except RuntimeError:
+                self._processes.stop()
+                raise
             stopping = loop.run_in_executor(None, self._processes.stop)
             self._shutdown = loop.create_task(self._end(stopping), name="shutdown")
         return self._shutdown

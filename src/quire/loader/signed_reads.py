@@ -87,6 +87,10 @@ class SignedReads:
                 try:
                     self._url = urlsplit(self._sign(SIGNED_SECONDS))
                     _ = self._url.port  # ValueError: none
+                    if self._url.scheme not in ("http", "https"):
+                        raise ValueError("of another scheme")
+                    if self._url.scheme == "https" and self._tls is None:
+                        self._tls = ssl.create_default_context()
                 except Exception as error:  # the library has errors of its own, and this is no error of a user
                     self._failures = MAX_FAILURES
                     logger.debug("Read with the client library alone: no URL is signed (%s)", type(error).__name__)
@@ -98,8 +102,6 @@ class SignedReads:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-            if url.scheme == "https" and self._tls is None:
-                self._tls = ssl.create_default_context()
         assert url.hostname is not None
         if url.scheme == "https":
             return HTTPSConnection(url.hostname, url.port, timeout=WAIT_SECONDS, context=self._tls)

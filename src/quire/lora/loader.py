@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -15,10 +16,6 @@ from quire.errors import AdapterChangedError, AdapterError
 from quire.lora.adapter import Adapter
 
 T = TypeVar("T")
-
-# Where a step wants the same core, the loader gets 45 % of it. With 19 a load took seconds on a machine whose cores all
-# compute steps, and with 5 twice as long as with 1; the steps took as long (benchmarks/NOTES.md).
-_PRIORITY = 1
 
 
 class AdapterLoader(Generic[T]):
@@ -66,10 +63,21 @@ class AdapterLoader(Generic[T]):
         return adapter
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # elsewhere a priority belongs to the process
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
+        _step_back()
         while True:
             self._tasks.get()()  # no name holds the task, and so its adapter, while the next one is waited for
+
+
+def _step_back() -> None:
+    """Give steps that want the same core 55 % of it.
+
+    With the lowest priority a load took seconds on a machine whose cores all compute steps (benchmarks/NOTES.md).
+    """
+    if sys.platform != "linux":  # elsewhere a priority belongs to the process
+        return
+    thread = threading.get_native_id()
+    with suppress(OSError):  # the lowest priority already
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 1)
 
 
 def _changed(why: str) -> AdapterChangedError:
