@@ -192,6 +192,10 @@ def escaped(key: Any) -> str:
     return str(key).replace("~", "~0").replace("/", "~1")
 
 
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _schemas(schema: Schema, *names: str) -> list[Schema]:
     """Those in lists of these names."""
     lists = (value for name in names if isinstance(value := schema.get(name), list))
@@ -252,7 +256,7 @@ def _types(whole: list[Schema]) -> set[str]:
 
 def _needed_properties(whole: list[Schema]) -> list[list[Any]]:
     """Of each property that an object must have: schemas, of which one must hold."""
-    required = {name for each in whole for name in _listed(each.get("required")) if isinstance(name, str)}
+    required = {name for each in whole for name in listed(each.get("required")) if isinstance(name, str)}
     needed: list[list[Any]] = []
     for schema in whole:
         named = properties if isinstance(properties := schema.get("properties"), dict) else {}
@@ -272,10 +276,6 @@ def _needed_items(whole: list[Schema]) -> list[list[Any]]:
     needed: list[list[Any]] = []
     for schema in whole:
         first, rest = schema.get("prefixItems"), schema.get("items")
-        first = first if isinstance(first, list) else _listed(rest)
+        first = first if isinstance(first, list) else listed(rest)
         needed += [[each] for index, each in enumerate([*first, rest]) if index < least]
     return needed
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

@@ -189,4 +189,8 @@ class _Grammar:
 
 def _slashed(pattern: str) -> str:
     """A regular expression between slashes."""
-    return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL).replace("\n", r"\n")
+
+    def written(found: re.Match[str]) -> str:
+        return r"\n" if found[0][-1] == "\n" else r"\/" if found[0] == "/" else found[0]
+
+    return re.sub(r"\\.|/|\n", written, pattern, flags=re.DOTALL)

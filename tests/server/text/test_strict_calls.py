@@ -128,6 +128,15 @@ def grammar_of(form: str, tokenizer: Tokenizer | None = None) -> str:
     return grammar_text(constraint, {} if tokenizer is None else tokenizer.special_ids)
 
 
+def constrained(form: str, parameters: Any) -> str:
+    """The grammar for a strict tool `f`."""
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+    body = ChatRequest(messages=[{"role": "user", "content": "?"}], tools=[tool])
+    constraint = ToolChoice.of(body, ServerSettings(tool_call_parser=form), []).constraint
+    assert constraint is not None
+    return grammar_text(constraint)
+
+
 def parsed(form: str, text: str) -> list[tuple[str, Any]]:
     parser = AnswerParser(tools=form, schemas=[WEATHER, NOW])
     events = merged(parser.feed(text) + parser.finish())
@@ -245,6 +254,15 @@ def test_nested_tags_are_written_once() -> None:
     assert sizes[-1] < 20 * sizes[0]
 
 
+@pytest.mark.parametrize("pattern", ["a\nb/", "a\\\nb/", "a\\nb\\/", "a[\n]b[/]"])
+def test_patterns_with_newlines_and_slashes(pattern: str) -> None:
+    """A newline may have a backslash before it, and is still one."""
+    tag = {"format": {"type": "regex", "pattern": pattern}}
+    grammar = grammar_text(StructuredOutputsParams(structural_tag=json.dumps(tag)))
+    assert allows(grammar, "a\nb/")
+    assert not allows(grammar, "a\\nb/")
+
+
 @pytest.mark.parametrize(("form", "mark"), [("qwen3_coder", "</parameter>"), ("glm45", "</arg_value>")])
 def test_a_text_has_no_mark_of_its_end(form: str, mark: str) -> None:
     """It would end there for whoever reads it."""
@@ -256,8 +274,30 @@ def test_a_text_has_no_mark_of_its_end(form: str, mark: str) -> None:
 
 
 def test_a_name_that_a_format_cannot_write_is_refused() -> None:
+    """Also where no tool is strict: leaving out `strict` is no cure there."""
     tool = {"type": "function", "function": {"name": "two words", "strict": True}}
     body = ChatRequest(messages=[{"role": "user", "content": "?"}], tools=[tool])
     for form in ("glm45", "kimi_k2", "openai", "pythonic", "qwen3_xml"):
         with pytest.raises(UnsupportedFieldError, match="two words"):
             ToolChoice.of(body, ServerSettings(tool_call_parser=form), [])
+    tool = {"type": "function", "function": {"name": "two words"}}
+    for choice in ("required", tool):
+        body = ChatRequest(messages=[{"role": "user", "content": "?"}], tools=[tool], tool_choice=choice)
+        with pytest.raises(UnsupportedFieldError, match="Give the tool a name of letters") as error:
+            ToolChoice.of(body, ServerSettings(tool_call_parser="openai"), [])
+        assert "strict" not in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["glm45", "qwen3_coder"])
+def test_alternatives_that_refer_to_each_other_in_many_ways(form: str) -> None:
+    """Each is looked at once: ways through 40 levels are more than can be walked."""
+    levels = 40
+    definitions: dict[str, Any] = {
+        f"A{level}": {"anyOf": 2 * [{"$ref": f"#/$defs/A{level + 1}"}]} for level in range(levels)
+    }
+    definitions[f"A{levels}"] = {"type": "string", "enum": ["end"]}
+    argument = {"anyOf": [{"type": "string", "maxLength": 2}, {"$ref": "#/$defs/A0"}]}
+    grammar = constrained(form, {"properties": {"a": argument}, "required": ["a"], "$defs": definitions})
+    assert len(grammar) < 10_000
+    for text, is_allowed in (("ab", True), ("end", True), ("abc", False)):
+        assert allows(grammar, written(form, {"a": text}, name="f")) == is_allowed

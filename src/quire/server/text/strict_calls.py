@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.errors import UnsupportedFieldError
 from quire.formats.answer_formats import HARMONY_TOOLS
+from quire.grammar.schemas import escaped
 from quire.server.text.harmony import NEXT_MESSAGE, header
 from quire.server.text.tagged_calls import json_types, resolved
 
@@ -93,11 +94,9 @@ def _triggered(tags: list[Form], *triggers: str, **start: Form) -> Form:
     return {"type": "triggered_tags", "triggers": list(triggers), "tags": tags, **start}
 
 
-def _refuse(name: str, why: str) -> UnsupportedFieldError:
+def _refuse(name: str, why: str, fix: str = "Leave out strict, or change the schema") -> UnsupportedFieldError:
     return UnsupportedFieldError(
-        f"The calls of the tool {name} cannot be held to its schema: {why}",
-        fix="Leave out strict, or change the schema",
-        param="tools",
+        f"The calls of the tool {name} cannot be held to its schema: {why}", fix=fix, param="tools"
     )
 
 
@@ -170,7 +169,8 @@ def _readable(tools: Tools, pattern: re.Pattern[str]) -> Tools:
     """The tools, whose names must be readable in this format."""
     for name in tools:
         if not pattern.fullmatch(name):
-            raise _refuse(name, "this model's format of calls cannot write its name")
+            why = "this model's format of calls cannot write its name"
+            raise _refuse(name, why, fix="Give the tool a name of letters, digits, _, - and dots")
     return tools
 
 
@@ -192,8 +192,8 @@ def _standing_alone(value: Any, key: str, root: Schema) -> Any:
     """The schema of an argument, with all that it refers to."""
     if '"$ref"' not in json.dumps(value):
         return value
-    pointer = key.replace("~", "~0").replace("/", "~1")
-    return {"$ref": f"#/$defs/arguments/properties/{pointer}", "$defs": {"arguments": moved(root, "#/$defs/arguments")}}
+    reference = f"#/$defs/arguments/properties/{escaped(key)}"
+    return {"$ref": reference, "$defs": {"arguments": moved(root, "#/$defs/arguments")}}
 
 
 def moved(schema: Any, root: str) -> Any:
@@ -298,11 +298,36 @@ def _values(schema: Schema) -> list[Any]:
     return values if is_all and all(isinstance(each, str) for each in values) else []
 
 
-def _text(name: str, schema: Any, mark: str, root: Any) -> Form:
-    """A string, as it is."""
+def _texts(name: str, schema: Schema, mark: str, root: Any) -> Form:
+    """A string or another text of one of the alternatives, as it is."""
+    found: list[Schema] = []
+    _find_alternatives(schema, root, {}, found)
+    forms = [_text(name, each, mark) for each in found]
+    return forms[0] if len(forms) == 1 else _or(*forms)
+
+
+def _find_alternatives(schema: Schema, root: Any, looked_at: dict[int, bool], found: list[Schema]) -> None:
+    """Find the alternatives of a schema and of those that it refers to, each once. Raises RecursionError for a cycle.
+
+    Args:
+        looked_at: schemas, and whether all of their alternatives are found.
+    """
+    if (is_done := looked_at.get(id(schema))) is not None:
+        if not is_done:
+            raise RecursionError
+        return
+    looked_at[id(schema)] = False
     parts = _alternatives(schema)
     if len(parts) > 1 and "anyOf" in schema:
-        return _or(*(_text(name, resolved(part, root), mark, root) for part in parts))
+        for part in parts:
+            _find_alternatives(resolved(part, root), root, looked_at, found)
+    else:
+        found.append(schema)
+    looked_at[id(schema)] = True
+
+
+def _text(name: str, schema: Schema, mark: str) -> Form:
+    """A string, as it is."""
     if schema.get("type") == "null":
         return _const("null")
     if values := _values(schema):
@@ -322,13 +347,13 @@ def _value(name: str, schema: Any, mark: str) -> Form:
     """The text of an argument, which is read by the types that its schema names: see tagged_calls."""
     types = json_types(schema)
     if types == {"string"}:
-        return _text(name, resolved(schema, schema), mark, schema)
+        return _texts(name, resolved(schema, schema), mark, schema)
     parts = [resolved(part, schema) for part in _alternatives(schema)]
     if "string" in types or not types:
         if all(part.keys() <= {"type", *_FOR_PEOPLE} for part in parts):
             return {**_ANY_TEXT, "excludes": [mark]}
         if types == {"null", "string"} and all(part.get("type") == "null" or _values(part) for part in parts):
-            return _or(*(_text(name, part, mark, schema) for part in parts))
+            return _or(*(_text(name, part, mark) for part in parts))
         if not types:
             raise _refuse(name, "the type of an argument is not known, and this model's format of calls has none")
     return _json(schema)
