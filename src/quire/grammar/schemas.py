@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -13,12 +13,12 @@ MAX_WORK = 200_000  # schemas that are looked at with others; 0.2 s
 _BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "allOf", "anyOf", "oneOf"}
 _INTEGERS_ONLY = 2.0**53  # of a double: from here on it has no fractions
 # Where schemas stand in a schema.
-_SCHEMAS = {
+SCHEMAS = {
     "additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "else", "if", "items", "not", "oneOf",
     "prefixItems", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
 }  # fmt: skip
 _DEFINITIONS = {"$defs", "definitions"}
-_NAMED_SCHEMAS = {*_DEFINITIONS, "dependentSchemas", "patternProperties", "properties"}
+NAMED_SCHEMAS = {*_DEFINITIONS, "dependentSchemas", "patternProperties", "properties"}
 _ALTERNATIVES = ("anyOf", "oneOf")
 
 
@@ -36,9 +36,9 @@ def subschemas(schema: Any, path: str = "#", but: Collection[str] = ()) -> Itera
         for name, value in schema.items():
             if name in but:
                 continue
-            if name in _SCHEMAS:
+            if name in SCHEMAS:
                 yield from subschemas(value, f"{path}/{name}", but)
-            elif name in _NAMED_SCHEMAS and isinstance(value, dict):
+            elif name in NAMED_SCHEMAS and isinstance(value, dict):
                 for key, each in value.items():
                     yield from subschemas(each, f"{path}/{name}/{escaped(key)}", but)
 
@@ -202,7 +202,7 @@ def _schemas(schema: Schema, *names: str) -> list[Schema]:
     return [each for values in lists for each in values if isinstance(each, dict)]
 
 
-def referred(reference: str, root: Schema) -> Any:
+def referred(reference: str, root: Mapping[str, Any]) -> Any:
     """What a `$ref` leads to; None: nothing within the schema."""
     if not reference.startswith("#"):
         return None
