@@ -338,6 +338,13 @@ def test_many_arguments(form: str, required: list[str]) -> None:
 @pytest.mark.parametrize("form", ["glm45", "pythonic", "qwen3_coder"])
 def test_a_small_request_for_a_huge_grammar_is_refused(form: str) -> None:
     """Many arguments, each of which comes with all definitions."""
+    for num_arguments in (400, 401):
+        plain = {"properties": {f"a{index}": {"type": "integer"} for index in range(num_arguments)}}
+        if num_arguments == 400:
+            assert allows(constrained(form, plain), written(form, {"a5": 1, "a399": 2}, name="f"))
+            continue
+        with pytest.raises(UnsupportedFieldError, match="401 arguments, and at most 400"):
+            constrained(form, plain)
     for reference in ("#/$defs/b0", "#/properties/a0"):
         properties: dict[str, Any] = {f"a{index}": {"$ref": reference} for index in range(1, 400)}
         properties["a0"] = {"type": "integer"}

@@ -26,6 +26,7 @@ Tools = Mapping[str, Schema | None]
 # Name, schema and whether it is required, of each argument.
 Arguments = list[tuple[str, Any, bool]]
 
+MAX_ARGUMENTS = 400  # of a tool: the parser would stop at an answer with 500 that may be left out
 MAX_ARGUMENT_BYTES = 1 << 18  # of a request, where arguments are written one by one
 
 _ANY_TEXT: Form = {"type": "any_text"}
@@ -210,6 +211,8 @@ def _properties(name: str, schema: Schema, keys: re.Pattern[str]) -> Mapping[str
     required = schema.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, Sequence):
         raise _refuse(name, "properties is an object, and required is a list")
+    if len(properties) > MAX_ARGUMENTS:
+        raise _refuse(name, f"it has {len(properties)} arguments, and at most {MAX_ARGUMENTS} are possible")
     for key in [*properties, *required]:
         if not isinstance(key, str) or not keys.fullmatch(key) or key not in properties:
             raise _refuse(name, f"this model's format of calls cannot write the argument {key!r}")
