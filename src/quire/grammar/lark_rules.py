@@ -13,15 +13,16 @@ Alternatives = list[list["str | Alternatives"]]
 
 _TOKEN = re.compile(
     r"""(?P<space>[ \t\r]+|//[^\n]*)
+    | (?P<times>[?*+]|\{[\d,\s]*\}|~[ \t]*\d+)
     | (?P<text>"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\\n])+/\w*|<[^>\n]*>|->[ \t]*\w+|@\w+|~)
     | (?P<object>%(?:json|regex|lark)\b\s*(?={))
     | (?P<directive>%[^\n]*)
-    | (?P<times>[?*+]|\{[\d,\s]*\})
     | (?P<rule>[!?]?[a-zA-Z_]\w*(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:(?!:))
     | (?P<name>[a-zA-Z_]\w*)
     | (?P<other>.)""",
     re.VERBOSE | re.DOTALL,
 )
+_MAY_BE_NONE = re.compile(r"[?*]|[{~]\s*(,|0+\b)")
 
 
 def endless_rule(grammar: str) -> str | None:
@@ -90,7 +91,7 @@ def _rules(grammar: str) -> dict[str, Alternatives]:
         elif kind == "name":
             current.append(text)
         elif kind == "times":
-            if current and (text in "?*" or text[1:].strip().startswith("0")):
+            if current and _MAY_BE_NONE.match(text):
                 current.append([[current.pop()], []])
         elif text in ("(", "["):
             group: Alternatives = [[]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -13,12 +13,12 @@ MAX_WORK = 200_000  # schemas that are looked at with others; 0.2 s
 _BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "allOf", "anyOf", "oneOf"}
 _INTEGERS_ONLY = 2.0**53  # of a double: from here on it has no fractions
 # Where schemas stand in a schema.
-_SCHEMAS = {
+SCHEMAS = {
     "additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "else", "if", "items", "not", "oneOf",
     "prefixItems", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
 }  # fmt: skip
 _DEFINITIONS = {"$defs", "definitions"}
-_NAMED_SCHEMAS = {*_DEFINITIONS, "dependentSchemas", "patternProperties", "properties"}
+NAMED_SCHEMAS = {*_DEFINITIONS, "dependentSchemas", "patternProperties", "properties"}
 _ALTERNATIVES = ("anyOf", "oneOf")
 
 
@@ -36,9 +36,9 @@ def subschemas(schema: Any, path: str = "#", but: Collection[str] = ()) -> Itera
         for name, value in schema.items():
             if name in but:
                 continue
-            if name in _SCHEMAS:
+            if name in SCHEMAS:
                 yield from subschemas(value, f"{path}/{name}", but)
-            elif name in _NAMED_SCHEMAS and isinstance(value, dict):
+            elif name in NAMED_SCHEMAS and isinstance(value, dict):
                 for key, each in value.items():
                     yield from subschemas(each, f"{path}/{name}/{escaped(key)}", but)
 
@@ -192,13 +192,17 @@ def escaped(key: Any) -> str:
     return str(key).replace("~", "~0").replace("/", "~1")
 
 
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _schemas(schema: Schema, *names: str) -> list[Schema]:
     """Those in lists of these names."""
     lists = (value for name in names if isinstance(value := schema.get(name), list))
     return [each for values in lists for each in values if isinstance(each, dict)]
 
 
-def referred(reference: str, root: Schema) -> Any:
+def referred(reference: str, root: Mapping[str, Any]) -> Any:
     """What a `$ref` leads to; None: nothing within the schema."""
     if not reference.startswith("#"):
         return None
@@ -252,7 +256,7 @@ def _types(whole: list[Schema]) -> set[str]:
 
 def _needed_properties(whole: list[Schema]) -> list[list[Any]]:
     """Of each property that an object must have: schemas, of which one must hold."""
-    required = {name for each in whole for name in _listed(each.get("required")) if isinstance(name, str)}
+    required = {name for each in whole for name in listed(each.get("required")) if isinstance(name, str)}
     needed: list[list[Any]] = []
     for schema in whole:
         named = properties if isinstance(properties := schema.get("properties"), dict) else {}
@@ -272,10 +276,6 @@ def _needed_items(whole: list[Schema]) -> list[list[Any]]:
     needed: list[list[Any]] = []
     for schema in whole:
         first, rest = schema.get("prefixItems"), schema.get("items")
-        first = first if isinstance(first, list) else _listed(rest)
+        first = first if isinstance(first, list) else listed(rest)
         needed += [[each] for index, each in enumerate([*first, rest]) if index < least]
     return needed
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

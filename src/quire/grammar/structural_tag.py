@@ -102,6 +102,8 @@ class _Grammar:
                 return f"({self._tag(form)})"
             case "tags_with_separator":
                 return self._separated(form)
+            case "in_order":
+                return self._in_order(form)
             case "triggered_tags":
                 return self._rule(f": {self._triggered(form)}")
             case other:
@@ -135,6 +137,21 @@ class _Grammar:
         tag = self._rule(f": {' | '.join(self._tag(each) for each in form['tags'])}")
         more = "" if form.get("stop_after_first") else f"({self._literal(form['separator'])} {tag})*"
         return f"({tag} {more})" if form.get("at_least_one") else f"({tag} {more})?"
+
+    def _in_order(self, form: Form) -> str:
+        """Elements in this order, with a separator between two. Those that are not required may be left out.
+
+        The grammar grows with their number: what may come behind an element is one rule.
+        """
+        separator = self._literal(form["separator"])
+        first, behind = '""', '""'  # a list that begins at an element or later, and what may come behind those before
+        for element in reversed(form["elements"]):
+            content = self._rule(f": {self._of(element['content'])}")
+            begun, more = f"{content} {behind}", f"{separator} {content}"
+            is_required = element["required"]
+            first = self._rule(f": {begun}" if is_required else f": {begun} | {first}")
+            behind = self._rule(f": {more} {behind}" if is_required else f": ({more})? {behind}")
+        return first
 
     def _triggered(self, form: Form) -> str:
         """Free text up to a trigger, a tag from there on, and so on.
@@ -189,4 +206,8 @@ class _Grammar:
 
 def _slashed(pattern: str) -> str:
     """A regular expression between slashes."""
-    return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL).replace("\n", r"\n")
+
+    def written(found: re.Match[str]) -> str:
+        return r"\n" if found[0][-1] == "\n" else r"\/" if found[0] == "/" else found[0]
+
+    return re.sub(r"\\.|/|\n", written, pattern, flags=re.DOTALL)

@@ -14,7 +14,7 @@ from quire.errors import InvalidRequestError
 from quire.grammar.kept import Kept
 from quire.grammar.lark_rules import endless_rule
 from quire.grammar.limits import parser_limits
-from quire.grammar.schemas import escaped, has_free_keys, objection, subschemas
+from quire.grammar.schemas import escaped, has_free_keys, listed, objection, subschemas
 from quire.grammar.structural_tag import cut, literal, tag_grammar
 from quire.sampling_params import MAX_GRAMMAR_BYTES, StructuredOutputsParams
 
@@ -131,7 +131,7 @@ def _reason(message: str, schema: Any) -> str:
     if found := _UNKNOWN_FORMAT.fullmatch(message):
         return f"this format is not supported: {', '.join(_paths(schema, 'format', found[1]))} = {found[1]}"
     if found := _UNKNOWN_TYPE.fullmatch(message):
-        in_lists = (f"{at}/type" for at, each in subschemas(schema) if found[1] in _listed(each.get("type")))
+        in_lists = (f"{at}/type" for at, each in subschemas(schema) if found[1] in listed(each.get("type")))
         return f"this type is not known: {', '.join([*_paths(schema, 'type', found[1]), *in_lists])} = {found[1]}"
     if found := _BAD_PATTERN.match(message):
         places = [path for pattern in _as_given(found[1]) for path in _places(schema, pattern)]
@@ -143,10 +143,6 @@ def _reason(message: str, schema: Any) -> str:
         where = ", ".join(_paths(schema, "oneOf"))
         return f"oneOf is not supported if its alternatives overlap: {where}. anyOf allows what any of them allows"
     return message
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _paths(schema: Any, name: str, content: Any = None) -> Iterator[str]:

@@ -128,6 +128,15 @@ def grammar_of(form: str, tokenizer: Tokenizer | None = None) -> str:
     return grammar_text(constraint, {} if tokenizer is None else tokenizer.special_ids)
 
 
+def constrained(form: str, parameters: Any) -> str:
+    """The grammar for a strict tool `f`."""
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+    body = ChatRequest(messages=[{"role": "user", "content": "?"}], tools=[tool])
+    constraint = ToolChoice.of(body, ServerSettings(tool_call_parser=form), []).constraint
+    assert constraint is not None
+    return grammar_text(constraint)
+
+
 def parsed(form: str, text: str) -> list[tuple[str, Any]]:
     parser = AnswerParser(tools=form, schemas=[WEATHER, NOW])
     events = merged(parser.feed(text) + parser.finish())
@@ -245,6 +254,15 @@ def test_nested_tags_are_written_once() -> None:
     assert sizes[-1] < 20 * sizes[0]
 
 
+@pytest.mark.parametrize("pattern", ["a\nb/", "a\\\nb/", "a\\nb\\/", "a[\n]b[/]"])
+def test_patterns_with_newlines_and_slashes(pattern: str) -> None:
+    """A newline may have a backslash before it, and is still one."""
+    tag = {"format": {"type": "regex", "pattern": pattern}}
+    grammar = grammar_text(StructuredOutputsParams(structural_tag=json.dumps(tag)))
+    assert allows(grammar, "a\nb/")
+    assert not allows(grammar, "a\\nb/")
+
+
 @pytest.mark.parametrize(("form", "mark"), [("qwen3_coder", "</parameter>"), ("glm45", "</arg_value>")])
 def test_a_text_has_no_mark_of_its_end(form: str, mark: str) -> None:
     """It would end there for whoever reads it."""
@@ -256,8 +274,138 @@ def test_a_text_has_no_mark_of_its_end(form: str, mark: str) -> None:
 
 
 def test_a_name_that_a_format_cannot_write_is_refused() -> None:
+    """Also where no tool is strict: leaving out `strict` is no cure there."""
     tool = {"type": "function", "function": {"name": "two words", "strict": True}}
     body = ChatRequest(messages=[{"role": "user", "content": "?"}], tools=[tool])
     for form in ("glm45", "kimi_k2", "openai", "pythonic", "qwen3_xml"):
         with pytest.raises(UnsupportedFieldError, match="two words"):
             ToolChoice.of(body, ServerSettings(tool_call_parser=form), [])
+    tool = {"type": "function", "function": {"name": "two words"}}
+    for choice in ("required", tool):
+        body = ChatRequest(messages=[{"role": "user", "content": "?"}], tools=[tool], tool_choice=choice)
+        with pytest.raises(UnsupportedFieldError, match="Give the tool a name of letters") as error:
+            ToolChoice.of(body, ServerSettings(tool_call_parser="openai"), [])
+        assert "strict" not in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["glm45", "qwen3_coder"])
+@pytest.mark.parametrize("section", ["$defs", "definitions"])
+def test_alternatives_that_refer_to_each_other_in_many_ways(form: str, section: str) -> None:
+    """Each is looked at once: ways through 40 levels are more than can be walked."""
+    levels = 40
+    definitions: dict[str, Any] = {
+        f"A{level}": {"anyOf": 2 * [{"$ref": f"#/{section}/A{level + 1}"}]} for level in range(levels)
+    }
+    definitions[f"A{levels}"] = {"type": "string", "enum": ["end"]}
+    argument = {"anyOf": [{"type": "string", "maxLength": 2}, {"$ref": f"#/{section}/A0"}]}
+    grammar = constrained(form, {"properties": {"a": argument}, "required": ["a"], section: definitions})
+    assert len(grammar) < 10_000
+    for text, is_allowed in (("ab", True), ("end", True), ("abc", False)):
+        assert allows(grammar, written(form, {"a": text}, name="f")) == is_allowed
+
+
+@pytest.mark.parametrize("form", ["glm45", "llama4_pythonic", "pythonic", "qwen3_xml"])
+@pytest.mark.parametrize("required", [[], ["a7"], ["a0", "a59"]])
+def test_many_arguments(form: str, required: list[str]) -> None:
+    """The grammar grows with their number, whatever is required and whatever they refer to."""
+    sizes = []
+    for num_arguments in (60, 120):
+        properties: dict[str, Any] = {f"a{index}": {"type": "integer"} for index in range(num_arguments - 20)}
+        properties |= {f"a{index}": {"$ref": f"#/$defs/b{index}"} for index in range(num_arguments - 20, num_arguments)}
+        grammar = constrained(
+            form,
+            {
+                "type": "object",
+                "properties": properties,
+                "required": required,
+                "additionalProperties": False,
+                "$defs": {name.replace("a", "b"): {"enum": [1, 2]} for name in properties},
+            },
+        )
+        sizes.append(len(grammar))
+        needed = dict.fromkeys(required, 1)
+        for given in ({}, {"a3": 1, "a7": 2, "a41": 1, "a58": 1}, dict.fromkeys(properties, 2)):
+            arguments = {**given, **needed}
+            in_order = {key: arguments[key] for key in properties if key in arguments}
+            assert allows(grammar, written(form, in_order, name="f")), in_order
+            if required:
+                left_out = {key: value for key, value in in_order.items() if key != required[-1]}
+                assert not allows(grammar, written(form, left_out, name="f"))
+        assert not allows(grammar, written(form, {**needed, f"a{num_arguments - 1}": 3}, name="f"))
+    assert sizes[1] < 2.5 * sizes[0]
+
+
+@pytest.mark.parametrize("form", ["glm45", "pythonic", "qwen3_coder"])
+def test_a_small_request_for_a_huge_grammar_is_refused(form: str) -> None:
+    """Many arguments, each of which comes with all definitions."""
+    for num_arguments in (400, 401):
+        plain = {"properties": {f"a{index}": {"type": "integer"} for index in range(num_arguments)}}
+        if num_arguments == 400:
+            assert allows(constrained(form, plain), written(form, {"a5": 1, "a399": 2}, name="f"))
+            continue
+        with pytest.raises(UnsupportedFieldError, match="401 arguments, and at most 400"):
+            constrained(form, plain)
+    for reference in ("#/$defs/b0", "#/properties/a0"):
+        properties: dict[str, Any] = {f"a{index}": {"$ref": reference} for index in range(1, 400)}
+        properties["a0"] = {"type": "integer"}
+        definitions = {
+            f"b{index}": {"type": "integer", "anyOf": [{"$ref": f"#/$defs/b{index + 1}"}]} for index in range(100)
+        }
+        definitions["b100"] = {"type": "integer"}
+        with pytest.raises(
+            UnsupportedFieldError, match=r"of the tool f .* more than 262,144 bytes of schemas from its argument \d+"
+        ):
+            constrained(form, {"properties": properties, "$defs": definitions})
+        few = dict(list(properties.items())[:20]) | {"a0": {"type": "integer"}}
+        if reference != "#/properties/a0":
+            assert constrained(form, {"properties": few, "$defs": definitions})
+        assert constrained(form, {"properties": few, "$defs": {"b0": {"type": "integer"}}})
+
+
+TEXTS: list[tuple[Any, Any]] = [
+    ({"type": "array", "items": {"type": "string"}}, ["a{}b"]),
+    ({"type": "array"}, [[{"k": "{}"}]]),
+    ({"type": "array", "items": {"type": "string", "pattern": "^a"}}, ["a{}b"]),
+    ({"type": "object"}, {"k": "{}"}),
+    ({"type": "object"}, {"a{}": 1}),
+    ({"type": "object", "properties": {"a": {"type": "integer"}}}, {"a": 1, "{}": [2]}),
+    (
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
+        {"k": "{}"},
+    ),
+    ({"type": "object", "properties": {"a": True}, "additionalProperties": False}, {"a": ["x{}"]}),
+    ({"anyOf": [{"type": "string", "maxLength": 40}, {"type": "integer"}]}, "a{}b"),
+    ({"$ref": "#/$defs/tree"}, {"name": "a", "sub": [{"name": "b{}"}]}),
+    ({"type": "array", "items": {"$ref": "#/properties/b"}}, ["{}"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "value"), TEXTS)
+@pytest.mark.parametrize(("form", "mark"), [("qwen3_coder", "</parameter>"), ("glm45", "</arg_value>")])
+def test_json_has_no_mark_of_its_end(form: str, mark: str, schema: Any, value: Any) -> None:
+    """A string of an array would end the argument. What is like the mark is no mark, and is parsed as it was."""
+    tree = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "sub": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    parameters = {
+        "properties": {"a": schema, "b": {"type": "string"}},
+        "required": ["a"],
+        "$defs": {"tree": tree},
+    }
+    grammar = constrained(form, parameters)
+    for text, is_allowed in ((mark[:-1], True), ("<b></b><<", True), (mark, False), (f"<{mark}", False)):
+        arguments = {"a": json.loads(json.dumps(value).replace("{}", text))}
+        call = written(form, arguments, name="f")
+        if isinstance(value, str):
+            call = call.replace(arguments["a"], json.dumps(arguments["a"]))
+        assert allows(grammar, call) == is_allowed, call
+        if is_allowed:
+            tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+            parser = AnswerParser(tools=form, schemas=[tool])
+            ((_, _, read),) = calls_of(merged(parser.feed(call) + parser.finish()))
+            assert isinstance(value, str) or json.loads(read) == arguments
+    with pytest.raises(UnsupportedFieldError, match=mark):
+        constrained(form, {"properties": {"a": {"type": "array", "items": {"enum": [mark]}}}})

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from quire.errors import UnsupportedFieldError
 from quire.formats.answer_formats import HARMONY_TOOLS
+from quire.grammar.excluded_text import without_text
+from quire.grammar.schemas import escaped, referred, subschemas
 from quire.server.text.harmony import NEXT_MESSAGE, header
 from quire.server.text.tagged_calls import json_types, resolved
 
@@ -21,6 +23,11 @@ Form = dict[str, Any]
 Schema = Mapping[str, Any]
 # Name -> schema of the arguments; None: a tool that is not strict.
 Tools = Mapping[str, Schema | None]
+# Name, schema and whether it is required, of each argument.
+Arguments = list[tuple[str, Any, bool]]
+
+MAX_ARGUMENTS = 400  # of a tool: the parser would stop at an answer with 500 that may be left out
+MAX_ARGUMENT_BYTES = 1 << 18  # of a request, where arguments are written one by one
 
 _ANY_TEXT: Form = {"type": "any_text"}
 _FOR_PEOPLE = {"$comment", "$id", "$schema", "default", "deprecated", "description", "examples", "title"}
@@ -36,6 +43,7 @@ _FORMATS_OF_TEXTS = {
     "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
 }
 _NAME = re.compile(r"[\w.:/-]+")
+_DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 _PYTHON_NAME = re.compile(r"[\w.-]+")
 
 
@@ -48,7 +56,7 @@ def strict_tag(form: str, tools: Tools) -> Form:
     try:
         return {"format": _FORMATS[form](tools)}
     except RecursionError:
-        raise _refuse(", ".join(tools), "an argument refers to itself in its own place") from None
+        raise _refuse(", ".join(tools), "an argument refers to itself in its own place, or too deep") from None
 
 
 def harmony_calls(tools: Tools) -> Form:
@@ -93,11 +101,9 @@ def _triggered(tags: list[Form], *triggers: str, **start: Form) -> Form:
     return {"type": "triggered_tags", "triggers": list(triggers), "tags": tags, **start}
 
 
-def _refuse(name: str, why: str) -> UnsupportedFieldError:
+def _refuse(name: str, why: str, fix: str = "Leave out strict, or change the schema") -> UnsupportedFieldError:
     return UnsupportedFieldError(
-        f"The calls of the tool {name} cannot be held to its schema: {why}",
-        fix="Leave out strict, or change the schema",
-        param="tools",
+        f"The calls of the tool {name} cannot be held to its schema: {why}", fix=fix, param="tools"
     )
 
 
@@ -170,30 +176,66 @@ def _readable(tools: Tools, pattern: re.Pattern[str]) -> Tools:
     """The tools, whose names must be readable in this format."""
     for name in tools:
         if not pattern.fullmatch(name):
-            raise _refuse(name, "this model's format of calls cannot write its name")
+            why = "this model's format of calls cannot write its name"
+            raise _refuse(name, why, fix="Give the tool a name of letters, digits, _, - and dots")
     return tools
 
 
-def _properties(name: str, schema: Schema, keys: re.Pattern[str]) -> list[tuple[str, Any, bool]]:
-    """Name, schema and whether it is required, of each argument."""
+def _arguments(tools: Tools, names: re.Pattern[str], keys: re.Pattern[str]) -> Iterator[tuple[str, Arguments | None]]:
+    """Each tool with its arguments; None: it is not strict.
+
+    Args:
+        names: what the format can write as a name of a tool.
+        keys: what it can write as a name of an argument.
+    """
+    num_bytes = 0  # a definition comes with each argument that refers to it
+    for name, schema in _readable(tools, names).items():
+        arguments: Arguments = []
+        for key, value in _properties(name, schema or {}, keys).items():
+            alone = _standing_alone(value, key, schema or {})
+            num_bytes += len(json.dumps(alone))
+            if num_bytes > MAX_ARGUMENT_BYTES:
+                which = f"from its argument {len(arguments) + 1}, {key!r}, on"
+                why = f"arguments, with all that they refer to, have more than {MAX_ARGUMENT_BYTES:,} bytes of schemas"
+                fix = "Leave out strict, or ask for fewer arguments or for such that refer to less"
+                raise _refuse(name, f"{why} {which}", fix)
+            arguments.append((key, alone, key in (schema or {}).get("required", ())))
+        yield name, None if schema is None else arguments
+
+
+def _properties(name: str, schema: Schema, keys: re.Pattern[str]) -> Mapping[str, Any]:
+    """The schemas of the arguments."""
     if others := sorted(schema.keys() - _OF_OBJECTS):
         raise _refuse(name, f"this model's format of calls has no place for {', '.join(others)} at the top")
     properties = schema.get("properties", {})
     required = schema.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, Sequence):
         raise _refuse(name, "properties is an object, and required is a list")
+    if len(properties) > MAX_ARGUMENTS:
+        raise _refuse(name, f"it has {len(properties)} arguments, and at most {MAX_ARGUMENTS} are possible")
     for key in [*properties, *required]:
         if not isinstance(key, str) or not keys.fullmatch(key) or key not in properties:
             raise _refuse(name, f"this model's format of calls cannot write the argument {key!r}")
-    return [(key, _standing_alone(value, key, schema), key in required) for key, value in properties.items()]
+    return properties
 
 
 def _standing_alone(value: Any, key: str, root: Schema) -> Any:
-    """The schema of an argument, with all that it refers to."""
-    if '"$ref"' not in json.dumps(value):
-        return value
-    pointer = key.replace("~", "~0").replace("/", "~1")
-    return {"$ref": f"#/$defs/arguments/properties/{pointer}", "$defs": {"arguments": moved(root, "#/$defs/arguments")}}
+    """The schema of an argument, with the definitions that it leads to."""
+    definitions: dict[str, dict[str, Any]] = {}
+    waiting = [value]
+    while waiting:
+        for _, each in subschemas(waiting.pop()):
+            if not isinstance(reference := each.get("$ref"), str):
+                continue
+            if not (found := _DEFINITION.fullmatch(reference)):
+                reference = f"#/$defs/arguments/properties/{escaped(key)}"
+                return {"$ref": reference, "$defs": {"arguments": moved(root, "#/$defs/arguments")}}
+            section, name = found.groups()
+            definition = referred(reference, root)
+            if definition is not None and name not in definitions.get(section, {}):
+                definitions.setdefault(section, {})[name] = definition
+                waiting.append(definition)
+    return {**value, **definitions} if definitions else value
 
 
 def moved(schema: Any, root: str) -> Any:
@@ -209,53 +251,34 @@ def moved(schema: Any, root: str) -> Any:
 
 
 def _pythonic(tools: Tools) -> Form:
-    calls = _list([_python_call(name, schema) for name, schema in _readable(tools, _PYTHON_NAME).items()])
+    calls = _list([_python_call(*tool) for tool in _arguments(tools, _PYTHON_NAME, _PYTHON_NAME)])
     start = {"char": "[", "content": _tag("[", calls, "]")}
     return _triggered([_tag("<|python_start|>[", calls, "]")], "<|python_start|>", at_start=start)
 
 
-def _python_call(name: str, schema: Schema | None) -> Form:
+def _python_call(name: str, arguments: Arguments | None) -> Form:
     """JSON's values can be read as Python's."""
-    if schema is None:
+    if arguments is None:
         argument = _sequence(_regex(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}="), _json({}))
         return _tag(f"{name}(", _optional(_list([_tag("", argument, "")])), ")")
-    written = [
-        (_sequence(_const(f"{key}="), _json(value)), is_required)
-        for key, value, is_required in _properties(name, schema, _PYTHON_NAME)
+    elements = [
+        {"content": _sequence(_const(f"{key}="), _json(value)), "required": is_required}
+        for key, value, is_required in arguments
     ]
-    return _tag(f"{name}(", _separated(written), ")")
-
-
-def _separated(written: list[tuple[Form, bool]]) -> Form:
-    """A list in this order, without some of what is not required."""
-    comma = _const(", ")
-    first = next((index for index, (_, is_required) in enumerate(written) if is_required), None)
-    if first is not None:
-        before = [_optional(_sequence(form, comma)) for form, _ in written[:first]]
-        return _sequence(*before, written[first][0], *_behind(written[first + 1 :], comma))
-    if not written:
-        return _const("")
-    begun = [_sequence(form, *_behind(written[index + 1 :], comma)) for index, (form, _) in enumerate(written)]
-    return _optional(_or(*begun))
-
-
-def _behind(written: list[tuple[Form, bool]], comma: Form) -> list[Form]:
-    return [
-        _sequence(comma, form) if is_required else _optional(_sequence(comma, form)) for form, is_required in written
-    ]
+    return _tag(f"{name}(", {"type": "in_order", "elements": elements, "separator": ", "}, ")")
 
 
 def _qwen(tools: Tools) -> Form:
     tags = []
-    for name, schema in _readable(tools, _NAME).items():
+    for name, arguments in _arguments(tools, _NAME, re.compile("[^>]+")):
         for opening, closing in (("<tool_call>\n", "\n</tool_call>"), ("", "")):
             begin, end = f"{opening}<function={name}>\n", f"</function>{closing}"
-            if schema is None:
+            if arguments is None:
                 tags.append(_tag(begin, _ANY_TEXT, "</function>"))
                 continue
             content = [
                 _tagged(name, value, is_required, f"<parameter={key}>\n", "\n</parameter>\n", "</parameter>")
-                for key, value, is_required in _properties(name, schema, re.compile("[^>]+"))
+                for key, value, is_required in arguments
             ]
             tags.append(_tag(begin, _sequence(*content, _const("")), end))
     return _triggered(tags, "<tool_call>", "<function=")
@@ -263,15 +286,15 @@ def _qwen(tools: Tools) -> Form:
 
 def _glm(tools: Tools) -> Form:
     tags = []
-    for name, schema in _readable(tools, _NAME).items():
-        if schema is None:
+    for name, arguments in _arguments(tools, _NAME, re.compile("[^<]+")):
+        if arguments is None:
             tags.append(_tag(f"<tool_call>{name}\n", _ANY_TEXT, "</tool_call>"))
             continue
         content = [
             _tagged(
                 *(name, value, is_required, f"<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n", "</arg_value>")
             )
-            for key, value, is_required in _properties(name, schema, re.compile("[^<]+"))
+            for key, value, is_required in arguments
         ]
         tags.append(_tag(f"<tool_call>{name}\n", _sequence(*content, _const("")), "</tool_call>"))
     return _triggered(tags, "<tool_call>")
@@ -287,7 +310,7 @@ def _alternatives(schema: Any) -> list[Any]:
     """What a value may be one of."""
     schema = resolved(schema, schema) if isinstance(schema, Mapping) else {}
     lists = [schema[keyword] for keyword in ("anyOf", "oneOf") if isinstance(schema.get(keyword), list)]
-    is_list = len(lists) == 1 and schema.keys() <= {"$defs", "anyOf", "oneOf", *_FOR_PEOPLE}
+    is_list = len(lists) == 1 and schema.keys() <= {"$defs", "definitions", "anyOf", "oneOf", *_FOR_PEOPLE}
     return lists[0] if is_list else [schema]
 
 
@@ -298,11 +321,36 @@ def _values(schema: Schema) -> list[Any]:
     return values if is_all and all(isinstance(each, str) for each in values) else []
 
 
-def _text(name: str, schema: Any, mark: str, root: Any) -> Form:
-    """A string, as it is."""
+def _texts(name: str, schema: Schema, mark: str, root: Any) -> Form:
+    """A string or another text of one of the alternatives, as it is."""
+    found: list[Schema] = []
+    _find_alternatives(schema, root, {}, found)
+    forms = [_text(name, each, mark) for each in found]
+    return forms[0] if len(forms) == 1 else _or(*forms)
+
+
+def _find_alternatives(schema: Schema, root: Any, looked_at: dict[int, bool], found: list[Schema]) -> None:
+    """Find the alternatives of a schema and of those that it refers to, each once. Raises RecursionError for a cycle.
+
+    Args:
+        looked_at: schemas, and whether all of their alternatives are found.
+    """
+    if (is_done := looked_at.get(id(schema))) is not None:
+        if not is_done:
+            raise RecursionError
+        return
+    looked_at[id(schema)] = False
     parts = _alternatives(schema)
     if len(parts) > 1 and "anyOf" in schema:
-        return _or(*(_text(name, resolved(part, root), mark, root) for part in parts))
+        for part in parts:
+            _find_alternatives(resolved(part, root), root, looked_at, found)
+    else:
+        found.append(schema)
+    looked_at[id(schema)] = True
+
+
+def _text(name: str, schema: Schema, mark: str) -> Form:
+    """A string, as it is."""
     if schema.get("type") == "null":
         return _const("null")
     if values := _values(schema):
@@ -322,16 +370,19 @@ def _value(name: str, schema: Any, mark: str) -> Form:
     """The text of an argument, which is read by the types that its schema names: see tagged_calls."""
     types = json_types(schema)
     if types == {"string"}:
-        return _text(name, resolved(schema, schema), mark, schema)
+        return _texts(name, resolved(schema, schema), mark, schema)
     parts = [resolved(part, schema) for part in _alternatives(schema)]
     if "string" in types or not types:
         if all(part.keys() <= {"type", *_FOR_PEOPLE} for part in parts):
             return {**_ANY_TEXT, "excludes": [mark]}
         if types == {"null", "string"} and all(part.get("type") == "null" or _values(part) for part in parts):
-            return _or(*(_text(name, part, mark, schema) for part in parts))
+            return _or(*(_text(name, part, mark) for part in parts))
         if not types:
             raise _refuse(name, "the type of an argument is not known, and this model's format of calls has none")
-    return _json(schema)
+    try:
+        return _json(without_text(schema, mark))
+    except ValueError as error:
+        raise _refuse(name, str(error)) from None
 
 
 _FORMATS: dict[str, Callable[[Tools], Form]] = {

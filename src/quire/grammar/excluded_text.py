@@ -1,0 +1,112 @@
+"""Schemas of JSON that stands before a mark: no string of a value may contain the mark, which would end the JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from quire.grammar.schemas import NAMED_SCHEMAS, SCHEMAS, Schema
+
+_FOR_PEOPLE = {"$comment", "default", "deprecated", "description", "examples", "title"}
+_PARTS = {"$ref", "allOf", "anyOf", "oneOf"}
+
+
+def without_text(schema: Schema, text: str) -> Schema:
+    """The schema of the values that another one allows and that have no string or key with a text in it.
+
+    Raises ValueError with the reason if the schema names such a string.
+
+    Args:
+        text: its first character comes only once in it.
+    """
+    assert text.count(text[0]) == 1
+    return _Without(text, schema).of(schema)
+
+
+class _Without:
+    def __init__(self, text: str, root: Schema) -> None:
+        self._text, self._pattern = text, _pattern_without(text)
+        definitions = found if isinstance(found := root.get("$defs"), dict) else {}
+        name = "any"
+        while name in definitions:
+            name += "_"
+        self._name = name
+        self._any = {"$ref": f"#/$defs/{name}"}  # a value of any type
+
+    def of(self, root: Schema) -> Schema:
+        schema: Schema = self._of(root)
+        if self._any["$ref"] in json.dumps(schema):
+            schema = {**schema, "$defs": {**schema.get("$defs", {}), self._name: self._any_value()}}
+        return schema
+
+    def _any_value(self) -> Schema:
+        return {
+            "anyOf": [
+                {"type": ["null", "boolean", "number"]},
+                {"type": "string", "pattern": self._pattern},
+                {"type": "array", "items": self._any},
+                {"type": "object", "patternProperties": {self._pattern: self._any}, "additionalProperties": False},
+            ]
+        }
+
+    def _of(self, schema: Any) -> Any:
+        """A schema, or a list of schemas."""
+        if isinstance(schema, list):
+            return [self._of(each) for each in schema]
+        if schema is True:
+            return self._any
+        if not isinstance(schema, dict):
+            return schema
+        if "enum" in schema or "const" in schema:
+            self._check([schema.get("enum"), schema.get("const")])
+            return schema
+        if schema.keys() <= _FOR_PEOPLE:
+            return self._any
+        inner = {
+            name: {key: self._of(each) for key, each in value.items()}
+            if name in NAMED_SCHEMAS and isinstance(value, dict)
+            else self._of(value)
+            if name in SCHEMAS
+            else value
+            for name, value in schema.items()
+        }
+        return inner if "type" not in schema and not _PARTS.isdisjoint(schema) else self._restricted(inner)
+
+    def _restricted(self, schema: Schema) -> Schema:
+        """A schema that allows by itself what is to be excluded."""
+        kind = schema.get("type", ["string", "array", "object"])
+        kinds = kind if isinstance(kind, list) else [kind]
+        more: Schema = {}
+        if "string" in kinds:
+            more["pattern"] = self._pattern
+        if "array" in kinds and "unevaluatedItems" not in schema:
+            rest = "additionalItems" if isinstance(schema.get("items"), list) else "items"
+            schema.setdefault(rest, self._any)
+        if "object" in kinds:
+            self._check(list(schema.get("properties", ())))
+            closed = [schema.get(name) is False for name in ("additionalProperties", "unevaluatedProperties")]
+            if "unevaluatedProperties" not in schema:
+                schema.setdefault("additionalProperties", self._any)
+            if "patternProperties" in schema or not any(closed):
+                more |= {"patternProperties": {self._pattern: {}}, "additionalProperties": False}
+        if not more:
+            return schema
+        if more.keys() == {"pattern"} and schema.keys().isdisjoint(("format", "pattern")):
+            return {**schema, **more}
+        return {**schema, "allOf": [*schema.get("allOf", ()), more]}
+
+    def _check(self, values: Any) -> None:
+        if self._text in json.dumps(values, ensure_ascii=False):
+            raise ValueError(f"a value or a key of an argument has {self._text}")
+
+
+def _pattern_without(text: str) -> str:
+    """A regular expression for texts without another one, whose first character comes only once in it."""
+    first = re.escape(text[0])
+    begun = ""
+    for char in reversed(text[1:-1]):
+        begun = f"({re.escape(char)}{begun})?"
+    begun = f"({first}{begun})*"  # beginnings of the text, one behind the other
+    broken = "|".join(f"{re.escape(text[:at])}[^{re.escape(text[at])}{first}]" for at in range(1, len(text)))
+    return f"^([^{first}]|{begun}({broken}))*{begun}$"
