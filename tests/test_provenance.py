@@ -122,6 +122,7 @@ OTHER_VALUES: dict[str, Any] = {
     "expert_placement_strategy": "round_robin",
     "enable_eplb": True,
     "eplb_config": {"window_size": 5},
+    "enable_batch_sharded_sampling": True,
     "max_shared_prefill_tokens": 9,
     "enable_chunked_prefill": False,
     "scheduling_policy": "priority",
@@ -173,6 +174,8 @@ def test_a_given_value_is_recorded_as_given(f: Any) -> None:
     needed: dict[str, Any] = {"enable_lora": True} if "lora" in f.name else {}
     if f.name == "enable_eplb":
         needed = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    if f.name == "enable_batch_sharded_sampling":
+        needed = {"tensor_parallel_size": 2}
     if f.name in ("nnodes", "node_rank", "headless"):
         needed = {"pipeline_parallel_size": 2, "nnodes": 2}
     if f.name in ("node_rank", "headless"):
@@ -182,6 +185,17 @@ def test_a_given_value_is_recorded_as_given(f: Any) -> None:
     value = ("a",) if f.name == "lora_modules" else value  # their paths are not for everybody
     shown = SpeculativeConfig(**value).effective() if f.name == "speculative_config" else value
     assert setting.value == ("set" if f.metadata["secret"] else shown)
+
+
+@pytest.mark.parametrize(
+    ("others", "why"),
+    [({}, "one rank"), ({"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}, "torchrun")],
+    ids=["one rank", "torchrun"],
+)
+def test_sampling_that_is_not_shared_says_why(others: dict[str, Any], why: str) -> None:
+    setting = _resolve(enable_batch_sharded_sampling=True, **others).settings["enable_batch_sharded_sampling"]
+    assert (setting.value, setting.source) == (False, "formula")
+    assert why in setting.detail
 
 
 def test_memory_settings_know_their_reason() -> None:

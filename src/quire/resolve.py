@@ -222,7 +222,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         logprobs_mode=config.logprobs_mode,
         expert_metrics=config.expert_metrics,
         balancing=config.balancing,
-        batch_sharded_sampling=shards_sampling,
+        enable_batch_sharded_sampling=shards_sampling,
         decode_context_parallel_size=num_kv_owners,
     )
     lora = lora_settings(config, model, form, record)

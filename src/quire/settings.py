@@ -99,7 +99,7 @@ class ModelSettings:
     logprobs_mode: str
     expert_metrics: bool = False
     balancing: EplbConfig | None = None
-    batch_sharded_sampling: bool = False
+    enable_batch_sharded_sampling: bool = False
     decode_context_parallel_size: int = 1  # ranks that have the KV cache together: see PageShare
 
     @property
