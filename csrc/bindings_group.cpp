@@ -88,8 +88,7 @@ void bind_group(nb::module_& m) {
       [](Gather* self, SharedGroup* group, const std::vector<int64_t>& widths, TensorView owners, TensorView part,
          TensorView out) {
         check(widths.size() <= kMaxRanks, "there are more widths than ranks can be");
-        GatherArgs args{
-            .group = group, .widths = {}, .rows = part.size(0), .owners = nullptr, .part = {}, .out = {}};
+        GatherArgs args{.group = group, .widths = {}, .rows = part.size(0), .owners = nullptr, .part = {}, .out = {}};
         if (owners.is_given()) {
           args.owners = owners.data<const int32_t>();
           check(out.is_given() && owners.size(0) == args.rows &&

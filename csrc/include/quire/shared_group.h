@@ -153,7 +153,7 @@ struct GatherArgs {
   int64_t rows;
   const int32_t* owners;         // of each row: the rank that wants it; nullptr: whoever has `out` wants all rows
   StridedRows<const char> part;  // [rows, width of this rank], strides in bytes
-  StridedRows<char> out;  // [rows that it wants, sum of widths], strides in bytes; nullptr: this rank wants none
+  StridedRows<char> out;         // [rows that it wants, sum of widths], strides in bytes; nullptr: this rank wants none
 };
 
 struct ExchangeArgs {
