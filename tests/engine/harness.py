@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -223,6 +224,19 @@ def _drafter(
     if isinstance(model, Head) and streams is not None:
         return HeadDrafter(model, streams, *common, **how, num_kept=MOST_DRAFTS + 1)
     return DraftModel(model, *common, **how, max_drafts=MOST_DRAFTS)
+
+
+def tokens_and_logprobs(core: EngineCore) -> dict[str, tuple[list[int], list[Any]]]:
+    """Of every request of an engine, by its id, in the order of the ids r0, r1 ..."""
+    found: dict[str, tuple[list[int], list[Any]]] = {}
+    while core.has_work():
+        for delta in core.step():
+            assert delta.error is None, delta.error
+            tokens, logprobs = found.setdefault(delta.request_id, ([], []))
+            tokens += delta.token_ids
+            for each in (delta.prompt_logprobs, delta.logprobs):
+                logprobs += each or []
+    return {name: found[name] for name in sorted(found, key=lambda name: (len(name), name))}
 
 
 def run(

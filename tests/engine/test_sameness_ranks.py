@@ -22,7 +22,7 @@ from quire.messages import AddRequest
 from quire.sampling_params import SamplingParams
 from quire.schedule import RowsFailedError
 from tests.covering import covering
-from tests.engine.harness import CHECKPOINT_FORMAT, EOS, run
+from tests.engine.harness import CHECKPOINT_FORMAT, EOS, run, tokens_and_logprobs
 from tests.engine.ranks import fail_at, started, two_layers
 from tests.engine.test_sameness import asked_on, brief
 from tests.gguf.writing import write_gguf
@@ -38,19 +38,10 @@ Answer = list[tuple[list[int], list[Any]]]
 
 def answers(core: EngineCore) -> Answer:
     """Tokens and logprobs of the brief prompts, which run together; prompt logprobs of one of them."""
-    found: dict[str, tuple[list[int], list[Any]]] = {}
     for index, prompt in enumerate(asked_on(cpu.isa())):
         params = structs.replace(prompt.params, logprobs=3, prompt_logprobs=2 if index == 1 else None)
         core.add(AddRequest(f"r{index}", list(prompt.token_ids), params, 8, stop_token_ids=[EOS]))
-        found[f"r{index}"] = ([], [])
-    while core.has_work():
-        for delta in core.step():
-            assert delta.error is None, delta.error
-            tokens, logprobs = found[delta.request_id]
-            tokens += delta.token_ids
-            for each in (delta.prompt_logprobs, delta.logprobs):
-                logprobs += each or []
-    return list(found.values())
+    return list(tokens_and_logprobs(core).values())
 
 
 def of_ranks(num_ranks: int, folder: Path | None = None, **arguments: Any) -> Answer:

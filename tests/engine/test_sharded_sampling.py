@@ -18,7 +18,7 @@ from quire.kernels import cpu
 from quire.messages import AddRequest, UseTokenizer
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.speculative_config import SpeculativeConfig
-from tests.engine.harness import EOS, run
+from tests.engine.harness import EOS, run, tokens_and_logprobs
 from tests.engine.ranks import fail_at, started
 from tests.engine.test_rank_processes import in_processes
 from tests.engine.test_sameness import brief
@@ -46,18 +46,11 @@ Answer = dict[str, tuple[list[int], list[Any]]]
 
 def answers(engine: StartedEngine, kinds: tuple[dict[str, Any], ...]) -> Answer:
     """Tokens and logprobs of requests of these kinds, which run together."""
-    core, found = engine.core, Answer()
+    core = engine.core
     core.use_tokenizer(UseTokenizer((quire.demo.path("target") / "tokenizer.json").read_text(), [EOS]))
     for index, kind in enumerate(kinds):
         core.add(AddRequest(f"r{index}", PROMPT[index % 3 :], SamplingParams(**kind), 12, stop_token_ids=[EOS]))
-        found[f"r{index}"] = ([], [])
-    while core.has_work():
-        for delta in core.step():
-            assert delta.error is None, delta.error
-            tokens, logprobs = found[delta.request_id]
-            tokens += delta.token_ids
-            for each in (delta.prompt_logprobs, delta.logprobs):
-                logprobs += each or []
+    found = tokens_and_logprobs(core)
     core.shutdown()
     return found
 

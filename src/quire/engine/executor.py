@@ -153,13 +153,17 @@ class ThreadExecutor(InlineExecutor):
         if not self._given_up:
             return  # the last one has just come
         dead = [step for step in steps if _is_dead(step)]
-        for rank in sorted(self._given_up):
-            self.workers[rank].give_up()
-            self._threads[rank].shutdown(wait=False)  # the program may end though nobody ends the engine
+        self._let_go()
         _results(dead)
         raise EngineDeadError(
             f"{late}, and has not got on for {self._timeout_seconds:g} s (--distributed-timeout-seconds)"
         )
+
+    def _let_go(self) -> None:
+        """Wait no more for the ranks that are given up: the program may end though nobody ends the engine."""
+        for rank in sorted(self._given_up):
+            self.workers[rank].give_up()
+            self._threads[rank].shutdown(wait=False)
 
     def _run_on(self, rank: int, task: Callable[[], None]) -> None:
         self._threads[rank].submit(task).add_done_callback(_log_failure)
@@ -176,15 +180,10 @@ class ThreadExecutor(InlineExecutor):
         if not late:
             return
         self._given_up = {rank for rank, each in enumerate(pending) if each in late}
-        workers = [self.workers[rank] for rank in sorted(self._given_up)]
-        for rank, worker in zip(sorted(self._given_up), workers, strict=True):
-            worker.give_up()
-            self._threads[rank].shutdown(wait=False)
+        self._let_go()
         limit = envs.ENGINE_READY_TIMEOUT_S
-        raise EngineDeadError(
-            f"{', '.join(worker.describe() for worker in workers)} did not end {phase} in time: "
-            f"a start may take {limit.get()} s ({limit.name})"
-        )
+        names = ", ".join(self.workers[rank].describe() for rank in sorted(self._given_up))
+        raise EngineDeadError(f"{names} did not end {phase} in time: a start may take {limit.get()} s ({limit.name})")
 
 
 class PipelineExecutor(ThreadExecutor):

@@ -6,9 +6,8 @@ import json
 import re
 from typing import Any
 
-from quire.grammar.schemas import NAMED_SCHEMAS, SCHEMAS, Schema
+from quire.grammar.schemas import FOR_PEOPLE, NAMED_SCHEMAS, SCHEMAS, Schema
 
-_FOR_PEOPLE = {"$comment", "default", "deprecated", "description", "examples", "title"}
 _PARTS = {"$ref", "allOf", "anyOf", "oneOf"}
 
 
@@ -61,7 +60,7 @@ class _Without:
         if "enum" in schema or "const" in schema:
             self._check([schema.get("enum"), schema.get("const")])
             return schema
-        if schema.keys() <= _FOR_PEOPLE:
+        if schema.keys() <= FOR_PEOPLE:
             return self._any
         inner = {
             name: {key: self._of(each) for key, each in value.items()}

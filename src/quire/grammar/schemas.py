@@ -19,6 +19,8 @@ SCHEMAS = {
 }  # fmt: skip
 _DEFINITIONS = {"$defs", "definitions"}
 NAMED_SCHEMAS = {*_DEFINITIONS, "dependentSchemas", "patternProperties", "properties"}
+# Keywords that restrict nothing.
+FOR_PEOPLE = {"$comment", "default", "deprecated", "description", "examples", "title"}
 _ALTERNATIVES = ("anyOf", "oneOf")
 
 

@@ -21,7 +21,7 @@ from quire.kernels import cpu, gpu, reference
 from quire.kernels.guards import check_contiguous, check_dtype, check_last_stride, check_places, check_shape
 
 MOST_PARTS = 4  # kLoraParts
-_CHUNK = 32_767  # elements that torch copies in one thread: packing leaves the cores to steps
+_CHUNK = 32_767  # the most elements that torch copies in one thread: packing leaves the cores to steps
 _ROWS_BEFORE_ROUNDING = 240  # that are multiplied in float32 at a time: it bounds their memory
 
 

@@ -37,7 +37,7 @@ _MAX_TEXT = 300  # of a message that quotes a file
 # Beside steps that keep all cores busy, the thread that loads waits some milliseconds after each read of a disk.
 _READ_BYTES = 4 << 20
 _FLOATS = ("float32", "float16", "bfloat16")
-_CHUNK = 32_767  # elements that torch handles in one thread: loading leaves the cores to steps
+_CHUNK = 32_767  # the most elements that torch handles in one thread: loading leaves the cores to steps
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
 _BASE = re.compile(r"(.+)\.base_layer\.weight")
@@ -306,7 +306,10 @@ def _read(file: BufferedReader[FileIO], modules: list[_Module], dtype: torch.dty
 
 
 def _is_finite(chunk: Tensor) -> bool:
-    """NaN and infinity have an exponent of ones. torch's isfinite takes seven times as long (benchmarks/NOTES.md)."""
+    """Of one number or more: NaN and infinity have an exponent of ones.
+
+    torch's isfinite takes seven times as long (benchmarks/NOTES.md).
+    """
     bits: NDArray[np.unsignedinteger[Any]]
     if chunk.dtype == torch.float32:
         bits, ones = chunk.numpy().view(np.uint32), 0x7F80_0000
@@ -314,7 +317,7 @@ def _is_finite(chunk: Tensor) -> bool:
         bits = chunk.view(torch.int16).numpy().view(np.uint16)
         ones = 0x7F80 if chunk.dtype == torch.bfloat16 else 0x7C00
     mask = bits.dtype.type(ones)
-    return bits.size == 0 or (bits & mask).max() != mask
+    return bool((bits & mask).max() != mask)
 
 
 def _read_tensor(file: BufferedReader[FileIO], entry: TensorEntry, name: str, dtype: torch.dtype) -> tuple[Tensor, str]:

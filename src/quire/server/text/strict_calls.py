@@ -15,7 +15,7 @@ from typing import Any
 from quire.errors import UnsupportedFieldError
 from quire.formats.answer_formats import HARMONY_TOOLS
 from quire.grammar.excluded_text import without_text
-from quire.grammar.schemas import escaped, referred, subschemas
+from quire.grammar.schemas import FOR_PEOPLE, escaped, referred, subschemas
 from quire.server.text.harmony import NEXT_MESSAGE, header
 from quire.server.text.tagged_calls import json_types, resolved
 
@@ -30,7 +30,7 @@ MAX_ARGUMENTS = 400  # of a tool: the parser would stop at an answer with 500 th
 MAX_ARGUMENT_BYTES = 1 << 18  # of a request, where arguments are written one by one
 
 _ANY_TEXT: Form = {"type": "any_text"}
-_FOR_PEOPLE = {"$comment", "$id", "$schema", "default", "deprecated", "description", "examples", "title"}
+_FOR_PEOPLE = {"$id", "$schema", *FOR_PEOPLE}
 _OF_OBJECTS = {"$defs", "additionalProperties", "definitions", "properties", "required", "type", *_FOR_PEOPLE}
 _OF_TEXTS = {"format", "maxLength", "minLength", "type", *_FOR_PEOPLE}
 _DATE = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"  # the days that every month has
@@ -191,15 +191,16 @@ def _arguments(tools: Tools, names: re.Pattern[str], keys: re.Pattern[str]) -> I
     num_bytes = 0  # a definition comes with each argument that refers to it
     for name, schema in _readable(tools, names).items():
         arguments: Arguments = []
-        for key, value in _properties(name, schema or {}, keys).items():
-            alone = _standing_alone(value, key, schema or {})
+        given = schema or {}
+        for key, value in _properties(name, given, keys).items():
+            alone = _standing_alone(value, key, given)
             num_bytes += len(json.dumps(alone))
             if num_bytes > MAX_ARGUMENT_BYTES:
                 which = f"from its argument {len(arguments) + 1}, {key!r}, on"
                 why = f"arguments, with all that they refer to, have more than {MAX_ARGUMENT_BYTES:,} bytes of schemas"
                 fix = "Leave out strict, or ask for fewer arguments or for such that refer to less"
                 raise _refuse(name, f"{why} {which}", fix)
-            arguments.append((key, alone, key in (schema or {}).get("required", ())))
+            arguments.append((key, alone, key in given.get("required", ())))
         yield name, None if schema is None else arguments
 
 
