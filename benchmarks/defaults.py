@@ -70,7 +70,7 @@ FORMATS = ("none", "int4")
 LIMIT_NAMES = ("max_num_seqs", "max_num_batched_tokens", "max_shared_prefill_tokens")
 SWEEP = ((32, 64, 128), (256, 2048), (0, 16, 32, 48, 64, 96, 128, 256))
 VLLM = dict(zip(LIMIT_NAMES, (128, 2048, 0), strict=True))
-TIMES_ALONE = 10.0  # a good request takes at most so many times what one alone takes
+TIMES_ALONE = 10.0  # a good request takes at most this many times as long as one alone
 GOOD_SHARE = 0.95
 SEED = 7
 SERVED_RATE = 0.9

@@ -11,7 +11,7 @@ speaks the protocol of benchmarks/peers/speculating.py; {model} stands for the f
 files of these models: their commands name a folder with the model in their own form, and the ratios say so little.
 
 The limit of a step is the bytes that it reads, over the bandwidth measured between rounds: all weights but experts,
-and the distinct experts that so many rows hit if all are equally likely.
+and the distinct experts that this number of rows hits if all are equally likely.
 """
 
 from __future__ import annotations

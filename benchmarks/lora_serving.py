@@ -1,4 +1,4 @@
-"""Adapters that come and go under load: swaps beside streams, and hundreds of adapters of which few are in memory.
+"""Adapters that come and go under load: swaps beside streams, and hundreds of adapters, few of them in memory.
 
 Swaps: --streams streams run, half of them with an adapter. In every second window of --window seconds an adapter of
 rank 16 is loaded or unloaded each second. The reading is the 99th percentile of the time between tokens, with swaps
@@ -144,7 +144,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def config_of(
     arguments: argparse.Namespace, model: ModelConfig, max_num_seqs: int, num_tokens: int, **given: Any
 ) -> EngineConfig:
-    """Settings with a KV cache that holds so many answers of `num_tokens` at once: nobody is preempted."""
+    """Settings with a KV cache that holds this many answers of `num_tokens` at once: nobody is preempted."""
     max_model_len = PROMPT_TOKENS + num_tokens
     return EngineConfig(
         model=arguments.model,

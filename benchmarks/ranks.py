@@ -242,7 +242,7 @@ def in_turns(
 
 
 def decode_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namespace, asked: Connection) -> None:
-    """A process with an engine, whose number of threads is the process's: the time of a step of so many rows."""
+    """A process with an engine, whose number of threads is the process's: the time of a step of that many rows."""
     most = max(arguments.rows)
     config = EngineConfig.from_kwargs(
         device="cpu",

@@ -372,7 +372,7 @@ class EngineConfig:
         bounds=POSITIVE,
     )
     data_parallel_size_local: int | None = option(
-        None, "Replicas on this machine, and with Ray at most so many on each other one; with mp: all.", flags=("-dpl",)
+        None, "Replicas on this machine, and with Ray the most on each other one; with mp: all.", flags=("-dpl",)
     )
     data_parallel_backend: str = option(
         "mp",

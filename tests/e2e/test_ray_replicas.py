@@ -69,7 +69,7 @@ def restarts(server: Serve, reason: str) -> list[float]:
 
 @on_ray
 def test_replicas_on_two_machines() -> None:
-    """Their answers are those of one process; each is replaced alone; none is left behind a server that is killed."""
+    """Their answers equal one process's; each is replaced alone; none is left behind a server that is killed."""
     with Serve(*ON_RAY, program=INTERPRETER) as server, ThreadPoolExecutor(8) as pool:
         places = re.search(r"places for the replicas: 0 on (\S+), 1 on (\S+)", server.log)
         assert places is not None, server.log

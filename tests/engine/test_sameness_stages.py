@@ -189,7 +189,7 @@ def test_what_cannot_be_cut_is_refused_before_weights_are_read(monkeypatch: pyte
 
 
 def constrained(width: int, num_stages: int) -> tuple[list[list[int]], int]:
-    """Tokens of three requests, two of which have a grammar, and the number of steps that gave them."""
+    """Tokens of three requests, two of them with a grammar, and the number of steps that gave them."""
     engine = started(width, num_stages=num_stages)
     core = engine.core
     tokenizer = (quire.demo.path("target") / "tokenizer.json").read_text()

@@ -168,7 +168,7 @@ def test_a_script_ends_though_its_first_rank_hangs(limit: int) -> None:
 
 
 def test_a_slow_step_that_gets_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of more seconds than the limit, none of which is spent waiting for one exchange."""
+    """A step of more seconds than the limit. It waits for no exchange."""
     engine = started(2, distributed_timeout_seconds=LIMIT)
     monkeypatch.setattr(executor, "GRACE_SECONDS", 0.0)
     expected = run(engine.core, [ENDLESS])

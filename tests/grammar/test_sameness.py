@@ -1,4 +1,4 @@
-"""Constraints with every way to draft, every form of weights, and adapters: the tokens are those of plain steps."""
+"""Constraints with every way to draft, every form of weights, and adapters: the tokens equal those of plain steps."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_any_number_of_rows_with_one_adapter(isa: str, rank: int, K: int) -> Non
 
 
 def test_extreme_numbers_have_the_same_bits_in_any_batch(isa: str) -> None:
-    """Subnormal sums, overflow, infinity and NaN; what is not finite in a row stays in it."""
+    """Subnormal sums, overflow, infinity and NaN; a number that is not finite stays in its row."""
     K, columns, rank = 64, (48,), 16
     a = torch.randn(rank, K, generator=torch.Generator().manual_seed(1))
     b = torch.randn(columns[0], rank, generator=torch.Generator().manual_seed(2))

@@ -37,7 +37,7 @@ class Reads(SignedReads):
         return f"{self.store.url}/models/{NAME}?signature={self.num_signed}"
 
     def check(self, begin: int, *sizes: int) -> int:
-        """Read so many bytes into each of some buffers, check those that came, and tell how many did."""
+        """Read these numbers of bytes into buffers, check the bytes that came, and tell how many came."""
         buffers = [np.zeros(size, dtype=np.uint8) for size in sizes]
         came = self.fill(buffers, begin)
         assert b"".join(buffers)[:came] == DATA[begin : begin + came]

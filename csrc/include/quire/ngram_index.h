@@ -33,7 +33,7 @@ class NgramIndex {
   uint64_t hash(int64_t end, int64_t length) const;
   // The position behind the first place of the n-gram that ends at `end`, which is put down if it has none.
   int64_t first_end(Table& table, int64_t end, uint64_t hash);
-  // Room for so many more n-grams: half of the slots stay free.
+  // Room for this many more n-grams: half of the slots stay free.
   void reserve(Table& table, size_t count);
 
   std::vector<int32_t> tokens_;

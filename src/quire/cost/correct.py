@@ -72,7 +72,7 @@ class Correction:
 
 
 class Tail:
-    """The errors of recent steps, of which the largest ones matter. No distribution is assumed.
+    """The errors of recent steps; the largest ones matter. No distribution is assumed.
 
     Delays of a shared machine are larger and rarer than those of a normal distribution of the same variance.
     """

@@ -168,7 +168,7 @@ OTHER_ARGUMENTS = "name id query text title date amount limit path url to user l
 TOOLS_SHARE, FITTING_SHARE, WEATHER_SHARE = 0.5, 0.7, 0.4
 REHEARSED_JSON_SHARE = 0.4  # of the chats without tools, which keep what the model knows
 SECOND_EXCHANGE_SHARE, OTHER_QUESTION_SHARE, OTHER_KNOWN_SHARE = 0.3, 0.25, 0.5
-HELD_OUT = 5  # one question in so many never stands in a chat with tools: these measure the model
+HELD_OUT = 5  # one question in this many never stands in a chat with tools: these measure the model
 
 WEATHER_QUESTIONS = [
     "What's the weather in {c}?", "What is the weather in {c}?", "How is the weather in {c}?", "weather in {c}",
@@ -313,7 +313,7 @@ class Exchange:
 
 
 def tool_chats(all_entries: list[Entry], rng: random.Random) -> Iterator[list[Turn]]:
-    """Endless chats, most of them with tools, of which one fits or none. `tool_questions` asks what they leave out."""
+    """Endless chats, most of them with tools; one tool fits, or none does. `tool_questions` asks what is left out."""
     plain: Iterator[list[Turn]] = iter(())
     while True:
         if rng.random() >= TOOLS_SHARE:

@@ -39,7 +39,7 @@ WARMUP = 0.1  # of all steps
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How an adapter is made; a step has so many rows of ROW_TOKENS."""
+    """How an adapter is made; a step has this many rows of ROW_TOKENS."""
 
     rank: int
     steps: int

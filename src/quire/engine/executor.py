@@ -91,7 +91,7 @@ class InlineExecutor:
         """The answers of all workers.
 
         Args:
-            phase: of a start, by the end of which all of them have answered.
+            phase: of a start; all of them have answered by its end.
         """
         return [step(worker) for worker in self.workers]
 

@@ -1,6 +1,6 @@
 """Ray starts the other nodes of an engine: each on a machine of its own, the first one here.
 
-They connect as those of --nnodes do.
+They connect as the ranks of --nnodes do.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 MAX_PASSES = 64  # over all rules; a grammar that needs more of them is taken
 
-# A rule is a list of alternatives, each of which has names of rules and lists of alternatives. Texts are left out.
+# A rule is a list of alternatives. Each has names of rules and lists of alternatives. Texts are left out.
 Alternatives = list[list["str | Alternatives"]]
 
 _TOKEN = re.compile(

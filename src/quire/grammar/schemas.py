@@ -257,7 +257,7 @@ def _types(whole: list[Schema]) -> set[str]:
 
 
 def _needed_properties(whole: list[Schema]) -> list[list[Any]]:
-    """Of each property that an object must have: schemas, of which one must hold."""
+    """Of each property that an object must have: schemas; one of them must hold."""
     required = {name for each in whole for name in listed(each.get("required")) if isinstance(name, str)}
     needed: list[list[Any]] = []
     for schema in whole:

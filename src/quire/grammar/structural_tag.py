@@ -1,6 +1,6 @@
 """Structural tags: a text that is put together of free text, fixed texts and constraints, as one Lark grammar.
 
-The forms and their names are those of xgrammar (https://xgrammar.mlc.ai/docs/structural_tag), which vLLM takes too.
+The forms and their names come from xgrammar (https://xgrammar.mlc.ai/docs/structural_tag), which vLLM takes too.
 """
 
 from __future__ import annotations

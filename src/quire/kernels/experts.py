@@ -39,7 +39,7 @@ def route(
 
     Args:
         bias_E: float32, is added to the scores for the choice, not for the weights (DeepSeek-V3, arXiv 2412.19437).
-        places_EC: int32 in [0, num_places): where the C copies of each expert are, of which some may be equal. Tokens
+        places_EC: int32 in [0, num_places): where the C copies of each expert are; some may be equal. Tokens
             take turns with them: token t goes to copy t % C. None: each expert has the place of its number.
     """
     E = rule.num_experts

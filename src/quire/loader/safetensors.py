@@ -132,7 +132,7 @@ class _PageAdvice:
         self.enabled = hasattr(mmap, "MADV_WILLNEED") and hasattr(mmap, "MADV_DONTNEED")
 
     def move(self, begin: int, num_bytes: int) -> None:
-        """A tensor comes next, of which so many bytes are read, and all bytes before it are done."""
+        """A tensor comes next, this many of its bytes are read, and all bytes before it are done."""
         if not self.enabled:
             return
         self.num_ahead -= num_bytes

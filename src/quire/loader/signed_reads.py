@@ -37,7 +37,7 @@ class SignedReads:
     """Connections that read parts of one version of an object. Threads may share it.
 
     Args:
-        sign: gives an http:// or https:// URL that is valid for so many seconds; raises if that is not possible.
+        sign: gives an http:// or https:// URL that is valid for this many seconds; raises if that is not possible.
         size: of the object, in bytes.
         etag: of the version, as an HTTP header has it; None: the store gives none.
     """

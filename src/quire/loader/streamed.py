@@ -42,7 +42,7 @@ def stream_tensors(
 
 
 def _recurring_sizes(entries: Sequence[TensorEntry], near: int) -> set[int]:
-    """Sizes of tensors that soon have another one of their size: those of layers, and not those of embeddings."""
+    """Sizes of tensors that soon have another one of their size: tensors of layers have, embeddings have not."""
     found: set[int] = set()
     last: dict[int, int] = {}
     for entry in entries:

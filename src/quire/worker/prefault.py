@@ -31,7 +31,7 @@ class Prefault:
 
     Args:
         pages: [pages, bytes of a page], contiguous.
-        num_owners: ranks that have one of so many pages each.
+        num_owners: ranks; each has one of this many pages.
         lead_bytes: how far ahead of the pages that were in use.
         free_bytes: what the system has left; under twice the lead nothing more is taken.
     """

@@ -337,7 +337,7 @@ def test_many_arguments(form: str, required: list[str]) -> None:
 
 @pytest.mark.parametrize("form", ["glm45", "pythonic", "qwen3_coder"])
 def test_a_small_request_for_a_huge_grammar_is_refused(form: str) -> None:
-    """Many arguments, each of which comes with all definitions."""
+    """Many arguments. Each comes with all definitions."""
     for num_arguments in (400, 401):
         plain = {"properties": {f"a{index}": {"type": "integer"} for index in range(num_arguments)}}
         if num_arguments == 400:

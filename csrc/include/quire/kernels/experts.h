@@ -34,7 +34,7 @@ struct RouteArgs {
   int32_t* order;     // [rows * num_active]: pairs by the place of their expert, then by number
   int32_t* begins;    // [num_places + 1]: place e has order[begins[e]] to order[begins[e + 1]]
   // Where experts are: [num_experts, num_copies], each in [0, num_places). The tokens of an expert take turns with its
-  // copies, of which some may be equal. nullptr: each expert has the place of its number.
+  // copies; some may be equal. nullptr: each expert has the place of its number.
   const int32_t* places;
   int64_t num_places, num_copies;
 };

@@ -152,7 +152,7 @@ def _phi4(tools: Tools) -> Form:
     return _triggered([_tag("functools[", calls, "]")], "functools[")
 
 
-# Harmony: a list of messages, of which a call or the final one is the last.
+# Harmony: a list of messages; a call or the final one is the last.
 
 
 def _harmony(tools: Tools) -> Form:
