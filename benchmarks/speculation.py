@@ -51,7 +51,6 @@ from verify_rows import median_step
 import quire.demo
 from quire.config import EngineConfig
 from quire.demo.data import clean_entries, questions, render
-from quire.engine.core import EngineCore
 from quire.engine.start import start_engine
 from quire.measure import report
 from quire.measure.statistics import mean_interval
@@ -85,26 +84,20 @@ class Answer:
 
 
 class Noted:
-    """What an engine submits, with what it gets: the results are there when the engine has taken them in."""
+    """A step that is submitted. Its result fills a row of counts; nothing else of it is kept, for it has logits.
 
-    def __init__(self, core: EngineCore) -> None:
-        self.steps: list[tuple[ScheduledBatch, Pending[StepResult]]] = []
-        self._submit = core.executor.submit
-        core.executor.submit = self.submit  # type: ignore[method-assign]
+    Args:
+        counts: gets for each row of the step its drafts, and how many held.
+    """
 
-    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        self.steps.append((batch, self._submit(batch)))
-        return self.steps[-1][1]
+    def __init__(self, batch: ScheduledBatch, pending: Pending[StepResult], counts: list[tuple[int, int]]) -> None:
+        self._drafts, self._pending, self._counts = [*map(len, batch.draft_token_ids)], pending, counts
 
-    def rows(self, begin: int) -> list[list[tuple[int, int]]]:
-        """For each step from `begin` on and each row, its drafts and how many held."""
-        return [
-            [
-                (len(drafts), max(len(token_ids) - 1, 0))
-                for drafts, token_ids in zip(batch.draft_token_ids, pending.result().token_ids, strict=True)
-            ]
-            for batch, pending in self.steps[begin:]
-        ]
+    def result(self) -> StepResult:
+        result = self._pending.result()
+        held = [max(len(token_ids) - 1, 0) for token_ids in result.token_ids]
+        self._counts[:] = zip(self._drafts, held, strict=True)
+        return result
 
 
 class Engine:
@@ -125,13 +118,19 @@ class Engine:
         draft = None if speculation is None or speculation.model is None else Path(speculation.model)
         started = start_engine(config, model, is_server=False, progress=lambda *report: None, drafter_folder=draft)
         self.core = started.core
-        self._noted = Noted(self.core)
+        self._submit = self.core.executor.submit
+        self.core.executor.submit = self.submit  # type: ignore[method-assign]
+        self._steps: list[list[tuple[int, int]]] = []
+
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        self._steps.append([])
+        return Noted(batch, self._submit(batch), self._steps[-1])
 
     def run(self, prompts: Prompts, num_tokens: int, temperature: float) -> Answer:
         """All at once; `num_tokens` tokens for each."""
         params = SamplingParams(temperature=temperature, seed=0, max_tokens=num_tokens, ignore_eos=True)
         found: dict[str, list[int]] = {f"r{index}": [] for index in range(len(prompts))}
-        self._noted.steps.clear()
+        self._steps.clear()
         started = decoding = time.perf_counter()
         before = first_step = 0
         for name, prompt in zip(found, prompts, strict=True):
@@ -141,12 +140,12 @@ class Engine:
                 assert delta.error is None, delta.error
                 found[delta.request_id] += delta.token_ids
             if not first_step and all(found.values()):
-                decoding, first_step = time.perf_counter(), len(self._noted.steps)
+                decoding, first_step = time.perf_counter(), len(self._steps)
                 before = sum(map(len, found.values()))
         ended = time.perf_counter()
         num_decoded = sum(map(len, found.values())) - before
-        rows = self._noted.rows(first_step)
-        return Answer(ended - started, ended - decoding, num_decoded, list(found.values()), rows)
+        steps = self._steps[first_step:]
+        return Answer(ended - started, ended - decoding, num_decoded, list(found.values()), steps)
 
 
 def write_models(folder: Path, draft_steps: int, is_small: bool) -> None:
