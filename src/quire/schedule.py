@@ -38,8 +38,8 @@ class ScheduledBatch:
     A row wants the logits of its last num_logits tokens: none if known tokens are left for later steps; one to sample
     the next token; or k + 1 if its last k tokens are drafts, which are guesses at the next tokens. Logits are sampled
     as if the drafts before them were true, and a draft holds if it equals the token that is sampled in its place. A row
-    that wants a vector gets it with its last token, instead of that token's logits. What a row samples is nobody's if
-    the result of a step before has shown that a grammar forces that token (StepResult.forced).
+    that wants a vector gets it with its last token, instead of that token's logits. A row samples nothing if the
+    result of a step before has shown that a grammar forces the token (StepResult.forced).
 
     The worker applies, in order: removed_request_ids, new_rows, new_block_ids, forced_tokens, block_copies; then it
     computes. The KV of drafts that do not hold stays in the cache until a later step writes the same slots.

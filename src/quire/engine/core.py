@@ -277,7 +277,7 @@ class EngineCore:
         arrived = self._clock()
         deltas = self.scheduler.update(step.batch, result)
         end = self._clock()
-        self.last_record = self._record(step, result, deltas, end - arrived, end)
+        self.last_record = self._record(step, result, end - arrived, end)
         if self.cost is not None and step.load is not None and step.predicted is not None:
             # The prediction is of all stages: of a step that passes them beside others, too.
             seconds = end - step.start_time if self.scheduler.num_stages > 1 else self.last_record.step_seconds
@@ -313,9 +313,7 @@ class EngineCore:
             delta.error_code = code
         return deltas
 
-    def _record(
-        self, step: _Step, result: StepResult, deltas: Sequence[RequestDelta], output_seconds: float, end: float
-    ) -> StepRecord:
+    def _record(self, step: _Step, result: StepResult, output_seconds: float, end: float) -> StepRecord:
         batch, stats, scheduler = step.batch, step.stats, self.scheduler
         load, predicted = step.load, step.predicted
         num_tokens = batch.num_tokens
@@ -323,7 +321,7 @@ class EngineCore:
             step_id=batch.step_id,
             num_prefill_tokens=num_tokens - stats.num_decode_tokens,
             num_decode_tokens=stats.num_decode_tokens,
-            num_sampled_tokens=sum(len(delta.token_ids) for delta in deltas),
+            num_sampled_tokens=sum(map(len, [*result.token_ids, *result.forced.values()])),
             num_rows=len(batch.request_ids),
             num_kv_tokens_read=sum(batch.num_computed_tokens) + num_tokens,
             num_running=scheduler.num_running,

@@ -333,12 +333,12 @@ class Scheduler:
             strict=True,
         )
         for row, (request, start, count, num_logits, token_ids) in enumerate(columns):
-            if is_known := num_logits == 1 and start + count < request.num_tokens:
-                num_logits = 0  # a step before has shown that a grammar forces the token
+            if num_logits == 1 and start + count < request.num_tokens:
+                num_logits = 0  # a grammar forces the token, as the result of a step before has shown
             end = settle(request, start + count, num_logits, len(token_ids))
             if request.status is FINISHED:
                 continue
-            if row in errors and not is_known:
+            if row in errors:
                 self._finish(request, "error", errors[row], result.error_codes.get(row))
                 deltas.append(delta_of(request, []))
                 continue

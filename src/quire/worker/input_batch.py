@@ -87,6 +87,10 @@ class ExpectedTokens:
     positions_N: NDArray[np.int64]
     verifying: list[tuple[int, int, int]]  # positions in the batch, rows, and their occupants
 
+    def known(self) -> set[int]:
+        """Positions in the batch of the rows that know their token already: what is sampled there has no meaning."""
+        return set(self.at_N[self.occupants_N == NOBODY].tolist())
+
     def owners(self) -> Iterator[tuple[int, int, int]]:
         """Of each row that samples: its position in the batch, the row, and its occupant."""
         yield from zip(self.at_N.tolist(), self.rows_N.tolist(), self.occupants_N.tolist(), strict=True)

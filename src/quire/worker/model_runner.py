@@ -362,16 +362,18 @@ class ModelRunner:
 
     def _take_in(self, result: StepResult, launched: _Launched, on_host: Iterator[Tensor]) -> None:
         if launched.tokens is not None and launched.expected is not None:
-            sampled, drafts = launched.tokens.finish(on_host), launched.drafts
+            sampled, drafts, expected = launched.tokens.finish(on_host), launched.drafts, launched.expected
+            known = expected.known()
             token_ids_R = np.array(sampled.token_ids)
             for index, (position, token_id) in enumerate(zip(launched.sampling, sampled.token_ids, strict=True)):
+                if position in known:
+                    continue
                 if index in sampled.errors:
                     if position not in result.errors and index in sampled.error_codes:
                         result.error_codes[position] = sampled.error_codes[index]
                     result.errors.setdefault(position, sampled.errors[index])
                 else:
                     result.token_ids[position].append(token_id)
-            expected = launched.expected
             self.input_batch.learn_tokens(expected, token_ids_R if drafts is None else token_ids_R[drafts.plain_R])
             for index, logprobs in sampled.logprobs.items():
                 result.logprobs.setdefault(launched.sampling[index], []).append(logprobs)
