@@ -38,7 +38,8 @@ class ScheduledBatch:
     A row wants the logits of its last num_logits tokens: none if known tokens are left for later steps; one to sample
     the next token; or k + 1 if its last k tokens are drafts, which are guesses at the next tokens. Logits are sampled
     as if the drafts before them were true, and a draft holds if it equals the token that is sampled in its place. A row
-    that wants a vector gets it with its last token, instead of that token's logits.
+    that wants a vector gets it with its last token, instead of that token's logits. A row samples nothing if the
+    result of a step before has shown that a grammar forces the token (StepResult.forced).
 
     The worker applies, in order: removed_request_ids, new_rows, new_block_ids, forced_tokens, block_copies; then it
     computes. The KV of drafts that do not hold stays in the cache until a later step writes the same slots.
@@ -55,8 +56,8 @@ class ScheduledBatch:
     new_rows: list[NewRow] = field(default_factory=list)
     removed_request_ids: list[str] = field(default_factory=list)  # finished, aborted or preempted since the last batch
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination): copy-on-write
-    # Of rows in which a grammar forced tokens behind the last one that was sampled: request id, position of the first
-    # of them, and they. The worker that sampled it knows them.
+    # Of rows that compute tokens which a grammar forced behind the last one that was sampled: request id, position of
+    # the first of them, and they. The worker that sampled it knows them.
     forced_tokens: list[tuple[str, int, list[int]]] = field(default_factory=list)
     # Of steps before, for workers that have not sampled them. Empty: all workers know them.
     tokens_before: list[StepTokens] = field(default_factory=list)
@@ -100,9 +101,9 @@ class StepResult:
     """The workers' answer, aligned with ScheduledBatch.request_ids."""
 
     step_id: int
-    # Per row: no token if it wants no logits; the sampled token and those that a grammar forces behind it; or the
-    # drafts that held and the token after them.
+    # Per row: no token if it wants no logits; the sampled token; or the drafts that held and the token after them.
     token_ids: list[list[int]]
+    forced: dict[int, list[int]] = field(default_factory=dict)  # row -> tokens that a grammar forces behind its tokens
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> one per sampled token
     # row -> one per prompt position that this step computed and that predicts the next: entry j of the list describes
     # the prompt token at position num_computed_tokens[row] + j + 1. Not for a request resumed with output.
@@ -131,6 +132,7 @@ class StepResult:
         return cls(
             step_id,
             [token_ids for lane in lanes for token_ids in lane.token_ids],
+            forced=lanes[0].forced,  # where all requests with a grammar are
             experts=lanes[0].experts,
             prepare_seconds=max(lane.prepare_seconds for lane in lanes),
             forward_seconds=max(lane.forward_seconds for lane in lanes),

@@ -7,16 +7,12 @@ The accelerator is a fake, and the kernels are the CPU's; test_gpu_kernels.py co
 from __future__ import annotations
 
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 
-import quire.demo
 from quire.engine.core import EngineCore
-from quire.grammar.text import grammar_text
 from quire.messages import AddRequest
-from quire.sampling_params import SamplingParams, StructuredOutputsParams
-from quire.worker.input_batch import ExpectedTokens
+from quire.sampling_params import SamplingParams
 from quire.worker.model_runner import ModelRunner
 from tests.covering import covering
 from tests.engine.harness import EOS, Prompt, Schedule, build_core, run
@@ -224,43 +220,6 @@ def test_mixed_steps_are_replays(accelerator: FakeAccelerator, depth: int) -> No
     launched = len(accelerator.downloads)
     assert num_replays == launched <= len(steps)
     assert accelerator.graphs[0].num_replays > 5, "steps of 16 tokens"
-
-
-def constrained(schedule: Schedule, takes_forced: bool) -> tuple[list[list[int]], int]:
-    """The tokens of requests with and without a grammar, and how many took no step."""
-    core = build_core(schedule, "bfloat16")
-    runner = core.executor
-    assert isinstance(runner, ModelRunner)
-    runner._takes_forced = takes_forced
-    grammars = runner.input_batch.grammars
-    grammars.use_tokenizer((quire.demo.path("target") / "tokenizer.json").read_text(), [EOS])
-    core._preparer = SimpleNamespace(prepare_grammar=grammars.prepare)  # type: ignore[assignment]
-    keys = {"the_first_of_the_keys": {"const": "a text that is known"}, "ключ": {"type": "boolean"}}
-    schema = {"type": "object", "properties": keys, "required": list(keys), "additionalProperties": False}
-    grammar = grammar_text(StructuredOutputsParams(json=schema, disable_any_whitespace=True))
-    params = [
-        SamplingParams(temperature=1.0, seed=seed, max_tokens=40, grammar=each, repetition_penalty=1.1)
-        for seed, each in enumerate((grammar, grammar, None))
-    ]
-    forced: list[int] = []
-    take_forced = runner.input_batch.take_forced
-
-    def noted(expected: ExpectedTokens, index: int) -> list[int]:
-        found = take_forced(expected, index)
-        forced.extend(found)
-        return found
-
-    runner.input_batch.take_forced = noted  # type: ignore[method-assign]
-    return run(core, [Prompt((5, 6, 7 + index), each) for index, each in enumerate(params)]), len(forced)
-
-
-def test_tokens_that_a_grammar_forces_take_no_steps(accelerator: FakeAccelerator) -> None:
-    """Without async scheduling. With it, each has a step, and the tokens are the same."""
-    tokens, _ = constrained(Schedule(), takes_forced=False)
-    jumped, num_forced = constrained(Schedule(accelerator=accelerator, graph_sizes=SIZES), takes_forced=True)
-    late, _ = constrained(Schedule(depth=2, accelerator=accelerator, graph_sizes=SIZES), takes_forced=False)
-    assert tokens == jumped == late
-    assert num_forced > 10
 
 
 def test_a_row_without_numbers_ends_alone(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:

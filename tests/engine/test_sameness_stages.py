@@ -188,9 +188,9 @@ def test_what_cannot_be_cut_is_refused_before_weights_are_read(monkeypatch: pyte
         started(1, num_stages=2)
 
 
-def constrained(width: int, num_stages: int) -> tuple[list[list[int]], int]:
-    """Tokens of three requests, two of them with a grammar, and the number of steps that gave them."""
-    engine = started(width, num_stages=num_stages)
+def constrained(width: int, num_stages: int = 1, **arguments: Any) -> tuple[list[list[int]], int]:
+    """Tokens of three requests, two of them with a grammar, and the number of answers that gave them."""
+    engine = started(width, num_stages=num_stages, **arguments)
     core = engine.core
     tokenizer = (quire.demo.path("target") / "tokenizer.json").read_text()
     try:
@@ -211,12 +211,30 @@ def constrained(width: int, num_stages: int) -> tuple[list[list[int]], int]:
         core.shutdown()
 
 
+FORCING: list[dict[str, Any]] = [
+    {"width": 1},
+    {"width": 2},
+    {"width": 1, "num_stages": 2},
+    {"width": 2, "async_scheduling": True},
+    {"width": 2, "async_scheduling": True, "enable_batch_sharded_sampling": True},
+]
+DRAFTING: list[dict[str, Any]] = [
+    speculation("ngram", None),
+    {"drafter_folder": quire.demo.path("draft")} | speculation("draft_model", quire.demo.path("draft")),
+    {"drafter_folder": quire.demo.path("eagle3")} | speculation("eagle3", quire.demo.path("eagle3")),
+]
+
+
 def test_tokens_that_a_grammar_forces_take_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank that samples takes them; the others are told before the next step of the row."""
-    grids = [(1, 1), (2, 1), (1, 2)]
-    jumped = [constrained(*grid) for grid in grids]
+    """The rank that samples takes them; the others are told with the row's next step."""
+    jumped = [constrained(**how) for how in FORCING]
+    drafted = [constrained(**{"width": 2} | how) for how in DRAFTING]
+    drafted.append(constrained(1, 2, **DRAFTING[0]))
     monkeypatch.setattr(RowGrammar, "take_forced", lambda grammar, most: [])
-    tokens, num_steps = constrained(1, 1)
-    assert [found for found, _ in jumped] == [tokens] * len(grids)
-    assert num_steps == sum(map(len, tokens))
-    assert jumped[0][1] == jumped[1][1] == jumped[2][1] < num_steps - 10
+    tokens, num_answers = constrained(1)
+    assert [found for found, _ in (*jumped, *drafted)] == [tokens] * (len(FORCING) + len(DRAFTING) + 1)
+    assert num_answers == sum(map(len, tokens))
+    assert {count for _, count in jumped} == {jumped[0][1]}
+    assert jumped[0][1] < num_answers - 10
+    stepped = [constrained(**{"width": 2} | how) for how in DRAFTING]
+    assert all(count < slow - 5 for (_, count), (_, slow) in zip(drafted, stepped, strict=False))

@@ -269,37 +269,6 @@ def test_adapters_and_prefix_hits(llm: LLM) -> None:
     assert first[0].outputs[0].token_ids != first[1].outputs[0].token_ids, "the adapter changed nothing"
 
 
-def test_forced_tokens_have_no_steps_of_their_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the answers are the same as with one step per token, to the last token, wherever they end."""
-    keys = {"the_first_of_the_keys": {"const": "a long text that is known"}, "ключ": {"type": "boolean"}}
-    schema = {"type": "object", "properties": keys, "required": list(keys), "additionalProperties": False}
-    asked = [
-        SamplingParams(temperature=1.0, seed=3, max_tokens=most, structured_outputs=Structured(json=schema), **others)
-        for most, others in [
-            (200, {}),
-            (200, {"n": 2, "presence_penalty": 1.0}),
-            (200, {"logprobs": 1}),
-            (200, {"min_tokens": 3}),
-            (200, {"stop": ["text"]}),
-            (9, {}),
-        ]
-    ]
-
-    def run() -> tuple[list[Any], int]:
-        first = llm.llm_engine.core.scheduler._next_step_id
-        outputs = llm.generate(["Answer:"] * len(asked), asked, use_tqdm=False)
-        ends = [[(o.text, o.token_ids, o.finish_reason, o.stop_reason) for o in each.outputs] for each in outputs]
-        alone = llm.generate("Answer:", asked[0], use_tqdm=False)[0].outputs[0].token_ids
-        assert alone == outputs[0].outputs[0].token_ids
-        return [ends, answers(llm)], llm.llm_engine.core.scheduler._next_step_id - first
-
-    jumped, num_steps = run()
-    monkeypatch.setattr(RowGrammar, "take_forced", lambda self, most: [])
-    stepped, num_slow_steps = run()
-    assert jumped == stepped
-    assert num_steps < num_slow_steps - 10
-
-
 def test_a_slow_grammar_delays_nobody_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is compiled beside the steps: the others end while it waits."""
     may_compile = threading.Event()

@@ -101,6 +101,7 @@ class Driver:
         num_stages: int = 1,
         failure: Callable[[ScheduledBatch, bool], Exception | None] = lambda batch, is_computed: None,
         row_failure: Callable[[str], str | None] = lambda request_id: None,
+        forces: Callable[[int], bool] = lambda token_id: False,
         clock: Callable[[], float] = lambda: 0.0,
         residency: BlockResidency | None = None,
         rope_switches_after: int | None = None,
@@ -157,6 +158,7 @@ class Driver:
             is_delayed=depth > 1,
             failure=failure,
             row_failure=row_failure,
+            forces=forces,
         )
         self.core = EngineCore(self.scheduler, self, depth, cost, sleep=lambda seconds: None, adapters=registry)
         self.most_drafts = 0  # whose blocks stay, though they were refused
@@ -278,8 +280,12 @@ class Driver:
                 "more logits than memory was planned for"
             )
         if limits.long_prefill_token_threshold and self.scheduler._enable_chunked_prefill:
-            num_drafts = map(len, batch.draft_token_ids)
-            assert max(map(sub, counts, num_drafts)) <= limits.long_prefill_token_threshold
+            forced = {request_id: len(token_ids) for request_id, _, token_ids in batch.forced_tokens}
+            others = (
+                forced.get(name, 0) + len(drafts)
+                for name, drafts in zip(batch.request_ids, batch.draft_token_ids, strict=True)
+            )
+            assert max(map(sub, counts, others)) <= limits.long_prefill_token_threshold
         if self.shelf is not None:
             adapters = {self.messages[name].adapter for name in batch.request_ids} - {None}
             assert len(adapters) <= self.max_loras, "more adapters than a step may hold"

@@ -51,10 +51,23 @@ class Histories(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.3, 0.9]),
         shared=st.sampled_from([0, 1, 2, 5, 16]),
         right=st.sampled_from([None, 0.0, 0.7, 1.0]),
+        forcing=st.sampled_from([0, 0, 10, 25, 40]),
         groups=st.sampled_from(MODELS),
     )
     def start(
-        self, block_size, spare_blocks, depth, has_stages, policy, chunked, caching, watermark, shared, right, groups
+        self,
+        block_size,
+        spare_blocks,
+        depth,
+        has_stages,
+        policy,
+        chunked,
+        caching,
+        watermark,
+        shared,
+        right,
+        forcing,
+        groups,
     ) -> None:  # type: ignore[no-untyped-def]
         self.next_failure: Exception | None = None
         self.is_failure_late = False
@@ -78,6 +91,7 @@ class Histories(RuleBasedStateMachine):
             proposer=None if right is None or any(g.spec.kind == "state" for g in groups) else Guesser(right),
             failure=self.take_failure,
             row_failure=lambda request_id: "bad row" if request_id in self.bad_rows else None,
+            forces=lambda token_id: token_id % 50 < forcing,
         )
         self.aborted: set[str] = set()
 

@@ -321,7 +321,7 @@ class EngineCore:
             step_id=batch.step_id,
             num_prefill_tokens=num_tokens - stats.num_decode_tokens,
             num_decode_tokens=stats.num_decode_tokens,
-            num_sampled_tokens=sum(map(len, result.token_ids)),
+            num_sampled_tokens=sum(map(len, [*result.token_ids, *result.forced.values()])),
             num_rows=len(batch.request_ids),
             num_kv_tokens_read=sum(batch.num_computed_tokens) + num_tokens,
             num_running=scheduler.num_running,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from quire.formats.kv_groups import ONE_LAYER, KvGroup
 from quire.sampling_params import SamplingParams
-from quire.schedule import NewRow, Pending, ScheduledBatch, StepResult, TokenLogprobs
+from quire.schedule import MAX_FORCED_TOKENS, NewRow, Pending, ScheduledBatch, StepResult, TokenLogprobs
 
 _MASK = (1 << 61) - 1
 
@@ -60,6 +60,7 @@ class _Row:
     token_ids: list[int]
     block_ids: list[int]
     states: list[int]  # before each token, and behind the last one
+    num_forced: int = 0  # of its last tokens
     corruption: int = 0  # of what it has read; 0: none
     error: str | None = None  # it failed: batches submitted before the scheduler knew skip it
 
@@ -96,12 +97,14 @@ class DeterministicExecutor:
         is_delayed: bool = False,
         failure: Callable[[ScheduledBatch, bool], Exception | None] = lambda batch, is_computed: None,
         row_failure: Callable[[str], str | None] = lambda request_id: None,
+        forces: Callable[[int], bool] = lambda token_id: False,
     ) -> None:
         """
         Args:
             is_delayed: compute a batch when its result is asked for, not when it is submitted.
             failure: asked for an exception before anything of a batch is applied, and again when it is computed.
             row_failure: an error message for a request.
+            forces: whether a token alone decides which one follows it, as in a grammar.
         """
         self.block_size = block_size
         self.vocab_size = vocab_size
@@ -110,7 +113,7 @@ class DeterministicExecutor:
         self._columns = [group for group in groups for _ in group.tables()]
         self._slots = [0] * (num_blocks * block_size)
         self._is_delayed = is_delayed
-        self._failure, self._row_failure = failure, row_failure
+        self._failure, self._row_failure, self._forces = failure, row_failure, forces
         self._waiting: deque[_PendingStep] = deque()
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
@@ -177,7 +180,8 @@ class DeterministicExecutor:
         drafts, num_logits, name = batch.draft_token_ids[index], batch.num_logits[index], row.new.request_id
         token_ids = [*row.token_ids, *drafts]
         assert start < end <= len(token_ids), f"{name}: tokens {start} .. {end} of {len(token_ids)}"
-        assert num_logits == (len(drafts) + 1 if end == len(token_ids) else 0), f"{name}: {num_logits} logits"
+        if not (num_logits == 1 and len(token_ids) - row.num_forced <= end < len(token_ids)):  # it knows the token
+            assert num_logits == (len(drafts) + 1 if end == len(token_ids) else 0), f"{name}: {num_logits} logits"
         for position in range(len(row.states) - 1, end):
             state = row.states[position]
             row.states.append(_mix(state, _mix(token_ids[position], position, state)))
@@ -221,6 +225,22 @@ class DeterministicExecutor:
                 if params.logprobs is not None:
                     result.logprobs.setdefault(index, []).append(_logprobs(token, state, params.logprobs))
         del row.states[len(row.token_ids) + new.wants_vector :]  # of drafts that did not hold
+        if result.token_ids[index] and params.logprobs is None:
+            self._force(row, index, result)
+
+    def _force(self, row: _Row, index: int, result: StepResult) -> None:
+        """Take in the tokens that alone may follow those of a row."""
+        new, position, forced = row.new, len(row.token_ids) - 1, list[int]()
+        state = row.states[position]
+        while len(forced) < MAX_FORCED_TOKENS and self._forces(token := row.token_ids[-1]):
+            state = _mix(state, _mix(token, position, state))
+            position += 1
+            num_output = position - new.num_prompt_tokens
+            forced.append(_next_token(state, num_output, new.sampling_params, new.stop_token_ids, self.vocab_size))
+            row.token_ids.append(forced[-1])
+        row.num_forced = len(forced)
+        if forced:
+            result.forced[index] = forced
 
     def _read(self, row: _Row, slot: int, expected: int) -> None:
         """What a row reads of another content than was written for it changes all that it computes from now on."""

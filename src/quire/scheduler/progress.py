@@ -42,6 +42,15 @@ def advance(request: Request, count: int, num_drafts: int = 0) -> int:
     return num_drafts + 1
 
 
+def force(request: Request, num_forced: int) -> None:
+    """The last tokens of the request are those that its grammar forces behind the last one that was sampled.
+
+    Steps in flight sample the first ones of them: what they answer is known, so it is in flight no more.
+    """
+    request.num_forced_tokens = num_forced
+    request.num_in_flight_tokens = max(request.num_in_flight_tokens - num_forced, 0)
+
+
 def settle(request: Request, end: int, num_logits: int, num_sampled: int) -> int:
     """The result of a batch is here, which computed the tokens before `end`. Answers the end of those that are true.
 

@@ -24,6 +24,7 @@ from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, 
 from quire.scheduler.limits import RoomWithin, SchedulerLimits, StepRoom, check_queue, check_request
 from quire.scheduler.progress import (
     advance,
+    force,
     lose_results,
     num_lacking,
     num_schedulable,
@@ -332,6 +333,8 @@ class Scheduler:
             strict=True,
         )
         for row, (request, start, count, num_logits, token_ids) in enumerate(columns):
+            if num_logits == 1 and start + count < request.num_tokens:
+                num_logits = 0  # a grammar forces the token, as the result of a step before has shown
             end = settle(request, start + count, num_logits, len(token_ids))
             if request.status is FINISHED:
                 continue
@@ -339,10 +342,11 @@ class Scheduler:
                 self._finish(request, "error", errors[row], result.error_codes.get(row))
                 deltas.append(delta_of(request, []))
                 continue
-            num_taken, reason = append_tokens(request, token_ids) if num_logits else (0, None)
-            has_drafts = False
-            if num_logits == 1:
-                request.num_forced_tokens = num_taken - 1
+            num_taken, reason, has_drafts = 0, None, False
+            if num_logits:
+                num_sampled, token_ids = len(token_ids), token_ids + result.forced.get(row, [])
+                num_taken, reason = append_tokens(request, token_ids)
+                force(request, max(num_taken - num_sampled, 0))
             if num_logits > 1:
                 end = min(end, request.num_tokens)  # a stop may leave drafts behind it that held
                 has_drafts = self._settle_drafts(request, row, num_logits - 1, result)
@@ -355,7 +359,7 @@ class Scheduler:
             if num_logits:
                 delta = self._answer(request, row, token_ids[:num_taken], reason, result)
                 if has_drafts:
-                    delta.drafts = num_logits - 1, max(len(token_ids) - 1, 0)
+                    delta.drafts = num_logits - 1, max(num_sampled - 1, 0)
                 deltas.append(delta)
         if result.draft_seconds and not result.draft_error and self.speculation is not None:
             self.speculation.settle_drafter(result.draft_seconds, batch.draft_token_ids)
@@ -570,7 +574,7 @@ class Scheduler:
         batch.num_scheduled_tokens.append(count)
         batch.new_block_ids.append(table.take_new())
         step.rows.append(request)
-        if (num_forced := request.num_forced_tokens) > 0:
+        if (num_forced := request.num_forced_tokens) > 0 and request.num_computed_tokens < request.num_tokens:
             begin = request.num_tokens - num_forced
             batch.forced_tokens.append((request.request_id, begin, request.output_token_ids[-num_forced:]))
         num_logits = advance(request, count, len(drafts))

@@ -109,9 +109,7 @@ class OnGpu:
         if drafter is not None:
             own = captured(drafter, cache.drafter_layers, settings.of_drafter())
             drafts = drafter_of(drafter, streams, cache, inputs, self._accelerator, own, settings)
-        mode, takes_forced = settings.model.logprobs_mode, settings.steps_in_flight == 1 and drafter is None
-        device = self._accelerator
-        return ModelRunner(model, cache, inputs, mode, device, graphs, drafts, takes_forced=takes_forced)
+        return ModelRunner(model, cache, inputs, settings.model.logprobs_mode, self._accelerator, graphs, drafts)
 
 
 def make_inputs(

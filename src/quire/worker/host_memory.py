@@ -98,12 +98,8 @@ class OnHost:
             balancer = ExpertBalancer(watched, group, form.balancing)
         experts = ExpertCounter(watched, balancer) if form.expert_metrics and watched else None
         mode, ranks = form.logprobs_mode, self._ranks
-        is_in_time = settings.steps_in_flight == 1 or (ranks is not None and ranks.grid.num_stages > 1)
-        takes_forced = is_in_time and drafter is None
         is_sharded = form.enable_batch_sharded_sampling
-        return ModelRunner(
-            model, cache, inputs, mode, device, recorded, drafts, experts, ranks, takes_forced, balancer, is_sharded
-        )
+        return ModelRunner(model, cache, inputs, mode, device, recorded, drafts, experts, ranks, balancer, is_sharded)
 
 
 def page_share(num_owners: int, ranks: Ranks | None) -> PageShare:

@@ -9,7 +9,7 @@ N block tables of a request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from quire.schedule import MAX_FORCED_TOKENS, NewRow, RowsFailedError, Scheduled
 from quire.worker.drafts import Drafts
 
 ALL_PAGES = PageShare()
+NOBODY = -1  # in place of an occupant: the token of the row is known
 
 
 @dataclass(slots=True)
@@ -42,10 +43,9 @@ class StepRows:
     adapter_slots_S: NDArray[np.int32] | None = None  # None: no row has an adapter, or the model takes none
     lane_tokens: Sequence[int] = ()  # of this step in each lane; empty: there is one lane
 
-    def expecting_rows(self) -> NDArray[np.int64]:
-        """Rows, in the arrays, that sample one token. How many those with drafts get is known with the result."""
-        plain_R = self.sampling_R if self.drafts is None else self.sampling_R[self.drafts.plain_R]
-        return self.rows_S[plain_R]
+    def expecting(self) -> NDArray[np.int64]:
+        """Positions in the batch of rows that sample one token: those with drafts get one or more."""
+        return self.sampling_R if self.drafts is None else self.sampling_R[self.drafts.plain_R]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class StagedStep:
     adapter_slots_T: Tensor | None  # int32; None: no row has an adapter
     logits_indices_R: Tensor  # int64
     adapter_slots_R: Tensor | None  # of the rows of logits
-    expecting_rows: Tensor  # int64: see StepRows
+    expecting_rows: Tensor  # int64: those of StepRows.expecting
     parameters: tuple[Tensor, ...]  # of ops.sample; empty: all rows are greedy
     host: HostStep
     padding: Padding | None  # None: it was brought to no size
@@ -81,10 +81,20 @@ class StagedStep:
 class ExpectedTokens:
     """Where the tokens belong that a step is sampling, for the rows without drafts (N), and for those with them."""
 
+    at_N: NDArray[np.int64]  # positions in the batch
     rows_N: NDArray[np.int64]
-    occupants_N: NDArray[np.int64]  # which of the requests that have had the row
+    occupants_N: NDArray[np.int64]  # which of the requests that have had the row, or NOBODY
     positions_N: NDArray[np.int64]
-    verifying: list[tuple[int, int]]  # rows, and their occupants
+    verifying: list[tuple[int, int, int]]  # positions in the batch, rows, and their occupants
+
+    def known(self) -> set[int]:
+        """Positions in the batch of the rows that know their token already: what is sampled there has no meaning."""
+        return set(self.at_N[self.occupants_N == NOBODY].tolist())
+
+    def owners(self) -> Iterator[tuple[int, int, int]]:
+        """Of each row that samples: its position in the batch, the row, and its occupant."""
+        yield from zip(self.at_N.tolist(), self.rows_N.tolist(), self.occupants_N.tolist(), strict=True)
+        yield from self.verifying
 
 
 class StepArrays(Protocol):
@@ -316,7 +326,7 @@ class InputBatch:
         if adapters_S is not None:
             adapters_T = adapters_S if num_tokens == num_rows else np.repeat(adapters_S, lens_S)
         adapter_slots = None if adapters_T is None else put(adapters_T, width_T, np.int32, -1)
-        last_R, expecting_rows = cu_S[step.sampling_R] - 1, step.expecting_rows()
+        last_R, expecting_rows = cu_S[step.sampling_R] - 1, rows_S[step.expecting()]
         if step.drafts is not None:
             last_R -= step.drafts.remaining_R
         staged = StagedStep(
@@ -367,15 +377,23 @@ class InputBatch:
         )
 
     def expect_tokens(self, staged: StagedStep, step: StepRows, token_ids_R: Tensor) -> ExpectedTokens:
-        """Rows without drafts have one more token, which only the device knows: `token_ids_R` (-1: there is none)."""
-        rows_N = step.expecting_rows()
-        positions_N = self.num_tokens[rows_N]
-        self.token_ids[rows_N, positions_N] = -1 - rows_N
-        self.num_tokens[rows_N] += 1
-        self.sampling.count_tokens(rows_N)
-        verifying = [] if step.drafts is None else [int(step.rows_S[position]) for position, _, _ in step.drafts.rows]
-        with_occupants = [(row, int(self._occupant_C[row])) for row in verifying]
-        return ExpectedTokens(rows_N, self._occupant_C[rows_N], positions_N, with_occupants)
+        """Rows without drafts have one more token, which only the device knows: `token_ids_R` (-1: there is none).
+
+        A row that knows the token already has no more: a grammar forces it behind the token of the step before.
+        """
+        at_N = step.expecting()
+        rows_N, positions_N = step.rows_S[at_N], step.starts_S[at_N] + step.lens_S[at_N]
+        occupants_N = np.where(positions_N < self.num_tokens[rows_N], NOBODY, self._occupant_C[rows_N])
+        is_new_N = occupants_N != NOBODY
+        new_rows = rows_N[is_new_N]
+        self.token_ids[new_rows, positions_N[is_new_N]] = -1 - new_rows
+        self.num_tokens[new_rows] += 1
+        self.sampling.count_tokens(new_rows)
+        verifying = []
+        for at, _, _ in () if step.drafts is None else step.drafts.rows:
+            row = int(step.rows_S[at])
+            verifying.append((at, row, int(self._occupant_C[row])))
+        return ExpectedTokens(at_N, rows_N, occupants_N, positions_N, verifying)
 
     def learn_tokens(self, expected: ExpectedTokens, token_ids_N: NDArray[np.int64]) -> None:
         """The tokens have come back (-1: there was none). Requests may be gone, and others have their rows."""
@@ -388,25 +406,25 @@ class InputBatch:
                 if token_id >= 0:
                     self.sampling.learn_token(row, token_id)
 
-    def learn_step(self, step: StepRows, expected: ExpectedTokens, token_ids: Sequence[Sequence[int]]) -> None:
+    def learn_step(self, expected: ExpectedTokens, token_ids: Sequence[Sequence[int]]) -> None:
         """The tokens of a step have come back that another worker has sampled.
 
         Args:
             token_ids: by position in the batch, as in StepResult.
         """
-        plain_R = step.sampling_R if step.drafts is None else step.sampling_R[step.drafts.plain_R]
-        self.learn_tokens(expected, np.array([token_ids[at][0] if token_ids[at] else -1 for at in plain_R.tolist()]))
-        for index, (position, _, _) in enumerate(() if step.drafts is None else step.drafts.rows):
+        at_N = expected.at_N.tolist()
+        self.learn_tokens(expected, np.array([token_ids[at][0] if token_ids[at] else -1 for at in at_N]))
+        for index, (position, _, _) in enumerate(expected.verifying):
             self.learn_verified(expected, index, token_ids[position])
 
-    def take_forced(self, expected: ExpectedTokens, index: int) -> list[int]:
-        """The tokens that must follow the token of row `index` of those without drafts, which was learned.
+    def take_forced(self, row: int, occupant: int) -> list[int]:
+        """Take in the tokens that a grammar forces behind the tokens of a row, unless another request has it now.
 
         They are not looked for where each token is asked for its logprobs, or where a filter may forbid it.
         """
-        row, state = int(expected.rows_N[index]), self.sampling
+        state = self.sampling
         grammar = state.grammars.get(row)
-        if grammar is None or row in state.filters or row in state.num_logprobs:
+        if grammar is None or row in state.filters or row in state.num_logprobs or self._occupant_C[row] != occupant:
             return []
         begin = self.num_tokens[row]
         token_ids = grammar.take_forced(min(MAX_FORCED_TOKENS, self.token_ids.shape[1] - int(begin)))
@@ -421,7 +439,7 @@ class InputBatch:
 
     def learn_verified(self, expected: ExpectedTokens, index: int, token_ids: Sequence[int]) -> None:
         """The tokens have come back of row `index` of those with drafts: these held, with the one behind them."""
-        row, occupant = expected.verifying[index]
+        _, row, occupant = expected.verifying[index]
         if self._occupant_C[row] != occupant:
             return
         begin = self.num_tokens[row]

@@ -113,8 +113,6 @@ class ModelRunner:
         drafter: makes the drafts that a batch leaves to the worker.
         experts: counts the tokens of experts, on a CPU.
         ranks: that share the model.
-        takes_forced: tokens that a grammar forces get no steps of their own. Every step must be taken in before the
-            next one is launched.
         balancer: moves experts between ranks.
         shards_sampling: each rank samples some rows; else the first one samples all.
     """
@@ -130,12 +128,10 @@ class ModelRunner:
         drafter: Drafter | None = None,
         experts: ExpertCounter | None = None,
         ranks: Ranks | None = None,
-        takes_forced: bool = False,
         balancer: ExpertBalancer | None = None,
         shards_sampling: bool = False,
     ) -> None:
         self.model, self.balancer = model, balancer
-        self._takes_forced = takes_forced
         self._experts = experts
         self.cache = cache
         self.input_batch = input_batch
@@ -150,8 +146,8 @@ class ModelRunner:
             self.sampler = SharedSampler(state, logprobs_mode, self._group)
         self._has_logits, self._is_alone = ranks is None or ranks.samples, ranks is None
         self._is_last_stage = ranks is None or ranks.behind is None
-        # Steps whose tokens another stage samples, oldest first: number, rows, and where the tokens belong.
-        self._untold: deque[tuple[int, StepRows, ExpectedTokens]] = deque()
+        # Steps whose tokens another stage samples, oldest first: number, and where the tokens belong.
+        self._untold: deque[tuple[int, ExpectedTokens]] = deque()
         self.device = device
         self.drafter = drafter
         behind = None if ranks is None else ranks.behind
@@ -235,7 +231,7 @@ class ModelRunner:
             forwarded = device.mark()
             if len(rows):
                 expected = inputs.expect_tokens(staged, step, torch.full((len(rows),), -1))
-                self._untold.append((batch.step_id, step, expected))
+                self._untold.append((batch.step_id, expected))
         if inputs.num_prompt_logprobs and self._is_last_stage:
             launched.pieces = list(self._launch_prompt_logprobs(hidden_TD, step, staged))
         marks = (start, forwarded, device.mark())
@@ -248,9 +244,9 @@ class ModelRunner:
         """Tokens that another stage has sampled. A step that it could not sample is void."""
         for told in steps:
             while self._untold and self._untold[0][0] <= told.step_id:
-                step_id, step, expected = self._untold.popleft()
+                step_id, expected = self._untold.popleft()
                 if step_id == told.step_id:
-                    self.input_batch.learn_step(step, expected, told.token_ids)
+                    self.input_batch.learn_step(expected, told.token_ids)
 
     def _learn(self, drafter: Drafter, step: StepRows, result: StepResult) -> None:
         try:
@@ -366,23 +362,19 @@ class ModelRunner:
 
     def _take_in(self, result: StepResult, launched: _Launched, on_host: Iterator[Tensor]) -> None:
         if launched.tokens is not None and launched.expected is not None:
-            sampled, drafts = launched.tokens.finish(on_host), launched.drafts
+            sampled, drafts, expected = launched.tokens.finish(on_host), launched.drafts, launched.expected
+            known = expected.known()
             token_ids_R = np.array(sampled.token_ids)
             for index, (position, token_id) in enumerate(zip(launched.sampling, sampled.token_ids, strict=True)):
+                if position in known:
+                    continue
                 if index in sampled.errors:
                     if position not in result.errors and index in sampled.error_codes:
                         result.error_codes[position] = sampled.error_codes[index]
                     result.errors.setdefault(position, sampled.errors[index])
                 else:
                     result.token_ids[position].append(token_id)
-            expected = launched.expected
             self.input_batch.learn_tokens(expected, token_ids_R if drafts is None else token_ids_R[drafts.plain_R])
-            if self._takes_forced and self.input_batch.sampling.grammars:
-                plain_N = range(len(token_ids_R)) if drafts is None else drafts.plain_R.tolist()
-                for index, of_call in enumerate(plain_N):
-                    if of_call not in sampled.errors:
-                        position = launched.sampling[of_call]
-                        result.token_ids[position] += self.input_batch.take_forced(expected, index)
             for index, logprobs in sampled.logprobs.items():
                 result.logprobs.setdefault(launched.sampling[index], []).append(logprobs)
             for index, (position, first, draft_token_ids) in enumerate(() if drafts is None else drafts.rows):
@@ -393,6 +385,11 @@ class ModelRunner:
                     result.error_codes.pop(position, None)
                 if position in result.logprobs:
                     del result.logprobs[position][len(token_ids) :]
+            if self.input_batch.sampling.grammars:
+                for position, row, occupant in expected.owners():
+                    has_tokens = bool(result.token_ids[position])
+                    if has_tokens and (forced := self.input_batch.take_forced(row, occupant)):
+                        result.forced[position] = forced
         for piece in launched.pieces:
             numbers = (next(on_host) for _ in piece.numbers)
             result.prompt_logprobs.setdefault(piece.position, []).extend(entries(piece.next_token_ids, *numbers))

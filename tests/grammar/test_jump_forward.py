@@ -1,0 +1,115 @@
+"""Tokens that a grammar forces have no steps of their own, however requests are served; no token is another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams, demo
+from quire.frontend.tokenizer import Tokenizer
+from quire.grammar.matchers import RowGrammar
+from quire.lora.request import LoRARequest
+from quire.sampling_params import StructuredOutputsParams as Structured
+from tests.engine.heads import write_mimo
+from tests.grammar.test_generate import SETTINGS
+from tests.grammar.test_sameness import DRAFTERS, NGRAM
+
+TOKENIZER = Tokenizer.from_folder(demo.path("target"))
+WITHIN = "a long text that is known"
+KEYS = {"the_first_of_the_keys": {"const": WITHIN}, "ключ": {"type": "boolean"}}
+SCHEMA = {"type": "object", "properties": KEYS, "required": list(KEYS), "additionalProperties": False}
+STOP_ID = TOKENIZER.encode('{"the_first_of_the_keys": "a long text')[-1]
+
+
+def params(**given: Any) -> SamplingParams:
+    constraint = Structured(json=SCHEMA, disable_any_whitespace=True)
+    return SamplingParams(
+        **{"temperature": 1.0, "seed": 3, "max_tokens": 100, "structured_outputs": constraint, **given}
+    )
+
+
+REQUESTS = {
+    "greedy": params(temperature=0.0),
+    "random": params(),
+    "n": params(n=3, presence_penalty=1.0),
+    "penalty": params(repetition_penalty=1.3, frequency_penalty=0.5),
+    "logprobs": params(logprobs=2),
+    "prompt logprobs": params(prompt_logprobs=1),
+    "a filter": params(min_tokens=3),
+    "ends within by length": params(max_tokens=9),
+    "ends within by text": params(stop=["text"]),
+    "ends within by token": params(stop_token_ids=[STOP_ID]),
+    "spaces": params(structured_outputs=Structured(json=SCHEMA)),
+    "free": params(structured_outputs=None, max_tokens=50),
+}
+DRAFTS = {"none": None, "ngram": NGRAM, **DRAFTERS}
+
+
+def answers(engine: LLM, adapters: list[LoRARequest | None] | None = None) -> tuple[list[Any], int]:
+    """What all requests get, in one batch and then one after the other, and the number of steps."""
+    core = engine.llm_engine.core
+    first, found = core.scheduler._next_step_id, []
+    outputs = engine.generate(
+        ["Answer:"] * len(REQUESTS), list(REQUESTS.values()), use_tqdm=False, lora_request=adapters
+    )
+    for name in ("random", "n", "ends within by length"):
+        outputs += engine.generate("Answer:", REQUESTS[name], use_tqdm=False)
+    for output in outputs:
+        ends = [(o.text, o.token_ids, o.logprobs, o.finish_reason, o.stop_reason) for o in output.outputs]
+        found.append((ends, output.prompt_logprobs))
+    assert core.scheduler.kv.pool.num_used_blocks == 0
+    return found, core.scheduler._next_step_id - first
+
+
+def stepped(
+    monkeypatch: pytest.MonkeyPatch, adapters: list[LoRARequest | None] | None = None, **arguments: Any
+) -> tuple[list[Any], int]:
+    """The same with a step for each token."""
+    with monkeypatch.context() as patch:
+        patch.setattr(RowGrammar, "take_forced", lambda self, most: [])
+        return answers(LLM(**{"dtype": "float32", **SETTINGS, **arguments}), adapters)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("drafter", DRAFTS)
+def test_every_way_of_serving(
+    drafter: str, async_scheduling: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: dict[str, Any] = {"model": str(write_mimo(tmp_path))} if drafter == "MTP" else {}
+    how = {**model, "async_scheduling": async_scheduling, "speculative_config": DRAFTS[drafter]}
+    expected, _ = stepped(monkeypatch, **model)
+    slow, num_slow_steps = stepped(monkeypatch, **how)
+    jumped, num_steps = answers(LLM(dtype="float32", **SETTINGS, **how))
+    assert jumped == slow == expected
+    assert num_steps < num_slow_steps / 2
+    ends = {name: [(o[0], *o[3:]) for o in outputs] for name, (outputs, _) in zip(REQUESTS, jumped, strict=False)}
+    assert {reason for _, reason, _ in ends["ends within by length"]} == {"length"}
+    assert [each[1:] for each in ends["ends within by text"]] == [("stop", "text")]
+    assert [each[1:] for each in ends["ends within by token"]] == [("stop", STOP_ID)]
+    assert all(WITHIN in text and reason == "stop" for text, reason, _ in ends["n"])
+
+
+@pytest.mark.parametrize("drafter", ["none", "EAGLE-3", "draft model"])
+def test_adapters(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with and without one, with async scheduling."""
+    adapter = LoRARequest("json", 1, str(demo.path("lora")))
+    of_requests = [adapter if index % 2 else None for index in range(len(REQUESTS))]
+    how: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
+    expected, num_slow_steps = stepped(monkeypatch, of_requests, **how)
+    how |= {"speculative_config": DRAFTS[drafter], "async_scheduling": True}
+    jumped, num_steps = answers(LLM(dtype="float32", **SETTINGS, **how), of_requests)
+    assert jumped == expected
+    assert num_steps < num_slow_steps / 2
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("drafter", ["none", "EAGLE-3", "draft model"])
+def test_few_blocks_and_short_steps(drafter: str, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are preempted, and a span is computed in several steps."""
+    settings = {"num_gpu_blocks_override": 16, "max_model_len": 192, "enable_prefix_caching": False}
+    expected, _ = stepped(monkeypatch, **settings)
+    limits: dict[str, Any] = {"max_num_batched_tokens": 12, "max_num_seqs": 4, "async_scheduling": async_scheduling}
+    engine = LLM(**{"dtype": "float32", **SETTINGS, **settings}, **limits, speculative_config=DRAFTS[drafter])
+    assert answers(engine)[0] == expected
