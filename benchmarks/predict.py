@@ -111,7 +111,12 @@ def measure(model: str, quantization: str | None) -> dict[str, Any]:
     run_all()  # corrects the predictions
     requests = run_all()
     return {
-        "form": [resolved.model.dtype, resolved.model.quantization, resolved.model.kv_cache_dtype],
+        "form": [
+            resolved.model.dtype,
+            resolved.model.quantization,
+            resolved.model.kv_cache_dtype,
+            resolved.device.isa,
+        ],
         "ceilings": [reached.read_bandwidth, reached.flops],
         "calibration": [
             [packed(rows), step.seconds]
