@@ -107,6 +107,8 @@ def test_integers_are_counted_apart() -> None:
         ("int8", 17, 0.0, 0),
         ("int8", 32, 0.0, 0),
         ("int8", 50, 1.0, 14),
+        ("fp8", 32, 0.0, 0),
+        ("fp8", 33, 1.0, 15),
     ],
 )
 def test_many_rows_go_over_weights_again_on_amx(

@@ -154,8 +154,13 @@ class StepArithmetic:
         self.is_fp8 = blocks[Fp8Format] > blocks.total() / 2
         self.is_integer = blocks[GroupedFormat] > blocks.total() / 2
         self._int8_blocks = 2 * blocks[GroupedFormat]
-        self._int8_output = 2 * _num_held(model, [(output, 1)], quantization)[GroupedFormat]
+        of_output = _num_held(model, [(output, 1)], quantization)
+        self._int8_output = 2 * of_output[GroupedFormat]
         self._tile_rows = _TILE_ROWS.get(isa, 0)
+        # Codes become numbers on their way to the tiles: as slow for one tile of rows as for two.
+        self._has_codes, self._output_has_codes = (
+            counts[GroupedFormat] + counts[Fp8Format] > counts.total() / 2 for counts in (blocks, of_output)
+        )
 
     def load(self, starts: Sequence[int], counts: Sequence[int], num_logits: int) -> Load:
         """The load of rows that have `counts` new tokens each, at least one, after `starts` computed tokens."""
@@ -207,17 +212,17 @@ class StepArithmetic:
         rescanned = filling = 0.0
         if self._tile_rows:
             blocks = self.always_read_bytes - self.output_bytes
-            rescanned = blocks * self._rescanned_share(tokens, is_integer=self.is_integer)
-            rescanned += self.output_bytes * self._rescanned_share(logits, is_integer=self._int8_output > 0)
+            rescanned = blocks * self._rescanned_share(tokens, has_codes=self._has_codes)
+            rescanned += self.output_bytes * self._rescanned_share(logits, has_codes=self._output_has_codes)
             filling = self._blocks * self._filling_rows(tokens) + self._output * self._filling_rows(logits)
         return Demand(weights, kv_bytes, written, linear, int8_ops, attention, logits, rescanned, filling)
 
-    def _rescanned_share(self, num_rows: int, *, is_integer: bool) -> float:
-        """The share of a product's weights that is gone over several times: in floating point two tiles take turns."""
+    def _rescanned_share(self, num_rows: int, *, has_codes: bool) -> float:
+        """The share of a product's weights that count once more. Measured: see benchmarks/NOTES.md, 2026-11-28."""
         num_tiles = -(-num_rows // self._tile_rows)
-        if is_integer or num_tiles > _STREAMED_TILES:
-            return float(num_tiles > _STREAMED_TILES)
-        return 0.5 if num_tiles == _STREAMED_TILES else 0.0
+        if num_tiles > _STREAMED_TILES:
+            return 1.0
+        return 0.5 if num_tiles == _STREAMED_TILES and not has_codes else 0.0
 
     def _filling_rows(self, num_rows: int) -> int:
         """Rows that fill up the last tile. Few rows cost what they are: their time is that of reading the weights."""

@@ -81,8 +81,8 @@ class OutputProjection(Linear):
     def keep_memory(self) -> None:
         """From now on logits on a CPU have the same memory, and the next ones overwrite them.
 
-        The allocator gives 32 MB or more back to the system. In each step fresh memory of that size took a quarter of
-        the time of a step of 56 rows (benchmarks/NOTES.md).
+        The allocator gives 32 MB or more back to the system. Fresh memory of that size took a tenth of the time of each
+        step of 64 rows (benchmarks/NOTES.md).
         """
         self._kept_N = torch.empty(0)
 
