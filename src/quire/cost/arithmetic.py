@@ -37,8 +37,8 @@ class Demand(NamedTuple):
     linear_int8_ops: float  # of products with weights in integers
     attention_flops: float
     num_logits: int
-    rescanned_bytes: float  # of weight_bytes: of products that go over their weights several times (AMX)
-    filling_ops: float  # of products, on rows that fill up tiles (AMX); no other number contains them
+    rescanned_bytes: float = 0.0  # of weight_bytes: of products that go over their weights several times (AMX)
+    filling_ops: float = 0.0  # of products, on rows that fill up tiles (AMX); no other number contains them
 
     @property
     def flops(self) -> float:
