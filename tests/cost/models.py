@@ -13,7 +13,7 @@ from quire.layer_spec import Attention, Chunked, Full, KvKind, State, Window
 from quire.model_config import ModelConfig, load_model_config
 
 BOUND = 24  # tokens of a window or a chunk
-CONSTANTS = Constants(1e-3, 5e-5, 4e-11, 2e-12, 5e-11, 4e-12, 2.0)
+CONSTANTS = Constants(1e-3, 5e-5, 4e-11, 2e-12, 5e-11, 4e-12, 4e-11, 2.0)
 
 
 def model_with(*kinds: KvKind) -> ModelConfig:

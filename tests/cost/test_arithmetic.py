@@ -94,3 +94,36 @@ def test_integers_are_counted_apart() -> None:
     tokens = [8] * (len(linears) - 1) + [1]
     expected = 2 * sum(linear.num_weights * count for linear, count in zip(linears, tokens, strict=True))
     assert integers.demand(load).linear_int8_ops == expected
+
+
+@pytest.mark.parametrize(
+    ("quantization", "num_rows", "share", "filling"),
+    [
+        (None, 16, 0.0, 0),
+        (None, 17, 0.5, 0),
+        (None, 32, 0.5, 0),
+        (None, 33, 1.0, 15),
+        (None, 48, 1.0, 0),
+        ("int8", 17, 0.0, 0),
+        ("int8", 32, 0.0, 0),
+        ("int8", 50, 1.0, 14),
+        ("fp8", 32, 0.0, 0),
+        ("fp8", 33, 1.0, 15),
+    ],
+)
+def test_many_rows_go_over_weights_again_on_amx(
+    quantization: str | None, num_rows: int, share: float, filling: int
+) -> None:
+    """Prompts do so with the weights of the blocks, and decodes with those of the output as well."""
+    model = model_with("full")
+    plain, tiles = (StepArithmetic(model, "bfloat16", quantization, "auto", isa) for isa in ("avx512_bf16", "amx"))
+    prompt, decodes = tiles.load([0], [num_rows], 1), tiles.load([9] * num_rows, [1] * num_rows, num_rows)
+    for load in (prompt, decodes):
+        demand = tiles.demand(load)
+        assert demand._replace(rescanned_bytes=0, filling_ops=0) == plain.demand(load)
+    blocks = 2 * model.num_block_parameters()
+    output, output_bytes = 2 * model.output_linear().num_weights, tiles.output_bytes
+    assert tiles.demand(prompt).rescanned_bytes == share * (plain.weight_bytes(1) - output_bytes)
+    assert tiles.demand(prompt).filling_ops == filling * blocks
+    assert tiles.demand(decodes).rescanned_bytes == share * plain.weight_bytes(1)
+    assert tiles.demand(decodes).filling_ops == filling * (blocks + output)

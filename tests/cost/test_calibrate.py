@@ -16,7 +16,7 @@ from quire.cost.step_time import Constants, prior, step_seconds
 from quire.cost.store import CalibrationFile
 from tests.cost.models import model_with
 
-TRUE = Constants(2e-4, 5e-5, 4e-11, 2e-12, 5e-11, 4e-12, 2.3)
+TRUE = Constants(2e-4, 5e-5, 4e-11, 2e-12, 5e-11, 4e-12, 4e-11, 2.3)
 GUESS = prior(2e10, 5e11)
 ARITHMETIC = StepArithmetic(model_with("full", "window"), "bfloat16", None, "auto")
 
@@ -52,7 +52,7 @@ def test_exact_steps_give_exact_predictions() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_slow_machine_learns_from_short_steps_what_attention_costs(seed: int) -> None:
     """It measures no step of over half a second, and predicts one of three seconds."""
-    slow, rng = Constants(2e-4, 5e-5, 1e-8, 1e-9, 8e-8, 2e-9, 2.3), random.Random(seed)
+    slow, rng = Constants(2e-4, 5e-5, 1e-8, 1e-9, 8e-8, 2e-9, 4e-11, 2.3), random.Random(seed)
     demands = [demand_of(rows) for rows in points(128, 2048, 4096, 100_000, 16)]
     times = [(demand, step_seconds(demand, slow), rng.lognormvariate(0, 0.05)) for demand in demands]
     steps = [MeasuredStep(demand, seconds * noise) for demand, seconds, noise in times if seconds < 0.5]
@@ -68,6 +68,22 @@ def test_noise_and_a_step_that_was_held_up(seed: int) -> None:
     for index, step in enumerate(steps):
         held_up = [*steps[:index], MeasuredStep(step.demand, 3 * step.seconds), *steps[index + 1 :]]
         assert statistics.median(errors(held_up, random.Random(seed))) < 0.06
+
+
+def test_a_calibration_learns_what_many_rows_cost_on_amx() -> None:
+    """They go over the weights again, and the steps that are measured tell it apart from products."""
+    arithmetic = StepArithmetic(model_with("full", "window"), "bfloat16", None, "auto", "amx")
+
+    def demand(rows: Rows) -> Demand:
+        starts, counts = zip(*rows, strict=True)
+        return arithmetic.demand(arithmetic.load(starts, counts, len(rows)))
+
+    steps = [demand(rows) for rows in points(128, 2048, 4096, 100_000, 16)]
+    found = fit([MeasuredStep(each, step_seconds(each, TRUE)) for each in steps], GUESS).constants
+    assert found.per_rescanned_byte == pytest.approx(TRUE.per_rescanned_byte, rel=0.1)
+    for num_rows in (20, 40, 48, 90):
+        wanted = step_seconds(demand([(50, 1)] * num_rows), TRUE)
+        assert step_seconds(demand([(50, 1)] * num_rows), found) == pytest.approx(wanted, rel=0.02)
 
 
 def test_the_interval_says_how_noisy_the_steps_were() -> None:

@@ -167,10 +167,10 @@ def test_the_tokens_that_fit_in_a_time(num_decodes: int, start: int, most: int, 
 @pytest.mark.parametrize(
     ("constants", "bound"),
     [
-        (Constants(1.0, 0, 1e-11, 1e-12, 1e-11, 1e-12, 2.0), "host"),
-        (Constants(1e-9, 0, 1e-3, 1e-12, 1e-11, 1e-12, 2.0), "memory"),
-        (Constants(1e-9, 0, 1e-11, 1e-3, 1e-11, 1e-12, 2.0), "arithmetic"),
-        (Constants(1e-9, 0, 1e-11, 1e-12, 1e-11, 1e-3, 2.0), "attention"),
+        (Constants(1.0, 0, 1e-11, 1e-12, 1e-11, 1e-12, 4e-11, 2.0), "host"),
+        (Constants(1e-9, 0, 1e-3, 1e-12, 1e-11, 1e-12, 4e-11, 2.0), "memory"),
+        (Constants(1e-9, 0, 1e-11, 1e-3, 1e-11, 1e-12, 4e-11, 2.0), "arithmetic"),
+        (Constants(1e-9, 0, 1e-11, 1e-12, 1e-11, 1e-3, 4e-11, 2.0), "attention"),
     ],
 )
 def test_what_binds_is_named(constants: Constants, bound: str) -> None:

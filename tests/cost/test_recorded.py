@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from benchmarks import predict
+from quire.cost.arithmetic import StepArithmetic
+from quire.model_config import load_model_config
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 WORSE = 0.02  # that a median error may grow by
@@ -34,6 +37,21 @@ def test_a_worse_prediction_is_noticed(tmp_path: Path, monkeypatch: pytest.Monke
     seconds = predict.step_seconds
     monkeypatch.setattr(predict, "step_seconds", lambda demand, constants: 1.5 * seconds(demand, constants))
     assert {name.partition(":")[0] for name in worse(RECORDED[0], tmp_path)} == set(predict.FORMATS)
+
+
+@pytest.mark.parametrize(("isa", "is_good"), [("amx", True), ("", False)])
+def test_nine_of_ten_steps_on_amx_are_within_ten_percent(isa: str, is_good: bool, tmp_path: Path) -> None:
+    """Steps that were not measured for the constants, in all formats together. Without its tiles they are not."""
+    recording = json.loads((Path(__file__).parent / "recorded" / "qwen3-0.6b-amx.json").read_text())
+    model = load_model_config(predict.config_folder(recording["config"], str(tmp_path)))
+    errors = []
+    for form in recording["formats"].values():
+        for found in form["rounds"]:
+            dtype, quantization, kv_cache_dtype, _ = found["form"]
+            replay = predict.Replay(StepArithmetic(model, dtype, quantization, kv_cache_dtype, isa), found)
+            errors += [abs(replay.seconds(rows) / median(seconds) - 1) for rows, seconds in found["held_out"]]
+    assert len(errors) >= 100
+    assert (sum(error <= 0.1 for error in errors) >= 0.9 * len(errors)) == is_good
 
 
 def test_every_format_of_several_models_is_recorded() -> None:

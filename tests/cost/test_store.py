@@ -14,7 +14,7 @@ from quire.cost.calibrate import Fit
 from quire.cost.step_time import Constants
 from quire.cost.store import CalibrationFile
 
-FIT = Fit(Constants(1e-3, 5e-5, 4e-11, 2e-12, 5e-11, 4e-12, 2.0), 0.1, {1: 1.25, 9: 0.5})
+FIT = Fit(Constants(1e-3, 5e-5, 4e-11, 2e-12, 5e-11, 4e-12, 4e-11, 2.0), 0.1, {1: 1.25, 9: 0.5})
 KEY = {"machine": "m", "build": "b"}
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.cost.arithmetic import Load
 from quire.cost.calibrate import Fit, Rows, fit
 from quire.cost.model import CostModel
 from quire.cost.step_time import prior, step_seconds
@@ -143,6 +144,25 @@ def test_running_steps_count_until_all_points_are_measured() -> None:
     driver.add(request("late", range(2000, 2060), 3))
     driver.run()
     assert driver.cost.fit.constants == constants, "a running step corrects, and measures nothing any more"
+
+
+@pytest.mark.parametrize("slowness", [1.0, 60.0])
+def test_a_step_that_was_held_up_once_does_not_count(slowness: float) -> None:
+    """Short steps are measured three times, long ones twice."""
+    driver = CalibratedDriver()
+    calibration, _ = driver.calibration([[(4, 1)]])
+    probe, delays = driver.core.probe, iter([1.0, 1.0, 3.0, 1.0, 1.0])
+
+    def delayed(rows: Rows) -> tuple[Load, float] | None:
+        found = probe(rows)
+        return found and (found[0], slowness * next(delays) * found[1])
+
+    driver.core.probe = delayed  # type: ignore[method-assign]
+    while calibration.step():
+        pass
+    quiet = probe([(4, 1)])
+    assert quiet is not None
+    assert [step.seconds for step in calibration.steps] == [pytest.approx(slowness * quiet[1])]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -0.001])

@@ -67,7 +67,7 @@ def test_searches_find_what_a_walk_finds() -> None:
 
 def test_a_few_long_steps_with_prompts_may_take_most_of_the_time() -> None:
     """One step in six has tokens of a prompt, and takes far more than five times as long as one without."""
-    fast = Constants(1e-6, 1e-9, 4e-11, 2e-12, 5e-11, 4e-12, 2.0)
+    fast = Constants(1e-6, 1e-9, 4e-11, 2e-12, 5e-11, 4e-12, 4e-11, 2.0)
     cost, lengths = cost_model(fast), RequestLengths("test", [RequestLength(2000, 50)])
     assert Service(cost, ALONE, lengths, 2048, 64).at(1).bound == "memory"
     assert Service(cost, ALONE, lengths, 2048, 64).at(8).bound == "arithmetic"

@@ -95,7 +95,7 @@ def test_little_memory_holds_few_requests() -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.98])
-@pytest.mark.parametrize("constants", [Constants(1e-4, 1e-5, 4e-11, 2e-12, 5e-11, 8e-12, p) for p in (1.5, 3.0)])
+@pytest.mark.parametrize("constants", [Constants(1e-4, 1e-5, 4e-11, 2e-12, 5e-11, 8e-12, 4e-11, p) for p in (1.5, 3.0)])
 def test_the_knee(share: float, constants: Constants) -> None:
     """A step of the size reaches about the share, one of half the size does not."""
     arithmetic = cost_model().arithmetic

@@ -16,7 +16,7 @@ def remembering(runner: ModelRunner) -> ModelRunner:
     def sequence_logits(token_ids: Sequence[int], step_tokens: int) -> Iterator[Tensor]:
         key = (step_tokens, *token_ids)
         if key not in known:
-            known[key] = list(compute(token_ids, step_tokens))
+            known[key] = [logits_XV.clone() for logits_XV in compute(token_ids, step_tokens)]
         return iter(known[key])
 
     runner.sequence_logits = sequence_logits  # type: ignore[method-assign, assignment]

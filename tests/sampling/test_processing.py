@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,7 +16,7 @@ from torch import Tensor
 from quire.sampling.batch_params import SamplingState
 from quire.sampling.filters import apply_filters
 from quire.sampling.penalties import RowPenalties, apply_penalties
-from quire.sampling.sampler import LaunchedTokens, Sampler, highest_without_token
+from quire.sampling.sampler import LOGPROBS_MODES, LaunchedTokens, Sampler, highest_without_token
 from quire.sampling_params import SamplingParams
 from tests.examples import examples
 from tests.sampling.dense import append_token, probabilities, processed_logits, state_of
@@ -182,7 +183,7 @@ def test_min_tokens_ends_and_bad_words_follow_the_output() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_logprobs", [None, 2])
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
 def test_a_broken_row_fails_alone(temperature: float, num_logprobs: int | None, mode: str) -> None:
     params = [SamplingParams(seed=i, temperature=temperature, top_p=0.9, logprobs=num_logprobs) for i in range(6)]
     params[4].allowed_token_ids = [3]
@@ -204,12 +205,29 @@ def test_a_broken_row_fails_alone(temperature: float, num_logprobs: int | None, 
     assert set(broken.logprobs) == ({3, 5} if num_logprobs else set())
 
 
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+def test_the_next_step_may_overwrite_the_logits(mode: str) -> None:
+    """A worker keeps their memory, and what a step has sampled may be taken in when the next one has begun."""
+    params = [SamplingParams(seed=i, temperature=1.0, top_p=0.9, logprobs=2) for i in range(4)]
+    params[3].allowed_token_ids = [3]
+    params[3].bad_words_token_ids = [[3]]
+    given_RV = logits(4)
+    given_RV[1, 7] = math.nan
+    wanted = Sampler(state_of(V, *params), mode)(given_RV.clone(), range(4))
+    sampler = Sampler(state_of(V, *params), mode)
+    arrays = sampler.host_parameters(np.arange(4))
+    launched = sampler.launch(given_RV, range(4), [torch.from_numpy(array) for array in arrays])
+    given_RV.zero_()
+    assert launched.finish(iter(launched.tensors())) == wanted
+    assert sorted(wanted.errors) == [1, 3]
+
+
 def test_a_device_that_does_not_wait_says_who_is_to_blame() -> None:
     """Of random rows: without a token, the highest logit tells an empty choice from a model that has failed."""
     logits_RV = torch.tensor([[-torch.inf] * 3, [-torch.inf, torch.nan, -torch.inf], [1.0, 2.0, -torch.inf]])
     token_ids_R, chosen_R = torch.tensor([-1, -1, 1]), torch.tensor([-torch.inf, -torch.inf, 2.0])
     chosen_R = highest_without_token(logits_RV, token_ids_R, chosen_R)
-    sampled = LaunchedTokens(token_ids_R, chosen_R, None, excludes=True).finish(iter([token_ids_R, chosen_R]))
+    sampled = LaunchedTokens(token_ids_R, chosen_R, excludes=True).finish(iter([token_ids_R, chosen_R]))
     assert sampled.error_codes == {0: "constraint_failed"}
     assert "No token is left" in sampled.errors[0]
     assert "not numbers" in sampled.errors[1]

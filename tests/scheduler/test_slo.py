@@ -40,6 +40,7 @@ def constants() -> Constants:
         TOKEN_SECONDS / demand.flops,
         1e-9,
         1e-3 / demand.flops / 1e4,
+        1e-9,
         2.0,
     )
 

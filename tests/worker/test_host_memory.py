@@ -13,6 +13,7 @@ import transformers
 
 from quire import demo
 from quire.config import EngineConfig
+from quire.engine.start import start_engine
 from quire.kernels import cpu, extension
 from quire.life_cycle import WorkerSettings
 from quire.model_config import load_model_config
@@ -106,3 +107,30 @@ def test_buffers_count_while_they_live() -> None:
         torch.zeros(150)
     assert (buffers.num_bytes, buffers.peak_bytes) == (0, 800)
     assert not hasattr(LiveBuffers.__torch_dispatch__, "__wrapped__"), "torch's wrapper imports torch._dynamo"
+
+
+@needs_kernels
+def test_logits_of_all_steps_have_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory of many rows would cost a step more than what it computes from them."""
+    config = EngineConfig(model="demo", num_threads=1, kv_cache_memory_bytes=1 << 24)
+    model_config = load_model_config(demo.path("target"))
+    worker = DeviceWorker(model_config, lambda *report: None)
+    engine = start_engine(
+        config,
+        demo.path("target"),
+        is_server=True,
+        progress=lambda *report: None,
+        make_workers=lambda model_config, progress: (worker,),
+    )
+    compute_logits, seen = worker.model.compute_logits, list[torch.Tensor]()
+
+    def noted(hidden_RD: torch.Tensor, adapter_slots_R: torch.Tensor | None) -> torch.Tensor:
+        seen.append(compute_logits(hidden_RD, adapter_slots_R))
+        return seen[-1]
+
+    monkeypatch.setattr(worker.model, "compute_logits", noted)
+    for num_rows in (5, 2, 5):
+        engine.core.probe([(3, 1)] * num_rows)
+    engine.executor.shutdown()
+    assert [len(logits_RV) for logits_RV in seen] == [5, 2, 5]
+    assert len({logits_RV.data_ptr() for logits_RV in seen}) == 1

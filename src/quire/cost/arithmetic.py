@@ -37,6 +37,8 @@ class Demand(NamedTuple):
     linear_int8_ops: float  # of products with weights in integers
     attention_flops: float
     num_logits: int
+    rescanned_bytes: float = 0.0  # of weight_bytes: of products that go over their weights several times (AMX)
+    filling_ops: float = 0.0  # of products, on rows that fill up tiles (AMX); no other number contains them
 
     @property
     def flops(self) -> float:
@@ -99,6 +101,12 @@ def _triangle(count: int) -> int:
     return count * (count + 1) // 2
 
 
+# Rows of a tile of the matrix units that CPU kernels use. Up to two tiles of rows go past the weights, which are read
+# once. More rows go over a panel of weights in turns, while it is in the L2 cache (csrc/kernels/gemm_amx.cpp).
+_TILE_ROWS = {"amx": 16}
+_STREAMED_TILES = 2
+
+
 class StepArithmetic:
     """Counts of one model in one form.
 
@@ -106,6 +114,7 @@ class StepArithmetic:
         dtype: of activations, a key of DTYPE_BYTES.
         quantization: of the weights, in the words of ModelConfig.weight_bytes.
         kv_cache_dtype: the setting with this name.
+        isa: the instruction set of the CPU's kernels; any other name has no tiles.
 
     Attributes:
         num_layers: of the model.
@@ -113,7 +122,9 @@ class StepArithmetic:
         is_integer: most of them are multiplied in integers, on a CPU.
     """
 
-    def __init__(self, model: ModelConfig, dtype: str, quantization: str | None, kv_cache_dtype: str) -> None:
+    def __init__(
+        self, model: ModelConfig, dtype: str, quantization: str | None, kv_cache_dtype: str, isa: str = ""
+    ) -> None:
         kv = kv_format(kv_cache_dtype, dtype)
         counts: Counter[tuple[KvSpec, int]] = Counter()
         for layer, count in model.layer_kinds:
@@ -143,7 +154,13 @@ class StepArithmetic:
         self.is_fp8 = blocks[Fp8Format] > blocks.total() / 2
         self.is_integer = blocks[GroupedFormat] > blocks.total() / 2
         self._int8_blocks = 2 * blocks[GroupedFormat]
-        self._int8_output = 2 * _num_held(model, [(output, 1)], quantization)[GroupedFormat]
+        of_output = _num_held(model, [(output, 1)], quantization)
+        self._int8_output = 2 * of_output[GroupedFormat]
+        self._tile_rows = _TILE_ROWS.get(isa, 0)
+        # Codes become numbers on their way to the tiles: as slow for one tile of rows as for two.
+        self._has_codes, self._output_has_codes = (
+            counts[GroupedFormat] + counts[Fp8Format] > counts.total() / 2 for counts in (blocks, of_output)
+        )
 
     def load(self, starts: Sequence[int], counts: Sequence[int], num_logits: int) -> Load:
         """The load of rows that have `counts` new tokens each, at least one, after `starts` computed tokens."""
@@ -192,7 +209,24 @@ class StepArithmetic:
         int8_ops = self._int8_blocks * tokens + self._int8_output * logits
         weights = self.weight_bytes(tokens) - (0 if logits else self.output_bytes)
         linear = self._blocks * tokens + self._output * logits - int8_ops
-        return Demand(weights, kv_bytes, written, linear, int8_ops, attention, logits)
+        rescanned = filling = 0.0
+        if self._tile_rows:
+            blocks = self.always_read_bytes - self.output_bytes
+            rescanned = blocks * self._rescanned_share(tokens, has_codes=self._has_codes)
+            rescanned += self.output_bytes * self._rescanned_share(logits, has_codes=self._output_has_codes)
+            filling = self._blocks * self._filling_rows(tokens) + self._output * self._filling_rows(logits)
+        return Demand(weights, kv_bytes, written, linear, int8_ops, attention, logits, rescanned, filling)
+
+    def _rescanned_share(self, num_rows: int, *, has_codes: bool) -> float:
+        """The share of a product's weights that count once more. Measured: see benchmarks/NOTES.md, 2026-11-28."""
+        num_tiles = -(-num_rows // self._tile_rows)
+        if num_tiles > _STREAMED_TILES:
+            return 1.0
+        return 0.5 if num_tiles == _STREAMED_TILES and not has_codes else 0.0
+
+    def _filling_rows(self, num_rows: int) -> int:
+        """Rows that fill up the last tile. Few rows cost what they are: their time is that of reading the weights."""
+        return -num_rows % self._tile_rows if num_rows > _STREAMED_TILES * self._tile_rows else 0
 
 
 def _num_held(

@@ -29,7 +29,10 @@ FEW_STEPS = 4  # with this number of measured steps or fewer the interval is wid
 FEW_STEPS_SPREAD = 0.5
 SHORT_CONTEXT = 16
 LONG_CONTEXT = 2048
-CACHE_BYTES = 256 << 20  # measured steps touch at most this part of the KV cache
+CACHE_BYTES = 512 << 20  # measured steps touch at most this part of the KV cache
+HALF_STEP = (
+    16  # tokens: CPU kernels go over whole steps of 32 tokens of a context, so some contexts cost more than most
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ def points(
 
     def decodes(num_rows: int, length: int) -> Rows:
         room = num_tokens // num_rows // block_size * block_size
-        return [(max(min(length, max_model_len - 1, room - 1), 1), 1)] * num_rows
+        return [(max(min(length, max_model_len - HALF_STEP - 1, room - HALF_STEP - 1), 1), 1)] * num_rows
 
     several, context = min(SHORT_CONTEXT, max_model_len - 1), min(LONG_CONTEXT, max_model_len, num_tokens)
     wished: list[Rows] = [
@@ -79,6 +82,8 @@ def points(
         [(0, 128)],
         decodes(32, several),
         decodes(8, several),
+        decodes(2, several),
+        [(0, 64)],
         decodes(64, several),
         decodes(1, context),
         decodes(2, context),

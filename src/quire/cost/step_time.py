@@ -1,10 +1,11 @@
 """The time of a step: its demand times a few constants of one machine, one build and one model in one form.
 
-    t = host + logits * row + ((weights * w)^p + (operations * c)^p)^(1/p) + uncached(kv_bytes) * k + attention * a
+    t = host + logits * row + ((weights * w)^p + (operations * c)^p)^(1/p) + rescanned * r
+        + uncached(kv_bytes) * k + attention * a
 
 Weights are read while products are computed. `overlap` p says how far the shorter part hides behind the longer one
 (p = 1: not at all). This is the roofline (Williams et al. 2009) with a round knee. Keys and values that the processor's
-caches keep from step to step are read faster.
+caches keep from step to step are read faster. Weights that many rows go over in turns (AMX) cost once more.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Constants:
     per_operation: float  # of products with weights
     per_kv_byte: float
     per_attention_flop: float
+    per_rescanned_byte: float
     overlap: float  # at least 1; not in seconds
 
 
@@ -50,6 +52,7 @@ def prior(read_bandwidth: float, flops: float) -> Constants:
         per_operation=1 / flops,
         per_kv_byte=1 / read_bandwidth,
         per_attention_flop=4 / flops,
+        per_rescanned_byte=1 / read_bandwidth,
         overlap=2.0,
     )
 
@@ -65,8 +68,8 @@ class StepTime(NamedTuple):
 
 def step_seconds(demand: Demand, constants: Constants) -> float:
     """The time of a step."""
-    host, linear_bytes, linear_ops, kv, attention = _parts(demand, constants)
-    return host + _overlapped(linear_bytes, linear_ops, constants.overlap) + kv + attention
+    host, linear_bytes, linear_ops, again, kv, attention = _parts(demand, constants)
+    return host + _overlapped(linear_bytes, linear_ops, constants.overlap) + again + kv + attention
 
 
 def step_time(demand: Demand, constants: Constants, spread: float, factor: float = 1.0) -> StepTime:
@@ -76,9 +79,9 @@ def step_time(demand: Demand, constants: Constants, spread: float, factor: float
         spread: the interval is from seconds / (1 + spread) to seconds * (1 + spread).
         factor: a known correction of the constants' answer.
     """
-    host, linear_bytes, linear_ops, kv, attention = _parts(demand, constants)
-    seconds = factor * (host + _overlapped(linear_bytes, linear_ops, constants.overlap) + kv + attention)
-    memory, ratio = linear_bytes + kv, 1 + max(spread, MIN_SPREAD)
+    host, linear_bytes, linear_ops, again, kv, attention = _parts(demand, constants)
+    seconds = factor * (host + _overlapped(linear_bytes, linear_ops, constants.overlap) + again + kv + attention)
+    memory, ratio = linear_bytes + again + kv, 1 + max(spread, MIN_SPREAD)
     bound: Bound = "memory" if memory >= linear_ops else "arithmetic"
     if host > max(memory, linear_ops, attention):
         bound = "host"
@@ -87,11 +90,12 @@ def step_time(demand: Demand, constants: Constants, spread: float, factor: float
     return StepTime(seconds, seconds / ratio, seconds * ratio, bound)
 
 
-def _parts(demand: Demand, constants: Constants) -> tuple[float, float, float, float, float]:
+def _parts(demand: Demand, constants: Constants) -> tuple[float, float, float, float, float, float]:
     return (
         constants.per_step + demand.num_logits * constants.per_logit_row,
         demand.weight_bytes * constants.per_weight_byte,
-        (demand.linear_flops + demand.linear_int8_ops) * constants.per_operation,
+        (demand.linear_flops + demand.linear_int8_ops + demand.filling_ops) * constants.per_operation,
+        demand.rescanned_bytes * constants.per_rescanned_byte,
         _uncached(demand.kv_bytes) * constants.per_kv_byte,
         demand.attention_flops * constants.per_attention_flop,
     )

@@ -17,8 +17,8 @@ from quire.logs import get_logger
 
 logger = get_logger(__name__)
 
-REPEATED_SECONDS = 0.1  # a step is repeated for this time, up to MOST_REPEATS times
-MOST_REPEATS = 3
+REPEATED_SECONDS = 0.1  # a step is repeated for this time, between LEAST_REPEATS and MOST_REPEATS times
+LEAST_REPEATS, MOST_REPEATS = 2, 3
 # A request that comes while a step is measured waits for its end: longer ones are not measured.
 MAX_STEP_SECONDS = 0.5
 MAX_SECONDS = 10.0  # of all of them
@@ -95,9 +95,10 @@ class Calibration:
         self._seconds_left -= seconds
         self._repeats.append(seconds)
         timed = self._repeats[1:]  # the first one takes memory, and is recorded
-        if len(timed) == MOST_REPEATS or sum(timed) >= REPEATED_SECONDS:
+        if len(timed) == MOST_REPEATS or (len(timed) >= LEAST_REPEATS and sum(timed) >= REPEATED_SECONDS):
             self.rows.append(self._points[0])
-            self.steps.append(MeasuredStep(self._cost.arithmetic.demand(load), statistics.median(timed)))
+            # Other programs only delay steps: of two the shorter one.
+            self.steps.append(MeasuredStep(self._cost.arithmetic.demand(load), statistics.median_low(timed)))
             self._fit()
             self._drop_point()
         return True

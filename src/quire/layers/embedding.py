@@ -5,6 +5,7 @@ Dimensions: T tokens, R rows, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.formats.stored_linear import StoredLinear
-from quire.kernels import gpu
+from quire.kernels import cpu, gpu
 from quire.kernels.lora import LoraTable, add_lora
 from quire.kernels.pages import copied
 from quire.layer_spec import LinearShape
@@ -75,11 +76,26 @@ class OutputProjection(Linear):
 
     def __init__(self, stored: StoredLinear, dtype: torch.dtype) -> None:
         super().__init__(stored.shape, dtype=dtype, scheme=select_scheme(stored))
+        self._kept_N: Tensor | None = None  # see keep_memory
+
+    def keep_memory(self) -> None:
+        """From now on logits on a CPU have the same memory, and the next ones overwrite them.
+
+        The allocator gives 32 MB or more back to the system. Fresh memory of that size took a tenth of the time of each
+        step of 64 rows (benchmarks/NOTES.md).
+        """
+        self._kept_N = torch.empty(0)
 
     def logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
         """[R, V] in float32."""
         slots_R = adapter_slots_R if _adds(self.lora, hidden_RD) else None
-        return self(hidden_RD, torch.float32, adapter_slots_T=slots_R)
+        out_RV = None
+        if self._kept_N is not None and cpu.takes(hidden_RD):
+            shape = (len(hidden_RD), self.out_features)
+            if self._kept_N.numel() < math.prod(shape):
+                self._kept_N = torch.empty(math.prod(shape))
+            out_RV = self._kept_N[: math.prod(shape)].view(shape)
+        return self(hidden_RD, torch.float32, out_RV, slots_R)
 
     def rows(self, token_ids_T: Tensor) -> Tensor:
         """The weights of these tokens, [T, D]."""

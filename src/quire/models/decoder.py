@@ -314,6 +314,11 @@ class Decoder:
         """
         _run(self._layers[layer][0].input_norm, self._layers[layer], residual_TD, batch)
 
+    def keep_logits_memory(self) -> None:
+        """See OutputProjection.keep_memory."""
+        if self.config.has_output:
+            self._output.keep_memory()
+
     def compute_logits(
         self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None, owners_R: Tensor | None = None
     ) -> Tensor:

@@ -30,7 +30,7 @@ DESCRIBED_SPREAD = 1.0  # nine of ten steps are taken to lie between half of the
 def step_arithmetic(resolved: Resolved, model: ModelConfig) -> StepArithmetic:
     """What the steps of a model read and compute in its settings."""
     form = resolved.model
-    return StepArithmetic(model, form.dtype, form.quantization, form.kv_cache_dtype)
+    return StepArithmetic(model, form.dtype, form.quantization, form.kv_cache_dtype, resolved.device.isa)
 
 
 def calibration_file(resolved: Resolved, model: ModelConfig, device: DeviceFacts) -> CalibrationFile:

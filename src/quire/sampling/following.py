@@ -47,7 +47,7 @@ class SharedSampler(Sampler):
         if not self._is_first:
             told_R2 = self._tell(torch.empty((len(rows), 0), dtype=torch.int64))
             chosen_R = torch.zeros(len(rows)).masked_fill_(told_R2[:, 1] != 0, torch.nan)
-            return LaunchedTokens(told_R2[:, 0].contiguous(), chosen_R, None)
+            return LaunchedTokens(told_R2[:, 0].contiguous(), chosen_R)
         try:
             launched = super().launch(logits_RV, rows, parameters, before, masks)
         except Exception as error:

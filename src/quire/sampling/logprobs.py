@@ -33,7 +33,7 @@ def scores(logits_RV: Tensor, token_ids_R: Tensor, num_top: int, as_logits: bool
     logprobs_R, ranks_R, top_ids_RK, top_logprobs_RK = ops.logprobs(logits_RV, token_ids_R, num_top)
     if as_logits:
         logprobs_R = logits_RV.gather(1, token_ids_R[:, None])[:, 0]
-        top_logprobs_RK = logits_RV.gather(1, top_ids_RK)
+        top_logprobs_RK = logits_RV.gather(1, top_ids_RK.clamp(min=0))  # -1 in rows that are not numbers
     return logprobs_R, ranks_R, top_ids_RK, top_logprobs_RK
 
 

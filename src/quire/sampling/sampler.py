@@ -55,9 +55,9 @@ class LaunchedTokens:
 
     token_ids_R: Tensor  # int64; -1: the row has no distribution
     chosen_R: Tensor  # float32: the chosen tokens' logits, after filters and penalties; see `excludes`
-    logits_RV: Tensor | None  # after filters and penalties; None on a GPU, because reading them would wait
     reports: list[_Report] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)  # row of the call -> why its grammar allows no token
+    reasons: dict[int, str] = field(default_factory=dict)  # the same of other rows; empty on a GPU, which would wait
     excludes: bool = False  # tokens may be excluded: without a distribution, chosen_R has the row's highest logit
 
     def tensors(self) -> list[Tensor]:
@@ -89,11 +89,8 @@ class LaunchedTokens:
 
     def _reason(self, index: int, chosen: float) -> str:
         """The reason why a row has no valid token. A kernel gives no reason."""
-        if self.logits_RV is not None:
-            logits_V = self.logits_RV[index]
-            if bool(logits_V.isnan().any()):
-                return "The model's logits for this request are not numbers (NaN). No token can be sampled."
-            return _IS_INFINITE if bool(logits_V.isposinf().any()) else _NOTHING_LEFT
+        if index in self.reasons:
+            return self.reasons[index]
         if self.token_ids_R[index] < 0 and not (self.excludes and chosen == -np.inf):
             return _NO_DISTRIBUTION
         return _IS_INFINITE if chosen > 0 else _NOTHING_LEFT
@@ -158,11 +155,12 @@ class Sampler:
             masks = GrammarMasks(rows, state.grammars, before, state.vocab_size)
         failed = {} if masks is None else masks.apply(logits_RV)
         token_ids_R, chosen_R = self.choose(logits_RV, rows, parameters, before)
-        on_host = logits_RV if logits_RV.device.type == "cpu" else None
-        excludes = on_host is None and bool(parameters) and bool(state.filters or state.grammars)
+        on_host = logits_RV.device.type == "cpu"
+        excludes = not on_host and bool(parameters) and bool(state.filters or state.grammars)
         if excludes:
             chosen_R = highest_without_token(logits_RV, token_ids_R, chosen_R)
-        launched = LaunchedTokens(token_ids_R, chosen_R, on_host, failed=failed, excludes=excludes)
+        reasons = _reasons(logits_RV, token_ids_R, chosen_R) if on_host else {}
+        launched = LaunchedTokens(token_ids_R, chosen_R, failed=failed, reasons=reasons, excludes=excludes)
         if wanted:
             scores_LV = _rows_of(logits_RV, wanted) if raw_LV is None else raw_LV
             if not self.reports_raw:
@@ -229,6 +227,18 @@ class Sampler:
 def highest_without_token(logits_RV: Tensor, token_ids_R: Tensor, chosen_R: Tensor) -> Tensor:
     """The logits of the chosen tokens; of rows without one (-1) the highest: -inf if everything is excluded, or NaN."""
     return torch.where(token_ids_R < 0, logits_RV.amax(1), chosen_R)
+
+
+def _reasons(logits_RV: Tensor, token_ids_R: Tensor, chosen_R: Tensor) -> dict[int, str]:
+    """Why rows have no valid token, by row."""
+    found = {}
+    for index in torch.nonzero((token_ids_R < 0) | ~chosen_R.isfinite()).flatten().tolist():
+        logits_V = logits_RV[index]
+        if bool(logits_V.isnan().any()):
+            found[index] = "The model's logits for this request are not numbers (NaN). No token can be sampled."
+        else:
+            found[index] = _IS_INFINITE if bool(logits_V.isposinf().any()) else _NOTHING_LEFT
+    return found
 
 
 def _rows_of(values_R: Tensor, indices: list[int]) -> Tensor:

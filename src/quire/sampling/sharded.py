@@ -78,7 +78,7 @@ class ShardedSampler(Sampler):
         except Exception as error:
             raise AgreedError(str(error)) from error
         joined = self._joined(owners_R, sampled)
-        return JoinedTokens(torch.tensor(joined.token_ids), torch.empty(0), None, sampled=joined)
+        return JoinedTokens(torch.tensor(joined.token_ids), torch.empty(0), sampled=joined)
 
     def _owners(self, rows: Sequence[int]) -> NDArray[np.int32]:
         constrained, size = self.state.constrained, self._group.size

@@ -76,7 +76,7 @@ class OnHost:
         settings: WorkerSettings,
         progress: Progress,
     ) -> ModelRunner:
-        """Steps are recorded when they first come."""
+        """Steps are recorded when they first come. Logits of the model have one memory for all steps."""
         form = settings.model
         sizes = (settings.max_num_seqs, form.max_model_len, form.block_size, model.config.vocab_size)
         pages = page_share(form.decode_context_parallel_size, self._ranks)
@@ -89,6 +89,8 @@ class OnHost:
             group = None if self._ranks is None else self._ranks.group
             drafts = drafter_of(drafter, streams, cache, inputs, device, recorded, settings, group)
         recorded = _recorded(model, inputs, cache.layers)
+        if isinstance(model, Decoder):
+            model.keep_logits_memory()
         is_watched = form.expert_metrics or form.balancing is not None
         watched = model.watch_experts() if is_watched and isinstance(model, Decoder) else []
         balancer = None

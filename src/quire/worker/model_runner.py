@@ -295,6 +295,8 @@ class ModelRunner:
     def sequence_logits(self, token_ids: list[int], step_tokens: int) -> Iterator[Tensor]:
         """logits_XV of every position of one sequence, in order, a chunk of positions at a time.
 
+        The next chunk may overwrite them.
+
         Takes the first blocks of the KV cache, whoever holds them: not beside requests.
 
         Args:
