@@ -151,7 +151,7 @@ def test_a_step_that_was_held_up_once_does_not_count(slowness: float) -> None:
     """Short steps are measured three times, long ones twice."""
     driver = CalibratedDriver()
     calibration, _ = driver.calibration([[(4, 1)]])
-    probe, delays = driver.core.probe, iter([1.0, 1.0, 3.0, 1.0, 1.0])
+    probe, delays = driver.core.probe, iter([1.0, 3.0, 1.0, 1.0, 1.0])
 
     def delayed(rows: Rows) -> tuple[Load, float] | None:
         found = probe(rows)
