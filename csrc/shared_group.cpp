@@ -331,6 +331,7 @@ void SharedGroup::gather(const GatherArgs& args) {
       const auto take = [&](int rank, const char* from, int64_t stride) {
         if (args.out.data == nullptr) return;
         char* to = args.out.data + out_row * args.out.stride + columns[rank] + first;
+        if (to == from) return;  // this rank has computed them there
         if (owners == nullptr) return copy_rows(from, stride, to, args.out.stride, width_of(rank), rows);
         for (int64_t i = 0; i < rows; ++i) {
           if (owners[i] != rank_) continue;

@@ -159,15 +159,16 @@ class SharedMemoryGroup:
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         return self.gather_to(None, part, widths)
 
-    def gather_to_first(self, part: Tensor, widths: Sequence[int]) -> Tensor:
-        return self.gather_to(0, part, widths)
+    def gather_to_first(self, part: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
+        return self.gather_to(0, part, widths, out)
 
-    def gather_to(self, reader: int | None, part: Tensor, widths: Sequence[int]) -> Tensor:
-        """See `gather`. With a reader, that rank alone gets the columns; others get [T, 0]."""
+    def gather_to(self, reader: int | None, part: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """See `gather` and `gather_to_first`. With a reader, that rank alone gets the columns; others get [T, 0]."""
         if reader not in (None, self.rank):
             cpu.gather(self._shared, part, widths, None, reader=reader)
             return part[:, :0]
-        out = torch.empty((part.shape[0], sum(widths)), dtype=part.dtype, device=part.device)
+        if out is None:
+            out = torch.empty((part.shape[0], sum(widths)), dtype=part.dtype, device=part.device)
         cpu.gather(self._shared, part, widths, out, reader=reader)
         return out
 

@@ -76,10 +76,10 @@ class OutputProjection(Linear):
     def __init__(self, stored: StoredLinear, dtype: torch.dtype) -> None:
         super().__init__(stored.shape, dtype=dtype, scheme=select_scheme(stored))
 
-    def logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
-        """[R, V] in float32."""
+    def logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None, out_RV: Tensor | None = None) -> Tensor:
+        """[R, V] in float32. `out_RV`: takes the result, on a CPU."""
         slots_R = adapter_slots_R if _adds(self.lora, hidden_RD) else None
-        return self(hidden_RD, torch.float32, adapter_slots_T=slots_R)
+        return self(hidden_RD, torch.float32, out_RV, adapter_slots_T=slots_R)
 
     def rows(self, token_ids_T: Tensor) -> Tensor:
         """The weights of these tokens, [T, D]."""
