@@ -85,13 +85,21 @@ void bind_group(nb::module_& m) {
           "number"_a, "Process, steps begun and ended, turns of the last step, and the rank that it waits for");
   bind_struct<Gather, KernelCall>(
       m, "Gather",
-      [](Gather* self, SharedGroup* group, const std::vector<int64_t>& widths, TensorView owners, TensorView part,
-         TensorView out) {
+      [](Gather* self, SharedGroup* group, const std::vector<int64_t>& widths, TensorView owners, int reader,
+         TensorView part, TensorView out) {
         check(widths.size() <= kMaxRanks, "there are more widths than ranks can be");
-        GatherArgs args{.group = group, .widths = {}, .rows = part.size(0), .owners = nullptr, .part = {}, .out = {}};
+        const bool is_reader = reader == GatherArgs::kAllRanks || reader == group->rank();
+        check(is_reader == out.is_given(), "those that want rows have a result, and no others");
+        GatherArgs args{.group = group,
+                        .widths = {},
+                        .rows = part.size(0),
+                        .owners = nullptr,
+                        .reader = reader,
+                        .part = {},
+                        .out = {}};
         if (owners.is_given()) {
           args.owners = owners.data<const int32_t>();
-          check(out.is_given() && owners.size(0) == args.rows &&
+          check(reader == GatherArgs::kAllRanks && owners.size(0) == args.rows &&
                     std::count(args.owners, args.owners + args.rows, group->rank()) == out.size(0),
                 "the result has not as many rows as the rank owns");
         }
@@ -105,7 +113,7 @@ void bind_group(nb::module_& m) {
         }
         new (self) Gather(args);
       },
-      "group"_a, "widths"_a, "owners"_a.none(), "part"_a, "out"_a.none());
+      "group"_a, "widths"_a, "owners"_a.none(), "reader"_a, "part"_a, "out"_a.none());
   bind_struct<Exchange, KernelCall>(
       m, "Exchange",
       [](Exchange* self, SharedGroup* group, const std::vector<int64_t>& firsts, TensorView begins, TensorView own,

@@ -9,12 +9,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <climits>
 #include <cstring>
 #include <ctime>
+#include <numeric>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -297,41 +299,54 @@ void SharedGroup::end_turn(uint64_t signature) {
     if (rank != rank_) wait_for(rank, signature);
 }
 
+// Columns of this rank go straight to its result, and through its slot where another rank wants them.
 void SharedGroup::gather(const GatherArgs& args) {
   check();
   const int64_t widest = *std::max_element(args.widths.begin(), args.widths.begin() + size_);
   const int64_t piece_bytes = std::min(widest, slot_bytes_);
   if (piece_bytes == 0) return;
   const int64_t most_rows = slot_bytes_ / piece_bytes;
-  uint64_t signature = static_cast<uint64_t>(args.rows);
+  uint64_t signature = static_cast<uint64_t>(args.rows) * 0x9e3779b97f4a7c15u + static_cast<uint64_t>(args.reader);
   for (int rank = 0; rank < size_; ++rank) signature = signature * 0x9e3779b97f4a7c15u + args.widths[rank];
   if (args.owners != nullptr)
     for (int64_t row = 0; row < args.rows; ++row) signature = signature * 0x9e3779b97f4a7c15u + args.owners[row];
-  int64_t out_row = 0, wanted = 0;  // rows that this rank has got, and those of a turn that it wants
-  for (int64_t row = 0; row < args.rows; row += most_rows, out_row += wanted) {
+  std::array<int64_t, kMaxRanks> columns;
+  std::exclusive_scan(args.widths.begin(), args.widths.begin() + size_, columns.begin(), int64_t{0});
+  int64_t out_row = 0;
+  for (int64_t row = 0; row < args.rows; row += most_rows) {
     const int64_t rows = std::min(most_rows, args.rows - row);
+    const int32_t* const owners = args.owners == nullptr ? nullptr : args.owners + row;
     for (int64_t first = 0; first < widest; first += piece_bytes) {
       ++turn_;
       const auto width_of = [&](int rank) { return std::clamp<int64_t>(args.widths[rank] - first, 0, piece_bytes); };
-      const int64_t own = width_of(rank_);
-      copy_rows(args.part.data + row * args.part.stride + first, args.part.stride, slot(rank_), own, own, rows);
-      arrive(signature);
-      int64_t column = first;
-      for (int rank = 0; rank < size_; column += args.widths[rank++]) {
-        if (rank != rank_) wait_for(rank, signature);
-        const int64_t width = width_of(rank);
-        if (args.out.data == nullptr) continue;
-        char* const to = args.out.data + out_row * args.out.stride + column;
-        if (args.owners == nullptr) {
-          copy_rows(slot(rank), width, to, args.out.stride, width, wanted = rows);
-          continue;
-        }
-        wanted = 0;
+      const int64_t own_width = width_of(rank_);
+      const char* const own = args.part.data + row * args.part.stride + first;
+      if (owners != nullptr) {
         for (int64_t i = 0; i < rows; ++i)
-          if (args.owners[row + i] == rank_)
-            std::memcpy(to + wanted++ * args.out.stride, slot(rank) + i * width, static_cast<size_t>(width));
+          if (owners[i] != rank_) std::memcpy(slot(rank_) + i * own_width, own + i * args.part.stride, own_width);
+      } else if (args.reader != rank_) {
+        copy_rows(own, args.part.stride, slot(rank_), own_width, own_width, rows);
+      }
+      arrive(signature);
+      const auto take = [&](int rank, const char* from, int64_t stride) {
+        if (args.out.data == nullptr) return;
+        char* to = args.out.data + out_row * args.out.stride + columns[rank] + first;
+        if (to == from) return;  // this rank has computed them there
+        if (owners == nullptr) return copy_rows(from, stride, to, args.out.stride, width_of(rank), rows);
+        for (int64_t i = 0; i < rows; ++i) {
+          if (owners[i] != rank_) continue;
+          std::memcpy(to, from + i * stride, width_of(rank));
+          to += args.out.stride;
+        }
+      };
+      take(rank_, own, args.part.stride);
+      for (int rank = 0; rank < size_; ++rank) {
+        if (rank == rank_) continue;
+        wait_for(rank, signature);
+        take(rank, slot(rank), width_of(rank));
       }
     }
+    out_row += owners == nullptr ? rows : std::count(owners, owners + rows, rank_);
   }
 }
 

@@ -84,6 +84,28 @@ def test_columns_lie_side_by_side(
 
 
 @pytest.mark.parametrize("slot_bytes", [64, 1 << 20])
+def test_columns_that_are_in_their_place(slot_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank has computed its own where the result will be, and gets those of the others beside them."""
+    monkeypatch.setattr(shared_memory, "SLOT_BYTES", slot_bytes)
+    widths = (64, 64, 61)
+
+    def run(group: SharedMemoryGroup) -> torch.Tensor:
+        part, out = part_of(group.rank, 0, 33, widths[group.rank], torch.float32), None
+        if group.rank == 0:
+            out = torch.full((33, sum(widths)), -1.0)
+            out[:, :64] = part
+            part = out[:, :64]
+        found = group.gather_to_first(part, widths, out)
+        assert out is None or found is out
+        return found
+
+    found = together(groups_of(3), run)
+    expected = torch.cat([part_of(rank, 0, 33, width, torch.float32) for rank, width in enumerate(widths)], 1)
+    assert torch.equal(found[0], expected)
+    assert [each.shape for each in found[1:]] == [(33, 0), (33, 0)]
+
+
+@pytest.mark.parametrize("slot_bytes", [64, 1 << 20])
 @pytest.mark.parametrize(
     ("widths", "owners"),
     [((5, 7), [0, 1, 1, 0, 1]), ((64, 64, 61), [2, 2, 0] * 11), ((3, 0, 4), [1] * 9), ((2, 3), []), ((1, 1), [0])],

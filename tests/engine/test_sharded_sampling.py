@@ -105,10 +105,11 @@ def test_processes() -> None:
     assert answers(engine, KINDS["constrained"]) == expected("constrained")
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_cannot_sample_voids_the_step(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks compute it again: the tokens are the same as without a failure."""
-    engine = started(2, **LIMITS, enable_batch_sharded_sampling=True)
+def test_a_rank_that_cannot_sample_voids_the_step(rank: int, num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks of all stages compute it again: the tokens are the same as without a failure."""
+    engine = started(2, num_stages=num_stages, **LIMITS, enable_batch_sharded_sampling=True)
     sampler = engine.executor.workers[rank].runner.sampler  # type: ignore[attr-defined]
     calls = fail_at(monkeypatch, sampler, "choose", 3, OSError("no numbers today"))
     assert run(engine.core, brief()) == run(started(1, **LIMITS).core, brief())

@@ -148,10 +148,13 @@ class Whereabouts {
 };
 
 struct GatherArgs {
+  static constexpr int kAllRanks = -1;
+
   SharedGroup* group;
   std::array<int64_t, kMaxRanks> widths;  // bytes of a row of each rank
   int64_t rows;
-  const int32_t* owners;         // of each row: the rank that wants it; nullptr: whoever has `out` wants all rows
+  const int32_t* owners;         // of each row: the rank that wants it; nullptr: see reader
+  int reader;                    // the rank that wants all rows, or kAllRanks
   StridedRows<const char> part;  // [rows, width of this rank], strides in bytes
   StridedRows<char> out;         // [rows that it wants, sum of widths], strides in bytes; nullptr: this rank wants none
 };

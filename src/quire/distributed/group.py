@@ -53,8 +53,12 @@ class Group(Protocol):
         """
         ...
 
-    def gather_to_first(self, part: Tensor, widths: Sequence[int]) -> Tensor:
-        """The same for the first rank alone; others get [T, 0]."""
+    def gather_to_first(self, part: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """The same for the first rank alone; others get [T, 0].
+
+        Args:
+            out: takes the result, on the first rank. `part` may lie in it already.
+        """
         ...
 
     def gather_rows(self, part: Tensor, widths: Sequence[int], owners_T: Tensor) -> Tensor:

@@ -157,15 +157,20 @@ class SharedMemoryGroup:
         return float(self._shared.waited_seconds)
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
-        out = torch.empty((part.shape[0], sum(widths)), dtype=part.dtype, device=part.device)
-        cpu.gather(self._shared, part, widths, out)
-        return out
+        return self.gather_to(None, part, widths)
 
-    def gather_to_first(self, part: Tensor, widths: Sequence[int]) -> Tensor:
-        if self.rank == 0:
-            return self.gather(part, widths)
-        self.bring(part, widths)
-        return part[:, :0]
+    def gather_to_first(self, part: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
+        return self.gather_to(0, part, widths, out)
+
+    def gather_to(self, reader: int | None, part: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """See `gather` and `gather_to_first`. With a reader, that rank alone gets the columns; others get [T, 0]."""
+        if reader not in (None, self.rank):
+            cpu.gather(self._shared, part, widths, None, reader=reader)
+            return part[:, :0]
+        if out is None:
+            out = torch.empty((part.shape[0], sum(widths)), dtype=part.dtype, device=part.device)
+        cpu.gather(self._shared, part, widths, out, reader=reader)
+        return out
 
     def gather_rows(self, part: Tensor, widths: Sequence[int], owners_T: Tensor) -> Tensor:
         num_rows, width = int((owners_T == self.rank).sum()), sum(widths)
@@ -214,10 +219,6 @@ class SharedMemoryGroup:
     def leave_step(self) -> None:
         self._shared.leave_step()
 
-    def bring(self, part: Tensor, widths: Sequence[int]) -> None:
-        """Let the others have the columns of this rank, which wants none of theirs."""
-        cpu.gather(self._shared, part, widths, None)
-
     def fail_for(self, rank: int) -> None:
         """A rank, by its number among all ranks, has failed: all ranks of all groups leave what they wait for."""
         self._shared.abort(rank)
@@ -243,10 +244,10 @@ class SharedMemoryLink:
         return self._pair.waited_seconds
 
     def send(self, rows_TD: Tensor) -> None:
-        self._pair.bring(rows_TD, (rows_TD.shape[1], 0))
+        self._pair.gather_to(1, rows_TD, (rows_TD.shape[1], 0))
 
     def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        return self._pair.gather(torch.empty((num_rows, 0), dtype=dtype), (width, 0))
+        return self._pair.gather_to(1, torch.empty((num_rows, 0), dtype=dtype), (width, 0))
 
     def close(self) -> None:
         """The memory goes with its last owner."""

@@ -341,14 +341,23 @@ def peak_int8_ops(bits: int = 8, repeats: int = 3) -> float:
     return max(float(_C.peak_int8_ops(bits, _PEAK_ROUNDS)) for _ in range(repeats))
 
 
-def gather(group: Any, part: Tensor, widths: Sequence[int], out: Tensor | None, owners: Tensor | None = None) -> None:
+def gather(
+    group: Any,
+    part: Tensor,
+    widths: Sequence[int],
+    out: Tensor | None,
+    owners: Tensor | None = None,
+    reader: int | None = None,
+) -> None:
     """See distributed.group.Group. Raises GroupError or StepVoid.
 
     Args:
         out: None if this rank does not want the result.
         owners: see Group.gather_rows; None: the result has all rows.
+        reader: the only rank that wants the result; None: all ranks do.
     """
-    _C.Gather(group=group, widths=widths, owners=owners, part=part, out=out).run()
+    reader = -1 if reader is None else reader
+    _C.Gather(group=group, widths=widths, owners=owners, reader=reader, part=part, out=out).run()
 
 
 def exchange(

@@ -86,11 +86,10 @@ class OutputProjection(Linear):
         """
         self._kept_N = torch.empty(0)
 
-    def logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
-        """[R, V] in float32."""
+    def logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None, out_RV: Tensor | None = None) -> Tensor:
+        """[R, V] in float32. `out_RV`: takes the result, on a CPU."""
         slots_R = adapter_slots_R if _adds(self.lora, hidden_RD) else None
-        out_RV = None
-        if self._kept_N is not None and cpu.takes(hidden_RD):
+        if out_RV is None and self._kept_N is not None and cpu.takes(hidden_RD):
             shape = (len(hidden_RD), self.out_features)
             if self._kept_N.numel() < math.prod(shape):
                 self._kept_N = torch.empty(math.prod(shape))

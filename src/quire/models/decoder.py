@@ -327,23 +327,36 @@ class Decoder:
         Args:
             owners_R: of several ranks: who gets the row, int32; None: the first one gets all of them.
         """
-        logits_RV = self._output.logits(hidden_RD, adapter_slots_R)
-        config = self.config
+        config, joined_RV = self.config, self._room_for_logits(len(hidden_RD), owners_R)
+        own_RV = None if joined_RV is None else joined_RV[:, : self._output.out_features]
+        logits_RV = self._output.logits(hidden_RD, adapter_slots_R, own_RV)
         if config.logits_scaling != 1.0:
             logits_RV /= config.logits_scaling
         if config.logits_soft_cap:
             cap = config.logits_soft_cap
             logits_RV = logits_RV.div_(cap).tanh_().mul_(cap)
-        return self.join_logits(logits_RV, owners_R)
+        return self.join_logits(logits_RV, owners_R, joined_RV)
 
-    def join_logits(self, logits_RV: Tensor, owners_R: Tensor | None = None) -> Tensor:
-        """Logits of all tokens, from the logits of a rank's tokens. `owners_R`: see `compute_logits`."""
+    def _room_for_logits(self, num_rows: int, owners_R: Tensor | None) -> Tensor | None:
+        """Where the first rank computes its logits, [R, V], so that nobody copies them; None: they are not there."""
+        share = self.config.vocab_share
+        if self._group is None or share is None or owners_R is not None or self._group.rank != 0:
+            return None
+        return torch.empty((num_rows, sum(share.widths(0))), dtype=torch.float32)
+
+    def join_logits(self, logits_RV: Tensor, owners_R: Tensor | None = None, joined_RV: Tensor | None = None) -> Tensor:
+        """Logits of all tokens, from the logits of a rank's tokens.
+
+        Args:
+            owners_R: see `compute_logits`.
+            joined_RV: see Group.gather_to_first.
+        """
         share = self.config.vocab_share
         if self._group is None or share is None:
             return logits_RV
         if owners_R is not None:
             return self._group.gather_rows(logits_RV, share.widths(0), owners_R)
-        return self._group.gather_to_first(logits_RV, share.widths(0))
+        return self._group.gather_to_first(logits_RV, share.widths(0), joined_RV)
 
 
 def _run(first_norm: RMSNorm | None, parts: Sequence[_PartOfPass], residual_TD: Tensor, batch: ForwardBatch) -> Rows:
