@@ -78,11 +78,11 @@ def answer(core: EngineCore, name: str, num_requests: int) -> tuple[dict[str, fl
             temperature=0.7, seed=row, max_tokens=256, grammar=grammar, skip_reading_prefix_cache=True
         )
         core.add(AddRequest(f"{name} {row}", list(range(10, 26)), params, 256, stop_token_ids=[2]))
-    while core.scheduler.num_deferred:  # the grammar is compiled
-        core.step()
     tokens: dict[str, list[int]] = {}
     num_steps, started = 0, time.perf_counter()
     while core.has_work():
+        if core.scheduler.num_deferred:  # the grammar is being compiled
+            started = time.perf_counter()
         for delta in core.step():
             assert delta.error is None, delta.error
             tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
@@ -107,7 +107,17 @@ def measure(core: EngineCore, num_requests: int, rounds: int) -> dict[str, Any]:
     return {"requests": num_requests, "tokens": sum(map(len, expected)), "rounds": found}
 
 
-def engine_of(model: str | None, device: str | None, drafter: str, is_async: bool) -> EngineCore:
+def engine_of(model: str | None, device: str, drafter: str, is_async: bool) -> EngineCore:
+    folders = {"draft_model": demo.path("draft"), "eagle3": demo.path("eagle3")}
+    drafter_folder = folders.get(drafter)
+    speculation = None
+    if drafter != "none":
+        speculation = SpeculativeConfig(
+            method=drafter,  # type: ignore[arg-type]
+            model=None if drafter_folder is None else str(drafter_folder),
+            num_speculative_tokens=NUM_DRAFTS,
+            adaptive=False,
+        )
     config = EngineConfig(
         model=model,
         device=device,
@@ -116,17 +126,9 @@ def engine_of(model: str | None, device: str | None, drafter: str, is_async: boo
         max_num_seqs=32,
         kv_cache_memory_bytes=1 << 28,
         enable_prefix_caching=False,
+        speculative_config=speculation,
     )
-    folder, drafter_folder = find_model(config, None, weights=True)[0], None
-    if drafter != "none":
-        names = {"draft_model": "draft", "eagle3": "eagle3"}
-        drafter_folder = demo.path(names[drafter]) if drafter in names else None
-        config.speculative_config = SpeculativeConfig(
-            method=drafter,  # type: ignore[arg-type]
-            model=None if drafter_folder is None else str(drafter_folder),
-            num_speculative_tokens=NUM_DRAFTS,
-            adaptive=False,
-        )
+    folder = find_model(config, None, weights=True)[0]
     engine = start_engine(
         config,
         folder,
@@ -170,7 +172,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--drafters", nargs="+", default=["none", "ngram", "draft_model", "eagle3"])
-    parser.add_argument("--device", help="none: what the engine chooses")
+    parser.add_argument("--device", default="auto", help="as of quire serve")
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     environment = report.environment("python", "benchmarks/jump_forward.py")
