@@ -211,7 +211,6 @@ std::atomic<Pool*> g_pool{nullptr};
 
 // The child of a fork has no threads of the parent and perhaps a locked mutex, so it gets a new pool. Neither the old
 // pool nor a pool at process exit is ever destroyed, so workers never outlive the data that they read.
-// one at process exit, is never destroyed, so workers never outlive what they read.
 void replace_pool_after_fork() {
   const Pool* parent = g_pool.load(std::memory_order_relaxed);
   Pool* child = new Pool;
