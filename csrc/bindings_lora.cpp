@@ -7,6 +7,7 @@
 #include "bindings.h"
 #include "checks.h"
 #include "quire/kernels/lora.h"
+#include "quire/lora_pack.h"
 
 namespace nb = nanobind;
 
@@ -54,6 +55,20 @@ void bind_lora(nb::module_& m) {
                             .out_dtype = out.dtype()});
       },
       "table"_a, "x"_a.none(), "token_ids"_a.none(), "slots"_a, "base"_a, "out"_a);
+  m.def(
+      "pack_factors",
+      [](TensorView source, TensorView factors, TensorView memory) {
+        const FactorPacking packing = {.source = source.data<const char>(),
+                                       .source_bytes = source.bytes(),
+                                       .factors = factors.data<const Factor>(),
+                                       .num_factors = factors.size(0),
+                                       .memory = memory.data<void>(),
+                                       .dtype = memory.dtype(),
+                                       .num_elements = memory.size(0)};
+        const nb::gil_scoped_release release;
+        pack_factors(packing);
+      },
+      nb::kw_only(), "source"_a, "factors"_a, "memory"_a);
 }
 
 }  // namespace quire

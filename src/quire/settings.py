@@ -15,6 +15,10 @@ from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source, options
 from quire.speculative_config import LEAST_LOGITS_ROWS, SpeculativeConfig
 
+# Of an adapter's file at a time: beside steps that keep all cores busy, the thread that loads waits some milliseconds
+# after each read of a disk.
+ADAPTER_READ_BYTES = 4 << 20
+_OBJECT_BYTES = 300  # of Python's objects for what an adapter adds to one weight
 LEAST_KEPT = 8  # positions whose hidden states wait for a head: it reads them in about the time of one
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -230,16 +234,22 @@ class LoraSettings:
     target_modules: tuple[str, ...] = ()
 
     def num_bytes(self, model: ModelConfig) -> int:
-        """That adapters take at most: of the largest rank, on every weight; one more while two change places."""
+        """That adapters take at most: one more than `max_cpu_loras` while two change places, and what is being read."""
+        largest = max((max(weight[1:]) for weight in self._weights(model)), default=0) * self.max_rank * 4
+        return (self.max_cpu_loras + 1) * self.adapter_bytes(model) + max(largest, ADAPTER_READ_BYTES)
+
+    def adapter_bytes(self, model: ModelConfig) -> int:
+        """Of an adapter of the largest rank, on every weight."""
+        weights = self._weights(model)
+        elements = sum(in_features + -(-size // LORA_PANEL) * LORA_PANEL for _, in_features, size in weights)
+        return self.max_rank * elements * DTYPE_BYTES[self.dtype] + len(weights) * _OBJECT_BYTES
+
+    def _weights(self, model: ModelConfig) -> list[tuple[str, int, int]]:
+        """Last name, in-features and out-features of the weights that adapters may change."""
         linears = [linear for linear in model.linears() if linear.is_adaptable]
         shards = [(name, linear.in_features, size) for linear in linears for name, size in linear.shards]
         shards.append(("embed_tokens", model.vocab_size, model.hidden_size))
-        elements = sum(
-            in_features + -(-size // LORA_PANEL) * LORA_PANEL
-            for name, in_features, size in shards
-            if not self.target_modules or name in self.target_modules
-        )
-        return (self.max_cpu_loras + 1) * self.max_rank * elements * DTYPE_BYTES[self.dtype]
+        return [shard for shard in shards if not self.target_modules or shard[0] in self.target_modules]
 
 
 @dataclass(frozen=True, kw_only=True)

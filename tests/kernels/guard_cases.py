@@ -610,11 +610,11 @@ def additions() -> Iterator[Case]:
         pack_delta(torch.ones(2, 8), torch.ones(4, 2), 1.0),
     )
     half = pack_delta(torch.ones(2, 8).half(), torch.ones(5, 2).half(), 1.0)
-    held.add(ValueError, "a is [2, 9], expected [2, 8]", "more in-features", deltas=[wide, None])
+    held.add(ValueError, "a delta has 9 in-features, expected 8", "more in-features", deltas=[wide, None])
     held.add(ValueError, "a delta has 4 out-features, expected 5 of part 0", "too narrow", deltas=[narrow, None])
     high = pack_delta(torch.ones(5, 8), torch.ones(5, 5), 1.0)
     held.add(ValueError, "a delta has rank 5, expected 4 at most", "a rank too high", deltas=[high, None])
-    held.add(TypeError, "a is torch.float16", "another dtype", deltas=[half, None])
+    held.add(TypeError, "a delta is torch.float16", "another dtype", deltas=[half, None])
     held.add(ValueError, "zip() argument", "a part too few", deltas=[None])
     yield from held.cases
 

@@ -15,7 +15,7 @@ from quire.kernels import cpu, reference
 from quire.kernels.dense import linear, pack_linear
 from quire.kernels.fp8 import fp8_linear, pack_fp8, quantize_fp8
 from quire.kernels.grouped import grouped_linear, pack_grouped
-from quire.kernels.lora import LoraTable, RowAdapters, add_lora, pack_delta
+from quire.kernels.lora import LoraTable, RowAdapters, add_lora, pack_delta, pack_factors
 from tests.covering import covering
 from tests.kernels.grouped_weights import random_weight
 
@@ -231,6 +231,42 @@ def test_packing_keeps_the_numbers() -> None:
     assert torch.equal(packed.a, a)
     assert torch.equal(packed.unpacked_b(), b)
     assert torch.equal(pack_delta(a, b, 2.0, looks_up=True).a, a.t())
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_factors_of_a_file_are_those_of_the_twin(stored: torch.dtype, dtype: torch.dtype) -> None:
+    """In every form, of every size, from any byte, in any dtype: also what is rounded, infinite, subnormal or zero."""
+    random = torch.Generator().manual_seed(3)
+    bits = torch.randint(0, 256, (2_200_000,), dtype=torch.uint8, generator=random)
+    factors, end = [], 0
+    for at, (rows, columns) in enumerate([(1, 1), (5, 3), (16, 8), (33, 16), (70, 65), (1023, 5), (2048, 8)]):
+        for form in range(3):
+            begin = 1 + (3 * at + form) * 100_003
+            numbers = bits[begin : begin + rows * columns * stored.itemsize].clone().view(stored)
+            numbers.nan_to_num_(0.5, torch.inf, -torch.inf)  # the bits of NaN may differ
+            bits[begin : begin + numbers.nbytes] = numbers.view(torch.uint8)
+            factors.append([begin, cpu.DTYPE_CODES[stored], rows, columns, form, end])
+            end += (-(-rows // 16) * 16 if form == 2 else rows) * columns + 1  # a number that nobody writes
+    results = []
+    for pack in (cpu.pack_factors, reference.pack_factors):
+        memory = torch.full((end,), 7.0, dtype=dtype)
+        pack(bits, torch.tensor(factors), memory)
+        results.append(memory.view(torch.int32 if dtype == F32 else torch.int16))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("change", "to"),
+    [(0, -1), (0, 1000), (1, 3), (1, -1), (2, 0), (2, 17), (3, -1), (3, 2**40), (4, 3), (4, -1), (5, -1), (5, 200)],
+)
+def test_factors_outside_are_refused(change: int, to: int) -> None:
+    factor = [0, 0, 16, 4, 2, 0]
+    source, memory = torch.zeros(16 * 4 * 4, dtype=torch.uint8), torch.zeros(64)
+    pack_factors(source, [factor], memory)
+    factor[change] = to
+    with pytest.raises(ValueError, match="expected one inside the source and the memory"):
+        pack_factors(source, [factor], memory)
 
 
 # One of each way in which sums of a product are finished.

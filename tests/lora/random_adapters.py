@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quire.lora.adapter import Delta
-from quire.lora.facts import AdapterFacts
+from quire.loader.safetensors_headers import TensorEntry
+from quire.lora.adapter import AdapterFile, AdapterModule, AdapterPiece, Delta
 from quire.lora.slots import AdapterSlots, PackedAdapter
 from quire.models.decoder import Decoder
 
@@ -44,6 +44,25 @@ def random_deltas(
     return deltas
 
 
+class _Deltas(AdapterFile):
+    """Deltas as if they were read from a file."""
+
+    def __init__(self, digest: str, deltas: dict[str, RandomDelta]) -> None:
+        self.digest, self._tensors = digest, dict[TensorEntry, Tensor]()
+        self.modules = []
+        for name, delta in deltas.items():
+            a, b = (
+                TensorEntry(f"{name}.{letter}", str(x.dtype).removeprefix("torch."), tuple(x.shape), 0, x.nbytes)
+                for letter, x in (("A", delta.a_RK), ("B", delta.b_NR))
+            )
+            self._tensors |= {a: delta.a_RK, b: delta.b_NR}
+            self.modules.append(AdapterModule(name, (a, b), delta.scale))
+
+    def pieces(self, dtype: torch.dtype) -> Iterator[AdapterPiece]:
+        for module in self.modules:
+            for entry in module.entries:
+                yield AdapterPiece(0, self._tensors[entry].reshape(-1).view(torch.uint8), [(entry, module)])
+
+
 def packed(slots: AdapterSlots, digest: str, deltas: dict[str, RandomDelta]) -> PackedAdapter:
-    rank = max(len(delta.a_RK) for delta in deltas.values())
-    return slots.pack(AdapterFacts(digest, rank, 0, len(deltas)), deltas.items())
+    return slots.pack(_Deltas(digest, deltas))

@@ -14,7 +14,7 @@ def digest_of(content: str) -> str:
 
 @dataclass
 class Reading:
-    """A Polled that is done after this number of looks."""
+    """A Polled that is done after this number of looks. Only the oldest is looked at."""
 
     shelf: Shelf
     path: str
@@ -22,11 +22,12 @@ class Reading:
     num_looks: int
 
     def done(self) -> bool:
+        assert self.shelf.readings[0] is self
         self.num_looks -= 1
         return self.num_looks < 0
 
     def result(self) -> AdapterFacts:
-        self.shelf.num_readings -= 1
+        assert self.shelf.readings.pop(0) is self
         if self.path in self.shelf.failures:
             raise self.shelf.failures[self.path]
         content = self.shelf.contents.get(self.path)
@@ -37,7 +38,7 @@ class Reading:
             raise AdapterError("There is no adapter at this path", value=self.path)
         self.shelf.in_memory.add(digest)
         self.shelf.num_loads += 1
-        assert len(self.shelf.in_memory) <= self.shelf.most + 1, "more than one beyond what memory was planned for"
+        self.shelf.check_room()
         return AdapterFacts(digest, 8, 1000, 7)
 
 
@@ -49,12 +50,18 @@ class Shelf:
         self.contents = contents or {}  # by path
         self.failures: dict[str, QuireError | Exception] = {}  # by path
         self.in_memory: set[str] = set()
-        self.num_readings = self.num_loads = 0
+        self.readings: list[Reading] = []
+        self.num_loads = self.most_readings = 0
 
     def load_adapter(self, path: str, digest: str | None) -> Reading:
-        self.num_readings += 1
-        assert self.num_readings == 1, "several adapters are read at once"
-        return Reading(self, path, digest, self.num_looks)
+        self.readings.append(Reading(self, path, digest, self.num_looks))
+        self.most_readings = max(self.most_readings, len(self.readings))
+        self.check_room()
+        return self.readings[-1]
+
+    def check_room(self) -> None:
+        """What is being read takes memory too."""
+        assert len(self.in_memory) + len(self.readings) <= self.most + 1, "more than memory was planned for"
 
     def drop_adapter(self, digest: str) -> None:
         self.in_memory.remove(digest)

@@ -95,6 +95,7 @@ def test_300_adapters_through_32_places() -> None:
     assert len(driver.messages) == 700
     assert driver.shelf is not None
     assert len({message.adapter for message in messages}) > 32 < driver.shelf.num_loads
+    assert driver.shelf.most_readings == 4, "the next ones follow without waiting for a step"
 
 
 @pytest.mark.parametrize("most", [2, 4])

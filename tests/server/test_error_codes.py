@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
@@ -29,7 +30,7 @@ from quire.errors import (
 )
 from quire.frontend.admission import Admission
 from quire.frontend.echo_client import EchoClient
-from quire.lora.adapter import Adapter
+from quire.lora.adapter import AdapterFile
 from quire.lora.adapter_config import parse_config
 from quire.lora.loader import AdapterLoader
 from quire.lora.paths import allowed_folder
@@ -259,10 +260,10 @@ def adapter_not_found() -> str:
 
 
 def adapter_changed() -> str:
-    def gone(folder: Path) -> Adapter:
+    def gone(folder: Path) -> AbstractContextManager[AdapterFile]:
         raise AdapterError("The adapter has no adapter_model.safetensors")
 
-    loader = AdapterLoader(gone, lambda adapter: adapter)
+    loader = AdapterLoader(gone, lambda file: file)
     error = loader.load(Path(), "digest").exception()
     assert isinstance(error, QuireError)
     return error.code

@@ -17,7 +17,7 @@ from quire.lora.adapter import read_adapter
 from quire.lora.request import LoRARequest
 from quire.model_config import load_model_config
 from quire.models.decoder import Decoder
-from quire.settings import LoraSettings
+from quire.settings import ADAPTER_READ_BYTES, LoraSettings
 from quire.worker.adapters import WorkerAdapters
 from tests.loading import load_model
 from tests.lora.adapters import write_random_adapter
@@ -45,10 +45,14 @@ def test_planned_bytes_are_those_of_the_largest_adapters(tmp_path: Path) -> None
     assert list(adapters.slots) == [facts.digest]
     tables = [place.layer.lora for place in model.adaptable()]
     deltas = [delta for table in tables if table is not None for slot in table.deltas for delta in slot]
-    num_bytes = sum(delta.nbytes for delta in deltas if delta is not None)
-    assert SETTINGS.num_bytes(model.config) == num_bytes * (SETTINGS.max_cpu_loras + 1)
-    few = replace(SETTINGS, target_modules=("q_proj",))
-    assert few.num_bytes(model.config) == 3 * 8 * 2 * len(model.config.layers) * 2 * model.config.hidden_size
+    held = [delta for delta in deltas if delta is not None]
+    num_bytes = sum(delta.nbytes for delta in held) + 300 * len(held)
+    assert SETTINGS.adapter_bytes(model.config) == num_bytes
+    assert SETTINGS.num_bytes(model.config) == num_bytes * (SETTINGS.max_cpu_loras + 1) + ADAPTER_READ_BYTES
+    assert len({delta.memory.data_ptr() for delta in held}) == 1, "one piece, which the system gets back"
+    few, num_layers = replace(SETTINGS, target_modules=("q_proj",)), len(model.config.layers)
+    assert few.adapter_bytes(model.config) == (8 * 2 * 2 * model.config.hidden_size + 300) * num_layers
+    assert replace(SETTINGS, max_rank=10**6).num_bytes(model.config) > 3 * 10**6 * 4 * model.config.vocab_size
     adapters.drop(facts.digest)
     assert all(table.is_empty for table in tables if table is not None)
 

@@ -278,7 +278,7 @@ class RankProcess(OtherRank):
         self._watching.start()
 
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
-        """One at a time: the result of the one before was asked for."""
+        """The results are asked for in the order of the loads, and whether one is done only of the oldest."""
         self.say(self.adapters, LoadAdapter(path, digest))
         return _LoadOfRank(self)
 

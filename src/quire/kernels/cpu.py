@@ -542,6 +542,11 @@ def lora_table(words_SP4: Tensor, dtype: torch.dtype, K: int, columns: Sequence[
     return _C.LoraTable(deltas=words_SP4, dtype=DTYPE_CODES[dtype], k=K, columns=list(columns))
 
 
+def pack_factors(source: Tensor, factors_F6: Tensor, memory: Tensor) -> None:
+    """See lora.pack_factors. It runs in the calling thread alone."""
+    _C.pack_factors(source=source, factors=factors_F6, memory=memory)
+
+
 def add_lora(
     table: Any, x_TK: Tensor | None, token_ids_T: Tensor | None, slots_T: Tensor, base_TN: Tensor, out_TN: Tensor
 ) -> None:

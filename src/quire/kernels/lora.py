@@ -7,6 +7,7 @@ Dimensions: T tokens, K in-features, N out-features, R rank, S slots, P parts of
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,24 +22,52 @@ from quire.kernels import cpu, gpu, reference
 from quire.kernels.guards import check_contiguous, check_dtype, check_last_stride, check_places, check_shape
 
 MOST_PARTS = 4  # kLoraParts
-_CHUNK = 32_767  # the most elements that torch copies in one thread: packing leaves the cores to steps
+_ALIGNMENT = 64  # bytes, of a factor
+_ROWS, _TRANSPOSED, _PANELS = range(3)  # FactorForm
 _ROWS_BEFORE_ROUNDING = 240  # that are multiplied in float32 at a time: it bounds their memory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """scale * B A without its numbers. `looks_up`: of embeddings, K tokens."""
+
+    rank: int
+    K: int
+    N: int
+    scale: float
+    looks_up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class PackedDelta:
     """scale * B A in the form that `add_lora` reads, which CPUs and GPUs share.
 
     Attributes:
-        a: [R, K]; of embeddings [K, R], so that a token's numbers lie side by side.
-        panels: of B, [N / 16, R, 16], padded with zeros.
+        memory: of all deltas of an adapter.
+        first_a, first_b: where A and B begin, in elements.
     """
 
-    a: Tensor
-    panels: Tensor
-    rank: int
-    N: int
-    scale: float
+    shape: DeltaShape
+    memory: Tensor
+    first_a: int
+    first_b: int
+
+    @property
+    def rank(self) -> int:
+        return self.shape.rank
+
+    @property
+    def a(self) -> Tensor:
+        """[R, K]; of embeddings [K, R], so that a token's numbers lie side by side."""
+        R, K = self.shape.rank, self.shape.K
+        sizes = (K, R) if self.shape.looks_up else (R, K)
+        return self.memory[self.first_a : self.first_a + R * K].view(sizes)
+
+    @property
+    def panels(self) -> Tensor:
+        """B as [N / 16, R, 16], padded with zeros."""
+        num_panels, R = -(-self.shape.N // LORA_PANEL), self.shape.rank
+        return self.memory[self.first_b :][: num_panels * R * LORA_PANEL].view(num_panels, R, LORA_PANEL)
 
     @property
     def nbytes(self) -> int:
@@ -46,11 +75,54 @@ class PackedDelta:
 
     def unpacked_b(self) -> Tensor:
         """B [N, R]."""
-        return self.panels.transpose(1, 2).reshape(-1, self.rank)[: self.N]
+        return self.panels.transpose(1, 2).reshape(-1, self.rank)[: self.shape.N]
 
-    def to(self, device: torch.device) -> PackedDelta:
-        """The same on a device."""
-        return PackedDelta(self.a.to(device), self.panels.to(device), self.rank, self.N, self.scale)
+    def a_from(self, begin: int, dtype: torch.dtype) -> list[int]:
+        """struct Factor: where `pack_factors` finds A [R, K], in bytes of its source, and where it puts it."""
+        form = _TRANSPOSED if self.shape.looks_up else _ROWS
+        return [begin, cpu.DTYPE_CODES[dtype], self.rank, self.shape.K, form, self.first_a]
+
+    def b_from(self, begin: int, dtype: torch.dtype) -> list[int]:
+        """The same of B [N, R]."""
+        return [begin, cpu.DTYPE_CODES[dtype], self.shape.N, self.rank, _PANELS, self.first_b]
+
+    def words(self) -> list[int]:
+        """struct LoraDelta: address of A, address of B, rank, bits of the scale as float64."""
+        begin, size = self.memory.data_ptr(), self.memory.itemsize
+        (scale,) = struct.unpack("q", struct.pack("d", self.shape.scale))
+        return [begin + self.first_a * size, begin + self.first_b * size, self.rank, scale]
+
+
+def empty_deltas(shapes: Sequence[DeltaShape], dtype: torch.dtype) -> list[PackedDelta]:
+    """Memory for deltas, side by side in one piece that goes back to the system when all of them are gone.
+
+    `pack_factors` fills it. malloc would keep parts of it: an adapter has hundreds of small factors.
+    """
+    check_dtype("a delta", torch.empty(0, dtype=dtype), *cpu.DTYPE_CODES)
+    step, end, places = _ALIGNMENT // dtype.itemsize, 0, []
+    for shape in shapes:
+        for size in (shape.rank * shape.K, shape.rank * -(-shape.N // LORA_PANEL) * LORA_PANEL):
+            places.append(end)
+            end += -(-size // step) * step
+    piece = mmap.mmap(-1, end * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(piece, dtype=dtype)
+    return [PackedDelta(shape, memory, *places[2 * i : 2 * i + 2]) for i, shape in enumerate(shapes)]
+
+
+def pack_factors(source: Tensor, factors: Sequence[Sequence[int]], memory: Tensor) -> None:
+    """Copy factors from the bytes of a file into the memory of deltas.
+
+    Args:
+        source: uint8. A tensor in it may begin at any byte.
+        factors: from PackedDelta.a_from and b_from.
+        memory: of the deltas, on a CPU.
+    """
+    check_places(source=source, memory=memory)
+    check_dtype("source", source, torch.uint8)
+    check_dtype("memory", memory, *cpu.DTYPE_CODES)
+    check_contiguous(source=source, memory=memory)
+    pack = cpu.pack_factors if cpu.available() else reference.pack_factors
+    pack(source, torch.tensor(factors, dtype=torch.int64), memory)
 
 
 def pack_delta(a_RK: Tensor, b_NR: Tensor, scale: float, *, looks_up: bool = False) -> PackedDelta:
@@ -62,23 +134,18 @@ def pack_delta(a_RK: Tensor, b_NR: Tensor, scale: float, *, looks_up: bool = Fal
     check_dtype("b", b_NR, a_RK.dtype)
     if 0 in (*a_RK.shape, N):
         raise ValueError(f"a is {list(a_RK.shape)} and b is {list(b_NR.shape)}, expected [R, K] and [N, R], none 0")
-    a = _copied(a_RK.t() if looks_up else a_RK)
-    panels = b_NR.new_empty((-(-N // LORA_PANEL), R, LORA_PANEL))
-    rows = max(_CHUNK // R // LORA_PANEL, 1)  # panels at a time
-    for first in range(0, N // LORA_PANEL, rows):
-        last = min(first + rows, N // LORA_PANEL)
-        panels[first:last] = b_NR[first * LORA_PANEL : last * LORA_PANEL].view(-1, LORA_PANEL, R).transpose(1, 2)
-    if N % LORA_PANEL:
-        panels[-1].zero_()[:, : N % LORA_PANEL] = b_NR[N // LORA_PANEL * LORA_PANEL :].t()
-    return PackedDelta(a, panels, R, N, scale)
+    (delta,) = empty_deltas([DeltaShape(R, a_RK.shape[1], N, scale, looks_up)], a_RK.dtype)
+    for x, factor in ((a_RK, delta.a_from(0, a_RK.dtype)), (b_NR, delta.b_from(0, b_NR.dtype))):
+        pack_factors(x.contiguous().view(-1).view(torch.uint8), [factor], delta.memory)
+    return delta
 
 
-def _copied(x: Tensor) -> Tensor:
-    copy = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows = max(_CHUNK // x.shape[1], 1)
-    for first in range(0, len(x), rows):
-        copy[first : first + rows] = x[first : first + rows]
-    return copy
+@dataclass(frozen=True, slots=True)
+class SlotRow:
+    """What an adapter adds to each part of a layer: its row of a table, and the deltas that it points to."""
+
+    deltas: list[PackedDelta | None]
+    words_P4: Tensor
 
 
 class LoraTable:
@@ -108,8 +175,8 @@ class LoraTable:
         self.K, self.columns, self.dtype, self.looks_up = K, tuple(columns), dtype, looks_up
         self.N, self.max_rank = sum(columns), max_rank
         self._filled: set[int] = set()
+        self._nothing = SlotRow([None] * len(columns), torch.zeros((len(columns), 4), dtype=torch.int64))
         self.deltas: list[list[PackedDelta | None]] = [[None] * len(columns) for _ in range(num_slots)]
-        # Address of A, address of B, rank, bits of the scale as float64: struct LoraDelta.
         self.words_SP4 = torch.zeros((num_slots, len(columns), 4), dtype=torch.int64, device=device)
 
     @cached_property
@@ -122,30 +189,41 @@ class LoraTable:
         """No slot adds anything."""
         return not self._filled
 
-    def set(self, slot: int, deltas: Sequence[PackedDelta | None]) -> None:
-        """What the adapter in a slot adds to each part. The table keeps the deltas alive."""
+    def row(self, deltas: Sequence[PackedDelta | None]) -> SlotRow:
+        """The row of an adapter. Any thread may make it."""
         words: list[list[int]] = []
         for part, (delta, N) in enumerate(zip(deltas, self.columns, strict=True)):
             if delta is None:
                 words.append([0] * 4)
                 continue
-            check_places(table=self.words_SP4, a=delta.a, b=delta.panels)
-            shape = (self.K, delta.rank) if self.looks_up else (delta.rank, self.K)
-            check_shape("a", delta.a, *shape)
-            check_dtype("a", delta.a, self.dtype)
-            if delta.rank > self.max_rank:
-                raise ValueError(f"a delta has rank {delta.rank}, expected {self.max_rank} at most")
-            if delta.N != N:
-                raise ValueError(f"a delta has {delta.N} out-features, expected {N} of part {part}")
-            (scale,) = struct.unpack("q", struct.pack("d", delta.scale))
-            words.append([delta.a.data_ptr(), delta.panels.data_ptr(), delta.rank, scale])
-        self.words_SP4[slot] = gpu.place(torch.tensor(words), self.words_SP4.device)
-        self.deltas[slot] = list(deltas)
-        (self._filled.discard if all(delta is None for delta in deltas) else self._filled.add)(slot)
+            check_places(table=self.words_SP4, deltas=delta.memory)
+            check_dtype("a delta", delta.memory, self.dtype)
+            shape = delta.shape
+            if (shape.K, shape.looks_up) != (self.K, self.looks_up):
+                raise ValueError(
+                    f"a delta has {shape.K} in-features, expected {self.K}; of an embedding: {shape.looks_up}, "
+                    f"expected {self.looks_up}"
+                )
+            if shape.rank > self.max_rank:
+                raise ValueError(f"a delta has rank {shape.rank}, expected {self.max_rank} at most")
+            if shape.N != N:
+                raise ValueError(f"a delta has {shape.N} out-features, expected {N} of part {part}")
+            words.append(delta.words())
+        return SlotRow(list(deltas), torch.tensor(words))
+
+    def put(self, slot: int, row: SlotRow) -> None:
+        """Give a slot a row that this table, or one of the same layer, has made. It keeps the deltas alive."""
+        self.words_SP4[slot] = gpu.place(row.words_P4, self.words_SP4.device)
+        self.deltas[slot] = row.deltas
+        (self._filled.discard if all(delta is None for delta in row.deltas) else self._filled.add)(slot)
+
+    def set(self, slot: int, deltas: Sequence[PackedDelta | None]) -> None:
+        """What the adapter in a slot adds to each part."""
+        self.put(slot, self.row(deltas))
 
     def clear(self, slot: int) -> None:
         """The slot adds nothing."""
-        self.set(slot, [None] * len(self.columns))
+        self.put(slot, self._nothing)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.formats.weight_format import Fp8Format
+from quire.formats.weight_format import LORA_PANEL, Fp8Format
 from quire.forward_batch import LayerCache
 from quire.kernels import kv_codes
 from quire.kernels.fp8_weight import Fp8Weight
@@ -82,10 +82,22 @@ def add_lora(base_TN: Tensor, x: Tensor, slots_T: Tensor, table: LoraTable, out_
             if delta is not None:
                 a = delta.a.float()
                 h_TR = a[x[rows]] if table.looks_up else F.linear(x[rows].float(), a)
-                added_TN = F.linear(delta.scale * h_TR, delta.unpacked_b().float())
+                added_TN = F.linear(delta.shape.scale * h_TR, delta.unpacked_b().float())
                 y_TN[rows, first : first + num_columns] += added_TN
             first += num_columns
     return y_TN.to(out_dtype)
+
+
+def pack_factors(source: Tensor, factors_F6: Tensor, memory: Tensor) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for begin, code, rows, columns, form, first in factors_F6.tolist():
+        dtype = dtypes[code]
+        factor = source[begin:][: rows * columns * dtype.itemsize].clone().view(dtype).view(rows, columns)
+        if form == 1:
+            factor = factor.t()
+        elif form == 2:
+            factor = F.pad(factor, (0, 0, 0, -rows % LORA_PANEL)).view(-1, LORA_PANEL, columns).transpose(1, 2)
+        memory[first : first + factor.numel()] = factor.reshape(-1).to(memory.dtype)
 
 
 def quantize_fp8(weight_NK: Tensor) -> Fp8Weight:

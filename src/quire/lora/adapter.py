@@ -1,7 +1,8 @@
 """Reads the folder of a PEFT adapter into checked tensors.
 
 All names, shapes and sizes are checked before memory is taken. Files are read, not mapped: a mapped file that somebody
-shortens ends the process.
+shortens ends the process. A file that was read before, and that the system has not seen change since, is not checked
+again: see FileStamp.
 Dimensions: R rank, K in-features, N out-features, D hidden, V vocabulary.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,11 +33,12 @@ from quire.lora.paths import TENSORS_NAME
 from quire.model_config import ModelConfig
 from quire.models.decoder import EMBEDDINGS
 from quire.models.weights import renamed
+from quire.settings import ADAPTER_READ_BYTES
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_TEXT = 300  # of a message that quotes a file
-# Beside steps that keep all cores busy, the thread that loads waits some milliseconds after each read of a disk.
-_READ_BYTES = 4 << 20
+# File systems count the time of a change in steps of at most this: two changes within one step look like one.
+_SETTLED_NS = 2_000_000_000
 _FLOATS = ("float32", "float16", "bfloat16")
 _CHUNK = 32_767  # the most elements that torch handles in one thread: loading leaves the cores to steps
 _PREFIX = "base_model.model."
@@ -57,14 +60,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Adapter:
-    """All deltas of an adapter, by the names of the weights that they change.
-
-    The names are names of shards in Hugging Face's checkpoints, in the order of the model: `model.layers.0.self_attn.
-    q_proj`. EMBEDDINGS is the lookup, OUTPUT the projection to logits, also in a model whose two share one weight.
-
-    Attributes:
-        digest: SHA-256 over names, factors and the tensors as they are in the file.
-    """
+    """All deltas of an adapter, by the names of the weights that they change: see AdapterModule."""
 
     digest: str
     deltas: dict[str, Delta]
@@ -76,12 +72,177 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class _Module:
-    """A module that the file has tensors for: its entries for A and B."""
+class AdapterModule:
+    """What an adapter adds to a weight, without its numbers.
 
-    name: str  # ours
+    Attributes:
+        name: of a shard in Hugging Face's checkpoints: `model.layers.0.self_attn.q_proj`. EMBEDDINGS is the lookup,
+            OUTPUT the projection to logits, also in a model whose two share one weight.
+        entries: of A [R, K] and B [N, R] in the file.
+    """
+
+    name: str
     entries: tuple[TensorEntry, TensorEntry]
     scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.entries[0].shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.entries[0].shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.entries[1].shape[0]
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """What the system notes of a file's content. Whoever writes to it or replaces it changes the stamp.
+
+    Programs can set the time of the last write, but not `changed_ns`. A change through a shared mapping that was made
+    before the stamp was taken need not be noted.
+    """
+
+    device: int
+    inode: int
+    size: int
+    written_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> FileStamp:
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+    def is_settled(self, now_ns: int) -> bool:
+        """Whether a change from now on gives another stamp: the last change is no longer in the present time step."""
+        return max(self.written_ns, self.changed_ns) < now_ns - _SETTLED_NS
+
+
+@dataclass(frozen=True)
+class AdapterPiece:
+    """Tensors that lie side by side in a file.
+
+    Attributes:
+        begin: its place in the file.
+        raw: bytes.
+    """
+
+    begin: int
+    raw: Tensor
+    entries: list[tuple[TensorEntry, AdapterModule]]
+
+    def tensor(self, entry: TensorEntry) -> Tensor:
+        """One of them, flat, in its own dtype. It shares the memory of the piece if it is aligned."""
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        begin = entry.begin - self.begin
+        raw = self.raw[begin : begin + entry.end - entry.begin]
+        return (raw.clone() if begin % dtype.itemsize else raw).view(dtype)
+
+
+class AdapterFile:
+    """An adapter whose names, shapes and sizes are checked, and whose tensors are read next.
+
+    Attributes:
+        modules: in the order of the model.
+        stamps: of its files.
+        is_settled: the stamps prove from now on that the files are unchanged.
+        digest: SHA-256 over names, factors and the tensors as they are in the file. Empty until all tensors are read.
+            Whoever knows that the content is that of an earlier reading sets it first. Then nothing is checked again.
+    """
+
+    def __init__(
+        self, file: BufferedReader[FileIO], modules: list[AdapterModule], stamps: tuple[FileStamp, FileStamp]
+    ) -> None:
+        self._file, self.modules, self.stamps = file, modules, stamps
+        now_ns = time.time_ns()
+        self.is_settled = all(stamp.is_settled(now_ns) for stamp in stamps)
+        self.digest = ""
+
+    def facts(self, dtype: torch.dtype) -> AdapterFacts:
+        """Of an adapter that is read into tensors of `dtype`."""
+        num_elements = sum(module.rank * (module.in_features + module.out_features) for module in self.modules)
+        rank = max(module.rank for module in self.modules)
+        return AdapterFacts(self.digest, rank, num_elements * dtype.itemsize, len(self.modules))
+
+    def pieces(self, dtype: torch.dtype) -> Iterator[AdapterPiece]:
+        """All tensors once, in the order of the file, which is the fastest for a disk. The next overwrites a piece.
+
+        Raises AdapterError: a number is NaN or infinite in `dtype`, or the file has become shorter.
+        """
+        pieces = list(self._cut())
+        is_known = bool(self.digest)
+        hashes: dict[TensorEntry, str] = {}
+        memory = torch.empty(max(end - begin for begin, end, _ in pieces), dtype=torch.uint8)
+        for begin, end, entries in pieces:
+            piece = AdapterPiece(begin, memory[: end - begin], entries)
+            self._file.seek(begin)
+            if self._file.readinto(piece.raw.numpy().data) != end - begin:
+                raise AdapterError(f"{TENSORS_NAME} changed while it was read", fix=_AGAIN)
+            if not is_known:
+                for entry, module in entries:
+                    tensor = piece.tensor(entry)
+                    _check_finite(tensor, module.name, dtype)
+                    hashes[entry] = hashlib.sha256(tensor.view(torch.uint8).numpy().data).hexdigest()
+            yield piece
+        if not is_known:
+            self.digest = self._digest(hashes)
+
+    def _cut(self) -> Iterator[tuple[int, int, list[tuple[TensorEntry, AdapterModule]]]]:
+        """Begin, end and tensors of the pieces."""
+        places = sorted(
+            ((entry, module) for module in self.modules for entry in module.entries), key=lambda place: place[0].begin
+        )
+        first = 0
+        for i, (entry, _) in enumerate(places):
+            is_last = i + 1 == len(places) or places[i + 1][0].begin != entry.end
+            if is_last or places[i + 1][0].end - places[first][0].begin > ADAPTER_READ_BYTES:
+                yield places[first][0].begin, entry.end, places[first : i + 1]
+                first = i + 1
+
+    def _digest(self, hashes: dict[TensorEntry, str]) -> str:
+        digest = hashlib.sha256()
+        for module in self.modules:
+            digest.update(f"{module.name} {module.scale!r}".encode())
+            for entry in module.entries:
+                digest.update(f" {entry.dtype} {list(entry.shape)} {hashes[entry]}\n".encode())
+        return digest.hexdigest()
+
+
+@contextmanager
+def open_adapter(
+    folder: Path, config: ModelConfig, *, max_rank: int, target_modules: Collection[str] | None = None
+) -> Iterator[AdapterFile]:
+    """An adapter for a model, while its files are open.
+
+    Args:
+        config: of a native model.
+        max_rank: of any module.
+        target_modules: the last parts of names that an adapter may change, for example `q_proj`; None: all.
+
+    Raises:
+        AdapterError: a file is missing, malformed or changes before the end of the context; the adapter is of another
+            kind than LoRA and rsLoRA; it does not fit the model or the limits.
+    """
+    with _open(folder, CONFIG_NAME) as (file, config_stamp):
+        raw = file.read(_MAX_CONFIG_BYTES + 1)
+        if len(raw) > _MAX_CONFIG_BYTES:
+            raise AdapterError(f"{CONFIG_NAME} is too large", expected=f"at most {_MAX_CONFIG_BYTES} bytes", fix=_AGAIN)
+        adapter_config = parse_config(raw)
+        _refuse_pickle(folder)
+        with _open(folder, TENSORS_NAME) as (tensors_file, stamp):
+            try:
+                entries = read_open_header(tensors_file, folder / TENSORS_NAME)
+            except WeightsError as error:
+                raise AdapterError(
+                    error.what[:_MAX_TEXT], value=error.value, expected=error.expected, fix=error.fix
+                ) from None
+            modules = _modules(entries, adapter_config, config)
+            for module in modules:
+                _check_limits(module, max_rank, target_modules)
+            yield AdapterFile(tensors_file, modules, (config_stamp, stamp))
 
 
 def read_adapter(
@@ -92,39 +253,22 @@ def read_adapter(
     dtype: torch.dtype,
     target_modules: Collection[str] | None = None,
 ) -> Adapter:
-    """Read an adapter for a model.
-
-    Args:
-        config: of a native model.
-        max_rank: of any module.
-        dtype: of the tensors that are returned.
-        target_modules: the last parts of names that an adapter may change, for example `q_proj`; None: all.
-
-    Raises:
-        AdapterError: a file is missing, malformed or changes meanwhile; the adapter is of another kind than LoRA and
-            rsLoRA; it does not fit the model or the limits; a number is NaN or infinite in `dtype`.
-    """
-    with _open(folder, CONFIG_NAME) as file:
-        raw = file.read(_MAX_CONFIG_BYTES + 1)
-        if len(raw) > _MAX_CONFIG_BYTES:
-            raise AdapterError(f"{CONFIG_NAME} is too large", expected=f"at most {_MAX_CONFIG_BYTES} bytes", fix=_AGAIN)
-        adapter_config = parse_config(raw)
-        _refuse_pickle(folder)
-        with _open(folder, TENSORS_NAME) as tensors_file:
-            try:
-                entries = read_open_header(tensors_file, folder / TENSORS_NAME)
-            except WeightsError as error:
-                raise AdapterError(
-                    error.what[:_MAX_TEXT], value=error.value, expected=error.expected, fix=error.fix
-                ) from None
-            modules = _modules(entries, adapter_config, config)
-            for module in modules:
-                _check_limits(module, max_rank, target_modules)
-            return _read(tensors_file, modules, dtype)
+    """Read an adapter for a model into tensors of `dtype`. See open_adapter and AdapterFile.pieces."""
+    with open_adapter(folder, config, max_rank=max_rank, target_modules=target_modules) as file:
+        found = {
+            entry: piece.tensor(entry).view(entry.shape).to(dtype, copy=True)
+            for piece in file.pieces(dtype)
+            for entry, _ in piece.entries
+        }
+        deltas = {
+            module.name: Delta(found[module.entries[0]], found[module.entries[1]], module.scale)
+            for module in file.modules
+        }
+    return Adapter(file.digest, deltas)
 
 
 @contextmanager
-def _open(folder: Path, name: str) -> Iterator[BufferedReader[FileIO]]:
+def _open(folder: Path, name: str) -> Iterator[tuple[BufferedReader[FileIO], FileStamp]]:
     """A file of the adapter. Raises AdapterError if it is missing, or if it changes before the end of the context."""
     path = folder / name
     try:
@@ -132,13 +276,13 @@ def _open(folder: Path, name: str) -> Iterator[BufferedReader[FileIO]]:
             raise AdapterError(
                 f"The adapter has no {name}", expected=f"a folder with {CONFIG_NAME} and {TENSORS_NAME}", fix=_AGAIN
             )
-        with BufferedReader(FileIO(path), _READ_BYTES) as file:
-            before = os.fstat(file.fileno())
-            yield file
-            after = path.stat()
+        with BufferedReader(FileIO(path)) as file:
+            before = FileStamp.of(os.fstat(file.fileno()))
+            yield file, before
+            after = FileStamp.of(path.stat())
     except OSError as error:
         raise AdapterError(f"{name} cannot be read: {error.strerror}", fix=_AGAIN) from None
-    if (after.st_ino, after.st_size, after.st_mtime_ns) != (before.st_ino, before.st_size, before.st_mtime_ns):
+    if after != before:
         raise AdapterError(f"{name} changed while it was read", fix="Load the adapter again when all files are written")
 
 
@@ -172,7 +316,7 @@ def _own_name(peft_name: str, config: ModelConfig) -> str:
     return renamed(f"{peft_name}.", config.renamed_prefixes).removesuffix(".")
 
 
-def _modules(entries: list[TensorEntry], adapter: AdapterConfig, config: ModelConfig) -> list[_Module]:
+def _modules(entries: list[TensorEntry], adapter: AdapterConfig, config: ModelConfig) -> list[AdapterModule]:
     """The modules in the order of the model. Every tensor has its place, both its sizes fit, and none is missing."""
     shapes = _shapes(config)
     found: dict[str, dict[str, TensorEntry]] = {}
@@ -211,7 +355,7 @@ def _modules(entries: list[TensorEntry], adapter: AdapterConfig, config: ModelCo
                     expected=expected_dtypes,
                     fix="Convert the tensors to bfloat16 and save them again",
                 )
-        modules.append(_Module(name, (pair["A"], pair["B"]), adapter.scale_of(peft_names[name])))
+        modules.append(AdapterModule(name, (pair["A"], pair["B"]), adapter.scale_of(peft_names[name])))
     return modules
 
 
@@ -269,7 +413,7 @@ def _foreign(name: str, shapes: dict[str, tuple[int, int]]) -> AdapterError:
     )
 
 
-def _check_limits(module: _Module, max_rank: int, target_modules: Collection[str] | None) -> None:
+def _check_limits(module: AdapterModule, max_rank: int, target_modules: Collection[str] | None) -> None:
     rank = module.entries[0].shape[0]
     if rank > max_rank:
         raise AdapterError(
@@ -287,24 +431,6 @@ def _check_limits(module: _Module, max_rank: int, target_modules: Collection[str
         )
 
 
-def _read(file: BufferedReader[FileIO], modules: list[_Module], dtype: torch.dtype) -> Adapter:
-    digest = hashlib.sha256()
-    tensors: dict[TensorEntry, Tensor] = {}
-    hashes: dict[TensorEntry, str] = {}
-    # In file order, which is the fastest for a disk.
-    owners = [(entry, module.name) for module in modules for entry in module.entries]
-    for entry, name in sorted(owners, key=lambda owner: owner[0].begin):
-        tensors[entry], hashes[entry] = _read_tensor(file, entry, name, dtype)
-    for module in modules:
-        digest.update(f"{module.name} {module.scale!r}".encode())
-        for entry in module.entries:
-            digest.update(f" {entry.dtype} {list(entry.shape)} {hashes[entry]}\n".encode())
-    deltas = {
-        module.name: Delta(tensors[module.entries[0]], tensors[module.entries[1]], module.scale) for module in modules
-    }
-    return Adapter(digest.hexdigest(), deltas)
-
-
 def _is_finite(chunk: Tensor) -> bool:
     """Of one number or more: NaN and infinity have an exponent of ones.
 
@@ -320,20 +446,11 @@ def _is_finite(chunk: Tensor) -> bool:
     return bool((bits & mask).max() != mask)
 
 
-def _read_tensor(file: BufferedReader[FileIO], entry: TensorEntry, name: str, dtype: torch.dtype) -> tuple[Tensor, str]:
-    """The tensor in `dtype`, and the SHA-256 of its bytes in the file."""
-    raw = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
-    buffer = raw.numpy().data
-    file.seek(entry.begin)
-    if file.readinto(buffer) != len(buffer):
-        raise AdapterError(f"{TENSORS_NAME} changed while it was read", fix=_AGAIN)
-    stored = raw.view(getattr(torch, entry.dtype))
-    tensor = stored if stored.dtype == dtype else torch.empty_like(stored, dtype=dtype)
+def _check_finite(stored: Tensor, name: str, dtype: torch.dtype) -> None:
+    """Raise AdapterError if a number of this module's tensor is NaN or infinite in `dtype`."""
     for begin in range(0, len(stored), _CHUNK):
-        source, chunk = stored[begin : begin + _CHUNK], tensor[begin : begin + _CHUNK]
-        if chunk.dtype != source.dtype:
-            chunk.copy_(source)
-        if not _is_finite(chunk):
+        source = stored[begin : begin + _CHUNK]
+        if not _is_finite(source.to(dtype)):
             is_finite = _is_finite(source)
             raise AdapterError(
                 f"A tensor of {name} holds NaN or infinity" + (f" in {dtype}" if is_finite else ""),
@@ -342,4 +459,3 @@ def _read_tensor(file: BufferedReader[FileIO], entry: TensorEntry, name: str, dt
                 if is_finite
                 else "Take an earlier checkpoint of the training",
             )
-    return tensor.view(entry.shape), hashlib.sha256(buffer).hexdigest()

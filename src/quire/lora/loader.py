@@ -6,28 +6,46 @@ import os
 import queue
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from quire.errors import AdapterChangedError, AdapterError
-from quire.lora.adapter import Adapter
+from quire.lora.adapter import AdapterFile, FileStamp
 
 T = TypeVar("T")
+
+_MOST_PROOFS = 4096  # folders. Without its proof an adapter is read more slowly
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """The content of an adapter, and the settled stamps of its files when it was read."""
+
+    digest: str
+    stamps: tuple[FileStamp, FileStamp]
 
 
 class AdapterLoader(Generic[T]):
     """One daemon thread that reads, checks and packs adapters in the order of the calls.
 
+    Content that was read before is proved by the stamps of its files where they are the same and were settled then,
+    and else by its digest.
+
     Args:
-        read: the adapter in a folder; raises AdapterError.
-        pack: brings an adapter into the form that steps use. It runs in the thread too.
+        open_file: the adapter in a folder; raises AdapterError.
+        pack: reads an adapter into the form that steps use. It runs in the thread too.
     """
 
-    def __init__(self, read: Callable[[Path], Adapter], pack: Callable[[Adapter], T]) -> None:
-        self._read, self._pack = read, pack
+    def __init__(
+        self, open_file: Callable[[Path], AbstractContextManager[AdapterFile]], pack: Callable[[AdapterFile], T]
+    ) -> None:
+        self._open, self._pack = open_file, pack
+        self._proofs: OrderedDict[Path, _Proof] = OrderedDict()  # by folder, the one used last at the end
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="adapters", daemon=True).start()
 
@@ -44,23 +62,31 @@ class AdapterLoader(Generic[T]):
             if not loaded.set_running_or_notify_cancel():
                 return
             try:
-                loaded.set_result(self._pack(self._unchanged(folder, digest)))
+                loaded.set_result(self._load(folder, digest))
             except BaseException as error:
                 loaded.set_exception(error)
 
         self._tasks.put(task)
         return loaded
 
-    def _unchanged(self, folder: Path, digest: str | None) -> Adapter:
+    def _load(self, folder: Path, digest: str | None) -> T:
+        proof = self._proofs.pop(folder, None)
         try:
-            adapter = self._read(folder)
+            with self._open(folder) as file:
+                if proof is not None and (proof.digest, proof.stamps) == (digest, file.stamps):
+                    file.digest = proof.digest
+                packed = self._pack(file)
         except AdapterError as error:
             if digest is None:
                 raise
             raise _changed(error.message) from error
-        if digest not in (None, adapter.digest):
+        if digest not in (None, file.digest):
             raise _changed("Its content is another one.")
-        return adapter
+        if file.is_settled:
+            self._proofs[folder] = _Proof(file.digest, file.stamps)
+            if len(self._proofs) > _MOST_PROOFS:
+                self._proofs.popitem(last=False)
+        return packed
 
     def _run(self) -> None:
         _step_back()

@@ -20,6 +20,9 @@ from quire.schedule import Polled
 
 logger = get_logger(__name__)
 
+# At once: the loader thread has the next one when it has ended one, and need not wait for the end of a step.
+_MOST_READS = 4
+
 
 class AdapterMemory(Protocol):
     """The workers, as far as adapters are concerned: see life_cycle.Worker."""
@@ -76,7 +79,7 @@ class Unreadable:
 
 
 class AdapterRegistry:
-    """At most `most` adapters are in memory; one more is while its memory is exchanged for another's.
+    """At most `most` adapters are in memory or being read, and one more while its memory is exchanged for another's.
 
     What runs stays there, and so does what preempted requests need and nobody has registered any more. The other
     places go to the most urgent adapters of waiting requests, and what is left to those used last. Reading for requests
@@ -92,7 +95,7 @@ class AdapterRegistry:
         self._in_memory: dict[str, None] = {}  # digests, the one used last at the end
         self._unregistered: set[str] = set()  # digests that only requests keep
         self._operations: deque[LoadAdapter] = deque()
-        self._read: _Read | None = None
+        self._reads: deque[_Read] = deque()  # in the order in which they end
         self._is_turn_of_operations = True
         self._states: list[AdapterState] = []
 
@@ -103,7 +106,7 @@ class AdapterRegistry:
     @property
     def is_busy(self) -> bool:
         """Whether something is being read or will be, or only waits for the end of its last request."""
-        return self._read is not None or bool(self._operations) or bool(self._unregistered)
+        return bool(self._reads) or bool(self._operations) or bool(self._unregistered)
 
     @property
     def num_known(self) -> int:
@@ -141,12 +144,11 @@ class AdapterRegistry:
             self._forget(digest)
         for digest in requests.running:  # they were used last
             self._in_memory[digest] = self._in_memory.pop(digest)
-        if self._read is not None and self._read.loading.done():
-            read, self._read = self._read, None
-            if (lost := self._take(read, requests)) is not None:
+        while self._reads and self._reads[0].loading.done():
+            if (lost := self._take(self._reads.popleft(), requests)) is not None:
                 return lost
-        if self._read is None:
-            self._begin(requests)
+        while len(self._reads) < _MOST_READS and self._begin(requests):
+            pass
         return None
 
     def take_states(self) -> list[AdapterState]:
@@ -162,32 +164,45 @@ class AdapterRegistry:
 
     def _forget(self, digest: str) -> None:
         """Unless it is being read: then it is forgotten after that."""
-        if self._read is not None and self._read.digest == digest:
+        if any(read.digest == digest for read in self._reads):
             return
         self._unregistered.remove(digest)
         del self._adapters[digest]
         if digest in self._in_memory:
             self._drop(digest)
 
-    def _begin(self, requests: AdapterRequests) -> None:
-        """Read for waiting requests or for a LoadAdapter, in turns."""
+    def _begin(self, requests: AdapterRequests) -> bool:
+        """Read for waiting requests or for a LoadAdapter, in turns. False: nothing is to be read, or has room."""
         digest = self._missing(requests)
+        if digest is None and not self._operations:
+            return False
+        if len(self._in_memory) + len(self._reads) > self._most:
+            if (unneeded := self._unneeded(requests)) is None:
+                return False
+            self._drop(unneeded)
         if self._operations and (digest is None or self._is_turn_of_operations):
             operation = self._operations.popleft()
             self._start(operation.path, operation=operation.operation)
         elif digest is not None:
             self._start(self._adapters[digest].path, digest=digest)
+        return True
 
     def _start(self, path: str, operation: int | None = None, digest: str | None = None) -> None:
         self._is_turn_of_operations = operation is None
         loading = self._memory.load_adapter(path, digest)
-        self._read = _Read(loading, path, self._clock(), operation, digest)
+        self._reads.append(_Read(loading, path, self._clock(), operation, digest))
 
     def _missing(self, requests: AdapterRequests) -> str | None:
-        """The most urgent adapter that has a right to be in memory and is not there."""
+        """The most urgent adapter that has a right to be in memory, and neither is there nor is being read."""
         if all(digest in self._in_memory for digest in requests.wanted[: self._most]):
             return None
-        return next((digest for digest in self._entitled(requests) if digest not in self._in_memory), None)
+        here = {read.digest for read in self._reads} | self._in_memory.keys()
+        return next((digest for digest in self._entitled(requests) if digest not in here), None)
+
+    def _unneeded(self, requests: AdapterRequests) -> str | None:
+        """What is in memory without a right to be, and was used the longest time ago."""
+        entitled = self._entitled(requests)
+        return next((digest for digest in self._in_memory if digest not in entitled), None)
 
     def _entitled(self, requests: AdapterRequests) -> list[str]:
         """What is or should be in memory now, without what merely was there: at most as many as fit."""
@@ -216,8 +231,9 @@ class AdapterRegistry:
         self._in_memory.pop(facts.digest, None)
         self._in_memory[facts.digest] = None
         if len(self._in_memory) > self._most:
-            entitled = self._entitled(requests)
-            self._drop(next(digest for digest in self._in_memory if digest not in entitled))
+            unneeded = self._unneeded(requests)
+            assert unneeded is not None, "more adapters have a right to be in memory than fit"
+            self._drop(unneeded)
         return None
 
     def _drop(self, digest: str) -> None:

@@ -6,14 +6,14 @@ were brought there when the adapter was packed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 
-from quire.kernels.lora import LoraTable, PackedDelta, pack_delta
-from quire.lora.adapter import Delta
+from quire.kernels.lora import DeltaShape, LoraTable, SlotRow, empty_deltas, pack_factors
+from quire.lora.adapter import AdapterFile
 from quire.lora.facts import AdapterFacts
 from quire.models.decoder import Decoder
 
@@ -22,10 +22,10 @@ _Part = tuple[str, int]  # the name of a weight that adapters may change, and th
 
 @dataclass(frozen=True)
 class PackedAdapter:
-    """An adapter in the form of the kernels, on the device of its model."""
+    """An adapter in the form of the kernels, on the device of its model: a row for each table of AdapterSlots."""
 
     facts: AdapterFacts
-    deltas: dict[_Part, PackedDelta]
+    rows: list[SlotRow]
 
 
 class AdapterSlots:
@@ -46,7 +46,7 @@ class AdapterSlots:
         dtype: torch.dtype,
         target_modules: Collection[str] = (),
     ) -> None:
-        self._device = model.device
+        self._device, self._dtype = model.device, dtype
         self._tables: list[tuple[LoraTable, list[_Part]]] = []
         self._looks_up: dict[str, bool] = {}  # by the name of a weight that adapters may change
         self._rows: dict[str, list[range]] = {}  # of that weight: those that are here
@@ -71,19 +71,36 @@ class AdapterSlots:
         """The slots of the adapters in memory, by digest. It follows their changes."""
         return MappingProxyType(self._slots)
 
-    def pack(self, facts: AdapterFacts, deltas: Iterable[tuple[str, Delta]]) -> PackedAdapter:
-        """Bring an adapter into the form of the kernels. Any thread may do it.
+    def pack(self, file: AdapterFile) -> PackedAdapter:
+        """Read an adapter into the form of the kernels. Any thread may do it.
 
         Args:
-            deltas: with the name of the weight that they change; AdapterSlots knows each of them.
+            file: of weights that AdapterSlots knows.
         """
-        packed: dict[_Part, PackedDelta] = {}
-        for name, delta in deltas:
-            for rows in self._rows[name]:
-                b_NR = delta.b_NR[rows.start : rows.stop]
-                part = pack_delta(delta.a_RK, b_NR, delta.scale, looks_up=self._looks_up[name])
-                packed[name, rows.start] = part.to(self._device)
-        return PackedAdapter(facts, packed)
+        parts = [(module, rows) for module in file.modules for rows in self._rows[module.name]]
+        shapes = [
+            DeltaShape(module.rank, module.in_features, len(rows), module.scale, self._looks_up[module.name])
+            for module, rows in parts
+        ]
+        keys = [(module.name, rows.start) for module, rows in parts]
+        deltas = dict(zip(keys, empty_deltas(shapes, self._dtype), strict=True))
+        memory = next(iter(deltas.values())).memory
+        for piece in file.pieces(self._dtype):
+            factors = []
+            for entry, module in piece.entries:
+                begin, dtype = entry.begin - piece.begin, getattr(torch, entry.dtype)
+                for rows in self._rows[module.name]:
+                    delta = deltas[module.name, rows.start]
+                    if entry is module.entries[0]:
+                        factors.append(delta.a_from(begin, dtype))
+                    else:
+                        factors.append(delta.b_from(begin + rows.start * module.rank * dtype.itemsize, dtype))
+            pack_factors(piece.raw, factors, memory)
+        if self._device.type != "cpu":
+            memory = memory.to(self._device)
+            deltas = {part: replace(delta, memory=memory) for part, delta in deltas.items()}
+        rows_of_tables = [table.row([deltas.get(part) for part in parts]) for table, parts in self._tables]
+        return PackedAdapter(file.facts(self._dtype), rows_of_tables)
 
     def add(self, adapter: PackedAdapter) -> None:
         """Give an adapter a slot, between steps. One that has a slot keeps it."""
@@ -92,8 +109,8 @@ class AdapterSlots:
             return
         assert self._free, f"{digest} is one adapter too many for {len(self._slots)} slots"
         slot = self._free.pop()
-        for table, parts in self._tables:
-            table.set(slot, [adapter.deltas.get(part) for part in parts])
+        for (table, _), row in zip(self._tables, adapter.rows, strict=True):
+            table.put(slot, row)
         self._slots[digest] = slot
 
     def remove(self, digest: str) -> None:

@@ -323,7 +323,8 @@ def memory_settings(model: ModelConfig, resolved: Resolved, memory: MemoryFacts)
         record.put("draft_text_bytes", memory.draft_text_bytes, "formula", detail)
     if (lora := resolved.lora) is not None:
         detail = f"{lora.max_cpu_loras} adapters, and one that takes the place of another, of rank {lora.max_rank}"
-        record.put("lora_bytes", memory.lora_bytes, "formula", f"at most, for {detail}; a part of work_bytes")
+        detail = f"at most, for {detail}, and what is read of a file; a part of work_bytes"
+        record.put("lora_bytes", memory.lora_bytes, "formula", detail)
     if (drafter := model.drafter) is not None and resolved.drafter is not None:
         source: Source = "formula" if memory.is_predicted else "measured"
         detail = f"{drafter.num_parameters():,} parameters; a part of weight_bytes"
@@ -446,7 +447,7 @@ class _Shortage:
             if saved >= missing:
                 fixes.append(f"--max-num-batched-tokens {lowest} (less work memory, slower prompts)")
         if offer.is_measured and resolved.lora is not None:
-            each = memory.lora_bytes // (resolved.lora.max_cpu_loras + 1)
+            each = resolved.lora.adapter_bytes(self.model)
             most = resolved.lora.max_cpu_loras - -(-missing // each)
             if most >= resolved.lora.max_loras:
                 fixes.append(f"--max-cpu-loras {most} (others are read again when they are asked)")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from quire.lora.adapter import Adapter, read_adapter
+from quire.lora.adapter import open_adapter
 from quire.lora.facts import AdapterFacts
 from quire.lora.loader import AdapterLoader
 from quire.lora.slots import AdapterSlots, PackedAdapter
@@ -27,14 +27,13 @@ class WorkerAdapters:
     def __init__(self, model: Decoder, settings: LoraSettings) -> None:
         dtype: torch.dtype = getattr(torch, settings.dtype)
         self._slots = AdapterSlots(model, settings.max_cpu_loras + 1, settings.max_rank, dtype, settings.target_modules)
-        read = partial(
-            read_adapter,
+        open_file = partial(
+            open_adapter,
             config=model.config,
             max_rank=settings.max_rank,
-            dtype=dtype,
             target_modules=settings.target_modules or None,
         )
-        self._loader: AdapterLoader[PackedAdapter] = AdapterLoader(read, self._packed)
+        self._loader: AdapterLoader[PackedAdapter] = AdapterLoader(open_file, self._slots.pack)
 
     @property
     def slots(self) -> Mapping[str, int]:
@@ -48,11 +47,6 @@ class WorkerAdapters:
     def drop(self, digest: str) -> None:
         """See life_cycle.Worker."""
         self._slots.remove(digest)
-
-    def _packed(self, adapter: Adapter) -> PackedAdapter:
-        """The adapter that was read is taken apart, so that it is not in memory twice."""
-        facts, deltas = adapter.facts(), adapter.deltas
-        return self._slots.pack(facts, ((name, deltas.pop(name)) for name in list(deltas)))
 
 
 class LoadingAdapter:
