@@ -107,26 +107,27 @@ def measure(core: EngineCore, num_requests: int, rounds: int) -> dict[str, Any]:
     return {"requests": num_requests, "tokens": sum(map(len, expected)), "rounds": found}
 
 
-def engine_of(model: str | None, device: str | None, drafter: str, is_async: bool) -> EngineCore:
-    config = EngineConfig(
-        model=model,
-        device=device,
-        async_scheduling=is_async,
-        max_model_len=512,
-        max_num_seqs=32,
-        kv_cache_memory_bytes=1 << 28,
-        enable_prefix_caching=False,
-    )
-    folder, drafter_folder = find_model(config, None, weights=True)[0], None
+def engine_of(model: str | None, device: str, drafter: str, is_async: bool) -> EngineCore:
+    drafter_folder = {"draft_model": demo.path("draft"), "eagle3": demo.path("eagle3")}.get(drafter)
+    speculation = None
     if drafter != "none":
-        names = {"draft_model": "draft", "eagle3": "eagle3"}
-        drafter_folder = demo.path(names[drafter]) if drafter in names else None
-        config.speculative_config = SpeculativeConfig(
+        speculation = SpeculativeConfig(
             method=drafter,  # type: ignore[arg-type]
             model=None if drafter_folder is None else str(drafter_folder),
             num_speculative_tokens=NUM_DRAFTS,
             adaptive=False,
         )
+    config = EngineConfig(
+        model=model,
+        device=device,
+        async_scheduling=is_async,
+        speculative_config=speculation,
+        max_model_len=512,
+        max_num_seqs=32,
+        kv_cache_memory_bytes=1 << 28,
+        enable_prefix_caching=False,
+    )
+    folder = find_model(config, None, weights=True)[0]
     engine = start_engine(
         config,
         folder,
@@ -170,7 +171,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--drafters", nargs="+", default=["none", "ngram", "draft_model", "eagle3"])
-    parser.add_argument("--device", help="none: what the engine chooses")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     environment = report.environment("python", "benchmarks/jump_forward.py")

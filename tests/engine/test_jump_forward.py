@@ -74,7 +74,7 @@ def core_of(schedule: Schedule) -> EngineCore:
     assert isinstance(runner, ModelRunner)
     grammars = runner.input_batch.grammars
     grammars.use_tokenizer((quire.demo.path("target") / "tokenizer.json").read_text(), [EOS])
-    core._preparer = SimpleNamespace(prepare_grammar=grammars.prepare)  # type: ignore[assignment]
+    core._preparer = SimpleNamespace(prepare_grammar=grammars.prepare)
     return core
 
 
@@ -127,7 +127,6 @@ def test_any_schedule(
     drafter: str, device: str, depth: int, limits: dict[str, Any], num_forced: Callable[[], int]
 ) -> None:
     assert run(core_on(device, drafter, depth=depth, **limits), prompts()) == expected()
-    print("FORCED", num_forced())
     assert num_forced() > 60
 
 
@@ -144,7 +143,6 @@ def test_preemption_at_any_step(
             core.scheduler.preempt_last()
 
     assert run(core_on(device, drafter, depth=depth), prompts(), before_step=preempt) == expected()
-    print("FORCED", num_forced())
     assert num_forced() > 40
 
 
@@ -161,5 +159,4 @@ def test_a_row_that_is_given_again(drafter: str, depth: int, num_forced: Callabl
     tokens = run(core, [*prompts()[:7], *prompts()[:7]], before_step=abort)
     assert [found == wanted[: len(found)] for found, wanted in zip(tokens[:7], expected(), strict=False)] == [True] * 7
     assert tokens[7:] == expected()[:7]
-    print("FORCED", num_forced())
     assert num_forced() > 20
