@@ -19,6 +19,7 @@ from quire.engine.executor import ThreadExecutor
 from quire.grammar.matchers import RowGrammar
 from quire.grammar.text import grammar_text
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.scheduler.scheduler import Scheduler
 from quire.spec_decode.ngram import NgramProposer
 from quire.worker.model_runner import ModelRunner
 from tests.covering import covering
@@ -139,6 +140,7 @@ def test_preemption_at_any_step(
     """Before, while and behind a span that is computed."""
 
     def preempt(core: EngineCore, step: int) -> None:
+        assert isinstance(core.scheduler, Scheduler)
         while step == at_step and core.scheduler.num_running:
             core.scheduler.preempt_last()
 
