@@ -18,6 +18,7 @@ from quire.engine.core import EngineCore
 from quire.engine.executor import ThreadExecutor
 from quire.grammar.matchers import RowGrammar
 from quire.grammar.text import grammar_text
+from quire.messages import AddRequest
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler.scheduler import Scheduler
 from quire.spec_decode.ngram import NgramProposer
@@ -162,3 +163,17 @@ def test_a_row_that_is_given_again(drafter: str, depth: int, num_forced: Callabl
     assert [found == wanted[: len(found)] for found, wanted in zip(tokens[:7], expected(), strict=False)] == [True] * 7
     assert tokens[7:] == expected()[:7]
     assert num_forced() > 20
+
+
+@pytest.mark.parametrize("device", ["cpu", "late"])
+@pytest.mark.parametrize("drafter", ["draft model", "eagle3"])
+def test_a_span_behind_drafts(drafter: str, device: str) -> None:
+    """The step that verifies drafts answers with the span behind them too."""
+    grammar = grammar_text(StructuredOutputsParams(regex="[a-f]{12}: and that is all that there is to say"))
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=64, grammar=grammar)
+    core = core_on(device, drafter, depth=2)
+    core.add(AddRequest("r0", [5, 6, 7], params, 64, stop_token_ids=[EOS]))
+    deltas = []
+    while core.has_work():
+        deltas += core.step()
+    assert any(delta.drafts and len(delta.token_ids) > delta.drafts[0] + 1 for delta in deltas)
