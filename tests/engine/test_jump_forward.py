@@ -171,7 +171,7 @@ def test_a_span_behind_drafts(drafter: str, device: str) -> None:
     """The step that verifies drafts answers with the span behind them too."""
     grammar = grammar_text(StructuredOutputsParams(regex="[a-f]{12}: and that is all that there is to say"))
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=64, grammar=grammar)
-    core = core_on(device, drafter, depth=2)
+    core = core_on(device, drafter, depth=2, waits=True)
     core.add(AddRequest("r0", [5, 6, 7], params, 64, stop_token_ids=[EOS]))
     deltas = []
     while core.has_work():
