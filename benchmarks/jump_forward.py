@@ -81,8 +81,6 @@ def answer(core: EngineCore, name: str, num_requests: int) -> tuple[dict[str, fl
     tokens: dict[str, list[int]] = {}
     num_steps, started = 0, time.perf_counter()
     while core.has_work():
-        if core.scheduler.num_deferred:  # the grammar is being compiled
-            started = time.perf_counter()
         for delta in core.step():
             assert delta.error is None, delta.error
             tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
@@ -92,7 +90,7 @@ def answer(core: EngineCore, name: str, num_requests: int) -> tuple[dict[str, fl
 
 
 def measure(core: EngineCore, num_requests: int, rounds: int) -> dict[str, Any]:
-    """Rounds of both ways in turns; the first one warms up."""
+    """Rounds of both ways in turns; the first one warms up, and compiles the grammar."""
     found, expected = list[dict[str, dict[str, float]]](), None
     for number in range(rounds + 1):
         turn = {}
@@ -108,8 +106,7 @@ def measure(core: EngineCore, num_requests: int, rounds: int) -> dict[str, Any]:
 
 
 def engine_of(model: str | None, device: str, drafter: str, is_async: bool) -> EngineCore:
-    folders = {"draft_model": demo.path("draft"), "eagle3": demo.path("eagle3")}
-    drafter_folder = folders.get(drafter)
+    drafter_folder = {"draft_model": demo.path("draft"), "eagle3": demo.path("eagle3")}.get(drafter)
     speculation = None
     if drafter != "none":
         speculation = SpeculativeConfig(
@@ -122,11 +119,11 @@ def engine_of(model: str | None, device: str, drafter: str, is_async: bool) -> E
         model=model,
         device=device,
         async_scheduling=is_async,
+        speculative_config=speculation,
         max_model_len=512,
         max_num_seqs=32,
         kv_cache_memory_bytes=1 << 28,
         enable_prefix_caching=False,
-        speculative_config=speculation,
     )
     folder = find_model(config, None, weights=True)[0]
     engine = start_engine(
@@ -172,7 +169,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--drafters", nargs="+", default=["none", "ngram", "draft_model", "eagle3"])
-    parser.add_argument("--device", default="auto", help="as of quire serve")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     environment = report.environment("python", "benchmarks/jump_forward.py")

@@ -18,7 +18,9 @@ from quire.engine.core import EngineCore
 from quire.engine.executor import ThreadExecutor
 from quire.grammar.matchers import RowGrammar
 from quire.grammar.text import grammar_text
+from quire.messages import AddRequest
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.scheduler.scheduler import Scheduler
 from quire.spec_decode.ngram import NgramProposer
 from quire.worker.model_runner import ModelRunner
 from tests.covering import covering
@@ -74,7 +76,7 @@ def core_of(schedule: Schedule) -> EngineCore:
     assert isinstance(runner, ModelRunner)
     grammars = runner.input_batch.grammars
     grammars.use_tokenizer((quire.demo.path("target") / "tokenizer.json").read_text(), [EOS])
-    core._preparer = SimpleNamespace(prepare_grammar=grammars.prepare)  # type: ignore[assignment]
+    core._preparer = SimpleNamespace(prepare_grammar=grammars.prepare)
     return core
 
 
@@ -127,7 +129,6 @@ def test_any_schedule(
     drafter: str, device: str, depth: int, limits: dict[str, Any], num_forced: Callable[[], int]
 ) -> None:
     assert run(core_on(device, drafter, depth=depth, **limits), prompts()) == expected()
-    print("FORCED", num_forced())
     assert num_forced() > 60
 
 
@@ -140,11 +141,11 @@ def test_preemption_at_any_step(
     """Before, while and behind a span that is computed."""
 
     def preempt(core: EngineCore, step: int) -> None:
+        assert isinstance(core.scheduler, Scheduler)
         while step == at_step and core.scheduler.num_running:
             core.scheduler.preempt_last()
 
     assert run(core_on(device, drafter, depth=depth), prompts(), before_step=preempt) == expected()
-    print("FORCED", num_forced())
     assert num_forced() > 40
 
 
@@ -161,5 +162,18 @@ def test_a_row_that_is_given_again(drafter: str, depth: int, num_forced: Callabl
     tokens = run(core, [*prompts()[:7], *prompts()[:7]], before_step=abort)
     assert [found == wanted[: len(found)] for found, wanted in zip(tokens[:7], expected(), strict=False)] == [True] * 7
     assert tokens[7:] == expected()[:7]
-    print("FORCED", num_forced())
     assert num_forced() > 20
+
+
+@pytest.mark.parametrize("device", ["cpu", "late"])
+@pytest.mark.parametrize("drafter", ["draft model", "eagle3"])
+def test_a_span_behind_drafts(drafter: str, device: str) -> None:
+    """The step that verifies drafts answers with the span behind them too."""
+    grammar = grammar_text(StructuredOutputsParams(regex="[a-f]{12}: and that is all that there is to say"))
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=64, grammar=grammar)
+    core = core_on(device, drafter, depth=2, waits=True)
+    core.add(AddRequest("r0", [5, 6, 7], params, 64, stop_token_ids=[EOS]))
+    deltas = []
+    while core.has_work():
+        deltas += core.step()
+    assert any(delta.drafts and len(delta.token_ids) > delta.drafts[0] + 1 for delta in deltas)

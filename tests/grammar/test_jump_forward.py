@@ -12,6 +12,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.grammar.matchers import RowGrammar
 from quire.lora.request import LoRARequest
 from quire.sampling_params import StructuredOutputsParams as Structured
+from quire.scheduler.scheduler import Scheduler
 from tests.engine.heads import write_mimo
 from tests.grammar.test_generate import SETTINGS
 from tests.grammar.test_sameness import DRAFTERS, NGRAM
@@ -49,8 +50,9 @@ DRAFTS = {"none": None, "ngram": NGRAM, **DRAFTERS}
 
 def answers(engine: LLM, adapters: list[LoRARequest | None] | None = None) -> tuple[list[Any], int]:
     """What all requests get, in one batch and then one after the other, and the number of steps."""
-    core = engine.llm_engine.core
-    first, found = core.scheduler._next_step_id, []
+    scheduler, found = engine.llm_engine.core.scheduler, list[Any]()
+    assert isinstance(scheduler, Scheduler)
+    first = scheduler._next_step_id
     outputs = engine.generate(
         ["Answer:"] * len(REQUESTS), list(REQUESTS.values()), use_tqdm=False, lora_request=adapters
     )
@@ -59,8 +61,8 @@ def answers(engine: LLM, adapters: list[LoRARequest | None] | None = None) -> tu
     for output in outputs:
         ends = [(o.text, o.token_ids, o.logprobs, o.finish_reason, o.stop_reason) for o in output.outputs]
         found.append((ends, output.prompt_logprobs))
-    assert core.scheduler.kv.pool.num_used_blocks == 0
-    return found, core.scheduler._next_step_id - first
+    assert scheduler.kv.pool.num_used_blocks == 0
+    return found, scheduler._next_step_id - first
 
 
 def stepped(
@@ -108,7 +110,7 @@ def test_adapters(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("drafter", ["none", "EAGLE-3", "draft model"])
 def test_few_blocks_and_short_steps(drafter: str, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are preempted, and a span is computed in several steps."""
-    settings = {"num_gpu_blocks_override": 16, "max_model_len": 192, "enable_prefix_caching": False}
+    settings: dict[str, Any] = {"num_gpu_blocks_override": 16, "max_model_len": 192, "enable_prefix_caching": False}
     expected, _ = stepped(monkeypatch, **settings)
     limits: dict[str, Any] = {"max_num_batched_tokens": 12, "max_num_seqs": 4, "async_scheduling": async_scheduling}
     engine = LLM(**{"dtype": "float32", **SETTINGS, **settings}, **limits, speculative_config=DRAFTS[drafter])
