@@ -88,7 +88,9 @@ def _make(asked: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str
         assert asked.structural_tag is not None
         text = _structural_tag(asked.structural_tag, {}, schemas)  # checked without its special tokens
     if why := _objection(text):
-        raise _refusal(asked.kind, next(filter(None, map(_reason_of, schemas)), why))
+        if asked.structural_tag is not None:
+            why = next(filter(None, map(_reason_of, schemas)), why)
+        raise _refusal(asked.kind, why if asked.json is None else _reason(why, schema))
     if asked.grammar is not None and (rule := endless_rule(text)) is not None:
         raise _refusal(asked.kind, f"the rule {rule} has no end, because it has to contain itself")
     if asked.structural_tag is not None:

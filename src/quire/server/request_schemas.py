@@ -128,9 +128,6 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
         schema["additionalProperties"] = False
         if rules[kind]:
             schema["allOf"] = rules[kind]
-    components["StructuredOutputsParams"]["oneOf"] = [
-        {"properties": {name: asked}, "required": [name]} for name, asked in _CONSTRAINTS.items()
-    ]
     components["InputItem"]["anyOf"] = [
         {
             "properties": {"type": {"const": kind}, **{name: {"not": _NULL} for name in names}},
@@ -318,15 +315,6 @@ def _generation_rules(bounds: SchemaBounds) -> Iterable[Schema]:
     )
 
 
-# Exactly one of these is asked for.
-_CONSTRAINTS: dict[str, Schema] = {
-    "json": {"not": _NULL},
-    "regex": {"not": _NULL},
-    "choice": {"type": "array", "minItems": 1},
-    "grammar": {"not": _NULL},
-    "json_object": _TRUE,
-    "structural_tag": {"not": _NULL},
-}
 _CONTINUES_OR_BEGINS = _rule(
     "continue_final_message and add_generation_prompt exclude each other",
     {"continue_final_message": _NOT_TRUE},

@@ -229,7 +229,7 @@ def walk(matcher: LLMatcher, beginning: str, numbers: random.Random) -> str | No
             ["qwen3_coder", "glm45"],
             "itself",
         ),
-        ({"properties": {"a": {"const": "</parameter>"}}}, ["qwen3_coder"], "</parameter>: #"),
+        ({"properties": {"a": {"const": "</parameter>"}}}, ["qwen3_coder"], "</parameter>"),
         (
             {"properties": {"a": {"type": "array", "items": {"type": "object", "patternProperties": {"^a": {}}}}}},
             ["qwen3_coder"],

@@ -158,7 +158,7 @@ class BodyDecoder(Generic[T]):
         """
         try:
             ignored = [name for name, raw in self._names.decode(body).items() if self._is_ignored(name, raw)]
-            return self._decoded(body), ignored
+            return self._typed.decode(body), ignored
         except msgspec.ValidationError as error:
             raise _wrong_type(str(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -166,14 +166,6 @@ class BodyDecoder(Generic[T]):
             raise InvalidRequestError(
                 f"The body is not valid JSON: {detail}", expected="one JSON object in UTF-8"
             ) from None
-
-    def _decoded(self, body: bytes) -> T:
-        try:
-            return self._typed.decode(body)
-        except msgspec.ValidationError as error:
-            if "got `float`" not in str(error):
-                raise
-        return self._typed.decode(msgspec.json.encode(_with_integers(msgspec.json.decode(body))))
 
     def _is_ignored(self, name: str, raw: msgspec.Raw) -> bool:
         """Whether the field is accepted without effect; False for a known one. Raises for the others."""
@@ -197,15 +189,6 @@ class BodyDecoder(Generic[T]):
         near = difflib.get_close_matches(shown, sorted(self._known), n=1)
         fix = f"Did you mean {near[0]}?" if near else "Remove it"
         return UnsupportedFieldError(f"Unknown field {shown!r}", fix=fix, param=shown)
-
-
-def _with_integers(value: Any) -> Any:
-    """JSON with 1 for 1.0, which is an integer for a schema too."""
-    if isinstance(value, dict):
-        return {name: _with_integers(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_with_integers(each) for each in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _wrong_type(message: str) -> InvalidRequestError:
