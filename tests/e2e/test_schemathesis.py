@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -9,16 +10,20 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from jsonschema import Draft202012Validator
 
 from tests.e2e.serving import SMALL, Serve
+from tests.server.refusals import NOT_OF_THE_FORM
 
+JSON = "application/json"
 SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
-# What is found and is no defect. ST202: a body of the right form is refused for what no schema can say, such as a
-# prompt that is too long for the context (tests/server/test_request_schemas.py has the reasons).
-NO_DEFECTS = {"ST202"}
+# A body of the right form is refused. Whether that is a defect is looked at by `wrongly_refused`, with rules between
+# fields, which Schemathesis cannot combine, and for what no schema can say, such as a prompt that is too long.
+OWN_CHECKS = {"ST202"}
 # 413 is an answer to a body that is too large, whatever else is wrong with it.
 SETTINGS = """
 [checks]
@@ -32,21 +37,71 @@ def golden(http: httpx.Client) -> Any:
     return choice
 
 
+def wrongly_refused(document: Any, archive: Any) -> list[str]:
+    """Bodies that the whole document allows, refused for what a schema can say.
+
+    Args:
+        archive: all requests with their answers (HAR).
+    """
+    found = []
+    for entry in archive["log"]["entries"]:
+        path = urlsplit(entry["request"]["url"]).path
+        schema = document["paths"].get(path, {}).get("post", {}).get("requestBody", {}).get("content", {})
+        content, body = entry["response"]["content"], entry["request"].get("postData", {}).get("text", "")
+        if entry["request"]["method"] != "POST" or entry["response"]["status"] != 400 or JSON not in schema:
+            continue
+        try:
+            asked = json.loads(body)
+        except ValueError:
+            continue
+        validator = Draft202012Validator({**schema[JSON]["schema"], "components": document["components"]})
+        message = content["text"]
+        if content.get("encoding") == "base64":
+            message = base64.b64decode(message).decode()
+        if validator.is_valid(asked) and not NOT_OF_THE_FORM.search(message):
+            found.append(f"{path}: {message}\n{body[:2000]}")
+    return found
+
+
+def test_a_wrong_refusal_is_found() -> None:
+    """It is one only of a body that the document allows, and not for what no schema can say."""
+    body_of_a = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    document = {
+        "paths": {"/b": {"post": {"requestBody": {"content": {JSON: {"schema": {"$ref": "#/components/schemas/B"}}}}}}},
+        "components": {"schemas": {"B": body_of_a}},
+    }
+
+    def entry(body: str, message: str, status: int = 400, path: str = "/b") -> dict[str, Any]:
+        request = {"method": "POST", "url": f"http://h{path}?q", "postData": {"text": body}}
+        return {"request": request, "response": {"status": status, "content": {"text": message}}}
+
+    entries = [
+        entry('{"a": 1}', "a is odd"),
+        entry('{"a": 1}', "the prompt is too long"),
+        entry('{"a": 1}', "a is odd", status=404),
+        entry('{"a": "1"}', "a is odd"),
+        entry("{", "no JSON"),
+        entry('{"a": 1}', "a is odd", path="/c"),
+    ]
+    assert wrongly_refused(document, {"log": {"entries": entries}}) == ['/b: a is odd\n{"a": 1}']
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_no_request_ends_in_an_error_of_the_server(mode: str, tmp_path: Path) -> None:
-    """All checks and phases, null bytes, every route. Rules between fields stay out: it cannot combine all of them."""
+    """All checks and phases, null bytes, every route, tools and reasoning parsed."""
     if not shutil.which(SCHEMATHESIS):
         pytest.skip("no schemathesis: make test-full installs it")
-    flags = (*SMALL, "--max-model-len", "64")
+    flags = (*SMALL, "--max-model-len", "64", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
     with Serve(*flags) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         before = golden(http)
         document = http.get("/openapi.json").json()
-        for schema in document["components"]["schemas"].values():
+        without_rules = json.loads(json.dumps(document))
+        for schema in without_rules["components"]["schemas"].values():
             schema.pop("allOf", None)
-        path = tmp_path / "openapi.json"
-        path.write_text(json.dumps(document))
+        path, archive = tmp_path / "openapi.json", tmp_path / "requests.har"
+        path.write_text(json.dumps(without_rules))
         (tmp_path / "schemathesis.toml").write_text(SETTINGS)
         options = {
             "url": server.url,
@@ -59,6 +114,9 @@ def test_no_request_ends_in_an_error_of_the_server(mode: str, tmp_path: Path) ->
             "request-timeout": "30",
             "max-response-time": "30",
             "suppress-health-check": "all",
+            "report": "har",
+            "report-har-path": str(archive),
+            "output-sanitize": "false",
         }
         arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
         run = subprocess.run(
@@ -69,6 +127,8 @@ def test_no_request_ends_in_an_error_of_the_server(mode: str, tmp_path: Path) ->
         assert "Tested:" in summary, run.stdout + run.stderr
         assert "Errors:" not in summary, report[-20_000:]
         found = re.split(r"(?=^\d+\. Test Case ID)", report, flags=re.MULTILINE)
-        defects = [case for case in found if not set(re.findall(r"\bST\d+\b", case)) <= NO_DEFECTS]
+        defects = [case for case in found if not set(re.findall(r"\bST\d+\b", case)) <= OWN_CHECKS]
         assert not defects, "".join(defects)[:20_000]
+        refused = wrongly_refused(document, json.loads(archive.read_text()))
+        assert not refused, "\n\n".join(refused)[:20_000]
         assert golden(http) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -24,7 +25,7 @@ Schema = dict[str, Any]
 BYTES = LLTokenizer("byte")
 PAGE = (Path(__file__).parents[2] / "docs" / "structured_output.md").read_text(encoding="utf-8")
 NUMBERS = (0, 1, 2, -1, 0.5, 1.5, -0.5, 3, 10)
-VALUES = (None, True, 0, 1, 1.5, "a", "ab", "", [], [1, "a"], {}, {"a": 1})
+VALUES: tuple[Any, ...] = (None, True, 0, 1, 1.5, "a", "ab", "", [], [1, "a"], {}, {"a": 1})
 PATTERNS = ("a", "^a", "b$", "^(a|b)*$", "^[a-c]{2,3}$", "[^a]", r"\d", "^.$")
 
 
@@ -143,6 +144,42 @@ def is_valid(text: str, schema: Schema) -> bool:
     return True
 
 
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        ({"propertyNames": {"pattern": "^x"}}, ["{}", '{"x": 1}', '{"xy": []}'], ['{"y": 1}', '{"x": 1, "y": 1}']),
+        ({"propertyNames": {"pattern": "x", "type": "string"}, "additionalProperties": {"type": "null"}},
+         ['{"ax": null}'], ['{"x": 1}', '{"b": null}']),
+        ({"propertyNames": {"pattern": "^x"}, "properties": {"x": {"type": "null"}, "y": True}},
+         ['{"x": null, "xy": 1}'], ['{"x": 1}', '{"y": 1}']),
+        ({"propertyNames": {"enum": ["a", "b", 3]}, "properties": {"a": {"type": "null"}, "c": True}},
+         ['{"a": null, "b": 2}', "{}"], ['{"a": 1}', '{"c": 1}', '{"d": 1}']),
+        ({"propertyNames": {"const": "a"}, "additionalProperties": {"type": "null"}}, ['{"a": null}'], ['{"b": null}']),
+        ({"propertyNames": True}, ['{"a": null}'], []),
+        ({"propertyNames": {"type": "string", "description": "any"}}, ['{"a": null}'], []),
+    ],
+)  # fmt: skip
+def test_names_of_keys(schema: Schema, allowed: list[str], forbidden: list[str]) -> None:
+    schema = {"type": "object", **schema}
+    assert all(is_valid(text, schema) for text in allowed)
+    assert not any(is_valid(text, schema) for text in forbidden)
+    assert [text for text in [*allowed, *forbidden] if takes(tagged(schema), text)] == allowed
+    matcher = matcher_of(schema)
+    assert [text for text in [*allowed, *forbidden] if takes(matcher, text)] == allowed
+    walked = [walk(matcher.deep_copy(), random.Random(seed)) for seed in range(20)]
+    assert all(is_valid(text, schema) for text in walked if text is not None)
+
+
+@pytest.mark.parametrize(
+    "names", [False, {"maxLength": 3}, {"pattern": "a", "minLength": 2}, {"not": {"const": "a"}}, {"$ref": "#/$defs/a"}]
+)
+def test_other_names_of_keys_are_refused(names: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="#/items/propertyNames"):
+        grammar_text(Structured(json={"items": {"propertyNames": names}}))
+    with pytest.raises(InvalidRequestError, match="#/propertyNames"):
+        grammar_text(Structured(json={"propertyNames": {"pattern": "a"}, "patternProperties": {"b": {}}}))
+
+
 LIST = {"type": "array", "items": {"$ref": "#/$defs/list"}, "minItems": 1}
 # Each holds for a value together with all behind it.
 CHAIN = {
@@ -155,17 +192,12 @@ CHAIN = {
 @pytest.mark.parametrize(
     ("schema", "why"),
     [
-        ({"allOf": [{"exclusiveMinimum": 1}, {"maximum": 1.5}]}, "less than 1 from the other bound: #"),
-        ({"items": {"$ref": "#/$defs/a", "exclusiveMaximum": 2}, "$defs": {"a": {"minimum": 1.5}}}, "bound: #/items"),
-        ({"exclusiveMinimum": 1, "anyOf": [{"maximum": 9}, {"maximum": 1.5}]}, "less than 1 from the other bound: #"),
         ({"properties": {"a": {"minProperties": 2}}}, "more than one key that is not required: #/properties/a"),
         ({"allOf": [{"required": ["a"]}, {"minProperties": 3}]}, "more than one key that is not required: #"),
         ({"properties": {"a": {}}, "maxProperties": 1}, "every key in properties to be required: #/maxProperties"),
         ({"$ref": "#"}, "has to contain itself: #"),
         ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "has to contain itself: #"),
         ({"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["a"]}, "has to contain itself: #"),
-        ({"properties": {"x": LIST}, "$defs": {"list": LIST}}, "has to contain itself: #/properties/x"),
-        ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/list"}], "$defs": {"list": LIST}}, "contain itself: #/anyOf/1"),
         (
             {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}},
             "has to contain itself: #",
@@ -210,6 +242,7 @@ def test_what_would_be_taken_and_is_refused(schema: Schema, why: str) -> None:
         {"type": "object", "patternProperties": {"^a": {"$ref": "#"}}, "required": ["b"]},
         {"type": "object", "patternProperties": {"^a": {"$ref": "#"}}, "minProperties": 1},
         {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1}]},
+        {"propertyNames": {"pattern": "^a"}, "required": ["a"], "additionalProperties": {"$ref": "#"}},
         {"properties": {"next": {"$ref": "#"}}, "required": ["next"]},  # the next one may be a number
         {"type": "array", "prefixItems": [True, {"$ref": "#"}], "minItems": 1},
         {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "number", "minimum": -5, "maximum": 0.5}]},
@@ -228,6 +261,44 @@ def test_what_would_be_taken_and_is_refused(schema: Schema, why: str) -> None:
 )
 def test_what_is_taken(schema: Schema) -> None:
     assert ends(matcher_of(schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        ({"exclusiveMinimum": 1, "maximum": 1.5}, ["1.5", "1.01", "1.0000000001"], ["1", "1.0", "1.51"]),
+        ({"minimum": -1.5, "exclusiveMaximum": -1}, ["-1.5", "-1.25"], ["-1", "-1.0", "-1.51"]),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.5}, ["0.25", "0.000001"], ["0", "0.0", "0.5", "-0"]),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5", "-0.000001"], ["0", "-0", "-0.0"]),
+        ({"minimum": 3, "exclusiveMinimum": True, "maximum": 3.5}, ["3.5", "3.01"], ["3", "3.0"]),
+        ({"exclusiveMinimum": 123456789, "maximum": 123456789.5}, ["123456789.25"], ["123456789", "123456789.0"]),
+        ({"allOf": [{"exclusiveMinimum": 1}, {"maximum": 1.5}], "type": "number"}, ["1.25"], ["1", "1.0", "2"]),
+        ({"$ref": "#/$defs/a", "exclusiveMaximum": 2, "$defs": {"a": {"minimum": 1.5}}}, ["1.5"], ["2", "2.0"]),
+        ({"exclusiveMinimum": 1, "anyOf": [{"maximum": 9}, {"minimum": 0.5, "maximum": 1.5}]}, ["9", "1.1"], ["1"]),
+        ({"exclusiveMinimum": 1, "maximum": 1.5, "multipleOf": 0.5}, ["1.5"], ["1", "1.25"]),
+        ({"type": "integer", "exclusiveMinimum": 1, "maximum": 2.5}, ["2"], ["1", "3"]),
+    ],
+)
+def test_exclusive_bounds(schema: Schema, allowed: list[str], forbidden: list[str]) -> None:
+    """Also where llguidance would take a whole one that is less than 1 from the other bound for an inclusive one."""
+    schema = {"type": "number", **schema}
+    assert [text for text in [*allowed, *forbidden] if takes(matcher_of(schema), text)] == allowed
+
+
+@pytest.mark.parametrize("low", [0, 1, 2, -1, 0.5, -0.5, 9, 10, 99, 1e9, -1e9])
+@pytest.mark.parametrize("width", [0.25, 0.5, 1, 1.5])
+def test_ranges_of_numbers(low: float, width: float) -> None:
+    """All of them against a list of numbers around their bounds."""
+    numbers = [low + width * part / 4 for part in range(-4, 9)]
+    texts = {form.format(number) for number in numbers for form in ("{:.3f}", "{:g}" if abs(low) < 1e5 else "{}")}
+    texts |= {str(int(number)) for number in numbers if number == int(number)}
+    for below, above in itertools.product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        schema = {"type": "number", below: low, above: low + width}
+        matcher = matcher_of(schema)
+        for text in texts:
+            assert not takes(matcher, text) or is_valid(text, schema), (text, schema)
+            if is_valid(text, schema) and not text.endswith("0"):
+                assert takes(matcher, text), (text, schema)
 
 
 @pytest.mark.parametrize("schema", [{"type": 5}, {"type": [{}]}, {"required": 3}, {"allOf": 7}, {"minItems": "a"}])

@@ -17,10 +17,13 @@ from quire.frontend.logprobs import LogprobDecoder
 from quire.frontend.tokenizer import Tokenizer
 from quire.server import completions, limits, loop_lag
 from quire.server.logprobs import LogprobWriter
+from quire.server.tool_choice import ToolChoice
 from tests.server.serving import RunningServer
 from tests.server.test_errors import CHAT, COMPLETIONS, JSON, MESSAGES, error_of
 
 LONG_PROMPT = {"prompt": "a " * 300}
+STRICT = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+STRICT_TOOLS = {"messages": MESSAGES, "max_tokens": 1, "tools": [{"type": "function", "function": STRICT}]}
 LONG_CHAT = {"messages": [{"role": "user", "content": "a " * 300}]}
 
 
@@ -54,6 +57,8 @@ def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
         (COMPLETIONS, {"prompt": [5] * 4_000_000}, InputProcessor, "process"),
         (COMPLETIONS, {"prompt": "a " * 4000, "truncate_prompt_tokens": 5, "max_tokens": 1}, InputProcessor, "process"),
         (COMPLETIONS, {"prompt": "a " * 900, "suffix": "b", "max_tokens": 1}, InputProcessor, "encode"),
+        (CHAT, STRICT_TOOLS, ToolChoice, "of"),
+        ("/v1/responses/input_tokens", {"input": "a", "tools": [STRICT | {"type": "function"}]}, ToolChoice, "of"),
         ("/tokenize", {"prompt": "a " * 4000}, Tokenizer, "encode"),
         ("/tokenize", {"prompt": "a " * 4000, "return_token_strs": True}, Tokenizer, "id_to_token"),
         ("/detokenize", {"tokens": [5] * 1_000_000}, Tokenizer, "decode"),

@@ -23,6 +23,8 @@ def test_invocations_are_chats_or_completions(server: RunningServer) -> None:
     assert (chat["object"], chat["choices"][0]["message"]["content"]) == ("chat.completion", TEXT)
     text = server.http.post("/invocations", json={"prompt": "Hi", "max_tokens": 100}).json()
     assert (text["object"], text["choices"][0]["text"]) == ("text_completion", TEXT)
+    without = server.http.post("/invocations", json={"messages": None, "prompt": "Hi", "max_tokens": 100}).json()
+    assert without["choices"] == text["choices"]
     assert server.events("/invocations", messages=MESSAGES)[0]["object"] == "chat.completion.chunk"
 
 

@@ -16,6 +16,7 @@ from quire.server.openapi import build
 from quire.server.request_schemas import SchemaBounds, decimals_below
 from quire.server.state import AppSettings
 from tests.examples import IS_FULL, examples
+from tests.server.refusals import NOT_OF_THE_FORM
 from tests.server.serving import LIMITS, RunningServer
 from tests.server.test_errors import MESSAGES, error_of
 from tests.server.test_poison import poisoned  # noqa: F401 (a fixture)
@@ -48,13 +49,6 @@ BASES: dict[str, list[dict[str, Any]]] = {
     "/tokenize": [{"prompt": "Hi"}, {"messages": MESSAGES}],
     "/detokenize": [{"tokens": [1]}],
 }
-# Reasons to refuse a body that no schema of it can say.
-NOT_OF_THE_FORM = re.compile(
-    "maximum context length|too long|min_tokens is greater|no token is left|chat template|"
-    "twice as many tokens|too many continuations|exactly one constraint|cannot be used: |has no schema|"
-    "nested too deeply|has no tokens|is not JSON|not among the tools|"
-    "how its model writes reasoning"
-)
 STRANGE = [None, True, 0, 1.5, 2**64, "", "1", [], [None], [[]], [""], {}, {"a": "b"}]
 NAMES = ("model", "previous_response_id")  # of what there is: others answer 404
 MAX_ITEMS = 2000  # of lists that are tried

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from quire.grammar.schemas import FOR_PEOPLE, NAMED_SCHEMAS, SCHEMAS, Schema
+from quire.grammar.schema_tree import FOR_PEOPLE, NAMED_SCHEMAS, SCHEMAS, Schema, escaped
 
 _PARTS = {"$ref", "allOf", "anyOf", "oneOf"}
 
@@ -34,7 +34,7 @@ class _Without:
         self._any = {"$ref": f"#/$defs/{name}"}  # a value of any type
 
     def of(self, root: Schema) -> Schema:
-        schema: Schema = self._of(root)
+        schema: Schema = self._of(root, "#")
         if self._any["$ref"] in json.dumps(schema):
             schema = {**schema, "$defs": {**schema.get("$defs", {}), self._name: self._any_value()}}
         return schema
@@ -49,30 +49,37 @@ class _Without:
             ]
         }
 
-    def _of(self, schema: Any) -> Any:
-        """A schema, or a list of schemas."""
+    def _of(self, schema: Any, path: str, is_held: bool = False) -> Any:
+        """A schema, or a list of schemas.
+
+        Args:
+            is_held: another schema for the same value excludes the text already.
+        """
         if isinstance(schema, list):
-            return [self._of(each) for each in schema]
-        if schema is True:
-            return self._any
-        if not isinstance(schema, dict):
+            return [self._of(each, f"{path}/{index}", is_held) for index, each in enumerate(schema)]
+        if not isinstance(schema, dict) and schema is not True:
             return schema
+        if schema is True or schema.keys() <= FOR_PEOPLE:
+            return schema if is_held else self._any
         if "enum" in schema or "const" in schema:
-            self._check([schema.get("enum"), schema.get("const")])
+            self._check([schema.get("enum"), schema.get("const")], path)
             return schema
-        if schema.keys() <= FOR_PEOPLE:
-            return self._any
+        if "patternProperties" in schema:
+            raise ValueError(f"keys with a pattern could have {self._text} in them: {path}/patternProperties")
+        holds = "type" in schema or _PARTS.isdisjoint(schema)
         inner = {
-            name: {key: self._of(each) for key, each in value.items()}
+            name: {key: self._of(each, f"{path}/{name}/{escaped(key)}") for key, each in value.items()}
             if name in NAMED_SCHEMAS and isinstance(value, dict)
-            else self._of(value)
+            else self._of(value, f"{path}/{name}", name in _PARTS and (holds or is_held))
             if name in SCHEMAS
             else value
             for name, value in schema.items()
         }
-        return inner if "type" not in schema and not _PARTS.isdisjoint(schema) else self._restricted(inner)
+        if is_held:
+            self._check(list(schema.get("properties", ())), path)
+        return self._restricted(inner, path) if holds and not is_held else inner
 
-    def _restricted(self, schema: Schema) -> Schema:
+    def _restricted(self, schema: Schema, path: str) -> Schema:
         """A schema that allows by itself what is to be excluded."""
         kind = schema.get("type", ["string", "array", "object"])
         kinds = kind if isinstance(kind, list) else [kind]
@@ -83,11 +90,11 @@ class _Without:
             rest = "additionalItems" if isinstance(schema.get("items"), list) else "items"
             schema.setdefault(rest, self._any)
         if "object" in kinds:
-            self._check(list(schema.get("properties", ())))
+            self._check(list(schema.get("properties", ())), path)
             closed = [schema.get(name) is False for name in ("additionalProperties", "unevaluatedProperties")]
             if "unevaluatedProperties" not in schema:
                 schema.setdefault("additionalProperties", self._any)
-            if "patternProperties" in schema or not any(closed):
+            if not any(closed):
                 more |= {"patternProperties": {self._pattern: {}}, "additionalProperties": False}
         if not more:
             return schema
@@ -95,9 +102,9 @@ class _Without:
             return {**schema, **more}
         return {**schema, "allOf": [*schema.get("allOf", ()), more]}
 
-    def _check(self, values: Any) -> None:
+    def _check(self, values: Any, path: str) -> None:
         if self._text in json.dumps(values, ensure_ascii=False):
-            raise ValueError(f"a value or a key of an argument has {self._text}")
+            raise ValueError(f"a value or a key of an argument has {self._text}: {path}")
 
 
 def _pattern_without(text: str) -> str:

@@ -1,57 +1,41 @@
-"""Finds schemas that llguidance 1.9 accepts and does not hold to: it allows what they forbid, or endless answers."""
+"""Schemas as llguidance 1.9 holds to them: what it would take without holding to it is rewritten, or refused."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
-from urllib.parse import unquote
 
-Schema = dict[str, Any]
+from quire.grammar.contradictions import contradicts_itself
+from quire.grammar.endless import EndlessError, EndlessParts
+from quire.grammar.schema_tree import DEFINITIONS, FOR_PEOPLE, Schema, listed, referred, replaced, subschemas
 
 MAX_WORK = 200_000  # schemas that are looked at with others; 0.2 s
 _BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "allOf", "anyOf", "oneOf"}
 _INTEGERS_ONLY = 2.0**53  # of a double: from here on it has no fractions
-# Where schemas stand in a schema.
-SCHEMAS = {
-    "additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "else", "if", "items", "not", "oneOf",
-    "prefixItems", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
-}  # fmt: skip
-_DEFINITIONS = {"$defs", "definitions"}
-NAMED_SCHEMAS = {*_DEFINITIONS, "dependentSchemas", "patternProperties", "properties"}
-# Keywords that restrict nothing.
-FOR_PEOPLE = {"$comment", "default", "deprecated", "description", "examples", "title"}
+_DIGITS = 15  # of a number, which llguidance reads exactly
 _ALTERNATIVES = ("anyOf", "oneOf")
+_OTHER_KEYS = {"patternProperties", "unevaluatedProperties"}
 
 
-class _TooMuchError(Exception):
-    pass
+class UnusableError(ValueError):
+    """Why a schema cannot be used, with the JSON pointer of the place."""
 
 
-def subschemas(schema: Any, path: str = "#", but: Collection[str] = ()) -> Iterator[tuple[str, Schema]]:
-    """A schema and those in it, with their JSON pointers. `but`: keywords that are not entered."""
-    if isinstance(schema, list):
-        for index, each in enumerate(schema):
-            yield from subschemas(each, f"{path}/{index}", but)
-    elif isinstance(schema, dict):
-        yield path, schema
-        for name, value in schema.items():
-            if name in but:
-                continue
-            if name in SCHEMAS:
-                yield from subschemas(value, f"{path}/{name}", but)
-            elif name in NAMED_SCHEMAS and isinstance(value, dict):
-                for key, each in value.items():
-                    yield from subschemas(each, f"{path}/{name}/{escaped(key)}", but)
-
-
-def objection(schema: Schema) -> str | None:
-    """Why a schema cannot be used, with the JSON pointer of the place; None: nothing is known against it."""
+def usable(schema: Schema) -> Schema:
+    """The schema in a form that llguidance holds to. Raises UnusableError."""
     checked = _Checked(schema)
+    if changes := checked.names_of_keys():
+        checked = _Checked(replaced(schema, changes))
+    if why := checked.repeated_key():
+        raise UnusableError(why)
+    if changes := checked.inclusive_bounds():
+        checked = _Checked(replaced(checked.root, changes))
     try:
-        return checked.inexact_bound() or checked.repeated_key() or checked.endless()
-    except _TooMuchError:
-        return "its schemas refer to each other in more ways than can be looked at"
+        return checked.without_endless_parts()
+    except EndlessError as error:
+        raise UnusableError(str(error)) from None
 
 
 def has_free_keys(schema: Schema) -> bool:
@@ -66,9 +50,8 @@ class _Checked:
     """A schema with all that its references reach: definitions that nothing refers to do not matter."""
 
     def __init__(self, root: Schema) -> None:
-        self._root = root
+        self.root = root
         self._work = 0
-        self._within: set[int] = set()  # schemas that are being looked at
         self._found: dict[int, tuple[str, Schema]] = {}
         self._targets: dict[str, Any] = {}  # of each reference; None: it leads to nothing within the schema
         waiting: list[tuple[str, Any]] = [("#", root)]
@@ -76,7 +59,7 @@ class _Checked:
             path, part = waiting.pop()
             if id(part) in self._found:
                 continue
-            for at, each in subschemas(part, path, but=_DEFINITIONS):
+            for at, each in subschemas(part, path, but=DEFINITIONS):
                 self._found.setdefault(id(each), (at, each))
                 reference = each.get("$ref")
                 if isinstance(reference, str) and reference not in self._targets:
@@ -84,14 +67,32 @@ class _Checked:
                     waiting.append((reference, target))
         self._keywords = {name for _, each in self._found.values() for name in each}
 
-    def inexact_bound(self) -> str | None:
-        """A range behind an exclusive bound that is too small."""
+    def names_of_keys(self) -> dict[int, Schema]:
+        """Schemas in place of those with `propertyNames` that can be said with other keywords."""
+        if "propertyNames" not in self._keywords:
+            return {}
+        return {
+            id(each): changed
+            for _, each in self._found.values()
+            if "propertyNames" in each and (changed := _with_names_of_keys(each)) is not None
+        }
+
+    def inclusive_bounds(self) -> dict[int, Schema]:
+        """Schemas in place of those with an exclusive bound that llguidance would take for an inclusive one.
+
+        The next number of 15 digits becomes an inclusive bound, so numbers that are nearer are not allowed.
+        """
         if self._keywords.isdisjoint(("exclusiveMinimum", "exclusiveMaximum")):
-            return None
-        for path, each in self._found.values():
-            if not _BOUNDS.isdisjoint(each) and any(map(_is_inexact, self._at_once(each))):
-                return f"an exclusive bound that is a whole number is less than 1 from the other bound: {path}"
-        return None
+            return {}
+        return {
+            id(part): _with_inclusive_bounds(part)
+            for _, each in self._found.values()
+            if not _BOUNDS.isdisjoint(each)
+            for together in self._at_once(each)
+            if _is_inexact(together)
+            for part in together
+            if "exclusiveMinimum" in part or "exclusiveMaximum" in part
+        }
 
     def repeated_key(self) -> str | None:
         """A number of keys that one key could make up by coming twice."""
@@ -104,59 +105,24 @@ class _Checked:
                 return f"minProperties asks for more than one key that is not required: {path}"
         return None
 
-    def endless(self) -> str | None:
-        """A schema whose values would contain another one of it, and so on."""
-        ended = {name for name, target in self._targets.items() if target is None}
-        num_ended = -1
-        while num_ended < len(ended):
-            num_ended = len(ended)
-            self._count(len(self._targets))
-            for name in reversed(self._targets):  # definitions mostly use what comes behind them
-                if name not in ended and self._can_end(self._targets[name], ended):
-                    ended.add(name)
-        for path, each in self._found.values() if self._targets else ():
-            if not self._can_end(each, ended) or self._endless_types(self._whole(each), ended):
-                return f"this part has no end, because it has to contain itself: {path}"
-        return None
+    def without_endless_parts(self) -> Schema:
+        """The schema without parts that have to contain themselves. Raises EndlessError."""
+        if not self._is_recursive():
+            return self.root
+        paths = {id(each): path for path, each in self._found.values()}
+        return EndlessParts(self.root, self._targets, paths, self._count).left_out()
 
-    def _can_end(self, schema: Any, ended: Collection[str]) -> bool:
-        """Whether some value satisfies a schema, as far as references matter.
-
-        Args:
-            ended: references that lead to such schemas.
-        """
-        if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
-            return True
-        if id(schema) in self._within:  # a value of it that ends would have a smaller one in it
-            return False
-        self._within.add(id(schema))
-        can_end = self._is_satisfied(schema, ended)
-        self._within.remove(id(schema))
-        return can_end
-
-    def _is_satisfied(self, schema: Schema, ended: Collection[str]) -> bool:
-        whole = self._whole(schema)
-        for each in whole:
-            if isinstance(reference := each.get("$ref"), str) and reference not in ended:
-                return False
-            for name in _ALTERNATIVES:
-                parts = each.get(name)
-                if isinstance(parts, list) and parts and not any(self._can_end(part, ended) for part in parts):
-                    return False
-        return not self._endless_types(whole, ended).issuperset(_types(whole))
-
-    def _endless_types(self, whole: list[Schema], ended: Collection[str]) -> set[str]:
-        """`object` and `array`, where schemas that hold together allow this type and no value of it can end."""
-        needed = {"object": _needed_properties(whole), "array": _needed_items(whole)}
-        return {
-            kind
-            for kind in _types(whole) & needed.keys()
-            if not all(any(self._can_end(each, ended) for each in choices) for choices in needed[kind])
+    def _is_recursive(self) -> bool:
+        """Whether a reference leads to a schema that the reference is a part of."""
+        targets = {
+            reference: {inner for _, each in subschemas(target, but=DEFINITIONS) for inner in _references(each)}
+            for reference, target in self._targets.items()
         }
-
-    def _whole(self, schema: Schema) -> list[Schema]:
-        """The schemas that hold for whatever a schema holds for."""
-        return self._together([schema], "allOf") if "allOf" in schema or {"$ref"} < schema.keys() else [schema]
+        try:
+            TopologicalSorter(targets).prepare()
+        except CycleError:
+            return True
+        return False
 
     def _at_once(self, schema: Schema) -> Iterator[list[Schema]]:
         """Groups of schemas that may hold for one value: with one alternative of a list, and all of other lists."""
@@ -186,16 +152,11 @@ class _Checked:
     def _count(self, work: int) -> None:
         self._work += work
         if self._work > MAX_WORK:
-            raise _TooMuchError
+            raise UnusableError("its schemas refer to each other in more ways than can be looked at")
 
 
-def escaped(key: Any) -> str:
-    """A key in a JSON pointer (RFC 6901, section 3)."""
-    return str(key).replace("~", "~0").replace("/", "~1")
-
-
-def listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _references(schema: Schema) -> list[str]:
+    return [reference] if isinstance(reference := schema.get("$ref"), str) else []
 
 
 def _schemas(schema: Schema, *names: str) -> list[Schema]:
@@ -204,28 +165,40 @@ def _schemas(schema: Schema, *names: str) -> list[Schema]:
     return [each for values in lists for each in values if isinstance(each, dict)]
 
 
-def referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a `$ref` leads to; None: nothing within the schema."""
-    if not reference.startswith("#"):
+def _with_names_of_keys(schema: Schema) -> Schema | None:
+    """The schema with one pattern for all keys, or with all of its keys, in place of `propertyNames`."""
+    changed = dict(schema)
+    names = changed.pop("propertyNames")
+    if isinstance(names, dict):
+        names = {name: value for name, value in names.items() if name not in FOR_PEOPLE}
+        names = names if names.get("type") != "string" else {k: v for k, v in names.items() if k != "type"}
+    if names is True or names == {}:
+        return changed
+    properties, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
+    if (
+        not isinstance(names, dict)
+        or len(names) != 1
+        or not isinstance(properties, dict)
+        or not _OTHER_KEYS.isdisjoint(schema)
+    ):
         return None
-    at: Any = root
-    for key in unquote(reference[1:]).split("/")[1:]:
-        key = key.replace("~1", "/").replace("~0", "~")
-        if isinstance(at, list):
-            at = next((each for index, each in enumerate(at) if key == str(index)), None)
-        else:
-            at = at.get(key) if isinstance(at, dict) else None
-    return at if reference[1:2] in ("", "/") else None
+    ((keyword, value),) = names.items()
+    allowed = {"const": [value], "enum": listed(value)}.get(keyword)
+    if keyword == "pattern":
+        allowed = [name for name in properties if not contradicts_itself({"const": name, "pattern": value})]
+        changed["patternProperties"] = {value: rest}
+    elif allowed is None:
+        return None
+    changed["properties"] = {name: each if name in allowed else False for name, each in properties.items()} | {
+        name: rest for name in allowed if isinstance(name, str) and name not in properties
+    }
+    return changed | {"additionalProperties": False}
 
 
 def _is_inexact(together: list[Schema]) -> bool:
-    """Whether llguidance takes an exclusive bound for an inclusive one: 1 within (1, 1.5], -1 within (-1.5, -1)."""
+    """Whether llguidance takes an exclusive bound for an inclusive one: 1 within (1, 1.5], -1 within [-1.5, -1)."""
     lows, highs, after, before = set(), set(), set(), set()  # the last two: whole numbers that bounds exclude
-    for schema in together:
-        low, above, high, below = (
-            value if isinstance(value := schema.get(name), int | float) and abs(value) < _INTEGERS_ONLY else None
-            for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-        )
+    for low, above, high, below in map(_bounds, together):
         if least := [value for value in (low, above) if value is not None]:
             lows.add(max(least))
             after |= {above} if above == max(least) and above == int(above) else set()
@@ -238,46 +211,44 @@ def _is_inexact(together: list[Schema]) -> bool:
     return any(high - low < 1 for pairs in (next_highs, next_lows) for low, high in pairs)
 
 
+def _bounds(schema: Schema) -> list[float | None]:
+    """minimum, exclusiveMinimum, maximum, exclusiveMaximum; None: there is none, or one without fractions near it.
+
+    The exclusive ones of draft 4 are booleans that say something about the others.
+    """
+    low, above, high, below = (
+        schema.get(name) for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+    )
+    above, below = low if above is True else above, high if below is True else below
+    return [
+        value
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _INTEGERS_ONLY
+        else None
+        for value in (low, above, high, below)
+    ]
+
+
+def _with_inclusive_bounds(schema: Schema) -> Schema:
+    """The schema, with an inclusive bound next to each exclusive bound that is whole, in its place."""
+    low, above, high, below = _bounds(schema)
+    changed = dict(schema)
+    if above is not None and above == int(above):
+        changed["minimum"] = max(above + _step(above), above if low is None else low)
+        del changed["exclusiveMinimum"]
+    if below is not None and below == int(below):
+        changed["maximum"] = min(below - _step(below), below if high is None else high)
+        del changed["exclusiveMaximum"]
+    return changed
+
+
+def _step(whole: float) -> float:
+    """From a whole number to the next one with _DIGITS digits."""
+    return min(10.0 ** (len(str(abs(int(whole)))) - _DIGITS), 0.5)
+
+
 def _counts_keys_twice(together: list[Schema]) -> bool:
     """Whether keys that have no name in the schema may make up `minProperties`: llguidance lets one come twice."""
     counts = [count for each in together if isinstance(count := each.get("minProperties"), int | float)]
     names = (each["required"] for each in together if isinstance(each.get("required"), list))
     required = {name for each in names for name in each if isinstance(name, str)}
     return max(counts, default=0) > len(required) + 1
-
-
-def _types(whole: list[Schema]) -> set[str]:
-    """The types that schemas allow together. Types that cannot contain the schema are all `others`."""
-    found = {"array", "object", "others"}
-    for schema in whole:
-        kinds = schema.get("type", list(found))
-        kinds = kinds if isinstance(kinds, list) else [kinds]
-        found &= {kind if kind in ("array", "object") else "others" for kind in kinds if isinstance(kind, str)}
-    return found or {"others"}
-
-
-def _needed_properties(whole: list[Schema]) -> list[list[Any]]:
-    """Of each property that an object must have: schemas; one of them must hold."""
-    required = {name for each in whole for name in listed(each.get("required")) if isinstance(name, str)}
-    needed: list[list[Any]] = []
-    for schema in whole:
-        named = properties if isinstance(properties := schema.get("properties"), dict) else {}
-        patterns = list(found.values()) if isinstance(found := schema.get("patternProperties"), dict) else []
-        rest = schema.get("additionalProperties")
-        others = patterns if patterns and rest is False else [*patterns, rest]
-        needed += [[named[name]] if name in named else others for name in required]
-        least = schema.get("minProperties")
-        if isinstance(least, int | float) and least > len(required):
-            needed.append([*named.values(), *others])
-    return needed
-
-
-def _needed_items(whole: list[Schema]) -> list[list[Any]]:
-    """Of each item that an array must have: a schema that must hold."""
-    least = max((count for each in whole if isinstance(count := each.get("minItems"), int | float)), default=0)
-    needed: list[list[Any]] = []
-    for schema in whole:
-        first, rest = schema.get("prefixItems"), schema.get("items")
-        first = first if isinstance(first, list) else listed(rest)
-        needed += [[each] for index, each in enumerate([*first, rest]) if index < least]
-    return needed

@@ -162,8 +162,10 @@ class _Grammar:
         tails = self._tails(form)
         text = self._any_text(form)
         others = sorted(token_id for token, token_id in self._special_ids.items() if token not in tails)
-        special = f"<[{','.join(map(str, others))}]>" if others else ""
-        before = f"({text} {special})*" if special else ""  # no two texts side by side, which could be one
+        special = self._rule(f": <[{','.join(map(str, others))}]>") if others else ""
+        before = (
+            self._rule(f": ({text} {special})*") if special else ""
+        )  # no two texts side by side, which could be one
         opened = self._opened(tails, text, before)
         more = f"({opened})*" if opened and not form.get("stop_after_first") else ""
         rest = f"{more} {before} {text}"
@@ -192,7 +194,7 @@ class _Grammar:
             parts = cut(tag["begin"], self._special_ids)
             head = parts[0][: len(trigger)] or parts[1]
             tails.setdefault(head, []).append(self._tag(tag, begun=head))
-        return {head: f"({' | '.join(each)})" for head, each in tails.items()}
+        return {head: self._rule(f": {' | '.join(each)}") for head, each in tails.items()}
 
     def _opened(self, tails: Mapping[str, str], text: str, before: str) -> str:
         """A text and a tag. `before`: what comes before the text."""

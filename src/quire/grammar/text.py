@@ -14,7 +14,8 @@ from quire.errors import InvalidRequestError
 from quire.grammar.kept import Kept
 from quire.grammar.lark_rules import endless_rule
 from quire.grammar.limits import parser_limits
-from quire.grammar.schemas import escaped, has_free_keys, listed, objection, subschemas
+from quire.grammar.schema_tree import escaped, listed, subschemas
+from quire.grammar.schemas import UnusableError, has_free_keys, usable
 from quire.grammar.structural_tag import cut, literal, tag_grammar
 from quire.sampling_params import MAX_GRAMMAR_BYTES, StructuredOutputsParams
 
@@ -65,11 +66,13 @@ def _key(asked: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str:
 def _make(asked: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str:
     from llguidance import LLMatcher
 
+    schemas: list[Any] = []
     if asked.json is not None or asked.json_object:
         schema = {"type": "object"} if asked.json is None else _read_schema(asked.json)
         if asked.disable_additional_properties:
             schema = _closed(schema)
         schema = _checked(_evaluated(schema))
+        schemas.append(schema)
         try:
             text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(schema, asked))
         except ValueError as error:  # JSON for Python alone: NaN, half of a surrogate pair, a number of 400 digits
@@ -83,14 +86,15 @@ def _make(asked: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str
         text = LLMatcher.grammar_from_lark(_lark(asked.grammar))
     else:
         assert asked.structural_tag is not None
-        text = _structural_tag(asked.structural_tag, {})  # checked without its special tokens
-    _, objections = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
-    if objection := next(iter(objections), ""):
-        raise _refusal(asked.kind, objection if asked.json is None else _reason(objection, schema))
+        text = _structural_tag(asked.structural_tag, {}, schemas)  # checked without its special tokens
+    if why := _objection(text):
+        if asked.structural_tag is not None:
+            why = next(filter(None, map(_reason_of, schemas)), why)
+        raise _refusal(asked.kind, why if asked.json is None else _reason(why, schema))
     if asked.grammar is not None and (rule := endless_rule(text)) is not None:
         raise _refusal(asked.kind, f"the rule {rule} has no end, because it has to contain itself")
     if asked.structural_tag is not None:
-        text = _structural_tag(asked.structural_tag, special_ids)
+        text = _structural_tag(asked.structural_tag, special_ids, schemas)
     if asked.reasoning_end:
         return _behind_reasoning(text, asked, special_ids)
     return text
@@ -122,6 +126,22 @@ def _either(texts: Sequence[str], special_ids: Mapping[str, int]) -> str:
     return " | ".join(literal(text, special_ids) for text in texts)
 
 
+def _objection(text: str) -> str:
+    """What llguidance says against a grammar."""
+    from llguidance import LLMatcher
+
+    _, objections = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
+    return next(iter(objections), "")
+
+
+def _reason_of(schema: Any) -> str:
+    """What llguidance says against a schema alone."""
+    from llguidance import LLMatcher
+
+    why = _objection(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+    return _reason(why, schema) if why else ""
+
+
 def _reason(message: str, schema: Any) -> str:
     """What llguidance says of a schema, with the places that it means."""
     if found := _UNKNOWN_KEYS.fullmatch(message):
@@ -139,6 +159,12 @@ def _reason(message: str, schema: Any) -> str:
     if message.startswith("min/maxProperties only supported"):
         where = ", ".join([*_paths(schema, "minProperties"), *_paths(schema, "maxProperties")])
         return f"this needs every key in properties to be required: {where}"
+    if message.startswith(("circular references with sibling keys", "Schema intersection stack level")):
+        where = ", ".join(path for name in ("allOf", "anyOf", "oneOf", "$ref") for path in _paths(schema, name))
+        return f"schemas that refer to themselves cannot hold together with others for one value: {where}"
+    if message.startswith("patternProperty regexes"):
+        where = ", ".join(_paths(schema, "patternProperties"))
+        return f"two patterns of patternProperties may match the same key: {where}: {message}"
     if message.startswith("oneOf constraints are not supported"):
         where = ", ".join(_paths(schema, "oneOf"))
         return f"oneOf is not supported if its alternatives overlap: {where}. anyOf allows what any of them allows"
@@ -197,10 +223,11 @@ def _read_schema(schema: str | dict[str, Any] | bool) -> Any:
 
 
 def _checked(schema: Any) -> Any:
-    """The schema, if the grammar engine holds to all of it."""
-    if why := objection(schema):
-        raise _refusal("json", why)
-    return schema
+    """The schema in a form that the grammar engine holds to."""
+    try:
+        return usable(schema)
+    except UnusableError as error:
+        raise _refusal("json", str(error)) from None
 
 
 def _depth(value: Any) -> int:
@@ -279,16 +306,17 @@ def _lark(grammar: str) -> str:
         raise _refusal("grammar", str(error)) from None
 
 
-def _structural_tag(text: str, special_ids: Mapping[str, int]) -> str:
+def _structural_tag(text: str, special_ids: Mapping[str, int], schemas: list[Any]) -> str:
+    """The grammar of a structural tag. Adds the schemas in it to `schemas`."""
+
+    def json_rule(schema: Any) -> str:
+        schemas.append(schema := _checked(_evaluated(_read_schema(schema))))
+        return f"%json {json.dumps({**schema, 'x-guidance': _json_options(schema)})}"
+
     try:
-        return _bounded("structural_tag", tag_grammar(json.loads(text), special_ids, _json_rule))
+        return _bounded("structural_tag", tag_grammar(json.loads(text), special_ids, json_rule))
     except InvalidRequestError:  # of a schema
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = str(error) if type(error) is ValueError else f"it is not as {_TAG_FORM} ({error!r})"
         raise _refusal("structural_tag", why) from None
-
-
-def _json_rule(schema: Any) -> str:
-    schema = _checked(_evaluated(_read_schema(schema)))
-    return f"%json {json.dumps({**schema, 'x-guidance': _json_options(schema)})}"

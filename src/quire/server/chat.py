@@ -82,7 +82,7 @@ async def generation_of(
     state: ServerState, body: ChatRequest, ignored: list[str], request_id: str, prefix: str
 ) -> Generation:
     """What a chat asks of the engine. `prefix`: of the answer's id. Adds the names of fields without effect."""
-    tools = ToolChoice.of(body, state.settings.server, ignored)
+    tools = await ToolChoice.read(body, state.settings.server, ignored)
     if body.reasoning_effort is not None and not state.has_reasoning_effort:
         ignored.append("reasoning_effort")
     prompt = await render(state, body)

@@ -22,7 +22,8 @@ async def invocations(request: Request) -> Response:
 
 def _decode(data: bytes) -> tuple[ChatRequest | CompletionRequest, list[str]]:
     try:
-        names = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        names = {name for name, value in fields.items() if bytes(value) != b"null"}
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return chat.decoder.decode(data)  # which says what is wrong
     if "messages" in names:

@@ -57,7 +57,7 @@ async def count_tokens(request: Request) -> Response:
     await lora_admin.resolve(state, body.model)
     state.adapter(body.model)
     asked = ChatRequest(**_chat_fields(body))
-    ToolChoice.of(asked, state.settings.server, ignored)
+    await ToolChoice.read(asked, state.settings.server, ignored)
     _read_conversation(state, body, asked)
     prompt = await chat.render(state, asked)
     token_ids = await asyncio.to_thread(state.engine.input_processor.encode, prompt, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,13 @@ class ToolChoice:
     named: str | None = None
     constraint: StructuredOutputsParams | None = None
     most_calls: int | None = None
+
+    @classmethod
+    async def read(cls, body: ChatRequest, settings: ServerSettings, ignored: list[str]) -> ToolChoice:
+        """`of`, in another thread than the event loop's: the schemas of tools may take 0.3 s."""
+        return (
+            await asyncio.to_thread(cls.of, body, settings, ignored) if body.tools else cls.of(body, settings, ignored)
+        )
 
     @classmethod
     def of(cls, body: ChatRequest, settings: ServerSettings, ignored: list[str]) -> ToolChoice:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from quire.errors import UnsupportedFieldError
+from quire.errors import InvalidRequestError, UnsupportedFieldError
 from quire.formats.answer_formats import TOOL_PARSERS
 from quire.frontend.tokenizer import Tokenizer
 from quire.grammar.compiled import compiled_matcher
@@ -230,6 +230,11 @@ def walk(matcher: LLMatcher, beginning: str, numbers: random.Random) -> str | No
             "itself",
         ),
         ({"properties": {"a": {"const": "</parameter>"}}}, ["qwen3_coder"], "</parameter>"),
+        (
+            {"properties": {"a": {"type": "array", "items": {"type": "object", "patternProperties": {"^a": {}}}}}},
+            ["qwen3_coder"],
+            "keys with a pattern could have </parameter> in them: #/items/patternProperties",
+        ),
         ({"properties": {"a": {"minimum": 3}}}, ["qwen3_coder"], "type of an argument"),
     ],
 )
@@ -241,6 +246,83 @@ def test_what_a_format_cannot_hold_to_is_refused(parameters: Any, forms: list[st
             ToolChoice.of(body, ServerSettings(tool_call_parser=form), [])
         assert error.value.param == "tools"
     assert ToolChoice.of(body, ServerSettings(tool_call_parser="hermes"), []).constraint is not None
+
+
+OBJECT: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "string"}, "c": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(("form", "mark"), [("qwen3_coder", "</parameter>"), ("glm45", "</arg_value>")])
+@pytest.mark.parametrize(
+    ("more", "taken", "refused"),
+    [
+        ({"anyOf": [{"required": ["b"]}, {"required": ["c"]}]}, [{"b": "x"}, {"c": 1, "d": [{}]}], [{}, {"d": 1}]),
+        (
+            {"allOf": [{"required": ["b"]}, {"properties": {"c": {"minimum": 3}}}]},
+            [{"b": "x", "c": 3}],
+            [{"c": 3}, {"b": "x", "c": 2}],
+        ),
+        (
+            {
+                "oneOf": [
+                    {"properties": {"c": {"const": 1}}, "required": ["c"]},
+                    {"properties": {"c": {"type": "string"}}, "required": ["c"]},
+                ]
+            },
+            [{"c": 1}],
+            [{"c": 2}],
+        ),
+    ],
+)
+def test_objects_with_alternatives_before_a_mark(
+    form: str, mark: str, more: Any, taken: list[Any], refused: list[Any]
+) -> None:
+    """What holds for the same object in other places has no text of its own: the object excludes the mark."""
+    grammar = constrained(form, {"properties": {"a": {**OBJECT, **more}}, "required": ["a"]})
+    for value in taken:
+        assert allows(grammar, written(form, {"a": value}, name="f")), value
+        for key, text in (("d", f"a{mark}"), (f"a{mark}", "d")):
+            assert not allows(grammar, written(form, {"a": {**value, key: text}}, name="f")), key
+    for value in refused:
+        assert not allows(grammar, written(form, {"a": value}, name="f")), value
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"not": {}}, "these keywords are not supported: #/properties/a/not"),
+        ({"patternProperties": {"^a": {}, "b$": {}}}, "may match the same key: #/properties/a/patternProperties"),
+        ({"pattern": "(?=a)"}, "this pattern is not supported: #/properties/a/pattern"),
+        ({"format": "idn-email"}, "this format is not supported: #/properties/a/format"),
+    ],
+)
+def test_what_is_wrong_with_the_schema_in_a_tag_is_said_of_the_schema(schema: Any, why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(why)):
+        constrained("hermes", {"type": "object", "properties": {"a": schema}})
+
+
+def test_two_schemas_that_refer_to_themselves() -> None:
+    trees = {
+        name: {"type": "object", "properties": {"next": {"$ref": f"#/$defs/{name}"}, "last": {"$ref": "#/$defs/a"}}}
+        for name in "ab"
+    }
+    together = {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": trees}
+    with pytest.raises(InvalidRequestError, match=r"refer to themselves cannot hold together .*: #/allOf"):
+        constrained("hermes", together)
+
+
+def test_special_tokens_are_listed_once_for_all_triggers() -> None:
+    backend = copy.deepcopy(TOKENIZER.backend)
+    backend.add_special_tokens([f"<|{index}|>" for index in range(300)])
+    special_ids = Tokenizer(backend).special_ids
+    tags = [{"type": "tag", "begin": f"<{name}>", "content": {"type": "any_text"}, "end": "."} for name in "abcdefgh"]
+    sizes = []
+    for count in (1, 8):
+        form = {"type": "triggered_tags", "triggers": [tag["begin"] for tag in tags[:count]], "tags": tags[:count]}
+        grammar = grammar_text(StructuredOutputsParams(structural_tag=json.dumps({"format": form})), special_ids)
+        ids = re.findall(r"<\[([\d,]+)\]>", grammar)
+        assert len(ids) == 1
+        sizes.append(len(grammar))
+    assert sizes[1] < sizes[0] + 8 * 300
 
 
 def test_nested_tags_are_written_once() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from quire.errors import UnsupportedFieldError
 from quire.formats.answer_formats import HARMONY_TOOLS
 from quire.grammar.excluded_text import without_text
-from quire.grammar.schemas import FOR_PEOPLE, escaped, referred, subschemas
+from quire.grammar.schema_tree import FOR_PEOPLE, escaped, referred, subschemas
 from quire.server.text.harmony import NEXT_MESSAGE, header
 from quire.server.text.tagged_calls import json_types, resolved
 

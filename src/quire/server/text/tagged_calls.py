@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from quire.grammar.schemas import referred
+from quire.grammar.schema_tree import referred
 from quire.server.text.output import Output
 from quire.server.text.reader import SPACE, Malformed, Reader, Steps, Tags, drop
 
