@@ -26,8 +26,10 @@ class UnusableError(ValueError):
 def usable(schema: Schema) -> Schema:
     """The schema in a form that llguidance holds to. Raises UnusableError."""
     checked = _Checked(schema)
+    while nothing := checked.references_to_false():
+        checked = _Checked(replaced(checked.root, nothing))
     if changes := checked.names_of_keys():
-        checked = _Checked(replaced(schema, changes))
+        checked = _Checked(replaced(checked.root, changes))
     if why := checked.repeated_key():
         raise UnusableError(why)
     if changes := checked.inclusive_bounds():
@@ -66,6 +68,13 @@ class _Checked:
                     self._targets[reference] = target = referred(reference, root)
                     waiting.append((reference, target))
         self._keywords = {name for _, each in self._found.values() for name in each}
+
+    def references_to_false(self) -> dict[int, bool]:
+        """False in place of schemas that refer to it, which llguidance refuses even where nobody needs them."""
+        if False not in self._targets.values():
+            return {}
+        refer = (each for _, each in self._found.values() if each is not self.root and "$ref" in each)
+        return {id(each): False for each in refer if self._targets.get(each["$ref"]) is False}
 
     def names_of_keys(self) -> dict[int, Schema]:
         """Schemas in place of those with `propertyNames` that can be said with other keywords."""
