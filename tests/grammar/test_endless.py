@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import re
 from collections.abc import Iterator
@@ -83,9 +82,11 @@ def begin(matcher: LLMatcher, numbers: random.Random) -> None:
         assert matcher.consume_token(int(numbers.choice(np.flatnonzero(bits))))
 
 
-def is_answer(text: str, schema: Schema) -> bool:
+def has_answer(schema: Schema, numbers: random.Random) -> bool:
+    """Whether one of some values satisfies the schema: the smallest ones, and any others."""
+    validator = jsonschema.Draft202012Validator(schema)
     try:
-        return bool(jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)))
+        return any(map(validator.is_valid, [*VALUES[:50], *numbers.sample(VALUES, 100)]))
     except RecursionError:  # it refers to itself for the same value
         return False
 
@@ -98,10 +99,10 @@ def taken(schema: Schema) -> tuple[LLMatcher | None, str]:
         return None, error.message.partition("used: ")[2]
 
 
-VALUES = [json.dumps(value) for value in values()]
+VALUES = [*values()]
 
 
-@settings(max_examples=examples(1500), deadline=None, print_blob=True)
+@settings(max_examples=examples(600), deadline=None, print_blob=True)
 @given(RECURSIVE, st.integers(0, 99))
 def test_refused_are_those_that_nothing_satisfies(schema: Schema, seed: int) -> None:
     """Beside a plain twin, which tries small values. And an answer can end wherever it is."""
@@ -109,8 +110,8 @@ def test_refused_are_those_that_nothing_satisfies(schema: Schema, seed: int) -> 
     matcher, why = taken(schema)
     event(re.sub("#.*|[^a-z ]", "", why)[:40])
     if matcher is None:
-        has_answer = "has no end" not in why  # llguidance refuses more: a required key that only a pattern allows
-        assert has_answer or not any(is_answer(value, schema) for value in VALUES), why
+        is_ours = "has no end" in why  # llguidance refuses more: a required key that only a pattern allows
+        assert not is_ours or not has_answer(schema, numbers), why
         return
     for _ in range(4):
         begun = matcher.deep_copy()
