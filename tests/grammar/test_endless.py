@@ -17,6 +17,7 @@ from llguidance import LLMatcher
 
 from quire.errors import InvalidRequestError
 from quire.grammar import schemas
+from quire.grammar.schemas import usable
 from quire.grammar.text import grammar_text
 from quire.sampling_params import StructuredOutputsParams as Structured
 from tests.examples import examples
@@ -125,6 +126,28 @@ def test_refused_are_those_that_nothing_satisfies(schema: Schema, seed: int) -> 
 LIST = {"type": "array", "items": {"$ref": "#/$defs/list"}, "minItems": 1}
 NEEDS_A = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 A, B = {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}
+
+
+def test_an_alternative_without_an_end_changes_no_other_true() -> None:
+    endless = {"type": "object", "properties": {"e": {"$ref": "#/$defs/e"}}, "required": ["e"]}
+    choice = {**endless, "anyOf": [True, {"type": "string"}]}
+    choice.pop("type")
+    properties = {"flag": {"const": True}, "n": choice}
+    schema = {"type": "object", "properties": properties, "required": ["flag"], "$defs": {"e": endless}}
+    left = usable({**schema, "additionalProperties": False})
+    assert left["properties"]["flag"] == {"const": True}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"$ref": "#/$defs/f"}, "b": {"$ref": []}}, "$defs": {"f": False}},
+        {"type": "object", "propertyNames": {"pattern": []}},
+        {"properties": {"\ud800": {}}, "propertyNames": {"pattern": "a"}},
+    ],
+)
+def test_what_is_no_schema_is_refused(schema: Schema) -> None:
+    assert taken(schema)[0] is None
 
 
 def test_references_to_false_are_left_out() -> None:

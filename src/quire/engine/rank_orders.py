@@ -105,8 +105,7 @@ def _read_adapters(worker: DeviceWorker, loads: dict[str, AdapterLoad], connecti
             try:
                 load = worker.load_adapter(message.path, message.digest)
                 facts = load.result()
-                loads.pop(facts.digest, None)
-                loads[facts.digest] = load
+                loads.setdefault(facts.digest, load)  # one that was read twice is added once, in the place of the first
                 answer: Answer | Failed = Answer(adapter=facts)
             except Exception as error:
                 answer = Failed.of(error)

@@ -89,7 +89,7 @@ class EndlessParts:
         for way in ways:
             if self._can_end(way) or self._contradicts(way) or not way.kind or not gone.isdisjoint(way.schemas):
                 continue
-            if dead := [each for each in way.chosen if each not in alive]:
+            if dead := [each for each in way.chosen if each in self._paths and each not in alive]:
                 gone.update(dead)
                 continue
             held = [each for each in way.schemas if (each, way.kind) not in kinds and each in self._paths]

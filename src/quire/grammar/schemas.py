@@ -73,8 +73,10 @@ class _Checked:
         """False in place of schemas that refer to it, which llguidance refuses even where nobody needs them."""
         if False not in self._targets.values():
             return {}
-        refer = (each for _, each in self._found.values() if each is not self.root and "$ref" in each)
-        return {id(each): False for each in refer if self._targets.get(each["$ref"]) is False}
+        others = [
+            each for _, each in self._found.values() if each is not self.root and isinstance(each.get("$ref"), str)
+        ]
+        return {id(each): False for each in others if self._targets.get(each["$ref"]) is False}
 
     def names_of_keys(self) -> dict[int, Schema]:
         """Schemas in place of those with `propertyNames` that can be said with other keywords."""
@@ -193,7 +195,7 @@ def _with_names_of_keys(schema: Schema) -> Schema | None:
         return None
     ((keyword, value),) = names.items()
     allowed = {"const": [value], "enum": listed(value)}.get(keyword)
-    if keyword == "pattern":
+    if keyword == "pattern" and isinstance(value, str):
         allowed = [name for name in properties if not contradicts_itself({"const": name, "pattern": value})]
         changed["patternProperties"] = {value: rest}
     elif allowed is None:
