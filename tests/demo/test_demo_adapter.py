@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 import quire.demo
 from quire.demo.data import FALLBACK, render
 from quire.loader.safetensors import open_checkpoint
-from quire.lora.adapter import read_adapter
 from quire.model_config import load_model_config
 from quire.models.registry import CausalLM, build_model
+from tests.lora.whole_adapters import read_adapter
 from tests.models.paged_run import greedy
 
 END_OF_TURN = 2

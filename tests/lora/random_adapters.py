@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from quire.loader.safetensors_headers import TensorEntry
-from quire.lora.adapter import AdapterFile, AdapterModule, AdapterPiece, Delta
+from quire.lora.adapter import AdapterFile, AdapterModule, AdapterPiece
 from quire.lora.slots import AdapterSlots, PackedAdapter
 from quire.models.decoder import Decoder
+from tests.lora.whole_adapters import Delta
 
 VOCABULARY = ("model.embed_tokens", "lm_head")
 

@@ -18,12 +18,12 @@ import quire.demo
 from quire.errors import AdapterError, AdapterNotFoundError
 from quire.hf_config.quantization import OUTPUT
 from quire.lora import adapter as adapter_module
-from quire.lora.adapter import Adapter, read_adapter
 from quire.lora.adapter_config import CONFIG_NAME
 from quire.lora.paths import TENSORS_NAME, allowed_folder
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.decoder import EMBEDDINGS
 from tests.lora.adapters import PREFIX, random_tensors, saved_tensors, write_adapter, write_random_adapter
+from tests.lora.whole_adapters import Adapter, read_adapter
 
 Q0 = "model.layers.0.self_attn.q_proj"
 
@@ -50,7 +50,7 @@ def test_tensors_come_back_in_the_dtype_that_is_asked_for(tmp_path: Path) -> Non
             assert torch.equal(delta.a_RK, saved[f"{PREFIX}{name}.lora_{middle}A{suffix}"].to(dtype))
             assert torch.equal(delta.b_NR, saved[f"{PREFIX}{name}.lora_{middle}B{suffix}"].to(dtype))
             assert delta.scale == 1.5
-        facts = adapter.facts()
+        facts = adapter.facts
         assert (facts.rank, facts.num_modules) == (4, len(adapter.deltas))
         assert facts.num_bytes == sum(tensor.numel() for tensor in saved.values()) * dtype.itemsize
 
@@ -59,16 +59,16 @@ def test_the_digest_is_of_what_the_adapter_does(tmp_path: Path) -> None:
     tensors = random_tensors(base(), 4, modules=["q_proj"])
     name, tensor = next(iter(tensors.items()))
     digests = {
-        "first": read(write_adapter(tmp_path / "1", tensors, rank=4)).digest,
-        "other factor": read(write_adapter(tmp_path / "2", tensors, rank=4, lora_alpha=9)).digest,
-        "other number": read(write_adapter(tmp_path / "3", tensors | {name: tensor + 1e-3}, rank=4)).digest,
-        "other dtype": read(write_adapter(tmp_path / "4", tensors, rank=4, dtype=torch.float16)).digest,
-        "other modules": read(write_random_adapter(tmp_path / "5", base(), modules=["k_proj"])).digest,
+        "first": read(write_adapter(tmp_path / "1", tensors, rank=4)).facts.digest,
+        "other factor": read(write_adapter(tmp_path / "2", tensors, rank=4, lora_alpha=9)).facts.digest,
+        "other number": read(write_adapter(tmp_path / "3", tensors | {name: tensor + 1e-3}, rank=4)).facts.digest,
+        "other dtype": read(write_adapter(tmp_path / "4", tensors, rank=4, dtype=torch.float16)).facts.digest,
+        "other modules": read(write_random_adapter(tmp_path / "5", base(), modules=["k_proj"])).facts.digest,
     }
     assert len(set(digests.values())) == len(digests)
     turned = dict(reversed(tensors.items()))
     same = write_adapter(tmp_path / "6", turned, rank=4, base_model_name_or_path="x", target_modules="all-linear")
-    assert read(same, dtype=torch.bfloat16).digest == digests["first"]
+    assert read(same, dtype=torch.bfloat16).facts.digest == digests["first"]
 
 
 # Changes of a good adapter's config, and words of the error.
@@ -169,7 +169,7 @@ def test_limits_of_the_server(tmp_path: Path) -> None:
         read(tmp_path, max_rank=8)
     with pytest.raises(AdapterError, match=r"down_proj.*--lora-target-modules"):
         read(tmp_path, target_modules=["q_proj"])
-    assert read(tmp_path, max_rank=9, target_modules=["q_proj", "down_proj"]).facts().rank == 9
+    assert read(tmp_path, max_rank=9, target_modules=["q_proj", "down_proj"]).facts.rank == 9
 
 
 def test_a_number_that_the_dtype_cannot_hold(tmp_path: Path) -> None:
@@ -189,9 +189,9 @@ def test_integers_are_refused(tmp_path: Path) -> None:
 
 def test_the_base_own_embeddings_beside_an_adapter_are_not_read(tmp_path: Path) -> None:
     tensors = random_tensors(base(), 4, modules=["embed_tokens"])
-    digest = read(write_adapter(tmp_path / "without", tensors, rank=4)).digest
+    digest = read(write_adapter(tmp_path / "without", tensors, rank=4)).facts.digest
     tensors[f"{PREFIX}{EMBEDDINGS}.base_layer.weight"] = torch.full((4096, 128), float("nan"))
-    assert read(write_adapter(tmp_path / "with", tensors, rank=4)).digest == digest
+    assert read(write_adapter(tmp_path / "with", tensors, rank=4)).facts.digest == digest
 
 
 def no_allocation(*args: Any, **kwargs: Any) -> Any:

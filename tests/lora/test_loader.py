@@ -18,12 +18,13 @@ import quire.demo
 from quire.errors import AdapterChangedError, AdapterError
 from quire.lora import adapter as adapter_module
 from quire.lora import loader as loader_module
-from quire.lora.adapter import AdapterFile, FileStamp, open_adapter, read_adapter
+from quire.lora.adapter import AdapterFile, FileStamp, open_adapter
 from quire.lora.adapter_config import CONFIG_NAME
 from quire.lora.loader import AdapterLoader
 from quire.lora.paths import TENSORS_NAME
 from quire.model_config import load_model_config
 from tests.lora.adapters import write_random_adapter
+from tests.lora.whole_adapters import read_adapter
 
 BASE = load_model_config(quire.demo.path("draft"))
 
@@ -32,7 +33,7 @@ open_file = partial(open_adapter, config=BASE, max_rank=16)
 
 
 def digest_of(folder: Path) -> str:
-    return read_adapter(folder, BASE, max_rank=16, dtype=torch.float32).digest
+    return read_adapter(folder, BASE, max_rank=16, dtype=torch.float32).facts.digest
 
 
 def read(file: AdapterFile) -> str:

@@ -12,10 +12,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from quire.lora.adapter import Adapter, read_adapter
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.decoder import EMBEDDINGS
 from quire.models.registry import build_model
+from tests.lora.whole_adapters import Adapter, read_adapter
 from tests.models.tiny_models import SIZES, hf_logits
 
 pytestmark = [

@@ -21,7 +21,6 @@ from quire.kernels import cpu
 from quire.layer_spec import Cut, LinearShape
 from quire.layers.weight_slot import StackedSlots
 from quire.loader.safetensors import Checkpoint
-from quire.lora.adapter import read_adapter
 from quire.model_config import load_model_config
 from quire.models.registry import CausalLM, build_model
 from quire.models.weights import WeightTable
@@ -29,6 +28,7 @@ from quire.moe.stack import ExpertStack, make_stack
 from tests.loader.test_packed_cache import join
 from tests.loading import load_model
 from tests.lora.adapters import write_adapter
+from tests.lora.whole_adapters import read_adapter
 from tests.models.paged_run import PagedRun
 from tests.models.test_families import CASES, make_expected, random_hf_model
 

@@ -13,7 +13,6 @@ import torch
 import quire.demo
 from quire import LLM, SamplingParams
 from quire.errors import AdapterChangedError, AdapterError
-from quire.lora.adapter import read_adapter
 from quire.lora.request import LoRARequest
 from quire.model_config import load_model_config
 from quire.models.decoder import Decoder
@@ -21,6 +20,7 @@ from quire.settings import ADAPTER_READ_BYTES, LoraSettings
 from quire.worker.adapters import WorkerAdapters
 from tests.loading import load_model
 from tests.lora.adapters import write_random_adapter
+from tests.lora.whole_adapters import read_adapter
 
 SETTINGS = LoraSettings(max_loras=1, max_rank=8, max_cpu_loras=2, dtype="bfloat16")
 QUESTION = "What does os.path.join do?"
@@ -97,7 +97,7 @@ def test_a_load_that_was_interrupted_gives_nobody_its_adapter(tmp_path: Path, mo
     load(lora_request=LoRARequest("b", 2, str(folders[1])))
     registry = llm.llm_engine.core.adapters
     assert registry is not None
-    expected = read_adapter(folders[1], model, max_rank=16, dtype=torch.bfloat16).digest
+    expected = read_adapter(folders[1], model, max_rank=16, dtype=torch.bfloat16).facts.digest
     assert expected in registry
     load()
     assert registry.num_known == 1

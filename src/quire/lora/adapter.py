@@ -50,28 +50,6 @@ _MAKE_SAFETENSORS = "If you trust the file, load it with PEFT and save it with s
 
 
 @dataclass(frozen=True)
-class Delta:
-    """s B A, which is added to a weight [N, K]. For the embeddings K is V, N is D, and each token has a column of A."""
-
-    a_RK: Tensor
-    b_NR: Tensor
-    scale: float
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """All deltas of an adapter, by the names of the weights that they change: see AdapterModule."""
-
-    digest: str
-    deltas: dict[str, Delta]
-
-    def facts(self) -> AdapterFacts:
-        tensors = [tensor for delta in self.deltas.values() for tensor in (delta.a_RK, delta.b_NR)]
-        rank = max(len(delta.a_RK) for delta in self.deltas.values())
-        return AdapterFacts(self.digest, rank, sum(tensor.nbytes for tensor in tensors), len(self.deltas))
-
-
-@dataclass(frozen=True)
 class AdapterModule:
     """What an adapter adds to a weight, without its numbers.
 
@@ -245,28 +223,6 @@ def open_adapter(
             yield AdapterFile(tensors_file, modules, (config_stamp, stamp))
 
 
-def read_adapter(
-    folder: Path,
-    config: ModelConfig,
-    *,
-    max_rank: int,
-    dtype: torch.dtype,
-    target_modules: Collection[str] | None = None,
-) -> Adapter:
-    """Read an adapter for a model into tensors of `dtype`. See open_adapter and AdapterFile.pieces."""
-    with open_adapter(folder, config, max_rank=max_rank, target_modules=target_modules) as file:
-        found = {
-            entry: piece.tensor(entry).view(entry.shape).to(dtype, copy=True)
-            for piece in file.pieces(dtype)
-            for entry, _ in piece.entries
-        }
-        deltas = {
-            module.name: Delta(found[module.entries[0]], found[module.entries[1]], module.scale)
-            for module in file.modules
-        }
-    return Adapter(file.digest, deltas)
-
-
 @contextmanager
 def _open(folder: Path, name: str) -> Iterator[tuple[BufferedReader[FileIO], FileStamp]]:
     """A file of the adapter. Raises AdapterError if it is missing, or if it changes before the end of the context."""
@@ -414,13 +370,12 @@ def _foreign(name: str, shapes: dict[str, tuple[int, int]]) -> AdapterError:
 
 
 def _check_limits(module: AdapterModule, max_rank: int, target_modules: Collection[str] | None) -> None:
-    rank = module.entries[0].shape[0]
-    if rank > max_rank:
+    if module.rank > max_rank:
         raise AdapterError(
             f"The rank of {module.name} is above the maximum",
-            value=rank,
+            value=module.rank,
             expected=f"at most {max_rank}",
-            fix=f"Use a --max-lora-rank of at least {rank}",
+            fix=f"Use a --max-lora-rank of at least {module.rank}",
         )
     if target_modules is not None and module.name.rpartition(".")[2] not in target_modules:
         raise AdapterError(
