@@ -15,6 +15,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.grammar import text
 from quire.grammar.kept import MAX_KEPT, Kept
 from quire.grammar.limits import parser_limits
+from quire.grammar.objections import objections
 from quire.grammar.text import _closed, grammar_text
 from quire.sampling_params import MAX_GRAMMAR_BYTES
 from quire.sampling_params import StructuredOutputsParams as Structured
@@ -117,8 +118,8 @@ def test_whitespace_and_further_properties() -> None:
 
 def test_what_can_be_used_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is refused is refused again."""
-    checks: list[None] = []
-    monkeypatch.setattr(text, "parser_limits", lambda: checks.append(None) or parser_limits())
+    checks: list[str] = []
+    monkeypatch.setattr(text, "objections", lambda grammar: checks.append(grammar) or objections(grammar))
     for _ in range(2):
         grammar_text(Structured(regex="made once"))
         with pytest.raises(InvalidRequestError, match="#/not"):

@@ -14,11 +14,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from quire.grammar.contradictions import contradicts_itself
-from quire.grammar.schema_tree import Schema, listed, replaced, subschemas
+from quire.grammar.objections import contradicts_itself
+from quire.grammar.schema_tree import Schema, has_cycle, listed, reference_of, replaced, subschemas
 
 State = frozenset[int]  # ids of schemas
 
@@ -182,8 +181,7 @@ class EndlessParts:
                     continue
                 found[id(each)] = self._schemas[id(each)] = each
                 adding += [(id(each), part) for part in listed(each.get("allOf"))]
-                reference = each.get("$ref")
-                if isinstance(reference, str) and (target := self._targets.get(reference)) is not None:
+                if (reference := reference_of(each)) and (target := self._targets.get(reference)) is not None:
                     adding.append((id(each), target))
                 lists += [(id(each), each[name]) for name in ("anyOf", "oneOf") if isinstance(each.get(name), list)]
                 if "const" in each and isinstance(each["const"], dict | list):
@@ -296,11 +294,7 @@ def _is_circle(edges: list[tuple[int, int]]) -> bool:
     graph: dict[int, list[int]] = {}
     for owner, child in edges:
         graph.setdefault(owner, []).append(child)
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError:
-        return True
-    return False
+    return has_cycle(graph)
 
 
 def _schema_of(value: Any) -> Schema:

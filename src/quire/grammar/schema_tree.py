@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 from urllib.parse import unquote
 
@@ -39,6 +40,20 @@ def subschemas(schema: Any, path: str = "#", but: Collection[str] = ()) -> Itera
 def escaped(key: Any) -> str:
     """A key in a JSON pointer (RFC 6901, section 3)."""
     return str(key).replace("~", "~0").replace("/", "~1")
+
+
+def reference_of(schema: Schema) -> str | None:
+    """Its `$ref`, if that is a text."""
+    return reference if isinstance(reference := schema.get("$ref"), str) else None
+
+
+def has_cycle(graph: Mapping[Any, Iterable[Any]]) -> bool:
+    """Whether a node leads back to itself. The graph: where each node leads."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError:
+        return True
+    return False
 
 
 def listed(value: Any) -> list[Any]:

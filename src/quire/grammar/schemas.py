@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from quire.grammar.contradictions import contradicts_itself
 from quire.grammar.endless import EndlessError, EndlessParts
-from quire.grammar.schema_tree import DEFINITIONS, FOR_PEOPLE, Schema, listed, referred, replaced, subschemas
+from quire.grammar.objections import contradicts_itself
+from quire.grammar.schema_tree import (
+    DEFINITIONS,
+    FOR_PEOPLE,
+    Schema,
+    has_cycle,
+    listed,
+    reference_of,
+    referred,
+    replaced,
+    subschemas,
+)
 
 MAX_WORK = 200_000  # schemas that are looked at with others; 0.2 s
 _BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "allOf", "anyOf", "oneOf"}
@@ -26,7 +36,7 @@ class UnusableError(ValueError):
 def usable(schema: Schema) -> Schema:
     """The schema in a form that llguidance holds to. Raises UnusableError."""
     checked = _Checked(schema)
-    while nothing := checked.references_to_false():
+    if nothing := checked.references_to_false():
         checked = _Checked(replaced(checked.root, nothing))
     if changes := checked.names_of_keys():
         checked = _Checked(replaced(checked.root, changes))
@@ -63,20 +73,26 @@ class _Checked:
                 continue
             for at, each in subschemas(part, path, but=DEFINITIONS):
                 self._found.setdefault(id(each), (at, each))
-                reference = each.get("$ref")
-                if isinstance(reference, str) and reference not in self._targets:
+                if (reference := reference_of(each)) is not None and reference not in self._targets:
                     self._targets[reference] = target = referred(reference, root)
                     waiting.append((reference, target))
         self._keywords = {name for _, each in self._found.values() for name in each}
 
     def references_to_false(self) -> dict[int, bool]:
         """False in place of schemas that refer to it, which llguidance refuses even where nobody needs them."""
-        if False not in self._targets.values():
-            return {}
-        others = [
-            each for _, each in self._found.values() if each is not self.root and isinstance(each.get("$ref"), str)
-        ]
-        return {id(each): False for each in others if self._targets.get(each["$ref"]) is False}
+        waiting = [reference for reference, target in self._targets.items() if target is False]
+        behind = defaultdict[str, list[str]](list)
+        for reference, target in self._targets.items():
+            further = reference_of(target) if isinstance(target, dict) and target is not self.root else None
+            if further is not None:
+                behind[further].append(reference)
+        false = set[str]()
+        while waiting:
+            if (reference := waiting.pop()) not in false:
+                false.add(reference)
+                waiting += behind[reference]
+        others = (each for _, each in self._found.values() if each is not self.root)
+        return {id(each): False for each in others if reference_of(each) in false}
 
     def names_of_keys(self) -> dict[int, Schema]:
         """Schemas in place of those with `propertyNames` that can be said with other keywords."""
@@ -126,14 +142,10 @@ class _Checked:
     def _is_recursive(self) -> bool:
         """Whether a reference leads to a schema that the reference is a part of."""
         targets = {
-            reference: {inner for _, each in subschemas(target, but=DEFINITIONS) for inner in _references(each)}
+            reference: {reference_of(each) for _, each in subschemas(target, but=DEFINITIONS)} - {None}
             for reference, target in self._targets.items()
         }
-        try:
-            TopologicalSorter(targets).prepare()
-        except CycleError:
-            return True
-        return False
+        return has_cycle(targets)
 
     def _at_once(self, schema: Schema) -> Iterator[list[Schema]]:
         """Groups of schemas that may hold for one value: with one alternative of a list, and all of other lists."""
@@ -155,8 +167,8 @@ class _Checked:
                 self._count(1)
                 found[id(each)] = each
                 waiting += _schemas(each, *names)
-                reference = each.get("$ref")
-                target = self._targets.get(reference) if isinstance(reference, str) else None
+                reference = reference_of(each)
+                target = None if reference is None else self._targets.get(reference)
                 waiting += [target] if isinstance(target, dict) else []
         return list(found.values())
 
@@ -164,10 +176,6 @@ class _Checked:
         self._work += work
         if self._work > MAX_WORK:
             raise UnusableError("its schemas refer to each other in more ways than can be looked at")
-
-
-def _references(schema: Schema) -> list[str]:
-    return [reference] if isinstance(reference := schema.get("$ref"), str) else []
 
 
 def _schemas(schema: Schema, *names: str) -> list[Schema]:
@@ -200,8 +208,9 @@ def _with_names_of_keys(schema: Schema) -> Schema | None:
         changed["patternProperties"] = {value: rest}
     elif allowed is None:
         return None
-    changed["properties"] = {name: each if name in allowed else False for name, each in properties.items()} | {
-        name: rest for name in allowed if isinstance(name, str) and name not in properties
+    named = dict.fromkeys((name for name in allowed if isinstance(name, str)), rest)
+    changed["properties"] = {name: each if name in named else False for name, each in properties.items()} | {
+        name: rest for name in named if name not in properties
     }
     return changed | {"additionalProperties": False}
 

@@ -163,9 +163,8 @@ class _Grammar:
         text = self._any_text(form)
         others = sorted(token_id for token, token_id in self._special_ids.items() if token not in tails)
         special = self._rule(f": <[{','.join(map(str, others))}]>") if others else ""
-        before = (
-            self._rule(f": ({text} {special})*") if special else ""
-        )  # no two texts side by side, which could be one
+        # No two texts side by side, which could be one.
+        before = self._rule(f": ({text} {special})*") if special else ""
         opened = self._opened(tails, text, before)
         more = f"({opened})*" if opened and not form.get("stop_after_first") else ""
         rest = f"{more} {before} {text}"

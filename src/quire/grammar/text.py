@@ -13,7 +13,7 @@ import msgspec
 from quire.errors import InvalidRequestError
 from quire.grammar.kept import Kept
 from quire.grammar.lark_rules import endless_rule
-from quire.grammar.limits import parser_limits
+from quire.grammar.objections import objections, objections_to_schema
 from quire.grammar.schema_tree import escaped, listed, subschemas
 from quire.grammar.schemas import UnusableError, has_free_keys, usable
 from quire.grammar.structural_tag import cut, literal, tag_grammar
@@ -87,7 +87,7 @@ def _make(asked: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str
     else:
         assert asked.structural_tag is not None
         text = _structural_tag(asked.structural_tag, {}, schemas)  # checked without its special tokens
-    if why := _objection(text):
+    if why := next(iter(objections(text)), ""):
         if asked.structural_tag is not None:
             why = next(filter(None, map(_reason_of, schemas)), why)
         raise _refusal(asked.kind, why if asked.json is None else _reason(why, schema))
@@ -126,20 +126,9 @@ def _either(texts: Sequence[str], special_ids: Mapping[str, int]) -> str:
     return " | ".join(literal(text, special_ids) for text in texts)
 
 
-def _objection(text: str) -> str:
-    """What llguidance says against a grammar."""
-    from llguidance import LLMatcher
-
-    _, objections = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
-    return next(iter(objections), "")
-
-
 def _reason_of(schema: Any) -> str:
-    """What llguidance says against a schema alone."""
-    from llguidance import LLMatcher
-
-    why = _objection(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
-    return _reason(why, schema) if why else ""
+    """What llguidance says against a schema alone; empty: nothing."""
+    return next((_reason(why, schema) for why in objections_to_schema(schema)), "")
 
 
 def _reason(message: str, schema: Any) -> str:

@@ -20,7 +20,7 @@ from quire.schedule import Polled
 
 logger = get_logger(__name__)
 
-# At once: the loader thread has the next one when it has ended one, and need not wait for the end of a step.
+# Reads that are begun before the first one has ended, so that the loader's thread never waits for the end of a step.
 _MOST_READS = 4
 
 

@@ -39,10 +39,10 @@ class ToolChoice:
 
     @classmethod
     async def read(cls, body: ChatRequest, settings: ServerSettings, ignored: list[str]) -> ToolChoice:
-        """`of`, in another thread than the event loop's: the schemas of tools may take 0.3 s."""
-        return (
-            await asyncio.to_thread(cls.of, body, settings, ignored) if body.tools else cls.of(body, settings, ignored)
-        )
+        """Does what `of` does. Tools are read in a thread, because their schemas may take 0.3 s."""
+        if not body.tools:
+            return cls.of(body, settings, ignored)
+        return await asyncio.to_thread(cls.of, body, settings, ignored)
 
     @classmethod
     def of(cls, body: ChatRequest, settings: ServerSettings, ignored: list[str]) -> ToolChoice:

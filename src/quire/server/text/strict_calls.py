@@ -15,7 +15,7 @@ from typing import Any
 from quire.errors import UnsupportedFieldError
 from quire.formats.answer_formats import HARMONY_TOOLS
 from quire.grammar.excluded_text import without_text
-from quire.grammar.schema_tree import FOR_PEOPLE, escaped, referred, subschemas
+from quire.grammar.schema_tree import FOR_PEOPLE, escaped, reference_of, referred, subschemas
 from quire.server.text.harmony import NEXT_MESSAGE, header
 from quire.server.text.tagged_calls import json_types, resolved
 
@@ -226,7 +226,7 @@ def _standing_alone(value: Any, key: str, root: Schema) -> Any:
     waiting = [value]
     while waiting:
         for _, each in subschemas(waiting.pop()):
-            if not isinstance(reference := each.get("$ref"), str):
+            if (reference := reference_of(each)) is None:
                 continue
             if not (found := _DEFINITION.fullmatch(reference)):
                 reference = f"#/$defs/arguments/properties/{escaped(key)}"
