@@ -13,7 +13,6 @@ import transformers
 
 from quire import demo
 from quire.config import EngineConfig
-from quire.engine.start import start_engine
 from quire.kernels import cpu, extension
 from quire.life_cycle import WorkerSettings
 from quire.model_config import load_model_config
@@ -23,6 +22,7 @@ from quire.resolve import resolve
 from quire.speculative_config import SpeculativeConfig
 from quire.worker.live_buffers import LiveBuffers
 from quire.worker.worker import DeviceWorker
+from tests.engine.ranks import started
 from tests.models.test_families import CASES
 from tests.models.tiny_models import SIZES
 
@@ -110,25 +110,18 @@ def test_buffers_count_while_they_live() -> None:
 
 
 @needs_kernels
-def test_logits_of_all_steps_have_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory of many rows would cost a step more than what it computes from them."""
-    config = EngineConfig(model="demo", num_threads=1, kv_cache_memory_bytes=1 << 24)
-    model_config = load_model_config(demo.path("target"))
-    worker = DeviceWorker(model_config, lambda *report: None)
-    engine = start_engine(
-        config,
-        demo.path("target"),
-        is_server=True,
-        progress=lambda *report: None,
-        make_workers=lambda model_config, progress: (worker,),
-    )
-    compute_logits, seen = worker.model.compute_logits, list[torch.Tensor]()
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_logits_of_all_steps_have_one_memory(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory of many rows would cost a step more than what it computes from them. The first rank has all rows."""
+    engine = started(num_ranks, max_num_seqs=5)
+    model = engine.executor.workers[0].model  # type: ignore[attr-defined]
+    compute_logits, seen = model.compute_logits, list[torch.Tensor]()
 
-    def noted(hidden_RD: torch.Tensor, adapter_slots_R: torch.Tensor | None) -> torch.Tensor:
-        seen.append(compute_logits(hidden_RD, adapter_slots_R))
+    def noted(*arguments: Any) -> torch.Tensor:
+        seen.append(compute_logits(*arguments))
         return seen[-1]
 
-    monkeypatch.setattr(worker.model, "compute_logits", noted)
+    monkeypatch.setattr(model, "compute_logits", noted)
     for num_rows in (5, 2, 5):
         engine.core.probe([(3, 1)] * num_rows)
     engine.executor.shutdown()

@@ -5,7 +5,6 @@ Dimensions: T tokens, R rows, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -90,11 +89,17 @@ class OutputProjection(Linear):
         """[R, V] in float32. `out_RV`: takes the result, on a CPU."""
         slots_R = adapter_slots_R if _adds(self.lora, hidden_RD) else None
         if out_RV is None and self._kept_N is not None and cpu.takes(hidden_RD):
-            shape = (len(hidden_RD), self.out_features)
-            if self._kept_N.numel() < math.prod(shape):
-                self._kept_N = torch.empty(math.prod(shape))
-            out_RV = self._kept_N[: math.prod(shape)].view(shape)
+            out_RV = self.memory(len(hidden_RD), self.out_features)
         return self(hidden_RD, torch.float32, out_RV, slots_R)
+
+    def memory(self, num_rows: int, num_tokens: int) -> Tensor:
+        """For logits [num_rows, num_tokens] on a CPU, in float32: see keep_memory."""
+        size = num_rows * num_tokens
+        if self._kept_N is None:
+            return torch.empty((num_rows, num_tokens), dtype=torch.float32)
+        if len(self._kept_N) < size:
+            self._kept_N = torch.empty(size, dtype=torch.float32)
+        return self._kept_N[:size].view(num_rows, num_tokens)
 
     def rows(self, token_ids_T: Tensor) -> Tensor:
         """The weights of these tokens, [T, D]."""

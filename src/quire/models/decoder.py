@@ -342,7 +342,7 @@ class Decoder:
         share = self.config.vocab_share
         if self._group is None or share is None or owners_R is not None or self._group.rank != 0:
             return None
-        return torch.empty((num_rows, sum(share.widths(0))), dtype=torch.float32)
+        return self._output.memory(num_rows, sum(share.widths(0)))
 
     def join_logits(self, logits_RV: Tensor, owners_R: Tensor | None = None, joined_RV: Tensor | None = None) -> Tensor:
         """Logits of all tokens, from the logits of a rank's tokens.
