@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from functools import partial
@@ -55,6 +56,21 @@ def test_planned_bytes_are_those_of_the_largest_adapters(tmp_path: Path) -> None
     assert replace(SETTINGS, max_rank=10**6).num_bytes(model.config) > 3 * 10**6 * 4 * model.config.vocab_size
     adapters.drop(facts.digest)
     assert all(table.is_empty for table in tables if table is not None)
+
+
+def test_no_memory_is_not_taken_for_a_bad_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = demo_model()
+    folder = write_random_adapter(tmp_path / "good", model.config, SETTINGS.max_rank, modules=("q_proj",))
+    adapters = WorkerAdapters(model, SETTINGS)
+
+    def refused(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("quire.kernels.lora.mmap.mmap", refused)
+        with pytest.raises(MemoryError):
+            adapters.load(str(folder), None).result()
+    adapters.load(str(folder), None).result()
 
 
 def test_an_adapter_that_is_refused_takes_no_slot(tmp_path: Path) -> None:

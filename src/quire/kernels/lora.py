@@ -96,7 +96,7 @@ class PackedDelta:
 def empty_deltas(shapes: Sequence[DeltaShape], dtype: torch.dtype) -> list[PackedDelta]:
     """Memory for deltas, side by side in one piece that goes back to the system when all of them are gone.
 
-    `pack_factors` fills it. malloc would keep parts of it: an adapter has hundreds of small factors.
+    `pack_factors` fills it. malloc would keep parts of it: an adapter has hundreds of small factors. Raises MemoryError.
     """
     check_dtype("a delta", torch.empty(0, dtype=dtype), *cpu.DTYPE_CODES)
     step, end, places = _ALIGNMENT // dtype.itemsize, 0, []
@@ -104,7 +104,10 @@ def empty_deltas(shapes: Sequence[DeltaShape], dtype: torch.dtype) -> list[Packe
         for size in (shape.rank * shape.K, shape.rank * -(-shape.N // LORA_PANEL) * LORA_PANEL):
             places.append(end)
             end += -(-size // step) * step
-    piece = mmap.mmap(-1, end * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        piece = mmap.mmap(-1, end * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # of a file it would mean something else
+        raise MemoryError(f"no memory for {end} elements of an adapter") from error
     memory = torch.frombuffer(piece, dtype=dtype)
     return [PackedDelta(shape, memory, *places[2 * i : 2 * i + 2]) for i, shape in enumerate(shapes)]
 

@@ -208,7 +208,7 @@ class AdapterRegistry:
         """What is or should be in memory now, without what merely was there: at most as many as fit."""
         kept = [digest for digest in self._in_memory if self._is_kept(digest, requests)]
         wanted = [digest for digest in requests.wanted if digest in self._adapters and digest not in kept]
-        return kept + wanted[: self._most - len(kept)]
+        return kept + wanted[: max(self._most - len(kept), 0)]
 
     def _is_kept(self, digest: str, requests: AdapterRequests) -> bool:
         """Running requests have it, or preempted ones that could not read it again."""
@@ -231,9 +231,8 @@ class AdapterRegistry:
         self._in_memory.pop(facts.digest, None)
         self._in_memory[facts.digest] = None
         if len(self._in_memory) > self._most:
-            unneeded = self._unneeded(requests)
-            assert unneeded is not None, "more adapters have a right to be in memory than fit"
-            self._drop(unneeded)
+            # All others may have begun to run while it was read: then it has to be read again.
+            self._drop(self._unneeded(requests) or facts.digest)
         return None
 
     def _drop(self, digest: str) -> None:
