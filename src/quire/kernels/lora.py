@@ -96,7 +96,9 @@ class PackedDelta:
 def empty_deltas(shapes: Sequence[DeltaShape], dtype: torch.dtype) -> list[PackedDelta]:
     """Memory for deltas, side by side in one piece that goes back to the system when all of them are gone.
 
-    `pack_factors` fills it. malloc would keep parts of it: an adapter has hundreds of small factors. Raises MemoryError.
+    `pack_factors` fills it. malloc would keep parts of it: an adapter has hundreds of small factors.
+
+    Raises MemoryError.
     """
     check_dtype("a delta", torch.empty(0, dtype=dtype), *cpu.DTYPE_CODES)
     step, end, places = _ALIGNMENT // dtype.itemsize, 0, []
