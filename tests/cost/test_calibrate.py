@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 import statistics
+from dataclasses import astuple
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from quire.cost.arithmetic import Demand, StepArithmetic
-from quire.cost.calibrate import MeasuredStep, Rows, fit, points
+from quire.cost.calibrate import MeasuredStep, Rows, all_seconds, fit, points
 from quire.cost.correct import MAX_RATIO
 from quire.cost.model import CostModel
-from quire.cost.step_time import Constants, prior, step_seconds
+from quire.cost.step_time import Constants, amounts, prior, step_seconds
 from quire.cost.store import CalibrationFile
 from tests.cost.models import model_with
 
@@ -42,6 +44,17 @@ def errors(steps: list[MeasuredStep], rng: random.Random) -> list[float]:
         load = ARITHMETIC.load(starts, counts, len(rows))
         found.append(abs(model.predict(load).seconds / step_seconds(ARITHMETIC.demand(load), TRUE) - 1))
     return found
+
+
+def test_times_of_all_steps_are_those_of_each() -> None:
+    demands = [step.demand for step in measured(0.0, random.Random(0))]
+    demands += [
+        demands[0]._replace(weight_bytes=0.0, linear_flops=0.0, rescanned_bytes=1e6),
+        demands[0]._replace(num_logits=0),
+    ]
+    table, constants = np.array([amounts(demand) for demand in demands]), np.array([astuple(TRUE), astuple(GUESS)])
+    expected = [[step_seconds(demand, each) for demand in demands] for each in (TRUE, GUESS)]
+    np.testing.assert_allclose(all_seconds(table, constants), expected, rtol=1e-13)
 
 
 def test_exact_steps_give_exact_predictions() -> None:

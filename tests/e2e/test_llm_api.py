@@ -204,7 +204,11 @@ def test_stop_token_ids(llm: LLM) -> None:
 
 
 def test_min_tokens_and_ignore_eos(llm: LLM) -> None:
-    prompt = next(text for text in reference.chat_prompts() if reference.greedy(text, 100)[-1] == reference.EOS)
+    prompts, greedy = reference.chat_prompts(), SamplingParams(temperature=0.0, max_tokens=100)
+    outputs = llm.generate(prompts, greedy, use_tqdm=False)
+    prompt = next(
+        text for text, output in zip(prompts, outputs, strict=True) if output.outputs[0].finish_reason == "stop"
+    )
     natural = reference.greedy(prompt, 100)
     assert natural[-1] == reference.EOS
     longer = len(natural) + 4

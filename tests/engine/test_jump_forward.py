@@ -23,7 +23,7 @@ from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler.scheduler import Scheduler
 from quire.spec_decode.ngram import NgramProposer
 from quire.worker.model_runner import ModelRunner
-from tests.covering import covering
+from tests.covering import covering, in_turn
 from tests.engine import heads
 from tests.engine.harness import EOS, Prompt, Schedule, build_core, demo_draft, run
 from tests.engine.test_draft_model import ByWorker
@@ -133,7 +133,7 @@ def test_any_schedule(
 
 
 @pytest.mark.parametrize(
-    ("drafter", "device", "depth", "at_step"), covering(DRAFTERS, DEVICES, [1, 2, 3], range(0, 24, 1 if IS_FULL else 3))
+    ("drafter", "device", "depth", "at_step"), covering(DRAFTERS, DEVICES, [1, 2, 3], range(0, 24, 1 if IS_FULL else 5))
 )
 def test_preemption_at_any_step(
     drafter: str, device: str, depth: int, at_step: int, num_forced: Callable[[], int]
@@ -149,7 +149,7 @@ def test_preemption_at_any_step(
     assert num_forced() > 40
 
 
-@pytest.mark.parametrize(("drafter", "depth"), covering(DRAFTERS, [1, 2, 3]))
+@pytest.mark.parametrize(("drafter", "depth"), in_turn([[(drafter,)] for drafter in DRAFTERS], [2, 3, 1]))
 def test_a_row_that_is_given_again(drafter: str, depth: int, num_forced: Callable[[], int]) -> None:
     """Requests end at every step, and others take their rows while a step of theirs is in flight."""
     core = core_on("late", drafter, depth=depth, max_num_seqs=2)

@@ -13,6 +13,7 @@ from quire.grammar.matchers import RowGrammar
 from quire.lora.request import LoRARequest
 from quire.sampling_params import StructuredOutputsParams as Structured
 from quire.scheduler.scheduler import Scheduler
+from tests.covering import in_turn
 from tests.engine.heads import write_mimo
 from tests.grammar.test_generate import SETTINGS
 from tests.grammar.test_sameness import DRAFTERS, NGRAM
@@ -65,26 +66,28 @@ def answers(engine: LLM, adapters: list[LoRARequest | None] | None = None) -> tu
     return found, scheduler._next_step_id - first
 
 
-def stepped(
-    monkeypatch: pytest.MonkeyPatch, adapters: list[LoRARequest | None] | None = None, **arguments: Any
-) -> tuple[list[Any], int]:
+def stepped(adapters: list[LoRARequest | None] | None = None, **arguments: Any) -> tuple[list[Any], int]:
     """The same with a step for each token."""
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowGrammar, "take_forced", lambda self, most: [])
         return answers(LLM(**{"dtype": "float32", **SETTINGS, **arguments}), adapters)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("drafter", DRAFTS)
+@pytest.fixture(scope="module")
+def plainly() -> tuple[list[Any], int]:
+    """By the demo model, without a drafter, with a step for each token."""
+    return stepped()
+
+
+@pytest.mark.parametrize(("drafter", "async_scheduling"), in_turn([[(drafter,)] for drafter in DRAFTS], [False, True]))
 def test_every_way_of_serving(
-    drafter: str, async_scheduling: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drafter: str, async_scheduling: bool, tmp_path: Path, plainly: tuple[list[Any], int]
 ) -> None:
     model: dict[str, Any] = {"model": str(write_mimo(tmp_path))} if drafter == "MTP" else {}
+    expected, num_slow_steps = stepped(**model) if model else plainly
     how = {**model, "async_scheduling": async_scheduling, "speculative_config": DRAFTS[drafter]}
-    expected, _ = stepped(monkeypatch, **model)
-    slow, num_slow_steps = stepped(monkeypatch, **how)
     jumped, num_steps = answers(LLM(dtype="float32", **SETTINGS, **how))
-    assert jumped == slow == expected
+    assert jumped == expected
     assert num_steps < num_slow_steps / 2
     ends = {name: [(o[0], *o[3:]) for o in outputs] for name, (outputs, _) in zip(REQUESTS, jumped, strict=False)}
     assert {reason for _, reason, _ in ends["ends within by length"]} == {"length"}
@@ -93,25 +96,33 @@ def test_every_way_of_serving(
     assert all(WITHIN in text and reason == "stop" for text, reason, _ in ends["n"])
 
 
-@pytest.mark.parametrize("drafter", ["none", "EAGLE-3", "draft model"])
-def test_adapters(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters() -> None:
     """Rows with and without one, with async scheduling."""
     adapter = LoRARequest("json", 1, str(demo.path("lora")))
     of_requests = [adapter if index % 2 else None for index in range(len(REQUESTS))]
     how: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
-    expected, num_slow_steps = stepped(monkeypatch, of_requests, **how)
-    how |= {"speculative_config": DRAFTS[drafter], "async_scheduling": True}
-    jumped, num_steps = answers(LLM(dtype="float32", **SETTINGS, **how), of_requests)
-    assert jumped == expected
-    assert num_steps < num_slow_steps / 2
+    expected, num_slow_steps = stepped(of_requests, **how)
+    for drafter in ("none", "EAGLE-3", "draft model"):
+        drafting = {"speculative_config": DRAFTS[drafter], "async_scheduling": True}
+        jumped, num_steps = answers(LLM(dtype="float32", **SETTINGS, **how, **drafting), of_requests)
+        assert jumped == expected, drafter
+        assert num_steps < num_slow_steps / 2, drafter
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("drafter", ["none", "EAGLE-3", "draft model"])
-def test_few_blocks_and_short_steps(drafter: str, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+FEW_BLOCKS: dict[str, Any] = {"num_gpu_blocks_override": 16, "max_model_len": 192, "enable_prefix_caching": False}
+
+
+@pytest.fixture(scope="module")
+def with_few_blocks() -> list[Any]:
+    return stepped(**FEW_BLOCKS)[0]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "async_scheduling"),
+    in_turn([[(drafter,)] for drafter in ("none", "EAGLE-3", "draft model")], [True, False]),
+)
+def test_few_blocks_and_short_steps(drafter: str, async_scheduling: bool, with_few_blocks: list[Any]) -> None:
     """Requests are preempted, and a span is computed in several steps."""
-    settings: dict[str, Any] = {"num_gpu_blocks_override": 16, "max_model_len": 192, "enable_prefix_caching": False}
-    expected, _ = stepped(monkeypatch, **settings)
     limits: dict[str, Any] = {"max_num_batched_tokens": 12, "max_num_seqs": 4, "async_scheduling": async_scheduling}
-    engine = LLM(**{"dtype": "float32", **SETTINGS, **settings}, **limits, speculative_config=DRAFTS[drafter])
-    assert answers(engine)[0] == expected
+    settings = SETTINGS | FEW_BLOCKS | limits
+    assert answers(LLM(dtype="float32", **settings, speculative_config=DRAFTS[drafter]))[0] == with_few_blocks

@@ -9,6 +9,7 @@ import pytest
 
 from quire import LLM, demo
 from quire.lora.request import LoRARequest
+from tests.covering import in_turn
 from tests.engine.heads import write_mimo
 from tests.gguf.writing import write_gguf
 from tests.grammar.test_generate import DRAFT_MODEL, REQUESTS, SETTINGS, answers
@@ -29,8 +30,9 @@ def num_drafts(engine: LLM) -> float:
     return metric.value
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("drafter", "async_scheduling"), in_turn([[(drafter,)] for drafter in DRAFTERS], [True, False])
+)
 def test_drafters(drafter: str, async_scheduling: bool, tmp_path: Path) -> None:
     """Drafts are held to the grammar, and the state of the grammar goes along with what holds."""
     model = {"model": str(write_mimo(tmp_path))} if drafter == "MTP" else {}

@@ -115,7 +115,7 @@ def ends(matcher: LLMatcher) -> bool:
 
 def test_walks() -> None:
     num_walks = num_taken = 0
-    count = examples(3000)
+    count = examples(1800)
     for seed in range(count):
         numbers = random.Random(seed)
         schema = any_schema(numbers, 2)

@@ -26,7 +26,7 @@ MIN_SPREAD = 0.03  # no machine repeats a step more exactly
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """The machine's seconds for a unit of each demand."""
+    """The machine's seconds for a unit of each amount, in the order of `amounts`, and the overlap."""
 
     per_step: float
     per_logit_row: float  # sampling, and the host's work for a row
@@ -90,14 +90,28 @@ def step_time(demand: Demand, constants: Constants, spread: float, factor: float
     return StepTime(seconds, seconds / ratio, seconds * ratio, bound)
 
 
-def _parts(demand: Demand, constants: Constants) -> tuple[float, float, float, float, float, float]:
+def amounts(demand: Demand) -> tuple[float, float, float, float, float, float, float]:
+    """What the constants are multiplied by, in their order: each but the overlap."""
     return (
-        constants.per_step + demand.num_logits * constants.per_logit_row,
-        demand.weight_bytes * constants.per_weight_byte,
-        (demand.linear_flops + demand.linear_int8_ops + demand.filling_ops) * constants.per_operation,
-        demand.rescanned_bytes * constants.per_rescanned_byte,
-        _uncached(demand.kv_bytes) * constants.per_kv_byte,
-        demand.attention_flops * constants.per_attention_flop,
+        1.0,
+        demand.num_logits,
+        demand.weight_bytes,
+        demand.linear_flops + demand.linear_int8_ops + demand.filling_ops,
+        _uncached(demand.kv_bytes),
+        demand.attention_flops,
+        demand.rescanned_bytes,
+    )
+
+
+def _parts(demand: Demand, constants: Constants) -> tuple[float, float, float, float, float, float]:
+    steps, logits, weight_bytes, operations, kv_bytes, attention_flops, rescanned_bytes = amounts(demand)
+    return (
+        steps * constants.per_step + logits * constants.per_logit_row,
+        weight_bytes * constants.per_weight_byte,
+        operations * constants.per_operation,
+        rescanned_bytes * constants.per_rescanned_byte,
+        kv_bytes * constants.per_kv_byte,
+        attention_flops * constants.per_attention_flop,
     )
 
 

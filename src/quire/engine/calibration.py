@@ -110,7 +110,7 @@ class Calibration:
         if 1 < self._running_sizes[size] <= 1 + RUNNING_REPEATS:  # the first one takes memory, and is recorded
             self._running.append(MeasuredStep(self._cost.arithmetic.demand(load), seconds))
             ratio = seconds / self._cost.predict(load).seconds
-            if not 1 / WELL_PREDICTED <= ratio <= WELL_PREDICTED:  # a fit takes some 20 ms
+            if not 1 / WELL_PREDICTED <= ratio <= WELL_PREDICTED:  # a fit takes some 4 ms
                 self._fit()
 
     def _fit(self) -> None:

@@ -25,6 +25,7 @@ from quire.server.protocol.chat import ChatRequest
 from quire.server.text.parser import AnswerParser
 from quire.server.tool_choice import ToolChoice
 from quire.settings import ServerSettings
+from tests.covering import in_turn
 from tests.examples import examples
 from tests.server.text.answers import TOKENIZER, allows, calls_of, merged
 
@@ -143,8 +144,7 @@ def parsed(form: str, text: str) -> list[tuple[str, Any]]:
     return [(name, json.loads(arguments)) for _, name, arguments in calls_of(events)]
 
 
-@pytest.mark.parametrize("is_special", [False, True])
-@pytest.mark.parametrize("form", TOOL_PARSERS)
+@pytest.mark.parametrize(("form", "is_special"), in_turn([[(form,)] for form in TOOL_PARSERS], [True, False]))
 def test_calls(form: str, is_special: bool) -> None:
     """As the model writes them, whether its tags are special tokens or not."""
     tokenizer = TOKENIZER
