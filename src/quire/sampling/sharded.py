@@ -1,4 +1,4 @@
-"""Sampling on ranks that share a model: each samples some rows, and all of them get all results.
+"""Sampling on ranks that share a model: each rank samples some rows, and all ranks get all results.
 
 Dimensions: R rows of a call, V vocabulary.
 """
@@ -35,7 +35,7 @@ class JoinedTokens(LaunchedTokens):
 
 
 class ShardedSampler(Sampler):
-    """A Sampler of one of several ranks. A token depends on its own row alone, so it does not matter who samples it.
+    """A Sampler of one of several ranks. A token depends on its own row alone, so any rank may sample it.
 
     Rows with a grammar belong to the first rank: it alone has their grammars.
 

@@ -15,9 +15,9 @@ class AdapterTurns:
     """The requests with an adapter. A place is an adapter that requests run with; the base model needs none.
 
     Free places go to the adapters in memory in the order of their oldest waiting requests. Requests of an adapter that
-    runs already join it, and so overtake the others. When they have done that to one for PATIENCE steps, the oldest
-    such request has the next free place, and the adapter with the fewest running requests takes no further ones. Who
-    ran before, and was preempted, has the first turn.
+    already runs join it, and so overtake the others. The oldest request that was overtaken in PATIENCE steps gets the
+    next free place, and the adapter with the fewest running requests takes no further ones. Preempted requests have the
+    first turn.
 
     Args:
         max_loras: number of places.
@@ -35,7 +35,7 @@ class AdapterTurns:
         self._last_admitted: Key | None = None  # of those admitted since the last step
         self._reserved_for: Key = ()
         self._draining: str | None = None
-        self.wanted: Sequence[str] = ()  # adapters of waiting requests, most urgent first, but those that run
+        self.wanted: Sequence[str] = ()  # adapters of waiting requests, most urgent first, without those that run
 
     @property
     def running(self) -> Collection[str]:
