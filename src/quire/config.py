@@ -239,7 +239,7 @@ class EngineConfig:
     )
     slo_ttft: float | None = option(
         None,
-        "Target for the time to first token, 500ms, 1.5s or seconds: a server refuses (429) who would miss it.",
+        "Target for the time to first token, 500ms, 1.5s or seconds: requests that would miss it get 429.",
         live=True,
         type=parse_duration,
         limits="requests that are taken",
@@ -322,7 +322,7 @@ class EngineConfig:
         choices=("linear", "round_robin"),
     )
     enable_eplb: bool = option(
-        False, "Ranks that have whole experts exchange some between steps, so that all get as many tokens."
+        False, "Ranks that have whole experts exchange some between steps, to balance their tokens."
     )
     eplb_config: dict[str, Any] | None = option(
         None,
@@ -342,7 +342,7 @@ class EngineConfig:
     )
     distributed_timeout_seconds: int = option(
         600,
-        "Seconds that a rank waits in a step for another one, which does not get on; then the engine ends.",
+        "Seconds that a rank waits in a step for another one that makes no progress; then the engine ends.",
         bounds=POSITIVE,
     )
     node_rank: int = option(
@@ -397,7 +397,7 @@ class EngineConfig:
     )
     per_request_spec_decode_metrics: str = option(
         "none",
-        "Answers say in metrics.speculative_decoding what became of their drafts: none, summary, or detailed with "
+        "Answers count their drafts in metrics.speculative_decoding: none, summary, or detailed with "
         "a number per step.",
         choices=("none", "summary", "detailed"),
     )

@@ -1,7 +1,7 @@
 """Brings the rows of all lanes to every rank: lanes share experts, and each rank has some of them.
 
 A rank computes all rows of its own experts, and adds up some columns of all rows, as the ranks of one lane do. So the
-bits of a row do not depend on who its neighbours are, nor on the number of lanes.
+bits of a row depend neither on its neighbours nor on the number of lanes.
 
 Dimensions: T tokens of a lane, X tokens of all lanes, L lanes, D hidden.
 """
