@@ -1,4 +1,4 @@
-"""What a step reads and computes: against counting token by token, and by hand on the demo model's sizes."""
+"""The bytes and operations of a step: against counting token by token, and by hand on the demo model's sizes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_one_decoding_row() -> None:
     [("float32", None, "auto", 4), ("bfloat16", "int8", "auto", 2), ("bfloat16", None, "fp8", 1)],
 )
 def test_bytes(dtype: str, quantization: str | None, kv_cache_dtype: str, width: int) -> None:
-    """A window counts what it holds; a state is read and written whole, once per sequence."""
+    """A window counts its tokens; a state is read and written whole, once per sequence."""
     model = model_with("full", "window", "state")
     arithmetic = StepArithmetic(model, dtype, quantization, kv_cache_dtype)
     demand = arithmetic.demand(arithmetic.load([99, 0], [1, 30], 2))

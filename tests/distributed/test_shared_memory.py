@@ -146,7 +146,7 @@ def test_ranks_that_want_other_rows_than_the_others_think_are_told() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux has memory without a file")
 def test_the_memory_is_in_no_folder() -> None:
-    """So a small /dev/shm does not matter, and nothing stays of it."""
+    """So a small /dev/shm does not matter, and no file is left."""
     memory = make_memory(Grid(2))
     assert os.readlink(f"/proc/self/fd/{memory}") == "/memfd:quire-ranks (deleted)"
     os.close(memory)
@@ -195,7 +195,7 @@ def test_columns_of_the_rows_of_all_ranks(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each rank has one expert and the rest of its rows are anybody's; between two turns that gather."""
+    """Each rank has one expert, and its other rows are undefined; between two turns that gather."""
     monkeypatch.setattr(shared_memory, "SLOT_BYTES", slot_bytes)
     size, rows, width = len(counts), sum(counts), columns[-1].stop
     begins = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)

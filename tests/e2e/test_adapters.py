@@ -86,7 +86,7 @@ def test_an_adapter_of_the_start_that_is_missing_ends_it(adapters: Path, path: s
 
 
 def test_the_metrics_protocol_of_the_gateways_inference_extension(adapters: Path) -> None:
-    """What its endpoint picker reads of a model server, in vLLM's names, with their types and labels.
+    """The metrics that its endpoint picker reads from a model server, in vLLM's names, with their types and labels.
 
     https://github.com/kubernetes-sigs/gateway-api-inference-extension, docs/proposals/003-model-server-protocol.
     """

@@ -1,4 +1,4 @@
-"""What RayReplicas asks of Ray, over a cluster that only notes it; and the actor around an engine process."""
+"""The requests of RayReplicas to Ray, over a cluster that only notes them; and the actor around an engine process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NotedRay:
         started: the arguments of QuireProcess.run of each actor, and the bundle that it is in.
         machines: of each bundle; None: Ray has no room.
         is_open: the places are reserved.
-        is_lost: nothing that is asked of a machine is answered.
+        is_lost: machines do not answer.
     """
 
     is_lost = False

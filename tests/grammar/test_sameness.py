@@ -32,7 +32,7 @@ def num_drafts(engine: LLM) -> float:
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafters(drafter: str, async_scheduling: bool, tmp_path: Path) -> None:
-    """Drafts are held to the grammar, and the state of the grammar goes along with what holds."""
+    """Drafts follow the grammar, and its state advances with the accepted ones."""
     model = {"model": str(write_mimo(tmp_path))} if drafter == "MTP" else {}
     plain = LLM(dtype="float32", **SETTINGS, **model)
     drafting = LLM(

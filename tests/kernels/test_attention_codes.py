@@ -1,5 +1,5 @@
-"""Paged attention over caches of 8-bit codes: exact attention over what the codes mean, and the same bits however the
-tokens are batched and chunked.
+"""Paged attention over caches of 8-bit codes: exact attention over the values of the codes, and the same bits however
+the tokens are batched and chunked.
 
 Dimensions: H query heads, G KV heads, E head_dim, L positions.
 """
@@ -50,7 +50,7 @@ def test_equals_dense_softmax_over_decoded_rows(isa: str, dtype: torch.dtype, sh
         atol, rtol = TOLERANCES[dtype]
         expected = dense(as_read(s, codes), begin, end, options)
         torch.testing.assert_close(twin.double(), expected, atol=atol, rtol=rtol)
-        # rows of scaled int8 are rounded to bfloat16 where that is what the products take
+        # rows of scaled int8 are rounded to bfloat16 if the products take bfloat16
         atol, rtol = (2 * atol, 2 * rtol) if codes == torch.int8 and dtype == torch.bfloat16 else (atol, rtol)
         torch.testing.assert_close(out.double(), expected, atol=atol, rtol=rtol)
 
