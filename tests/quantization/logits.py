@@ -1,4 +1,4 @@
-"""What this engine computes with quantized weights, against transformers with the weights their codes stand for."""
+"""This engine's logits with quantized weights, against transformers with the weights that their codes stand for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.loading import load_model
 from tests.models.paged_run import PagedRun
 from tests.models.tiny_models import hf_logits
 
-PATHS = ("reference", "cpu")  # what computes: plain torch, or the compiled kernels
+PATHS = ("reference", "cpu")  # the path: plain torch, or the compiled kernels
 
 
 def error_of_logits(
