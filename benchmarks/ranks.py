@@ -1,4 +1,4 @@
-"""Ranks on one machine: what their exchange takes beside gloo and a copy, and decodes and starts beside one process.
+"""Ranks on one machine: the time of their exchange beside gloo and a copy, and decodes and starts beside one process.
 
     python benchmarks/ranks.py exchange [--rounds 9] [--save HARDWARE]
     python benchmarks/ranks.py decodes [--quantization int4] [--rows 1 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
@@ -279,7 +279,7 @@ def step_seconds(core: EngineCore, rows: int, temperature: float, steps: int) ->
 
 
 def starts(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Alternating, behind a start of each that reads the file and keeps what later starts use."""
+    """Alternating, after a start of each that reads the file and fills the caches of later starts."""
     num_cores, rounds, num_disturbed = devices.num_cores(), list[dict[int, float]](), 0
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
@@ -306,7 +306,7 @@ def starts(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def others_seconds() -> float:
-    """Processor seconds of all processes that are none of ours, so far."""
+    """Processor seconds of all other processes, so far."""
     user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
     own = os.times()
     return (user + nice + system) / os.sysconf("SC_CLK_TCK") - sum(own[:4])

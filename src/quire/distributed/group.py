@@ -1,9 +1,8 @@
-"""What ranks that share one model do together. Everything else a rank computes alone.
+"""The common operations of ranks that share one model. Everything else a rank computes alone.
 
 The ranks of a stage join columns: every rank has some, and all ranks, or the first one, get all of them. Nothing is
-added up on the way, so a joined result has the bits of one rank that computes everything. Attention over a KV cache
-that ranks have together is joined in an order that does not depend on them.
-Dimensions: T rows, N columns of all ranks.
+added up on the way, so a joined result has the bits of one rank that computes everything. Attention over a shared KV
+cache is joined in an order that does not depend on the ranks. Dimensions: T rows, N columns of all ranks.
 """
 
 from __future__ import annotations
@@ -165,7 +164,7 @@ class Failing(Protocol):
 
 @dataclass(frozen=True)
 class Ranks:
-    """What one rank knows of the others.
+    """A rank's view of the others.
 
     Attributes:
         rank: its number among all of them.

@@ -1,4 +1,4 @@
-"""`suffix`: suffix decoding, what mostly followed the last tokens in the request and in the answers of others."""
+"""`suffix`: suffix decoding, the most frequent continuation of the last tokens in the request and in other answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.request import Request
 
 
 class SuffixProposer:
-    """Drafts out of a request's own text, and out of what others got: SuffixDecoding (arXiv 2411.04975).
+    """Drafts from a request's own text, and from the answers of others: SuffixDecoding (arXiv 2411.04975).
 
     The proposer looks for the places where the last m tokens of the text stood before, for each m from 1 to
     max_tree_depth - 1. The first token of a draft is the token that follows at most of these places. The other places
@@ -61,7 +61,7 @@ class SuffixProposer:
 
     @property
     def shared_bytes(self) -> int:
-        """Memory that shared answers may take: at most what was given, and one page of 1,184 bytes at least."""
+        """Memory that shared answers may take: at most the given bytes, and at least one page of 1,184 bytes."""
         return 0 if self._shared is None else int(self._shared.num_bytes)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
