@@ -2,8 +2,8 @@
 
 Goodput is the highest rate of requests at which 95 % of them keep both times: the first token comes within ten times
 the time of the mean prompt alone, and the further ones, on average, within ten times their time alone. Requests arrive
-at random (Poisson), those of `bursts` in bursts. The real scheduler runs on a virtual clock (quire.simulate): the same
-requests at the same times under all settings. `best` is the best of max_num_seqs x max_num_batched_tokens x
+at random (Poisson), in the workload `bursts` in bursts. The real scheduler runs on a virtual clock (quire.simulate):
+the same requests at the same times under all settings. `best` is the best of max_num_seqs x max_num_batched_tokens x
 max_shared_prefill_tokens.
 
     python benchmarks/defaults.py [--constants FILE] [--formats none int4] [--workloads chat ...] [--record]

@@ -6,13 +6,12 @@
     python benchmarks/ranks.py start [--rounds 5] [--save HARDWARE]
 
 `exchange`: two processes, one thread each, join columns (Group.gather), gather and reduce by torch.distributed with
-gloo, and copy (memcpy, both at once). Bytes are those of the result that each process has then.
-`decodes`: random weights with the shape of Qwen3-0.6B; one process with all threads, and ranks of one thread, which
-are more than the cores where that is asked for. All engines are there, and take turns.
-`sampling`: steps of two ranks of the same model, with and without --enable-batch-sharded-sampling.
-`start`: a checkpoint of that shape, in the file cache; seconds from the command to a ready `LLM`. Rounds in which other
-programs had more than a tenth of a core are left out.
---save writes benchmarks/results/HARDWARE/ranks_WHAT_DATE.md and .json.
+gloo, and copy (memcpy, both at once). Bytes count the result of each process. `decodes`: random weights with the shape
+of Qwen3-0.6B; one process with all threads, and ranks of one thread, which are more than the cores where that is asked
+for. All engines are there, and take turns. `sampling`: steps of two ranks of the same model, with and without
+--enable-batch-sharded-sampling. `start`: a checkpoint of that shape, in the file cache; seconds from the command to a
+ready `LLM`. Rounds in which other programs had more than a tenth of a core are left out. --save writes
+benchmarks/results/HARDWARE/ranks_WHAT_DATE.md and .json.
 """
 
 from __future__ import annotations

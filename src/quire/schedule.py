@@ -92,7 +92,7 @@ class ExpertUse(msgspec.Struct, array_like=True):
     distinct: float  # experts of a layer that were hit: the mean over layers
     balancedness: float  # tokens of an expert, relative to the busiest expert of its layer: the mean over all
     tokens: list[int]  # of each expert that was hit, in one layer: the layers take turns
-    of_ranks: float = 1.0  # tokens of a rank by those of the busiest one: the mean over all; 1: ranks share each expert
+    of_ranks: float = 1.0  # tokens of a rank by the busiest rank's: the mean over all; 1: ranks share each expert
     num_moved: int = 0  # experts that have got another place
 
 

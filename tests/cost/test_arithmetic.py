@@ -114,7 +114,7 @@ def test_integers_are_counted_apart() -> None:
 def test_many_rows_go_over_weights_again_on_amx(
     quantization: str | None, num_rows: int, share: float, filling: int
 ) -> None:
-    """Prompts do so with the weights of the blocks, and decodes with those of the output as well."""
+    """Prompts do so with the weights of the blocks, and decodes also with the weights of the output."""
     model = model_with("full")
     plain, tiles = (StepArithmetic(model, "bfloat16", quantization, "auto", isa) for isa in ("avx512_bf16", "amx"))
     prompt, decodes = tiles.load([0], [num_rows], 1), tiles.load([9] * num_rows, [1] * num_rows, num_rows)

@@ -85,7 +85,7 @@ def test_columns_lie_side_by_side(
 
 @pytest.mark.parametrize("slot_bytes", [64, 1 << 20])
 def test_columns_that_are_in_their_place(slot_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank has computed its own where the result will be, and gets those of the others beside them."""
+    """The first rank has computed its columns in the result's memory, and gets the others' columns beside them."""
     monkeypatch.setattr(shared_memory, "SLOT_BYTES", slot_bytes)
     widths = (64, 64, 61)
 

@@ -66,7 +66,7 @@ def test_adapters_come_and_go_and_survive_the_engine(adapters: Path) -> None:
 
 
 def test_files_that_changed_before_they_are_read_again(adapters: Path) -> None:
-    """One place in memory: fin has taken that of sql."""
+    """One place in memory: fin has taken the place of sql."""
     with Serve(*flags(adapters, "--max-loras", "1"), program=LIGHT) as server:
         text_of(server, "fin")
         write(adapters / "sql", "other weights")

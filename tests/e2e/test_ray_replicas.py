@@ -59,7 +59,7 @@ def cluster() -> Iterator[None]:
 
 
 def actors() -> list[int]:
-    """Processes of Ray that run one of ours, and those that run nothing of ours now."""
+    """Processes of Ray that run one of ours, and idle ones."""
     return [each.pid for each in psutil.process_iter(["name"]) if each.info["name"].startswith("ray::Quire")]
 
 

@@ -119,7 +119,7 @@ class _Place:
 
 
 def test_the_address_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Of several networks: that of Ray, unless another one is given."""
+    """Of several networks: Ray's network, unless another one is given."""
     caplog.set_level("INFO")
     replicas_on(monkeypatch, {0: "b", 1: "a"}, 2)
     replicas_on(monkeypatch, {0: "b", 1: "a"}, 2, master_addr="127.0.0.3")

@@ -87,7 +87,7 @@ def add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], splits_heads:
 
 
 def add_latent(writer: gguf.GGUFWriter, config: Mapping[str, Any], splits_heads: bool) -> None:
-    """DeepSeek, as its class in llama.cpp's conversion/deepseek.py: latent attention is that of one head of rows."""
+    """DeepSeek, as its class in llama.cpp's conversion/deepseek.py: latent attention is written as one head of rows."""
     rope_dim, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
     key_length, value_length = config["qk_nope_head_dim"] + rope_dim, config["v_head_dim"]
     if splits_heads:

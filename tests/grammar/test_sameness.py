@@ -1,4 +1,4 @@
-"""Constraints with every way to draft, every form of weights, and adapters: the tokens equal those of plain steps."""
+"""Constraints with every way to draft, every form of weights, and adapters: the tokens equal plain steps' tokens."""
 
 from __future__ import annotations
 

@@ -55,9 +55,9 @@ def test_equals_dense_softmax_over_decoded_rows(isa: str, dtype: torch.dtype, sh
         torch.testing.assert_close(out.double(), expected, atol=atol, rtol=rtol)
 
 
-# Root mean square error of the result, relative to that of exact attention: steps of 1/16 (e4m3) and 1/8 (e5m2) of a
-# number, and of 1/127 of the largest in a row, uniformly off by up to a half, in keys (once more through the softmax)
-# and values.
+# Root mean square error of the result, relative to exact attention: steps of 1/16 (e4m3) and 1/8 (e5m2) of a number,
+# and of 1/127 of the largest in a row, uniformly off by up to a half, in keys (once more through the softmax) and
+# values.
 ERRORS = {torch.float8_e4m3fn: 0.05, torch.float8_e5m2: 0.10, torch.int8: 0.014}
 
 

@@ -81,7 +81,7 @@ def test_the_plan_goes_by_it() -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """A shorter run than that of the table, and how close its ratio of perplexities has to be.
+    """A shorter run than the table's, and the tolerance of its ratio of perplexities.
 
     Releases of Python 3.11 differ in their docstrings: over a quarter of the text the ratio of fp8_e5m2 is 0.01 larger
     or smaller for that reason alone.

@@ -18,7 +18,9 @@ PATHS = ("reference", "cpu")  # the path: plain torch, or the compiled kernels
 def error_of_logits(
     folder: Path, hf_model: Any, dtype: torch.dtype = torch.float32, quantization: str | None = None
 ) -> float:
-    """The norm of the difference by that of transformers' logits, over 40 tokens that are computed in two chunks."""
+    """The norm of the difference divided by the norm of transformers' logits, over 40 tokens that are computed in two
+    chunks.
+    """
     vocab_size = hf_model.config.vocab_size
     tokens = torch.randint(3, vocab_size, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     want = hf_logits(hf_model, tokens)

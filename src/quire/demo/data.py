@@ -372,7 +372,9 @@ def exchange(all_entries: list[Entry], rng: random.Random) -> Exchange:
 
 
 def listed_tools(first: Exchange, fits: bool, rng: random.Random) -> list[str]:
-    """Up to four tools as they stand in the list, in any order; with that of the first exchange only if it `fits`."""
+    """Up to four tools as they stand in the list, in any order; with the tool of the first exchange only if it
+    `fits`.
+    """
     tools = [tool for tool in (LOOK_UP, GET_WEATHER) if tool != first.tool and rng.random() < OTHER_KNOWN_SHARE]
     if fits and first.tool:
         tools.append(first.tool)

@@ -95,13 +95,13 @@ class Group(Protocol):
     ) -> Tensor:
         """Attention over a cache whose pages this rank and its neighbours have together, [T, own heads, V].
 
-        Each computes the partial results of the ranges that it has. Then it joins those of its own heads.
+        Each computes the partial results of the ranges that it has. Then it joins the partial results of its own heads.
 
         Args:
             q_THE: of the heads of these neighbours, side by side.
             cache: the pages of this rank, in blocks of whole ranges.
             batch: its block tables name the pages of all owners: see layout.PageShare.
-            heads: of q, of each rank of the group. All neighbours together have as many as any others.
+            heads: of q, of each rank of the group. All groups of neighbours have the same number.
             sinks_H: of this rank's heads.
 
         Raises as `gather`.
@@ -171,7 +171,7 @@ class Ranks:
         failing: tells all of them.
         whereabouts: of those on its machine.
         group: those that share its stage, or its lane; None: it has that alone.
-        everyone: those of all lanes, which share experts; None: there are no lanes.
+        everyone: the ranks of all lanes, which share experts; None: there are no lanes.
         before: brings the input; None: it is in the first stage.
         behind: takes the output; None: it is in the last stage.
     """

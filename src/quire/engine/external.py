@@ -198,7 +198,7 @@ class _Met:
 
 
 def _meet(rank: int, grid: Grid, config: EngineConfig, folder: Path, waiting: Callable[[str], None]) -> _Met:
-    """Connections to all ranks, and the memory of those of this machine. Raises OSError or ConfigError."""
+    """Connections to all ranks, and the memory that ranks of this machine share. Raises OSError or ConfigError."""
     until = time.monotonic() + envs.ENGINE_READY_TIMEOUT_S.get()
     name = f"\0quire-ranks-{envs.MASTER_ADDR.get()}-{envs.MASTER_PORT.get()}-{config.node_rank}"
     with ExitStack() as on_error:

@@ -126,7 +126,7 @@ class Joined:
     """The connections of node 0.
 
     Attributes:
-        homes: of each other node, whose end is that of the node.
+        homes: of each other node; a connection ends with its node.
         ranks: to each rank of another node.
         links: from each rank of another node that sends to a rank here.
     """

@@ -35,7 +35,7 @@ _APPLICATORS = {
     "$dynamicRef", "$ref", "additionalItems", "allOf", "anyOf", "contains", "dependentSchemas", "else", "if", "not",
     "oneOf", "then",
 }  # fmt: skip
-# Grammars by what was asked for. To make and check that of a schema of 200 keys takes 9 ms.
+# Grammars by what was asked for. To make and check the grammar of a schema of 200 keys takes 9 ms.
 _grammars: Kept[str] = Kept(16 << 20, lambda asked, grammar: 4 * (len(asked) + len(grammar)))
 
 

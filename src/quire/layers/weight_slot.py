@@ -94,7 +94,7 @@ def parts_of_all(tensor: Tensor, slots: Sequence[StackedSlots], *, is_transposed
     """The part of each slot in a tensor of all E experts: views [E, ...]. None: the tensor has another shape.
 
     Where a number may stand for a whole tensor, there may be one for all, one for each expert, or one for each expert
-    and slot. A scale for each row may lack the dimension of one column, or have it before that of the rows.
+    and slot. A scale for each row may lack the dimension of one column, or have it before the dimension of the rows.
     """
     E, num_slots = slots[0].num_experts, len(slots)
     shape = tuple(tensor.shape)

@@ -66,7 +66,7 @@ _ACCESS = "Set the credentials in the environment (docs/object-stores.md); AWS_S
 
 
 def is_stored(name: str | None) -> bool:
-    """Whether a name is that of something in an object store."""
+    """Whether a name means an object or a folder in an object store."""
     return name is not None and name.startswith(SCHEMES)
 
 

@@ -25,7 +25,7 @@ _Found: TypeAlias = tuple[TensorEntry, torch.Tensor]
 def stream_tensors(
     source: StoredObject, entries: Sequence[TensorEntry], extent_of: ExtentOf = all_of
 ) -> Iterator[_Found]:
-    """Yield (entry, tensor) in the order of the entries, which is that of their places.
+    """Yield (entry, tensor) in the order of the entries, which are in the order of their places.
 
     Only the parts in `extent_of` are read. The other bytes of a tensor are not defined.
 

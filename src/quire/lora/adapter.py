@@ -128,7 +128,7 @@ class AdapterFile:
         stamps: of its files.
         is_settled: the stamps prove from now on that the files are unchanged.
         digest: SHA-256 over names, factors and the tensors as they are in the file. Empty until all tensors are read.
-            Whoever knows that the content is that of an earlier reading sets it first. Then nothing is checked again.
+            Code that knows that the content equals an earlier reading sets it first. Then nothing is checked again.
     """
 
     def __init__(

@@ -67,8 +67,8 @@ class Decoder:
         device: the model runs there, and `load_weights` brings the tensors there.
         attention_backend: see attention.select.
         cache_dtype: of the KV cache; None: dtype.
-        group: the ranks that share the model, if the config is that of a part.
-        before: brings the residual stream, if the config is that of a stage behind the first one.
+        group: the ranks that share the model, if the config describes a part.
+        before: brings the residual stream, if the config describes a stage after the first one.
         dispatch: brings rows to experts, if lanes share them.
         num_kv_owners: neighbours in the group that have a KV cache together.
     """
@@ -295,7 +295,7 @@ class Decoder:
         return self._weights.own_name(checkpoint_name)
 
     def is_of_all_experts(self, checkpoint_name: str) -> bool:
-        """Whether a tensor of the checkpoint holds those of all experts of a layer."""
+        """Whether a tensor of the checkpoint holds the tensors of all experts of a layer."""
         return self._weights.is_of_all_experts(checkpoint_name)
 
     def load_some(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -130,7 +130,7 @@ class WeightTable:
         return name if is_used else None
 
     def is_of_all_experts(self, checkpoint_name: str) -> bool:
-        """Whether a tensor of the checkpoint holds those of all experts of a layer."""
+        """Whether a tensor of the checkpoint holds the tensors of all experts of a layer."""
         return renamed(checkpoint_name, self._renamed_prefixes) in self._stacked
 
     def extent(self, checkpoint_name: str) -> Extent | None:

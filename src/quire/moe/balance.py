@@ -30,7 +30,7 @@ def loads_of_ranks(loads_E: Floats, experts_P: Ints, firsts: Sequence[int]) -> F
 
 
 def balancedness(loads_R: Floats) -> float:
-    """The mean load by that of the busiest rank, in (0, 1]; 1 without any load."""
+    """The mean load divided by the load of the busiest rank, in (0, 1]; 1 without any load."""
     most = float(loads_R.max())
     return float(loads_R.mean()) / most if most > 0 else 1.0
 

@@ -33,5 +33,5 @@ class Dispatch:
         return self.group.exchange(x_TD, lanes.begins_L1, self._firsts, columns, num_rows)
 
     def own(self, x_XD: Tensor, lanes: LaneRows) -> Tensor:
-        """The rows of this lane among those of all lanes, [T, D]."""
+        """The rows of this lane among the rows of all lanes, [T, D]."""
         return x_XD.narrow(0, sum(lanes.counts[: self._lane]), lanes.counts[self._lane])

@@ -57,7 +57,7 @@ class ModelCut:
         """
         if self._num_lanes == 1:
             return self._part(rank)
-        # All ranks share experts, as if they were of one lane: the rest is cut among those of a lane.
+        # All ranks share experts, as if they were of one lane: the rest is cut among the ranks of a lane.
         own = ModelCut(self._model, self._num_parts, ExpertCut())._part(rank)
         cut = ModelCut(self._model, self._num_parts * self._num_lanes, self._experts)
         layers = tuple(

@@ -177,7 +177,7 @@ def fit_of(form: Form, model: ModelConfig, device: DeviceFacts, num_bytes: Weigh
 
 
 def _weight_formats(engine: EngineConfig, model: ModelConfig, own: Resolved) -> Iterator[tuple[str, str | None, float]]:
-    """dtype, --quantization, and their order by loss: those of `engine` first."""
+    """dtype, --quantization, and their order by loss: the settings of `engine` first."""
     yield own.model.dtype, engine.quantization, 0.0
     if engine.quantization is not None or model.quantized is not None or not model.is_native:
         return
@@ -191,5 +191,5 @@ def _weight_formats(engine: EngineConfig, model: ModelConfig, own: Resolved) -> 
 
 
 def _kv_formats(engine: EngineConfig) -> Iterable[tuple[str, float]]:
-    """--kv-cache-dtype, and their order by loss; that of `engine` first."""
+    """--kv-cache-dtype, and their order by loss; the setting of `engine` first."""
     return [(engine.kv_cache_dtype, 0.0)] if engine.kv_cache_dtype != "auto" else KV_KL.items()

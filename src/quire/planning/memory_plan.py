@@ -87,7 +87,7 @@ def _buffer_width(model: ModelConfig, layer: LayerSpec) -> int:
         elif isinstance(part, Experts):  # of each active expert; then their results beside the shared expert's, and out
             inner = part.num_active * _of_mlp(part.expert, model.hidden_size)
             results = part.num_active * model.hidden_size
-            if part.placement is not None:  # its own results of all experts beside those of its own experts
+            if part.placement is not None:  # its columns of all experts' results beside the results of its own experts
                 results += part.num_active * len(part.placement.columns[0])
             if part.shared is not None:
                 inner = max(inner, results + _of_mlp(part.shared, model.hidden_size))

@@ -97,7 +97,7 @@ class ShardedSampler(Sampler):
         return own
 
     def _joined(self, owners_R: NDArray[np.int32], sampled: SampledTokens) -> SampledTokens:
-        """The results of all ranks, from those of this one."""
+        """The results of all ranks, from the results of this one."""
         group, told = self._group, torch.frombuffer(bytearray(_encode(sampled)), dtype=torch.uint8)
         lengths = group.gather(torch.tensor([[len(told)]]), [1] * group.size)[0].tolist()
         parts = torch.split(group.gather(told[None], lengths)[0], lengths)

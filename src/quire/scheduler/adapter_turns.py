@@ -61,7 +61,7 @@ class AdapterTurns:
         insort(self._waiting.setdefault(request.adapter, []), request, key=self._key)
 
     def leave(self, request: Request) -> None:
-        """A waiting request goes. Its status is still that of a waiting one."""
+        """A waiting request goes. It still has the status of a waiting one."""
         assert request.adapter is not None
         waiting = self._waiting[request.adapter]
         del waiting[bisect_left(waiting, self._key(request), key=self._key)]
@@ -69,7 +69,7 @@ class AdapterTurns:
             del self._waiting[request.adapter]
 
     def start(self, request: Request) -> None:
-        """A waiting request runs from now on. Its status is still that of a waiting one."""
+        """A waiting request runs from now on. It still has the status of a waiting one."""
         self.leave(request)
         assert request.adapter is not None
         self._running[request.adapter] = self._running.get(request.adapter, 0) + 1

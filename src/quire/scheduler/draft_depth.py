@@ -2,8 +2,8 @@
 
 With drafts a step gives more tokens and takes longer. The most tokens per second come from the drafts of all requests
 with the highest chances to hold, as long as each one pays. A draft's chance is the product of the acceptance rates of
-its position and those before, so it never exceeds that of the draft before it, and a request's drafts are taken from
-the first one on.
+its position and those before, so it never exceeds the chance of the draft before it, and a request's drafts are taken
+from the first one on.
 """
 
 from __future__ import annotations

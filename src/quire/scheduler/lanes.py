@@ -1,7 +1,7 @@
 """Several schedulers of one engine: each has its own requests, KV cache, prefix cache and token budget.
 
-Lanes compute side by side, and share experts. So they take their steps together, and a step takes as long as that of
-the busiest lane: a request goes where the fewest requests are, and its prefix is kept.
+Lanes compute side by side, and share experts. So they take their steps together, and a step takes as long as the
+busiest lane needs. A request goes to the lane with the fewest requests; a cached prefix counts in favour of a lane.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Lanes:
         return deltas
 
     def fail(self, batches: list[ScheduledBatch], error: str, request_ids: Collection[str] = ()) -> list[RequestDelta]:
-        """See Scheduler.fail. The rows of all lanes are those of one step: any of them may be to blame."""
+        """See Scheduler.fail. All lanes have their rows in one step: any of them may be to blame."""
         rows = [
             request
             for lane, own in zip(self.lanes, batches[0].lanes, strict=True)

@@ -18,7 +18,7 @@ class SuffixProposer:
     are dropped, and the next token is found in the same way. The probability of a token is the share of the places that
     are left. A draft ends before a token whose probability is below min_token_prob, after max_spec_factor * m tokens,
     and when m and the draft together have max_tree_depth tokens. Each m gives a draft. The proposer answers the draft
-    with the largest sum of probabilities. If sums are equal, the request's own text goes before that of others, and a
+    with the largest sum of probabilities. If sums are equal, the request's own text goes before other texts, and a
     longer m before a shorter one. That is the rule of vLLM's `suffix` method (Arctic Inference,
     csrc/suffix_decoding/suffix_tree.cc), with two differences:
 

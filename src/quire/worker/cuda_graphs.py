@@ -3,8 +3,8 @@
 A graph is a list of launches with their addresses: what it reads lies where it lay, and the numbers there are a step's.
 Steps between two captured sizes run on the larger one, with tokens and rows that write and read nothing. Decoding has
 graphs by the number of rows. Other steps, prompts or pieces of them beside decodes, have a few by the number of tokens:
-our attention reads lengths on the device, so nothing of a launch depends on how the tokens belong to rows.
-Dimensions: T tokens of a step, D hidden.
+our attention reads lengths on the device, so no launch depends on how the tokens belong to rows. Dimensions: T tokens
+of a step, D hidden.
 """
 
 from __future__ import annotations

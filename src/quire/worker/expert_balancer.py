@@ -95,7 +95,7 @@ class ExpertBalancer:
         return [layer.experts_P for layer in self._layers]
 
     def balancedness(self) -> float:
-        """Tokens of a rank by those of the busiest one, in the last step: the mean over layers."""
+        """Tokens of a rank divided by the busiest rank's, in the last step: the mean over layers."""
         return float(np.mean([balancedness(np.diff(layer.begins[[*layer.firsts]])) for layer in self._layers]))
 
     def _tell_counts(self) -> None:

@@ -70,7 +70,7 @@ class StagedStep:
     adapter_slots_T: Tensor | None  # int32; None: no row has an adapter
     logits_indices_R: Tensor  # int64
     adapter_slots_R: Tensor | None  # of the rows of logits
-    expecting_rows: Tensor  # int64: those of StepRows.expecting
+    expecting_rows: Tensor  # int64: the rows of StepRows.expecting
     parameters: tuple[Tensor, ...]  # of ops.sample; empty: all rows are greedy
     host: HostStep
     padding: Padding | None  # None: it was brought to no size

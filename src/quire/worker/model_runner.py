@@ -105,8 +105,8 @@ class PendingStep:
 class ModelRunner:
     """Launches ScheduledBatch after ScheduledBatch: on a device that runs ahead, an executor of any depth.
 
-    The order on the device is that of the launches, so a block may be given to another request as soon as the host
-    knows that its owner has ended, though a step in flight still writes to it: the new owner's step comes later.
+    The device works in the order of the launches, so a block may be given to another request as soon as the host knows
+    that its owner has ended, though a step in flight still writes to it: the new owner's step comes later.
 
     Args:
         captured: forward passes that are repeated instead of run; None: every kernel is launched by itself.

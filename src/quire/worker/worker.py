@@ -72,7 +72,7 @@ class DeviceWorker:
         model_config: of the model it will load.
         progress: how far loading and capturing are.
         accelerator: makes the GPU's.
-        ranks: that share the model. The config is that of this rank's part.
+        ranks: that share the model. The config describes this rank's part.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Calls that must follow their schemas (`strict`): structural tags for a grammar, in the formats of `tools`.
 
 The text is free until a call begins. From there on it is a call of one of the tools. The arguments of strict tools
-follow their schemas, and those of others have the form of arguments.
+follow their schemas, and other tools' arguments have the form of arguments.
 """
 
 from __future__ import annotations
