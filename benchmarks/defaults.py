@@ -1,8 +1,8 @@
-"""What the settings of a start cost: its goodput against the best of all settings, on six workloads.
+"""The goodput of a start's settings against the best of all settings, on six workloads.
 
 Goodput is the highest rate of requests at which 95 % of them keep both times: the first token comes within ten times
-what the mean prompt takes alone, and the further ones, on average, within ten times what they take alone. Requests
-arrive at random (Poisson), those of `bursts` in bursts. The real scheduler runs on a virtual clock (quire.simulate):
+the time of the mean prompt alone, and the further ones, on average, within ten times their time alone. Requests arrive
+at random (Poisson), in the workload `bursts` in bursts. The real scheduler runs on a virtual clock (quire.simulate):
 the same requests at the same times under all settings. `best` is the best of max_num_seqs x max_num_batched_tokens x
 max_shared_prefill_tokens.
 
@@ -98,7 +98,7 @@ class Machine:
         return cls(model, DeviceFacts("cpu", **found["device"]), fits)
 
     def settled(self, form: str, settings: Settings) -> Planned:
-        """What a server settles with these settings, and no others."""
+        """The settled values of a server with only these settings."""
         given: dict[str, Any] = dict(settings)
         if form != "none":
             given["quantization"] = form

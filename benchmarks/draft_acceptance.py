@@ -1,4 +1,5 @@
-"""How often a draft holds by how it is drawn: a target's own texts, and what a draft model gives for each next token.
+"""The acceptance of drafts by the way they are drawn: a target's own texts, and a draft model's distribution of each
+next token.
 
     python benchmarks/draft_acceptance.py [--target FOLDER] [--draft FOLDER]
 
@@ -39,7 +40,7 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 COLUMNS = ("greedy", "independent", "inverse CDF", "Gumbel", "most")
 MOST_TOKENS = 150  # of an answer
 STEP_TOKENS = 512
-LEAST_PROBABILITY = 1e-7  # of a token in both: what rarer ones add to a race is not counted
+LEAST_PROBABILITY = 1e-7  # of a token in both: rarer tokens do not count in a race
 
 
 @dataclass(frozen=True)

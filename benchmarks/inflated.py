@@ -1,4 +1,4 @@
-"""Checkpoints of the size of real models that say what small ones say: to time what depends on the text.
+"""Checkpoints of the size of real models that give the tokens of small ones: for times that depend on the text.
 
 `inflate` writes the demo model, or its draft, with zeros and added weights that change nothing. `copy_edit` writes a
 model that follows one fixed order of its tokens, whatever stands before: a text in this order with some tokens

@@ -1,4 +1,4 @@
-"""Steps and time of constrained answers, with jump forward and with a step for each token that the grammar forces.
+"""Steps and time of constrained answers, with jump forward and with a step for each forced token.
 
 In each round an engine answers the same requests in both ways, in turns. The engines differ in their drafter and in the
 number of steps in flight. Drafters always draft, whether it pays or not.

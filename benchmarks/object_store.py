@@ -10,9 +10,8 @@ again so slowly that nothing else would be measured (benchmarks/NOTES.md).
     python benchmarks/object_store.py Qwen3-8B [--tls] [--gbits 10] [--rounds 5] [--save HARDWARE]
 
 The second form starts a server on this machine that has weights of this shape (object_server.py), as fast as it goes or
-as a network of this many Gbit/s, with http:// or with TLS and a certificate of its own. It shares the cores with
-what is measured.
---save writes benchmarks/results/HARDWARE/object_store_NAME_DATE.md and .json.
+as a network of this many Gbit/s, with http:// or with TLS and a certificate of its own. It shares the cores with the
+measured code. --save writes benchmarks/results/HARDWARE/object_store_NAME_DATE.md and .json.
 """
 
 from __future__ import annotations

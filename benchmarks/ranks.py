@@ -1,4 +1,4 @@
-"""Ranks on one machine: what their exchange takes beside gloo and a copy, and decodes and starts beside one process.
+"""Ranks on one machine: the time of their exchange beside gloo and a copy, and decodes and starts beside one process.
 
     python benchmarks/ranks.py exchange [--rounds 9] [--save HARDWARE]
     python benchmarks/ranks.py decodes [--quantization int4] [--rows 1 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
@@ -6,13 +6,12 @@
     python benchmarks/ranks.py start [--rounds 5] [--save HARDWARE]
 
 `exchange`: two processes, one thread each, join columns (Group.gather), gather and reduce by torch.distributed with
-gloo, and copy (memcpy, both at once). Bytes are those of the result that each process has then.
-`decodes`: random weights with the shape of Qwen3-0.6B; one process with all threads, and ranks of one thread, which
-are more than the cores where that is asked for. All engines are there, and take turns.
-`sampling`: steps of two ranks of the same model, with and without --enable-batch-sharded-sampling.
-`start`: a checkpoint of that shape, in the file cache; seconds from the command to a ready `LLM`. Rounds in which other
-programs had more than a tenth of a core are left out.
---save writes benchmarks/results/HARDWARE/ranks_WHAT_DATE.md and .json.
+gloo, and copy (memcpy, both at once). Bytes count the result of each process. `decodes`: random weights with the shape
+of Qwen3-0.6B; one process with all threads, and ranks of one thread, which are more than the cores where that is asked
+for. All engines are there, and take turns. `sampling`: steps of two ranks of the same model, with and without
+--enable-batch-sharded-sampling. `start`: a checkpoint of that shape, in the file cache; seconds from the command to a
+ready `LLM`. Rounds in which other programs had more than a tenth of a core are left out. --save writes
+benchmarks/results/HARDWARE/ranks_WHAT_DATE.md and .json.
 """
 
 from __future__ import annotations
@@ -279,7 +278,7 @@ def step_seconds(core: EngineCore, rows: int, temperature: float, steps: int) ->
 
 
 def starts(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Alternating, behind a start of each that reads the file and keeps what later starts use."""
+    """Alternating, after a start of each that reads the file and fills the caches of later starts."""
     num_cores, rounds, num_disturbed = devices.num_cores(), list[dict[int, float]](), 0
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
@@ -306,7 +305,7 @@ def starts(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def others_seconds() -> float:
-    """Processor seconds of all processes that are none of ours, so far."""
+    """Processor seconds of all other processes, so far."""
     user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
     own = os.times()
     return (user + nice + system) / os.sysconf("SC_CLK_TCK") - sum(own[:4])

@@ -30,7 +30,7 @@ struct GroupWords {
   std::atomic<int32_t> aborted;  // the number of a rank + 1; 0: none
 };
 
-// What a rank says. Its turn and its signatures of two turns lie on one line, which the others read.
+// A rank's report. Its turn and its signatures of two turns lie on one line, which the others read.
 struct alignas(128) RankWords {
   std::atomic<uint32_t> turn;
   std::atomic<uint32_t> num_sleepers;  // ranks that sleep until this one arrives
@@ -40,7 +40,7 @@ struct alignas(128) RankWords {
   std::atomic<uint32_t> void_step;  // of the first rank: the last step that a rank has left; 0: none
 };
 
-// Where a rank is: it alone writes, and others look when they have waited for long.
+// A rank's place in its step: only the rank writes it, and others look when they have waited for long.
 struct alignas(64) WhereWords {
   std::atomic<int32_t> pid;
   std::atomic<uint32_t> begun, ended, turns;
@@ -180,7 +180,7 @@ void SharedGroup::end_step() { words(rank_).done.store(step_, std::memory_order_
 bool SharedGroup::is_void() const { return step_ != 0 && words(0).void_step.load() == step_; }
 
 // Whether a rank is no longer in this step. A rank that has ended it has seen all ranks in its last turn, so all of
-// them end it or have failed behind that turn. Else all leave it, and the next turn is behind the turns of all.
+// them end it or have failed behind that turn. Otherwise all leave it, and the next turn comes after the turns of all.
 bool SharedGroup::has_left(int rank) {
   const uint64_t left = words(rank).left[step_ % 2].load(std::memory_order_acquire);
   if (static_cast<uint32_t>(left >> 32) == step_) {
@@ -215,7 +215,7 @@ void SharedGroup::leave_step() {
   }
 }
 
-// A rank of the group has not come. Maybe it waits for another one, in another group: that one is to blame.
+// A rank of the group has not come. If it waits for a rank in another group, that rank is to blame.
 void SharedGroup::give_up(int rank) {
   int late = members_[rank];
   for (int hops = 0; hops < Whereabouts::kMostRanks; ++hops) {

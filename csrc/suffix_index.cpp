@@ -101,8 +101,8 @@ int64_t most_behind(const SuffixRule& rule, int shortest, int longest, int64_t m
   return found;
 }
 
-// Puts a better draft out of a text in the place of `best`, if there is one. Lengths with the same places differ only
-// in how long their drafts may be, and each draft begins the longer ones: so there is one draft for all of them.
+// Replaces `best` by a better draft from a text, if there is one. Lengths with the same places differ only in how long
+// their drafts may be, and each draft begins the longer ones: so there is one draft for all of them.
 template <class Text>
 void improve(Draft& best, const Text& text, const Newest& newest, std::span<const int32_t> context, int64_t most,
              const SuffixRule& rule) {

@@ -81,7 +81,7 @@ class Collector(TraceServiceServicer):  # type: ignore[misc]
 
 
 def genai_attributes(model: str, finish_reasons: list[str], num_prompt: int, num_completion: int) -> dict[str, Any]:
-    """What a span tells of REQUEST by vLLM's names, without its id and its times."""
+    """The attributes of REQUEST's span under vLLM's names, without its id and its times."""
     return {
         "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": finish_reasons,

@@ -1,4 +1,4 @@
-"""What holds for all tests: variables that have to be set before torch and Triton are imported, and no deadlines."""
+"""Settings for all tests: variables that have to be set before torch and Triton are imported, and no deadlines."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from tests.examples import IS_FULL, examples
 # Torch's threads wait for each other by spinning: with several, on a machine that does other things too, the many small
 # operations of these tests take ten times as long. The engine sets its own number, and the kernels have their own pool.
 os.environ["OMP_NUM_THREADS"] = "1"
-# What engines keep for later starts goes to a folder of this run.
+# Files that engines keep for later starts go to a folder of this run.
 os.environ.setdefault("QUIRE_CACHE_DIR", tempfile.mkdtemp(prefix="quire-tests-"))
 atexit.register(shutil.rmtree, os.environ["QUIRE_CACHE_DIR"], ignore_errors=True)
 # Without a GPU, Triton kernels are interpreted.
 if not devices.has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
-# Threads of the kernels fight for the cores too, where several processes run tests. What depends on them sets them.
+# Threads of the kernels fight for the cores too, where several processes run tests. Tests that depend on threads set
+# their number.
 if "PYTEST_XDIST_WORKER" in os.environ:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_NUM_THREADS", "1")
@@ -78,14 +79,14 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Nor what a file of tests has imported meanwhile, and keeps for its next ones."""
+    """The same for objects that a file of tests has imported and keeps for its next tests."""
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
         gc.freeze()
 
 
-# The machine that runs the tests may be busy. `make test` draws the same examples each time, so that it fails for what
-# was changed; `make test-full` looks for new ones.
+# The machine that runs the tests may be busy. `make test` draws the same examples each time, so that it fails only for
+# a change; `make test-full` draws new ones.
 settings.register_profile(
     "patient",
     max_examples=examples(100),

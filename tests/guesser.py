@@ -1,4 +1,4 @@
-"""A proposer that knows the answers and is right at random: what it says may never show in what comes out."""
+"""A proposer that knows the answers and is right at random: its proposals must not change the output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models loaded as by a start without flags, but for what a test asks for."""
+"""Models loaded as by a start without flags, except for the test's own settings."""
 
 from __future__ import annotations
 

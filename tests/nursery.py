@@ -1,10 +1,10 @@
-"""Starts programs of Python as forks of processes that have imported what they import, which is most of a start.
+"""Starts programs of Python as forks of processes that have imported their modules already, which is most of a start.
 
-A nursery is such a process. It forks on order and knows nothing of what its children do. A child is a child of whoever
-ordered it: it has the descriptors, variables, folder, session, group and CPUs that subprocess.Popen was asked for, and
-the program runs as `__main__`. It has a nursery of its own for the processes that it starts itself, as `quire serve`
-starts its engines. What reads a variable while it is imported, and what is about the start of an interpreter, is
-started as users start it: Popen sees to the first, tests to the second.
+A nursery is such a process. It forks on order and knows nothing about its children's work. A child belongs to the
+process that ordered it: it has the descriptors, variables, folder, session, group and CPUs that subprocess.Popen was
+asked for, and the program runs as `__main__`. It has a nursery of its own for the processes that it starts itself, as
+`quire serve` starts its engines. Two kinds of programs are started as users start them: those that read a variable
+while they are imported (Popen sees to it), and those whose interpreter's start is tested (the test sees to it).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any, NoReturn, TypedDict
 ROOT = Path(__file__).parents[1]
 # They limit their own memory, in which torch would not have room.
 BOUNDED = ("quire.frontend.render_process", "quire.frontend.grammar_process")
-# What the API process and the commands import, and what an engine without a model does.
+# The imports of the API process and the commands, and of an engine without a model.
 LIGHT = (
     "tests.one_parser",
     "quire.cli.serve",
@@ -60,7 +60,7 @@ _ADOPTION_SECONDS = 10.0
 _FIRST_FREE = 100  # descriptors from here on are nobody's, unless a child was given some
 _libc = ctypes.CDLL(None)
 _Popen, _INTERPRETER = subprocess.Popen, sys.executable  # whatever tests put in their places
-_is_ordering = threading.Lock()  # whoever waits for a child adopts all that others orphan meanwhile
+_is_ordering = threading.Lock()  # a process that waits for a child adopts orphans of others meanwhile
 
 
 class Order(TypedDict):
@@ -92,7 +92,7 @@ class Nursery:
         self._environment = dict(os.environ)
 
     def starts_alike(self, environment: Mapping[str, str]) -> bool:
-        """Whether what is imported here would be imported alike with these variables."""
+        """Whether the imports here would be the same with these variables."""
         names = filter(self._variables.match, {**environment, **self._environment})
         return all(environment.get(name) == self._environment.get(name) for name in names)
 
@@ -107,7 +107,7 @@ class Nursery:
                     socket.send_fds(channel, [json.dumps(order).encode()], [*descriptors, theirs])
                 finally:
                     os.close(theirs)
-                # It ends when the child runs, and also when somebody has killed it before.
+                # It ends when the child runs, and also when the child was killed before.
                 with open(ours, "rb") as answer:
                     if not (number := answer.read()):
                         raise OSError("the nursery has ended")
@@ -182,7 +182,7 @@ class TorchPopen(Popen):
 
 
 class BoundedPopen(Popen):
-    """For processes that strangers' work is done in. Everything else is started as an interpreter."""
+    """For processes that run templates and grammars. Everything else is started as an interpreter."""
 
     nursery = Nursery(BOUNDED, READ_BY_LIGHT)
 
@@ -192,7 +192,7 @@ class BoundedPopen(Popen):
 
 
 def serve(channel: socket.socket) -> tuple[Order, list[int]]:
-    """Fork children until nobody is there to order any. Returns in each child, with what is ordered of it.
+    """Fork children until the orderer is gone. Returns in each child, with its order.
 
     The last descriptor is a pipe on which the orderer gets the process id. The child closes it when it runs.
     """
@@ -215,7 +215,7 @@ def serve(channel: socket.socket) -> tuple[Order, list[int]]:
 
 
 def run(order: Order, descriptors: list[int]) -> NoReturn:
-    """Become what is ordered, and say so by closing the last descriptor."""
+    """Become the ordered program, and report it by closing the last descriptor."""
     deadline = time.monotonic() + _ADOPTION_SECONDS
     while os.getppid() != order["parent"]:
         if time.monotonic() > deadline:  # the orderer has ended
@@ -267,7 +267,7 @@ def _open_standard_streams() -> None:
 
 
 def _make_own_nursery(answer: int, free: int) -> None:
-    """For what this program starts. It has to be made while there is one thread.
+    """For the processes that this program starts. It has to be made while there is one thread.
 
     Args:
         answer: a descriptor that is not the nursery's.
@@ -334,7 +334,7 @@ def _run_main(arguments: list[str]) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """As the interpreter ends, but that it does not take apart what it has imported."""
+    """As the interpreter ends, but without unloading its modules."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -15,7 +15,7 @@ VARIABLE = "QUIRE_OTHER_EXTENSION"
 
 
 def load() -> None:
-    """Put the other extension in the place of the usual one, before anything has imported that."""
+    """Put the other extension in the place of the usual one, before any import of it."""
     (file,) = Path(os.environ[VARIABLE]).glob("_C.*.so")
     spec = importlib.util.spec_from_file_location("quire._C", file)
     assert spec is not None

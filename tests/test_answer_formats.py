@@ -13,7 +13,7 @@ from quire.errors import ConfigError
 from quire.formats.answer_formats import REASONING_PARSERS, TOOL_PARSERS, AnswerFormats
 from quire.resolve import resolve_server
 
-# What is special in the templates of well-known models.
+# Special texts in the templates of well-known models.
 TEMPLATES = {
     "<tool_call>\n{\"name\": <function-name>}</tool_call> {{ content.split('</think>') }}": ("hermes", "qwen3"),
     "<tool_call>\n<function=example>\n<parameter=a>": ("qwen3_coder", None),

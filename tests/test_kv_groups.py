@@ -1,4 +1,4 @@
-"""Groups of KV: what layers of published shapes take, by the formula, and that the manager gives requests as much."""
+"""Groups of KV: the memory of layers of published shapes, by the formula and by the manager."""
 
 from __future__ import annotations
 

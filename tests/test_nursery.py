@@ -12,7 +12,7 @@ COMMAND = [sys.executable, "-m", "quire.frontend.render_process"]
 
 
 def test_a_child_that_ends_before_it_runs_is_a_child_that_has_ended():
-    """As after a signal of somebody who looks for processes by name. Whoever orders another one gets that one."""
+    """As after a signal to processes found by name. A process that orders another nursery gets the new one."""
     with BoundedPopen(COMMAND, cwd="/nowhere", stdin=subprocess.DEVNULL) as process:
         assert process.wait(30) == 1
     ours, theirs = socket.socketpair()  # it serves a socket, and ends by itself on anything else

@@ -1,4 +1,4 @@
-"""Every setting knows where it came from, and the performance modes say what they did."""
+"""Every setting has its source, and the performance modes report their changes."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_what_is_computed_with_is_what_is_shown(gpu: GpuFacts | None, arguments:
         for owner in (f.name for f in fields(resolved) if f.name not in ("settings", "drafter", "lora")):
             for name, value in asdict(getattr(resolved, owner)).items():
                 if name in ("speculation", "balancing"):
-                    continue  # no settings of their own: what speculative_config and eplb_config say
+                    continue  # no settings of their own: keys of speculative_config and eplb_config
                 assert resolved.settings[name].value == value, (owner, name)
 
 
 def test_the_plan_adds_up() -> None:
-    """What was free after the weights is KV cache, work, and what is left for others."""
+    """The free memory after the weights is KV cache, work, and the rest for others."""
     resolved = _resolve()
     planned = (resolved.memory.kv_cache_bytes, resolved.memory.work_bytes, resolved.memory.unplanned_bytes)
     assert sum(planned) == MEMORY.free_bytes
@@ -160,7 +160,7 @@ OTHER_VALUES: dict[str, Any] = {
     "data_parallel_size": 2,
     "data_parallel_size_local": 1,
 }
-# One legal value each in this version; `slo` and `spec_...`, which become others; what means nothing by itself.
+# One legal value each in this version; `slo` and `spec_...`, which become others; flags without a meaning of their own.
 FIXED = {
     "trust_remote_code", "quantization", "slo", "spec_method", "spec_model", "spec_tokens",
     "per_request_spec_decode_metrics", "data_parallel_backend",

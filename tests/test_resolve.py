@@ -1,4 +1,4 @@
-"""The memory plan: what each memory setting means, and that every change an error advises works."""
+"""The memory plan: the meaning of each memory setting, and every change that an error advises works."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _advice(error: MemoryPlanError) -> list[dict[str, Any]]:
 
 
 def _after(change: dict[str, Any], memory: MemoryFacts, tokens: int) -> MemoryFacts:
-    """What the machine would measure at the next start with this change."""
+    """The machine's measurements at the next start with this change."""
     if "dtype" in change:
         saved = memory.weight_bytes // 2
         return replace(memory, weight_bytes=memory.weight_bytes - saved, free_bytes=memory.free_bytes + saved)

@@ -1,4 +1,4 @@
-"""Targets for times: how they are written, what is refused, and below what no start is possible."""
+"""Targets for times: their spelling, refusals, and the limit below which no start is possible."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_start_with_it_is_refused(name: str) -> None:
 
 
 def test_an_engine_that_takes_over_keeps_the_target() -> None:
-    """What the first one could reach is not refused because this moment's steps are slower."""
+    """A target that the first start could reach is not refused because the present steps are slower."""
     config = EngineConfig(load_format="dummy", num_gpu_blocks_override=256, max_num_seqs=4, slo_itl="1e-6s")
     engine = start_engine(config, Path(demo.path()), is_server=True, progress=lambda *_: None, is_first=False)
     engine.core.shutdown()

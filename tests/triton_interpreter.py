@@ -1,4 +1,4 @@
-"""Triton's interpreter: whether kernels can run here, and why not, which tests of them skip with; and a quicker one."""
+"""Triton's interpreter: whether kernels can run here, and the reason for skips if not; and a quicker interpreter."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def why_not() -> str | None:
 
 
 def quicken() -> None:
-    """Leave out what the interpreter does again and again, and what nobody looks at."""
+    """Leave out the interpreter's repeated and unused work."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
-    # It replaces what triton.language holds by what it interprets: for a kernel, and again for each function that the
-    # kernel calls, where the kernel's replacements are in place.
+    # It replaces the functions of triton.language by interpreted ones: for a kernel, and again for each function that
+    # the kernel calls, where the kernel's replacements are already in place.
     patch = interpreter._patch_lang
 
     def patch_once(fn: Any) -> Any:

@@ -1,6 +1,6 @@
 """Import it, and Quire's modules have no asserts, as under `python -O`. It is a pytest plugin too.
 
-`python -O` itself compiles every module of every library anew, which takes ten seconds where nobody has done it before.
+`python -O` itself compiles every module of every library anew, which takes ten seconds the first time.
 """
 
 from __future__ import annotations

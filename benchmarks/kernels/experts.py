@@ -6,8 +6,8 @@ between the bursts of calls, so that a noisy machine hits numerator and denomina
 calls of limit / time. Each call has other hits, and layers take turns, so that weights are outside the caches. Calls
 are recorded and repeated, as the engine does with its steps: results have memory that is written again and again.
 
-Routing is uniform, or by Zipf: the expert of rank r has probability ~ 1 / r. `--quantization` says how weights are held
-(`none`: bfloat16).
+Routing is uniform, or by Zipf: the expert of rank r has probability ~ 1 / r. `--quantization` is the format of the
+weights (`none`: bfloat16).
 
     python benchmarks/kernels/experts.py --models OLMoE-1B-7B --quantization int4 --rows 1,8,32,512
     python benchmarks/kernels/experts.py --models OLMoE-1B-7B,Qwen3-30B-A3B --save HARDWARE

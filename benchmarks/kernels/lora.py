@@ -1,4 +1,4 @@
-"""What adapters add to products: one token each of several adapters, and prompts of one.
+"""The time that adapters add to products: one token each of several adapters, and prompts of one.
 
 Each case is named ADAPTERS x ROWS OF EACH @ RANK. A product with adapters and the same without take turns, on enough
 layers that each finds its weights and adapters outside the CPU's caches. A reading is the median of the products
@@ -39,7 +39,7 @@ SHAPES = {  # of Qwen3-0.6B: K, and the columns of each part
 
 
 def median_seconds(calls: Sequence[tuple[Callable[[], Any], Callable[[], Any]]], seconds: float) -> tuple[float, float]:
-    """Of one call without adapters, and by how much one with them is longer; layers take turns, at least one round."""
+    """The time of one call without adapters, and the added time with them; layers take turns, at least one round."""
     times: list[tuple[float, float]] = []
     deadline = time.perf_counter() + seconds
     while time.perf_counter() < deadline or not times:

@@ -1,9 +1,9 @@
-// Attention of ranks that have the pages of one cache together, for one arithmetic path.
+// Attention of ranks that share the pages of one cache, for one arithmetic path.
 //
-// A rank writes the partial results of its ranges into its slot of a turn of the group, and then reads those of its own
-// heads from the slots of all. Work that is more than a slot holds takes several turns. All ranks find the same turns,
-// from the lengths and tables that they all have. Partial results are joined in the order of the ranges, as merge_item
-// does, so the bits are those of one rank.
+// A rank writes the partial results of its ranges into its slot of a turn of the group, and then reads the results of
+// its own heads from all slots. Work that exceeds a slot takes several turns. All ranks derive the same turns from the
+// lengths and tables that they share. Partial results are joined in the order of the ranges, as merge_item does, so the
+// bits are those of one rank.
 #pragma once
 
 #include <algorithm>

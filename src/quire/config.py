@@ -1,4 +1,4 @@
-"""What the user wants: a field with its help per setting. Flags, LLM(...) arguments and docs come from here.
+"""The user's settings: a field with its help for each. Flags, LLM(...) arguments and docs come from here.
 
 None means "choose for me"; `resolve.py` chooses and records why. Names and meanings are vLLM's unless the help says
 otherwise.
@@ -239,7 +239,7 @@ class EngineConfig:
     )
     slo_ttft: float | None = option(
         None,
-        "Target for the time to first token, 500ms, 1.5s or seconds: a server refuses (429) who would miss it.",
+        "Target for the time to first token, 500ms, 1.5s or seconds: requests that would miss it get 429.",
         live=True,
         type=parse_duration,
         limits="requests that are taken",
@@ -322,7 +322,7 @@ class EngineConfig:
         choices=("linear", "round_robin"),
     )
     enable_eplb: bool = option(
-        False, "Ranks that have whole experts exchange some between steps, so that all get as many tokens."
+        False, "Ranks that have whole experts exchange some between steps, to balance their tokens."
     )
     eplb_config: dict[str, Any] | None = option(
         None,
@@ -342,7 +342,7 @@ class EngineConfig:
     )
     distributed_timeout_seconds: int = option(
         600,
-        "Seconds that a rank waits in a step for another one, which does not get on; then the engine ends.",
+        "Seconds that a rank waits in a step for another one that makes no progress; then the engine ends.",
         bounds=POSITIVE,
     )
     node_rank: int = option(
@@ -397,7 +397,7 @@ class EngineConfig:
     )
     per_request_spec_decode_metrics: str = option(
         "none",
-        "Answers say in metrics.speculative_decoding what became of their drafts: none, summary, or detailed with "
+        "Answers count their drafts in metrics.speculative_decoding: none, summary, or detailed with "
         "a number per step.",
         choices=("none", "summary", "detailed"),
     )
@@ -458,7 +458,9 @@ class EngineConfig:
 
     @property
     def num_lanes(self) -> int:
-        """Of an engine: each has its own requests and all of the model, but for the experts, which lanes share."""
+        """Lanes of an engine: each has its own requests and its own copy of the model, except for the experts, which
+        lanes share.
+        """
         return self.data_parallel_size if self.enable_expert_parallel else 1
 
     @property
@@ -664,7 +666,7 @@ def _unknown_argument(name: str, known: set[str]) -> ConfigError:
 
 
 def _take_slo(config: EngineConfig) -> None:
-    """Take `slo` apart into the settings that it stands for."""
+    """Replace `slo` by the settings that it stands for."""
     if config.slo is None:
         return
     source = config.sources.get("slo", "argument")
@@ -700,7 +702,7 @@ _KEYS_OF_SPECULATION = {"spec_method": "method", "spec_model": "model", "spec_to
 
 
 def _take_speculation(config: EngineConfig) -> None:
-    """Make one SpeculativeConfig of an object of keys, and of the settings that are a key each."""
+    """Make one SpeculativeConfig from an object of keys and from the settings that stand for one key each."""
     given = config.speculative_config
     parts = {name: value for name in _KEYS_OF_SPECULATION if (value := getattr(config, name)) is not None}
     if isinstance(given, SpeculativeConfig) and not parts:
@@ -815,7 +817,7 @@ def _check_experts(config: EngineConfig) -> None:
 
 
 def _check_lanes(config: EngineConfig) -> None:
-    """ConfigError for what does not go together with experts that lanes share."""
+    """ConfigError for settings that do not work with experts shared by lanes."""
     if config.num_lanes == 1:
         return
     if config.num_ranks > MOST_RANKS:
@@ -875,7 +877,7 @@ def _check_nodes(config: EngineConfig) -> None:
 
 
 def _check_replicas(config: EngineConfig) -> None:
-    """ConfigError for places of replicas that there are not."""
+    """ConfigError for illegal places of replicas."""
     local, count = config.data_parallel_size_local, config.data_parallel_size
     if not config.has_ray_replicas:
         if local not in (None, count):

@@ -1,4 +1,4 @@
-"""How a model or head that drafts is loaded beside its target, and which settings it cannot have.
+"""The settings of a drafter (a model or a head) beside its target, and the settings that it cannot have.
 
 Other settings are the same as the target's.
 """
@@ -64,7 +64,7 @@ def _check(model: ModelConfig, max_model_len: int) -> None:
 
 
 def _quantization(given: str | None, drafter: ModelConfig, of_target: str | None) -> str | None:
-    """The format of the checkpoint, or what it is brought to."""
+    """The format of the checkpoint, or the format that its weights get."""
     if (found := drafter.quantized) is not None:
         if given is not None and QUANTIZATION_NAMES.get(given) != found.method:
             raise _error("The draft model's checkpoint is not quantized in this way", given, found.method)

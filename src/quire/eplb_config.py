@@ -11,7 +11,7 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class EplbConfig:
-    """When ranks exchange experts, so that each of them gets as many tokens as the others.
+    """When ranks exchange experts, so that all ranks get about the same number of tokens.
 
     Attributes:
         window_size: steps whose tokens are counted, before experts are moved; at most step_interval count.

@@ -91,7 +91,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which of several ranks has which experts. Each expert has a place, or several: ranks in order, then as here.
+    """The experts of each rank. Each expert has one place or several: ranks in order, then as here.
 
     Attributes:
         experts: of each rank: their numbers. No rank has an expert twice.
@@ -131,7 +131,8 @@ class Stage:
     Attributes:
         index: 0 has the first layers, and the embeddings. The last one has the final norm and the output.
         layers: their numbers.
-        tables: what layers of the whole model keep in the cache, and in how many block tables: all stages have these.
+        tables: the cache contents of the whole model's layers, with their numbers of block tables: all stages have
+            these.
     """
 
     index: int
@@ -174,7 +175,7 @@ class LinearShape:
         in_features: K.
         bias: every shard has one.
         cut: the way to cut the layer; planning/cut_model.py checks that its stored form allows it.
-        share: the shape is that of the part of one rank; None: it is the whole layer.
+        share: the shape is the part of one rank; None: it is the whole layer.
         paired_heads: for each shard, the number of heads that rotate neighbouring dimensions in the checkpoint; 0 or no
             entry: none. Here halves of a head rotate, so loading reorders their rows.
         num_experts: as many layers of this shape are stacked; 0: an ordinary layer. Sizes are of one of them.
@@ -405,7 +406,7 @@ class Latent:
         value_dim: elements of a head's value.
         scale: factor on q.k.
         is_interleaved: the checkpoint rotates dimensions 2 i and 2 i + 1 together, else i and i + rope_dim / 2.
-        input: its last shard gives the row, and the one before it the queries, or what `query` makes them of.
+        input: its last shard gives the row, and the one before it the queries, or the input of `query`.
         query: None: `input` gives the queries.
         up: the latents to the keys and values of all heads, head by head.
         query_norm: of the input of `query`.

@@ -126,11 +126,11 @@ class Worker(Protocol):
         ...
 
     def describe(self) -> str:
-        """Which rank it is, where, and how far its start is: for an error that names it."""
+        """The rank's number, place and progress of its start: for an error that names it."""
         ...
 
     def give_up(self) -> None:
-        """Nobody waits for this rank any more. The others leave what they wait for."""
+        """Give this rank up. The others stop waiting."""
         ...
 
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
@@ -146,7 +146,7 @@ class Worker(Protocol):
         ...
 
     def close(self) -> None:
-        """End what the worker has started: no step follows."""
+        """Stop the worker's threads and processes: no step follows."""
         ...
 
 
@@ -154,11 +154,11 @@ class FirstWorker(Worker, Protocol):
     """The rank in the engine's process. It samples, so it alone has grammars."""
 
     def whereabouts(self) -> tuple[object, ...]:
-        """Changes while any rank of this machine gets on with what ranks do together. Any thread may ask."""
+        """Changes while any rank of this machine makes progress in a common operation. Any thread may ask."""
         ...
 
     def late(self, pending: Sequence[int]) -> dict[int, str]:
-        """The ranks that others wait for, and what each does, for people. Any thread may ask.
+        """The ranks that others wait for, and their work, for people. Any thread may ask.
 
         Args:
             pending: ranks that have not ended their step.
@@ -215,7 +215,7 @@ class WorkerExecutor(Executor, Protocol):
         ...
 
     def late_ranks(self) -> str:
-        """Which ranks the others wait for, where these are and what they do; empty if no step waits for ranks.
+        """The ranks that the others wait for, their places and their work; empty if no step waits for ranks.
 
         Any thread may ask.
         """

@@ -42,7 +42,7 @@ class _StderrHandler(logging.Handler):
 
 
 def _with_priority(text: str, level: int) -> str:
-    """What standard error gets: each line begins with its level where systemd's journal reads it."""
+    """The text for standard error: each line begins with its level if systemd's journal reads it."""
     try:
         found = os.fstat(sys.stderr.fileno()) if envs.JOURNAL_STREAM.get() else None
     except (OSError, ValueError):  # standard error is no file

@@ -38,7 +38,7 @@ class EngineLaunch(msgspec.Struct):
     is_first: bool = True  # no engine of this server was ready before
     drafter_folder: str | None = None
     free_memory_bytes: int | None = None  # RAM when the server started, for all of its replicas
-    gets_tokenizer: bool = False  # with its first message, and it is ready behind that
+    gets_tokenizer: bool = False  # with its first message, and it is ready after that
     checkpoint: str = ""  # nodes.checkpoint of the model that an engine on another machine must find
 
 
@@ -105,7 +105,7 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter", omit_defaults=True):
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
-    """Takes back one LoadAdapter. Without any, no new request names the digest; those that did finish with it."""
+    """Takes back one LoadAdapter. Without any, no new request names the digest; earlier requests finish with it."""
 
     digest: str
     path: str
@@ -225,8 +225,8 @@ class EngineBeat(_FromEngine, tag="beat", omit_defaults=True):
     """Sent every second from its own thread, also while the engine computes. A stopped process sends none.
 
     Of an engine with several ranks:
-        rank: the one in this process: which it is, and where.
-        late_ranks: those that the others wait for in a step now: which, where, and what they do.
+        rank: the number and place of the rank in this process.
+        late_ranks: the ranks that others wait for in a step now, with their places and their work.
         rank_timeout_seconds: for which a rank waits for another one.
     """
 
@@ -237,7 +237,7 @@ class EngineBeat(_FromEngine, tag="beat", omit_defaults=True):
 
 
 class AdapterState(_FromEngine, tag="adapter", omit_defaults=True):
-    """What became of reading an adapter: its facts, or an error for the user. The engine and other adapters go on."""
+    """The result of reading an adapter: its facts, or an error for the user. The engine and other adapters go on."""
 
     path: str
     operation: int | None = None  # of the LoadAdapter; None: requests waited for it

@@ -140,9 +140,9 @@ class ModelConfig:
 
     @cached_property
     def layer_kinds(self) -> tuple[tuple[LayerSpec, int], ...]:
-        """A layer of each kind, and how many there are of it: they differ in the number in their names alone.
+        """A layer of each kind, and the number of such layers: they differ only in the number in their names.
 
-        In a quantized checkpoint, whose format goes by names, each layer is a kind.
+        In a quantized checkpoint, whose format depends on names, each layer is a kind.
         """
         if self.quantized is not None:
             return tuple((layer, 1) for layer in self.layers)

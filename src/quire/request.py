@@ -48,7 +48,7 @@ class Request:
     num_settled_tokens: int = 0  # without submitted batches that have no result yet
     num_in_flight_tokens: int = 0
     num_in_flight_steps: int = 0  # submitted batches with this request that have no result yet
-    num_forced_tokens: int = 0  # behind the last one that was sampled: its grammar allowed nothing else
+    num_forced_tokens: int = 0  # after the last sampled token: its grammar allowed nothing else
     num_cached_tokens: int = 0  # tokens of the prompt that the prefix cache had at first admission
     num_preemptions: int = 0
     sequence: int = 0  # order of arrival at the scheduler

@@ -1,6 +1,6 @@
-"""Turns what the user wants, what the model is and what the machine has into settings that know where they came from.
+"""Turns the user's config, the model's config and the machine's facts into settings with their sources.
 
-Everything but the number of KV blocks: memory is only known after the weights are loaded (`memory_plan`).
+The number of KV blocks comes later: memory is known only after the weights are loaded (`memory_plan`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NO_DRIVER = "no driver of a GPU is loaded"
 NEVER_RUN = "nothing of Quire has run on a GPU yet"
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-# What QUIRE_ATTENTION_BACKEND takes beside vLLM's names.
+# The values of QUIRE_ATTENTION_BACKEND beside vLLM's names.
 _SHORT_ATTENTION_BACKENDS = {
     "triton": "TRITON_ATTN",
     "cpu": "CPU_ATTN",
@@ -56,7 +56,7 @@ GPU_MEMORY_UTILIZATION = 0.9  # where none is given
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What the GPU has that a model would run on. Memory in bytes."""
+    """Facts of the GPU that a model would run on. Memory in bytes."""
 
     name: str
     capability: int  # 90 is sm_90
@@ -83,13 +83,13 @@ class DeviceFacts:
     num_efficient_cores: int = 0  # of the machine, beside num_cores: slower
 
     def memory_of(self, device: str) -> tuple[int, int]:
-        """Total and free bytes of what holds weights and KV cache on this device, `cpu` or `cuda`."""
+        """Total and free bytes of the memory for weights and KV cache on this device, `cpu` or `cuda`."""
         facts = self.gpu if device == "cuda" else self
         assert facts is not None, "a device that was not found"
         return facts.total_memory_bytes, facts.free_memory_bytes
 
     def shared_by(self, num_ranks: int, num_stages: int = 1) -> DeviceFacts:
-        """What one of several ranks on this machine has of it.
+        """The share of one of several ranks on this machine.
 
         Args:
             num_stages: these ranks together have the layers of a whole model, and share this memory.
@@ -268,7 +268,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
 
 
 def resolve_server(config: ServerConfig, chat_template: str = "") -> ServerSettings:
-    """The settings of the HTTP side. Raises ConfigError for parsers that do not go together.
+    """The settings of the HTTP side. Raises ConfigError for parsers that exclude each other.
 
     Args:
         chat_template: the source, which decides how answers are parsed.
@@ -294,7 +294,7 @@ def resolve_server(config: ServerConfig, chat_template: str = "") -> ServerSetti
 
 
 def _shards_sampling(config: EngineConfig) -> tuple[bool, Source, str]:
-    """Whether each rank samples some rows, with its source and why."""
+    """Whether each rank samples some rows, with the source and the reason."""
     source = config.sources["enable_batch_sharded_sampling"]
     if not config.enable_batch_sharded_sampling:
         return False, source, ""
@@ -306,7 +306,7 @@ def _shards_sampling(config: EngineConfig) -> tuple[bool, Source, str]:
 
 
 def _put_rest(record: Record, config: EngineConfig | ServerConfig) -> None:
-    """The settings that are what the user said, or their default."""
+    """The settings that have the user's value or their default."""
     for f in options(config):
         if f.name not in record:
             value = getattr(config, f.name)
@@ -315,7 +315,7 @@ def _put_rest(record: Record, config: EngineConfig | ServerConfig) -> None:
             record.put(f.name, shown, config.sources[f.name], detail)
 
 
-# Why nothing needs to be said for a setting that is None.
+# The reason for settings whose None needs no choice.
 _UNSET = {
     "model": "the bundled demo model",
     "tokenizer": "the model's",
@@ -374,7 +374,7 @@ def _device(config: EngineConfig, device: DeviceFacts) -> Choice[str]:
 
 
 def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
-    """ConfigError for what ranks that share a model cannot do in this version."""
+    """ConfigError for settings that ranks of one model do not support in this version."""
     backend = config.distributed_executor_backend
     has_stages = config.pipeline_parallel_size > 1
     name = "pipeline_parallel_size" if has_stages else "tensor_parallel_size"
@@ -405,7 +405,7 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
 
 
 def _check_context(config: EngineConfig, model: ModelConfig) -> None:
-    """ConfigError for what ranks that divide the KV cache cannot do in this version."""
+    """ConfigError for settings that a divided KV cache does not support in this version."""
     backend = envs.ATTENTION_BACKEND.get() if config.attention_backend == "auto" else config.attention_backend
     refused = (
         (
@@ -438,7 +438,9 @@ def _experts_of_ranks(model: ModelConfig) -> str:
 
 
 def _enforce_eager(config: EngineConfig, model: ModelConfig) -> Choice[bool]:
-    """Whether decoding is not captured: it must be nothing but launches, without a look at a result on the way."""
+    """Whether decoding is not captured: a captured step may only launch kernels, and never read a result on the
+    host.
+    """
     if config.enforce_eager:
         return True, config.sources["enforce_eager"], "no CUDA graphs"
     if not model.is_native or config.model_impl == "transformers":
@@ -461,7 +463,7 @@ def _cudagraph_mode(config: EngineConfig, eager: Choice[bool], backend: Choice[s
 
 
 def _put_graph_sizes(record: Record, config: EngineConfig, mode: str, max_num_seqs: int, num_tokens: int) -> int:
-    """The sizes and their bound, which is settled as in vLLM: it is the largest size that is captured, and the answer.
+    """The sizes and their bound. As in vLLM, the settled bound is the largest size that is captured.
 
     Raises ConfigError for a bound that nothing fits under or that contradicts the sizes.
     """
@@ -493,7 +495,7 @@ def _put_graph_sizes(record: Record, config: EngineConfig, mode: str, max_num_se
 
 
 def _deterministic(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None) -> Choice[bool]:
-    """Whether kernels are chosen that give a row the same bits in every batch."""
+    """Whether the chosen kernels give a row the same bits in every batch."""
     chosen, source = config.deterministic, config.sources["deterministic"]
     if not chosen and envs.BATCH_INVARIANT.get():
         chosen, source = True, "environment"
@@ -592,7 +594,7 @@ def _auto_dtype(model: ModelConfig, gpu: GpuFacts | None) -> Choice[str]:
 
 
 def _quantization(config: EngineConfig, model: ModelConfig) -> Choice[str | None]:
-    """The method of a quantized checkpoint, or what the user makes of one in floating point."""
+    """The method of a quantized checkpoint, or the user's method for a floating-point one."""
     given, found = config.quantization, model.quantized
     if found is None and (given is None or given in ON_LOAD):
         detail = "as the checkpoint is" if given is None else ON_LOAD[given].description
@@ -611,7 +613,7 @@ def _quantization(config: EngineConfig, model: ModelConfig) -> Choice[str | None
 
 
 def _kv_detail(config: EngineConfig, dtype: str, model: ModelConfig) -> str:
-    """What the KV cache stores. Raises ConfigError for a dtype that is neither the model's nor of codes."""
+    """The dtype of the KV cache. Raises ConfigError for a dtype that is neither the model's nor of codes."""
     kv = kv_format(config.kv_cache_dtype, dtype)
     if kv.name in DTYPE_BYTES and kv.name != dtype:
         raise ConfigError(

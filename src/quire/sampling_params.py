@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 GREEDY_TEMPERATURE: Final = 1e-5  # below it sampling is greedy
 MIN_TEMPERATURE: Final = 1e-2  # smaller positive temperatures become this value, as in vLLM
 MAX_TEMPERATURE: Final = 2.0  # vLLM's and OpenAI's limit
-# A positive logit is divided by it, a negative one multiplied: the bounds keep both finite. People use 1.0 to 1.5.
+# A positive logit is divided by it, a negative one multiplied: the bounds keep both finite. Usual values: 1.0 to 1.5.
 MIN_REPETITION_PENALTY: Final = 0.01
 MAX_REPETITION_PENALTY: Final = 100.0
 MAX_LENGTH_PENALTY: Final = 10.0  # of beam search

@@ -13,7 +13,7 @@ from quire.sampling_params import SamplingParams
 T_co = TypeVar("T_co", covariant=True)
 
 UNDRAFTED = -1  # stands for a draft that the worker makes in the step that verifies it
-MAX_FORCED_TOKENS = 32  # that a worker adds to a sampled token, because the grammar allows nothing else behind it
+MAX_FORCED_TOKENS = 32  # that a worker adds to a sampled token, because the grammar allows nothing else after it
 
 
 @dataclass(slots=True)
@@ -56,13 +56,13 @@ class ScheduledBatch:
     new_rows: list[NewRow] = field(default_factory=list)
     removed_request_ids: list[str] = field(default_factory=list)  # finished, aborted or preempted since the last batch
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination): copy-on-write
-    # Of rows that compute tokens which a grammar forced behind the last one that was sampled: request id, position of
-    # the first of them, and they. The worker that sampled it knows them.
+    # Of rows that compute forced tokens after the last sampled one: request id, position of the first forced token,
+    # and the tokens. The worker that sampled knows them already.
     forced_tokens: list[tuple[str, int, list[int]]] = field(default_factory=list)
     # Of steps before, for workers that have not sampled them. Empty: all workers know them.
     tokens_before: list[StepTokens] = field(default_factory=list)
-    # Of the batch of all lanes: the batch of each. The fields above are theirs, one lane after the other. Workers get
-    # the batch of their lane, which may have no rows.
+    # Of the batch of all lanes: the batch of each lane. The fields above join them, one lane after the other. Workers
+    # get the batch of their lane, which may have no rows.
     lanes: list[ScheduledBatch] = field(default_factory=list)
     lane_tokens: list[int] = field(default_factory=list)  # of the batch of one of several lanes: tokens of each lane
 
@@ -92,7 +92,7 @@ class ExpertUse(msgspec.Struct, array_like=True):
     distinct: float  # experts of a layer that were hit: the mean over layers
     balancedness: float  # tokens of an expert, relative to the busiest expert of its layer: the mean over all
     tokens: list[int]  # of each expert that was hit, in one layer: the layers take turns
-    of_ranks: float = 1.0  # tokens of a rank by those of the busiest one: the mean over all; 1: ranks share each expert
+    of_ranks: float = 1.0  # tokens of a rank by the busiest rank's: the mean over all; 1: ranks share each expert
     num_moved: int = 0  # experts that have got another place
 
 

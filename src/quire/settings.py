@@ -1,4 +1,4 @@
-"""What a start has settled: a frozen dataclass for each owner, and for every setting where its value comes from."""
+"""The settled values of a start: a frozen dataclass for each owner, and the source of every setting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 T = TypeVar("T")
 R = TypeVar("R", bound="Resolved")
 
-# What the settings limit that are no fields of EngineConfig.
+# The quantities that settings limit without being fields of EngineConfig.
 _FURTHER_LIMITS = {
     "isa": "which kernels run",
     "weight_bytes": "memory left for the KV cache",
@@ -54,9 +54,9 @@ _PLANNED_FOR = ("max_num_seqs", "max_num_batched_tokens", "spec_tokens")
 
 @dataclass(frozen=True)
 class Setting:
-    """A value, where it came from, and for a formula its numbers."""
+    """A value, its source, and for a formula its numbers."""
 
-    value: Any  # to be shown; whoever computes takes the field of a dataclass below
+    value: Any  # only to be shown; code uses the field of a dataclass below
     source: Source
     detail: str = ""
     limits: str = ""  # what it bounds
@@ -79,7 +79,7 @@ class Record(dict[str, Setting]):
     """Settings by name while they are being settled."""
 
     def put(self, name: str, value: T, source: Source, detail: str = "") -> T:
-        """Note a value, with what its field says of it, and answer it."""
+        """Note a value, with the facts of its field, and return it."""
         f = _FIELDS.get(name)
         is_live = f is not None and f.metadata["live"]
         limits = _FURTHER_LIMITS[name] if f is None else f.metadata["limits"]
@@ -114,7 +114,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class DeviceSettings:
-    """What the model runs on, and with which kernels."""
+    """The device and the kernels of the model."""
 
     device: str
     isa: str
@@ -129,7 +129,7 @@ class DeviceSettings:
 
 @dataclass(frozen=True)
 class SchedulerSettings:
-    """What a step may hold, in which order requests are served, and what the prefix cache keeps."""
+    """The limits of a step, the order of requests, and the prefix cache."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -153,7 +153,7 @@ class SchedulerSettings:
 
     @property
     def num_lanes(self) -> int:
-        """Of an engine: see EngineConfig. What bounds a step is of each."""
+        """Lanes of an engine: see EngineConfig. The bounds of a step hold for each lane."""
         return self.data_parallel_size if self.enable_expert_parallel else 1
 
     @property
@@ -198,7 +198,7 @@ class DrafterSettings:
 
     @property
     def positions_kept(self) -> int:
-        """Of each request, whose hidden states wait for a head: at least all that a step verifies."""
+        """Positions of each request whose hidden states wait for a head: at least all that a step verifies."""
         return max(self.max_drafts + 1, LEAST_KEPT)
 
     def hidden_bytes(self, target: ModelConfig, max_num_seqs: int, max_tokens: int) -> int:
@@ -234,7 +234,9 @@ class LoraSettings:
     target_modules: tuple[str, ...] = ()
 
     def num_bytes(self, model: ModelConfig) -> int:
-        """That adapters take at most: one more than `max_cpu_loras` while two change places, and what is being read."""
+        """Bytes that adapters take at most: one more than `max_cpu_loras` while two change places, and those being
+        read.
+        """
         largest = max((max(weight[1:]) for weight in self._weights(model)), default=0) * self.max_rank * 4
         return (self.max_cpu_loras + 1) * self.adapter_bytes(model) + max(largest, ADAPTER_READ_BYTES)
 
@@ -254,14 +256,14 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings(ServerConfig):
-    """The HTTP side: its config, with what the user left open settled by the model and the environment."""
+    """The HTTP side: its config, whose open values are settled by the model and the environment."""
 
     settings: Mapping[str, Setting] = field(default_factory=dict)  # every setting by name, with where it came from
 
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """What memory is spent on. In bytes, but for the number of blocks."""
+    """The use of memory. In bytes, except for the number of blocks."""
 
     weight_bytes: int
     work_bytes: int

@@ -1,4 +1,4 @@
-"""Covering designs: every pair of values meets in `make test`, and nothing of the product is lost."""
+"""Covering designs: every pair of values meets in `make test`, and no case of the product is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What documents name exists: tests for every feature of docs/features.md, which run, and paths in all of them."""
+"""Names in documents exist: tests for every feature of docs/features.md, which run, and paths in all documents."""
 
 from __future__ import annotations
 

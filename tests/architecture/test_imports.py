@@ -16,7 +16,7 @@ from tests.e2e.serving import Program
 ROOT = Path(__file__).parents[2]
 
 
-# Imported one after the other by one interpreter, with what must not be loaded by then.
+# Imported one after the other by one interpreter, with the modules that must not be loaded by then.
 TORCH = {"torch", "transformers", "triton"}
 STEPS = {
     "quire": TORCH

@@ -1,7 +1,7 @@
-"""What FlashInfer 0.6.14 documents of its paged wrappers, in plain torch: docs.flashinfer.ai/api/attention.html.
+"""FlashInfer 0.6.14's paged wrappers as documented, in plain torch: docs.flashinfer.ai/api/attention.html.
 
-Layout HND, page tables as indptr, indices and length of the last page, inclusive left windows, soft caps. What the
-documentation forbids is an AssertionError here.
+Layout HND, page tables as indptr, indices and length of the last page, inclusive left windows, soft caps. A use that
+the documentation forbids is an AssertionError here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from torch import Tensor
 
 
 class _Paged:
-    """What the three wrappers share. `device_of` what a plan reads: everything but the indices is on the host."""
+    """The common part of the three wrappers. `device_of` checks a plan's inputs: all but the indices are on the
+    host.
+    """
 
     def __init__(self, workspace: Tensor, kv_layout: str) -> None:
         assert workspace.dtype == torch.uint8
@@ -104,7 +106,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """`run` reads nothing but the buffers given here; a plan fills them."""
+    """`run` reads only the buffers given here; a plan fills them."""
 
     def __init__(
         self,

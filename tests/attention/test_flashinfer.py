@@ -1,5 +1,6 @@
-"""FlashInfer as a backend: what it is given, on a fake that computes what FlashInfer's documentation says, against our
-own reference; and when it is chosen."""
+"""FlashInfer as a backend: its arguments, on a fake that follows FlashInfer's documentation, against our own reference;
+and when it is chosen.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def host_step(batch: ForwardBatch, rows: list[tuple[int, int]], padded_rows: int
 @pytest.mark.parametrize("rows", [MIXED, DECODES], ids=["mixed", "decodes"])
 @pytest.mark.parametrize("name", [name for name in SPECS if not SPECS[name].chunk])
 def test_equals_the_reference(name: str, rows: list[tuple[int, int]]) -> None:
-    """Unused slots of the cache hold NaN: nothing else than what a row has is read."""
+    """Unused slots of the cache hold NaN: only the row's own tokens are read."""
     spec = SPECS[name]
     batch, _, _, q_THE = make_batch(spec, BLOCK_SIZE, rows)
     wide = torch.randn(len(q_THE), spec.num_q_heads + 2, spec.head_dim).to(spec.dtype)
@@ -200,7 +201,9 @@ def test_replays_follow_plans(name: str) -> None:
 
 
 def planned_bytes(heads: int, kv_heads: int, head_dim: int, num_sms: int, rows: int, tile: int) -> int:
-    """What FlashInfer 0.6.14's planner asks for: captured (a tile holds one token's heads), or split over the GPU."""
+    """The scratch memory that FlashInfer 0.6.14's planner needs: captured (a tile holds one token's heads), or split
+    over the GPU.
+    """
     tiles = -(-rows * (heads // kv_heads) // tile) + rows - 1 if rows else 2 * num_sms // kv_heads
     return 4 * heads * max(tiles, 2 * num_sms // kv_heads) * tile * (head_dim + 1)
 
@@ -338,7 +341,7 @@ def test_the_reference_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_installation_that_does_not_work_names_the_other_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it is loaded or builds its kernels, which its first plan does; what fails later is no matter of that."""
+    """Whether loading fails or the build of its kernels, which its first plan does; later errors stay as they are."""
 
     def fails(*arguments: Any, **settings: Any) -> None:
         raise RuntimeError("Ninja build failed")
@@ -361,7 +364,7 @@ def test_an_installation_that_does_not_work_names_the_other_backend(monkeypatch:
 
 
 def test_a_model_knows_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the settings to the layers' specs: what the settings refuse, the layers refuse too."""
+    """From the settings to the layers' specs: the layers refuse the same shapes as the settings."""
     monkeypatch.setattr(gpu, "serves", lambda device: True)
     build_model(MODEL, torch.bfloat16, None, CPU, "FLASHINFER", torch.float8_e4m3fn)
     with pytest.raises(ConfigError, match="does not read a KV cache of int8"):

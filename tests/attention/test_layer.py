@@ -1,4 +1,4 @@
-"""Attention of one layer: what it keeps from step to step."""
+"""Attention of one layer: its state from step to step."""
 
 from __future__ import annotations
 

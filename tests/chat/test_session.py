@@ -1,4 +1,4 @@
-"""Commands, answers and what ends them, with a model that says what it is told to."""
+"""Commands, answers and their ends, with a scripted model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Script = Sequence[str | BaseException]
 
 
 class ScriptedModel:
-    """Says the texts of one script after the other, and raises what is in it."""
+    """Answers with the texts of one script after the other, and raises the errors in it."""
 
     name = "scripted"
 
@@ -114,7 +114,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ctrl_c_stops_the_answer_alone() -> None:
-    """What was said of it stays in the conversation; without a word of it the question goes too."""
+    """The part of the answer stays in the conversation; without any part the question goes too."""
     model = ScriptedModel(["par", KeyboardInterrupt()], [KeyboardInterrupt()], ["three"])
     _talk(model, "1?", "2?", "3?")
     assert model.asked[2][0] == ["1?", "par", "3?"]

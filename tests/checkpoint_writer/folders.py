@@ -1,4 +1,4 @@
-"""Checkpoints made by `quire quantize`, and what transformers' plain weights would be: by the words of each format."""
+"""Checkpoints made by `quire quantize`, and the plain weights that each format's description gives."""
 
 from __future__ import annotations
 

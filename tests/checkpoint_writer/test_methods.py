@@ -74,7 +74,7 @@ def test_gptq_follows_the_update_it_is_named_after(group_size: int, act_order: b
     back = torch.empty_like(expected)
     back[:, order] = expected
     same = (back.float() - found).abs() < 1e-3
-    # where float32 and float64 fall to different sides of the middle between two codes, what follows differs too
+    # where float32 and float64 fall to different sides of the middle between two codes, later columns differ too
     assert same.float().mean() > 0.97, same.float().mean()
     error = output_error(weight_NK - found, gram_KK)
     assert error == pytest.approx(output_error(weight_NK - back.float(), gram_KK), rel=0.05)
@@ -155,7 +155,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_awq_scales_in_one_place_what_it_scales_back_in_another(family: str, tmp_path: Path) -> None:
-    """Before anything is rounded to codes, a scaled layer computes what the original does."""
+    """Before rounding to codes, a scaled layer computes the same as the original."""
     name, settings = FAMILIES[family]
     sizes = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 16}
     torch.manual_seed(0)

@@ -73,7 +73,7 @@ def test_calibrated_formats_lose_less_than_rounding(losses: dict[str, float]) ->
 
 @pytest.mark.parametrize("name", ["int4", "int8", "fp8", "gptq", "gptq-act-order", "awq"])
 def test_quire_reads_it(folders: dict[str, Path], texts: dict[str, str], losses: dict[str, float], name: str) -> None:
-    """Nearly the distance of its plain weights from the original: what is added comes from activations in 8 bits."""
+    """Nearly the distance of its plain weights from the original: activations in 8 bits add the rest."""
     read, plain = quality(folders[name], texts["measured"], dtype="float32").kl_mean.value, losses[name]
     assert read == pytest.approx(plain, rel=0.25, abs=0.002), (read, plain)
 

@@ -1,6 +1,6 @@
 """Checkpoints of `quire quantize` in the eyes of others: transformers reads them, and vLLM's tensors are those written.
 
-What vLLM does with them is in benchmarks/results/epyc-zen5-2core/checkpoints_2026-11-22.md.
+A run of vLLM with them is in benchmarks/results/epyc-zen5-2core/checkpoints_2026-11-22.md.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ GPTQ_TENSORS = {
     "scales": (torch.float16, "G, N"),
     "g_idx": (torch.int32, "K"),
 }
-# Of a layer [N, K] with G groups: those that `create_weights` of vLLM 0.32's linear methods asks for, and g_idx, which
-# it passes over. It converts scales to the dtype the model runs in.
+# Of a layer [N, K] with G groups: the tensors that `create_weights` of vLLM 0.32's linear methods asks for, and g_idx,
+# which it ignores. It converts scales to the dtype the model runs in.
 TENSORS: dict[str, dict[str, tuple[torch.dtype, str]]] = {
     "int4": {
         "weight_packed": (torch.int32, "N, K / 8"),
@@ -78,7 +78,7 @@ def test_quire_plan_has_the_loaded_bytes(
 
 @pytest.mark.parametrize("name", ["gptq", "gptq-act-order"])
 def test_gptq_needs_no_order_of_in_features(folders: dict[str, Path], name: str) -> None:
-    """vLLM refuses `desc_act`; and what orders nothing costs readers nothing."""
+    """vLLM refuses `desc_act`; and an order that changes nothing is left out."""
     description = json.loads((folders[name] / "config.json").read_text())["quantization_config"]
     assert (description["desc_act"], description["static_groups"]) == (False, name == "gptq-act-order")
     for key, tensor in tensors(folders[name]).items():

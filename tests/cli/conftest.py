@@ -1,4 +1,4 @@
-"""Tests of the command line have the settings of nobody."""
+"""Tests of the command line have no user's settings."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ class Line:
     Attributes:
         row: of the list of claims.
         statuses: of the flags that are not the same in Quire, where the model is not on this machine.
-        settings: what the flags give, where Quire starts with them.
-        says: a part of what is said about the first flag in `statuses`.
+        settings: the values from the flags, if Quire starts with them.
+        says: a part of the answer to the first flag in `statuses`.
     """
 
     row: str

@@ -1,4 +1,4 @@
-"""`quire chat` as a command: who answers by its arguments, what the question is, and what is sent to a server."""
+"""`quire chat` as a command: its arguments choose the model, the question, and the request to a server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWER = ('data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}'
 
 
 class Server(ThreadingHTTPServer):
-    """Lists its models and streams `lines` as the answer; keeps what it was asked."""
+    """Lists its models and streams `lines` as the answer; keeps the requests."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -69,7 +69,7 @@ def server() -> Iterator[Server]:
 
 
 class LocalModel:
-    """Stands for the engine, and says with what it was started."""
+    """Stands for the engine, and keeps the arguments of its start."""
 
     name = "local"
 
@@ -257,7 +257,7 @@ def test_nohup(before: signal.Handlers, local: LocalModel) -> None:
 
 
 def test_a_chat_plans_memory_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody asked for is not taken: one conversation runs at a time, unless a flag says otherwise."""
+    """Memory is planned for one conversation, unless a flag says otherwise."""
     monkeypatch.undo()
     seen: list[int | None] = []
 

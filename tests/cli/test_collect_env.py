@@ -1,4 +1,4 @@
-"""`quire collect-env`: what a bug report needs, and no secret."""
+"""`quire collect-env`: the facts for a bug report, and no secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environment variables of vLLM and Quire that nobody reads are named, misspelt ones with the nearest."""
+"""A start names environment variables of vLLM and Quire that it does not read, misspelt ones with the nearest name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire import envs
 from quire.compat.environment import NOT_READ, REFUSED, check_environment
 from quire.errors import ConfigError
 
-# vLLM's documented variables that matter to who serves a model.
+# vLLM's documented variables that matter to an operator.
 DOCUMENTED = [
     "VLLM_ENGINE_READY_TIMEOUT_S",
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",

@@ -24,7 +24,7 @@ HEAVY = {
 
 
 def interrupted_import() -> ImportError:
-    """What a library makes of a Ctrl-C while it is imported."""
+    """The error of a library when Ctrl-C interrupts its import."""
     error = ImportError("numpy could not be imported")
     error.__context__ = KeyboardInterrupt()
     return error
@@ -86,7 +86,7 @@ LATE = ("torch", "bench", "throughput")
     ],
 )
 def test_ctrl_c_while_a_command_starts(disposition: signal.Handlers, command: tuple[str, ...]) -> None:
-    """One line, also where the parent ignores SIGINT, as scripts do for what runs in their background."""
+    """One line, also if the parent ignores SIGINT, as scripts do for their background processes."""
     process = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, *command],
         check=False,

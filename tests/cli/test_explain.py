@@ -54,7 +54,7 @@ def test_numbers_of_models(tmp_path: Path, name: str) -> None:
 
 
 def test_when_the_length_limits_the_kv_cache(tmp_path: Path) -> None:
-    """Where two contexts per running request are less than what is free; the plan has the same numbers."""
+    """Two contexts per running request are less than the free memory; the plan has the same numbers."""
     model = load_model_config(write_config(tmp_path, "Qwen2.5-0.5B"))
 
     def explained(**settings: Any) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""`quire explain` for other servers: what each flag becomes is a setting, and texts are read as they are pasted."""
+"""`quire explain` for other servers: each flag becomes an existing setting, and texts are read as they are pasted."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _words(entry: Foreign, flag: str) -> str:
 
 
 def test_every_engine_flag_of_vllm_is_classified() -> None:
-    """All 252, and the server's, in every spelling: none is unknown, and each says something."""
+    """All 252, and the server's, in every spelling: none is unknown, and each has an answer."""
     assert len(LINES[:NUM_ENGINE_FLAGS]) == NUM_ENGINE_FLAGS
     assert LINES[NUM_ENGINE_FLAGS - 1] == "--guide"
     for column in range(max(len(line.split()) for line in LINES)):
@@ -242,7 +242,7 @@ PIECES = (
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_text(text: str) -> None:
-    """An answer that can be shown, with a command that our parser reads; or an error that says what is wrong."""
+    """A printable answer, with a command that our parser reads; or an error that names the fault."""
     refusal, explanation = "", None
     try:
         explanation = explain_command(text)

@@ -239,7 +239,7 @@ def test_unknown_argument_names_the_nearest(name: str, hint: str) -> None:
     assert hint in caught.value.message
 
 
-# What `--quantization` takes: QuantizationMethods of vLLM 0.32, and names of before that are in many guides.
+# The values of `--quantization`: QuantizationMethods of vLLM 0.32, and older names that are in many guides.
 QUANTIZATIONS = (
     "awq", "auto_awq", "fp8", "fbgemm_fp8", "fp_quant", "modelopt", "modelopt_fp4", "modelopt_mxfp8",
     "modelopt_mixed", "auto_gptq", "gptq", "gptq_marlin", "awq_marlin", "humming", "compressed-tensors",

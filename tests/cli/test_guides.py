@@ -79,7 +79,7 @@ def test_refused(line: Line) -> None:
 
 @pytest.mark.parametrize("line", LINES, ids=_row)
 def test_explained(line: Line, caplog: pytest.LogCaptureFixture) -> None:
-    """Each flag, what a start would do, and a command for Quire that our own parser reads without a notice."""
+    """Each flag, its effect at a start, and a command for Quire that our own parser reads without a notice."""
     with caplog.at_level(logging.WARNING):
         explanation = explain_command(line.text)
         found = {answer.name: answer.status for answer in explanation.answers if answer.status != "same"}
@@ -168,7 +168,7 @@ def test_output_processing_in_python(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_deep_gemm_variable(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """S4-31 pairs it with the KV cache's dtype, with which it has nothing to do."""
+    """S4-31 pairs it with the KV cache's dtype, which is a separate setting."""
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
     with caplog.at_level(logging.WARNING):
         check_environment()

@@ -1,4 +1,4 @@
-"""`quire plan` on the command line: hardware, workloads, goals and prices, exit codes, and what it refuses."""
+"""`quire plan` on the command line: hardware, workloads, goals and prices, exit codes, and refusals."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The lengths decide how many requests fit; `quire bench` reads the same files."""
+    """The lengths decide the number of requests that fit; `quire bench` reads the same files."""
     folder = str(write_config(tmp_path, "Llama-3.1-8B"))
 
     def planned(workload: str) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def test_this_machine_with_its_calibration(
 
 
 def test_hardware_that_numbers_describe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table's L40S in numbers gives what its name gives."""
+    """The table's L40S in numbers gives the same plan as its name."""
     folder = str(write_config(tmp_path, "Llama-3.1-8B"))
     numbers = ("--device", "cuda", "--memory", "47GB", "--bandwidth", "864GB/s", "--flops", "362 TFLOPS")
     described = shown(capsys, folder, *numbers, "--workload", "chat")
@@ -131,7 +131,7 @@ def test_hardware_that_numbers_describe(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_ways_to_share_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """70 billion parameters on two GPUs of 80 GB: what is left, and what each of them holds."""
+    """70 billion parameters on two GPUs of 80 GB: the remaining memory, and the part of each GPU."""
     folder = str(write_config(tmp_path, "Llama-3-70B"))
     found = shown(capsys, folder, "--hardware", "a100-80", "-pp", "2", "--dtype", "bfloat16", "--max-model-len", "8k")
     rows = {

@@ -1,4 +1,4 @@
-"""Speculative decoding as people ask for it: every key, method and spelling of vLLM's, and what is said of each."""
+"""Speculative decoding on the command line: every key, method and spelling of vLLM's, and the answer to each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NGRAM = {"method": "ngram"}
 
 @pytest.mark.parametrize("key", [*NAMES["keys"], *NAMES["old keys"]])
 def test_key_of_vllm_is_known(key: str) -> None:
-    """It is a field, becomes one, or has an answer that says why not."""
+    """It is a field, becomes one, or has an answer with the reason."""
     assert key in {*FIELDS, *SPECULATION_KEYS, *OTHER_SPELLINGS}
 
 
@@ -163,7 +163,7 @@ def test_in_python_and_in_a_file(tmp_path: Path) -> None:
     ids=str,
 )
 def test_mistakes(words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """What was seen, what is expected and what to do; no stack, exit code 2."""
+    """The value seen, the value expected and the advice; no stack, exit code 2."""
     assert main(["explain", *words]) == 2 if parts else True
     if not parts:
         with pytest.raises(SystemExit):
@@ -222,7 +222,7 @@ def test_a_key_of_another_method_has_a_notice(caplog: pytest.LogCaptureFixture) 
 
 
 def test_synthetic_rates(caplog: pytest.LogCaptureFixture) -> None:
-    """A mean length becomes shares, and everybody is told what it does to the tokens."""
+    """A mean length becomes shares, and a notice says that it changes the tokens."""
     rates = SpeculativeConfig(
         method="ngram",
         num_speculative_tokens=3,

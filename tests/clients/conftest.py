@@ -33,7 +33,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
-    """Sockets that a client has not closed are collected here, where nobody minds."""
+    """Sockets that a client has not closed are collected here, where warnings are ignored."""
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)

@@ -1,4 +1,4 @@
-"""Frameworks with their own clients: answers and streams are what transformers gives, and objects fit their schema."""
+"""Frameworks with their own clients: answers and streams equal transformers', and objects fit their schema."""
 
 from __future__ import annotations
 

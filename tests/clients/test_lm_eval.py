@@ -1,4 +1,4 @@
-"""lm-eval's local-completions: log-likelihoods and continuations are what transformers gives for the same tokens."""
+"""lm-eval's local-completions: log-likelihoods and continuations equal transformers' for the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose layers differ in what they see, and what their steps cost."""
+"""Models whose layers see different tokens, and the costs of their steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step reads and computes: against counting token by token, and by hand on the demo model's sizes."""
+"""The bytes and operations of a step: against counting token by token, and by hand on the demo model's sizes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_one_decoding_row() -> None:
     [("float32", None, "auto", 4), ("bfloat16", "int8", "auto", 2), ("bfloat16", None, "fp8", 1)],
 )
 def test_bytes(dtype: str, quantization: str | None, kv_cache_dtype: str, width: int) -> None:
-    """A window counts what it holds; a state is read and written whole, once per sequence."""
+    """A window counts its tokens; a state is read and written whole, once per sequence."""
     model = model_with("full", "window", "state")
     arithmetic = StepArithmetic(model, dtype, quantization, kv_cache_dtype)
     demand = arithmetic.demand(arithmetic.load([99, 0], [1, 30], 2))
@@ -114,7 +114,7 @@ def test_integers_are_counted_apart() -> None:
 def test_many_rows_go_over_weights_again_on_amx(
     quantization: str | None, num_rows: int, share: float, filling: int
 ) -> None:
-    """Prompts do so with the weights of the blocks, and decodes with those of the output as well."""
+    """Prompts do so with the weights of the blocks, and decodes also with the weights of the output."""
     model = model_with("full")
     plain, tiles = (StepArithmetic(model, "bfloat16", quantization, "auto", isa) for isa in ("avx512_bf16", "amx"))
     prompt, decodes = tiles.load([0], [num_rows], 1), tiles.load([9] * num_rows, [1] * num_rows, num_rows)

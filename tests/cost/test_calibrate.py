@@ -107,7 +107,7 @@ def test_the_interval_says_how_noisy_the_steps_were() -> None:
 
 
 def test_the_widest_interval_can_be_kept(tmp_path: Path) -> None:
-    """Steps that other programs held up for most of their time: what is written is read."""
+    """Steps that other programs held up for most of their time: the calibration is written and read."""
     found = fit(measured(9.0, random.Random(0)), GUESS)
     assert found.spread == MAX_RATIO
     CalibrationFile(tmp_path / "calibrations", {}).write(found)

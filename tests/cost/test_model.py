@@ -1,4 +1,4 @@
-"""The cost model: what running steps teach it, and what it answers the scheduler and the health check."""
+"""The cost model: it learns from running steps, and answers the scheduler and the health check."""
 
 from __future__ import annotations
 
@@ -178,7 +178,9 @@ def test_what_binds_is_named(constants: Constants, bound: str) -> None:
 
 
 def test_a_size_that_nobody_asks_for_any_more_is_not_believed_to_be_slow_for_ever() -> None:
-    """A scheduler with a target shuns what it believes to be slow, so no step of that size says otherwise."""
+    """A scheduler with a target avoids sizes that it believes to be slow, so no step of that size corrects the
+    belief.
+    """
     cost, slow, usual = cost_model(), load_of(1000), load_of(10)
     true = cost.predict(slow).seconds
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""The training data is a function of the interpreter and a seed, and holds what the model is bundled for."""
+"""The training data is a function of the interpreter and a seed, and holds the model's purposes."""
 
 from __future__ import annotations
 

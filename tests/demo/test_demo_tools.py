@@ -1,4 +1,4 @@
-"""Teaching the demo model to call tools: what the training shows it, and what its template writes."""
+"""Teaching the demo model to call tools: its training data, and the output of its template."""
 
 from __future__ import annotations
 

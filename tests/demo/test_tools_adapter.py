@@ -38,7 +38,7 @@ ANSWERS: list[tuple[list[str], list[Turn], str]] = [
     ([GET_WEATHER], [SHUFFLE], "`random.shuffle(x)`: Shuffle list x in place, and return None."),
     ([], [SHUFFLE], "`random.shuffle(x)`: Shuffle list x in place, and return None."),
 ]
-# Of 40 questions that no training had in a chat with tools, and that nobody looked at.
+# Of 40 questions that no training had in a chat with tools, and that no choice was based on.
 LEAST_EXACT: dict[Kind, int] = {"call": 38, "result": 36, "text": 36}
 SEED = 2026
 learned = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the demo model has learned Python 3.11's docs")
@@ -78,7 +78,7 @@ def test_questions_that_it_has_not_seen(llm: LLM, kind: Kind) -> None:
     ids=["without tools", "the base", "the base, other tools"],
 )
 def test_it_answers_as_before(llm: LLM, tools: list[str], adapter: LoRARequest | None) -> None:
-    """With the adapter where there are no tools, and without it whatever there is."""
+    """With the adapter if there are no tools, and without it in every case."""
     asked = questions(clean_entries(), 100)
     found = answers(llm, [[*tools_turn(tools), ("user", question)] for question, _ in asked], adapter)
     wrong = [each for each, (_, entry) in zip(found, asked, strict=True) if each != entry.answer]

@@ -1,4 +1,4 @@
-"""The Helm chart, rendered by Helm's own library: every value has its effect, and what is rendered is legal."""
+"""The Helm chart, rendered by Helm's own library: every value has its effect, and the rendered documents are legal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 OPEN = {"auth": {"disabled": True}}
 NODES = {"nodes.count": 2, "nodes.keySecretName": "c"}
-# Each value: another one, what it needs beside it, and what the rendered text then has and had not before.
+# Each value: another one, the other values that it needs, and the text that is rendered only then.
 EFFECTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "image.repository": ("r/q", {}, 'image: "r/q:0.1.0"'),
     "image.tag": ("7", {}, 'image: "quire:7"'),
@@ -317,7 +317,7 @@ def _documents(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_the_machines_of_a_server_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the pods of a group start, with the variables that the group gives them."""
+    """The commands of a group's pods, with the variables that the group gives them."""
     monkeypatch.setenv("QUIRE_CLUSTER_KEY", "of the tests, long enough")
     more = {
         "args": ["--max-num-seqs", "32"],

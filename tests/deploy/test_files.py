@@ -1,4 +1,4 @@
-"""The container file, the units and the job script: what they start exists, and flags are legal."""
+"""The container file, the units and the job script: their commands exist, and flags are legal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_container_file() -> None:
         if name == "COPY" and "--from" not in words:
             *sources, _ = words.split()
             assert [source for source in sources if not (ROOT / source).exists()] == []
-    # What the build reads is copied: the project's own files, and what they name.
+    # The files that the build reads are copied: the project's own files, and files that they name.
     copied = " ".join(words for name, words in instructions if name == "COPY")
     assert {"pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE", "cmake", "csrc", "licenses", "src"} <= set(
         copied.split()
@@ -54,7 +54,7 @@ def test_the_container_file() -> None:
     ],
 )
 def test_the_torch_of_a_container(arguments: dict[str, str], wanted: str | None, tmp_path: Path) -> None:
-    """The lines of the shell are run with a pip that says what it is asked for."""
+    """The lines of the shell are run with a pip that prints its arguments."""
     pip = tmp_path / "bin/pip"
     pip.parent.mkdir()
     pip.write_text('#!/bin/sh\necho "$@"\n')

@@ -64,7 +64,7 @@ def test_what_is_refused(tree: Path) -> None:
 
 @pytest.fixture
 def made(tree: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the script has made of this tree. `make wheel` fails if there is no folder `dist`."""
+    """The release that the script made from this tree. `make wheel` fails if there is no folder `dist`."""
     done: list[str] = []
 
     def run(words: Sequence[str], **options: Any) -> Any:

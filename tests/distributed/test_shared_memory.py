@@ -85,7 +85,7 @@ def test_columns_lie_side_by_side(
 
 @pytest.mark.parametrize("slot_bytes", [64, 1 << 20])
 def test_columns_that_are_in_their_place(slot_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank has computed its own where the result will be, and gets those of the others beside them."""
+    """The first rank has computed its columns in the result's memory, and gets the others' columns beside them."""
     monkeypatch.setattr(shared_memory, "SLOT_BYTES", slot_bytes)
     widths = (64, 64, 61)
 
@@ -146,7 +146,7 @@ def test_ranks_that_want_other_rows_than_the_others_think_are_told() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux has memory without a file")
 def test_the_memory_is_in_no_folder() -> None:
-    """So a small /dev/shm does not matter, and nothing stays of it."""
+    """So a small /dev/shm does not matter, and no file is left."""
     memory = make_memory(Grid(2))
     assert os.readlink(f"/proc/self/fd/{memory}") == "/memfd:quire-ranks (deleted)"
     os.close(memory)
@@ -195,7 +195,7 @@ def test_columns_of_the_rows_of_all_ranks(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each rank has one expert and the rest of its rows are anybody's; between two turns that gather."""
+    """Each rank has one expert, and its other rows are undefined; between two turns that gather."""
     monkeypatch.setattr(shared_memory, "SLOT_BYTES", slot_bytes)
     size, rows, width = len(counts), sum(counts), columns[-1].stop
     begins = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)

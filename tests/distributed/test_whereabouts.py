@@ -1,4 +1,4 @@
-"""Who is late, and what it does: as threads. tests/engine/test_slow_ranks.py has processes."""
+"""The late rank and its work: ranks are threads here. tests/engine/test_slow_ranks.py has processes."""
 
 from __future__ import annotations
 
@@ -138,7 +138,9 @@ def test_more_ranks_than_can_be() -> None:
 
 
 def test_ranks_that_are_late_at_once() -> None:
-    """Of two, in different groups, one is blamed: no error says that one is late, and then what the other one does."""
+    """If two ranks in different groups are late, one is blamed: an error never mixes the name of one with the work of
+    the other.
+    """
     ranks = ranks_of(Grid(2, 2), timeout_seconds=1.0)
     with ThreadPoolExecutor(2) as threads:
         waiting = {rank: threads.submit(gather, ranks[rank]) for rank in (0, 2)}

@@ -1,6 +1,6 @@
 """The engine process as Quire starts it, but for the worker: it has no model and no torch, so it starts at once.
 
-What a server says, how it listens, streams, drains and ends is the same over this engine. Its tokens are those of
+Over this engine a server answers, listens, streams, drains and ends in the same way. Its tokens come from
 DeterministicExecutor: a hash of the tokens before.
 """
 

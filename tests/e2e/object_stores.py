@@ -1,4 +1,4 @@
-"""Other people's servers of object stores: S3 (moto), Google's (fake-gcs-server) and Azure's (Azurite).
+"""Servers of object stores from other projects: S3 (moto), Google's (fake-gcs-server) and Azure's (Azurite).
 
 Each is a context manager that gives the variables which tell a client of it, and has an empty bucket `models`.
 """

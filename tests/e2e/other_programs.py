@@ -1,4 +1,4 @@
-"""Servers that other people wrote, as processes of a test."""
+"""Servers of other projects, as processes of a test."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The engine process as Quire starts it, but for steps that do what a file in the folder given as argument says.
+"""The engine process as Quire starts it, except that a file in the folder given as argument orders faults in steps.
 
 The file `order` holds the word; a step that finds it removes it, and leaves a file `acting` before it obeys. The second
-argument is `model` for the real engine, `light` for light_engine.py, or `ranks` for an engine whose second rank does
-what the file says.
+argument is `model` for the real engine, `light` for light_engine.py, or `ranks` for an engine whose second rank obeys
+the file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank of an engine as Quire starts it, but for steps that do what a file in the folder given as argument says."""
+"""A rank of an engine as Quire starts it, except that a file in the folder given as argument orders faults in steps."""
 
 from __future__ import annotations
 

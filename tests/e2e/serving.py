@@ -25,7 +25,7 @@ from tests.nursery import LightPopen, TorchPopen
 
 START_SECONDS = 60.0
 STOP_SECONDS = 20.0
-# What engines are known by: their command lines, or the names of forks, which have 15 letters.
+# Marks of engines: their command lines, or the names of forks, which have 15 letters.
 ENGINE = re.compile(r"engine\.process|light_engine|abotaged_engine")
 READY = r"ready     ((?:http|unix)\S+)"
 SMALL = ("--kv-cache-memory-bytes", "32M", "--num-threads", "1", "--dtype", "float32")
@@ -34,7 +34,7 @@ SHORT = ("--max-model-len", "128")
 
 
 class Program(NamedTuple):
-    """Arguments of the interpreter that run something, and what starts them."""
+    """Arguments of the interpreter that run something, and the function that starts them."""
 
     arguments: tuple[str, ...]
     popen: type[subprocess.Popen[Any]] = TorchPopen
@@ -57,7 +57,7 @@ class Program(NamedTuple):
 QUIRE = Program(("-m", "quire"))
 # As users start it, where the start itself is looked at.
 INTERPRETER = Program(("-m", "quire"), subprocess.Popen)
-# With an engine process that has no model and no torch, for what is the same whatever the answers are.
+# With an engine process without a model and without torch, for tests that do not depend on the answers.
 LIGHT_ENGINE = str(Path(__file__).with_name("light_engine.py"))
 LIGHT = Program(
     (
@@ -79,7 +79,7 @@ def quire(
 
 
 def free_port() -> int:
-    """A port that nobody has, for a program that cannot choose one."""
+    """A free port, for a program that cannot choose one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A program under a pseudo-terminal, and what the terminal shows after what it wrote."""
+"""A program under a pseudo-terminal, and the screen after its output."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Terminal:
     Args:
         columns: width.
         environment: added to this process's, colours being as a user has them.
-        program: what is run with the arguments.
+        program: runs with the arguments.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Terminal:
         os.close(self._master)
 
     def read_until(self, words: str) -> None:
-        """Until the program has written `words`; fails with what it has written if it never does."""
+        """Until the program has written `words`; fails with its output if it never does."""
         deadline = time.monotonic() + SECONDS
         while words not in self.written:
             assert time.monotonic() < deadline, f"waited {SECONDS} s for {words!r}:\n{self.written}"

@@ -66,7 +66,7 @@ def test_adapters_come_and_go_and_survive_the_engine(adapters: Path) -> None:
 
 
 def test_files_that_changed_before_they_are_read_again(adapters: Path) -> None:
-    """One place in memory: fin has taken that of sql."""
+    """One place in memory: fin has taken the place of sql."""
     with Serve(*flags(adapters, "--max-loras", "1"), program=LIGHT) as server:
         text_of(server, "fin")
         write(adapters / "sql", "other weights")
@@ -86,7 +86,7 @@ def test_an_adapter_of_the_start_that_is_missing_ends_it(adapters: Path, path: s
 
 
 def test_the_metrics_protocol_of_the_gateways_inference_extension(adapters: Path) -> None:
-    """What its endpoint picker reads of a model server, in vLLM's names, with their types and labels.
+    """The metrics that its endpoint picker reads from a model server, in vLLM's names, with their types and labels.
 
     https://github.com/kubernetes-sigs/gateway-api-inference-extension, docs/proposals/003-model-server-protocol.
     """

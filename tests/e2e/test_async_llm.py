@@ -222,7 +222,9 @@ async def test_shutdown_ends_streams_and_the_process() -> None:
 
 @pytest.mark.usefixtures("light")
 async def test_engine_death_and_recovery() -> None:
-    """Streams that have begun end, what is given whole is computed by the next engine, new requests wait for that."""
+    """Streams that have begun end, the next engine computes answers that are given whole, and new requests wait for
+    it.
+    """
     engine = AsyncLLM(**OPTIONS)
     try:
         prompt, whole = reference.prompts()[0], _greedy(RequestOutputKind.FINAL_ONLY)

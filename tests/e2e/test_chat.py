@@ -18,14 +18,14 @@ ANSWER = "`len(obj, /)`: Return the number of items in a container."
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """What the chat writes to disk lies in `folder`, and so does what torch writes that a nursery has loaded."""
+    """The files of the chat lie in `folder`, and so do the files of torch in a nursery."""
     (folder / "tmp").mkdir()
     names = {"TMPDIR": "tmp", "XDG_STATE_HOME": "state", "TORCHINDUCTOR_CACHE_DIR": "torch"}
     return {variable: str(folder / name) for variable, name in names.items()}
 
 
 def _exchange(terminal: Terminal, typed: str, until: str = PROMPT) -> str:
-    """Type something; what the chat has written when `until` is there."""
+    """Type something -> the output of the chat when `until` is there."""
     terminal.written = ""
     terminal.type(typed)
     terminal.read_until(until)
@@ -97,7 +97,7 @@ def test_a_stop_does_not_wait_for_a_download(tmp_path: Path) -> None:
         hub_variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
         with Terminal("run", "small/model", environment=_environment(tmp_path) | hub_variables) as terminal:
             terminal.read_until("MB")
-            hub.chunk_seconds = 1000.0  # who waits for the file waits longer than this test does
+            hub.chunk_seconds = 1000.0  # a reader of the file would wait longer than this test
             terminal.send(signal.SIGTERM)
             assert terminal.read_to_end() == 128 + signal.SIGTERM
     assert terminal.lines[-2:] == ["quire: stopped", ""]

@@ -1,4 +1,6 @@
-"""`quire explain` says what an engine really starts with: the same record, but for what only loading can measure."""
+"""`quire explain` shows the settings of a real start: the same record, except for values that only loading can
+measure.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees first: real servers under a terminal, through a pipe, and with JSON logs."""
+"""The first screen: real servers under a terminal, through a pipe, and with JSON logs."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_json_by_variable_and_by_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", ["quire ", "importing", "load "])
 def test_ctrl_c_while_it_starts(words: str) -> None:
-    """Whatever is being done, both processes end at once, and nobody sees a traceback."""
+    """In every phase, both processes end at once, without a traceback."""
     with Terminal(*SERVE, program=INTERPRETER if words == "importing" else LIGHT) as terminal:
         if words == "importing":
             terminal.read_until("the engine's process")
@@ -297,7 +297,7 @@ def test_download(tmp_path: Path) -> None:
         environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
         with Terminal("serve", "--port", "0", *flags, environment=environment, program=LIGHT) as terminal:
             terminal.read_until("ETA")
-            hub.chunk_seconds = 1000.0  # who waits for the file waits longer than this test does
+            hub.chunk_seconds = 1000.0  # a reader of the file would wait longer than this test
             terminal.press_ctrl_c()
             assert terminal.read_to_end() == 130
         assert "Traceback" not in terminal.written
@@ -366,6 +366,6 @@ def test_llm_shows_bars_on_a_terminal_only() -> None:
         assert terminal.read_to_end() == 0, terminal.written
     assert [line.split("[")[0].strip() for line in terminal.lines if BAR in line] == ["load", "warm up"]
     assert terminal.lines[2:4] == ["loaded", "loaded"]
-    # An interpreter that takes apart what it has imported, and with it the engines, says nothing either.
+    # An interpreter that unloads its modules, and the engines with them, prints nothing either.
     result = script._replace(popen=subprocess.Popen).run()
     assert (result.stdout, result.stderr, result.returncode) == ("loaded\nloaded\n", "", 0)

@@ -1,4 +1,4 @@
-"""What a broken model folder or a meagre system makes of a start: one line, no traceback, nothing that waits."""
+"""A start with a broken model folder or on a restricted system: one line, no traceback, no process that waits."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_keys_leave_the_list_of_processes() -> None:
     assert result.stdout.strip() == f"{shown} {given}"
 
 
-# Reads a command line as `quire` does, and shows what others see of it.
+# Reads a command line like `quire`, and shows the part that others can see.
 READ = """import sys
 from quire.cli.main import build_parser
 build_parser().parse_args()
@@ -65,7 +65,7 @@ def test_a_command_hides_its_key() -> None:
 def test_every_command_hides_what_it_was_given(
     words: list[str], shown: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it would write over the arguments of its process."""
+    """The bytes that it would write over the arguments of its process."""
     seen: list[str] = []
 
     def hide(secrets: Collection[str]) -> None:

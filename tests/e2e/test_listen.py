@@ -67,7 +67,7 @@ def test_unix_socket(tmp_path: Path) -> None:
 
 
 def _ports(server: Serve) -> list[Any]:
-    """What the server's processes listen on in the network: (address, port)."""
+    """The network addresses of the server's processes: (address, port)."""
     parent = psutil.Process(server.process.pid)
     return [
         tuple(connection.laddr)

@@ -323,7 +323,7 @@ def test_tokenizer_from_another_folder(tmp_path: Path) -> None:
 
 
 def test_plain_torch_gives_the_same_tokens() -> None:
-    """What runs where no compiler was: the same model on the kernels' plain-torch twins."""
+    """An install without a compiler: the same model on the kernels' plain-torch twins."""
     code = (
         "import importlib, os\n"
         "from quire import LLM, SamplingParams\n"

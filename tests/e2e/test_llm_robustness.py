@@ -1,4 +1,4 @@
-"""What an error, an interrupt or a failing request leaves behind in an LLM: nothing, and the next call works."""
+"""An error, an interrupt or a failing request leaves nothing behind in an LLM, and the next call works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/metrics of `quire serve` on the demo model, in a KV cache that makes it preempt: it counts what was answered."""
+"""/metrics of `quire serve` on the demo model, in a KV cache that makes it preempt: counts equal the answers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def server() -> Iterator[Serve]:
 
 @dataclass
 class Counted:
-    """What /metrics counted while something was done.
+    """The changes of /metrics during an action.
 
     Names without vllm:, then the values of other labels in the order of the labels' names: `name/value/value`.
     """

@@ -1,4 +1,4 @@
-"""The demo model from other people's servers of S3, Google's and Azure's stores: the answers are the same."""
+"""The demo model from servers of S3's, Google's and Azure's protocols: the answers are the same."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus (Debian package) is missing"),
 ]
 
-# What the dashboard that vLLM publishes asks for, by what it does with it.
+# The metrics in vLLM's published dashboard, by their use.
 VLLM_DASHBOARD = {
     "histogram_quantile(0.99, sum by(le) (rate({}_bucket{}[1m])))": (
         "vllm:e2e_request_latency_seconds",
@@ -88,7 +88,7 @@ class Prometheus:
         self._log.close()
 
     def get(self, path: str, **params: str) -> Any:
-        """What it answers. Raises httpx.HTTPError: it is not ready."""
+        """Its answer. Raises httpx.HTTPError: it is not ready."""
         return httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=10).raise_for_status().json()["data"]
 
     def series(self, query: str) -> list[Any]:

@@ -1,6 +1,6 @@
 """`quire serve -dp 2 --data-parallel-backend ray`: replicas on two machines of a Ray cluster, behind one API.
 
-What needs no cluster is tested over places that only note what is started.
+Other tests need no cluster: their places only note the started processes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def cluster() -> Iterator[None]:
 
 
 def actors() -> list[int]:
-    """Processes of Ray that run one of ours, and those that run nothing of ours now."""
+    """Processes of Ray that run one of ours, and idle ones."""
     return [each.pid for each in psutil.process_iter(["name"]) if each.info["name"].startswith("ray::Quire")]
 
 
@@ -239,7 +239,7 @@ async def test_one_engine_after_another(places: NotedPlaces) -> None:
 
 
 async def test_an_engine_that_never_came(places: NotedPlaces, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client hears it from Ray, who may also end what does not end by itself."""
+    """Its client learns it from Ray, which also ends a process that does not end by itself."""
     monkeypatch.setattr(ray_replica, "END_SECONDS", 0.1)
     handle = handle_over(places)
     client = handle.launch()
@@ -283,7 +283,7 @@ async def test_a_slow_cluster_holds_nobody_up(places: NotedPlaces, monkeypatch: 
 
 
 async def test_nobody_waits_on_the_loop_for_engines_to_end() -> None:
-    """AsyncLLM.shutdown answers at once, and what it answers is done when they have ended."""
+    """AsyncLLM.shutdown returns at once, and its result is done when they have ended."""
     has_ended, closed = threading.Event(), list[str]()
 
     async def end() -> None:

@@ -1,8 +1,8 @@
 """`quire serve` whose engine is killed, stopped, hangs, breaks or finds no memory, beside streams that must not change.
 
-The engine is sabotaged by files (sabotaged_engine.py), and light: it has no model. What needs one has the real one, and
-test_serve.py shows the death of a real one. A hang holds requests before their first token;
-what is to happen to the engine then happens to all of them.
+The engine is sabotaged by files (sabotaged_engine.py), and light: it has no model. Tests that need a model have the
+real engine, and test_serve.py shows the death of a real one. A hang holds requests before their first token, so the
+fault of the engine meets all of them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SabotagedServe(Serve):
     ) -> None:
         how = (Path(__file__).with_name("sabotaged_serve.py"), folder, engine, max_failures, patience)
         program = Program(tuple(map(str, how)), LightPopen if engine == "light" else TorchPopen)
-        # A prompt is one step, on every CPU: the default budget of a step is what is best for this one.
+        # A prompt is one step, on every CPU: the default budget depends on the CPU.
         one_step = ("--max-shared-prefill-tokens", "0", "--max-num-batched-tokens", "256")
         super().__init__(*SMALL, *one_step, *flags, program=program)
         self.folder = folder
@@ -116,7 +116,7 @@ class SabotagedServe(Serve):
 
     @contextmanager
     def counting(self, expected: dict[str, float]) -> Iterator[None]:
-        """What is counted meanwhile, everything that is not named being as before."""
+        """The counts during the block; every sample that is not named stays the same."""
         before = self.counts()
         yield
         after = self.counts()
@@ -261,7 +261,7 @@ def test_answers_that_are_given_whole_survive(server: SabotagedServe) -> None:
                 server.wait_for(lambda wanted=wanted: server.counts()[TOKENS] >= wanted, "tokens")  # type: ignore[misc]
                 server.order("hang")
             server.wait_until_acting()
-            time.sleep(0.1)  # for what is on its way, like the next round of the beams
+            time.sleep(0.1)  # for messages on their way, like the next round of the beams
             server.engine.kill()
             assert [answer.result(60) for answer in answers] == expected
         after = server.counts()
@@ -308,7 +308,7 @@ def patient_server(tmp_path: Path) -> Iterator[SabotagedServe]:
 
 @pytest.mark.slow
 def test_ranks_that_hang_are_named(tmp_path: Path) -> None:
-    """In the log and by /health: which rank, where, what it does, and the setting. The answers come all the same."""
+    """The log and /health name the rank, its place, its work, and the setting. The answers still come."""
     limit = r"rank waits 600 s for another one \(--distributed-timeout-seconds\)"
     with SabotagedServe(tmp_path, "-tp", "2", patience=3.0, engine="ranks") as server, ThreadPoolExecutor() as pool:
         expected = server.text(NORMAL[0])

@@ -20,7 +20,7 @@ MAX_TOKENS = 60
 
 
 class Proxy:
-    """Passes each connection to a server whose /readyz was 200 a moment ago: what a service of Kubernetes does."""
+    """Passes each connection to a server whose /readyz was 200 a moment ago, like a service of Kubernetes."""
 
     def __init__(self) -> None:
         self.ports: list[int] = []  # of all servers

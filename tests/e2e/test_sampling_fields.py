@@ -18,7 +18,7 @@ from tests.e2e.serving import SMALL, Serve
 from tests.examples import examples
 
 EOS = reference.tokenizer().eos_token_id
-# Few, so that lists of them meet: what is allowed, forbidden, an end and reported is often the same.
+# Few, so that lists overlap: allowed, forbidden, ending and reported tokens are often the same.
 TOKENS = [EOS, 67, 71, 292]
 WORDS = ["a", "e", "the", "aa", "ea", "the a"]
 token_ids = st.lists(st.sampled_from(TOKENS), max_size=3)

@@ -1,4 +1,4 @@
-"""Schemathesis sends what our OpenAPI document allows and what it forbids: no 5xx, and answers stay what they were."""
+"""Schemathesis sends requests that our OpenAPI document allows and forbids: no 5xx, and answers do not change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.server.refusals import NOT_OF_THE_FORM
 JSON = "application/json"
 SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
 # A body of the right form is refused. Whether that is a defect is looked at by `wrongly_refused`, with rules between
-# fields, which Schemathesis cannot combine, and for what no schema can say, such as a prompt that is too long.
+# fields, which Schemathesis cannot combine, and for reasons that no schema can express, such as a prompt that is too
+# long.
 OWN_CHECKS = {"ST202"}
 # 413 is an answer to a body that is too large, whatever else is wrong with it.
 SETTINGS = """
@@ -38,7 +39,7 @@ def golden(http: httpx.Client) -> Any:
 
 
 def wrongly_refused(document: Any, archive: Any) -> list[str]:
-    """Bodies that the whole document allows, refused for what a schema can say.
+    """Bodies that the whole document allows, refused for a reason that a schema can express.
 
     Args:
         archive: all requests with their answers (HAR).
@@ -64,7 +65,7 @@ def wrongly_refused(document: Any, archive: Any) -> list[str]:
 
 
 def test_a_wrong_refusal_is_found() -> None:
-    """It is one only of a body that the document allows, and not for what no schema can say."""
+    """It is one only if the document allows the body, and a schema could express the reason."""
     body_of_a = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     document = {
         "paths": {"/b": {"post": {"requestBody": {"content": {JSON: {"schema": {"$ref": "#/components/schemas/B"}}}}}}},

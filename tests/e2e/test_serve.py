@@ -1,4 +1,4 @@
-"""`quire serve` on the demo model: what the openai client and the terminal commands get, how it starts and stops."""
+"""`quire serve` on the demo model: answers to the openai client and the terminal commands, start and stop."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_second_signal_stops_at_once() -> None:
 
 
 def test_engine_death() -> None:
-    """Who has got a part of an answer gets a clean error, and the next engine serves (more: test_recovery.py)."""
+    """A client with a part of an answer gets a clean error, and the next engine serves (more: test_recovery.py)."""
     with Serve(*SMALL) as server:
         engine = server.engine
         endless = {"prompt": "Hello", "max_tokens": 1900, "ignore_eos": True, "stream": True}
@@ -349,7 +349,7 @@ def _free_port() -> int:
 
 
 def test_model_folder_by_name(server: Serve, tmp_path: Path) -> None:
-    """A folder given as the positional argument serves what the bundled model serves."""
+    """A folder given as the positional argument serves the same as the bundled model."""
     link = tmp_path / "my-model"
     link.symlink_to(demo.path())
     with Serve(str(link), *SMALL, "--load-format", "safetensors") as own, own.openai() as client:

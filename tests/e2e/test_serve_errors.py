@@ -18,7 +18,7 @@ THREADS = ("--num-threads", "1")
 
 
 def _refused(*flags: str, program: Program = QUIRE) -> str:
-    """What a start that is refused says, its progress left out: a line or two."""
+    """The error of a refused start, without its progress: a line or two."""
     result = quire("serve", "--port", "0", *THREADS, *flags, program=program)
     return _one_message(result.returncode, result.stderr)
 
@@ -72,7 +72,7 @@ def test_a_template_that_is_none() -> None:
 
 
 def test_broken_checkpoints(tmp_path: Path) -> None:
-    """What is wrong with the weights is found by the engine process and told by the server."""
+    """The engine process finds faults of the weights, and the server reports them."""
     for file in demo.path().iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = tmp_path / "model.safetensors"

@@ -1,5 +1,6 @@
-"""What an engine process does while nobody needs it: it loads before it is told what to serve, takes pages of the KV
-cache ahead of use, and ends when nothing comes."""
+"""An idle engine process: it loads before its launch comes, takes pages of the KV cache ahead of use, and ends if no
+launch comes.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from quire.errors import ConfigError
 from tests.e2e.serving import SMALL, Serve, quire
 
 CONFIG = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
-# What comes next has stood there before, as far as the model says it again.
+# The next tokens stood there before, as long as the model repeats them.
 PROMPT = "What does len() do? It returns the number of items of an object. " * 3
 BODY = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 

@@ -1,6 +1,6 @@
 """`quire serve --otlp-traces-endpoint` as a process: spans over gRPC, and an end that waits for no collector.
 
-With the extra `collector`, MLflow is asked for what it was sent.
+With the extra `collector`, MLflow is asked for its spans.
 """
 
 from __future__ import annotations

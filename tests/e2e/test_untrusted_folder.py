@@ -1,4 +1,4 @@
-"""A model's folder full of code: nothing of it runs, whatever names it. Each piece would leave a file behind."""
+"""A model's folder full of code: none of it runs, whatever names it. Each piece would leave a file behind."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_pickles_alone_are_refused(folder: Path) -> None:
 
 
 def test_the_canary_would_sing(folder: Path) -> None:
-    """The fixture's pieces do run where somebody lets them."""
+    """The fixture's pieces do run if they are allowed to."""
     canary = folder.parent / "canary"
     pickle.loads((folder / "pytorch_model.bin").read_bytes())
     assert canary.exists()

@@ -202,7 +202,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Twin:
-    """What a head drafts, in plain PyTorch: everything is computed anew for every token.
+    """The drafts of a head, in plain PyTorch: everything is computed anew for every token.
 
     Args:
         tensors: of its checkpoint.
@@ -245,7 +245,7 @@ class Twin:
         return out_D @ self._tensors.get("lm_head.weight", embeddings()).T
 
     def _last(self, hidden_TD: Tensor, token_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the last position: what gives logits, and the hidden state for the position behind it."""
+        """Of the last position: the normed state for the logits, and the hidden state for the next position."""
         of = self._tensors
         embedding_TD = of.get("embed_tokens.weight", embeddings())[token_ids_T]
         if self._is_mtp:

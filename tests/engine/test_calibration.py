@@ -1,4 +1,4 @@
-"""Measured steps of an engine: what they may not do to requests, how long they may take, and what they give."""
+"""Measured steps of an engine: they do not disturb requests, their time is bounded, and they give the constants."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CalibratedDriver(TimedDriver):
 @settings(max_examples=examples(24))
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(1, 30))
 def test_requests_get_the_same_tokens(groups: tuple[KvGroup, ...], prompt: list[int], num_tokens: int) -> None:
-    """Steps of nobody before, between and behind requests: nothing is lost that a prefix cache keeps."""
+    """Steps without requests before, between and after requests: the prefix cache loses nothing."""
     driver = Driver(num_blocks=400, groups=groups, cost=cost_model())
     for index in range(3):
         assert driver.core.probe([(9, 1), (0, 5)]) is not None

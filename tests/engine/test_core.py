@@ -223,7 +223,7 @@ def test_a_request_that_was_accepted_before_is_accepted_again() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_predicted_time_of_what_is_in_flight(depth: int) -> None:
-    """What the process' beats say while a step is computed: nothing when idle."""
+    """The predicted time in the process' beats while a step is computed: 0 when idle."""
     seen: list[float] = []
     cost = cost_model()
     load = cost.arithmetic.load([0], [8], 1)
@@ -256,7 +256,7 @@ def test_the_predicted_time_has_that_of_a_drafter() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_warming_up_with_a_model_that_gives_no_numbers(depth: int) -> None:
-    """What a broken checkpoint, or float16 out of its range, looks like at start."""
+    """A broken checkpoint, or float16 out of its range, at a start."""
     driver = Driver(depth=depth, row_failure=lambda name: "The logits are not numbers (NaN)")
     with pytest.raises(WeightsError, match=r"The model produced no token: The logits are not numbers.*--dtype"):
         produce_tokens(driver.core)

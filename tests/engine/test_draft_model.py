@@ -1,4 +1,6 @@
-"""The bundled draft model drafts for the bundled target: nothing of it shows, and it drafts what it would say alone."""
+"""The bundled draft model drafts for the bundled target: no token changes, and its drafts equal its own answers
+alone.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ class Proposal:
 
 
 class Notes:
-    """What a core's draft model drafts, and how many tokens each of its forward passes computes.
+    """The drafts of a core's draft model, and the number of tokens in each of its forward passes.
 
     The tokens of a row are noted when it drafts, so they are known to be true.
     """
@@ -120,7 +122,7 @@ def plain_runner() -> ModelRunner:
 
 
 def drafted_plainly(proposal: Proposal, num_prompt_tokens: int, sampling: SamplingParams) -> tuple[int, ...]:
-    """What the draft model samples alone behind each token of a proposal, with all tokens before appended."""
+    """The samples of the draft model alone after each token of a proposal, with all tokens before appended."""
     sequence = [*proposal.token_ids, *proposal.drafts[:-1]]
     logits_TV = torch.cat(list(plain_runner().sequence_logits(sequence, 1024)))
     found = []
@@ -264,7 +266,7 @@ def noting(submit: Any, results: list[Any]) -> Any:
 
 @pytest.mark.parametrize("width", [4094, 4200])
 def test_padding_of_the_vocabularies_may_differ(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the draft model has more is never drafted; what it lacks stops drafts once a request has such a token."""
+    """Tokens that only the draft model has are never drafted; a token that it lacks stops the drafts of a request."""
     config, model = demo_draft()
     compute_logits = model.compute_logits
 

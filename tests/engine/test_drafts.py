@@ -1,4 +1,4 @@
-"""Drafts on the demo model: any sampling, logprobs and schedule gives what it gives without them."""
+"""Drafts on the demo model: any sampling, logprobs and schedule gives the same as without them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ KINDS = (
 
 @cache
 def params() -> dict[str, SamplingParams]:
-    """Every kind of sampling whose tokens depend on those before, so that drafts that are not counted would show."""
+    """Every kind of sampling whose tokens depend on earlier ones, so that uncounted drafts would show."""
     (plain,) = run(build_core(Schedule(), "bfloat16"), [prompts()[4]])
     common = max(set(plain), key=plain.count)
     kinds = {
@@ -76,7 +76,7 @@ Answer = tuple[list[int], list[Any], Any, str | None]  # tokens, logprobs, logpr
 
 
 def answers(core: EngineCore, names: list[str], before_step: Any = lambda step: None) -> dict[str, Answer]:
-    """What the requests of these names get, all at once; the sibling is a fork of "random" (n > 1)."""
+    """The results of the requests with these names, all at once; the sibling is a fork of "random" (n > 1)."""
     found: dict[str, Answer] = {}
     token_ids = prompts()[4].token_ids
     for name in names:
@@ -136,7 +136,7 @@ class Interfered:
     preempt_every: int
 
     def check(self, **drafting: Any) -> None:
-        """They get what they get alone and without drafts.
+        """They get the same as alone and without drafts.
 
         Args:
             drafting: fields of Schedule.
@@ -197,12 +197,14 @@ def test_logits_of_a_verifying_step_are_those_of_single_steps(precision: str, mo
     proposer.continuation_of = lambda request_id: tokens
     assert run(build_core(Schedule(proposer=proposer), precision), [prompt]) == [tokens]
     assert len(seen) < num_steps / 2, "hardly any drafts"
-    verified_RV = torch.cat(seen)[:num_steps]  # the rows behind a stop belong to drafts that nobody wants
+    verified_RV = torch.cat(seen)[:num_steps]  # the rows after a stop belong to drafts that are dropped
     assert torch.equal(verified_RV, single_RV)
 
 
 def steps_of(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.Tensor], list[int], list[int]]:
-    """Of requests with drafts: the logits of every step, the tokens of every step, and of those not repeated."""
+    """Of requests with drafts: the logits of every step, the tokens of every step, and the tokens of steps not
+    repeated.
+    """
     requests = [(name, params()[name], expected(name)) for name in ("greedy", "random", "flat")]
     runner = core.executor
     assert isinstance(runner, ModelRunner)

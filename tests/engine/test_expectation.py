@@ -1,4 +1,4 @@
-"""What the first screen expects: the arithmetic, and the steps it is made of."""
+"""The speed that the first screen expects: the arithmetic, and the steps behind it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_slow_steps_are_not_repeated(depth: int, monkeypatch: pytest.MonkeyPatch
 
 
 def test_steps_are_repeated_until_one_ran_undisturbed() -> None:
-    """On a busy machine one slow step says nothing: the best of several, for half a second at most."""
+    """On a busy machine a slow step does not count: the best of several does, for half a second at most."""
     driver = Driver()
     times = iter(range(1000))
     driver.core._clock = lambda: MOST_SECONDS * next(times)

@@ -1,4 +1,4 @@
-"""Ranks that somebody else starts, as torchrun does: each has an engine, and all get the tokens of one process."""
+"""Ranks that another program starts, such as torchrun: each has an engine, and all get the tokens of one process."""
 
 from __future__ import annotations
 

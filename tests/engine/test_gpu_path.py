@@ -1,5 +1,4 @@
-"""The engine's path for GPUs on CPU tensors: the tokens are those of the plain path, to a bit, whatever the device
-delays.
+"""The engine's path for GPUs on CPU tensors: the tokens equal the plain path's, whatever the device delays.
 
 The accelerator is a fake, and the kernels are the CPU's; test_gpu_kernels.py compares the kernels of a GPU.
 """

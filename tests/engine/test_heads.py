@@ -1,4 +1,4 @@
-"""Heads that draft from hidden states of the demo model: nothing of them shows, and they draft what a twin drafts."""
+"""Heads that draft from hidden states of the demo model: no token changes, and their drafts equal a twin's."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Notes:
         self.drafter.draft = noted  # type: ignore[method-assign]
 
     def count(self, core: EngineCore, step: int) -> None:
-        """Before a step: what became of the drafts of the last one."""
+        """Before a step: the fate of the drafts of the last one."""
         if core.last_record is not None:
             self.num_drafts += core.last_record.num_draft_tokens
             self.num_held += core.last_record.num_accepted_tokens
@@ -168,7 +168,9 @@ def test_drafts_are_those_of_the_twin(kind: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_hits_forks_and_every_kind_of_sampling(kind: str) -> None:
-    """What the head lacks of a shared page costs drafts only. Blocks of 8 tokens: prompts end at their borders too."""
+    """Positions that the head lacks in a shared page cost only drafts. Blocks of 8 tokens: prompts end at their borders
+    too.
+    """
     fields: tuple[dict[str, Any], ...] = (
         RANDOM | {"repetition_penalty": 1.4, "frequency_penalty": 0.5},
         GREEDY | {"min_tokens": 12, "bad_words_token_ids": [[300]]},
@@ -196,7 +198,7 @@ ASKED_ABOUT = ("os.path.join", "math.gcd", "json.dumps", "heapq.heappush", "shut
 
 @pytest.mark.parametrize("is_greedy", [True, False])
 def test_most_first_drafts_of_the_bundled_head_hold(is_greedy: bool) -> None:
-    """In greedy answers, and in those drawn at temperature 1."""
+    """In greedy answers, and in answers at temperature 1."""
     pair, tokenizer = pair_of("bundled", torch.bfloat16), Tokenizer.from_file(str(demo.path() / "tokenizer.json"))
     sampling = SamplingParams(temperature=0.0 if is_greedy else 1.0, seed=5, max_tokens=60)
     texts = [render([("user", f"What does {name} do?")]) + "<|im_start|>assistant\n" for name in ASKED_ABOUT]

@@ -1,7 +1,7 @@
-"""The sameness matrix for layers with windows shorter than the prompts: whatever is given back, no token changes.
+"""The sameness matrix for layers with windows shorter than the prompts: giving back blocks changes no token.
 
 A tiny Gemma 3 with random weights: five layers with a window and one without, in six block tables. The tokens are those
-of a run that keeps everything. Pages that nobody holds are poisoned before every step.
+of a run that keeps everything. Free pages are poisoned before every step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The life of workers: what is said to them, in which order, and that nothing assumes that there is only one."""
+"""The life of workers: their calls and the order of these, for one worker and for several."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def memory_for(num_blocks: int) -> MemoryFacts:
 
 
 class NotedWorker:
-    """Writes down what it is told; has memory for `num_blocks`."""
+    """Notes its calls; has memory for `num_blocks`."""
 
     def __init__(self, num_blocks: int = 300, failing: str = "", error: Exception | None = None) -> None:
         self.num_blocks, self.failing, self.error = num_blocks, failing, error
@@ -209,7 +209,7 @@ class LateWorker(NotedWorker):
 
 
 def test_a_rank_that_is_late_at_the_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what it does, and what limits it; and nobody waits for it any more."""
+    """With its work and its limit; and no rank waits for it any more."""
     monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", "7")
     workers = [NotedWorker(1), LateWorker(2), NotedWorker(3)]
     limits: list[float] = []

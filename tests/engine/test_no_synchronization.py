@@ -1,4 +1,4 @@
-"""A step on a GPU never looks at what it computes: the path runs on tensors that have no numbers (device meta).
+"""A step on a GPU never reads its results on the host: the path runs on tensors without numbers (device meta).
 
 Whatever would wait for the device fails there: .item(), .tolist(), .cpu(), a look at a condition, an index of booleans.
 And every operation is watched for tensors that were left on the host.
@@ -79,7 +79,7 @@ class MetaAccelerator(FakeAccelerator):
 
 
 class MetaKernels:
-    """The GPU kernels' names; what they are given must be on the device."""
+    """The GPU kernels' names; their arguments must be on the device."""
 
     def __init__(self) -> None:
         self.called: set[str] = set()

@@ -1,4 +1,4 @@
-"""Stages on several machines, which are two addresses of this one: the tokens of one process, and what goes wrong."""
+"""Stages on several machines, which are two addresses of this one: the tokens of one process, and failures."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_sameness(dtype: str, deterministic: bool, schedule: dict[str, Any], mon
 def test_flashinfer_equals_the_reference(
     num_q_heads: int, window: int, soft_cap: float, rows: list[tuple[int, int]]
 ) -> None:
-    """What the fake of tests/attention stands for: tables, windows, caps and scales as FlashInfer itself takes them."""
+    """The real counterpart of the fake in tests/attention: FlashInfer itself with tables, windows, caps and scales."""
     spec = AttentionSpec(num_q_heads, 2, 64, 0.11, window, soft_cap, torch.float16)
     batch, _, _, q_THE = make_batch(spec, BLOCK_SIZE, rows)
     want_THE = ReferenceAttention(spec).forward(q_THE, batch.caches[0], batch)
@@ -174,7 +174,7 @@ def test_flashinfer_equals_the_reference(
 @pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (6, 0.0), (0, 5.0)])
 @pytest.mark.parametrize("num_q_heads", [2, 8])
 def test_flashinfer_s_captured_decodes_follow_plans(num_q_heads: int, window: int, soft_cap: float) -> None:
-    """With its kernels for CUDA cores and for tensor cores: what is replayed is the step that was planned last."""
+    """With its kernels for CUDA cores and for tensor cores: a replay computes the step that was planned last."""
     spec = AttentionSpec(num_q_heads, 2, 64, 0.11, window, soft_cap, torch.float16)
     accelerator = Cuda()
     pool = accelerator.graph_pool()
@@ -194,7 +194,7 @@ def test_flashinfer_serves_with_captured_decodes() -> None:
 
 
 def test_memory_is_what_was_planned() -> None:
-    """Serving takes what the plan counted, within 3 %, and the share of the GPU is kept."""
+    """Serving takes the planned memory, within 3 %, and stays within the share of the GPU."""
     accelerator = Cuda()
     accelerator.release()
     before, total = accelerator.memory()

@@ -1,4 +1,6 @@
-"""Memory that torch hands out unwritten is filled with what must show: no token and no logprob may depend on it."""
+"""Memory that torch hands out unwritten is filled with NaN and other marks: no token and no logprob may depend on
+it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def _poison(function: Callable[..., torch.Tensor], count: list[int]) -> Callable
 
 @contextmanager
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Yields how many tensors were filled, in a list of one. The model is loaded anew inside."""
+    """Yields the number of filled tensors, in a list of one. The model is loaded anew inside."""
     count = [0]
     with monkeypatch.context() as patch:
         patch.setattr(harness, "demo_model", cache(harness.demo_model.__wrapped__))

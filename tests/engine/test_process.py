@@ -74,7 +74,7 @@ async def test_tables_for_constraints_are_made_before_it_is_ready(monkeypatch: p
 
 
 async def test_an_engine_finds_the_model_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And tells its server, over a connection, what is wrong with it."""
+    """And reports the fault to its server, over a connection."""
     monkeypatch.setenv(envs.CLUSTER_KEY.name, "of the tests, long enough")
     listener = wire.listen("127.0.0.1", 0)
     client = ProcessClient(TcpLink(listener, b"of the tests, long enough"))

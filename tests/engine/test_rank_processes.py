@@ -1,4 +1,4 @@
-"""Ranks as processes: the tokens of one rank, and what happens when a process is killed, stopped or left alone."""
+"""Ranks as processes: the tokens of one rank, and the end when a process is killed, stopped or left alone."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_rank_that_is_stopped_is_named(share: str) -> None:
 
 
 def check_that_it_is_named(engine: StartedEngine, number: signal.Signals) -> None:
-    """In the middle of steps: the first rank leaves what it waits for."""
+    """In the middle of steps: the first rank stops waiting."""
     pid = process_of(engine).pid
 
     def hit(core: Any, step: int) -> None:
@@ -235,7 +235,7 @@ rank_process.main()
 
 
 def test_a_rank_that_is_stuck_in_the_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its process, what it does and how far it is, and the variable; no process is left."""
+    """With its process, its work and progress, and the variable; no process is left."""
     monkeypatch.setattr(rank_spawn, "PROGRAM", ("-c", STUCK))
     is_stuck, decode, wait = threading.Event(), ranks.decode_from_rank, executor.wait
 
@@ -274,7 +274,7 @@ time.sleep(600)
 
 @pytest.mark.slow
 def test_ranks_end_with_their_parent() -> None:
-    """Killed, so that it can say nothing. Its memory has no name that could stay."""
+    """Killed, so that it cannot report. Its memory has no name that could stay."""
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=envs.for_children()) as parent:
         assert parent.stdout is not None

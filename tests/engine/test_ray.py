@@ -1,4 +1,4 @@
-"""Stages on a Ray cluster, which is two addresses of this machine: the tokens of one process, and what has no room."""
+"""Stages on a Ray cluster, which is two addresses of this machine: the tokens of one process, and lack of room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What RayReplicas asks of Ray, over a cluster that only notes it; and the actor around an engine process."""
+"""The requests of RayReplicas to Ray, over a cluster that only notes them; and the actor around an engine process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NotedRay:
         started: the arguments of QuireProcess.run of each actor, and the bundle that it is in.
         machines: of each bundle; None: Ray has no room.
         is_open: the places are reserved.
-        is_lost: nothing that is asked of a machine is answered.
+        is_lost: machines do not answer.
     """
 
     is_lost = False
@@ -119,7 +119,7 @@ class _Place:
 
 
 def test_the_address_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Of several networks: that of Ray, unless another one is given."""
+    """Of several networks: Ray's network, unless another one is given."""
     caplog.set_level("INFO")
     replicas_on(monkeypatch, {0: "b", 1: "a"}, 2)
     replicas_on(monkeypatch, {0: "b", 1: "a"}, 2, master_addr="127.0.0.3")

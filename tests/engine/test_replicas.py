@@ -1,4 +1,6 @@
-"""An engine that is one of several replicas: what it refuses before it reads weights, and what it plans with."""
+"""An engine that is one of several replicas: its refusals before it reads weights, and the memory that it plans
+with.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def prompts() -> tuple[Prompt, ...]:
 
 
 def brief() -> tuple[Prompt, ...]:
-    """The same prompts with fewer tokens after them: enough where the prompt or the kernels make the difference."""
+    """The same prompts with fewer tokens after them: enough if the prompt or the kernels make the difference."""
     return tuple(replace(prompt, params=structs.replace(prompt.params, max_tokens=NUM_BRIEF)) for prompt in prompts())
 
 
@@ -238,7 +238,9 @@ def test_more_requests_than_at_the_start(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_request_the_worker_cannot_take_fails_alone(depth: int) -> None:
-    """What gets past the front end ends one request; the rest of its batch is computed again, to the same tokens."""
+    """A fault that the front end misses ends one request; the rest of its batch is computed again, to the same
+    tokens.
+    """
     core = build_core(Schedule(depth=depth), "bfloat16")
     core.add(AddRequest("poison", [5, 6], SamplingParams(temperature=1.0), max_tokens=4))  # random, but without a seed
     assert run(core, prompts(), failing="poison") == _expected("bfloat16")

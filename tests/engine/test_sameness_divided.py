@@ -194,7 +194,7 @@ def workers_of(engine: StartedEngine) -> list[DeviceWorker]:
 
 @pytest.mark.parametrize("model", ["one head", "latent"])
 def test_each_rank_has_its_part_of_the_bytes(model: str, folder_of: Callable[[str], Path]) -> None:
-    """What is planned is what is allocated. Twice the context fits into as many bytes of each rank."""
+    """Planned bytes equal allocated bytes. Twice the context fits into the same bytes of each rank."""
     folder, tokens = folder_of(model), dict[int, int]()
     for num_owners in (1, 2):
         engine = started(

@@ -1,4 +1,4 @@
-"""The sameness matrix over drafters: what they propose changes no token, logprob or finish reason.
+"""The sameness matrix over drafters: proposals change no token, logprob or finish reason.
 
 The requests ask for everything that a draft could disturb: see test_drafts.KINDS. All end with the model's context,
 unless a stop ends them.
@@ -65,7 +65,7 @@ def schedule_of(**fields: Any) -> Schedule:
 
 
 def knowing(right: float) -> Callable[[dict[str, Answer], str], dict[str, Any]]:
-    """A drafter that knows the answers, and is right so often."""
+    """A drafter that knows the answers, and is right with this probability."""
 
     def drafting(wanted: dict[str, Answer], precision: str) -> dict[str, Any]:
         proposer = Guesser(right, vocab_size=VOCAB_SIZE)

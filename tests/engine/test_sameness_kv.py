@@ -1,4 +1,4 @@
-"""The sameness matrix over quantized KV caches: what is in the cache depends on the tokens, not on the schedule.
+"""The sameness matrix over quantized KV caches: the content of the cache depends on the tokens, not on the schedule.
 
 A prompt's own keys and values are read back from the cache, so a chunk sees them as every later token does.
 """

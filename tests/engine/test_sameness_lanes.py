@@ -1,4 +1,4 @@
-"""Lanes of one engine share experts: tokens and logprobs of one process, to the bit, whoever the neighbours are.
+"""Lanes of one engine share experts: tokens and logprobs of one process, to the bit, with any neighbours.
 
 Ranks are threads here; tests/engine/test_rank_processes.py has processes.
 """
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the comp
 LIMITS: dict[str, Any] = {"max_model_len": 128, "dtype": "bfloat16"}
 TWO: dict[str, Any] = {"enable_expert_parallel": True, "data_parallel_size": 2}
 CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 17, "async_scheduling": True}
-# What one request after another needs: every second prompt of a batch of four waits.
+# Blocks for one request after another: every second prompt of a batch of four waits.
 SCARCE: dict[str, Any] = {"num_gpu_blocks_override": 42, "enable_prefix_caching": True, "block_size": 8}
 
 
@@ -117,7 +117,7 @@ def _run_on(core: EngineCore, lane: int, prefix: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("lane", [0, 1])
 def test_a_lane_without_rows_takes_part(lane: int, lanes: Any, wanted: list[list[int]]) -> None:
-    """Also that of the engine's process. It leaves no trace in its cache."""
+    """Also the lane of the engine's process. The request leaves no trace in its cache."""
     assert _run_on(lanes.core, lane, f"alone{lane}-") == _run_on(lanes.core, lane, f"again{lane}-")
     assert lanes.core.last_record.lanes[lane].num_tokens > 0
     assert run(lanes.core, brief(), prefix=f"both{lane}-") == wanted

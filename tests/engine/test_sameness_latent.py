@@ -1,6 +1,6 @@
 """The sameness matrix for latent attention: no schedule may change a token of a tiny DeepSeek model.
 
-The model has random weights. Pages that nobody holds are poisoned before every step.
+The model has random weights. Free pages are poisoned before every step.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def test_fused_tensors(tmp_path: Path) -> None:
 
 
 def test_processes(two: StartedEngine, adapters: list[Path], tmp_path: Path) -> None:
-    """What one of them cannot read is refused by all, and the next one is read."""
+    """An adapter that one of them cannot read is refused by all, and the next one is read."""
     state = load(two.core, tmp_path)
     assert state.error is not None
     assert f"no {CONFIG_NAME}" in state.error

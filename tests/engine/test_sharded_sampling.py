@@ -76,7 +76,7 @@ def expected(kinds: str) -> Answer:
     ],
 )
 def test_sameness(kinds: str, num_ranks: int, more: dict[str, Any]) -> None:
-    """With all that a row may ask for; with drafts to verify; with stages; with fewer rows than ranks."""
+    """With every option of a row; with drafts to verify; with stages; with fewer rows than ranks."""
     engine = started(num_ranks, **LIMITS | more, enable_batch_sharded_sampling=True)
     shares = [_note_rows(engine, rank) for rank in range(num_ranks)]
     assert answers(engine, KINDS[kinds]) == expected(kinds)
@@ -119,7 +119,7 @@ def test_a_rank_that_cannot_sample_voids_the_step(rank: int, num_stages: int, mo
 
 @pytest.mark.parametrize("row", [0, 1])
 def test_a_row_that_fails_is_known_to_all_ranks(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits that are not numbers end one request, with the reason, whoever samples it."""
+    """Logits that are not numbers end one request, with the reason, whichever rank samples it."""
     engine = started(2, **LIMITS, enable_batch_sharded_sampling=True)
     core, runner = engine.core, engine.executor.workers[row].runner  # type: ignore[attr-defined]
     choose, calls = runner.sampler.choose, list[int]()

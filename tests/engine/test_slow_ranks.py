@@ -1,4 +1,4 @@
-"""A rank that hangs in a step: at the limit the engine ends, and names it, what it does, and the setting."""
+"""A rank that hangs in a step: at the limit the engine ends, and names the rank, its work, and the setting."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_that_it_is_named(engine: StartedEngine, what: str, hit: Any = None) ->
 
 @pytest.mark.parametrize("share", SHARES)
 def test_a_rank_that_stands_still_in_a_step(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if nobody could see that it was stopped: a debugger, a frozen container, a disk that does not answer."""
+    """As if the stop were invisible: a debugger, a frozen container, a disk that does not answer."""
     monkeypatch.setattr(ranks, "is_stopped", lambda pid: False)
     engine = in_processes(**{share: 2}, distributed_timeout_seconds=LIMIT)
     process = process_of(engine)

@@ -1,4 +1,4 @@
-"""Ranks that end before there are steps, or between steps: who has ended is named, and nobody is left behind."""
+"""Ranks that end before there are steps, or between steps: the ended rank is named, and no process is left behind."""
 
 from __future__ import annotations
 

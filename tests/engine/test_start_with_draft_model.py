@@ -1,4 +1,4 @@
-"""A start with a draft model: what is loaded and planned, that it serves, and what cannot be."""
+"""A start with a draft model: it loads, plans and serves, and refuses models that do not fit."""
 
 from __future__ import annotations
 

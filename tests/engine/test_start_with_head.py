@@ -1,4 +1,4 @@
-"""A start with a head: what is loaded and planned, that it serves, and which heads do not fit."""
+"""A start with a head: it loads, plans and serves, and refuses heads that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts out of text on the demo model: where it says again what stands there, they hold, and no token changes."""
+"""Drafts from text on the demo model: they hold where it repeats the text, and no token changes."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from quire.messages import ServerAddress
 
 @dataclass
 class Ends:
-    """One in the front end, and those of engines.
+    """One link in the front end, and the engines' links.
 
     Attributes:
         made: ends of engines, which the fixture closes.

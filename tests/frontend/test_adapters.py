@@ -1,4 +1,4 @@
-"""Names of adapters on two replicas: load, replace, unload, failures, and what a new engine is told."""
+"""Names of adapters on two replicas: load, replace, unload, failures, and the messages to a new engine."""
 
 from __future__ import annotations
 

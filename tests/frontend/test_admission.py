@@ -1,4 +1,4 @@
-"""Who is refused because the first token would come too late: the door alone, and with the scheduler."""
+"""Requests that are refused because the first token would come too late: the door alone, and with the scheduler."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class Served:
 
 
 def serve(rate: float, seconds: float, slo_ttft: float) -> Served:
-    """Requests come at random for so long; what the door takes is computed."""
+    """Requests come at random for this long; the accepted ones are computed."""
     rng = random.Random(1)
     run = Timed(lambda: rng.lognormvariate(0, NOISE), max_num_seqs=PLACES, slo_itl=ITL, slo_attainment=ATTAINMENT)
     assert isinstance(run.core.cost, CostModel)

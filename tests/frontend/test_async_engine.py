@@ -376,7 +376,7 @@ async def test_late_deltas_are_ignored():
 
 @pytest.mark.parametrize("how", ["aborted", "stopped"])
 async def test_an_id_used_again_gets_nothing_of_the_request_before(how):
-    """What the engine computed before it heard of the end arrives after the next request was sent."""
+    """Results that the engine computed before it heard of the end arrive after the next request was sent."""
     async with Running(EchoClient(ANSWER)) as running:
         running.client.is_paused = True
         engine_id = "r-0"

@@ -1,4 +1,4 @@
-"""Chat templates: the same text as transformers, errors in the template's words, and nothing a template can break."""
+"""Chat templates: the same text as transformers, errors in the template's words, and no template can do harm."""
 
 from __future__ import annotations
 

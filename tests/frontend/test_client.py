@@ -88,7 +88,7 @@ async def test_bad_words_are_encoded_once_for_all_continuations(ends: Ends):
 
 
 async def test_a_message_of_another_engine_is_refused(ends: Ends):
-    """Each engine has a link of its own: a message that says otherwise is of nobody's requests."""
+    """Each engine has a link of its own: a message with another index belongs to no request."""
     client = ProcessClient(ends.front, engine_index=1)
     TinyEngine(ends.new_link).start()  # which says that it is engine 0
     with pytest.raises(EngineDeadError, match="to engine 1 is from engine 0"):

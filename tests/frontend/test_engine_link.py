@@ -1,4 +1,4 @@
-"""What a link between a front end and an engine process does in both forms, and whom a connection lets in."""
+"""A link between a front end and an engine process in both forms, and the peers that a connection lets in."""
 
 from __future__ import annotations
 

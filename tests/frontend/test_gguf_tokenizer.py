@@ -107,7 +107,7 @@ def test_demo_special_tokens_and_template(demo_gguf: Tokenizer) -> None:
     assert demo_gguf.apply_chat_template(messages, add_generation_prompt=True) == expected
 
 
-# As the tokenizer.json of the models have it, independently of what the product builds.
+# As in the models' tokenizer.json, independently of the product's code.
 CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -157,7 +157,7 @@ def test_byte_level_models(pre: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def sentencepiece_like() -> tokenizers.Tokenizer:
-    """Llama 2's kind of tokenizer.json: BPE over ▁, bytes for what is no piece."""
+    """Llama 2's kind of tokenizer.json: BPE over ▁, bytes for other text."""
     original = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     original.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]

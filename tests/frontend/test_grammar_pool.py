@@ -1,4 +1,4 @@
-"""Constraints are compiled in processes: what explodes ends its own request, and a killed process is replaced."""
+"""Constraints are compiled in processes: one that explodes ends its own request, and a killed process is replaced."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_defect_is_answered_as_one(
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What needs more than its process may have ends with 400, here 2 GiB in place of a grammar."""
+    """A constraint that needs more than its process may have ends with 400, here 2 GiB in place of a grammar."""
     Popen = subprocess.Popen
     program = BROKEN.replace("raise {error}", "return bytearray(1 << 31)")
 

@@ -1,6 +1,6 @@
 """AsyncEngine over a real engine core: random requests, readers that leave, ids used again, failing steps. No model.
 
-Whatever happens, each reader gets its own tokens and nothing else, and in the end nobody holds anything.
+In every history, each reader gets exactly its own tokens, and in the end no block is held.
 """
 
 from __future__ import annotations

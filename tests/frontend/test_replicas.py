@@ -1,4 +1,4 @@
-"""AsyncEngine over two replicas: requests go to both, and what happens to one is no matter of the other."""
+"""AsyncEngine over two replicas: requests go to both, and a failure of one does not concern the other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NUM_LONG = 300  # tokens of a request that runs while others come and go
 
 
 class Launcher:
-    """Starts EchoClients for one replica; what was started is in `clients`."""
+    """Starts EchoClients for one replica, and keeps them in `clients`."""
 
     def __init__(self, index: int, **options: Any) -> None:
         self._options = {"answer": ANSWER, "engine_index": index} | options

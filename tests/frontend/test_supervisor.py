@@ -1,4 +1,4 @@
-"""What counts as a failed engine and when the next one starts; and AsyncEngine over one EchoClient after another."""
+"""Failed engines, and the start of the next one; and AsyncEngine over one EchoClient after another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 from tests.frontend.test_async_engine import ANSWER, TOKENIZER
 
 LIMITS = RecoveryLimits()
-# What has failed is replaced at once; nothing counts as stuck or silent because the machine is busy.
+# Failed engines are replaced at once; a busy machine makes no engine count as stuck or silent.
 PATIENT = RecoveryLimits(check_seconds=0.01, max_failures=4, max_delay_seconds=0.01)
 # For tests of what is stuck or silent.
 QUICK = replace(PATIENT, min_step_seconds=0.2, silence_seconds=0.2)
@@ -351,7 +351,7 @@ async def test_an_engine_that_fails_as_soon_as_it_is_ready_is_waited_for_again()
     await asyncio.sleep(0.01)
     (replica,) = running.engine.replicas
     replica.on_message(EngineReady(2048, 64, 16, 8, 2048, resolved={"max_num_queued_reqs": {"value": None}}))
-    replica.on_lost("crash", "killed")  # in the same turn of the event loop, so before whoever waits
+    replica.on_lost("crash", "killed")  # in the same turn of the event loop, so before any waiting task
     await asyncio.sleep(0.01)
     assert not waiting.done()
     running.client.make_ready()

@@ -1,4 +1,4 @@
-"""The GGUF parser: what it reads, and that no byte of a file makes it do more than refuse."""
+"""The GGUF parser: it reads good files, and refuses a bad byte without other effects."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ HOSTILE["alignment that is a text"] = Raw(
 ).build()
 
 
-# What is refused as a count, before the loop over what it counts.
+# Counts that are refused before the loop over their items.
 COUNTS = {
     "44 bytes with 10^8 pairs": "too many key-value pairs",
     "2^64-1 pairs": "too many key-value pairs",
@@ -246,7 +246,7 @@ def test_more_than_a_limit_that_are_there(limit: str, tmp_path: Path, monkeypatc
     ],
 )
 def test_counts_within_limits_are_held_against_the_bytes_left(raw: Raw, what: str, tmp_path: Path) -> None:
-    """Before anything of what they count is looked at: each would be read from the zeros that follow."""
+    """Before any of the counted items is read: each would be read from the zeros that follow."""
     with pytest.raises(WeightsError, match=rf"its header needs .*{what}"):
         open_gguf(write(tmp_path, raw.build()))
 

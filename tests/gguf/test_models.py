@@ -41,7 +41,7 @@ PROMPT = [3, 77, 12, 130, 5, 5, 64, 9, 101, 33, 2, 18, 90, 41, 7]
 
 
 def llama3_factors(dim: int, theta: float, factor: float, low: float, high: float, original: int) -> np.ndarray:
-    """What the converter stores for Llama 3: by how much each frequency is divided."""
+    """The converter's numbers for Llama 3: the divisor of each frequency."""
     result = []
     for frequency in theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim):
         wavelength = 2 * math.pi / frequency
@@ -299,7 +299,7 @@ def test_family(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, hf_logits(model, PROMPT), rtol=0, atol=TOLERANCE)
 
 
-# Of what transformers reads from a file, and nothing else: it takes the rest from defaults of its own.
+# Only fields that transformers reads from a file: it takes the rest from defaults of its own.
 READ_BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}, {"rope.dimension_count": 16}),
     "qwen2": ("Qwen2Config", {}, {}),
@@ -394,7 +394,7 @@ MIXED = [(mixture,) for mixture in MIXTURES if mixture != MIXTURES[mixture][0]]
 
 @pytest.mark.parametrize(("mixture", "family"), in_turn([PLAIN, MIXED], ["LlamaConfig", "Qwen3Config"]))
 def test_quantized(mixture: str, family: str, tmp_path: Path) -> None:
-    """Logits up to what 8-bit activations change, and the tokens of greedy search wherever they are not near ties."""
+    """Logits up to the error of 8-bit activations, and the tokens of greedy search except near ties."""
     kind, overrides = MIXTURES[mixture]
     tied = family == "Qwen3Config"
     model = make(tmp_path, family, WIDE | {"tie_word_embeddings": tied})

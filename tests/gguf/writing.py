@@ -87,7 +87,7 @@ def add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], splits_heads:
 
 
 def add_latent(writer: gguf.GGUFWriter, config: Mapping[str, Any], splits_heads: bool) -> None:
-    """DeepSeek, as its class in llama.cpp's conversion/deepseek.py: latent attention is that of one head of rows."""
+    """DeepSeek, as its class in llama.cpp's conversion/deepseek.py: latent attention is written as one head of rows."""
     rope_dim, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
     key_length, value_length = config["qk_nope_head_dim"] + rope_dim, config["v_head_dim"]
     if splits_heads:
@@ -122,7 +122,7 @@ def add_latent(writer: gguf.GGUFWriter, config: Mapping[str, Any], splits_heads:
 
 
 def file_type(kind: str) -> gguf.LlamaFileType:
-    """What a header says of a whole file. Where several begin alike (Q4_K_S, Q4_K_M), it is the first."""
+    """The type of the whole file in its header. If several begin alike (Q4_K_S, Q4_K_M), it is the first."""
     return next(known for known in gguf.LlamaFileType if known.name.partition("_")[2].startswith(kind))
 
 
@@ -175,7 +175,7 @@ def write_gguf(
     tensors: Mapping[str, np.ndarray] | None = None,
     splits_heads: bool = True,
 ) -> dict[str, Tensor]:
-    """Write a checkpoint folder as GGUF, matrices in `kind`. Gives what the file holds, by Hugging Face's names.
+    """Write a checkpoint folder as GGUF, matrices in `kind`. Returns the content of the file, by Hugging Face's names.
 
     Args:
         overrides: types of tensors whose GGUF names have one of these parts.

@@ -1,4 +1,4 @@
-"""Random JSON Schemas of the supported keywords. Some value satisfies each of them."""
+"""Random JSON Schemas of the supported keywords. Each one has a value that satisfies it."""
 
 from __future__ import annotations
 

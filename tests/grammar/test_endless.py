@@ -1,4 +1,4 @@
-"""Recursive schemas: what no value satisfies is refused, and no answer begins a part that has no end."""
+"""Recursive schemas: one that no value satisfies is refused, and no answer begins a part that has no end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = ["a", "b"]
 
 
 def any_schema(depth: int) -> st.SearchStrategy[Any]:
-    """Few keywords, so that most schemas need what they refer to."""
+    """Few keywords, so that most schemas need their references."""
     if depth == 0:
         return st.sampled_from(FLAT)
     inner = any_schema(depth - 1)
@@ -210,7 +210,7 @@ def test_schemas_without_an_answer(schema: Schema, path: str) -> None:
     ],
 )  # fmt: skip
 def test_what_has_no_end_is_left_out(schema: Schema, text: str, begun: str | None) -> None:
-    """`text`: an answer. `begun`: what has no end would begin so."""
+    """`text`: an answer. `begun`: the beginning of a part without an end."""
     matcher = matcher_of(schema)
     assert takes(matcher, text)
     if begun is not None:
@@ -219,7 +219,7 @@ def test_what_has_no_end_is_left_out(schema: Schema, text: str, begun: str | Non
 
 
 def test_contradictions_are_left_to_the_engine() -> None:
-    """Alternatives that do not go together are no reason to refuse a recursive schema."""
+    """Alternatives that exclude each other are no reason to refuse a recursive schema."""
     kinds = [{"properties": {"kind": {"const": kind}}} for kind in "xy"]
     schema = {
         "type": "object",

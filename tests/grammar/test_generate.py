@@ -145,7 +145,7 @@ def test_masks_of_many_rows_are_computed_beside_the_forward_pass(llm: LLM, monke
 
 @pytest.mark.parametrize("num_schemas", [25, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_random_schemas(num_schemas: int) -> None:
-    """Every answer that ends by itself is valid; what ends by max_tokens says so. Many rows are in a step."""
+    """Every answer that ends by itself is valid; an answer cut by max_tokens says so. Many rows are in a step."""
     llm = LLM(**{**SETTINGS, "kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 256})
     schemas = [random_schema(seed) for seed in range(num_schemas)]
     params = [
@@ -360,7 +360,7 @@ def test_a_grammar_is_compiled_anew_after_many_tokens(monkeypatch: pytest.Monkey
 def test_what_is_compiled_for_a_request_is_kept_until_it_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No step compiles a grammar, however many wait; what has no room waits without being compiled."""
+    """No step compiles a grammar, however many wait; a request without room waits uncompiled."""
     compiler = Grammars(4096)
     compiler.use_tokenizer((demo.path("target") / "tokenizer.json").read_text(), [0])
     grammars = [LLMatcher.grammar_from_regex(f"[a-z]{{{length}}}") for length in range(1, 301)]
@@ -395,7 +395,7 @@ def test_many_choices(llm: LLM) -> None:
 
 
 def test_drafts_behind_the_end_of_a_grammar(llm: LLM) -> None:
-    """With ignore_eos only the end may follow the end. Drafts change nothing of this."""
+    """With ignore_eos only the end may follow the end, also with drafts."""
     drafting = LLM(
         dtype="float32",
         **SETTINGS,

@@ -1,4 +1,4 @@
-"""Tokens that a grammar forces have no steps of their own, however requests are served; no token is another one."""
+"""Tokens that a grammar forces have no steps of their own, however requests are served; no token changes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DRAFTS = {"none": None, "ngram": NGRAM, **DRAFTERS}
 
 
 def answers(engine: LLM, adapters: list[LoRARequest | None] | None = None) -> tuple[list[Any], int]:
-    """What all requests get, in one batch and then one after the other, and the number of steps."""
+    """The results of all requests, in one batch and then one after the other, and the number of steps."""
     scheduler, found = engine.llm_engine.core.scheduler, list[Any]()
     assert isinstance(scheduler, Scheduler)
     first = scheduler._next_step_id

@@ -72,7 +72,7 @@ def test_random_grammars() -> None:
     names = ["start", "b", "c", "d"]
 
     def group(depth: int) -> Any:
-        """(texts, needs): how alternatives are written, and what each needs to end."""
+        """(texts, needs): the text of alternatives, and the rules that each needs to end."""
         alternatives = [sequence(depth) for _ in range(numbers.randint(1, 2))]
         return " | ".join(text for text, _ in alternatives), [needs for _, needs in alternatives]
 

@@ -1,4 +1,4 @@
-"""Constraints with every way to draft, every form of weights, and adapters: the tokens equal those of plain steps."""
+"""Constraints with every way to draft, every form of weights, and adapters: the tokens equal plain steps' tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def num_drafts(engine: LLM) -> float:
     ("drafter", "async_scheduling"), in_turn([[(drafter,)] for drafter in DRAFTERS], [True, False])
 )
 def test_drafters(drafter: str, async_scheduling: bool, tmp_path: Path) -> None:
-    """Drafts are held to the grammar, and the state of the grammar goes along with what holds."""
+    """Drafts follow the grammar, and its state advances with the accepted ones."""
     model = {"model": str(write_mimo(tmp_path))} if drafter == "MTP" else {}
     plain = LLM(dtype="float32", **SETTINGS, **model)
     drafting = LLM(

@@ -1,4 +1,4 @@
-"""What a grammar of a schema allows is what jsonschema accepts: walks at random over many schemas, without a model."""
+"""A grammar allows exactly the texts that jsonschema accepts: random walks over many schemas, without a model."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def test_a_named_key_cannot_come_as_a_free_one(named: Schema) -> None:
 
 
 def test_keywords_of_the_page() -> None:
-    """What it lists as refused is refused by its path, and what it lists as supported is taken."""
+    """Keywords listed as refused are refused with their path, and keywords listed as supported are taken."""
     supported, refused = re.findall(r"^(?:Supported|Everything else).*?(?=\n\n)", PAGE, flags=re.MULTILINE | re.DOTALL)
     named = re.findall(r"`([$\w]+)`", refused.partition(" other values")[0])
     assert {"not", "contains", "uniqueItems", "$dynamicRef"} <= {*named}

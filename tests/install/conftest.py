@@ -12,7 +12,9 @@ RESOLVERS = pytest.StashKey[Resolvers]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start what the chosen tests wait for. Of several processes only the first one does so: it gets these tests."""
+    """Start the resolvers that the chosen tests wait for. Of several processes only the first one does so: it gets
+    these tests.
+    """
     resolvers = session.config.stash[RESOLVERS] = Resolvers()
     if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0" and not session.config.option.collectonly:
         for item in session.items:

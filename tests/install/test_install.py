@@ -1,4 +1,4 @@
-"""What `make run` and `make test` install: the build of torch, what is said before a download, and nothing more."""
+"""The installs of `make run` and `make test`: the build of torch, the notice before a download, and nothing more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class _Pip:
-    """Stands in for pip: what it was asked for, and what it would bring."""
+    """Stands in for pip: its arguments, and the packages that it would bring."""
 
     def __init__(self, urls: list[str]) -> None:
         self.urls = urls
@@ -135,7 +135,7 @@ def test_no_compiler(fake_pip: _Pip, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_running_needs_no_tools() -> None:
-    """What `make run` installs is Quire and its dependencies; what tests and checks need is in the extras."""
+    """`make run` installs Quire and its dependencies; packages for tests and checks are in the extras."""
 
     def names(requirements: list[str]) -> set[str]:
         return {re.split(r"[^A-Za-z0-9_-]", requirement)[0] for requirement in requirements}

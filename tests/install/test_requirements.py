@@ -9,10 +9,10 @@ from packaging.requirements import Requirement
 
 from tests.install.resolvers import LINUX, MACOS, PROJECT, Resolvers
 
-# What a resolver says when the index cannot be reached.
+# The messages of a resolver when the index cannot be reached.
 UNREACHABLE = ("Failed to fetch", "Could not connect", "dns error", "Network connectivity is disabled")
 TRITON = {"2.11.0": "3.6.0", "2.12.0": "3.7.0", "2.13.0": "3.7.1"}  # by the torch that pins it
-# What the index chooses takes it many seconds, so `make test` asks for the newest torch alone.
+# The index needs many seconds to choose, so `make test` asks only for the newest torch.
 CASES = [
     ("2.13.0", LINUX),
     *(
@@ -24,7 +24,7 @@ CASES = [
 
 @pytest.mark.parametrize(("torch", "triton"), TRITON.items())
 def test_the_triton_that_a_torch_pins_is_allowed(torch: str, triton: str) -> None:
-    """Also for the oldest and the newest torch, and nothing is asked for where Triton has no wheels."""
+    """Also for the oldest and the newest torch, and without Triton on platforms that have no wheels of it."""
     project = tomllib.loads(PROJECT.read_text())["project"]
     (torches,) = (each for each in map(Requirement, project["dependencies"]) if each.name == "torch")
     (tritons,) = (each for each in map(Requirement, project["optional-dependencies"]["test"]) if each.name == "triton")

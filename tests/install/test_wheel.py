@@ -61,7 +61,7 @@ def test_a_wheel_answers_outside_the_source_tree(tmp_path: Path) -> None:
     python = tmp_path / "empty" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "empty")], check=True)
     subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True)
-    # What Quire needs is that of this environment, without Quire itself: the wheel's own folder comes first.
+    # Dependencies come from this environment, without Quire itself: the wheel's own folder comes first.
     own = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "empty")}))
     (own / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     answer, extension, isas = _ask(python, tmp_path)

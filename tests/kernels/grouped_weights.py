@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.formats.weight_format import MXFP4, GroupedFormat
 from quire.kernels.grouped_weight import GroupedWeight
 
-# What `--quantization` makes. Groups of one AMX step (64), of half a step (32), of several (128), a whole row.
+# The forms of `--quantization`. Groups of one AMX step (64), of half a step (32), of several (128), a whole row.
 PLAIN_FORMATS = [
     GroupedFormat(8, None),
     GroupedFormat(8, 128),
@@ -19,7 +19,7 @@ PLAIN_FORMATS = [
     GroupedFormat(4, 64),
     GroupedFormat(4, 32),
 ]
-# What checkpoints have; a comment names the format that is known best.
+# The forms of checkpoints; a comment names the best-known format.
 FORMATS = [
     *PLAIN_FORMATS,
     GroupedFormat(4, 32, "float16"),  # GGUF's Q4_0

@@ -1,4 +1,4 @@
-"""Calls of every op with one wrong argument each, and what they have to raise: the table of test_guards.py.
+"""Calls of every op with one wrong argument each, and the error that they have to raise: the table of test_guards.py.
 
     python -m tests.kernels.guard_cases START PATH...   # runs the cases from this one on, and prints a line for each
 
@@ -48,7 +48,7 @@ Arguments = Callable[[], dict[str, Any]]
 
 
 class Table:
-    """Cases of one function: its right arguments, and what is wrong with them in turn."""
+    """Cases of one function: its right arguments, and one wrong argument after the other."""
 
     def __init__(self, name: str, function: Callable[..., Any], arguments: Arguments) -> None:
         self._name, self._function, self._arguments = name, function, arguments
@@ -186,7 +186,7 @@ def attention_arguments() -> dict[str, Any]:
 
 
 def caches(table: Table) -> None:
-    """What rope_and_cache and paged_attention ask of q and the caches."""
+    """The common checks of rope_and_cache and paged_attention on q and the caches."""
     empty = {name: torch.zeros(B, G, 0, E) for name in ("k_cache_BGPE", "v_cache_BGPE")}
     codes = {name: torch.zeros(B, G, P, E, dtype=torch.int8) for name in empty}
     scales = {name: torch.ones(B, G, P) for name in ("k_scales_BGP", "v_scales_BGP")}
@@ -746,7 +746,7 @@ def threads() -> Iterator[Case]:
 
 
 def recorded() -> Iterator[Case]:
-    """Recorded calls read what tensors hold when they are repeated."""
+    """Recorded calls read the present content of tensors when they are repeated."""
     wrong: tuple[tuple[str, Callable[..., Any], Arguments, str, tuple[int, ...], int, type[Exception], str], ...] = (
         (
             "block",
@@ -793,7 +793,7 @@ CASES = [case for family in FAMILIES for case in family()]
 
 
 def verdict(case: Case) -> str:
-    """What is wrong with what the case does; empty: nothing."""
+    """The fault in the result of a case; empty: none."""
     try:
         case.call()
     except Exception as error:

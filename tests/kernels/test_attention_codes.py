@@ -1,5 +1,5 @@
-"""Paged attention over caches of 8-bit codes: exact attention over what the codes mean, and the same bits however the
-tokens are batched and chunked.
+"""Paged attention over caches of 8-bit codes: exact attention over the values of the codes, and the same bits however
+the tokens are batched and chunked.
 
 Dimensions: H query heads, G KV heads, E head_dim, L positions.
 """
@@ -50,14 +50,14 @@ def test_equals_dense_softmax_over_decoded_rows(isa: str, dtype: torch.dtype, sh
         atol, rtol = TOLERANCES[dtype]
         expected = dense(as_read(s, codes), begin, end, options)
         torch.testing.assert_close(twin.double(), expected, atol=atol, rtol=rtol)
-        # rows of scaled int8 are rounded to bfloat16 where that is what the products take
+        # rows of scaled int8 are rounded to bfloat16 if the products take bfloat16
         atol, rtol = (2 * atol, 2 * rtol) if codes == torch.int8 and dtype == torch.bfloat16 else (atol, rtol)
         torch.testing.assert_close(out.double(), expected, atol=atol, rtol=rtol)
 
 
-# Root mean square error of the result, relative to that of exact attention: steps of 1/16 (e4m3) and 1/8 (e5m2) of a
-# number, and of 1/127 of the largest in a row, uniformly off by up to a half, in keys (once more through the softmax)
-# and values.
+# Root mean square error of the result, relative to exact attention: steps of 1/16 (e4m3) and 1/8 (e5m2) of a number,
+# and of 1/127 of the largest in a row, uniformly off by up to a half, in keys (once more through the softmax) and
+# values.
 ERRORS = {torch.float8_e4m3fn: 0.05, torch.float8_e5m2: 0.10, torch.int8: 0.014}
 
 

@@ -56,7 +56,7 @@ def routing_rule() -> Any:
     )
 
 
-# What each struct takes, but for what may be left out.
+# The fields of each struct, without optional ones.
 FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
     "Norm": lambda: {
         **{"x": torch.ones(T, E), "residual": None, "multiplier": 1.0, "weight": torch.ones(E), "bias": None},
@@ -135,7 +135,7 @@ FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def structs() -> set[str]:
-    """The structs that kernels are called by: not the indexes of text, which draft, nor what ranks share."""
+    """The structs that kernels are called by, without the text indexes of drafters and the memory of ranks."""
     others = {
         "KernelCall",
         "NgramIndex",

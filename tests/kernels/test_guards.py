@@ -1,4 +1,5 @@
-"""Every op refuses what it cannot compute, with an exception that says what, the value, and what is expected.
+"""Every op refuses arguments that it cannot compute, with an exception that names the fault, the value, and the
+expected value.
 
 The cases of guard_cases.py run in processes of their own: without a guard many of them end the interpreter.
 """
@@ -19,7 +20,7 @@ from tests.kernels.guard_cases import CASES
 ROOT = Path(__file__).parents[2]
 
 
-# Flags of the interpreter, and what computes: compiled kernels where there are some.
+# Flags of the interpreter, and the path: compiled kernels where there are some.
 WAYS = [([], ["kernels"]), (["-O"], ["kernels", "reference"])] if cpu.available() else [(["-O"], ["reference"])]
 
 

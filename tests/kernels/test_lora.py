@@ -309,7 +309,7 @@ def test_a_product_adds_before_it_rounds(
     x_dtype: torch.dtype,
     out_dtype: torch.dtype,
 ) -> None:
-    """The bits are those of a product in float32 and the addition to it; parts begin and end anywhere in a panel."""
+    """The bits equal a product in float32 and the addition to it; parts begin and end anywhere in a panel."""
     K, columns, ranks = 300, (37, 5, 150, 16), ((3, 0, 1, 4), (0, 0, 0, 0), (16, 2, 7, 19))
     made = layer(K, columns, ranks, dtype)
     N = made.table.N

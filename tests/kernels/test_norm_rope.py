@@ -144,7 +144,7 @@ def rope_inputs(shape: tuple, dtype: torch.dtype, T: int = 37) -> dict[str, Tens
 
 
 def with_codes(inputs: dict[str, Tensor | float | None], codes: torch.dtype) -> dict[str, Tensor | float | None]:
-    """Caches of codes, with the scales of their rows where they have some; what is in them is left to be recognised."""
+    """Caches of codes, with the scales of their rows if they have some; their old content can be recognised."""
     shape = inputs["v_cache_BGPE"].shape
     for name in ("k", "v"):
         inputs[f"{name}_cache_BGPE"] = torch.full(shape, 1.0).to(codes)

@@ -116,7 +116,7 @@ def random_logits(rng: random.Random, V: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Filtered:
-    """A row with parameters, and what the sorted definition keeps of it."""
+    """A row with parameters, and the tokens that the sorted definition keeps."""
 
     logits: list[float]
     parameters: tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
@@ -232,7 +232,7 @@ ADVERSARIAL: tuple[dict[str, Any], ...] = (
 def adversarial_shares(
     name: str, V: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> tuple[Tensor, Tensor, int]:
-    """What the sorted definition gives to each token of the row, their sums, and the last token that has a share.
+    """The shares of all tokens of the row by the sorted definition, their sums, and the last token that has a share.
 
     The same for every path.
     """
@@ -328,7 +328,7 @@ FILTERS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize(
     ("sampling", "parameters"),
-    [  # what is kept, and with which share, is shown on all paths above
+    [  # the tests above show the kept tokens and their shares on all paths
         pytest.param(path, parameters, marks=() if (path_at + at) % 3 == 0 else pytest.mark.slow)
         for path_at, path in enumerate(PATHS)
         for at, parameters in enumerate(FILTERS)

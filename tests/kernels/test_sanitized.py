@@ -1,4 +1,4 @@
-"""The sanitized build finds what it is there for. Runs in `make test-sanitize` only."""
+"""The sanitized build finds faults of memory. Runs in `make test-sanitize` only."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The kernels' thread pool, as far as it can be seen from Python: every task runs once, on a thread of the pool, also
-with other sizes, from several Python threads at once, and in the child of a fork."""
+"""The kernels' thread pool, seen from Python: every task runs once, on a thread of the pool, also with other sizes,
+from several Python threads at once, and in the child of a fork.
+"""
 
 from __future__ import annotations
 

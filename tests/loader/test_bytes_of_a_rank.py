@@ -1,4 +1,5 @@
-"""What a rank reads of a checkpoint: the pages that the system reads for it, and the requests to an object store.
+"""The bytes of a checkpoint that a rank reads: the pages that the system reads for it, and the requests to an object
+store.
 
 Ranks of a node find in memory what another one has read. So a node reads each byte once if ranks read their shares.
 """

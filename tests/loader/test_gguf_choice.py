@@ -234,7 +234,7 @@ def test_without_a_network(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_plan_reads_the_header_alone(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In several requests if need be; its numbers are the whole file's, and nothing of the file is kept."""
+    """In several requests if need be; its numbers are the whole file's, and the file is not kept."""
     whole = tmp_path / "whole" / "demo-Q8_0.gguf"
     whole.parent.mkdir()
     factors = {"rope_freqs.weight": np.linspace(1.0, 4.0, 32)}

@@ -110,7 +110,7 @@ def test_unknown_hub_id(hub: Hub, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-06b", "Qwn/Qwen3-0.6B"])
 def test_a_name_like_one_in_the_cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """It is named, whether the hub can be asked or not; so is what a hub id looks like."""
+    """The error names it, whether the hub can be asked or not, and gives the form of a hub id."""
     for cached in ("models--Qwen--Qwen3-0.6B", "models--google--gemma-3-1b-it", "datasets--x--qwen3", "models--gpt2"):
         (tmp_path / cached).mkdir()
     for _ in range(2):
@@ -121,7 +121,7 @@ def test_a_name_like_one_in_the_cache(hub: Hub, tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_right_name_beside_a_like_one(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a network nobody knows whether a name is right: how to get it is said too."""
+    """Without a network a name cannot be checked, so the error also says how to get the model."""
     (tmp_path / "models--Qwen--Qwen3-0.6B-Base").mkdir()
     go_offline(monkeypatch)
     message = failure("Qwen/Qwen3-0.6B", download_dir=str(tmp_path))

@@ -1,4 +1,4 @@
-"""load_model on a native model: what it reads, what it reports, what it refuses."""
+"""load_model on a native model: its tensors, its reports, its refusals."""
 
 from __future__ import annotations
 

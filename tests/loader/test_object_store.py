@@ -1,4 +1,4 @@
-"""A model in an object store is what it is in a folder; a bad network gives the same bytes or an error with a name."""
+"""A model in an object store equals the one in a folder; a bad network gives the same bytes or an error with a name."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def store(
         monkeypatch.setattr(object_store, "RETRIES", object_store.RETRIES | {"backoff": quick})
         object_store._store.cache_clear()
         yield store
-        for thread in threading.enumerate():  # a reader that was left would make a client for what comes next
+        for thread in threading.enumerate():  # a left reader would make a client for the next test
             if thread.name.startswith("objects"):
                 thread.join()
         object_store._store.cache_clear()

@@ -1,7 +1,7 @@
 """The peak of resident memory while loading, in a process of its own: weights are never held twice.
 
-Resident means VmHWM: anonymous memory and the pages of mapped files, the checkpoint's too. What the interpreter and its
-libraries take before is subtracted.
+Resident means VmHWM: anonymous memory and the pages of mapped files, the checkpoint's too. The memory that the
+interpreter and its libraries take before is subtracted.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory, shapes: dict[str, tuple[
 
 
 def peak(model: Path, how: str = "pack", impl: str = "auto", quantization: str = "") -> tuple[float, int]:
-    """Over what the weights take, and the bytes that are mapped."""
+    """Over the memory of the weights, and the bytes that are mapped."""
     command = [sys.executable, "-c", SCRIPT, str(model), how, impl, quantization]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

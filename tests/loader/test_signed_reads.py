@@ -1,4 +1,4 @@
-"""What a signed URL gives is in memory, and whatever else it answers is only counted: others read the rest."""
+"""Bytes from a signed URL are in memory, and any other answer is only counted: others read the rest."""
 
 from __future__ import annotations
 

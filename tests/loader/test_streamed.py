@@ -1,4 +1,4 @@
-"""Tensors of a stored object: what is asked for at once, how far ahead, and which memory they get."""
+"""Tensors of a stored object: the size of requests, the distance read ahead, and the memory that tensors get."""
 
 from __future__ import annotations
 

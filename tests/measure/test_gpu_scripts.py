@@ -1,5 +1,6 @@
-"""The scripts of `make bench-gpu`, with stand-ins for the GPU: what they count, compare and write, and what they say
-where there is none. The rates themselves only a GPU can show."""
+"""The scripts of `make bench-gpu`, with stand-ins for the GPU: their counts, comparisons and files, and their message
+without a GPU. The rates themselves only a GPU can show.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ DEVICE, DRIVER = "NVIDIA H100 80GB HBM3", "580.95.05"
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """The modules; what they save goes to a folder of the test's."""
+    """The modules; they save into a folder of the test."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "gpu")
     for name in SCRIPTS:
         monkeypatch.delitem(sys.modules, name, raising=False)

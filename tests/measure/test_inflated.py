@@ -1,4 +1,4 @@
-"""Inflated models say what the small ones say, in every format, and the copy-edit model says its order."""
+"""Inflated models give the tokens of the small ones, in every format, and the copy-edit model copies in its order."""
 
 from __future__ import annotations
 

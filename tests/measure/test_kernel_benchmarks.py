@@ -39,7 +39,7 @@ TIMED = {  # per script the function that takes the times: a kernel that only bu
     "sampling": "bench",
     "step_ops": "median_us",
 }
-# Of quire._C, but no kernels: what they run on, what they take, sizes, and the limits themselves.
+# Of quire._C, but no kernels: threads, argument structs, sizes, and the limits themselves.
 NO_KERNELS = {
     *("isa", "isas", "set_isa", "num_threads", "set_num_threads", "default_num_threads", "num_threads_described_in"),
     *("advise_huge_pages",),

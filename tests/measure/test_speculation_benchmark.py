@@ -1,4 +1,4 @@
-"""What benchmarks/speculation.py makes of drafts and costs, and a run of it on small models."""
+"""The arithmetic of benchmarks/speculation.py on drafts and costs, and a run of it on small models."""
 
 from __future__ import annotations
 

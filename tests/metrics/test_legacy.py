@@ -1,4 +1,4 @@
-"""The names of old: only on request, equal to what replaced them, and saying so."""
+"""The old names: only on request, equal to their replacements, and marked as old."""
 
 from __future__ import annotations
 

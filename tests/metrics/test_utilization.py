@@ -1,4 +1,4 @@
-"""MFU and MBU: shares of the ceilings over the last steps, and nothing of a step that is long past."""
+"""MFU and MBU: shares of the ceilings over the last steps, without steps that are long past."""
 
 from __future__ import annotations
 

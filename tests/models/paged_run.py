@@ -1,4 +1,4 @@
-"""Runs a model on a paged KV cache with scattered blocks, without scheduler or worker: a test says what is computed."""
+"""Runs a model on a paged KV cache with scattered blocks, without scheduler or worker: the test chooses each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with experts: every form of their checkpoints gives the same model, and what does not fit is named."""
+"""Models with experts: every form of their checkpoints gives the same model, and tensors that do not fit are named."""
 
 from __future__ import annotations
 

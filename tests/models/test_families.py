@@ -35,8 +35,7 @@ from tests.models.tiny_models import QUANTIZED_ACTIVATIONS_TOLERANCE, SIZES, hf_
 TOLERANCE = 1e-4
 # bfloat16 has 8 bits of mantissa; three layers of rounding at other places than transformers' leave about this much.
 BF16_TOLERANCE = 0.15
-# norms per head, windows with a cap on scores, layers without rotation, experts, latent rows: what the GPU kernels tell
-# apart
+# norms per head, windows with a cap on scores, layers without rotation, experts, latent rows: cases of the GPU kernels
 INTERPRETED = ("qwen3", "gemma2", "smollm3", "qwen2_moe", "deepseek_v3-halves")
 NUM_DECODE = 12 if IS_FULL else 5
 NUM_SINGLE = 45 if IS_FULL else 29  # up to here tokens come one by one
@@ -285,7 +284,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Expected:
-    """What transformers says: by sequence the tokens, decoded ones included, and logits of every position."""
+    """transformers' answers: by sequence the tokens, decoded ones included, and logits of every position."""
 
     folder: Path
     tokens: list[list[int]]
@@ -403,7 +402,7 @@ def test_gpu_kernels_give_the_same_logits_and_tokens(name, path, expected, loade
 def check_logits_and_greedy_tokens(name: str, want: Expected, model: CausalLM) -> None:
     """One sequence in chunks 1, 7, rest, the other whole beside its last chunk, then both decode together.
 
-    Behind every token greedy search takes what it takes in transformers.
+    After every token greedy search takes the same token as in transformers.
     """
     sequences = PagedRun(model, torch.float32)
     (first_len, second_len), (first, second) = CASES[name].prompt_lens, want.tokens
@@ -435,7 +434,7 @@ def test_whole_prompt_equals_chunks(name, path, expected, loaded):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_give_the_same_bits_for_any_chunks_and_mates(name, dtype, expected, loaded):
-    """Batch invariance of the whole model: what a token gets does not depend on what else is computed with it."""
+    """Batch invariance of the whole model: a token's result does not depend on the other tokens of the step."""
     if not cpu.available():
         pytest.skip("the compiled kernels are not in use")
     model = loaded(name, dtype, "cpu")
@@ -481,7 +480,7 @@ QUANTIZED = [
 
 @pytest.mark.parametrize(("name", "quantization", "path"), QUANTIZED, indirect=["path"])
 def test_quantized_logits_are_those_of_the_rounded_weights(name, quantization, path, expected):
-    """What is left is the rounding of activations to 8 bits: well under the error of the weights themselves."""
+    """The rest is the rounding of activations to 8 bits: well under the error of the weights themselves."""
     case, want = CASES[name], expected(name)
     chunks = {0: want.tokens[0][:20], 1: want.tokens[1][:9]}
     all_active = {}  # else rounded activations could choose other experts
@@ -548,7 +547,7 @@ def test_aligned_sizes_have_no_padding(tmp_path, path):
 # Families that transformers has no code for: another family with layers that draft.
 EXTENDED = {"mimo": "qwen2"}
 
-# What some families read, at values that would change their logits, for the families that do not read it.
+# Fields that some families read, at values that would change their logits, for the families that do not read them.
 FOREIGN: dict[str, Any] = {
     "partial_rotary_factor": 0.5,
     "rope_local_base_freq": 77.0,
@@ -639,7 +638,7 @@ def test_a_model_with_vision_tower_runs_its_text_part(name, architecture, prefix
 
 @pytest.mark.parametrize("config_class", sorted({case.config_class for case in CASES.values()}))
 def test_defaults_are_those_of_transformers(config_class, tmp_path):
-    """A file with nothing but sizes means what transformers' config class makes of it."""
+    """A file with only sizes has the meaning that transformers' config class gives it."""
     hf_class = getattr(transformers, config_class)
     model_type = hf_class.model_type
     sizes = {

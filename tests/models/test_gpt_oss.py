@@ -60,7 +60,7 @@ def logits(model: CausalLM) -> Tensor:
 
 
 def test_mxfp4_is_the_model_of_its_numbers(folders: tuple[Path, Path]) -> None:
-    """What is left is the rounding of activations to 8 bits."""
+    """The rest is the rounding of activations to 8 bits."""
     plain, blocks = (load(folder) for folder in folders)
     want, found = logits(plain), logits(blocks)
     assert (found - want).norm() / want.norm() < QUANTIZED_ACTIVATIONS_TOLERANCE

@@ -1,4 +1,4 @@
-"""What models of every kind of layer cost, against published counts."""
+"""The costs of models with every kind of layer, against published counts."""
 
 from __future__ import annotations
 

@@ -69,7 +69,9 @@ def test_frequencies_are_those_of_transformers(name, length):
 
 @pytest.mark.parametrize("name", ["default", *ROPES])
 def test_any_rope_that_is_accepted_gives_a_finite_table(name):
-    """Poison every number in turn: what would divide by zero or overflow is refused when config.json is read."""
+    """Poison every number in turn: numbers that would divide by zero or overflow are refused when config.json is
+    read.
+    """
     given = ROPES.get(name, {"rope_type": "default"})
     optional = ("beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor", "mscale", "mscale_all_dim")
     others = ("rope_theta", "original_max_position_embeddings")

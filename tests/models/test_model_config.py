@@ -1,4 +1,4 @@
-"""config.json of published models: sizes, costs and rope as published; and what a broken file is answered with."""
+"""config.json of published models: sizes, costs and rope as published; and the errors for broken files."""
 
 from __future__ import annotations
 

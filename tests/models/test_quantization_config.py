@@ -1,4 +1,4 @@
-"""How descriptions of quantized checkpoints are read: formats by layer name, and what is refused."""
+"""Reading descriptions of quantized checkpoints: formats by layer name, and refusals."""
 
 from __future__ import annotations
 

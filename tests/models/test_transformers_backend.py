@@ -1,4 +1,6 @@
-"""The transformers backend against transformers itself on tiny random weights; what it refuses; what it never runs."""
+"""The transformers backend against transformers itself on tiny random weights; its refusals; code that it never
+runs.
+"""
 
 from __future__ import annotations
 

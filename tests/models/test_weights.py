@@ -1,4 +1,4 @@
-"""Loading: what does not fit is named, nothing borrowed is kept, and a layer is packed as soon as it is complete."""
+"""Loading: unfit tensors are named, borrowed memory is not kept, and a layer is packed as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_finalize_refuses_an_unloaded_model(build):
 
 
 def test_nothing_borrowed_is_kept(build):
-    """The loader may unmap its files: overwriting what it gave must not change the model."""
+    """The loader may unmap its files: overwriting its tensors must not change the model."""
     model = build(tie_word_embeddings=False, attention_bias=True)
     weights = random_weights(model)
     model.load_weights(weights.items())

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers: their sizes, and what they say."""
+"""Tiny random models of transformers: their sizes and their logits."""
 
 from __future__ import annotations
 

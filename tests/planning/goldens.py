@@ -1,4 +1,4 @@
-"""What `quire plan` says of well-known models: `python -m tests.planning.goldens` writes the file that a test reads."""
+"""The plans of well-known models: `python -m tests.planning.goldens` writes the file that a test reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranked plan: goldens of well-known models, what guides get wrong, the order of rows, and what changes them."""
+"""The ranked plan: goldens of well-known models, errors of guides, the order of rows, and changes that help."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_405b_in_bfloat16(tmp_path: Path) -> None:
 
 
 def test_256_contexts_of_70b_are_687_gb(tmp_path: Path) -> None:
-    """Not 40 GB: what is missing is said, to the byte, on each of 8 devices."""
+    """Not 40 GB: the plan says the missing bytes on each of 8 devices."""
     demand = Demand(CHATS.lengths, Goals(), num_sequences=256)
     found = candidates_of(write_config(tmp_path, "Llama-3-70B"), "h100x8", demand=demand)
     (row,) = rows_of(found, weights="bfloat16", kv="auto", degree=8)
@@ -278,7 +278,7 @@ def test_this_machine_has_no_more_devices(tmp_path: Path) -> None:
 
 
 def test_what_ranks_first(tmp_path: Path) -> None:
-    """It meets what is asked; it runs; it loses least; it is cheap: in this order."""
+    """It meets the goals; it runs; it loses least; it is cheap: in this order."""
     folder = write_config(tmp_path, "Llama-3.1-8B")
     found = candidates_of(folder, "l4,h100x2")
     meets = [row for row in found.rows if row.meets]
@@ -300,7 +300,7 @@ def test_what_ranks_first(tmp_path: Path) -> None:
 
 
 def test_goals_bind(tmp_path: Path) -> None:
-    """Rates and times of the plan itself: what it can do is met, what it cannot do is not."""
+    """Rates and times of the plan itself: possible ones are met, impossible ones are not."""
     folder = write_config(tmp_path, "Llama-3.1-8B")
 
     def best_for(**goals: float) -> Candidate:
@@ -365,7 +365,7 @@ def test_what_would_change_the_answer(tmp_path: Path) -> None:
 
 
 def test_devices_that_meet_a_rate(tmp_path: Path) -> None:
-    """As many times the devices as the rate is of what they serve: copies add up, and one less is too few."""
+    """The wanted rate over the rate of one copy gives the number of copies: one less is too few."""
     folder = write_config(tmp_path, "Llama-3.1-8B")
     demand = Demand(CHATS.lengths, Goals(request_rate=100))
     alone = candidates_of(folder, "l4", demand=demand)

@@ -1,4 +1,4 @@
-"""Which device a model runs on, and what follows from it: the settings on a GPU that is only described."""
+"""The device of a model, and the settings that follow from it, on a GPU that is only described."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_what_is_not_captured_in_graphs(arguments: dict[str, Any], why: str) -> 
 
 
 def test_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The flag or vLLM's variable; explain says what it chooses, and that a CPU needs nothing."""
+    """The flag or vLLM's variable; explain shows its choices, and says that a CPU needs none."""
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
     plain, chosen = settings().settings["deterministic"], settings(deterministic=True).settings["deterministic"]
     assert (plain.value, plain.source, chosen.value, chosen.source) == (False, "default", True, "argument")
@@ -178,7 +178,7 @@ def test_explain_shows_the_device_and_its_reason() -> None:
 
 
 def test_asking_for_gpus_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a driver nobody is asked; with one, what torch finds there is what an engine would find."""
+    """Without a driver torch is not asked; with one, torch finds the same GPU as an engine would."""
     monkeypatch.setattr(devices, "has_gpu", lambda: False)
     monkeypatch.setattr(devices.subprocess, "run", lambda *args, **kwargs: pytest.fail("asked"))
     assert devices.ask_gpu() == "no driver of a GPU is loaded"

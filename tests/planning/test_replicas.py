@@ -1,4 +1,4 @@
-"""The shares of replicas: together they are never more than the machine, in whatever order the replicas load."""
+"""The shares of replicas: together they never exceed the machine, whatever the order in which replicas load."""
 
 from __future__ import annotations
 

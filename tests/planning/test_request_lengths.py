@@ -1,4 +1,4 @@
-"""How many requests fit: the formulas beside a running server of pages, request by request."""
+"""The number of requests that fit: the formulas beside a running server of pages, request by request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pages_of(folder: Path, name: str) -> KvPages:
 
 
 def test_resident_tokens() -> None:
-    """Long answers are met more often: 10 of 1,000 tokens hold the cache for longer than 10 of 10."""
+    """Long answers count more often: 10 of 1,000 tokens hold the cache for longer than 10 of 10."""
     assert RequestLengths("one", [RequestLength(100, 50)]).resident_tokens() == 125
     mixed = RequestLengths("two", [RequestLength(100, 10), RequestLength(100, 1000)])
     assert mixed.resident_tokens() == pytest.approx((100 * 10 + 50 + 100 * 1000 + 500_000) / 1010)

@@ -1,4 +1,4 @@
-"""Times and rates of a server: what follows from step times, and that searches find what a walk through all finds."""
+"""Times and rates of a server: they follow from step times, and searches find the same as a walk through all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_more_requests_wait_longer_and_get_more_done() -> None:
 
 @pytest.mark.parametrize("length", [RequestLength(600, 200), RequestLength(1500, 20), RequestLength(5000, 300)])
 def test_no_more_than_full_steps_can_do(length: RequestLength) -> None:
-    """The prompts of all that is served were computed: at best in whole steps, beside nothing."""
+    """The prompts of all served requests were computed: at best in whole steps, with nothing beside them."""
     served, cost = service(room=2048, lengths=RequestLengths("test", [length])), cost_model(CONSTANTS, 0.25)
     full = cost.predict(cost.arithmetic.load([0], [2048], 1)).seconds
     rates = [served.at(count).requests_per_second.value for count in range(1, served.most + 1)]

@@ -1,4 +1,4 @@
-"""Sizes of steps that nobody has given: from the knee and from memory, and as good as the best on six workloads."""
+"""Default sizes of steps: from the knee and from memory, and as good as the best on six workloads."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_given_values_stay() -> None:
 
 
 def test_little_memory_holds_few_requests() -> None:
-    """What all memory holds beside the weights, in requests of 256 tokens, rounded down."""
+    """The requests of 256 tokens that fit beside the weights, rounded down."""
     found = settled(replace(MACHINE.device, total_memory_bytes=3 * GIB)).settings["max_num_seqs"]
     token = 2 * 28 * 8 * 128 * 2  # bytes of keys and values
     fitting = (3 * GIB - 1_192_099_840) // (256 * token)

@@ -85,7 +85,7 @@ def test_planned_kv_bytes_are_allocated(kv_cache_dtype: str, capsys: pytest.Capt
 
 
 def test_what_fits_is_what_a_start_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The blocks of `explain`, where not more is free than the running requests can use."""
+    """The blocks of `explain`, if running requests can use all the free memory."""
     monkeypatch.setattr(devices, "total_memory_bytes", lambda: 2 * GIB)
     monkeypatch.setattr(devices, "free_memory_bytes", lambda: 220 << 20)
     for more in ((), ("--kv-cache-dtype", "int8"), ("--quantization", "int4"), ("--gpu-memory-utilization", "0.05")):

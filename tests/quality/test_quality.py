@@ -1,4 +1,4 @@
-"""`quire quality`: its numbers against transformers' logits and dense definitions, and what the command says."""
+"""`quire quality`: its numbers against transformers' logits and dense definitions, and the output of the command."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def rows_of(text: str) -> dict[str, list[str]]:
 
 DOCUMENTED = rows_of(DOCS.read_text())
 
-# Text and questions are made of the interpreter's docstrings.
+# Text and questions come from the interpreter's docstrings.
 learned = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the demo model has learned Python 3.11's docs")
 
 
@@ -65,7 +65,7 @@ def test_a_gguf_file_is_named_by_its_header(tmp_path: Path, kind: str, row: str)
 
 @pytest.mark.parametrize("family", [GGUF_32, GGUF_K], ids=["32", "K"])
 def test_more_bits_lose_less(family: list[str]) -> None:
-    """Both the bytes and what is lost come from the files, which are not here: at least no rows have changed places."""
+    """Bytes and losses come from files that are not here: the test sees at least that no rows have changed places."""
     rows = [DOCUMENTED[f"GGUF {name}"] for name in family]
     assert sorted(rows, key=lambda cells: number(cells[0])) == rows
     assert sorted(rows, key=lambda cells: number(cells[2]), reverse=True) == rows
@@ -81,7 +81,7 @@ def test_the_plan_goes_by_it() -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """A shorter run than that of the table, and how close its ratio of perplexities has to be.
+    """A shorter run than the table's, and the tolerance of its ratio of perplexities.
 
     Releases of Python 3.11 differ in their docstrings: over a quarter of the text the ratio of fp8_e5m2 is 0.01 larger
     or smaller for that reason alone.
@@ -109,7 +109,7 @@ def test_a_shorter_run_finds_it(run: Run, monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_shorter_run_finds_that_of_a_gguf_file(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Of Q8_0: it is what llama.cpp gives every matrix, and the `gguf` package can write it."""
+    """Of Q8_0: llama.cpp gives it to every matrix, and the `gguf` package can write it."""
     file = tmp_path / "demo"
     write_gguf(file, quire.demo.path(), "Q8_0")
     of_quire = quality.ON_LOAD | quality.WRITTEN

@@ -1,4 +1,4 @@
-"""Writes small checkpoints in each format, from its description and number by number: nothing of it is Quire's.
+"""Writes small checkpoints in each format, from its description and number by number, without Quire's code.
 
 Dimensions: N out-features, K in-features, G groups along K.
 """
@@ -225,7 +225,7 @@ def write_model(
     """A random model whose linear layers, but those with a name that ends in one of `plain`, are quantized.
 
     Args:
-        description: what stands under quantization_config.
+        description: the object under quantization_config.
         make: (N, K) -> a layer's weight [N, K] in float32, and the tensors that stand for it.
     """
     import transformers  # takes seconds, and users of the other functions do without it

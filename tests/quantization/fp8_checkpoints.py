@@ -1,4 +1,4 @@
-"""Writes small FP8 checkpoints in each form, from its description: nothing of it is Quire's.
+"""Writes small FP8 checkpoints in each form, from its description, without Quire's code.
 
 Dimensions: N out-features, K in-features.
 """

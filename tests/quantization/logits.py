@@ -1,4 +1,4 @@
-"""What this engine computes with quantized weights, against transformers with the weights their codes stand for."""
+"""This engine's logits with quantized weights, against transformers with the weights that their codes stand for."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from tests.loading import load_model
 from tests.models.paged_run import PagedRun
 from tests.models.tiny_models import hf_logits
 
-PATHS = ("reference", "cpu")  # what computes: plain torch, or the compiled kernels
+PATHS = ("reference", "cpu")  # the path: plain torch, or the compiled kernels
 
 
 def error_of_logits(
     folder: Path, hf_model: Any, dtype: torch.dtype = torch.float32, quantization: str | None = None
 ) -> float:
-    """The norm of the difference by that of transformers' logits, over 40 tokens that are computed in two chunks."""
+    """The norm of the difference divided by the norm of transformers' logits, over 40 tokens that are computed in two
+    chunks.
+    """
     vocab_size = hf_model.config.vocab_size
     tokens = torch.randint(3, vocab_size, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     want = hf_logits(hf_model, tokens)

@@ -1,4 +1,4 @@
-"""Quantized checkpoints from their files to tokens: exact weights, logits, planned bytes, and what is refused.
+"""Quantized checkpoints from their files to tokens: exact weights, logits, planned bytes, and refusals.
 
 Dimensions: N out-features, K in-features.
 """
@@ -143,7 +143,7 @@ def test_weights_are_exact(name: str, K: int, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_tensors_stay_on_their_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of a weight is made on torch's default device, here one without data: weights may arrive on a GPU."""
+    """No tensor of a weight is made on torch's default device, here one without data: weights may arrive on a GPU."""
     monkeypatch.setattr(cpu, "_available", False)
     form = FORMATS[name]
     layer, numbers = make_layer(form, (("q_proj", 64), ("k_proj", 8)), 192)
@@ -305,7 +305,7 @@ HOSTILE: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_tensors(name: str, path: str, written: Callable[[str, str], Written], tmp_path: Path) -> None:
-    """A sentence that names the tensor, and nothing is indexed with what the file says."""
+    """A sentence that names the tensor, and numbers of the file index nothing."""
     form, part, change, message = HOSTILE[name]
     checkpoint = written("llama", form)
     tensor = f"{Q_PROJ}.{part}"

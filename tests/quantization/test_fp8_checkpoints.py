@@ -1,4 +1,4 @@
-"""FP8 checkpoints from their files to tokens: exact weights, logits, planned bytes, and what is refused.
+"""FP8 checkpoints from their files to tokens: exact weights, logits, planned bytes, and refusals.
 
 Dimensions: N out-features, K in-features.
 """
@@ -79,7 +79,7 @@ PAIRS = [pair for group in GROUPS for pair in group]
 PREFIX = "model.layers.0.self_attn."
 Q_PROJ = f"{PREFIX}q_proj"
 OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 24, "num_threads": 1, "skip_tokenizer_init": True}
-# Weights are exact and activations are not rounded: what is left is the order of sums in float32.
+# Weights are exact and activations are not rounded: only the order of sums in float32 differs.
 TOLERANCE = 1e-5
 
 needs_kernels = pytest.mark.skipif(not cpu.available(), reason="the twin does not pad")
@@ -140,7 +140,7 @@ def test_greedy_tokens(family: str, written: Callable[[str, str], Written]) -> N
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype: torch.dtype, written: Callable[[str, str], Written]) -> None:
-    """Codes are as exact as in float32: the difference is that of the activations' dtype."""
+    """Codes are as exact as in float32: the difference comes from the activations' dtype."""
     checkpoint = written("qwen3", "block")
     tolerance = 0.02 if dtype == torch.bfloat16 else 0.003
     assert error_of_logits(checkpoint.folder, checkpoint.model, dtype) < tolerance
@@ -167,7 +167,7 @@ def test_scales_of_activations_are_passed_over_with_one_notice(
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (160,), (160, 1)])
 def test_shapes_of_scales(shape: tuple[int, ...], written: Callable[[str, str], Written], tmp_path: Path) -> None:
-    """What files of one scale per tensor and per channel hold."""
+    """The bytes of files with one scale per tensor and per channel."""
     checkpoint = written("llama", "tensor")
     name = f"{Q_PROJ}.weight_scale"
     checkpoint.write_changed(tmp_path, {name: checkpoint.tensors[name].expand(shape).clone()})

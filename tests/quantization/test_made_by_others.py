@@ -1,4 +1,4 @@
-"""Checkpoints that other quantizers made: their makers' weights, to a bit, and what transformers computes with these.
+"""Checkpoints that other quantizers made: their makers' weights, to a bit, and transformers' logits with these.
 
 made/README.md says how they were made.
 """

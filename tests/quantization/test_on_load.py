@@ -87,7 +87,7 @@ def test_planned_bytes_are_held(quantization: str) -> None:
 @pytest.mark.parametrize("quantization", [None, *ON_LOAD])
 @pytest.mark.skipif(not cpu.available(), reason="the twin holds 4-bit codes in bytes")
 def test_padding_is_planned(quantization: str | None, tied: bool, dtype: str) -> None:
-    """No size is a multiple of what the kernels pack together: to a byte, weights in floating point too."""
+    """No size is a multiple of the kernels' panels: to a byte, weights in floating point too."""
     sizes = {"vocab_size": 1003, "hidden_size": 88, "intermediate_size": 200, "head_dim": 22, "num_hidden_layers": 2}
     config = load_model_config(quire.demo.path(), {**sizes, "tie_word_embeddings": tied})
     model = load_model(config, getattr(torch, dtype), load_format="dummy", quantization=quantization)

@@ -1,4 +1,4 @@
-"""Bad words: what is forbidden after an output is exactly what would spell a word of the list, token by token."""
+"""Bad words: the forbidden tokens after an output are exactly those that would spell a word of the list."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def spelled(kind: str, words: list[str]) -> SpelledWords:
 
 
 def is_completed(word: str, before: str, after: str) -> bool:
-    """By the text alone: whether what was added ends the word, which began at a boundary."""
+    """By the text alone: whether the added text ends the word, which began at a boundary."""
     left = r"(?<!\w)" if re.match(r"\w", word) else ""
     right = r"(?!\w)" if re.search(r"\w$", word) else ""
     found = re.finditer(f"(?={left}{re.escape(word)}{right})", after)

@@ -1,4 +1,4 @@
-"""What is drawn follows the distribution the parameters define, and nothing else decides what is drawn."""
+"""Draws follow the distribution that the parameters define, and depend on nothing else."""
 
 from __future__ import annotations
 

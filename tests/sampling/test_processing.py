@@ -207,7 +207,7 @@ def test_a_broken_row_fails_alone(temperature: float, num_logprobs: int | None, 
 
 @pytest.mark.parametrize("mode", LOGPROBS_MODES)
 def test_the_next_step_may_overwrite_the_logits(mode: str) -> None:
-    """A worker keeps their memory, and what a step has sampled may be taken in when the next one has begun."""
+    """A worker keeps their memory, and a step's samples may be taken in when the next one has begun."""
     params = [SamplingParams(seed=i, temperature=1.0, top_p=0.9, logprobs=2) for i in range(4)]
     params[3].allowed_token_ids = [3]
     params[3].bad_words_token_ids = [[3]]

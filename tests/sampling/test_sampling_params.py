@@ -124,7 +124,7 @@ def test_poison_is_accepted_or_refused_by_name(field: str) -> None:
             except InvalidRequestError as caught:
                 error = caught
             if error is None:
-                # What was accepted survives the trip to the engine process unchanged.
+                # Accepted parameters reach the engine process unchanged.
                 assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params, field
             else:
                 assert error.param in (field, "min_tokens"), f"{field}: {error} names {error.param}"

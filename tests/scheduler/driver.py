@@ -45,7 +45,7 @@ def request(
 
 
 class Compilation:
-    """Something that a request waits for: it is there after this number of looks. A step takes one look."""
+    """A resource that a request waits for: it is there after this number of looks. A step takes one look."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps_left = num_steps
@@ -56,7 +56,7 @@ class Compilation:
 
 
 def continuation(message: AddRequest) -> list[int]:
-    """As many tokens of a request as it may have, by the definition of DeterministicExecutor, whatever ends it."""
+    """All tokens that a request may have, by the definition of DeterministicExecutor, without any other end."""
     return expected_tokens(
         message.prompt_token_ids,
         message.sampling_params,
@@ -78,7 +78,7 @@ def expected(message: AddRequest) -> tuple[list[int], str]:
 
 
 class Driver:
-    """An engine of plain integers. `outputs` and `deltas` collect what each request got."""
+    """An engine of plain integers. `outputs` and `deltas` collect the results of each request."""
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class Driver:
 
 
 class TimedDriver(Driver):
-    """Its clock moves by the time that each step would take: what `cost` says at first, `slowness` times."""
+    """Its clock moves by the time of each step: the first prediction of `cost`, times `slowness`."""
 
     def __init__(self, cost: CostModel, *, slowness: Callable[[], float] = lambda: 1.0, **arguments: Any) -> None:
         self.now, self.slowness, self.cost, self.constants = 0.0, slowness, cost, cost.fit.constants

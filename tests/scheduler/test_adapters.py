@@ -1,4 +1,4 @@
-"""Adapters that come, wait for a place, take turns, are read again, and go: every request gets what it gets alone."""
+"""Adapters that come, wait for a place, take turns, are read again, and go: every request gets the same as alone."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_aborted_requests_leave_nothing() -> None:
 @given(st.data())
 @settings(max_examples=examples(60), deadline=None)
 def test_any_history(data: st.DataObject) -> None:
-    """Few places, few blocks, preemption, forks, aborts, loads and unloads: limits hold and everybody ends."""
+    """Few places, few blocks, preemption, forks, aborts, loads and unloads: limits hold and every request ends."""
     draw = data.draw
     max_loras = draw(st.integers(1, 3))
     driver = driver_of(

@@ -1,4 +1,4 @@
-"""BlockPool and BlockHasher: reference counts, order of eviction, revival, and what a hash depends on."""
+"""BlockPool and BlockHasher: reference counts, order of eviction, revival, and the inputs of a hash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that wait for something else than room: a prompt that they share, or what is still being prepared."""
+"""Requests that wait for something other than room: a shared prompt, or a resource that is being prepared."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_rates_follow_what_held_and_begin_where_they_are_expected() -> None:
 
 
 def steps_of(rows: Sequence[int], costs: Sequence[float]) -> StepSeconds:
-    """What costs a line through these points: (rows, seconds)."""
+    """Seconds by rows, as a line through these points: (rows, seconds)."""
 
     def seconds(num_tokens: int) -> float:
         for (low, low_cost), (high, high_cost) in pairwise(points):
@@ -191,7 +191,7 @@ def test_a_drafter_that_is_always_wrong_costs_little(costs: str, drafter: str, n
 def test_short_answers_lose_at_most_four_steps_though_costs_of_drafts_are_not_known_yet(
     costs: str, num_requests: int, drafter: str, acceptance: float, error: float
 ) -> None:
-    """What steps with drafts take is predicted with an error, until eight of them were measured."""
+    """The time of steps with drafts is predicted with an error, until eight of them were measured."""
 
     def predicted(starts: Sequence[int], most: int) -> list[float]:
         seconds, factor = COSTS[costs](starts, most), error if num_measured < 8 else 1.0
@@ -231,7 +231,7 @@ def test_drafts_that_cannot_pay_are_not_tried(num_requests: int) -> None:
 
 @pytest.mark.parametrize("costs", ["bfloat16", "int4"])
 def test_an_old_request_drafts_again_after_a_long_time_without(costs: str) -> None:
-    """Though a drafter in the worker has to read all that it has missed, and that is more with every step."""
+    """Even though a drafter in the worker has to read all missing tokens, which are more with every step."""
     drafter = {"bfloat16": 2.5e-3, "int4": 1.7e-3}[costs]
     stream = Stream(1, [0.0] * MOST, COSTS[costs], DrafterTime(drafter))
     adaptive = AdaptiveDepth(COSTS[costs], DrafterTime(drafter))
@@ -343,7 +343,7 @@ def test_requests_that_draft_no_more_are_not_waited_for() -> None:
 
 
 def test_a_trial_pays_for_what_its_drafter_has_read() -> None:
-    """A prompt that is read in two steps costs what it costs in one."""
+    """A prompt that is read in two steps costs the same as in one."""
     drafter, spent = DRAFTERS["model"], []
     assert drafter is not None
     for num_unread in (0, 100):

@@ -93,7 +93,7 @@ def test_fewer_drafts_beside_more_requests() -> None:
 
 @pytest.mark.parametrize("right", RIGHT)
 def test_the_prefix_cache_holds_no_refused_draft(right: float) -> None:
-    """What a later request takes over are the blocks of tokens that came out, up to the last full one."""
+    """A later request takes over the blocks of the real output, up to the last full one."""
     driver = Driver(proposer=Guesser(right))
     for length in LENGTHS:
         name = f"first{length}"
@@ -135,7 +135,7 @@ def test_with_several_batches_in_flight(depth: int, right: float) -> None:
 
 @pytest.mark.parametrize("is_adaptive", [False, True])
 def test_requests_whose_drafts_pay_wait_for_their_newest_token(is_adaptive: bool) -> None:
-    """So two batches in flight take as many steps as one, and without drafts that hold nobody waits."""
+    """So two batches in flight take as many steps as one, and without accepted drafts no request waits."""
 
     def num_steps(depth: int, right: float, *, waits: bool) -> int:
         adaptive = AdaptiveDepth(lambda starts, most: [20e-3 + 1e-4 * n for n in range(most + 1)], None, depth)

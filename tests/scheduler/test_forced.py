@@ -1,4 +1,4 @@
-"""Tokens that a grammar forces: they are computed together, and no token and no end is another one."""
+"""Tokens that a grammar forces: they are computed together, and no token and no end changes."""
 
 from __future__ import annotations
 

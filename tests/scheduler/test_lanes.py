@@ -1,4 +1,4 @@
-"""Lanes: which one gets a request, what they do together, and who is to blame. No model, no torch."""
+"""Lanes: the lane of a request, common steps, and the request to blame. No model, no torch."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_constraint_is_of_the_first_lane() -> None:
 
 
 def test_the_guilty_one_is_found_among_all_lanes() -> None:
-    """Every step with it fails. Nobody else ends, whatever lane it is in."""
+    """Every step with it fails. No other request ends, whichever lane it is in."""
 
     def failure(batch: ScheduledBatch) -> Exception | None:
         return RuntimeError("no") if "guilty" in batch.request_ids else None

@@ -1,4 +1,4 @@
-"""The prefix cache: what a later request finds, what keeps requests apart, and the order of eviction."""
+"""The prefix cache: hits of later requests, the separation of requests, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_output_is_cached_too() -> None:
 
 
 def test_tokens_in_flight_are_not_shared() -> None:
-    """Nothing of a batch whose result is not here is found by a lookup."""
+    """A lookup finds no block of a batch without a result."""
     driver = Driver(depth=2)
     driver.add(request("a", range(12), 4))
     driver.step()
@@ -98,7 +98,7 @@ def test_a_hit_keeps_a_prefix_alive() -> None:
 
 
 def test_a_reset_holds_for_what_running_requests_compute_later() -> None:
-    """Their later blocks follow from forgotten ones: once the beginning is computed anew, nobody may find them."""
+    """Their later blocks follow from forgotten ones: once the beginning is computed anew, no lookup may find them."""
     driver = Driver()
     prompt = list(range(13))
     driver.add(request("runs", prompt, 12))
@@ -137,7 +137,7 @@ def test_a_request_that_is_computed_again_after_a_reset_is_cached() -> None:
 
 @pytest.mark.parametrize("groups", [(group("window", 9),), (group("full"), group("window", 6, 2))])
 def test_as_much_is_found_with_several_steps_in_flight(groups: tuple[KvGroup, ...]) -> None:
-    """What lies behind a window is given back only once others can find it."""
+    """Blocks behind a window are given back only once others can find them."""
     long = list(range(48))
     prompts = [long, [*long[:21], 60, 61], [*long[:37], 62], long, [1, 2], [*long[:21], 60, 61, 63, 64, 65]]
     found = []
@@ -200,7 +200,9 @@ def test_the_longest_prefix_that_all_groups_can_serve_is_found(
 
 
 def test_a_prompt_takes_the_pages_that_are_left() -> None:
-    """What one gives back another still reads. There are too few pages for a whole step, so the step is shorter."""
+    """One request gives back a page that another still reads. There are too few pages for a whole step, so it is
+    shorter.
+    """
     driver = Driver(num_blocks=8, groups=(group("window", 8),), max_num_batched_tokens=16)
     prefix = list(range(40))
     cached(driver, "first", prefix)

@@ -84,7 +84,7 @@ def test_the_shortest_has_the_first_turn_and_priority_comes_before_length() -> N
 
 
 def test_who_returns_with_another_length_has_one_turn() -> None:
-    """The entry of the first stay, which nobody looked at since, is void."""
+    """The entry of the first stay, which was not looked at since, is void."""
     queue, returning = WaitingQueue("fcfs"), make(0)
     queue.push(returning, 1)
     queue.push(make(1), 5)

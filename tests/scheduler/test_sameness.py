@@ -133,7 +133,7 @@ def test_forks_share_and_diverge(length: int, chunk: int, depth: int) -> None:
         "seeds make no difference: the test compares nothing"
     )
     computed = sum(batch.num_tokens for batch in driver.batches)
-    # At depth 2 nothing is computed for nothing, because no request stops before its length.
+    # At depth 2 no token is computed in vain, because no request stops before its length.
     assert computed == length + 4 * 8 + 3, "a fork computes one token of the prompt"
 
 
@@ -170,7 +170,7 @@ def test_fork_whose_parent_goes(at: int, event: str) -> None:
 
 
 def test_fork_of_an_id_that_an_aborted_request_had() -> None:
-    """The old request's batch is still in flight: what it has computed says nothing about the new parent."""
+    """The old request's batch is still in flight: its computed tokens do not count for the new parent."""
     driver = Driver(depth=2)
     driver.add(request("parent", prompt(23), max_tokens=9))
     driver.step()
@@ -191,7 +191,7 @@ def test_fork_of_nobody_or_of_another_prompt_goes_the_ordinary_way(parent: str) 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("option", ["prompt_logprobs", "skip_reading_prefix_cache"])
 def test_forks_share_a_prompt_that_was_computed_anew(option: str, depth: int) -> None:
-    """What the parent must not read from the prefix cache it computes once, for all continuations."""
+    """The part that the parent must not read from the prefix cache is computed once, for all continuations."""
     params = SamplingParams(n=3, seed=7, max_tokens=4, **{option: True})
     driver = Driver(depth=depth)
     driver.run_all(request("warm", prompt(23), max_tokens=1))

@@ -105,7 +105,7 @@ def test_admission_never_preempts() -> None:
 
 
 def test_a_request_is_admitted_only_if_its_whole_prompt_fits() -> None:
-    """Prompts do not compete for blocks half-way, though each first chunk would fit."""
+    """Prompts do not compete for blocks half-way, even if each first chunk would fit."""
     driver = Driver(num_blocks=10, long_prefill_token_threshold=4, enable_prefix_caching=False)
     for name in "abc":
         driver.add(request(name, range(17), max_tokens=3))
@@ -137,7 +137,7 @@ def test_watermark_is_a_share(watermark: float) -> None:
 
 
 def test_a_finished_requests_place_is_taken_in_the_next_step() -> None:
-    """On a virtual clock of one second per step: no place stays empty while somebody waits."""
+    """On a virtual clock of one second per step: no place stays empty while a request waits."""
     now = 0.0
     driver = Driver(max_num_seqs=2, clock=lambda: now)
     lengths = {"a": 2, "b": 5, "c": 3, "d": 1, "e": 4}

@@ -244,7 +244,7 @@ ARRIVALS = st.lists(st.tuples(LENGTHS, st.integers(1, 4), st.integers(0, 6)), mi
 def test_the_oldest_prompt_always_progresses(
     arrivals: list[tuple[int, int, int]], depth: int, seats: int, num_blocks: int
 ) -> None:
-    """Whatever arrives: half of each shared step, or what it lacks, is the oldest running prompt's."""
+    """Whatever arrives, the oldest running prompt gets half of each shared step, or all that it lacks."""
     run = driver(max_num_seqs=seats, num_blocks=num_blocks, depth=depth, max_model_len=208)
 
     def step() -> None:

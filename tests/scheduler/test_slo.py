@@ -1,4 +1,4 @@
-"""Steps that keep a target for the time between two tokens: how long they take, what they cost, and who progresses."""
+"""Steps that keep a target for the time between two tokens: their times, their costs, and the progress of requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOISE = 0.05
 
 @cache
 def constants() -> Constants:
-    """Of a machine on which prompts and decodes cost what they do in a small model on a few cores."""
+    """Of a machine on which prompts and decodes cost the same as for a small model on a few cores."""
     arithmetic = cost_model().arithmetic
     demand = arithmetic.demand(arithmetic.load([0], [1], 0))
     return Constants(
@@ -169,7 +169,7 @@ def test_answers_that_take_all_the_time_hold_up_who_waits_and_no_prompt_that_run
 
 
 def test_beside_one_answer_there_is_room_for_another() -> None:
-    """However long it takes: nobody waits for the end of one endless answer."""
+    """However long it takes: no request waits for the end of one endless answer."""
     run = Timed(slo_itl=1e-3)
     run.add(request("answer", range(4), max_tokens=4000))
     run.step()
@@ -258,7 +258,7 @@ def test_everybody_progresses(
 
 
 def test_a_fit_that_is_wrong_is_corrected_by_the_steps() -> None:
-    """The machine is half as fast as the calibration says: most steps keep the target all the same."""
+    """The machine is half as fast as the calibration says: most steps still keep the target."""
     run = Timed(lambda: 2.0, slo_itl=TARGET)
     run.cost.calibrate(Fit(constants(), 0.05))
     run.add(request("answer", range(4), max_tokens=300))

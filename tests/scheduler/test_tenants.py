@@ -1,11 +1,11 @@
-"""What one tenant can learn of another's prompts through the prefix cache: with salts of their own, nothing.
+"""With salts of their own, a tenant learns nothing about another's prompts through the prefix cache.
 
 Time to first token is a function of the work that is scheduled, plus noise that knows no prompt. So instead of a
 statistical test of times, which would pass or fail by the machine's mood, the work itself is compared, exactly: every
-batch of every step, and all that a tenant is told. If these are equal whatever the other one's prompts say, no
-statistic over times can tell them apart.
+batch of every step, and all answers to a tenant. If these are equal for any prompts of the other one, no statistic over
+times can tell them apart.
 
-What stays visible is how much others compute and cache, because memory is shared; not what.
+The amount that others compute and cache stays visible, because memory is shared; its content does not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRAFFIC = st.lists(st.tuples(st.integers(0, 1), PROMPTS, st.integers(1, 6), st.i
 
 
 def renamed(prompt: list[int]) -> list[int]:
-    """Another text with the same repetitions: what the victim shares with itself stays, with others nothing does."""
+    """Another text with the same repetitions: the victim still shares blocks with itself, but none with others."""
     return [token + 1000 for token in prompt]
 
 
@@ -55,7 +55,7 @@ def world(traffic: Traffic, salts: tuple[str | None, str | None], num_blocks: in
 
 
 def changed(traffic: Traffic) -> Traffic:
-    """The same traffic, in which the victim says something else."""
+    """The same traffic with other prompts of the victim."""
     return [(t, prompt if t else renamed(prompt), *rest) for t, prompt, *rest in traffic]  # type: ignore[misc]
 
 
@@ -68,7 +68,7 @@ def test_with_salts_the_work_does_not_depend_on_what_the_other_tenant_says(traff
 
 @pytest.mark.parametrize(("salts", "is_seen"), [((None, None), True), (("a", "a"), True), (("a", "b"), False)])
 def test_a_guess_of_a_prompt_shows_without_salts_only(salts: tuple[str | None, str | None], is_seen: bool) -> None:
-    """The attack: send what the victim may have sent, and look at the cached tokens and the work."""
+    """The attack: send a prompt that the victim may have sent, and look at the cached tokens and the work."""
     secret = [0, 1, 1, 0, 1, 0, 0, 1, 1]
     traffic: Traffic = [(0, secret, 2, 3), (1, secret, 2, 3)]
     assert (world(traffic, salts, 64) != world(changed(traffic), salts, 64)) is is_seen

@@ -156,7 +156,7 @@ def json_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_json_lines(json_logs: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line for each record, whatever is in it; libraries' too, and what nobody has caught."""
+    """One line for each record, whatever its content; also libraries' records and uncaught errors."""
     logger = logs.get_logger("quire.some.module")
     logger.info("two\nlines %s", "\u2028\x1b[31m", extra=logs.fields(count=3, where=GIB))
     logger.debug("not shown")
@@ -196,7 +196,7 @@ INSTALLED = "`pip install --force-reinstall --no-deps --no-cache-dir --no-binary
 def test_missing_kernels(
     is_checkout: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Said first, with the remedy of whoever installed it so: a pip user has no Makefile."""
+    """Said first, with the remedy for this way of install: a pip user has no Makefile."""
     monkeypatch.setattr(extension, "C", None)
     monkeypatch.setattr(extension, "WHY_NOT", "installed without a C++ compiler")
     remedy = f"`make setup` in {Path(__file__).parents[2]}"

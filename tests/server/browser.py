@@ -1,4 +1,4 @@
-"""A headless Chromium driven through chromedriver's HTTP interface (W3C WebDriver): what the page's tests need."""
+"""A headless Chromium driven through chromedriver's HTTP interface (W3C WebDriver), for the page's tests."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ class Browser:
         return self._post("/goog/cdp/execute", cmd=command, params=params)
 
     def open(self, url: str) -> None:
-        """Forget what the browser has logged so far, and load a page."""
+        """Forget the browser's log so far, and load a page."""
         self.log("browser")
         self.log("performance")
         self._post("/url", url=url)
 
     def log(self, kind: str) -> list[dict[str, Any]]:
-        """What was logged since the last call: "browser" is the console, "performance" the DevTools events."""
+        """The log since the last call: "browser" is the console, "performance" the DevTools events."""
         return self._post("/se/log", type=kind)
 
     def requested_urls(self) -> list[str]:

@@ -22,7 +22,7 @@ one_ssl_context.share()
 def quick_servers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every server has processes that render chats and make grammars: they are forks.
 
-    At its end no client is just connecting, but in the tests of that.
+    At its end no client is just connecting, except in the tests of that.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", BoundedPopen)

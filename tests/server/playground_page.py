@@ -47,7 +47,7 @@ def kept_chats(browser: Browser) -> list[dict[str, Any]]:
 
 @contextmanager
 def speaking(pieces: Sequence[str | dict[str, Any]], seconds: float = 0.0) -> Iterator[RunningServer]:
-    """A server that streams these contents or deltas to every chat: what no tokenizer would say.
+    """A server that streams these contents or deltas to every chat, also texts that no tokenizer gives.
 
     Args:
         seconds: between two of them.

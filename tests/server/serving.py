@@ -1,4 +1,4 @@
-"""A real server on a free loopback port in a thread, over an EchoClient: what the tests of the HTTP side talk to."""
+"""A real server on a free loopback port in a thread, over an EchoClient, for the tests of the HTTP side."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TOKENIZER = Tokenizer.from_folder(quire.demo.path("target"))
 LIMITS = ModelLimits(MAX_MODEL_LEN, TOKENIZER.vocab_size)
 ANSWER = TOKENIZER.encode(TEXT, add_special_tokens=False)
 
-# What no body may show: addresses, paths of the machine, tracebacks.
+# Texts that no body may show: addresses, paths of the machine, tracebacks.
 LEAK = re.compile(r"0x[0-9a-f]{6,}|Traceback|File \"|site-packages|/src/quire|/(?:home|root|usr|opt|var|tmp)/")
 
 
@@ -178,7 +178,7 @@ class RunningServer:
         return self.http.post("/v1/chat/completions", json=body)
 
     def ask(self, method: str, path: str, content: bytes, **headers: str) -> httpx.Response:
-        """What `http` answers to JSON, in half of the time: for tests that ask thousands of times."""
+        """The answer of `http` to JSON, in half of the time: for tests with thousands of requests."""
         headers = {"content-type": "application/json", **headers}
         self._plain_http.request(method, path, content, headers)
         answer = self._plain_http.getresponse()

@@ -1,4 +1,4 @@
-"""Adapters over HTTP: names of models, vLLM's two routes with their texts, what is refused, and folders of names."""
+"""Adapters over HTTP: names of models, vLLM's two routes with their texts, refusals, and folders of names."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_replacing(server: RunningServer) -> None:
     ["missing", "../roots/sql", "../elsewhere/outside", "/etc", "linked", "empty", "sql\0", "sql/../sql"],
 )
 def test_one_answer_for_every_path_that_is_none(server: RunningServer, path: str) -> None:
-    """Existing or not, a client learns nothing of other folders."""
+    """A client learns nothing about other folders, whether they exist or not."""
     answer = load(server, "x", path)
     assert answer.status_code == 404
     error = answer.json()["error"]

@@ -1,4 +1,4 @@
-"""A line of a batch file gets the answer of its route, or an entry that says what is wrong with it."""
+"""A line of a batch file gets the answer of its route, or an entry with its fault."""
 
 from __future__ import annotations
 

@@ -213,7 +213,9 @@ def test_generation_config_gives_defaults():
 
 
 def test_a_cap_on_new_tokens():
-    """The operator's max_new_tokens: more is never generated, and what is cut to it is not refused for its length."""
+    """The operator's max_new_tokens: more is never generated, and a request that is cut to it is not refused for its
+    length.
+    """
     with RunningServer(answer=None, default_sampling_params={"max_tokens": 5}, max_tokens_cap=5) as server:
         for post in (server.chat, server.complete):
             for asked, given in ((None, 5), (3, 3), (6, 5), (10 * MAX_MODEL_LEN, 5)):
@@ -488,7 +490,7 @@ def test_beam_search_logprobs(server):
 
 
 def test_defaults_of_the_operator():
-    """They hold for requests that do not say, in both APIs; what a request says comes first."""
+    """They hold for requests without these fields, in both APIs; a request's own fields come first."""
     settings = {
         "chat_template": TEMPLATE,
         "default_chat_template_kwargs": {"style": "wordy"},

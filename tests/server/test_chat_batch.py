@@ -1,4 +1,4 @@
-"""Several chats in one body: the choices are what each chat gets alone."""
+"""Several chats in one body: each gets the same choices as alone."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_the_chosen_token_comes_first():
 
 
 def test_logprobs_beside_logprob_token_ids(server):
-    """These tokens are reported, whatever the number says, as in vLLM."""
+    """These tokens are reported, whatever the number of logprobs, as in vLLM."""
     fields = {"logprob_token_ids": [7, 8], "max_tokens": 1, "return_tokens_as_token_ids": True}
     for logprobs in (None, 0, 1, 20):
         (top,) = server.complete(logprobs=logprobs, **fields).json()["choices"][0]["logprobs"]["top_logprobs"]

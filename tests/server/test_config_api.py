@@ -28,7 +28,7 @@ MEMORY = MemoryFacts(total_bytes=8 * GIB, free_bytes=6 * GIB, weight_bytes=GIB, 
 
 
 def demo_ready(**arguments: Any) -> EngineReady:
-    """What an engine with the demo model would say of itself."""
+    """The report of an engine with the demo model."""
     config = EngineConfig.from_kwargs(**arguments)
     model = load_model_config(demo.path())
     resolved = plan_kv_cache(config, model, resolve(config, model, DEVICE, is_server=True), MEMORY)
@@ -62,7 +62,7 @@ def running() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def unmoved() -> Iterator[RunningServer]:
-    """For what is refused: every test sees that nothing has moved."""
+    """For refusals: every test sees that nothing has moved."""
     with _configured() as server:
         yield server
         assert not _moves(server)

@@ -1,4 +1,4 @@
-"""A client that leaves frees its request in the engine, whatever it was waiting for."""
+"""A client that leaves frees its request in the engine, in every phase of the request."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_leaving_with_requests_behind_the_one_that_runs(slow):
 
 
 def test_the_answer_that_is_being_sent_is_the_last_of_its_connection(slow):
-    """What a server that ends does to connections that are still in use."""
+    """Connections that are still in use when the server ends."""
     body = {**CHAT, "max_tokens": 60, "stream": True}
     with send(slow, "/v1/chat/completions", body, times=3) as connection:
         answer = connection.recv(65536)

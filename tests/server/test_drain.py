@@ -1,4 +1,4 @@
-"""A server that is told to stop: it refuses, finishes what runs, and resets nobody's connection."""
+"""A server that is told to stop: it refuses, finishes running requests, and resets no connection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def slow_server() -> RunningServer:
 
 
 class Knocking:
-    """Clients that connect, ask and read the answer in a loop, until nobody listens any more."""
+    """Clients that connect, ask and read the answer in a loop, until the port is closed."""
 
     def __init__(self, server: RunningServer) -> None:
         self._port = server.port
@@ -149,7 +149,7 @@ def test_the_time_of_a_drain_is_bounded():
 
 
 def test_an_idle_connection_ends_without_a_reset():
-    """Also if a request is on its way into it: bytes that nobody reads would make a reset of the end."""
+    """Also if a request is on its way into it: unread bytes would turn the end into a reset."""
     with slow_server() as server, socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         connection.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
@@ -171,7 +171,7 @@ def test_an_answer_before_the_body_is_not_lost_in_a_reset():
 
 @pytest.mark.parametrize("kind", ["port", "path"])
 def test_turning_away(kind, tmp_path: Path):
-    """Who was let in before is accepted; nobody is let in after."""
+    """Earlier connections are accepted; later ones are not."""
     config = ServerConfig(port=0) if kind == "port" else ServerConfig(uds=str(tmp_path / "s"))
     listener = Listener(config)
     try:

@@ -212,7 +212,7 @@ def internal_error() -> str:
 
 
 def failed_start(code: str) -> str:
-    """What the engine process reports arrives as an error of the same code."""
+    """An error of the engine process arrives with the same code."""
     with RunningServer(EchoClient(None, is_ready=False), waits_for_engine=False) as server:
         server.run(lambda: server.client.push(EngineFailed("It cannot start", code)))
         server.wait_for(lambda: server.engine.error is not None, "the failed start to be noticed")

@@ -1,4 +1,4 @@
-"""What goes wrong is told in OpenAI's shape, names the field, shows nothing internal, and leaves the server healthy."""
+"""Errors have OpenAI's shape, name the field, show nothing internal, and leave the server healthy."""
 
 from __future__ import annotations
 

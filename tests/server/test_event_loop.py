@@ -1,4 +1,4 @@
-"""What takes long for large bodies happens in another thread than the event loop's; how late that is, is measured."""
+"""Long work on large bodies runs outside the event loop's thread, and the loop's lag is measured."""
 
 from __future__ import annotations
 

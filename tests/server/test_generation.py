@@ -1,4 +1,4 @@
-"""Several prompts as one stream: nothing is left running, however the reader ends."""
+"""Several prompts as one stream: no request is left running, however the reader ends."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_a_body_that_nobody_waits_for(guarded):
 
 
 def test_slow_reader_frees_everything():
-    """A stream nobody reads: what is buffered is bounded, and then the connection and its request end."""
+    """A stream without a reader: its buffer is bounded, and then the connection and its request end."""
     client = EchoClient(None, tokens_per_step=64, max_model_len=2_000_000)
     with RunningServer(client, connection_limits=QUICK) as server:
         body = json.dumps({"messages": MESSAGES, "stream": True, "max_tokens": 1_900_000, "ignore_eos": True}).encode()
@@ -294,7 +294,7 @@ BODY = b'{"prompt": "a", "max_tokens": 3}'
 
 @pytest.mark.parametrize(("path", "status"), [("/v1/nothing", 404), ("/livez", 405)])
 def test_refused_before_its_body_was_asked_for(server, path, status):
-    """It may never come, or come all the same: what follows on this connection means nothing."""
+    """It may never come, or still come: later bytes on this connection have no meaning."""
     answer = ask(server, expecting(path, BODY))
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer
     assert b"connection: close\r\n" in answer
@@ -343,7 +343,7 @@ class Transport:
 
 
 def test_nothing_is_written_after_the_end():
-    """Whoever still writes has not heard of the end yet: that is no error."""
+    """A task that still writes has not heard of the end yet: this is no error."""
     loop = asyncio.new_event_loop()
     transport = Transport()
     connection = http_protocol._Connection(transport, loop, linger_seconds=1.0)

@@ -1,4 +1,6 @@
-"""Nothing of one client reaches another, the log as it came, or the world; and no check is an assert."""
+"""A client's text reaches neither another client nor the world, and the log only spelled out; and no check is an
+assert.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ FORGED = "x\r\nERROR 11-21 12:00:00 [quire] all is lost\x1b[2J\x1b]0;title\x07\u
 
 
 def _requests(canary: str) -> list[tuple[str, dict[str, object]]]:
-    """What says the canary: in prompts, names and fields, in requests that are answered and in refused ones."""
+    """Requests with the canary: in prompts, names and fields, in answered requests and in refused ones."""
     messages = [{"role": "user", "content": canary}]
     return [
         ("/v1/completions", {"prompt": canary, "max_tokens": 40, "logprobs": 2, "user": canary, "cache_salt": canary}),
@@ -38,7 +40,7 @@ def _requests(canary: str) -> list[tuple[str, dict[str, object]]]:
 
 
 def test_canaries(log: pytest.LogCaptureFixture) -> None:
-    """What one tenant says is in no answer to another, and in no log, metric, list or record."""
+    """A tenant's text is in no answer to another, and in no log, metric, list or record."""
     log.set_level(logging.DEBUG, "quire")
     canaries = [f"canary{index:02}bird" for index in range(NUM_TENANTS)]
     heard: dict[str, list[str]] = {canary: [] for canary in canaries}
@@ -75,7 +77,7 @@ def _ids(heard: dict[str, list[str]]) -> list[str]:
 
 @pytest.mark.parametrize("exception", [False, True])
 def test_log_lines_cannot_be_forged(exception: bool) -> None:
-    """Control characters are spelled out, and what looks like a line of the log does not begin like one."""
+    """Control characters are spelled out, and a forged line of the log does not begin like one."""
     error = (RuntimeError, RuntimeError(FORGED), None) if exception else None
     record = logging.LogRecord("quire.x", logging.ERROR, "", 0, "request %s failed", (FORGED,), error)
     text = TextFormatter().format(record)

@@ -1,4 +1,4 @@
-"""/metrics: exact differences around known requests, and nothing a client can make grow."""
+"""/metrics: exact differences around known requests, and no client can make it grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More than the engine can do: what is accepted ends well, the rest is told when to come again, nothing hangs."""
+"""More requests than the engine can serve: accepted ones end well, the others get a time to retry, none hangs."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_the_key_comes_first():
 
 
 def test_refusals_have_a_pace():
-    """A burst is told at once; who asks again at once waits for the next turn."""
+    """A burst is refused at once; a client that asks again at once waits for the next turn."""
     refusals, now = Refusals(), 1000.05
     delays = [refusals.delay(now) for _ in range(FREE_REFUSALS - 1)]
     assert max(delays) == 0.0

@@ -1,4 +1,4 @@
-"""The page at / in headless Chromium: asking, answers, errors, and what is sent and copied."""
+"""The page at / in headless Chromium: asking, answers, errors, requests and copies."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_cancel(browser, endless, how):
     assert browser.text(".facts").startswith("stopped · ")
     assert len(browser.text(".assistant .text")) > 30, "what was said stays"
     assert not browser.js("document.querySelector('.error')")
-    browser.press("More" + ENTER)  # the conversation goes on, with the part that was said
+    browser.press("More" + ENTER)  # the conversation goes on, with the part of the answer
     browser.wait("document.querySelectorAll('.assistant')[1]?.textContent.length > 30")
     assert last_prompt(endless).count("<|im_start|>") == 4
     browser.press(ESCAPE)

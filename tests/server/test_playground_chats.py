@@ -169,7 +169,7 @@ def test_wrong_files_are_refused_whole(browser, steady):
 
 
 def test_a_hostile_file_is_text(browser, steady):
-    """Loops among what is shown, names of properties, markup and endless titles do nothing."""
+    """Loops in the data, names of properties, markup and endless titles do no harm."""
     markup = "<img src=x onerror='window.hit = 1'>[x](javascript:window.hit=2)"
     answer = {"parent": 0, "role": "assistant", "content": markup, "facts": markup, "shown": 0}
     hostile = {

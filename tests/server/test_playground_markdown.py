@@ -1,4 +1,6 @@
-"""What the page makes of a model's Markdown, in headless Chromium under its policy: all of it, and nothing hostile."""
+"""A model's Markdown on the page, in headless Chromium under its policy: all of it is shown, and nothing hostile
+runs.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,7 @@ def test_code_is_copied(browser):
 
 
 def test_it_does_not_matter_how_the_answer_was_cut(browser):
-    """Only the last block is made again while the answer comes: what is shown at the end is the same."""
+    """Only the last block is made again while the answer comes: the page at the end is the same."""
     with speaking(pieces_of(MARKDOWN * 3, 1)) as server:
         open_page(browser, server)
         ask(browser, "Hi")
@@ -183,7 +185,7 @@ SHOWN += ("x < y <img", "<script>window.hit = 15</script>", "<script>window.hit=
 
 
 def test_hostile_text(browser):
-    """The fixture fails if anything is asked of another host, or if the console reports a breach of the policy."""
+    """The fixture fails if a request goes to another host, or if the console reports a breach of the policy."""
     with speaking(pieces_of(HOSTILE, 2)) as server:
         open_page(browser, server)
         ask(browser, HOSTILE.replace("\n", " ")[:400])
@@ -211,10 +213,10 @@ def test_hostile_text(browser):
 
 
 def test_the_policy_stops_what_would_get_through(browser, steady):
-    """The second wall: markup that somebody managed to put into the page runs nothing and asks nobody."""
+    """The second wall: injected markup runs no script and sends no request."""
     open_page(browser, steady)
     refused = browser.js(
-        # In a task of the page: what the driver runs itself is free of the policy.
+        # In a task of the page: the policy does not bind scripts of the driver.
         """new Promise(done => setTimeout(() => done([
             () => document.body.innerHTML = "<b>", () => eval("1"), () => setTimeout("window.hit = 1"),
             () => document.createElement("script").text = "1", () => trustedTypes.createPolicy("mine", {})

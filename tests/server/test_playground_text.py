@@ -25,7 +25,7 @@ OWN = "\n".join([HTML, CSS, *SCRIPTS.values()])
 
 
 class Tags(HTMLParser):
-    """All start tags of the page, with what surrounds them."""
+    """All start tags of the page, with the elements around them."""
 
     def __init__(self) -> None:
         super().__init__()

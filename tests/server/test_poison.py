@@ -70,7 +70,7 @@ PATH_PARAMETERS = {
     "/v1/responses/{response_id}/cancel": "response_id",
 }
 STATIC = "/playground/app.js"  # one of the page's files, which all have one answer
-# Without fields of their own: what is wrong with a request to them is its method, query, headers or body.
+# Without fields of their own: the fault of a request is in its method, query, headers or body.
 BARE = frozenset(
     (
         *("/", "/v1/models", "/ping", "/load", "/health", "/livez", "/readyz", "/metrics", "/version"),
@@ -105,14 +105,14 @@ def poisoned() -> Iterator[RunningServer]:
 
 
 def stream(server: RunningServer, path: str) -> list[Any]:
-    """What a streamed answer says, without what differs between any two: ids and times."""
+    """The content of a streamed answer, without ids and times, which always differ."""
     base: dict[str, Any] = {"messages": MESSAGES} if path == "/v1/chat/completions" else {"prompt": "Hi"}
     return [event["choices"] for event in server.events(path, **base, max_tokens=12, ignore_eos=True)]
 
 
 @contextmanager
 def four_streams(server: RunningServer, path: str = "/v1/completions") -> Iterator[None]:
-    """Around poison: streams go on all the time, and each is what it is without."""
+    """Around poison: streams go on all the time, and each is the same as without poison."""
     alone = joined(stream(server, path))
     seen: list[str] = []
     is_over = threading.Event()
@@ -150,7 +150,7 @@ def test_poison_in_bodies(poisoned, path):
         for base, field, place in cases:
             poison = POISON[place]
             if path == "/v1/config" and poison == "1":
-                continue  # a legal limit, and what it does to others is what it is for
+                continue  # a legal limit, whose purpose is to limit others
             if not IS_FULL and (len(field) + place + (path == "/v1/completions")) % EVERY.get(path, 1):
                 continue
             others = {name: value for name, value in base.items() if name != field}

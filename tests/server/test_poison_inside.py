@@ -1,6 +1,6 @@
 """Any value inside tools, schemas and histories: an answer or a 4xx, as tests/server/test_poison.py has it for fields.
 
-The server reads calls and reasoning, so that nothing is refused before it is looked at.
+The server reads calls and reasoning, so that no value is refused unread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A chat template that never ends, explodes or formats without bounds ends its own request and nobody else's."""
+"""A chat template that never ends, explodes or formats without bounds ends its own request and no other."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def say(content: str) -> list[dict[str, str]]:
     ],
 )
 def test_hostile_templates_end_their_own_request(hostile, path, templates):
-    """Streams and other chats run beside them, and get what they get alone."""
+    """Streams and other chats run beside them, and get the same as alone."""
     alone = stream(hostile)
     texts: list[str] = []
     is_over = threading.Event()
@@ -179,7 +179,7 @@ def ended_under_a_chat(number: signal.Signals) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 def test_a_process_ended_from_outside_is_not_the_clients_fault(number):
-    """As the system does when memory runs out: the chat is rendered again, and nobody notices."""
+    """As the system does when memory runs out: the chat is rendered again, and the client does not notice."""
     assert ended_under_a_chat(number) == "b"
 
 
@@ -256,7 +256,7 @@ def test_messages_that_fill_the_memory_are_the_clients_fault(monkeypatch):
 
 
 def test_a_server_that_is_gone_is_no_error():
-    """Nobody sees a traceback of a process whose server was interrupted while it started."""
+    """A process whose server was interrupted while it started prints no traceback."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "quire.frontend.render_process"]
     with theirs, subprocess.Popen(command, stdin=theirs.fileno(), stderr=subprocess.PIPE) as process:
@@ -273,7 +273,7 @@ def test_a_template_that_does_not_compile_in_time():
 
 
 def test_a_process_that_dies_at_the_start(monkeypatch):
-    """Nothing is said about the template, which nobody has looked at."""
+    """The error does not blame the template, which was not read."""
     monkeypatch.setattr(bounded_pool, "send", lambda connection, templates: renderers()[0].kill())
     with pytest.raises(RendererLostError, match="ended or stood still"):
         RenderPool({"default": "x"}, {})

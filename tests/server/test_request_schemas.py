@@ -1,5 +1,6 @@
-"""/openapi.json says exactly which bodies are answered: what a schema accepts is not refused for its form, and what it
-refuses is. Bodies are made from the schemas, at the bounds they name and one step beyond."""
+"""/openapi.json describes the answered bodies exactly: a body that a schema accepts is not refused for its form, and
+one that it refuses is. Bodies are made from the schemas, at the bounds they name and one step beyond.
+"""
 
 from __future__ import annotations
 

@@ -324,7 +324,7 @@ def asked(client: openai.OpenAI, is_streamed: bool, **fields: Any) -> Response:
     return response
 
 
-PARTS = {  # of an item: its events, and what a delta's end calls the whole
+PARTS = {  # of an item: its events, and the field with the whole in a delta's end
     "reasoning": ("reasoning_text", "text"),
     "message": ("output_text", "text"),
     "function_call": ("function_call_arguments", "arguments"),
@@ -332,7 +332,7 @@ PARTS = {  # of an item: its events, and what a delta's end calls the whole
 
 
 def check_items(events: list[Any], response: Response) -> None:
-    """Each item is added, comes in pieces that join to what it is, and is done, before the next one."""
+    """Each item is added, comes in pieces that join to the whole, and is done, before the next one."""
     for index, item in enumerate(response.output):
         name, whole = PARTS[item.type]
         own = [event for event in events if getattr(event, "output_index", None) == index]

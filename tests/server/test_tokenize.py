@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize say what the engine would be sent, and are as strict as the other routes."""
+"""/tokenize and /detokenize give the engine's own token ids, and are as strict as the other routes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_ping_and_load(server):
 
 
 def test_tokenizer_info_is_served_if_wanted(server):
-    """vLLM's route: what tokenizer_config.json says, and the chat template that is used."""
+    """vLLM's route: the content of tokenizer_config.json, and the chat template in use."""
     assert error_of(server.http.get("/tokenizer_info"), 404)["code"] == "unknown_route"
     config = TOKENIZER.config | {"model_max_length": 10**30, "vocab_file": "/home/x/vocab.json"}
     tokenizer = Tokenizer(TOKENIZER.backend, chat_templates={"default": "a", "tools": "b"}, config=config)

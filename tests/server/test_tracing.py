@@ -1,4 +1,4 @@
-"""OTLP traces: what a collector gets of each request, and to which trace it belongs."""
+"""OTLP traces: the span of each request at a collector, and its trace."""
 
 from __future__ import annotations
 

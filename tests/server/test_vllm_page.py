@@ -1,4 +1,4 @@
-"""docs/vllm.md: what it calls missing is missing, and README.md says the same."""
+"""docs/vllm.md: its missing features are missing, and README.md lists the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 ROUTE = re.compile(r"`(GET|POST) (/\S+)`")
 WORD = re.compile(r"`([\w-]+)`")
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
-# A body that asks for what a field is there for, by the field's name.
+# A body that uses a field, by the field's name.
 ASKS: dict[str, dict[str, Any]] = {
     "tools": {"tools": [TOOL]},
     "functions": {"functions": [TOOL["function"]]},

@@ -1,4 +1,4 @@
-"""`quire simulate`: bench serve's report of a load on the demo model that nobody loads."""
+"""`quire simulate`: bench serve's report of a load on the demo model, without loading the model."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.measure.test_bench_serve import DETAILS, KEYS
 from tests.nursery import LightPopen
 
 SMALL = ("--num-prompts", "30", "--random-input-len", "40", "--random-output-len", "20", "--disable-tqdm")
-# The size of the KV cache does not depend on what else runs here.
+# The size of the KV cache does not depend on other programs here.
 FIXED = ("--kv-cache-memory-bytes", "16M", "--device", "cpu")
 
 
 @pytest.fixture
 def simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs the command; answers what it printed and its result."""
+    """Runs the command; returns its output and its result."""
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
 
     def run(*words: str) -> tuple[str, dict[str, Any]]:

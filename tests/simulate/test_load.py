@@ -83,7 +83,7 @@ class Recorder:
 
 
 def real_run(prompts: list[Prompt], times: list[float], per_token: float, depth: int, **limits: Any) -> Batches:
-    """A core that computes, with a loop of its own; a batch ends after what ByTokens says."""
+    """A core that computes, with a loop of its own; a batch takes the time of ByTokens."""
     clock, batches, ends = VirtualClock(), [], []
     model = DeterministicExecutor(NUM_BLOCKS, BLOCK_SIZE, is_delayed=True)
     core = EngineCore(scheduler(clock, depth, **limits), Recorder(model, batches), depth, clock=clock.read)
@@ -130,7 +130,7 @@ def test_batches_are_those_of_a_core_that_computes(seed: int, shared: int, depth
 
 
 def test_a_queue_computed_by_hand() -> None:
-    """One request runs at a time, steps of 1 s: A from 0 to 3 s, B from 3 to 5 s, and C comes when nobody is there."""
+    """One request runs at a time, steps of 1 s: A from 0 to 3 s, B from 3 to 5 s, and C comes to an idle engine."""
     prompts = [Prompt([1, 2, 3, 4], 3), Prompt([5, 6], 2), Prompt([7], 1)]
     run = client(max_num_seqs=1).run(prompts, [0.0, 0.5, 9.25])
     assert [outcome.start_time for outcome in run.outcomes] == [0.0, 0.5, 9.25]
@@ -187,7 +187,7 @@ def test_time_passes_for_the_scheduler_of_the_settings() -> None:
 
 
 def test_the_door_refuses_who_would_come_too_late() -> None:
-    """Three times what four places serve, in steps of a second: with a target, those who are served are in time."""
+    """Three times the capacity of four places, in steps of a second: with a target, served requests are in time."""
     model, device = load_model_config(quire.demo.path()), DeviceFacts("cpu", "test", "avx2", 1, 1 << 36, 1 << 36)
     prompts, times = [Prompt([i] * 8, 10) for i in range(120)], [0.83 * i for i in range(120)]
     late = {}

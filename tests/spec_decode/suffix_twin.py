@@ -14,7 +14,7 @@ MOST_PLACES = 32
 
 @dataclass
 class Answer:
-    """What is there of one request's answer: the oldest tokens may be gone."""
+    """The kept part of one request's answer: the oldest tokens may be gone."""
 
     tenant: tuple[str | None, str | None]
     tokens: list[int] = field(default_factory=list)

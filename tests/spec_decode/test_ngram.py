@@ -1,4 +1,4 @@
-"""Prompt lookup proposes what its plain twin proposes, token for token, however the text grew."""
+"""Prompt lookup proposes the same as its plain twin, token for token, however the text grew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suffix decoding proposes what its plain twin proposes, token for token, whatever was shared and dropped."""
+"""Suffix decoding proposes the same as its plain twin, token for token, whatever was shared and dropped."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_it_proposes_what_its_twin_does(
     min_probability=st.sampled_from([0.0, 0.1]),
 )
 def test_the_longest_drafts_are_those_of_its_twin(seed: int, factor: float, min_probability: float) -> None:
-    """Of matches of any length up to a thousand tokens, with what follows them."""
+    """Of matches of any length up to a thousand tokens, with their continuations."""
     random = Random(seed)
     phrase = [random.randrange(1000) for _ in range(600)]
     numbers = (1024, 10, factor, min_probability)

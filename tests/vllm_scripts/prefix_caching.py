@@ -1,4 +1,6 @@
-"""Two questions with one long beginning: the second finds it in the cache, and the answers are those without one."""
+"""Two questions with one long beginning: the second finds it in the cache, and the answers equal those without a
+cache.
+"""
 
 import sys
 

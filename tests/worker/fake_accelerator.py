@@ -1,4 +1,4 @@
-"""An accelerator on CPU tensors that delays what a GPU may delay, and notices what a GPU would get wrong in silence."""
+"""An accelerator on CPU tensors that delays like a GPU, and notices faults that a GPU would not report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GARBAGE = 0xAB  # what lies in host memory before a copy has come
 
 
 class FakeEvent:
-    """The end of an upload: until somebody waits for it, the host's memory may not change."""
+    """The end of an upload: until it was waited for, the host's memory may not change."""
 
     def __init__(self, host: Tensor) -> None:
         self.host, self.copied = host, host.clone()
@@ -66,8 +66,8 @@ class FakeAccelerator:
 
     Args:
         is_late: downloads copy when they are waited for.
-        free_bytes: what `memory` answers, one after the other; the last one stays.
-        peak_bytes: what `reserved_peak` answers.
+        free_bytes: the answers of `memory`, one after the other; the last one stays.
+        peak_bytes: the answer of `reserved_peak`.
     """
 
     runs_ahead = True

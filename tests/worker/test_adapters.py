@@ -100,7 +100,7 @@ def test_the_demo_adapter_answers_in_json(async_scheduling: bool) -> None:
 
 
 def test_a_load_that_was_interrupted_gives_nobody_its_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next load gets its own adapter, and what the interrupted one brings goes again."""
+    """The next load gets its own adapter, and the interrupted one's adapter is dropped."""
     arguments = {"max_model_len": 256, "max_num_seqs": 2, "kv_cache_memory_bytes": 1 << 24}
     llm = LLM(enable_lora=True, **arguments)
     model = load_model_config(quire.demo.path("target"))

@@ -1,5 +1,6 @@
-"""CUDA graphs of steps: which sizes are captured and in which order, which size a step runs on, what padding may
-touch."""
+"""CUDA graphs of steps: captured sizes and their order, the size that a step runs on, and memory that padding may
+touch.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +156,7 @@ def test_what_is_not_captured_is_said(arguments: dict[str, Any], detail: str, ca
 def test_the_bound_is_the_largest_size_that_is_captured(
     arguments: dict[str, Any], largest: int, detail: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in vLLM: the bound is settled, and said where it is not what was asked for."""
+    """As in vLLM: the bound is settled, and a notice names it if it differs from the wish."""
     resolved = settings(**arguments)
     bound = resolved.settings["max_cudagraph_capture_size"]
     assert (bound.value, bound.detail) == (largest, detail)
@@ -244,7 +245,7 @@ def test_the_largest_is_captured_first_into_one_pool() -> None:
 
 @pytest.fixture
 def thawed() -> Iterator[None]:
-    """Without what tests/conftest.py has frozen, and counted once."""
+    """Without the objects that tests/conftest.py has frozen, and counted once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "get_freeze_count", gc.get_freeze_count.__wrapped__)  # type: ignore[attr-defined]
         gc.unfreeze()
@@ -256,7 +257,7 @@ def thawed() -> Iterator[None]:
 def test_what_is_captured_is_freed_with_its_owner(
     is_frozen_by_others: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also from a reference cycle; what others have frozen stays as they left it."""
+    """Also from a reference cycle; objects that others have frozen stay frozen."""
     if not is_frozen_by_others:
         request.getfixturevalue("thawed")
     monkeypatch.setitem(globals(), "demo_model", demo_model.__wrapped__)  # a model of its own

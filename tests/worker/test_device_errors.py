@@ -1,4 +1,4 @@
-"""What goes wrong on a GPU is told to the step it belongs to, and a device that has failed is noticed."""
+"""An error on a GPU reaches the step that it belongs to, and a failed device is noticed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_error_is_that_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_a_failed_launch_asks_the_device(has_failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton and cuBLAS raise RuntimeErrors: whether the device can go on, only it knows."""
+    """Triton and cuBLAS raise RuntimeErrors: only the device shows whether it can go on."""
     runner = make_runner(FailedAccelerator() if has_failed else FakeAccelerator())
 
     def fails(_):

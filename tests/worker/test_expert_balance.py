@@ -1,4 +1,4 @@
-"""Places of experts on ranks: how even they make the loads of skewed traces, and what never happens on the way."""
+"""Places of experts on ranks: they balance the loads of skewed traces, and keep their invariants on the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted of experts: against the routing itself, and through the engine to the metrics."""
+"""The counts of experts: against the routing itself, and through the engine to the metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A start on a GPU with a fake one: what is measured, in which order, and what the KV cache gets of the rest."""
+"""A start on a fake GPU: the measurements, their order, and the KV cache's part of the rest."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_largest_step(arguments: dict[str, Any], lens: list[int]) -> None:
 
 
 def test_what_is_measured() -> None:
-    """Of the graphs, the first brings the scratch memory, and each further one takes what the second one took."""
+    """Of the graphs, the first brings the scratch memory, and each further one takes as much as the second."""
     accelerator = FakeAccelerator(free_bytes=[1000 * MIB, 900 * MIB, 890 * MIB], peak_bytes=77 * MIB)
     settings = settings_for()
     _, model = demo_model("bfloat16", None)

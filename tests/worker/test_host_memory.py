@@ -1,4 +1,4 @@
-"""The work memory that is planned from config.json is what a loaded model's buffers take."""
+"""The work memory planned from config.json equals the buffers of a loaded model."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_buffers_count_while_they_live() -> None:
 @needs_kernels
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_logits_of_all_steps_have_one_memory(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory of many rows would cost a step more than what it computes from them. The first rank has all rows."""
+    """Fresh memory of many rows would cost a step more than the work on them. The first rank has all rows."""
     engine = started(num_ranks, max_num_seqs=5)
     model = engine.executor.workers[0].model  # type: ignore[attr-defined]
     compute_logits, seen = model.compute_logits, list[torch.Tensor]()

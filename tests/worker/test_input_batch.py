@@ -1,4 +1,4 @@
-"""InputBatch against a plain reading of ScheduledBatch: tokens, positions, slots, tables and who samples."""
+"""InputBatch against a plain reading of ScheduledBatch: tokens, positions, slots, tables and sampling rows."""
 
 from __future__ import annotations
 

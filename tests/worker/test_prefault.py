@@ -1,4 +1,4 @@
-"""The memory of KV pages is taken ahead of use, in order, up to the lead, and keeps what was written."""
+"""The memory of KV pages is taken ahead of use, in order, up to the lead, and keeps written bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def allocate() -> Tensor:
 
 
 def resident_bytes(cache: Tensor) -> int:
-    """How much of its memory has pages, by mincore(2): what else the process takes or frees does not count."""
+    """The part of its memory that has pages, by mincore(2): other memory of the process does not count."""
     libc = ctypes.CDLL(None, use_errno=True)
     begin = cache.data_ptr() & -mmap.PAGESIZE
     num_bytes = cache.data_ptr() + cache.nbytes - begin

@@ -122,7 +122,7 @@ RECORDED = [pytest.param(name, marks=pytest.mark.slow if "-" in name else ()) fo
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_every_family(name: str, tmp_path: Path, num_recorded: list[int | None]) -> None:
-    """No layer of a native family does more than kernels and what is recorded beside them."""
+    """Layers of native families use only kernels and other recorded operations."""
     random_hf_model(CASES[name]).save_pretrained(tmp_path)
     model = load_model(load_model_config(tmp_path), torch.bfloat16)
     assert isinstance(model, Decoder)
@@ -176,7 +176,7 @@ def test_what_a_repeated_step_asks_of_torch(quantization: str | None) -> None:
 
 
 def test_every_field_is_copied_or_the_step_is_not_recorded(model: Decoder, num_recorded: list[int | None]) -> None:
-    """A new field of ForwardBatch is one of what a layer may read."""
+    """A new field of ForwardBatch counts as an input of layers."""
 
     @dataclass(slots=True)
     class WithMask(ForwardBatch):
@@ -184,7 +184,7 @@ def test_every_field_is_copied_or_the_step_is_not_recorded(model: Decoder, num_r
         adapters: list[str] | None = None
 
     def run(**values: Any) -> tuple[RecordedRun, list[ForwardBatch]]:
-        """A run whose batches have the fields; what the blocks were given when they were recorded."""
+        """A run whose batches have the fields; the inputs of the blocks when they were recorded."""
         run, given, run_blocks = RecordedRun(model), [], model.run_blocks
         forward = run.recorded.forward
 

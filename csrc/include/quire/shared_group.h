@@ -2,8 +2,8 @@
 //
 // The memory begins with a part for all ranks, which says who has failed, and where each rank is in its step. Then come
 // the parts of the groups: a rank may be in several. A part has a cache line pair per rank, and then two slots per
-// rank. In turn n a rank writes to its slot n % 2, says so, and reads the slots of the others. Nobody writes to a slot
-// that is still read: a rank that is in turn n + 2 has seen all others in turn n + 1, and they have read the slots of
+// rank. In turn n a rank writes to its slot n % 2, says so, and reads the slots of the others. No slot is written while
+// it is still read: a rank that is in turn n + 2 has seen all others in turn n + 1, and they have read the slots of
 // turn n before.
 #pragma once
 
@@ -82,8 +82,8 @@ class SharedGroup {
   // group is in the step any more: each has left it, or has ended it before. Throws GroupError.
   void leave_step();
 
-  // Says that a rank has failed, by its number among all ranks. All ranks of all groups leave what they wait for, now
-  // and later. The first one counts.
+  // Says that a rank has failed, by its number among all ranks. All ranks of all groups stop waiting, now and later.
+  // The first one counts.
   void abort(int number);
   int rank() const { return rank_; }
   int size() const { return size_; }

@@ -57,14 +57,14 @@ class OwnText {
 // requests where there are too many.
 class SharedTexts {
  public:
-  // At most `max_bytes`, but one page at least; num_bytes() says how many. They are taken as text comes in.
+  // At most `max_bytes`, and at least one page; num_bytes() gives the exact limit. They are taken as text comes in.
   SharedTexts(int64_t max_bytes, int64_t max_requests);
 
   int64_t num_bytes() const;
   int64_t num_requests() const { return num_requests_; }
 
   // Adds 1 to kPageTokens tokens behind the page `previous` of the same request, which was full; 0: they are its first.
-  // Answers the page: the place of its first token.
+  // Returns the page: the place of its first token.
   Place append(const Tenant& tenant, Place previous, std::span<const int32_t> tokens);
 
  private:

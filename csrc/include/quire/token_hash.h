@@ -5,7 +5,7 @@
 
 namespace quire {
 
-// Of this process, so that nobody can send tokens that all fall into one bucket.
+// Random for each process, so that no client can choose tokens that all fall into one bucket.
 uint64_t token_hash_seed();
 
 // The hash of an n-gram is made backwards, from its last token to its first: each shorter one is on the way.

@@ -1,4 +1,4 @@
-"""Attention over a KV cache that several ranks have together.
+"""Attention over a KV cache that several ranks share.
 
 Dimensions: T tokens, H query heads of this rank, E head dim.
 """
@@ -16,7 +16,7 @@ from quire.forward_batch import ForwardBatch, LayerCache
 
 
 class DividedAttention(PagedAttention):
-    """PagedAttention of ranks that each have some pages of one cache: all get the queries of all.
+    """PagedAttention of ranks that each have some pages of one cache: every rank gets the queries of all ranks.
 
     Args:
         heads: of q, of each rank of the group.

@@ -109,7 +109,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def say_result(result: dict[str, Any], runs: Sequence[Run], options: Report, traffic: Traffic) -> int:
-    """Print a result of serving, write the files that are asked for, and answer the exit code."""
+    """Print a result of serving, write the requested files, and return the exit code."""
     from quire.measure import page, report
 
     text = report.serving_text(result, options)
@@ -161,7 +161,7 @@ def _latency(parser: Parser, args: argparse.Namespace) -> int:
     config = _engine_config(parser, args)
     from quire.measure import offline
 
-    # A prompt that comes from the cache would not be what is measured; vLLM turns it off here too.
+    # Prompts from the cache would not be measured; vLLM turns the cache off here too.
     if config.sources["enable_prefix_caching"] == "default":
         config = replace(config, enable_prefix_caching=False)
     result = offline.latency(

@@ -77,7 +77,7 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     question = _question(args)
     for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=errors)  # what the terminal's encoding has not ends no chat
+            stream.reconfigure(errors=errors)  # a character that the terminal's encoding lacks ends no chat
     from quire.chat.session import Session
     from quire.chat.typed import line_reader
 
@@ -107,7 +107,7 @@ def _conversation(args: argparse.Namespace) -> Conversation:
 
 
 def _question(args: argparse.Namespace) -> str | None:
-    """What to answer before leaving; None: a person at a terminal will ask."""
+    """The question to answer before leaving; None: a person at a terminal will ask."""
     if args.quick is not None:
         return str(args.quick)
     words = " ".join(args.prompt)
@@ -170,7 +170,7 @@ def _named_server(args: argparse.Namespace, model: str | None, given: list[str])
 
 def _engine(engine: EngineConfig, server: ServerConfig, stack: ExitStack) -> ChatModel:
     if engine.sources["max_num_seqs"] == "default":
-        engine = replace(engine, max_num_seqs=1)  # nobody else asks: memory for one conversation
+        engine = replace(engine, max_num_seqs=1)  # memory for one conversation
     interpreters = stack.enter_context(spawned_engines(engine))  # first: it takes longest
     from quire.chat.engine import EngineModel
     from quire.screen.first_screen import show_missing_kernels
@@ -199,13 +199,13 @@ def _ends_at_once(interpreters: Sequence[EngineInterpreter]) -> Iterator[None]:
 
 
 def _stops() -> list[signal.Signals]:
-    """Somebody stops it, or closes the terminal, unless `nohup` says that this is nothing to end for."""
+    """A signal stops it, or the terminal is closed. Under `nohup` a closed terminal does not end it."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM] if is_ignored else [signal.SIGTERM, signal.SIGHUP]
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """As /bye, with the exit code that shells expect."""
+    """Like /bye, with the exit code that shells expect."""
     sys.exit(128 + number)
 
 

@@ -35,7 +35,7 @@ class ServerAnswerError(QuireError):
 
 
 class NoApiError(ServerAnswerError):
-    """Something else than a server of models answers at the address."""
+    """Something at the address answers, but it is no server of models."""
 
 
 def add_client_flags(parser: Parser) -> None:
@@ -52,9 +52,9 @@ class Client:
         url: base URL of the API; None: the default one.
         model: the name of a model there; None: the first one.
         api_key: None: VLLM_API_KEY.
-        patience: seconds until the server must have named its models, if it is asked for them.
+        patience: seconds in which the server must name its models, if it is asked for them.
     Raises:
-        ConfigError: the URL is none. NoApiError: what answers does not list models.
+        ConfigError: the URL is none. NoApiError: the server does not list models.
         ServerUnreachableError, ServerAnswerError: the server does not answer, or refuses.
     """
 

@@ -22,7 +22,7 @@ PACKAGES = (
     "torch", "transformers", "tokenizers", "huggingface_hub", "numpy", "msgspec", "pyzmq", "starlette", "uvicorn",
     "uvloop", "httptools", "jinja2", "prometheus-client", "pyyaml",
 )  # fmt: skip
-# Of other programs, and read by libraries of ours.
+# Variables of other programs that our libraries read.
 FURTHER_VARIABLES = (
     "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONOPTIMIZE",
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report() -> str:
-    """Sections of `name: value` lines. Holds no secret, and no path but what a variable names."""
+    """Sections of `name: value` lines, without secrets, and without paths except in the values of variables."""
     sections = {
         "Software": _software(),
         "Machine": _machine(),

@@ -1,4 +1,4 @@
-"""`--config FILE`: settings from a YAML file. Its keys are the flags' names; what is wrong is named with its line."""
+"""`--config FILE`: settings from a YAML file. Its keys are the flags' names; an error names the line."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class EngineArgs(EngineConfig):
         """Add a flag for every setting and for vLLM's other engine flags. Returns the parser.
 
         Args:
-            parser: argparse's own does too, without what FlexibleArgumentParser reads besides (`--max_num_seqs`).
+            parser: argparse's own works too, without the spellings of FlexibleArgumentParser (`--max_num_seqs`).
             async_args_only: only flags of the asynchronous engine: there are none.
         """
         if not async_args_only:
@@ -36,6 +36,6 @@ class EngineArgs(EngineConfig):
 
     @classmethod
     def from_cli_args(cls: type[A], args: argparse.Namespace) -> A:
-        """From parsed arguments; what add_cli_args() did not add is left out. Raises ConfigErrors."""
+        """From parsed arguments; arguments that add_cli_args() did not add are left out. Raises ConfigErrors."""
         known = {f.name for f in options(cls)} | {entry.name for entry in ENGINE_FLAGS}
         return cls(**{name: value for name, value in vars(args).items() if name in known})

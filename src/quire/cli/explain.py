@@ -1,6 +1,6 @@
-"""`quire explain [MODEL] [flags of serve]`: what a server would start with, and why. Loads no weights.
+"""`quire explain [MODEL] [flags of serve]`: the settings of a server, and why. Loads no weights.
 
-`quire explain --vllm COMMAND`: what becomes of each flag of a vLLM command; other servers have options too.
+`quire explain --vllm COMMAND`: the answer to each flag of a vLLM command; other servers have such options too.
 """
 
 from __future__ import annotations

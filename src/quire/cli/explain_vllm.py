@@ -1,4 +1,4 @@
-"""`quire explain --vllm COMMAND`: each flag of a pasted command, what it does here, and the command for Quire.
+"""`quire explain --vllm COMMAND`: each flag of a pasted command, its effect here, and the command for Quire.
 
 `--llama-server`, `--sglang`, `--tgi` and `--modelfile` do the same for other servers.
 
@@ -61,16 +61,16 @@ _SECRET_FROM = {"api_key": envs.API_KEY.name, "hf_token": "HF_TOKEN"}
 
 @dataclass(frozen=True)
 class Answer:
-    """What one flag or variable of the command is answered with.
+    """The answer to one flag or variable of the command.
 
     Attributes:
         name: as it is spelled.
         value: as it was given, secrets hidden.
         status: see STOPS.
-        does: what it does here, or why it does not.
-        limits: what it bounds.
-        here: what it comes to with this model on this machine.
-        next: what the next larger value costs.
+        does: its effect here, or the reason why it has none.
+        limits: the quantity that it bounds.
+        here: its value with this model on this machine.
+        next: the cost of the next larger value.
         targets: the settings that it becomes.
     """
 
@@ -90,12 +90,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class CommandExplanation:
-    """What becomes of a command.
+    """A command, answered.
 
     Attributes:
         model: its model in words.
         is_model_known: its files are on this machine, and the settings were tried with it.
-        error: what stops a start that no single flag is to blame for.
+        error: stops a start, and no single flag is to blame.
         command: the words of the command for Quire, as a shell reads them.
     """
 
@@ -108,7 +108,7 @@ class CommandExplanation:
 
     @property
     def starts(self) -> bool:
-        """Whether `quire serve` starts with the flags as they are, as far as is known without a start."""
+        """Whether `quire serve` starts with these flags, as far as is known without a start."""
         return self.error is None and all(answer.status not in STOPS for answer in self.answers)
 
     def as_dict(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class CommandExplanation:
 
 @dataclass(frozen=True)
 class _Given:
-    """One flag of the command. `action` is None for a flag that nobody knows; `value` as its flag reads it."""
+    """One flag of the command. `action` is None for an unknown flag; `value` is parsed by its flag."""
 
     flag: str
     action: argparse.Action | None
@@ -190,7 +190,7 @@ class _Given:
 
 
 def explain_command(text: str) -> CommandExplanation:
-    """What `quire serve` would do with a vLLM command. Raises ConfigError for a text that is none."""
+    """The answers to a vLLM command. Raises ConfigError for a text that is none."""
     pasted = read_pasted(text)
     parser = Parser(prog="quire serve", allow_abbrev=False)
     add_settings_flags(parser)
@@ -198,7 +198,7 @@ def explain_command(text: str) -> CommandExplanation:
 
 
 def explain_peer(text: str, peer: Peer) -> CommandExplanation:
-    """What `quire serve` would do with the command, or the Modelfile, of another server. Raises ConfigError."""
+    """The answers to the command, or the Modelfile, of another server. Raises ConfigError."""
     pasted = read_modelfile(text) if peer.program is None else read_pasted(text, peer.program)
     parser = Parser(prog=peer.title, allow_abbrev=False, add_help=False)
     for flag in peer.flags:
@@ -272,7 +272,7 @@ class _Reading:
         return answer
 
     def _repeated(self, at: int, given: _Given) -> Answer:
-        """One of two: the last one counts, but for the two ways to name a model, which must agree."""
+        """One of two: the last one counts. The two ways to name a model must agree."""
         last = next(later for later in reversed(self._given) if later.name == given.name)
         if given.name == "model" and (given.flag == "MODEL") != (last.flag == "MODEL") and given.words != last.words:
             return Answer(given.flag, given.shown, "contradictory", f"Two models are named: {last.shown} is the other")
@@ -322,7 +322,7 @@ class _Reading:
         return Answer(name, shown, "same", "not Quire's own: it is passed on", targets=(name,))
 
     def _tried(self) -> tuple[str, Explanation | None]:
-        """Try all settings together, leaving out one that fails each time. In words, what the model is."""
+        """Try all settings together, and leave out one that fails each time. Returns a description of the model."""
         while True:
             try:
                 with _environment(self._variables):
@@ -357,7 +357,7 @@ class _Reading:
         return f"{name}: {model.architecture}, its config is on this machine", explanation
 
     def _judged(self, answer: Answer, found: Explanation | None) -> Answer:
-        """The answer, with what the trial says of its settings."""
+        """The answer, completed by the trial of its settings."""
         for name in answer.targets:
             if name in self._failures:
                 status, message = self._failures[name]
@@ -373,7 +373,7 @@ class _Reading:
         return None if error is None else error.message
 
     def _command(self, answers: list[Answer]) -> list[str]:
-        """The words for a shell: what has an effect here and does not stop the start."""
+        """The words for a shell: flags that have an effect here and do not stop the start."""
         kept = {name for answer in answers if answer.status in ("same", "translated") for name in answer.targets}
         words = []
         for name, value in self._variables.items():
@@ -429,7 +429,7 @@ def _given(words: list[str], parser: Parser) -> Iterator[_Given]:
 
 
 def _is_hidden(name: str, value: str) -> bool:
-    """Whether the value of a variable may be a secret: all that Quire does not know, and addresses with a login."""
+    """Whether the value of a variable may be a secret: every unknown variable, and addresses with a login."""
     is_known = name in _KNOWN_VARIABLES and _SECRET_NAME.search(name) is None
     return not is_known or _LOGIN.search(value) is not None
 
@@ -445,7 +445,7 @@ def _configs(values: Mapping[str, Any]) -> tuple[EngineConfig, ServerConfig]:
 
 
 def _is_legal(values: Mapping[str, Any]) -> bool:
-    """Whether the values are legal by themselves: the fault lies in what they are combined with."""
+    """Whether the values are legal by themselves: then their combination is the fault."""
     try:
         _configs(values)
     except ConfigError:
@@ -475,7 +475,7 @@ def _model_here(config: EngineConfig) -> tuple[str, ModelConfig] | None:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """What Quire reads of the variables, while the settings are tried."""
+    """Sets the variables that Quire reads, while the settings are tried."""
     names = [variable.name for variable in envs.VARIABLES if variable.name in variables]
     before = {name: os.environ.get(name) for name in names}
     os.environ.update({name: variables[name] for name in names})
@@ -490,10 +490,10 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _word(value: Any) -> str:
-    """As a shell reads it; what is no character of a line is spelled out."""
+    """A word in the form that a shell reads; control characters are spelled out."""
     return shlex.quote(printable(_without_login(str(value))).replace("\n", "\\n"))
 
 
 def _without_login(text: str) -> str:
-    """A text without user and password of the addresses in it."""
+    """A text without the users and passwords in its addresses."""
     return _LOGIN.sub(f"{_HIDDEN}@", text)

@@ -22,7 +22,7 @@ C = TypeVar("C")
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads command lines as vLLM's does (`plain_words`); its errors are one line and name the nearest known flag.
+    """Reads command lines like vLLM's parser (`plain_words`); its errors are one line and name the nearest known flag.
 
     Values of the arguments named in `secret_names` leave the list of processes as soon as they are read.
     """
@@ -120,7 +120,7 @@ class Switch(argparse.BooleanOptionalAction):
 
 
 class Refused(argparse.Action):
-    """A flag that a command of vLLM has, and the same one here has not: says why."""
+    """A flag that vLLM's command has and ours lacks: says why."""
 
     def __init__(self, *args: Any, why: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -160,7 +160,9 @@ def _help(f: dataclasses.Field[Any]) -> str:
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser, foreign: Iterable[Foreign] = FOREIGN.values()) -> None:
-    """vLLM's flags without a setting here: not in the help, and known, so that command lines written for vLLM run."""
+    """vLLM's flags without a setting here. The help leaves them out, but they are known, so that command lines written
+    for vLLM run.
+    """
     for entry in foreign:
         name = entry.name
         keywords: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}

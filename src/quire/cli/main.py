@@ -14,7 +14,7 @@ from quire.errors import ConfigError, QuireError
 if TYPE_CHECKING:
     from quire.cli.flags import Parser
 
-# What the system refuses, by the number of its error, and what to do.
+# Errors of the system by their number, with the advice.
 _REFUSALS = {
     errno.ENOMEM: ("more memory", "Raise `ulimit -v`, or end other programs"),
     errno.EMFILE: ("to open more files", "Raise `ulimit -n`"),
@@ -53,7 +53,7 @@ def build_parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as scripts start what runs in their background
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as scripts start their background processes
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         args = build_parser().parse_args(argv)
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     except QuireError as error:
         _say_error(error)
         return 2 if isinstance(error, ConfigError) else 1
-    except BrokenPipeError:  # whoever read the output has left, as `head` does
+    except BrokenPipeError:  # the reader of the output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
         return 1
     except Exception as error:
@@ -97,19 +97,19 @@ def _say_error(error: QuireError) -> None:
 
 
 def _is_interrupted(error: BaseException | None) -> bool:
-    """Whether a Ctrl-C is behind an error: libraries that are being imported turn it into errors of their own."""
+    """Whether a Ctrl-C caused an error: an import turns it into an error of the imported library."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _is_full_stream(error: Exception) -> bool:
-    """A write to a stream that does not block: it has the number of a process that was refused, and a count."""
+    """A write to a non-blocking stream: it has the error number of a refused process, and a count."""
     return isinstance(error, BlockingIOError) and hasattr(error, "characters_written")
 
 
 def _refusal(error: Exception) -> QuireError | None:
-    """What the system would not give, which is no defect of ours."""
+    """The resource that the system refused: no defect of Quire."""
     if _is_full_stream(error):
         return QuireError("Standard output is full and does not wait", fix="Write to a file, or to a pipe that blocks")
     number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno if isinstance(error, OSError) else None

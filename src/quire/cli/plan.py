@@ -1,4 +1,4 @@
-"""`quire plan [MODEL ...]`: bytes per format, what fits into the memory, and which hardware serves a workload how fast.
+"""`quire plan [MODEL ...]`: bytes per format, requests that fit, and the speed of hardware on a workload.
 
 Loads no weights.
 """
@@ -34,7 +34,7 @@ other flags are the flags of `serve`.
 EPILOG = """
 Exit code: 0; 2 if a model fits in no format; with --check also 1 if the best row does not meet what is asked.
 """
-_OTHER_GPU = 90  # the compute capability that a GPU which is not here is planned for
+_OTHER_GPU = 90  # the compute capability that is planned for a GPU on another machine
 # With any of them, candidates are ranked.
 _RANKED_BY = ("hardware", "workload", "request_rate", "price_per_hour", "tensor_parallel_size")
 # More or less is a mistake, and sums of such numbers are infinite.
@@ -74,7 +74,7 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     names = args.model_tag
     args.model_tag = None
     engine, _ = read_settings(parser, args)
-    # Without hardware to choose from, the devices are those that the degrees ask for.
+    # Without --hardware, the degrees say how many devices there are.
     has_ranks = engine.tensor_parallel_size * engine.num_lanes > 1
     is_laid_out = engine.pipeline_parallel_size > 1 or (has_ranks and args.hardware is None)
     degree = None if engine.sources["tensor_parallel_size"] == "default" else engine.tensor_parallel_size
@@ -119,7 +119,7 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
 
 
 class _Machine:
-    """Where the models are to run: this machine, or what --memory, --bandwidth and --flops describe."""
+    """The machine of the models: this one, or one that --memory, --bandwidth and --flops describe."""
 
     def __init__(self, args: argparse.Namespace, engine: EngineConfig) -> None:
         from quire.kernels import extension
@@ -177,7 +177,7 @@ def _plain(args: argparse.Namespace, engine: EngineConfig, name: str, model: Mod
 def _laid_out(
     engine: EngineConfig, name: str, model: ModelConfig, machine: _Machine, hardware: str | None
 ) -> Iterator[Any]:
-    """A plan for each kind of devices: all ways to share as many as the degrees ask for."""
+    """A plan for each kind of device: all ways to share the number of devices that the degrees need."""
     from quire.planning.hardware import parse_hardware
     from quire.planning.layouts import lay_out
 
@@ -231,7 +231,7 @@ def _ranked(
     rate = None if args.request_rate is None else _rate(args.request_rate, "request_rate")
     goals = Goals(rate, engine.slo_ttft, engine.slo_itl)
     demand = Demand(_lengths(args, engine, folder), goals, args.sequences)
-    # The share of this machine is one device; its copies are what others have of it.
+    # The share of this machine is one device; the other shares are its copies.
     is_asked = args.hardware is not None and engine.sources["data_parallel_size"] != "default"
     copies = engine.data_parallel_size if is_asked else None
     return RankedPlan(name, model, hardware, Candidates(engine, model, hardware, demand, degree, copies))
@@ -248,7 +248,7 @@ def _lengths(args: argparse.Namespace, engine: EngineConfig, folder: Path) -> An
 
 
 def _check_description(args: argparse.Namespace, engine: EngineConfig) -> None:
-    """ConfigError for flags of a machine that do not go together."""
+    """ConfigError for flags of a machine that contradict each other."""
     if args.hardware is not None and (args.memory or args.bandwidth or args.flops):
         raise ConfigError(
             "--hardware names a machine, and --memory, --bandwidth and --flops describe one",

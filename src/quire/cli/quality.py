@@ -1,4 +1,4 @@
-"""`quire quality [MODEL] --text FILE [--against BASE]`: what a format costs, against the original, on a text."""
+"""`quire quality [MODEL] --text FILE [--against BASE]`: the loss of a format against the original, on a text."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _models(plain: EngineConfig, args: argparse.Namespace) -> Iterable[tuple[str, EngineConfig]]:
-    """One for each pair of formats, and what its row is called."""
+    """One for each pair of formats, with the name of its row."""
     for quantization, kv in product(args.quantization or ["none"], args.kv_cache_dtype or ["auto"]):
         name = quantization if quantization != "none" else Path(args.model or "").name or "unquantized"
         config = replace(plain, quantization=None if quantization == "none" else quantization, kv_cache_dtype=kv)

@@ -1,4 +1,4 @@
-"""The settings of `quire serve`, `explain` and `plan`: flags, a config file, foreign names, and who said what."""
+"""The settings of `quire serve`, `explain` and `plan`: flags, a config file, foreign names, and their sources."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def add_settings_flags(
 
 
 def read_settings(parser: Parser, args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
-    """The configs, with the source of every value; logs come in their form from here on. Raises ConfigErrors."""
+    """The configs, with the source of every value; from here on logs have the configured form. Raises ConfigErrors."""
     logs.configure()
     given = vars(args) | _model(args)
     layers: list[tuple[Source, Mapping[str, Any]]] = [("flag", given)]
     if args.config is not None:
         layers.insert(0, ("file", read_config_file(Path(args.config), parser)))
-    _configure_logs(layers)  # before anything is to be said of the others
+    _configure_logs(layers)  # before messages about the other settings
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
     for source, layer in layers:

@@ -70,7 +70,7 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
 
 
 def _workload(args: argparse.Namespace, seed: int) -> Workload:
-    """What --workload or --trace stands for; flags of single options come on top."""
+    """The options behind --workload or --trace; flags of single options come on top."""
     from quire.measure.workload import ALL, named_workload
 
     if args.workload is not None and args.trace is not None:

@@ -1,1 +1,1 @@
-"""vLLM's names that are no settings here, past and present: one table of what each is answered with."""
+"""vLLM's names that are no settings here, past and present: one table with the answer to each."""

@@ -1,4 +1,4 @@
-"""vLLM's commands and modules that do not exist here, with what to do instead."""
+"""vLLM's commands and modules that do not exist here, with the alternative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM 0.32's engine flags that are no settings here, by what they belong to."""
+"""vLLM 0.32's engine flags that are no settings here, by their subject."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""vLLM's environment variables: those Quire does not read are named at start, misspelt ones with the nearest."""
+"""vLLM's environment variables. A start names the variables that Quire does not read, and the nearest name for misspelt
+ones.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ NOT_READ: dict[str, str] = {
     "VLLM_USE_V1": "there is one engine",
 }
 
-# They would change what the server does, and cannot be honoured. name -> (why, fix)
+# They would change the server, and Quire cannot honour them. name -> (why, fix)
 REFUSED: dict[str, tuple[str, str]] = {
     "QUIRE_API_KEY": (
         "no such variable is read: the server would be open",
@@ -75,9 +77,9 @@ _OFF = ("", "0", "false", "no", "off")
 
 
 def check_environment(*, is_strict: bool = False) -> None:
-    """Name every variable of vLLM's or Quire's that is set and not read; `is_strict`: unknown ones are errors.
+    """Name every variable of vLLM or Quire that is set and not read; `is_strict`: unknown ones are errors.
 
-    Raises ConfigError for a variable that would change what the server does.
+    Raises ConfigError for a variable that would change the server.
     """
     known = {variable.name for variable in envs.VARIABLES}
     for name in sorted(os.environ):

@@ -1,4 +1,4 @@
-"""What one foreign name is answered with: a notice, a translation, or a refusal that names the way out."""
+"""The answer to one foreign name: a notice, a translation, or a refusal that names the way out."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Foreign:
     Args:
         name: as LLM(...) spells it; the flag has dashes.
         kind: accepted: without effect, with a notice; translated: into present settings; refused: an error.
-        text: why: what there is instead of a setting, what it is now, or what is missing. No full stop.
-        instead: refused: what to do.
-        shape: what its flag takes.
-        off: values that ask for nothing beyond what happens anyway; None and its spellings always are.
+        text: the reason: the behaviour in place of the setting, its present name, or the missing feature. No full stop.
+        instead: refused: the advice.
+        shape: the values of its flag.
+        off: values that change nothing; None and its spellings always are.
         becomes: translated: the present settings for a value.
     """
 

@@ -31,13 +31,13 @@ UNCONTINUED = "no `\\` at the end of a line before flags: a shell ends the comma
 
 @dataclass
 class PastedCommand:
-    """What was pasted.
+    """A pasted command.
 
     Attributes:
-        words: those after the program: a model perhaps, and flags.
+        words: the words after the program: perhaps a model, and flags.
         variables: environment variables that are set for it.
         is_whole: it names the program too; else it is flags alone.
-        notes: what a shell would make of the text that is not meant, and what was not read.
+        notes: unintended effects of the text in a shell, and parts that were not read.
     """
 
     words: list[str]
@@ -51,8 +51,8 @@ class Program:
     """How the command of a server begins.
 
     Args:
-        title: whose it is.
-        words: the beginnings: the name of a program, or `-m` and a module, and what follows it.
+        title: the server's name.
+        words: the beginnings: the name of a program, or `-m` and a module, and the words after it.
         image: of containers.
         expected: for messages.
     """
@@ -96,7 +96,7 @@ def read_pasted(text: str, program: Program = VLLM) -> PastedCommand:
 
 
 class _Scanner:
-    """Words of a text by command. Nothing is done that a shell would do: `$NAME` and `*` stay as they are."""
+    """Words of a text by command. Nothing is expanded: `$NAME` and `*` stay as they are."""
 
     def __init__(self, text: str, notes: list[str]) -> None:
         self._text, self._notes = text, notes
@@ -209,7 +209,7 @@ def _joined(commands: Iterator[list[str]], notes: list[str]) -> Iterator[list[st
 
 
 def _first_word(words: list[str]) -> str:
-    """What of a command may be shown: the rest may hold secrets."""
+    """The part of a command that may be shown: the rest may hold secrets."""
     name, equals, _ = words[0].partition("=")
     return name + equals
 

@@ -1,4 +1,5 @@
-"""Flags of other servers: what each is here. `quire explain` answers with these tables, and docs/coming-from has them.
+"""Flags of other servers, and their counterparts here. `quire explain` answers with these tables, and
+docs/coming-from.md has them.
 
 Facts are of llama.cpp b7100 (llama-server), Ollama 0.13 (Modelfile), SGLang 0.5 and TGI 3.3.
 """
@@ -22,8 +23,8 @@ class PeerFlag:
     Args:
         flags: its spellings, the one with a long name first.
         to: the setting that it becomes, or `setting.key` of a JSON object; "": none.
-        text: what there is instead, or what differs. No full stop.
-        instead: refused: what to do.
+        text: the alternative, or the difference. No full stop.
+        instead: refused: the advice.
         convert: the value here.
     """
 

@@ -1,4 +1,4 @@
-"""What --speculative-config may hold: vLLM's keys and methods, what each means here, and why others are refused."""
+"""The keys and methods of vLLM's --speculative-config: their meaning here, or the reason why they are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DSPARK = "it belongs to DSpark, which is not in this version"
 _BY_VLLM = "vLLM fills it in itself"
 _TYPICAL = "it belongs to typical acceptance, which is refused: it changes the tokens"
 
-# Keys of vLLM's SpeculativeConfig, from 0.5 to 0.32, that SpeculativeConfig has not.
+# Keys of vLLM's SpeculativeConfig, from 0.5 to 0.32, that our SpeculativeConfig lacks.
 SPECULATION_KEYS: dict[str, Foreign] = {
     entry.name: entry
     for entry in (
@@ -195,5 +195,5 @@ def _translate(keys: dict[str, Any]) -> None:
                 value=length,
                 expected=f"a number from 1 to num_speculative_tokens + 1 = {drafts + 1}",
             )
-        # As many drafts hold as the mean wants, and one more as often as it takes.
+        # The whole part of the mean holds always; one more draft holds with the probability of the remainder.
         keys["synthetic_acceptance_rates"] = tuple(min(max(length - 1 - i, 0.0), 1.0) for i in range(drafts))

@@ -1,4 +1,4 @@
-"""Every foreign name, and how given settings are settled: notices logged, translations made, the rest refused."""
+"""Every foreign name. Given settings are settled with it: notices are logged, names translated, the rest refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def as_flag(name: str) -> str:
 def settle(
     given: Mapping[str, Any], spell: Callable[[str], str] = str, foreign: Mapping[str, Foreign] = FOREIGN
 ) -> dict[str, Any]:
-    """The settings without the foreign names, and with what those translate to.
+    """The settings, with foreign names translated or removed.
 
     Args:
         given: settings by name, foreign ones among them.

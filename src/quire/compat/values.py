@@ -1,4 +1,4 @@
-"""Values vLLM takes for settings that exist here, without a meaning in this version: why, and what to use."""
+"""Values of vLLM that settings here refuse in this version: the reason, and the alternative."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ class StepArithmetic:
         return 0.5 if num_tiles == _STREAMED_TILES and not has_codes else 0.0
 
     def _filling_rows(self, num_rows: int) -> int:
-        """Rows that fill up the last tile. Few rows cost what they are: their time is that of reading the weights."""
+        """Rows that pad the last tile. Few rows have none: reading the weights takes all of their time."""
         return -num_rows % self._tile_rows if num_rows > _STREAMED_TILES * self._tile_rows else 0
 
 

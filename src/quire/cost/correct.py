@@ -74,7 +74,7 @@ class Correction:
 class Tail:
     """The errors of recent steps; the largest ones matter. No distribution is assumed.
 
-    Delays of a shared machine are larger and rarer than those of a normal distribution of the same variance.
+    Delays of a shared machine are larger and rarer than in a normal distribution of the same variance.
     """
 
     def __init__(self) -> None:

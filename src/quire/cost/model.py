@@ -38,7 +38,7 @@ class CostModel:
         return self._correction.num_steps
 
     def corrected_fit(self) -> Fit:
-        """The constants with what running steps have corrected, for later starts."""
+        """The constants, corrected by running steps, for later starts."""
         return replace(self.fit, spread=possible_spread(self.spread), factors=self._correction.factors())
 
     @property
@@ -53,7 +53,7 @@ class CostModel:
         return step_time(demand, self.fit.constants, correction.spread, factor)
 
     def observe(self, load: Load, predicted_seconds: float, seconds: float) -> None:
-        """A step took `seconds`. One that was not timed, or has no time of its own, says nothing."""
+        """A step took `seconds`. A step that was not timed, or has no time of its own, is ignored."""
         if seconds <= 0 or predicted_seconds <= 0:
             return
         self._correction.add(load.num_tokens, predicted_seconds, seconds)
@@ -63,9 +63,9 @@ class CostModel:
             self.learn(load, seconds)
 
     def margin(self, attainment: float) -> float:
-        """The factor of a prediction after which this share of the steps takes no longer.
+        """The factor on a prediction that this share of the steps does not exceed.
 
-        It is what recent steps with prompts have needed. Until there are enough of them, errors are taken as normal.
+        It comes from recent steps with prompts. Until there are enough of them, errors are taken as normal.
         """
         deviations = _quantile(attainment) / SPREAD_QUANTILE
         if (needed := self._tail.ratio(attainment)) is None:

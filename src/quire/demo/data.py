@@ -164,9 +164,10 @@ OTHER_NOUNS = """
     event meeting contact message task report page currency text language position temperature
 """.split()  # noqa: SIM905
 OTHER_ARGUMENTS = "name id query text title date amount limit path url to user language symbol place".split()  # noqa: SIM905
-# Shares of the chats, and of those with tools the ones in which a tool fits; about that share is about the weather.
+# Shares: chats with tools; of these, chats in which a tool fits; of these, about the same share asks about the
+# weather.
 TOOLS_SHARE, FITTING_SHARE, WEATHER_SHARE = 0.5, 0.7, 0.4
-REHEARSED_JSON_SHARE = 0.4  # of the chats without tools, which keep what the model knows
+REHEARSED_JSON_SHARE = 0.4  # of the chats without tools, which keep the model's knowledge
 SECOND_EXCHANGE_SHARE, OTHER_QUESTION_SHARE, OTHER_KNOWN_SHARE = 0.3, 0.25, 0.5
 HELD_OUT = 5  # one question in this many never stands in a chat with tools: these measure the model
 
@@ -191,7 +192,7 @@ WEATHER_RESULTS = [
 ]  # fmt: skip
 
 Turn = tuple[str, str]  # a role, and what it says
-Kind = Literal["call", "result", "text"]  # of a question to a model with tools: what its answer is or follows
+Kind = Literal["call", "result", "text"]  # of a question to a model with tools: the kind of its answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ class Entry:
 
     @property
     def json_answer(self) -> str:
-        """The answer to a question that asks for JSON; the demo adapter answers so to every question."""
+        """The answer to a question that asks for JSON; the demo adapter answers every question in this form."""
         return json.dumps({"name": self.name, "module": self.module, "summary": self.summary})
 
 
@@ -295,7 +296,7 @@ def plain_chats(all_entries: list[Entry], rng: random.Random, json_share: float 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A question, the tool that fits it, and what the model says with and without that tool."""
+    """A question, the tool that fits it, and the answers with and without that tool."""
 
     question: str
     tool: str  # as in the list of tools; "": none fits
@@ -333,7 +334,7 @@ def tool_chats(all_entries: list[Entry], rng: random.Random) -> Iterator[list[Tu
 
 
 def tool_questions(all_entries: list[Entry], kind: Kind, count: int, seed: int) -> list[tuple[list[Turn], str]]:
-    """Chats with tools up to a question that no training has seen in such a chat, and what the model should say.
+    """Chats with tools up to a question that no training has seen in such a chat, and the right answer.
 
     It should call a tool, answer to a result, or answer in text because no tool fits.
     """
@@ -371,7 +372,9 @@ def exchange(all_entries: list[Entry], rng: random.Random) -> Exchange:
 
 
 def listed_tools(first: Exchange, fits: bool, rng: random.Random) -> list[str]:
-    """Up to four tools as they stand in the list, in any order; with that of the first exchange only if it `fits`."""
+    """Up to four tools as they stand in the list, in any order; with the tool of the first exchange only if it
+    `fits`.
+    """
     tools = [tool for tool in (LOOK_UP, GET_WEATHER) if tool != first.tool and rng.random() < OTHER_KNOWN_SHARE]
     if fits and first.tool:
         tools.append(first.tool)

@@ -31,7 +31,7 @@ MAX_POSITIONS = 2048
 
 ROW_TOKENS, ROWS = 256, 16  # of one training step
 IGNORED = -100  # a target that gives no loss
-BLENDED = 0.25  # of an older model, where a newer one has forgotten some of what that knew
+BLENDED = 0.25  # of an older model, if a newer one has forgotten some of its knowledge
 TOOL_QUESTIONS = 40  # of each kind, at the end
 WARMUP_STEPS = 100
 FINAL_RATE = 0.02  # of the peak learning rate, at the end of the cosine
@@ -64,10 +64,10 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step learns: token ids and targets, [rows, ROW_TOKENS] each.
+    """The data of one step: token ids and targets, [rows, ROW_TOKENS] each.
 
     Args:
-        positions: None: each row is one text; else the same shape, and where they begin anew, a text of its own begins.
+        positions: None: each row is one text; else the same shape, and a new text begins where positions begin anew.
     """
 
     token_ids: torch.Tensor
@@ -228,7 +228,7 @@ def batches(tokenizer: Any, all_entries: list[Entry], rng: random.Random, num_ro
 
 
 def tool_batches(tokenizer: Any, all_entries: list[Entry], rng: random.Random, num_rows: int) -> Iterator[Batch]:
-    """Endless: chats with tools and without, whole ones side by side in a row. Only what the model says is a target."""
+    """Endless: chats with tools and without, whole ones side by side in a row. Only the model's answers are targets."""
     empty = (SPECIAL_TOKENS.index(END_OF_TEXT), IGNORED, 0)
     rows: list[Row] = [([], [], []) for _ in range(num_rows)]
     for chat in tool_chats(all_entries, rng):
@@ -250,7 +250,7 @@ def tool_batches(tokenizer: Any, all_entries: list[Entry], rng: random.Random, n
 
 
 def learned(tokenizer: Any, chat: list[Turn]) -> tuple[list[int], list[int]]:
-    """The token ids of a chat, and the targets: what the assistant says."""
+    """The token ids of a chat, and the targets: the assistant's tokens."""
     token_ids: list[int] = []
     targets: list[int] = []
     for role, content in chat:
@@ -328,7 +328,7 @@ def count_exact_answers(
 
 
 def print_exact_with_tools(model: Any, tokenizer: Any, all_entries: list[Entry], seed: int) -> None:
-    """How many questions of each kind, drawn with the seed, it answers word for word."""
+    """The number of questions of each kind, drawn with the seed, that the model answers word for word."""
     for kind in get_args(Kind):
         fresh = tool_questions(all_entries, kind, TOOL_QUESTIONS, seed)
         exact = sum(answer_to(model, tokenizer, turns) == answer for turns, answer in fresh)

@@ -1,7 +1,7 @@
 """Trains an EAGLE-3 head (arXiv 2503.01840) that drafts for the demo model: `quire.demo.train --size eagle3`.
 
 The target's tokens are known everywhere, so all positions learn at once. The head is run up to DEPTH times: first on
-hidden states of the target, then on its own of the run before, one position further, as when it drafts.
+hidden states of the target, then on its own hidden states of the run before, one position further, as in drafting.
 
 Dimensions: N rows, T positions, D hidden, H heads, E head dim.
 """
@@ -81,7 +81,9 @@ class Head(nn.Module):
         return hidden, self._norm("norm", hidden)
 
     def _attend(self, x: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """Position i of run s sees itself, s - 1 positions of the runs between, and what the first run had before."""
+        """Position i of run s sees itself, s - 1 positions of the runs between, and the earlier positions of the first
+        run.
+        """
         num_rows, length, _ = x.shape
         queries = _rotated(self._linear("midlayer.self_attn.q_proj", x).view(num_rows, length, HEADS, HEAD_DIM))
         keys.append(_rotated(self._linear("midlayer.self_attn.k_proj", x)[:, :, None])[:, :, 0])
@@ -130,7 +132,7 @@ class Head(nn.Module):
 
 
 def _moved(x: Tensor, count: int) -> Tensor:
-    """Each position gets what is `count` positions before."""
+    """Each position gets the value `count` positions before."""
     return x if count == 0 else F.pad(x, (0, 0, count, 0))[:, : x.shape[1]]
 
 
@@ -156,7 +158,7 @@ def observe(target: Any, token_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def drafted(head: Head, target: Any, token_ids: Tensor, streams: Tensor, depth: int = DEPTH) -> Iterator[Tensor]:
-    """Of each run, what gives the logits of the draft for the second, third, ... token behind each position."""
+    """Of each run, the normed hidden states for the logits of the second, third, ... token after each position."""
     hidden, keys, values = head.hidden_of(streams), list[Tensor](), list[Tensor]()
     embeddings = F.embedding(F.pad(token_ids[:, 1:], (0, 1)), target.get_input_embeddings().weight).float()
     for _ in range(depth):
@@ -167,7 +169,7 @@ def drafted(head: Head, target: Any, token_ids: Tensor, streams: Tensor, depth: 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A batch, and what the target makes of it.
+    """A batch, and the target's results for it.
 
     Attributes:
         streams, likeliest: see observe.
@@ -183,7 +185,7 @@ class Lesson:
 def losses(head: Head, target: Any, lesson: Lesson, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Of each run, in answers: the cross entropy of the target's likeliest tokens, and the share of right drafts."""
     for run, normed in enumerate(drafted(head, target, lesson.token_ids, lesson.streams.float(), depth)):
-        # Position i has read the token behind it, and says what the target says there.
+        # Position i has read the token after it, and predicts the target's token there.
         is_meant = lesson.is_answer[:, run + 1 :]
         logits = F.linear(normed[:, run:-1][is_meant].bfloat16(), target.get_input_embeddings().weight)
         wanted = lesson.likeliest[:, run + 1 :][is_meant]

@@ -1,6 +1,6 @@
 """Trains an adapter of the demo model: `python -m quire.demo.train_lora --help`. It needs transformers and peft.
 
-The bundled adapters are what the defaults make with CPython 3.11:
+The defaults made the bundled adapters with CPython 3.11:
     lora    the demo model answers every question in JSON, 99 of 100 word for word; 7.5 minutes of processor time
     tools   --tools (made with --threads 1), it calls tools and answers from their results, 40 of 40 new questions of
             each kind, and 100 of 100 without tools; about ten minutes of processor time

@@ -1,9 +1,8 @@
-"""What ranks that share one model do together. Everything else a rank computes alone.
+"""The common operations of ranks that share one model. Everything else a rank computes alone.
 
 The ranks of a stage join columns: every rank has some, and all ranks, or the first one, get all of them. Nothing is
-added up on the way, so a joined result has the bits of one rank that computes everything. Attention over a KV cache
-that ranks have together is joined in an order that does not depend on them.
-Dimensions: T rows, N columns of all ranks.
+added up on the way, so a joined result has the bits of one rank that computes everything. Attention over a shared KV
+cache is joined in an order that does not depend on the ranks. Dimensions: T rows, N columns of all ranks.
 """
 
 from __future__ import annotations
@@ -96,13 +95,13 @@ class Group(Protocol):
     ) -> Tensor:
         """Attention over a cache whose pages this rank and its neighbours have together, [T, own heads, V].
 
-        Each computes the partial results of the ranges that it has. Then it joins those of its own heads.
+        Each computes the partial results of the ranges that it has. Then it joins the partial results of its own heads.
 
         Args:
             q_THE: of the heads of these neighbours, side by side.
             cache: the pages of this rank, in blocks of whole ranges.
             batch: its block tables name the pages of all owners: see layout.PageShare.
-            heads: of q, of each rank of the group. All neighbours together have as many as any others.
+            heads: of q, of each rank of the group. All groups of neighbours have the same number.
             sinks_H: of this rank's heads.
 
         Raises as `gather`.
@@ -165,14 +164,14 @@ class Failing(Protocol):
 
 @dataclass(frozen=True)
 class Ranks:
-    """What one rank knows of the others.
+    """A rank's view of the others.
 
     Attributes:
         rank: its number among all of them.
         failing: tells all of them.
         whereabouts: of those on its machine.
         group: those that share its stage, or its lane; None: it has that alone.
-        everyone: those of all lanes, which share experts; None: there are no lanes.
+        everyone: the ranks of all lanes, which share experts; None: there are no lanes.
         before: brings the input; None: it is in the first stage.
         behind: takes the output; None: it is in the last stage.
     """

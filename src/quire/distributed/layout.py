@@ -1,4 +1,4 @@
-"""Where ranks are, and which rank has which units of something that ranks share. Integers only."""
+"""The places of ranks, and the units of each rank in something that ranks share. Integers only."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def ranks_on(
     has_own_cores: bool,
     timeout_seconds: float,
 ) -> Ranks:
-    """What a rank knows of the others. It may go through the memory only once: later ranks need other memory.
+    """A rank's view of the others. It may use the memory only once: later ranks need other memory.
 
     Args:
         memory: of `make_memory`, which the caller may close afterwards.
@@ -220,7 +220,7 @@ class SharedMemoryGroup:
         self._shared.leave_step()
 
     def fail_for(self, rank: int) -> None:
-        """A rank, by its number among all ranks, has failed: all ranks of all groups leave what they wait for."""
+        """A rank, by its number among all ranks, has failed: all ranks of all groups stop waiting."""
         self._shared.abort(rank)
 
     @property

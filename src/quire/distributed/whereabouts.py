@@ -1,4 +1,6 @@
-"""Where the ranks of a machine are in their steps: who has waited for too long can say for whom, and what that does."""
+"""The places of a machine's ranks in their steps: a rank that has waited for too long can name the late rank and its
+work.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class Place(NamedTuple):
 
 
 class Whereabouts:
-    """What a rank tells about itself, and sees of the others on its machine. Any thread may look.
+    """A rank's report about itself, and its view of the others on its machine. Any thread may look.
 
     Args:
         memory: file descriptor of shared_memory.make_memory.
@@ -52,14 +54,14 @@ class Whereabouts:
         self._shared.wait_for(-1 if rank is None else rank)
 
     def all(self) -> tuple[Place, ...]:
-        """Of the ranks of this machine. It changes while any of them gets on."""
+        """Of the ranks of this machine. It changes while any of them makes progress."""
         return tuple(self._of(rank) for rank in self._others)
 
     def _of(self, rank: int) -> Place:
         return Place(*self._shared.of(rank))
 
     def late(self, pending: Sequence[int]) -> dict[int, str]:
-        """The ranks that others wait for, and what each does.
+        """The ranks that others wait for, and their work.
 
         Args:
             pending: ranks that have not ended what they were told to do.
@@ -69,7 +71,7 @@ class Whereabouts:
         return {rank: self.doing(rank) for rank in to_blame}
 
     def _last(self, rank: int) -> int:
-        """Of those that wait for each other: it waits for nobody, or for one that has been seen."""
+        """The last one of ranks that wait for each other: it waits for nobody, or for one that has been seen."""
         seen: set[int] = set()
         while rank in self._others and rank not in seen and (awaited := self._of(rank).awaited) >= 0:
             seen.add(rank)

@@ -1,7 +1,7 @@
-"""Connections between machines: whoever connects must know the cluster key. No torch.
+"""Connections between machines: a peer must know the cluster key. No torch.
 
-The key is checked on connecting, in both directions, by HMAC-SHA256 of fresh random numbers. What is sent later is
-neither encrypted nor signed: these machines need a network of their own.
+The key is checked on connecting, in both directions, by HMAC-SHA256 of fresh random numbers. Later messages are neither
+encrypted nor signed: these machines need a network of their own.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def receive_into(peer: socket.socket, memory: memoryview) -> None:
 
 
 def end(peer: socket.socket) -> None:
-    """Whoever waits for the peer stops waiting, on both sides."""
+    """Both sides stop waiting for their peer."""
     with suppress(OSError):
         peer.shutdown(socket.SHUT_RDWR)
 

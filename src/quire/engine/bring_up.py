@@ -1,4 +1,4 @@
-"""Takes workers through their life, up to the first step: they say what they have, the engine decides, they obey."""
+"""Takes workers through their life, up to the first step: they report facts, the engine decides, they obey."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def bring_up(
 
 
 def least_facts(facts: Sequence[DeviceFacts]) -> DeviceFacts:
-    """What every rank has. Raises ConfigError for ranks whose kernels are not the same."""
+    """The facts of all ranks. Raises ConfigError for ranks with different kernels."""
     first = facts[0]
     kinds = {each.isa if each.gpu is None else f"{each.isa} and {each.gpu.isa}" for each in facts}
     if len(kinds) > 1:
@@ -129,7 +129,9 @@ def least_facts(facts: Sequence[DeviceFacts]) -> DeviceFacts:
 def plan_least(
     config: EngineConfig, parts: Sequence[ModelConfig], resolved: Resolved, memories: Sequence[MemoryFacts]
 ) -> tuple[Planned, MemoryFacts]:
-    """The plan of the rank with the fewest blocks, and its memory. Raises MemoryPlanError if it is too few for one."""
+    """The plan of the rank with the fewest blocks, and its memory. Raises MemoryPlanError if not even one request
+    fits.
+    """
     memories = [with_later_bytes(resolved, part, memory) for part, memory in zip(parts, memories, strict=True)]
     plans = [
         (plan_kv_cache(config, part, resolved, memory), memory) for part, memory in zip(parts, memories, strict=True)

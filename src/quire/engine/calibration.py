@@ -1,4 +1,4 @@
-"""Measures the steps that the cost model is fitted to: some while starting, the rest while nobody waits."""
+"""Measures the steps that the cost model is fitted to: some while starting, the rest while no request waits."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class Calibration:
             cost.learn = self._learn
 
     def run(self, seconds: float) -> None:
-        """Measure what is predicted to take no longer, all together, as far as contexts are short.
+        """Measure the steps with short contexts that together are predicted to take no longer.
 
-        A KV cache that was never written has no memory of its own yet: reading it says nothing.
+        A KV cache that was never written has no memory of its own yet: reading it measures nothing.
         """
         end = self._clock() + seconds
         while self._points and self._context() <= SHORT_CONTEXT and self._predicted_seconds() <= end - self._clock():
@@ -133,7 +133,7 @@ class Calibration:
 
 
 class KeptCosts:
-    """What running steps have corrected, kept for later starts.
+    """The corrections by running steps, kept for later starts.
 
     Args:
         write: keeps constants.

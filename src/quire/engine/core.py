@@ -34,7 +34,7 @@ DEFERRED_SECONDS = 0.001  # between two looks at requests that wait for somethin
 
 
 class Preparer(Protocol):
-    """Makes what requests need beside steps: see life_cycle.WorkerExecutor."""
+    """Prepares resources of requests beside steps: see life_cycle.WorkerExecutor."""
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None: ...
 
@@ -138,7 +138,7 @@ class EngineCore:
         self._preparer.use_tokenizer(message.tokenizer, message.eos_token_ids)
 
     def _end_unprepared(self) -> None:
-        """Refuse the requests that need what cannot be made."""
+        """Refuse the requests whose resources cannot be prepared."""
         for request_id in [name for name, preparation in self._preparing.items() if preparation.done()]:
             try:
                 self._preparing.pop(request_id).result()
@@ -173,9 +173,9 @@ class EngineCore:
         self.executor.shutdown()
 
     def probe(self, rows: Sequence[tuple[int, int]]) -> tuple[Load, float] | None:
-        """Compute a step of no request: its load, and its seconds. None while there are requests, or too few pages.
+        """Compute a step without a request: its load, and its seconds. None while there are requests, or too few pages.
 
-        Raises what the executor raises.
+        Raises the executor's errors.
 
         Args:
             rows: tokens that are taken as computed, and new ones, of each.
@@ -198,9 +198,10 @@ class EngineCore:
         return bool(self._in_flight or self._refused) or self.scheduler.has_requests() or is_reading
 
     def step(self) -> list[RequestDelta]:
-        """Submit the next batch, and once `depth` are in flight, or no more can be, take in the oldest result.
+        """Submit the next batch. If `depth` batches are in flight, or no further one is possible, take in the oldest
+        result.
 
-        An executor that raises ends requests, not the loop, unless it raises EngineDeadError.
+        An error of the executor ends requests, not the loop, unless it is EngineDeadError.
         """
         self.last_record = None
         if self._preparing:
@@ -231,7 +232,7 @@ class EngineCore:
         return refused + self._update(step, result)
 
     def _step_adapters(self, adapters: AdapterRegistry) -> list[RequestDelta]:
-        """Let adapters come and go. Requests end whose adapter is lost."""
+        """Let adapters come and go. Requests with a lost adapter end."""
         assert self.scheduler.adapters is not None
         lost = adapters.step(self.scheduler.adapters)
         if lost is None:
@@ -279,17 +280,17 @@ class EngineCore:
         end = self._clock()
         self.last_record = self._record(step, result, end - arrived, end)
         if self.cost is not None and step.load is not None and step.predicted is not None:
-            # The prediction is of all stages: of a step that passes them beside others, too.
+            # The prediction covers all stages, also for a step that passes them beside others.
             seconds = end - step.start_time if self.scheduler.num_stages > 1 else self.last_record.step_seconds
             seconds -= self.last_record.draft_seconds
             self.cost.observe(step.load, step.predicted.seconds, seconds)
-        self._last_end_time = self._clock()  # what the cost model learns belongs to no step
+        self._last_end_time = self._clock()  # the time for the cost model's fit belongs to no step
         return deltas
 
     def _fail(self, step: _Step, error: Exception) -> list[RequestDelta]:
         """End the requests that made the executor raise; the others are computed again.
 
-        Where memory was missing and nobody is known to have asked for it, that is the newest one.
+        If memory was missing and the request to blame is not known, the newest one ends.
         """
         logger.error("step %d failed: %s", step.batch.step_id, error, exc_info=error)
         steps = [step, *self._in_flight]

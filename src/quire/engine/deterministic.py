@@ -67,7 +67,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _PendingStep:
-    """A result that is computed when somebody waits for it, after those submitted before."""
+    """A result that is computed when it is waited for, after the results submitted before."""
 
     executor: DeterministicExecutor
     batch: ScheduledBatch
@@ -229,7 +229,7 @@ class DeterministicExecutor:
             self._force(row, index, result)
 
     def _force(self, row: _Row, index: int, result: StepResult) -> None:
-        """Take in the tokens that alone may follow those of a row."""
+        """Take in the forced tokens of a row."""
         new, position, forced = row.new, len(row.token_ids) - 1, list[int]()
         state = row.states[position]
         while len(forced) < MAX_FORCED_TOKENS and self._forces(token := row.token_ids[-1]):
@@ -243,7 +243,7 @@ class DeterministicExecutor:
             result.forced[index] = forced
 
     def _read(self, row: _Row, slot: int, expected: int) -> None:
-        """What a row reads of another content than was written for it changes all that it computes from now on."""
+        """If a row reads other content than was written for it, all its later results change."""
         if (found := self._slots[slot]) != expected:
             row.corruption = _mix(row.corruption, found)
 
@@ -255,6 +255,6 @@ class DeterministicExecutor:
 
 
 def _logprobs(token: int, state: int, count: int) -> TokenLogprobs:
-    """Made up, but a function of what was read: the token itself and `count` others."""
+    """Made up, but a function of the read content: the token itself and `count` others."""
     others = [_mix(state, rank) % 1000 for rank in range(count)]
     return TokenLogprobs([token, *others], [-(state % 1000) / 100] * (count + 1), [1, *range(1, count + 1)])

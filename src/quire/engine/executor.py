@@ -22,8 +22,8 @@ from quire.schedule import Pending, Polled, RowsFailedError, ScheduledBatch, Ste
 logger = get_logger(__name__)
 
 LOOK_SECONDS = 0.25  # between two looks at ranks that compute
-LEAVE_SECONDS = 2.0  # for ranks to leave what they wait for, after one has failed
-GRACE_SECONDS = 1.0  # for a rank to say itself for which one it has waited for too long
+LEAVE_SECONDS = 2.0  # for ranks to stop waiting, after one has failed
+GRACE_SECONDS = 1.0  # for a rank to name itself the one that it has waited for
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class InlineExecutor:
             worker.close()
 
     def _run_on(self, rank: int, task: Callable[[], None]) -> None:
-        """Let a rank do it after the steps that were submitted, and before later ones."""
+        """Run a function on a rank, after the submitted steps and before later ones."""
         task()
 
     def _tell(self, step: Callable[[Worker], T], phase: str = "") -> list[T]:
@@ -99,8 +99,8 @@ class InlineExecutor:
 class ThreadExecutor(InlineExecutor):
     """Each worker on a thread of its own, in order: side by side, while the caller schedules the next step.
 
-    If there are several, and one takes longer for its start than an engine may, this is an EngineDeadError. So it is if
-    none gets on with a step for longer than a rank may wait.
+    With several workers, a start that takes longer than an engine may is an EngineDeadError. So is a step in which no
+    rank makes progress for longer than a rank may wait.
 
     Args:
         start_time: of the engine, on the monotonic clock; None: now.
@@ -160,7 +160,7 @@ class ThreadExecutor(InlineExecutor):
         )
 
     def _let_go(self) -> None:
-        """Wait no more for the ranks that are given up: the program may end though nobody ends the engine."""
+        """Wait no more for the ranks that are given up: the program may end before the engine is closed."""
         for rank in sorted(self._given_up):
             self.workers[rank].give_up()
             self._threads[rank].shutdown(wait=False)
@@ -205,7 +205,7 @@ class PipelineExecutor(ThreadExecutor):
 
 
 class LanesExecutor(ThreadExecutor):
-    """Workers of several lanes, which have as many each. Each gets the batch of its lane."""
+    """Workers of several lanes of equal size. Each gets the batch of its lane."""
 
     def __init__(
         self, workers: Workers, num_lanes: int, start_time: float | None = None, timeout_seconds: float = 600.0
@@ -222,7 +222,7 @@ class LanesExecutor(ThreadExecutor):
 
 
 class _Noted:
-    """A step whose result is also handed to somebody."""
+    """A step whose result is also handed to a function."""
 
     def __init__(self, pending: Pending[StepResult], note: Callable[[StepResult], None]) -> None:
         self._pending, self._note = pending, note
@@ -260,7 +260,7 @@ class _AllRanks:
 
 
 class _Patience:
-    """How long a step of several ranks is waited for: as long as any of them gets on."""
+    """Waits for a step of several ranks as long as any of them makes progress."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds, self._since = timeout_seconds, time.monotonic()
@@ -306,7 +306,7 @@ def _log_failure(future: Future[None]) -> None:
 
 
 def _results(pending: Sequence[Pending[T]]) -> list[T]:
-    """The results of all ranks, once all of them are done. Raises one error: the one that says most."""
+    """The results of all ranks, once all of them are done. Raises one error, the most informative one."""
     results: list[T] = []
     errors: list[tuple[int, Exception]] = []
     for rank, each in enumerate(pending):

@@ -1,10 +1,10 @@
-"""Ranks that somebody else has started, as torchrun does: each has a whole engine, and all schedule the same.
+"""Ranks that another program has started, such as torchrun: each has a whole engine, and all schedule the same.
 
 Each computes its part of a step. The first rank samples, and the others get its results. Before a step all compare what
 they have scheduled, so ranks that were given different requests end with an error.
 
-Ranks of a machine meet at a Unix socket. Where there are several machines, the first rank of each connects them as
-nodes do (`engine/nodes.py`), and gives each of its neighbours its connections.
+Ranks of a machine meet at a Unix socket. On several machines, the first rank of each connects them as nodes do
+(`engine/nodes.py`), and gives its neighbours their connections.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Companions:
         return self._receive(0)
 
     def watch(self, failing: Failing) -> None:
-        """Tell ranks that wait for one that has ended, from now on."""
+        """From now on, tell waiting ranks when a rank has ended."""
         ranks, poll = {peer.fileno(): rank for rank, peer in self._peers.items()}, select.poll()
         for descriptor in ranks:
             poll.register(descriptor, select.POLLRDHUP)
@@ -185,7 +185,7 @@ def placed(config: EngineConfig, *, is_server: bool) -> EngineConfig:
 
 @dataclass
 class _Met:
-    """What a rank gets of the others.
+    """A rank's connections to the others.
 
     Attributes:
         peers: to the first rank, or from the first one to all others.
@@ -198,7 +198,7 @@ class _Met:
 
 
 def _meet(rank: int, grid: Grid, config: EngineConfig, folder: Path, waiting: Callable[[str], None]) -> _Met:
-    """Connections to all ranks, and the memory of those of this machine. Raises OSError or ConfigError."""
+    """Connections to all ranks, and the memory that ranks of this machine share. Raises OSError or ConfigError."""
     until = time.monotonic() + envs.ENGINE_READY_TIMEOUT_S.get()
     name = f"\0quire-ranks-{envs.MASTER_ADDR.get()}-{envs.MASTER_PORT.get()}-{config.node_rank}"
     with ExitStack() as on_error:
@@ -240,7 +240,7 @@ def _gather(
     on_error: ExitStack,
     connect: Callable[[ExitStack], _Connections],
 ) -> _Met:
-    """The first rank of a machine waits for its neighbours, connects the machine, and gives them what is theirs."""
+    """The first rank of a machine waits for its neighbours, connects the machine, and gives them their connections."""
     neighbours: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(name)
@@ -273,7 +273,7 @@ def _gather(
 
 
 def _join(rank: int, name: str, until: float, on_error: ExitStack) -> _Met:
-    """Another rank connects to the first one of its machine, and gets what is its own."""
+    """Another rank connects to the first one of its machine, and gets its connections."""
     while True:
         peer = socket.socket(socket.AF_UNIX)
         try:
@@ -384,7 +384,7 @@ class ExternalExecutor:
         self._companions.close()
 
     def _everywhere(self, step: Callable[[], Answer | None]) -> list[Answer]:
-        """What all ranks answer. Raises the error of one that has one: of the others, some have waited for it."""
+        """The answers of all ranks. Raises the error of a failed rank; others may only have waited for it."""
         own: FromRank
         try:
             own = step() or Answer()
@@ -425,7 +425,9 @@ class _Shared:
 
 
 def _digest(batch: ScheduledBatch) -> bytes:
-    """Of all that decides about tokens, but for parameters of sampling: only the first rank samples."""
+    """The digest of everything that decides about tokens, except parameters of sampling: only the first rank
+    samples.
+    """
     rows = [(new.request_id, new.token_ids, new.block_ids, new.rope_offset) for new in batch.new_rows]
     seen = (
         batch.step_id,

@@ -1,4 +1,4 @@
-"""Loads what an engine computes with: torch, which is most of a start."""
+"""Loads the libraries of an engine: torch, which is most of a start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 def load(module: str) -> ModuleType:
     """Import a module that imports torch."""
     is_collected = gc.isenabled()
-    gc.disable()  # nothing of it is garbage, and looking takes up to a fifth of the time
+    gc.disable()  # an import leaves no garbage, and collecting takes up to a fifth of the time
     try:
         return importlib.import_module(module)
     finally:

@@ -1,7 +1,7 @@
 """The nodes of an engine that is spread over machines: node 0 lets the others in, and connects all ranks.
 
-A node says what it is. If it fits, and all others have come, it is told where its links go: each of the ranks in its
-last stage sends to a rank of the node before. Then it connects every rank of its own to node 0.
+A node describes itself. If it fits, and all others have come, it is told the ends of its links: each rank in its last
+stage sends to a rank of the node before. Then it connects every rank of its own to node 0.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def hello(config: EngineConfig, model_folder: Path, port: int = 0) -> Hello:
 
 
 def checkpoint(folder: Path, *, is_dummy: bool) -> str:
-    """Tells checkpoints apart: their files and sizes, and what config.json says."""
+    """Tells checkpoints apart: their files and sizes, and the content of config.json."""
     found = hashlib.sha256()
     files = [folder] if folder.is_file() else [] if is_dummy else sorted(folder.glob("*.safetensors"))
     for path in files:
@@ -108,7 +108,7 @@ def checkpoint(folder: Path, *, is_dummy: bool) -> str:
 
 
 def misfit(own: Hello, other: Hello) -> str | None:
-    """Why another node does not fit to this one, with both values."""
+    """Why another node does not fit this one, with both values."""
     facts = [(name, getattr(own, name), getattr(other, name)) for name in ("version", "isa", "checkpoint")]
     names = sorted(own.settings.keys() | other.settings.keys())
     facts += [(name, own.settings.get(name), other.settings.get(name)) for name in names]
@@ -126,7 +126,7 @@ class Joined:
     """The connections of node 0.
 
     Attributes:
-        homes: of each other node, whose end is that of the node.
+        homes: of each other node; a connection ends with its node.
         ranks: to each rank of another node.
         links: from each rank of another node that sends to a rank here.
     """
@@ -141,7 +141,7 @@ class Joined:
 
 
 class Starting(Protocol):
-    """Who starts the other nodes. They come to `address`, and know the key."""
+    """Starts the other nodes. They come to `address`, and know the key."""
 
     address: str
     port: int  # 0: any

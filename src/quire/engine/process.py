@@ -1,8 +1,8 @@
 """The engine process: reads messages from the API process, steps the core, answers with one message per step.
 
 Started as `python -m quire.engine.process RANKS` with one JSON line on standard input (EngineLaunch), which may come
-while the libraries are still being loaded. So many processes of further ranks load theirs beside it. The parent keeps
-the pipe open and writes no more: its end is the parent's end, however that came, and then the engine ends too.
+while the libraries are still being loaded. Beside it, RANKS processes of further ranks load theirs. The parent keeps
+the pipe open and writes no more: the pipe ends with the parent in every case, and then the engine ends too.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class EngineProcess:
         started.keep_costs()
 
     def _wait(self, started: StartedEngine) -> None:
-        """For a message, as long as it takes; what has to be done some day is done meanwhile."""
+        """Wait for a message; deferred work is done meanwhile."""
         while not self._link.wait(0.0) and started.take_memory():
             pass
         # A request that comes while a step is measured has to wait: so steps are measured only in longer pauses.
@@ -207,11 +207,11 @@ class EngineProcess:
                 self._refuse(frame, error)
 
     def _refuse(self, frame: bytes, error: Exception) -> None:
-        """Tell the front end, if the message was about a request, that this one will not be answered."""
+        """If the message was about a request, tell the front end that it will not be answered."""
         try:
             fields = msgspec.msgpack.decode(frame)
         except msgspec.MsgspecError:
-            return  # logged; nothing in it says whom it concerned
+            return  # logged; the message names no request
         request_id = fields.get("request_id") if isinstance(fields, dict) else None
         if isinstance(request_id, str):
             message = f"The engine could not take the request ({type(error).__name__})"
@@ -263,7 +263,7 @@ class EngineProcess:
 
 
 def _watch_parent(lines: SimpleQueue[bytes]) -> None:
-    """Hand on what the parent says, then wait for the end of standard input and leave at once: nobody is there."""
+    """Hand on the parent's line, then wait for the end of standard input and leave at once: the parent is gone."""
     # Not through sys.stdin: the interpreter may end, in the main thread, while this one holds its lock.
     line = b""
     while not line.endswith(b"\n"):
@@ -281,7 +281,7 @@ def _watch_parent(lines: SimpleQueue[bytes]) -> None:
 
 
 def _import_engine() -> Exception | None:
-    """Takes a second or two, in which the parent gets ready. Answers what went wrong, such as too little memory."""
+    """It takes a second or two, in which the parent gets ready. Returns the error, such as too little memory."""
     try:
         load("quire.engine.start")
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What the first rank of an engine says to the other processes of its ranks, and what they answer. Never pickled."""
+"""Messages from the first rank of an engine to the other processes of its ranks, and their answers. Never pickled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RankLaunch(msgspec.Struct, tag=True):
     """The first message to a new process. File descriptors go along with it.
 
     Attributes:
-        connection: file descriptor of what comes from the first rank.
+        connection: file descriptor of the connection from the first rank.
         memory: file descriptor of distributed.shared_memory.
         adapters: file descriptor of a connection for LoadAdapter. The answer comes there when the adapter is read.
             None: there are no adapters, as with stages.
@@ -49,7 +49,7 @@ class RankLaunch(msgspec.Struct, tag=True):
         return [self.connection, self.memory, *adapters, *self.links.values()]
 
     def with_descriptors(self, received: Sequence[int]) -> RankLaunch:
-        """The launch with what `descriptors` have become in the process that has received them."""
+        """The launch with the numbers of `descriptors` in the process that has received them."""
         own = dict(zip(self.descriptors(), received, strict=True))
         return msgspec.structs.replace(
             self,
@@ -106,7 +106,7 @@ class DropAdapter(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct, tag=True, omit_defaults=True):
-    """What a method gave, if the first rank wants to know it."""
+    """The result of a method, if the first rank wants it."""
 
     facts: DeviceFacts | None = None
     measured: Measured | None = None
@@ -117,7 +117,7 @@ class Answer(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class Report(msgspec.Struct, tag=True):
-    """How far a rank's start is, before the answer: see messages.Progress."""
+    """The progress of a rank's start, before the answer: see messages.Progress."""
 
     phase: str
     share: float

@@ -1,4 +1,4 @@
-"""What the process of a rank does: carries out what the first rank says."""
+"""The work of a rank's process: it carries out the orders of the first rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _worker(launch: RankLaunch, progress: Progress) -> DeviceWorker:
 
 
 def _answer(worker: DeviceWorker, loads: dict[str, AdapterLoad], message: ToRank) -> Answer:
-    """Carry out what the first rank says.
+    """Carry out the orders of the first rank.
 
     Args:
         loads: adapters that were read, by digest, in their order.
@@ -113,7 +113,7 @@ def _read_adapters(worker: DeviceWorker, loads: dict[str, AdapterLoad], connecti
 
 
 def _listen(connection: Connection, frames: SimpleQueue[bytes]) -> None:
-    """Hand on what the first rank says, and leave at once when it is gone: the main thread may wait for it."""
+    """Hand on the orders of the first rank, and leave at once when it is gone: the main thread may wait for it."""
     while True:
         try:
             frames.put(connection.recv_bytes(MOST_MESSAGE_BYTES))

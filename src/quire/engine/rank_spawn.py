@@ -1,7 +1,7 @@
-"""Starts the interpreters of further ranks, which load their libraries until they are told what to compute.
+"""Starts the interpreters of further ranks, which load their libraries until they get a launch.
 
-Most of a start is the import of torch. An interpreter that is started before the first rank imports it does so beside
-that.
+Most of a start is the import of torch. An interpreter that is started before this import imports torch beside the first
+rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RankInterpreter:
     def launch(self, launch: RankLaunch) -> subprocess.Popen[bytes]:
         """Let it become a rank. The caller may close the descriptors afterwards."""
         frame = encode(launch)
-        with suppress(ConnectionError), self._orders:  # whoever talks to a rank that has ended learns how
+        with suppress(ConnectionError), self._orders:  # the error of a later message says how the rank ended
             sent = socket.send_fds(self._orders, [frame], launch.descriptors())
             self._orders.sendall(frame[sent:])
         return self.process
@@ -58,10 +58,12 @@ class RankInterpreter:
 
 @contextmanager
 def spawned_ranks(count: int) -> Iterator[list[RankInterpreter]]:
-    """So many interpreters, or as many as the system allows. Those that are still in the list behind the block end."""
+    """This number of interpreters, or as many as the system allows. At the end of the block, the ones that are still in
+    the list end.
+    """
     interpreters: list[RankInterpreter] = []
     try:
-        with suppress(OSError):  # whoever lacks one tries again, and says why
+        with suppress(OSError):  # the caller that lacks one tries again, and gives the reason
             interpreters.extend(RankInterpreter() for _ in range(count))
         yield interpreters
     finally:

@@ -84,7 +84,7 @@ def start_ranks(
     Args:
         model_config: of the whole model.
         engine_index: of the replica.
-        interpreters: for ranks of this machine. Those that are used are taken out; what lacks is started.
+        interpreters: for ranks of this machine. Used ones are taken out; missing ones are started.
     """
     grid = grid_of(config)
     cpus = cpus_of_processes(config)[engine_index * grid.num_local :]
@@ -278,7 +278,7 @@ class RankProcess(OtherRank):
         self._watching.start()
 
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
-        """The results are asked for in the order of the loads, and whether one is done only of the oldest."""
+        """Results are asked for in the order of the loads, and only the oldest is asked whether it is done."""
         self.say(self.adapters, LoadAdapter(path, digest))
         return _LoadOfRank(self)
 

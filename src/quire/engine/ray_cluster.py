@@ -1,7 +1,7 @@
 """A Ray cluster that runs already: places on its machines, and our processes there.
 
-Ray reserves what a process needs and starts it. It also brings the process its settings and the cluster key, and sees
-nothing of what it says later.
+Ray reserves the resources of a process and starts it. It also brings the process its settings and the cluster key. It
+does not see later messages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.logs import get_logger
 CONNECT_SECONDS = 20.0  # for Ray to reach its cluster
 PLACE_SECONDS = 8.0  # for Ray to find machines
 HERE = 0.001  # of the resource by which Ray names a machine
-# What processes must have alike. People set others, such as HF_TOKEN, where they start Ray.
+# Variables that must be the same in all processes. Users set others, such as HF_TOKEN, where they start Ray.
 _SHARED = (envs.PP_LAYER_PARTITION, envs.ISA, envs.NUM_THREADS, envs.ENGINE_READY_TIMEOUT_S, envs.LOGGING_LEVEL)
 
 logger = get_logger(__name__)
@@ -79,7 +79,7 @@ class RayCluster:
         """Raises ConfigError if Ray has no room.
 
         Args:
-            bundles: what is reserved; those of other machines need no more than the first one.
+            bundles: the reservations; those of other machines need no more than the first one.
             is_first_here: the first bundle is on this machine.
             whom: is to be placed, for people.
             expected: of the cluster, for people.
@@ -102,7 +102,7 @@ class RayCluster:
         return self.ray.remote(work).options(scheduling_strategy=place, **options)
 
     def run(self, bundle: int, program: Sequence[str], settings: bytes, needs: Mapping[str, float]) -> tuple[Any, Any]:
-        """Start one of our processes -> the actor around it, and what will be its exit code.
+        """Start one of our processes -> the actor around it, and its future exit code.
 
         Args:
             needs: CPU, and GPU if it uses some, of what its bundle has.
@@ -114,14 +114,14 @@ class RayCluster:
         return actor, actor.run.remote(tuple(program), settings, environment, __version__)
 
     def end(self, actor: Any) -> None:
-        """At once, and with its process. Where Ray is not reached, it has ended already."""
+        """End an actor at once, with its process. If Ray is not reached, it has ended already."""
         try:
             self.ray.kill(actor)
         except Exception as error:  # in any form that Ray gives it
             logger.warning("Ray has not ended a process: %s", last_line(error))
 
     def close(self) -> None:
-        """Give the places back. Where Ray is not reached, they are lost already."""
+        """Give the places back. If Ray is not reached, they are lost already."""
         places, self._places = self._places, None
         if places is not None:
             try:
@@ -156,7 +156,7 @@ class RayCluster:
 
 
 def last_line(error: BaseException) -> str:
-    """Of what Ray says of a process that was not started or is lost."""
+    """The reason, from Ray's error about a process that was not started or is lost."""
     return _lines(error)[-1]
 
 
@@ -193,7 +193,7 @@ T = TypeVar("T")
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """On a thread whose end nobody waits for: Ray may wait without an end for a machine that does not answer."""
+    """Runs on a daemon thread: Ray may wait without an end for a machine that does not answer."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -208,7 +208,7 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
 def _connect(ray: Any) -> None:
     """Raises what Ray raises, and TimeoutError."""
-    # Outside the main thread Ray leaves the handler of SIGTERM alone, which it would take, and warns of that.
+    # Ray would take the handler of SIGTERM. Outside the main thread it does not, and warns about it.
     logging.getLogger("ray._private.worker").addFilter(lambda record: "SIGTERM handler" not in record.getMessage())
     connection = in_background(partial(ray.init, address="auto", configure_logging=False))
     try:

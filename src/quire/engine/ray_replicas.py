@@ -22,7 +22,7 @@ from quire.messages import EngineLaunch
 from quire.planning import devices
 
 REPLICA_PROGRAM = ("-m", "quire.entry.replica")  # arguments of the interpreter
-MEASURE_SECONDS = 60.0  # for machines to load Quire, and say what memory is free
+MEASURE_SECONDS = 60.0  # for machines to load Quire, and report their free memory
 
 logger = get_logger(__name__)
 
@@ -30,8 +30,8 @@ logger = get_logger(__name__)
 class RayReplicas:
     """Places for all replicas. Raises ConfigError: no Ray, no cluster, or no room.
 
-    Without --data-parallel-size-local Ray spreads the replicas over its machines. With it, each bundle is of so many
-    replicas and on a machine of its own, the first one here; the last bundle may be of fewer.
+    Without --data-parallel-size-local Ray spreads the replicas over its machines. With it, each bundle holds this
+    number of replicas, on a machine of its own, the first one here; the last bundle may hold fewer.
 
     Attributes:
         key: the cluster key.
@@ -79,7 +79,7 @@ class RayReplicas:
         return [machines.get(each // self._bundle_size) or "" for each in range(self._config.data_parallel_size)]
 
     def _measure_memory(self) -> dict[str, int]:
-        """What is free on each machine that several replicas share, before one of them begins to load."""
+        """The free memory of each machine that several replicas share, before one of them begins to load."""
         counts = Counter(self._machines())
         shared = {machine: bundle for bundle, machine in self._cluster.machines().items() if counts[machine] > 1}
         measure = devices.free_memory_bytes
@@ -95,10 +95,10 @@ class RayReplicas:
         return dict(zip(asked, found, strict=True))
 
     def start(self, index: int, launch: EngineLaunch) -> tuple[Any, Future[int]]:
-        """Start an engine -> its actor, and what will be the exit code of its process.
+        """Start an engine -> its actor, and the future exit code of its process.
 
         Args:
-            launch: without what depends on the machine.
+            launch: without the fields that depend on the machine.
         """
         machines = self._machines()
         count = max(machines.count(machines[index]), 1) if machines[index] else 1

@@ -1,4 +1,4 @@
-"""What an engine that is ready tells the front end: its settings, and how long its steps are predicted to take."""
+"""The report of a ready engine to the front end: its settings, and the predicted times of its steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_targets(schedule: SchedulerSettings, cost: CostModel, limits: Schedule
 
 
 def pace_of(cost: CostModel, limits: SchedulerLimits) -> Pace:
-    """What the front end has to know of the steps to come."""
+    """Predictions of later steps, for the front end."""
     load = cost.arithmetic.load
 
     def prompt_seconds(start: int) -> float:

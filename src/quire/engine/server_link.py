@@ -1,4 +1,4 @@
-"""What connects an engine process to its server: Unix sockets of the machine, or a connection from another one."""
+"""The link from an engine process to its server: Unix sockets of the machine, or a connection from another one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ServerLink(Protocol):
 
     @contextmanager
     def beats(self) -> Iterator[Callable[[bytes], None]]:
-        """A `send` for another thread, which drops what the server cannot take while other frames wait for it."""
+        """A `send` for another thread. It drops frames that the server cannot take while other frames wait."""
         ...
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class TcpLink:
     """A connection to a server that knows the cluster key. Raises OSError and WireError.
 
     Args:
-        on_end: called by a thread when the server is gone, or says what it must not say.
+        on_end: called by a thread when the server is gone, or sends an illegal message.
     """
 
     def __init__(self, server: ServerAddress, on_end: Callable[[], None]) -> None:

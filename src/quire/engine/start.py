@@ -39,13 +39,13 @@ from quire.planning.step_costs import (
 from quire.scheduler.from_settings import scheduler_of
 from quire.settings import Planned
 
-MOST_OVERESTIMATE = 1.5  # by which a kept calibration may be slower than a step is now
-CALIBRATION_SHARE = 0.1  # of a start, that measuring steps may add to it; the rest is measured while nobody waits
+MOST_OVERESTIMATE = 1.5  # the largest ratio by which a kept calibration may be slower than a step is now
+CALIBRATION_SHARE = 0.1  # of a start, that measuring may add; the rest is measured while no request waits
 
 
 @dataclass(frozen=True)
 class StartedEngine:
-    """A core that is ready to serve, and what it resolved to."""
+    """A core that is ready to serve, and its resolved settings."""
 
     core: EngineCore
     resolved: Planned
@@ -55,7 +55,7 @@ class StartedEngine:
     kept_costs: KeptCosts
 
     def take_memory(self) -> bool:
-        """Take a little of what will be needed; False: there is nothing to take now."""
+        """Take a little of the memory that will be needed; False: there is nothing to take now."""
         return self.executor.use_idle_time(self.core.scheduler.num_blocks_ever_used)
 
     def check_alive(self) -> None:
@@ -67,7 +67,7 @@ class StartedEngine:
         return self.calibration is not None and self.calibration.step()
 
     def keep_costs(self) -> None:
-        """Keep for later starts what running steps have corrected."""
+        """Keep the corrections by running steps for later starts."""
         self.kept_costs.keep()
 
     def ready_message(self) -> EngineReady:

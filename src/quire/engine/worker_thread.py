@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, ParamSpec, TypeVar
 
-END_SECONDS = 5.0  # for what a thread does when the program ends: it may hang
+END_SECONDS = 5.0  # for the work of a thread at the end of the program: it may hang
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -44,7 +44,7 @@ class WorkerThread:
         return future
 
     def shutdown(self, wait: bool = True) -> None:
-        """End behind what was submitted. With wait=False the thread is given up: nobody waits for it any more."""
+        """End after the submitted work. With wait=False the thread is given up, and the program ends without it."""
         with self._lock:
             _at_work.discard(self)
             self._tasks.put(None)

@@ -1,4 +1,6 @@
-"""This process' arguments as other users of the machine see them, in /proc/PID/cmdline: secrets do not stay there."""
+"""This process' arguments in /proc/PID/cmdline, which other users of the machine can read: secrets do not stay
+there.
+"""
 
 from __future__ import annotations
 

@@ -131,10 +131,10 @@ class AsyncLLM:
             self._engine.check_running()
 
     def shutdown(self) -> asyncio.Task[None]:
-        """End every stream and the engine process; without it that ends with this one.
+        """End every stream and the engine process; without this call the engine ends with this process.
 
-        A plain function, as vLLM's: what it returns may be awaited, for the last readers to hear of the end, and for
-        the processes to be gone. A thread waits for them, which may take seconds where Ray has placed them.
+        It is a plain function, like vLLM's. Its result may be awaited: then the last readers have heard of the end, and
+        the processes are gone. A thread waits for them, which may take seconds if Ray has placed them.
         """
         if self._shutdown is None:
             self._engine.close()

@@ -1,4 +1,4 @@
-"""Ctrl-C: between the steps of a loop, so that whatever a step changes, it changes whole; or as the end, at once."""
+"""Ctrl-C takes effect between the steps of a loop, so no step is left half done; or it ends the process at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTERRUPTED = 130  # the exit code of an interrupted command: 128 + SIGINT
 
 @contextmanager
 def interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Inside, SIGINT is held back until the yielded function is called, or the end, and then does what it did before.
+    """Inside, SIGINT is held back until the yielded function is called, or until the end; then its former handler runs.
 
     A second SIGINT is not held back: a step may hang. Outside the main thread nothing changes: no signal comes there.
     """
@@ -50,7 +50,7 @@ def end_at_once(number: int, clean_up: Callable[[], object]) -> NoReturn:
     """In the handler of signal `number`: say so and end the process, which would else wait for its threads.
 
     Args:
-        clean_up: what must not stay behind. It may write to standard error.
+        clean_up: removes files and processes. It may write to standard error.
     """
     try:
         # The signal may have come in the middle of a write, and a buffer is not entered twice.

@@ -1,4 +1,6 @@
-"""Starts what every way in is made of: model files, the front end's parts, the engine process and its client."""
+"""Starts the parts that all entry points share: model files, the front end's parts, the engine process and its
+client.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ MAX_SOCKET_PARENT_BYTES = 80  # 107 bytes name a Unix socket, and ours is /quire
 
 @dataclass(frozen=True)
 class FrontEndParts:
-    """What the API side knows of a model before its engine is ready."""
+    """The API side's facts about a model before its engine is ready."""
 
     model_folder: Path
     model_name: str
@@ -76,9 +78,9 @@ class FrontEndParts:
 
 
 def find_model(config: EngineConfig, progress: Progress | None, *, weights: bool) -> tuple[Path, str, ModelConfig]:
-    """The model's folder or GGUF file, name and facts; what is missing is downloaded, weights only on request.
+    """The model's folder or GGUF file, name and facts; missing files are downloaded, weights only on request.
 
-    Likewise of its drafter. The model's facts include the drafter's facts. Raises ConfigErrors.
+    The same for its drafter. The model's facts include the drafter's facts. Raises ConfigErrors.
     """
     any_architecture = config.model_impl in ("auto", "transformers")
     source = (config.revision, config.download_dir, config.hf_token, progress)
@@ -112,11 +114,11 @@ def _find_drafter(
 
 def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
     """Find (or download) the model's files and read what the front end needs. Loads no weights. Raises ConfigErrors."""
-    extension.wished_isa()  # this and the next are said before the download
+    extension.wished_isa()  # this error and the next come before the download
     check_installed(config)
     folder, name, model_config = find_model(config, progress, weights=config.load_format != "dummy")
     if config.load_format in ("auto", "safetensors") and folder.is_dir():
-        read_headers(folder)  # what is broken is told before an engine is started
+        read_headers(folder)  # errors come before an engine is started
     tokenizer = None if config.skip_tokenizer_init else read_tokenizer(config, folder)
     if tokenizer is not None and model_config.drafter is not None and model_config.drafter.head is None:
         check_same_vocabulary(tokenizer, Tokenizer.from_folder(model_config.drafter.model, config.tokenizer_mode))
@@ -162,7 +164,7 @@ def _generation_config(folder: Path) -> dict[str, Any]:
 
 
 def default_template_kwargs(config: ServerConfig) -> dict[str, Any]:
-    """Raises ConfigError for what every chat would be refused for."""
+    """Raises ConfigError for a template that would refuse every chat."""
     param = "default_chat_template_kwargs"
     try:
         return check_template_kwargs(config.default_chat_template_kwargs or {}, param)
@@ -274,7 +276,7 @@ class EngineProcessHandle:
         return self._process is not None and self._process.poll() is None
 
     def describe_end(self) -> str | None:
-        """How the process ended, for people; None while it runs and if it left by itself or was told to."""
+        """How the process ended, for people; None while it runs, and if it left by itself or on request."""
         code = self._process.poll() if self._process is not None else None
         return None if code is None or self._was_killed else how_it_ended(code)
 
@@ -290,7 +292,7 @@ class EngineProcessHandle:
         self._close_input(process)
 
     def tell_to_stop(self) -> None:
-        """Close the pipe, which the process takes as the end of this one."""
+        """Close the pipe, so the process ends as if this one had ended."""
         if self._process is not None:
             self._close_input(self._process)
 
@@ -328,7 +330,7 @@ class EngineProcesses:
         self.handles, self._places = handles, places
 
     def describe_ends(self) -> str | None:
-        """How processes ended, for people; None while all run and if they left by themselves or were told to."""
+        """How processes ended, for people; None while all run, and if they left by themselves or on request."""
         ends = (handle.describe_end() for handle in self.handles)
         return " ".join(end for end in ends if end is not None) or None
 

@@ -64,9 +64,9 @@ class Listener:
         return None if self.tls is None else _CurrentTls(self)
 
     def refresh_tls(self) -> None:
-        """Use the certificates, the key and the authorities as their files are now, for connections from now on.
+        """Read the files of certificates, key and authorities again, for connections from now on.
 
-        What cannot be used is told once, and the old ones stay: a renewal may be half-way.
+        Unusable files are logged once, and the old ones stay: a renewal may be half done.
         """
         if self.tls is None or (identity := _tls_identity(self._config)) == self._tls_identity:
             return
@@ -81,11 +81,11 @@ class Listener:
     def listen(self) -> None:
         try:
             self.socket.listen(BACKLOG)
-        except OSError as error:  # somebody else was faster between bind and here
+        except OSError as error:  # another process was faster between bind and here
             raise _cannot_listen(error, self.socket.getsockname()) from None
 
     def turn_away(self) -> None:
-        """Let nobody connect any more. Connections that were made before can still be accepted: closing resets them."""
+        """Refuse new connections. Earlier connections can still be accepted: closing would reset them."""
         if self._config.uds is None:
             _drop_new_connections(self.socket)
         else:
@@ -120,9 +120,9 @@ class Listener:
 
 
 class _CurrentTls(ssl.SSLContext):
-    """Makes connections with the listener's context of the moment.
+    """Makes connections with the listener's present context.
 
-    A context cannot be renewed itself: it takes on authorities and never gives one up, nor the sessions it may resume.
+    A context itself cannot be renewed: it takes new authorities, but never gives up an old one or its sessions.
     """
 
     def __new__(cls, listener: Listener) -> Self:
@@ -198,8 +198,9 @@ def _bind_port(host: str, port: int) -> socket.socket:
 
 
 def _drop_new_connections(listener: socket.socket) -> None:
-    """Have the system drop the first packet of every new connection, which its client sends again a second later: when
-    the port is closed, or another server's. Elsewhere than on Linux there is no such filter, and no harm in that."""
+    """Let the system drop the first packet of every new connection. Its client sends it again a second later: then the
+    port is closed, or another server has it. Only Linux has such a filter; without it nothing breaks.
+    """
     program = b"".join(struct.pack("HBBI", *instruction) for instruction in _DROP_SYN)
     buffer = ctypes.create_string_buffer(program)
     with suppress(OSError):
@@ -209,7 +210,7 @@ def _drop_new_connections(listener: socket.socket) -> None:
 
 def _bind_path(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    umask = os.umask(SOCKET_UMASK)  # so that the file never is anybody else's, not even for a moment
+    umask = os.umask(SOCKET_UMASK)  # so that no other user can open the file, not even for a moment
     try:
         _remove_stale(path)
         listener.bind(path)
@@ -230,13 +231,13 @@ def _bind_path(path: str) -> socket.socket:
 
 
 def _identity(path: str) -> tuple[int, int]:
-    """Inode numbers are given again at once; with the time of making they are not the same."""
+    """The system reuses inode numbers at once, so the time of creation is compared too."""
     status = os.stat(path)
     return status.st_ino, status.st_mtime_ns
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket of a server that was killed. Whatever else is there is left alone."""
+    """Remove the socket of a server that was killed. Any other file is left alone."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -291,7 +292,7 @@ def _tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 def _load_certificates(context: ssl.SSLContext, config: ServerConfig) -> None:
     assert config.ssl_certfile is not None, "TLS without a certificate"
     try:
-        # A key with a password is an error: nobody is there to type it.
+        # A key with a password is an error: a server has nobody to type it.
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=lambda: "")
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -314,7 +315,7 @@ def _load_certificates(context: ssl.SSLContext, config: ServerConfig) -> None:
 
 
 def _tls_identity(config: ServerConfig) -> list[tuple[int, int] | None]:
-    """What changes when a file is written or replaced; None: it is not there."""
+    """A value that changes when the file is written or replaced; None: there is no file."""
     identities: list[tuple[int, int] | None] = []
     for path in (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs):
         try:

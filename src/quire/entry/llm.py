@@ -31,7 +31,7 @@ Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
-# What else vLLM's LLM can do: named, so that a script learns why, and hasattr() says no.
+# Other methods of vLLM's LLM. A script gets the reason, and hasattr() is False.
 _ABSENT = {
     **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), "models here generate text only"),
     **dict.fromkeys(("sleep", "wake_up", "release_kv_cache_memory"), "weights and cache stay in memory until the end"),
@@ -229,7 +229,7 @@ class LLM:
             concurrency_limit: prompts searched at the same time; None: all.
         """
         params.verify()
-        limits = replace(self._inputs.limits, max_logprobs=-1)  # the width decides, not what a request may ask for
+        limits = replace(self._inputs.limits, max_logprobs=-1)  # the width decides, not the limit of a request
         inputs = InputProcessor(self._tokenizer, limits, eos_token_ids=self._inputs.eos_token_ids)
         searches = []
         for prompt in split_prompts(prompts):
@@ -253,7 +253,7 @@ class LLM:
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What generate() uses without SamplingParams: the model's generation config over vLLM's defaults."""
+        """The defaults of generate() without SamplingParams: the model's generation config over vLLM's defaults."""
         return self._inputs.default_params()
 
     def get_metrics(self) -> list[Metric]:
@@ -387,7 +387,7 @@ def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:
-    """Offline callers see only the end: build no output before it. The caller's object stays as it is."""
+    """Offline callers see only the end, so no output is built before it. The caller's object does not change."""
     own = copy.copy(params)
     if isinstance(own, SamplingParams):  # if not, the input processor refuses it
         own.output_kind = RequestOutputKind.FINAL_ONLY

@@ -33,7 +33,7 @@ UseTqdm = bool | Callable[..., Any]
 
 
 def engine_metrics(config: EngineConfig, engine: StartedEngine) -> PrometheusMetrics:
-    """What LLM.get_metrics() reads, with the names and labels that a server would show."""
+    """The metrics for LLM.get_metrics(), with the names and labels of a server."""
     from quire.metrics.prometheus import PrometheusMetrics  # slow to import, and few ask for it
 
     name = config.served_model_name[0] if config.served_model_name else config.model or DEMO_MODEL_NAME
@@ -56,7 +56,7 @@ class OfflineRunner:
     """The loop around one EngineCore.
 
     Args:
-        core: stepped only while somebody waits.
+        core: stepped only while a caller waits.
         outputs: follows the same requests.
     """
 
@@ -64,7 +64,7 @@ class OfflineRunner:
         self._core, self._outputs = core, outputs
         self._has_tokenizer = False  # the engine, for grammars
         self._finished: dict[str, tuple[RequestOutput, QuireError | None]] = {}  # until somebody collects them
-        # Outputs of unfinished requests, until somebody collects them: all deltas, and of others the newest.
+        # Outputs of unfinished requests, until they are collected: all deltas; of cumulative outputs the newest.
         self._unread: dict[str, list[RequestOutput]] = {}
         self._in_deltas: set[str] = set()  # ids of requests whose outputs are deltas
         self._operations = itertools.count()
@@ -115,7 +115,7 @@ class OfflineRunner:
             return self._collect(request_ids, use_tqdm, check_interrupt)
 
     def step(self, request_ids: Collection[str]) -> list[RequestOutput]:
-        """One step of the engine -> what is new of enqueued requests: also ends that came while others were waited for.
+        """One step of the engine -> the new outputs of enqueued requests, also ends that came during other waits.
 
         A failed request raises nothing: its output says so.
         """
@@ -195,7 +195,7 @@ class OfflineRunner:
         return [output for output, _ in results]
 
     def _step(self) -> list[RequestOutput]:
-        """One step of the engine. Returns its outputs, which stay until somebody collects them."""
+        """One step of the engine. Returns its outputs, which stay until they are collected."""
         assert self._core.has_work(), "requests are waited for that the engine does not have"
         deltas = self._core.step()
         if self._core.last_record is not None:
@@ -221,7 +221,9 @@ class OfflineRunner:
         self._in_deltas.discard(request_id)
 
     def _take_loads(self, adapters: AdapterRegistry) -> None:
-        """Hand adapters that were read to whoever waits. After Ctrl-C nobody waits: the adapter is dropped again."""
+        """Hand loaded adapters to the waiting callers. After Ctrl-C there are none, and the adapter is dropped
+        again.
+        """
         for state in adapters.take_states():
             self._outputs.metrics.on_adapter_read(state)
             if state.operation in self._loads:

@@ -34,7 +34,7 @@ class RayReplica:
     ) -> None:
         self._config, self._replicas, self._index, self._tokenizer = config, replicas, engine_index, tokenizer
         self._checkpoint = checkpoint(model_folder, is_dummy=config.load_format == "dummy")
-        # Of the last process: its actor, and what will be its exit code.
+        # Of the last process: its actor, and its future exit code.
         self._starting: Future[tuple[Any, Future[int]]] | None = None
         self._is_killed = False  # or ended, and its actor too
         self._was_killed = False  # while it ran
@@ -42,7 +42,7 @@ class RayReplica:
     def launch(self) -> ProcessClient:
         """Start a process; the one before must have ended. Raises OSError; for the first one also ConfigError.
 
-        Only for the first one it waits for Ray: later the server answers other requests meanwhile.
+        It waits for Ray only at the first start: later the server answers other requests meanwhile.
         """
         is_first = self._starting is None
         try:
@@ -74,7 +74,7 @@ class RayReplica:
         return self._starting is not None and self._end() is None
 
     def _end(self) -> Future[Any] | None:
-        """What has ended the last process: its start that failed, or its exit code. None: it may run."""
+        """The end of the last process: its failed start, or its exit code. None: it may run."""
         if self._starting is None or not self._starting.done():
             return None
         if self._starting.exception() is not None:
@@ -83,7 +83,7 @@ class RayReplica:
         return ended if ended.done() else None
 
     def describe_end(self) -> str | None:
-        """How the process ended, for people; None while it runs and if it left by itself or was told to."""
+        """How the process ended, for people; None while it runs, and if it left by itself or on request."""
         if (end := self._end()) is None or self._was_killed:
             return None
         if (error := end.exception()) is not None:
@@ -91,9 +91,9 @@ class RayReplica:
         return how_it_ended(end.result())
 
     def kill(self) -> None:
-        """End the process, even one that is stopped, and wait until its actor is gone. Its connection is closed.
+        """End the process, even a stopped one, and wait until its actor is gone. Its connection is closed.
 
-        If Ray is still asked for it, it is ended as soon as Ray answers.
+        If Ray has not answered its start yet, it is ended as soon as Ray answers.
         """
         if self._starting is None or self._is_killed:
             return

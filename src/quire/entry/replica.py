@@ -18,7 +18,7 @@ from quire.messages import EngineLaunch, Progress
 
 
 def find(launch: EngineLaunch, progress: Progress) -> tuple[Path, Path | None]:
-    """The folders of the model and of its drafter; what is missing is downloaded. Raises ConfigErrors."""
+    """The folders of the model and of its drafter; missing files are downloaded. Raises ConfigErrors."""
     config, is_dummy = launch.config, launch.config.load_format == "dummy"
     folder, _, model = find_model(config, progress, weights=not is_dummy)
     if (found := checkpoint(folder, is_dummy=is_dummy)) != launch.checkpoint:

@@ -9,7 +9,9 @@ from quire.errors import UnsupportedFieldError
 
 
 def refuse(**arguments: Any) -> None:
-    """Raise UnsupportedFieldError for what this version does not do. Nothing, in all its forms, is accepted."""
+    """Raise UnsupportedFieldError for arguments that this version does not support. Every form of "nothing" is
+    accepted.
+    """
     for name, value in arguments.items():
         items = value if isinstance(value, (list, tuple)) else [value]
         if any(item is not None and item != {} for item in items):

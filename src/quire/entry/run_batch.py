@@ -1,4 +1,6 @@
-"""`quire run-batch`: OpenAI's batch files without a server, answered by an engine that runs as long as it takes."""
+"""`quire run-batch`: OpenAI's batch files without a server, answered by an engine that runs until all lines are
+done.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ class BatchFiles:
 
     @property
     def partial(self) -> Path:
-        """What has been answered so far, in the order of the answers."""
+        """The answers so far, in their order."""
         return self.output.with_name(self.output.name + ".partial")
 
 
@@ -115,9 +117,9 @@ def run_batch(
     *,
     is_quiet: bool,
 ) -> int:
-    """Answer every line, but for those that an interrupted run has answered; the output file appears at the end.
+    """Answer every line, except those that an interrupted run has answered; the output file appears at the end.
 
-    Answers with the exit code 0, whatever the lines are. Raises QuireErrors if there is no engine, or none any more.
+    Returns the exit code 0, whatever the lines are. Raises QuireErrors if there is no engine, or none any more.
     """
     with ExitStack() as start:
         progress = start.enter_context(shown_start(is_quiet=is_quiet))
@@ -161,7 +163,7 @@ async def _run(app: Starlette, files: BatchFiles, on_ready: Callable[[], None], 
 async def _work(
     app: Starlette, state: ServerState, todo: Iterator[tuple[int, bytes]], answers: _Answers, bar: tqdm[Any]
 ) -> None:
-    """Answer one line after the other; several of these share what is to do."""
+    """Answer one line after the other; several of these tasks share the lines."""
     for number, line in todo:
         entry = await answer_line(app, entry_id(number, line), line)
         if (error := state.engine.error) is not None:

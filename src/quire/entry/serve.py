@@ -66,7 +66,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreters
         server_config = at_socket(server_config, passed)
     api_keys = _api_keys(server_config)
     check_guarded(server_config, api_keys)
-    default_template_kwargs(server_config)  # what is wrong with them is told before the download
+    default_template_kwargs(server_config)  # their errors come before the download
     device = devices.detect(extension.chosen_isa())
     name = engine_config.model or DEMO_MODEL_NAME
     display = StartDisplay(on_first=partial(show_header, name, device, has_gpu=devices.has_gpu()))
@@ -86,7 +86,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreters
 def server_settings(
     engine_config: EngineConfig, server_config: ServerConfig, parts: FrontEndParts, api_keys: tuple[str, ...] = ()
 ) -> AppSettings:
-    """What the configs say of a server, with what is known of the model. Raises ConfigErrors."""
+    """The settings of a server, from its configs and the facts of the model. Raises ConfigErrors."""
     names = engine_config.served_model_name or (parts.model_name,)
     _check_module_names(engine_config, names)
     is_hub_id = "/" in parts.model_name and not Path(parts.model_name).exists()
@@ -305,7 +305,7 @@ class ServingProcess:
         loop.call_later(self._drain_seconds, self._end_streams)
 
     def _end_streams(self) -> None:
-        """What still runs ends with an error event, not with a broken connection."""
+        """Running requests end with an error event, not with a broken connection."""
         if self._ending is None:
             if count := self._engine.num_unfinished:
                 logs.say(f"ending {count} unfinished", num_requests=count)
@@ -344,7 +344,7 @@ class ServingProcess:
             ready = await self._engine.wait_ready(ready_seconds())
         finally:
             ticker.cancel()
-            self._engine.on_progress = None  # a start after a failure is told by the log and by /readyz
+            self._engine.on_progress = None  # the log and /readyz report a start after a failure
         self._display.finish()
         tokenizer = self._parts.tokenizer
         has_chat = tokenizer is not None and bool(tokenizer.chat_templates)

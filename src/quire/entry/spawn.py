@@ -1,7 +1,7 @@
-"""Starts the interpreters of engine processes, which load their libraries until they are told what to serve.
+"""Starts the interpreters of engine processes, which load their libraries until they get a launch.
 
-Most of a start is the import of torch. An interpreter that is started before the settings are final does it beside the
-imports and the tokenizer of its parent.
+Most of a start is the import of torch. An interpreter that is started before the settings are final imports torch
+beside the imports and the tokenizer of its parent.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def end(interpreters: Iterable[EngineInterpreter]) -> None:
 
 @contextmanager
 def spawned_engines(config: EngineConfig) -> Iterator[list[EngineInterpreter]]:
-    """The same, for as long as the block runs; whoever they were handed to may have ended them before."""
+    """The same interpreters, while the block runs; the code that took them may have ended them before."""
     interpreters = spawn_engines(config)
     try:
         yield interpreters

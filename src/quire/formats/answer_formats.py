@@ -14,7 +14,7 @@ REASONING_PARSERS = ("deepseek_r1", "glm45", "granite", "mistral", "openai_gptos
 NO_PARSER = "none"
 HARMONY_TOOLS, HARMONY_REASONING = "openai", "openai_gptoss"  # one format with both
 
-# What the template of a format has, the rarer texts first.
+# Texts in the template of a format, the rarer ones first.
 _TOOL_MARKS = (
     (("<|channel|>", "functions."), HARMONY_TOOLS),
     (("<|tool_calls_section_begin|>",), "kimi_k2"),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def vocabulary(tokenizer: str, eos_token_ids: Sequence[int], vocab_size: int) -> LLTokenizer:
-    """What grammars are compiled for. It holds Python's lock: 20 ms for 4,000 tokens, about 0.8 s for 150,000.
+    """The vocabulary that grammars are compiled for. It holds Python's lock: 20 ms for 4,000 tokens, 0.8 s for 150,000.
 
     Args:
         tokenizer: the content of a tokenizer.json.

@@ -1,7 +1,7 @@
 """Parts of a recursive schema that no value satisfies, because they have to contain themselves.
 
-llguidance leaves out what contradicts itself, but not what has no end: a model that begins such a part goes on until
-max_tokens. So these parts are taken out of a schema, and a schema that is such a part is refused.
+llguidance leaves out parts that contradict themselves, but not parts without an end: a model that begins such a part
+goes on until max_tokens. So these parts are taken out of a schema, and a schema that is such a part is refused.
 
 A state is a set of schemas that hold for one value together. It can end in one of its ways: with one alternative of
 each `anyOf`, `oneOf` and `enum`, as one kind of value, in which each part that has to be there is in a state that can

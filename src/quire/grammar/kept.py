@@ -12,7 +12,7 @@ MAX_KEPT = 256  # grammars
 
 
 class Kept(Generic[T]):
-    """Values by the text of their grammar. The one that was asked for longest ago goes first. Threads may share it.
+    """Values by the text of their grammar. The least recently used one goes first. Threads may share it.
 
     Args:
         max_bytes: of all values and texts together.
@@ -46,7 +46,7 @@ class Kept(Generic[T]):
                 del self._values[text]
 
     def shrink(self) -> None:
-        """Keep to the bounds, after values have grown. The value that was asked for last stays."""
+        """Keep to the bounds, after values have grown. The most recently used value stays."""
         with self._lock:
             sizes = [self._num_bytes(text, value) for text, value in self._values.items()]
             num_bytes = sum(sizes)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # All rows of a compiled grammar share its lexer, which grows with their tokens: with [ab]*a[ab]{20}c by 4 states and
 # 2 KB a token. So a grammar is compiled anew after this number of tokens, and later if its text is long.
 _MAX_TOKENS = 10_000
-_MAX_BYTES = 256 << 20  # of the compiled grammars that are kept for requests; as much of those that were used last
+_MAX_BYTES = 256 << 20  # of the compiled grammars that are kept for requests; the same for the most recently used ones
 _BYTES_PER_TOKEN = 2 << 10
 _BYTES_OF_FULL_LEXER = 35 << 20
 _BYTES_PER_CHARACTER = 90  # of the text; objects need most, an enum 30
@@ -42,7 +42,7 @@ class _Compiled:
 
 
 class RowGrammar:
-    """A request's place in its grammar: what its output may go on with.
+    """A request's place in its grammar: the tokens that may come next.
 
     Args:
         grammars: compile the text again when the lexer that this row shares with others is full.
@@ -68,7 +68,7 @@ class RowGrammar:
         self.matcher.consume_token(token_id)
 
     def take_forced(self, most: int) -> list[int]:
-        """Take in the tokens that alone may come next, as long as there is one: the masks would allow nothing else."""
+        """Take in the forced tokens, as long as there is one: the masks would allow nothing else."""
         token_ids: list[int] = []
         most *= self._forces
         while len(token_ids) < most and not self.matcher.is_stopped() and (forced := self.matcher.compute_ff_tokens()):
@@ -117,9 +117,9 @@ class Preparation:
 class Grammars:
     """Compiles grammars on a thread of its own, for requests that wait beside the queue.
 
-    What is compiled for a request is kept until the request ends. A further grammar is compiled when those that
-    are kept so have room for it: see _MAX_BYTES. Besides, the last ones are kept for requests to come. So a step waits
-    for a grammar only if the lexer of a row is full.
+    A compiled grammar is kept until its request ends. A further grammar is compiled when the kept ones leave room for
+    it: see _MAX_BYTES. Besides, the last ones are kept for requests to come. So a step waits for a grammar only if the
+    lexer of a row is full.
 
     Args:
         vocab_size: of the logits.
@@ -153,7 +153,7 @@ class Grammars:
         return preparation
 
     def begin_next(self, asking: Preparation) -> None:
-        """Begin what waits, in order, if there is room. Only the first one asks: the others come behind it."""
+        """Begin waiting grammars, in order, if there is room. Only the first one asks: the others come after it."""
         while self._waiting and asking is self._waiting[0] and self._has_room():
             self._waiting.popleft()
             self._begun.add(asking)

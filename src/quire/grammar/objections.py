@@ -1,4 +1,4 @@
-"""What llguidance itself says against a grammar or a schema."""
+"""llguidance's own objections to a grammar or a schema."""
 
 from __future__ import annotations
 

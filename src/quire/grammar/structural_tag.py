@@ -19,7 +19,7 @@ _SPACE = r"[ \t\r\n]*"
 def tag_grammar(asked: Any, special_ids: Mapping[str, int], json_rule: Callable[[Any], str]) -> str:
     """The grammar of a structural tag.
 
-    Raises ValueError with the reason, and what Python raises for a value of the wrong type.
+    Raises ValueError with the reason, and Python's errors for a value of the wrong type.
 
     Args:
         asked: {"format": ...}, or the older {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
@@ -184,7 +184,7 @@ class _Grammar:
         return f"({' | '.join(begun)}) {rest} | {' | '.join(ends)}"
 
     def _tails(self, form: Form) -> dict[str, str]:
-        """What comes behind triggers, by the trigger. A special token at the start of one is the trigger."""
+        """The forms after triggers, by the trigger. A special token at the start of one is the trigger."""
         tails: dict[str, list[str]] = {}
         for tag in form["tags"]:
             trigger = next((each for each in form["triggers"] if each and tag["begin"].startswith(each)), None)

@@ -28,14 +28,14 @@ _UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*)")
 _WHITESPACE = r"\r?\n?[ \t]{0,40}"  # bounded: a model in doubt would write spaces until max_tokens
 _TAG_FORM = '{"format": ...} or {"structures": [{"begin", "schema", "end"}], "triggers": [...]}'
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: (\[.*\])")
-# What an element is held to that nothing else of the schema has looked at; what would look at all others; and what may
-# look at some in a way that cannot be seen here.
+# Keywords for elements that no other keyword has evaluated; keywords that evaluate all others; and keywords that may
+# evaluate some, which cannot be seen here.
 _UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 _APPLICATORS = {
     "$dynamicRef", "$ref", "additionalItems", "allOf", "anyOf", "contains", "dependentSchemas", "else", "if", "not",
     "oneOf", "then",
 }  # fmt: skip
-# Grammars by what was asked for. To make and check that of a schema of 200 keys takes 9 ms.
+# Grammars by what was asked for. To make and check the grammar of a schema of 200 keys takes 9 ms.
 _grammars: Kept[str] = Kept(16 << 20, lambda asked, grammar: 4 * (len(asked) + len(grammar)))
 
 
@@ -127,12 +127,12 @@ def _either(texts: Sequence[str], special_ids: Mapping[str, int]) -> str:
 
 
 def _reason_of(schema: Any) -> str:
-    """What llguidance says against a schema alone; empty: nothing."""
+    """llguidance's objection to a schema alone; empty: none."""
     return next((_reason(why, schema) for why in objections_to_schema(schema)), "")
 
 
 def _reason(message: str, schema: Any) -> str:
-    """What llguidance says of a schema, with the places that it means."""
+    """llguidance's message about a schema, with the places that it means."""
     if found := _UNKNOWN_KEYS.fullmatch(message):
         names = json.loads(found[1])
         paths = [path for name in names for path in _paths(schema, name)] or names  # a $ref leads out of the schema
@@ -247,7 +247,7 @@ def _evaluated(schema: Any) -> Any:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema, with additionalProperties false for every object that does not say."""
+    """The schema, with additionalProperties false for every object that leaves it open."""
     closed = json.loads(json.dumps(schema))  # a value that stands in two places becomes two
     for _, each in subschemas(closed):
         if "properties" in each or each.get("type") == "object":

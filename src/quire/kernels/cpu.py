@@ -173,7 +173,7 @@ def packed_weight(
 
 
 def gemm(x_MK: Tensor, weight: Any, bias_N: Tensor | None, out_MN: Tensor, adapters: RowAdapters | None = None) -> None:
-    """out = x @ weight.T + bias, plus what adapters add. Rows of x and out may be strided.
+    """out = x @ weight.T + bias, plus the additions of adapters. Rows of x and out may be strided.
 
     The last dimension is contiguous. `weight`: from `packed_weight`.
     """
@@ -368,7 +368,7 @@ def exchange(
 
 
 def advise_huge_pages(x: Tensor) -> None:
-    """Ask the operating system for huge pages for a large contiguous CPU tensor that nobody has written yet.
+    """Ask the operating system for huge pages for a large contiguous CPU tensor that is not written yet.
 
     The system may ignore this hint. Without the extension nothing happens.
     """
@@ -386,7 +386,7 @@ def norm(
     weight_offset: float,
     out_TD: Tensor,
 ) -> None:
-    """See ops.rms_norm, ops.layer_norm (with a bias) and what adds to a residual. Rows may be strided."""
+    """See ops.rms_norm, ops.layer_norm (with a bias), and their forms with a residual. Rows may be strided."""
     _C.Norm(
         x=x_TD,
         residual=residual_TD,

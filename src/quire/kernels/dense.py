@@ -98,7 +98,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
     adapters: RowAdapters | None = None,
 ) -> Tensor:
-    """y_TN = x_TK @ weight.T + bias_N, plus what adapters add, in float32, rounded once to the output dtype.
+    """y_TN = x_TK @ weight.T + bias_N, plus the additions of adapters, in float32, rounded once to the output dtype.
 
     x has the weight's dtype. The output has the dtype of `out`, or `out_dtype`, or else x's. Rows of x and of `out` may
     be strided. The bias may have any of the three dtypes. Plain torch rounds to x's dtype first.

@@ -56,7 +56,7 @@ class PackedStack:
         return cpu.expert_stack(replace(self.weight, N=self.N).panels, self.E)
 
     def tensors(self, e: int) -> list[Tensor]:
-        """All that is held of one expert, without a copy. Whoever writes to it changes the expert."""
+        """All data of one expert, without a copy. Writing to it changes the expert."""
         order_EK = _order(self.weight)
         return [*_tensors(self.expert(e)).values(), *([] if order_EK is None else [order_EK[e]])]
 

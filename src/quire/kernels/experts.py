@@ -92,8 +92,8 @@ def expert_linear(
 ) -> Tensor:
     """y_PN = a row of x @ weight.T + bias of the expert of each pair, in the order of routing.order_P.
 
-    The arithmetic of a row is that of `linear`, `fp8_linear` and `grouped_linear`. The output has x's dtype or
-    `out_dtype`, rounded once.
+    A row has the arithmetic of `linear`, `fp8_linear` and `grouped_linear`. The output has x's dtype or `out_dtype`,
+    rounded once.
 
     Args:
         x: any of the three dtypes, for a dense stack its dtype; rows may be strided.

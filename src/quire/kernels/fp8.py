@@ -143,7 +143,7 @@ def fp8_linear(
     out: Tensor | None = None,
     adapters: RowAdapters | None = None,
 ) -> Tensor:
-    """y_TN = x @ weight.T + bias_N, plus what adapters add. A group is summed over x and codes in float32, then scaled.
+    """y_TN = x @ weight.T + bias_N, plus the additions of adapters. Groups are summed in float32, then scaled.
 
     If `quantizes_activations` is true, x is quantized first, with a scale per row. It comes as Fp8Rows if the caller
     has done that. The output has x's dtype or `out_dtype`, rounded once. `out` takes the result if x is not quantized.

@@ -131,7 +131,7 @@ def grouped_linear(
     out: Tensor | None = None,
     adapters: RowAdapters | None = None,
 ) -> Tensor:
-    """y_TN = x @ weight.T + bias_N, plus what adapters add in float32, rounded once.
+    """y_TN = x @ weight.T + bias_N, plus the additions of adapters in float32, rounded once.
 
     The output has x's dtype or `out_dtype`. `out` takes the result.
 

@@ -1,8 +1,8 @@
 """Products of each head with a matrix of its own, packed once: latent attention.
 
 CPU tensors use the compiled kernels, other tensors plain torch, which is cuBLAS on a GPU, or Triton if results must be
-deterministic. The arithmetic is that of `dense.linear`, head by head.
-Dimensions: T tokens, H heads, K in-features, N out-features of a head.
+deterministic. The arithmetic is the same as in `dense.linear`, head by head. Dimensions: T tokens, H heads, K
+in-features, N out-features of a head.
 """
 
 from __future__ import annotations

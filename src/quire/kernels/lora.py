@@ -147,7 +147,7 @@ def pack_delta(a_RK: Tensor, b_NR: Tensor, scale: float, *, looks_up: bool = Fal
 
 @dataclass(frozen=True, slots=True)
 class SlotRow:
-    """What an adapter adds to each part of a layer: its row of a table, and the deltas that it points to."""
+    """The additions of an adapter to each part of a layer: its row of a table, and the deltas that it points to."""
 
     deltas: list[PackedDelta | None]
     words_P4: Tensor
@@ -223,7 +223,7 @@ class LoraTable:
         (self._filled.discard if all(delta is None for delta in row.deltas) else self._filled.add)(slot)
 
     def set(self, slot: int, deltas: Sequence[PackedDelta | None]) -> None:
-        """What the adapter in a slot adds to each part."""
+        """The deltas of the adapter in a slot, for each part."""
         self.put(slot, self.row(deltas))
 
     def clear(self, slot: int) -> None:
@@ -233,7 +233,7 @@ class LoraTable:
 
 @dataclass(frozen=True)
 class RowAdapters:
-    """The adapters of the rows of a product, and what they add.
+    """The adapters of the rows of a product, and their additions.
 
     Attributes:
         slots_T: int32 in [-1, S); -1: the row has none.

@@ -402,7 +402,7 @@ def forbid_tokens(logits_RV: Tensor, masks_MW: Tensor, rows_M: Tensor) -> None:
     """Set float32 logits to -inf in place where a mask forbids the token.
 
     Bit i of word w of an int32 mask is 1 if token 32 w + i is allowed. rows: int32, the row of logits of each mask, in
-    [0, R); a row may have several masks, and what each of them allows is left.
+    [0, R); a row may have several masks, and a token is allowed if all of them allow it.
     """
     _check_logits(logits_RV)
     M = rows_M.shape[0]

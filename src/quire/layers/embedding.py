@@ -22,7 +22,7 @@ from quire.quantization.select import select_scheme
 
 
 class Lookup(ABC):
-    """Row lookup, with what the adapters of the rows add."""
+    """Row lookup, with the additions of the rows' adapters."""
 
     lora: LoraTable | None = None  # None: no adapter may
 

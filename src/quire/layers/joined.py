@@ -1,4 +1,4 @@
-"""Layers whose outputs are cut over ranks, which join what they have before and after.
+"""Layers whose outputs are cut over ranks. Ranks join inputs before, and outputs after.
 
 Dimensions: T tokens, K in-features, N out-features, D hidden, V vocabulary.
 """

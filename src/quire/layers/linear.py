@@ -53,7 +53,7 @@ class Linear:
         bias_shapes = [(num_outputs,) for _, num_outputs in shape.shards]
         self._bias_tensor = ShardedTensor(bias_shapes, dtype) if shape.bias else None
         self._share = shape.share
-        # Says what the checkpoint has; it never holds anything.
+        # Describes the checkpoint's tensors; it never holds anything.
         self._whole = None if shape.share is None else Linear(shape.whole(), dtype=dtype, scheme=scheme)
         self._apply: Callable[..., Tensor] = scheme.apply
 
@@ -64,7 +64,7 @@ class Linear:
         out: Tensor | None = None,
         adapter_slots_T: Tensor | None = None,
     ) -> Tensor:
-        """The product, with what the adapters of the rows add.
+        """The product, with the additions of the rows' adapters.
 
         Args:
             x_TK: may be quantized already if `quantizes` is true for it.
@@ -100,7 +100,9 @@ class Linear:
         self._apply = watched
 
     def slots(self) -> WeightSlots:
-        """The slots of the checkpoint's tensors, named `<shard>.<tensor>`. A slot takes what is ours of its tensor."""
+        """The slots of the checkpoint's tensors, named `<shard>.<tensor>`. A slot takes this rank's part of its
+        tensor.
+        """
         named = dict(self.tensors)
         if self._bias_tensor is not None:
             named["bias"] = self._bias_tensor
@@ -149,7 +151,9 @@ class Linear:
             self._loader(tensor, index)(part)
 
     def _extent(self, tensor: ShardedTensor, name: str, shapes: tuple[tuple[int, ...], ...]) -> Extent | None:
-        """What `_load_share` reads of a tensor with one of these shapes. None: parts of its rows, or all of it."""
+        """The part of a tensor with one of these shapes that `_load_share` reads. None: parts of its rows, or all of
+        it.
+        """
         assert self._share is not None
         own: list[range] = []
         for index in (index for index, (shard, _) in enumerate(self.shards) if shard == name):

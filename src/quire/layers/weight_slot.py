@@ -14,18 +14,20 @@ from quire.quantization.scheme import FLOATS
 
 @dataclass(frozen=True)
 class Extent:
-    """What a rank reads of a tensor.
+    """The part of a tensor that a rank reads.
 
     Attributes:
         num_rows: the tensor has as many parts of equal size, one after the other.
-        own: those that are read.
+        own: the parts that are read.
     """
 
     num_rows: int
     own: tuple[range, ...]
 
     def byte_ranges(self, begin: int, end: int) -> list[range]:
-        """The places in a file of what is read of a tensor from `begin` to `end`, in order and without neighbours."""
+        """The places in a file of the parts that are read of a tensor from `begin` to `end`, in order; neighbours are
+        joined.
+        """
         row_bytes, found = (end - begin) // self.num_rows, list[range]()
         for rows in sorted(self.own, key=lambda each: each.start):
             first, last = begin + rows.start * row_bytes, begin + rows.stop * row_bytes
@@ -89,10 +91,10 @@ class StackedSlots:
 
 
 def parts_of_all(tensor: Tensor, slots: Sequence[StackedSlots], *, is_transposed: bool) -> list[Tensor] | None:
-    """What each of some slots takes of a tensor of all E experts: views [E, ...]. None: it has another shape.
+    """The part of each slot in a tensor of all E experts: views [E, ...]. None: the tensor has another shape.
 
     Where a number may stand for a whole tensor, there may be one for all, one for each expert, or one for each expert
-    and slot. A scale for each row may lack the dimension of one column, or have it before that of the rows.
+    and slot. A scale for each row may lack the dimension of one column, or have it before the dimension of the rows.
     """
     E, num_slots = slots[0].num_experts, len(slots)
     shape = tuple(tensor.shape)

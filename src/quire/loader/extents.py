@@ -1,4 +1,4 @@
-"""Which bytes of a checkpoint are read: a rank needs some rows of a tensor."""
+"""The bytes of a checkpoint that are read: a rank needs some rows of a tensor."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ LEAST_CUT_BYTES = 256 << 10  # smaller tensors are read whole: pages, and reques
 
 
 def all_of(name: str) -> Extent | None:
-    """The extent of every tensor for somebody who reads all."""
+    """The extent of every tensor if all of it is read."""
     return None
 
 
 def ranges_read(entry: TensorEntry, extent: Extent | None) -> list[range]:
-    """The places in the file of what is read of a tensor, in order."""
+    """The places in the file of the read parts of a tensor, in order."""
     if extent is None or entry.end - entry.begin < LEAST_CUT_BYTES:
         return [range(entry.begin, entry.end)] if entry.end > entry.begin else []
     return extent.byte_ranges(entry.begin, entry.end)

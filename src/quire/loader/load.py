@@ -45,8 +45,8 @@ def load_model(
         device: the model's device and attention backend.
         progress: called with ("load", fraction, text with the bytes).
         target: of a head that drafts; a native model.
-        group: the ranks that share the model; the config is that of this rank's part.
-        before: brings the input, if the config is that of a stage behind the first one.
+        group: the ranks that share the model; the config describes this rank's part.
+        before: brings the input, if the config describes a stage after the first one.
         dispatch: brings rows to experts, if lanes share them.
 
     Raises:

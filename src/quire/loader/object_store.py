@@ -40,7 +40,7 @@ from quire.resolve import shown_bytes
 SCHEMES = ("s3://", "gs://", "az://")
 MANIFEST = ".objects.json"  # of a mirror with holes
 LEAST_PIECE_BYTES, PIECE_BYTES = 1 << 20, 8 << 20  # of one request
-CHUNK_BYTES = 64 << 10  # that come from the client library at once; the heap has these, and maps larger ones anew
+CHUNK_BYTES = 64 << 10  # pieces of the client library; the heap holds these, and maps larger ones anew
 NUM_READERS = 16  # requests at once
 AHEAD = 0.1  # of a file is read ahead, at most 128 MiB
 FIRST_BYTES = 1 << 20  # of a file of weights: most headers are shorter
@@ -56,7 +56,7 @@ T = TypeVar("T")
 _URL = re.compile(r"(?:s3|gs|az)://[A-Za-z0-9][\w.-]*(?:/[^/?#@\\\0]+)*/?", re.ASCII)
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 _SECRETS = re.compile(r"(?:AWS|AZURE|GOOGLE)_.*(?:KEY|TOKEN|SECRET|SAS|ACCOUNT)", re.IGNORECASE)
-# What Python's HTTP client would not do with a signed URL: the library's proxies, headers, certificates, no signature.
+# Settings that a signed URL cannot follow: the library's proxies, headers, certificates, no signature.
 _OF_THE_LIBRARY = re.compile(r"(?:AWS|AZURE|GOOGLE)_.*(?:PROXY|HEADERS|CERTIFICATES|SKIP_SIGNATURE)", re.IGNORECASE)
 _ENDPOINTS = (
     *("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
@@ -66,7 +66,7 @@ _ACCESS = "Set the credentials in the environment (docs/object-stores.md); AWS_S
 
 
 def is_stored(name: str | None) -> bool:
-    """Whether a name is that of something in an object store."""
+    """Whether a name means an object or a folder in an object store."""
     return name is not None and name.startswith(SCHEMES)
 
 
@@ -124,8 +124,8 @@ class StoredObject:
     def signed_url(self, seconds: float) -> str:
         """An http:// or https:// URL that anybody may read so long.
 
-        Raises NotImplementedError if the environment asks for something that only the client library does, and what the
-        library raises if it cannot sign.
+        Raises NotImplementedError if the environment asks for something that only the client library does, and the
+        library's errors if it cannot sign.
         """
         from urllib.request import getproxies
 
@@ -326,7 +326,7 @@ def mirrors() -> Path:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """While no other process makes the same mirror."""
+    """Runs the block while no other process makes the same mirror."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -416,9 +416,9 @@ def _pieces(source: StoredObject) -> Iterator[Bytes]:
 
 
 def fill_ahead(source: StoredObject, parts: Iterable[tuple[int, Sequence[Bytes], T]]) -> Iterator[T]:
-    """Read parts of an object, and yield in order what is filled. The next ones are read meanwhile.
+    """Read parts of an object, and yield the filled ones in order. The next ones are read meanwhile.
 
-    A signed URL gives what it can; the client library reads the rest, repeats its requests, and names errors.
+    The client library reads the bytes that a signed URL does not give, repeats its requests, and names errors.
 
     Args:
         parts: (place of the first byte, buffers, what to yield when they are full). Each is taken when its request is
@@ -454,7 +454,7 @@ def fill_ahead(source: StoredObject, parts: Iterable[tuple[int, Sequence[Bytes],
 
 
 def _behind(buffers: Sequence[Bytes], count: int) -> list[Bytes]:
-    """What is left of buffers behind their first `count` bytes."""
+    """The rest of buffers after their first `count` bytes."""
     left = []
     for each in buffers:
         if count < len(each):

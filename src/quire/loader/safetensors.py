@@ -22,7 +22,7 @@ from quire.messages import Progress
 from quire.resolve import shown_bytes
 
 READ_AHEAD_BYTES = 64 << 20  # the operating system is asked to read these bytes ahead
-ASK_BYTES = 128 << 10  # at once: Linux reads no more than its own read-ahead of what one call asks for
+ASK_BYTES = 128 << 10  # at once: for one call, Linux reads at most its own read-ahead
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Checkpoint:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) in file order. Each is a view of the mapped file: read or copy it, never write to it.
 
-        Only what `extent_of` says may be read of a tensor. What else it holds is not defined.
+        Only the parts of a tensor in `extent_of` may be read. The other bytes are not defined.
 
         The iteration gives the pages of earlier tensors back to the system, so that mapped and packed weights are not
         in memory together. A view that is kept longer is read from the page cache again.
@@ -121,7 +121,7 @@ class _PageAdvice:
     """Tells the operating system which pages of a mapping come next and which are done, if it has madvise.
 
     Args:
-        parts: what will be read of each tensor, in file order.
+        parts: the bytes of each tensor that will be read, in file order.
     """
 
     def __init__(self, mapped: mmap.mmap, parts: Sequence[Sequence[range]]) -> None:

@@ -3,8 +3,8 @@
 With TLS Python reads at most 16 KiB at a time, and gives its interpreter's lock away each time. Many threads would
 fight for it. So few of them read at once, and never one whose bytes have not come (benchmarks/NOTES.md).
 
-This is only the faster way. It stops at whatever is unlike what was asked for, and its caller reads the rest with the
-client library, which repeats requests and names errors. No torch.
+This is only the faster way. It stops at any unexpected answer, and its caller reads the rest with the client library,
+which repeats requests and names errors. No torch.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from quire.loader.object_store import NUM_READERS, Bytes, StoredObject, fill_ahe
 from quire.loader.safetensors_headers import TensorEntry
 
 HEAP_BYTES = 1 << 20  # of a tensor that the heap has; the heap would keep the memory of larger ones
-REUSE = 1.25  # of what is in memory at once is memory that is used again
+REUSE = 1.25  # the share of the bytes in memory that is memory used again
 NEAR = 4  # times what is read ahead: a tensor so near to one of its size may get its memory
 
 _Found: TypeAlias = tuple[TensorEntry, torch.Tensor]
@@ -25,12 +25,12 @@ _Found: TypeAlias = tuple[TensorEntry, torch.Tensor]
 def stream_tensors(
     source: StoredObject, entries: Sequence[TensorEntry], extent_of: ExtentOf = all_of
 ) -> Iterator[_Found]:
-    """Yield (entry, tensor) in the order of the entries, which is that of their places.
+    """Yield (entry, tensor) in the order of the entries, which are in the order of their places.
 
-    Only what `extent_of` says is read. What else a tensor holds is not defined.
+    Only the parts in `extent_of` are read. The other bytes of a tensor are not defined.
 
-    A request has neighbours, or a part of a large tensor. Beside the tensors that the caller keeps, memory holds what
-    is read ahead, tensors that are packed together, and a quarter of that again. Raises like `fill_ahead`.
+    A request has neighbours, or a part of a large tensor. Beside the tensors that the caller keeps, memory holds the
+    bytes read ahead, tensors that are packed together, and a quarter of both. Raises like `fill_ahead`.
     """
     piece = piece_bytes(source.size)
     ahead = NUM_READERS * piece
@@ -56,7 +56,7 @@ def _recurring_sizes(entries: Sequence[TensorEntry], near: int) -> set[int]:
 def _parts(
     entries: Sequence[TensorEntry], extent_of: ExtentOf, piece: int, memory: _Memory
 ) -> Iterator[tuple[int, list[Bytes], list[_Found]]]:
-    """What to ask for, at most `piece` bytes at once: (place, memory of the bytes, tensors that are whole then)."""
+    """The requests, of at most `piece` bytes each: (place, memory of the bytes, tensors that are whole then)."""
     begin = end = 0
     buffers: list[Bytes] = []
     whole: list[_Found] = []
@@ -86,7 +86,7 @@ class _Memory:
     """Memory for tensors. That of tensors that are gone is used again: new pages cost more than writing to them.
 
     Args:
-        num_bytes: how much is remembered. More is given back when its tensor is gone.
+        num_bytes: the memory that is kept. More is given back when its tensor is gone.
         sizes: of tensors whose memory is remembered.
     """
 

@@ -51,7 +51,7 @@ _MAKE_SAFETENSORS = "If you trust the file, load it with PEFT and save it with s
 
 @dataclass(frozen=True)
 class AdapterModule:
-    """What an adapter adds to a weight, without its numbers.
+    """The delta of an adapter for a weight, without its numbers.
 
     Attributes:
         name: of a shard in Hugging Face's checkpoints: `model.layers.0.self_attn.q_proj`. EMBEDDINGS is the lookup,
@@ -78,7 +78,7 @@ class AdapterModule:
 
 @dataclass(frozen=True)
 class FileStamp:
-    """What the system notes of a file's content. Whoever writes to it or replaces it changes the stamp.
+    """The system's marks of a file's content. Writing to it or replacing it changes the stamp.
 
     Programs can set the time of the last write, but not `changed_ns`. A change through a shared mapping that was made
     before the stamp was taken need not be noted.
@@ -128,7 +128,7 @@ class AdapterFile:
         stamps: of its files.
         is_settled: the stamps prove from now on that the files are unchanged.
         digest: SHA-256 over names, factors and the tensors as they are in the file. Empty until all tensors are read.
-            Whoever knows that the content is that of an earlier reading sets it first. Then nothing is checked again.
+            Code that knows that the content equals an earlier reading sets it first. Then nothing is checked again.
     """
 
     def __init__(

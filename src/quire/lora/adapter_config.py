@@ -21,7 +21,7 @@ MAX_RANK = 1 << 20
 _SAVE_AGAIN = "Save the adapter again with PEFT"
 _MAX_NAME_CHARS = 64  # of a field, in an error
 
-# What leaves the base's weights and the formula as they are.
+# Values that leave the base's weights and the formula as they are.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 # Fields that are read, that only training reads, or that say who made the adapter. fan_in_fan_out is about the form of
 # the base's weight; A and B have one form.

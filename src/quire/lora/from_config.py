@@ -1,4 +1,4 @@
-"""The settings of adapters that a config asks for, and what they do not go with."""
+"""The settings of adapters that a config asks for, and the settings that they exclude."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def lora_settings(config: EngineConfig, model: ModelConfig, form: ModelSettings,
 
     Args:
         form: of the model.
-        record: gets what was chosen.
+        record: gets the chosen values.
     """
     if not config.enable_lora:
         return None

@@ -91,7 +91,7 @@ class AdapterLoader(Generic[T]):
     def _run(self) -> None:
         _step_back()
         while True:
-            self._tasks.get()()  # no name holds the task, and so its adapter, while the next one is waited for
+            self._tasks.get()()  # no name holds the task and its adapter during the wait for the next one
 
 
 def _step_back() -> None:

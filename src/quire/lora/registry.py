@@ -1,4 +1,4 @@
-"""Which adapters an engine knows, which of them are in memory, and what is read next. No torch.
+"""The adapters that an engine knows, those in memory, and the next ones to read. No torch.
 
 An adapter is its digest. It is known from the end of its LoadAdapter until it is unloaded and its last request has
 ended. Reading is the work of the workers' loader thread: nothing here waits for it.
@@ -61,7 +61,7 @@ class _Adapter:
 
 @dataclass(slots=True)
 class _Read:
-    """What the loader thread does: for a LoadAdapter, or for requests that wait for a digest."""
+    """The work of the loader thread: for a LoadAdapter, or for requests that wait for a digest."""
 
     loading: Polled[AdapterFacts]
     path: str
@@ -81,9 +81,9 @@ class Unreadable:
 class AdapterRegistry:
     """At most `most` adapters are in memory or being read, and one more while its memory is exchanged for another's.
 
-    What runs stays there, and so does what preempted requests need and nobody has registered any more. The other
-    places go to the most urgent adapters of waiting requests, and what is left to those used last. Reading for requests
-    and for LoadAdapters takes turns.
+    Adapters of running requests stay there, and so do unregistered ones that preempted requests need. The other places
+    go to the most urgent adapters of waiting requests, and the rest to the most recently used ones. Reading for
+    requests and for LoadAdapters takes turns.
 
     Args:
         clock: monotonic seconds.
@@ -135,10 +135,10 @@ class AdapterRegistry:
                 self._unregistered.add(message.digest)
 
     def step(self, requests: AdapterRequests) -> Unreadable | None:
-        """Between two steps: take in what was read, forget what nobody needs, and begin to read the next.
+        """Between two steps: take in loaded adapters, forget unneeded ones, and begin to read the next.
 
         Args:
-            requests: who needs which adapter.
+            requests: their adapters.
         """
         for digest in [digest for digest in self._unregistered if digest not in requests]:
             self._forget(digest)
@@ -200,12 +200,12 @@ class AdapterRegistry:
         return next((digest for digest in self._entitled(requests) if digest not in here), None)
 
     def _unneeded(self, requests: AdapterRequests) -> str | None:
-        """What is in memory without a right to be, and was used the longest time ago."""
+        """The least recently used adapter that is in memory without a right to be."""
         entitled = self._entitled(requests)
         return next((digest for digest in self._in_memory if digest not in entitled), None)
 
     def _entitled(self, requests: AdapterRequests) -> list[str]:
-        """What is or should be in memory now, without what merely was there: at most as many as fit."""
+        """The adapters that have a right to be in memory now: at most as many as fit."""
         kept = [digest for digest in self._in_memory if self._is_kept(digest, requests)]
         wanted = [digest for digest in requests.wanted if digest in self._adapters and digest not in kept]
         return kept + wanted[: max(self._most - len(kept), 0)]

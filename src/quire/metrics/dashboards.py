@@ -87,7 +87,7 @@ _TTFT, _ITL = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seco
 _HITS, _QUERIES = "vllm:prefix_cache_hits", "vllm:prefix_cache_queries"
 _DRAFTS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
 
-# Sections in their order, and for some of them what they need.
+# Sections in their order, some with the flags that they need.
 SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
         "Overview",
@@ -295,7 +295,7 @@ def _panel(panel: Panel) -> dict[str, object]:
 
 
 def files() -> dict[str, str]:
-    """What is generated: content by path within the folder."""
+    """The generated files: content by path within the folder."""
     return {GRAFANA: json.dumps(dashboard(), indent=1) + "\n", RULES: rules_file()}
 
 

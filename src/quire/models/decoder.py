@@ -67,8 +67,8 @@ class Decoder:
         device: the model runs there, and `load_weights` brings the tensors there.
         attention_backend: see attention.select.
         cache_dtype: of the KV cache; None: dtype.
-        group: the ranks that share the model, if the config is that of a part.
-        before: brings the residual stream, if the config is that of a stage behind the first one.
+        group: the ranks that share the model, if the config describes a part.
+        before: brings the residual stream, if the config describes a stage after the first one.
         dispatch: brings rows to experts, if lanes share them.
         num_kv_owners: neighbours in the group that have a KV cache together.
     """
@@ -108,7 +108,7 @@ class Decoder:
         if config.has_output:
             final_norm = make_norm(config.final_norm, config.rms_norm_eps, config.norm_offset, dtype)
             self._parts.append((f"{config.final_norm.name}.", final_norm))
-        else:  # it adds to the residual stream, and nobody reads the norm
+        else:  # it adds to the residual stream, and the norm has no reader
             final_norm = RMSNorm.without_weights(config.hidden_size, config.rms_norm_eps, dtype, device)
         self._sublayers = [sublayer for layer in self._layers for sublayer in layer]
         for sublayer, successor in pairwise(self._sublayers):
@@ -188,7 +188,7 @@ class Decoder:
         self._weights.check(headers)
 
     def extent(self, checkpoint_name: str) -> Extent | None:
-        """What `load_weights` reads of a tensor. None: all of it."""
+        """The part of a tensor that `load_weights` reads. None: all of it."""
         return self._weights.extent(checkpoint_name)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -295,7 +295,7 @@ class Decoder:
         return self._weights.own_name(checkpoint_name)
 
     def is_of_all_experts(self, checkpoint_name: str) -> bool:
-        """Whether a tensor of the checkpoint holds those of all experts of a layer."""
+        """Whether a tensor of the checkpoint holds the tensors of all experts of a layer."""
         return self._weights.is_of_all_experts(checkpoint_name)
 
     def load_some(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -325,7 +325,7 @@ class Decoder:
         """logits_RV in float32, with the family's scale and soft cap.
 
         Args:
-            owners_R: of several ranks: who gets the row, int32; None: the first one gets all of them.
+            owners_R: the rank that gets each row, int32; None: the first one gets all of them.
         """
         config, joined_RV = self.config, self._room_for_logits(len(hidden_RD), owners_R)
         own_RV = None if joined_RV is None else joined_RV[:, : self._output.out_features]
@@ -338,7 +338,7 @@ class Decoder:
         return self.join_logits(logits_RV, owners_R, joined_RV)
 
     def _room_for_logits(self, num_rows: int, owners_R: Tensor | None) -> Tensor | None:
-        """Where the first rank computes its logits, [R, V], so that nobody copies them; None: they are not there."""
+        """The memory in which the first rank computes its logits, [R, V], without a copy; None: there is none."""
         share = self.config.vocab_share
         if self._group is None or share is None or owners_R is not None or self._group.rank != 0:
             return None
@@ -367,7 +367,7 @@ def _run(first_norm: RMSNorm | None, parts: Sequence[_PartOfPass], residual_TD: 
 
 
 class _KeptStream:
-    """Copies the residual stream to where others read it."""
+    """Copies the residual stream to the place where others read it."""
 
     def __init__(self, kept_TD: Tensor) -> None:
         self._kept_TD = kept_TD

@@ -73,8 +73,8 @@ def build_model(
 
     Args:
         target: of a head that drafts.
-        group: the ranks that share the model, if the config is that of a part.
-        before: brings the input, if the config is that of a stage behind the first one.
+        group: the ranks that share the model, if the config describes a part.
+        before: brings the input, if the config describes a stage after the first one.
         dispatch: brings rows to experts, if lanes share them.
         num_kv_owners: neighbours in the group that have a KV cache together.
 

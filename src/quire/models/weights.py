@@ -25,7 +25,7 @@ _KV_SCALE_SUFFIXES = (
     *(".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale"),
     *(".k_proj.output_scale", ".v_proj.output_scale"),
 )
-# What transformers calls the scales of FP8 weights with a scale per tensor, and what others do.
+# The names of scales of FP8 weights with a scale per tensor: transformers', and the others'.
 _OTHER_SUFFIXES = ((".weight_scale_inv", ".weight_scale"), (".activation_scale", ".input_scale"))
 _MAX_NAMES = 5
 
@@ -130,11 +130,11 @@ class WeightTable:
         return name if is_used else None
 
     def is_of_all_experts(self, checkpoint_name: str) -> bool:
-        """Whether a tensor of the checkpoint holds those of all experts of a layer."""
+        """Whether a tensor of the checkpoint holds the tensors of all experts of a layer."""
         return renamed(checkpoint_name, self._renamed_prefixes) in self._stacked
 
     def extent(self, checkpoint_name: str) -> Extent | None:
-        """What is read of a tensor of the checkpoint. None: all of it."""
+        """The part of a tensor of the checkpoint that is read. None: all of it."""
         name = renamed(checkpoint_name, self._renamed_prefixes)
         if (names := self._stacked.get(name)) is None:
             slot = self._slot(self._known_name(checkpoint_name))

@@ -1,6 +1,6 @@
-"""Which rank has which experts, so that all ranks get as many tokens. Numbers only: no torch.
+"""The experts of each rank, so that all ranks get about the same number of tokens. Numbers only: no torch.
 
-Small changes are looked for, because each moves weights: two experts change places, or a copy of an expert gives its
+It searches for small changes, because each moves weights: two experts change places, or a copy of an expert gives its
 place to a copy of another one. The change that is taken makes the sum of squares of the loads of ranks least, so the
 search ends.
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 _GOOD_ENOUGH = 1.02  # the load of the busiest rank by the mean load
 _LEAST_GAIN = 1e-5  # of a change, in squares of the mean load
-_MOST_COPIED = 8  # experts of the busiest rank that are looked at for another copy: those with the most tokens
+_MOST_COPIED = 8  # experts of the busiest rank that may get another copy: those with the most tokens
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -30,7 +30,7 @@ def loads_of_ranks(loads_E: Floats, experts_P: Ints, firsts: Sequence[int]) -> F
 
 
 def balancedness(loads_R: Floats) -> float:
-    """The mean load by that of the busiest rank, in (0, 1]; 1 without any load."""
+    """The mean load divided by the load of the busiest rank, in (0, 1]; 1 without any load."""
     most = float(loads_R.max())
     return float(loads_R.mean()) / most if most > 0 else 1.0
 

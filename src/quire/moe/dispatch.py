@@ -1,7 +1,7 @@
 """Brings the rows of all lanes to every rank: lanes share experts, and each rank has some of them.
 
 A rank computes all rows of its own experts, and adds up some columns of all rows, as the ranks of one lane do. So the
-bits of a row do not depend on who its neighbours are, nor on the number of lanes.
+bits of a row depend neither on its neighbours nor on the number of lanes.
 
 Dimensions: T tokens of a lane, X tokens of all lanes, L lanes, D hidden.
 """
@@ -33,5 +33,5 @@ class Dispatch:
         return self.group.exchange(x_TD, lanes.begins_L1, self._firsts, columns, num_rows)
 
     def own(self, x_XD: Tensor, lanes: LaneRows) -> Tensor:
-        """The rows of this lane among those of all lanes, [T, D]."""
+        """The rows of this lane among the rows of all lanes, [T, D]."""
         return x_XD.narrow(0, sum(lanes.counts[: self._lane]), lanes.counts[self._lane])

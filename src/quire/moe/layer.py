@@ -24,7 +24,7 @@ from quire.layers.weight_slot import WeightSlot
 from quire.moe.dispatch import Dispatch
 from quire.moe.stack import ExchangedStack, ExpertStack, JoinedStack, SplitStack
 
-_EVEN_COPIES = 6  # of an expert, that get as many tokens as the others
+_EVEN_COPIES = 6  # copies of an expert that get equal numbers of tokens
 _FIRST_UNITS = 1024  # rows, more than a step has that is recorded or captured
 
 
@@ -66,7 +66,7 @@ class MoE:
         router: hidden -> logits.
         shared: the expert for every token.
         shared_gate: hidden -> 1.
-        join: what ranks do with their columns of the output; None: there is one rank.
+        join: joins the ranks' columns of the output; None: there is one rank.
         dispatch: brings the rows of all lanes here; None: there is one lane.
     """
 
@@ -109,7 +109,7 @@ class MoE:
         self._weighs_input = rule.weighs_input
         self._units = [torch.ones(_FIRST_UNITS, spec.num_active, device=device)]
         self._shared, self._shared_gate, self._join, self._dispatch = shared, shared_gate, join, dispatch
-        self.begins: Tensor | None = None  # takes Routing.begins of each step, for somebody who watches
+        self.begins: Tensor | None = None  # takes Routing.begins of each step, for an observer
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
         assert isinstance(x_TD, Tensor), "no norm quantizes for several readers"

@@ -139,7 +139,7 @@ class ExpertStack:
         return (self,)
 
     def memory(self, expert: int) -> list[Tensor]:
-        """All that is held of one expert, as bytes: views that may be written to."""
+        """All data of one expert, as bytes: views that may be written to."""
         assert self.stack is not None
         own = [*self.stack.tensors(expert), *([] if self.bias_EN is None else [self.bias_EN[expert]])]
         return [each.view(-1).view(torch.uint8) for each in own]
@@ -151,7 +151,7 @@ class ExpertStack:
 
 
 def _suffixes(tensor: str) -> tuple[str, ...]:
-    """What stands behind the name of the weights of all experts, for another tensor of all experts."""
+    """The suffix after the name of the weights of all experts, for another tensor of all experts."""
     if tensor == "weight":
         return ("",)
     suffixes = (f"_{tensor.removeprefix('weight_')}", f"_{tensor}", f".{tensor}", *_OF_TRANSFORMERS.get(tensor, ()))

@@ -1,1 +1,1 @@
-"""What fits: facts of the machine, the memory plan, sizes of graphs, `quire plan`. No torch."""
+"""Planning: facts of the machine, the memory plan, sizes of graphs, `quire plan`. No torch."""

@@ -1,6 +1,6 @@
-"""Which CPUs each process of an engine computes on, where that is asked for: --numa-bind, VLLM_CPU_OMP_THREADS_BIND.
+"""The CPUs of each process of an engine, with --numa-bind and VLLM_CPU_OMP_THREADS_BIND.
 
-A process that is bound puts its memory where it computes: the system gives it pages of its own NUMA node first.
+The memory of a bound process is near its cores: the system gives it pages of its own NUMA node first.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _on_nodes(wished: Sequence[int], count: int, nodes: Mapping[int, set[int]], 
 
 
 def bind(cpus: set[int]) -> None:
-    """This thread, and those that it starts, compute there."""
+    """Bind this thread, and threads that it starts, to these CPUs."""
     os.sched_setaffinity(0, cpus)
 
 

@@ -193,7 +193,9 @@ class RankedPlan:
         yield f"memory    weights {shown['weights']}, work {shown['work']}, of {total}"
 
     def _changes(self) -> Iterator[str]:
-        """What would change the answer, or, if nothing fits, what would make something fit; the easiest first."""
+        """Changes that would improve the answer, or, if nothing fits, changes that would make something fit; the
+        easiest first.
+        """
         best, found = self.candidates.best, self.candidates
         if best is None:
             closest = found.closest
@@ -245,7 +247,7 @@ def _ranked(row: Candidate, has_price: bool) -> list[str]:
 
 
 def _other(row: Candidate, what: str, than: Candidate | None = None) -> str:
-    """What another row gives, beside the best one if there is one."""
+    """The numbers of another row, beside the best one if there is one."""
     if than is None:
         shared = f"TP {row.degree}, " * (not row.is_runnable)
         what = f"{what}: {shared}{' '.join(row.fit.form.flags) or 'the checkpoint as it is'}"

@@ -1,4 +1,4 @@
-"""Ranks hardware, formats, devices per copy and copies for a workload, and finds what would change that. No torch."""
+"""Ranks hardware, formats, devices per copy and copies for a workload, and finds changes that would help. No torch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from quire.planning.service import Goals, Point, Service
 from quire.planning.step_costs import KnownCost, described_cost, known_cost, step_arithmetic
 
 SECONDS_PER_HOUR = 3600
-Part = tuple[ModelConfig, WeightBytes]  # what a device holds of a model, and the bytes of its weights
+Part = tuple[ModelConfig, WeightBytes]  # the part of a model on a device, and the bytes of its weights
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What is to be served.
+    """The demand: what a server should reach.
 
     Args:
         goals: of all copies together.
@@ -227,7 +227,9 @@ def _tokens(fit: Fit) -> str:
 
 
 def points(candidate: Candidate) -> list[tuple[str, Point]]:
-    """What a copy gives to one request, at the knee, at the rate asked for, within the times, and to the most."""
+    """The speed of a copy with one request, at the knee, at the wanted rate, within the wanted times, and with the most
+    requests.
+    """
     service, goals = candidate.service, candidate.demand.goals
     if service is None:
         return []
@@ -243,7 +245,7 @@ def points(candidate: Candidate) -> list[tuple[str, Point]]:
 
 
 class Candidates:
-    """All that can be made of one model on some hardware, best first.
+    """All candidates of one model on some hardware, best first.
 
     Args:
         degree: the only number of devices per copy to look at; None: all that are legal.

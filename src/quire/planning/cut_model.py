@@ -1,8 +1,8 @@
 """The part of a model that one of several ranks holds: a model of its own, planned and loaded like any other. No torch.
 
-Every linear layer is cut by its outputs, so the sum behind an output is the same at every degree. Where a layer reads
-what another layer's cut outputs became, ranks join their parts first (layers/joined.py). With ExpertCut, a rank has
-some experts instead of rows of all, and adds up some columns of the results of all experts, in the order of slots.
+Every linear layer is cut by its outputs, so the sum behind an output is the same at every degree. If a layer reads
+results of another layer's cut outputs, ranks join their parts first (layers/joined.py). With ExpertCut, a rank has some
+experts instead of rows of all, and adds up some columns of the results of all experts, in the order of slots.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class ModelCut:
         self._num_lanes = 1 if experts is None else experts.num_lanes
 
     def part(self, rank: int = 0, lane: int = 0) -> ModelConfig:
-        """What one rank holds; the first one holds the most. Raises ModelConfigError if the model cannot be cut so.
+        """The part of one rank; the first one holds the most. Raises ModelConfigError if the model cannot be cut so.
 
         Args:
             rank: in its lane.
         """
         if self._num_lanes == 1:
             return self._part(rank)
-        # All ranks share experts, as if they were of one lane: the rest is cut among those of a lane.
+        # All ranks share experts, as if they were of one lane: the rest is cut among the ranks of a lane.
         own = ModelCut(self._model, self._num_parts, ExpertCut())._part(rank)
         cut = ModelCut(self._model, self._num_parts * self._num_lanes, self._experts)
         layers = tuple(
@@ -118,7 +118,7 @@ class ModelCut:
         )
 
     def _latent(self, part: Latent, rank: int) -> Latent:
-        """Heads are shared. Every rank has the rows of the cache, and what gives them."""
+        """Heads are shared. Every rank has the rows of the cache, and their projection."""
         sizes = {
             (part.input if part.query is None else part.query): part.nope_dim + part.rope_dim,
             part.up: part.nope_dim + part.value_dim,
@@ -228,7 +228,7 @@ def _times(ranges: Sequence[range], size: int) -> list[range]:
 
 
 def legal_degrees(model: ModelConfig, most: int, experts: ExpertCut | None = None) -> list[int]:
-    """Into how many parts the model can be cut, at most `most`."""
+    """The numbers of parts into which the model can be cut, at most `most`."""
     return [degree for degree in range(1, most + 1) if why_not_cut(model, degree, experts) is None]
 
 
@@ -276,7 +276,7 @@ def _num_heads(share: Share, head_dim: int) -> int:
 
 
 def legal_divisions(model: ModelConfig, num_parts: int) -> list[int]:
-    """By how many ranks each the KV cache of `num_parts` ranks can be divided."""
+    """The numbers of ranks that can divide the KV cache of `num_parts` ranks."""
     return [count for count in range(1, num_parts + 1) if why_not_divided(model, num_parts, count) is None]
 
 

@@ -102,7 +102,7 @@ class _Costs:
 
     Args:
         layers: of each one, bytes held and bytes read.
-        first: the same of what is before the layers, and `last` of what is behind.
+        first: the same for the parts before the layers, and `last` for the parts after them.
     """
 
     def __init__(self, layers: Iterable[tuple[int, int]], first: tuple[int, int], last: tuple[int, int]) -> None:

@@ -1,4 +1,6 @@
-"""What this machine is: cores, instruction set and memory allowed. Linux' files, macOS' sysctl, or portable calls."""
+"""The facts of this machine: cores, instruction set and allowed memory. From Linux' files, macOS' sysctl, or portable
+calls.
+"""
 
 from __future__ import annotations
 
@@ -206,7 +208,9 @@ def take_gpu(index: int, names: Sequence[str] = ()) -> None:
 
 
 def ask_gpu() -> GpuFacts | str:
-    """The GPU that an engine started now would find, or why none: asked in a process of its own, which loads torch."""
+    """The GPU that an engine would find now, or the reason why none: found in a process of its own, which loads
+    torch.
+    """
     if not has_gpu():
         return NO_DRIVER
     command = [sys.executable, "-m", "quire.kernels.gpu_facts"]
@@ -222,7 +226,7 @@ def detect(isa: str, gpu: GpuFacts | str = "none was looked for") -> DeviceFacts
     """Facts of the machine.
 
     Args:
-        isa: what the CPU kernels chose (quire.kernels.cpu.isa()), or `torch` without them.
+        isa: the choice of the CPU kernels (quire.kernels.cpu.isa()), or `torch` without them.
         gpu: the one that can be used, or why there is none.
     """
     return DeviceFacts(

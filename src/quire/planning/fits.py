@@ -1,4 +1,4 @@
-"""The formats that a model may have on one device, and what each pair of formats leaves for the KV cache. No torch."""
+"""The formats that a model may have on one device, and the room that each pair leaves for the KV cache. No torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quire.planning.memory_plan import KvPages, MemoryFacts, bytes_for_kv_cache,
 from quire.resolve import DeviceFacts, resolve
 from quire.settings import Resolved
 
-# Mean KL divergence from the original in nats, of the demo model: docs/quantization.md. They order what fits: which
-# format loses least. How much another model loses is to be measured.
+# Mean KL divergence from the original in nats, of the demo model: docs/quantization.md. They order the formats by their
+# loss. The loss of another model has to be measured.
 WEIGHTS_KL = {None: 0.0, "int8": 0.00127, "fp8": 0.00269, "int4": 0.02354}
 REDUCED_DTYPE_KL = 0.00008  # bfloat16 of a float32 checkpoint
 KV_KL = {"auto": 0.0, "int8": 0.00018, "fp8": 0.00329}
@@ -47,7 +47,7 @@ class Form:
 
     Args:
         flags: that give it.
-        expected_loss: what orders formats by what they lose.
+        expected_loss: orders formats by their loss.
     """
 
     engine: EngineConfig
@@ -60,12 +60,12 @@ class Form:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a pair of formats leaves for the KV cache.
+    """The room that a pair of formats leaves for the KV cache.
 
     Args:
         weight_bytes: in memory, by kind.
         kv_bytes_per_token: over all layers, scales included, of a token that all of them keep.
-        pages: what requests take.
+        pages: the pages of requests.
         num_bytes: that there are for the KV cache; negative if weights, work and reserve already take too much.
         why: that many, in numbers.
         max_model_len: of a start, which cuts -1 to what fits.
@@ -154,7 +154,7 @@ def weight_bytes(form: Form, model: ModelConfig) -> WeightBytes:
 
 
 def fit_of(form: Form, model: ModelConfig, device: DeviceFacts, num_bytes: WeightBytes, pages: KvPages) -> Fit:
-    """What the formats leave for the KV cache on a device.
+    """The room that the formats leave for the KV cache on a device.
 
     Args:
         model: the whole one, or the part that a device holds.
@@ -177,7 +177,7 @@ def fit_of(form: Form, model: ModelConfig, device: DeviceFacts, num_bytes: Weigh
 
 
 def _weight_formats(engine: EngineConfig, model: ModelConfig, own: Resolved) -> Iterator[tuple[str, str | None, float]]:
-    """dtype, --quantization, and what orders them by loss: that of `engine` first."""
+    """dtype, --quantization, and their order by loss: the settings of `engine` first."""
     yield own.model.dtype, engine.quantization, 0.0
     if engine.quantization is not None or model.quantized is not None or not model.is_native:
         return
@@ -191,5 +191,5 @@ def _weight_formats(engine: EngineConfig, model: ModelConfig, own: Resolved) -> 
 
 
 def _kv_formats(engine: EngineConfig) -> Iterable[tuple[str, float]]:
-    """--kv-cache-dtype, and what orders them by loss; that of `engine` first."""
+    """--kv-cache-dtype, and their order by loss; the setting of `engine` first."""
     return [(engine.kv_cache_dtype, 0.0)] if engine.kv_cache_dtype != "auto" else KV_KL.items()

@@ -14,7 +14,7 @@ _MAX_SHOWN = 8  # sizes in a description
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """Rows of decodes and tokens of mixed steps, ascending, and what was wished and is neither."""
+    """Rows of decodes and tokens of mixed steps, ascending, and wished sizes that are neither."""
 
     decodes: list[int]
     mixed: list[int]
@@ -40,7 +40,8 @@ def graph_sizes(
     wished: Sequence[int] = (),
     bound: int | None = None,
 ) -> GraphSizes:
-    """What is captured in a mode: FULL, FULL_DECODE_ONLY or NONE, where nothing is and no wish is dropped.
+    """The captured sizes of a mode: FULL, FULL_DECODE_ONLY or NONE. NONE captures nothing, and reports no wish as
+    dropped.
 
     Args:
         wished: sizes to capture; none: chosen.

@@ -19,7 +19,7 @@ DEFAULT_LINK_BANDWIDTH = 32e9
 
 
 def this_machine(device: str) -> DeviceFacts:
-    """What an engine with this --device would find here. A GPU is looked for in a process of its own."""
+    """The facts that an engine with this --device would find here. A process of its own looks for a GPU."""
     gpu = "none was looked for" if device == "cpu" else devices.ask_gpu()
     return devices.detect(extension.chosen_isa(), gpu)
 
@@ -30,7 +30,7 @@ class Hardware:
 
     Args:
         facts: of a machine that has one of them.
-        described: rates that somebody else measured; None: rates of `gpu`, or this machine's own.
+        described: given rates; None: rates of `gpu`, or this machine's own.
         read_bandwidth: of this machine's memory, in bytes per second, if it was measured.
         price_per_hour: of one device.
         origin: of its memory and its rates, for people.
@@ -61,7 +61,7 @@ class Hardware:
         return self.facts.memory_of("cuda" if self.facts.gpu is not None else "cpu")[0]
 
     def ceilings(self, is_fp8: bool = False) -> Ceilings:
-        """What the device reaches at most by its description, for weights in FP8 or others."""
+        """The peak rates of the device by its description, for weights in FP8 or others."""
         if self.gpu is not None:
             return self.gpu.ceilings(is_fp8)
         assert self.described is not None, "this machine is measured"

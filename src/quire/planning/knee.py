@@ -16,8 +16,8 @@ from quire.cost.arithmetic import Load, StepArithmetic
 from quire.cost.devices import Ceilings
 from quire.cost.step_time import Constants, prior, step_seconds
 
-# Of a data sheet's rates, assumed for devices that no step has run on: what good kernels reach in reads of weights and
-# in products of some hundred rows.
+# Of a data sheet's rates, assumed for devices that no step has run on: the share that good kernels reach in reads of
+# weights and in products of some hundred rows.
 REACHED_BANDWIDTH, REACHED_FLOPS = 0.75, 0.5
 # 2 us are the scheduler's and the output's (benchmarks/NOTES.md), the rest is for sampling in a batch: assumed.
 DESCRIBED_ROW_SECONDS = 5e-6
@@ -29,7 +29,7 @@ _ENDLESS = 1 << 30  # rows of a step whose rate more rows do not raise
 
 
 def described_constants(arithmetic: StepArithmetic, described: Ceilings, *, is_gpu: bool) -> Constants:
-    """What a model's steps need on a device that only its description tells of."""
+    """The needs of a model's steps on a device that is only described."""
     guess = prior(REACHED_BANDWIDTH * described.read_bandwidth, REACHED_FLOPS * described.flops)
     per_step = guess.per_step + is_gpu * arithmetic.num_layers * DESCRIBED_LAYER_SECONDS
     return replace(guess, per_step=per_step, per_logit_row=DESCRIBED_ROW_SECONDS)
@@ -74,7 +74,7 @@ class Knee:
 
 
 def _with_prompt(beside: Load, count: int) -> Load:
-    """Attention between the prompt's tokens is left out: it is the same, however long the steps are."""
+    """Attention between the prompt's tokens is left out: it does not depend on the length of steps."""
     return beside._replace(
         num_tokens=beside.num_tokens + count, num_rows=beside.num_rows + 1, num_logits=beside.num_logits + 1
     )

@@ -1,4 +1,6 @@
-"""How a model lies on several devices: what each rank holds, and what each way to share them leaves. No torch."""
+"""How a model lies on several devices: the part of each rank, and the room that each way to share them leaves. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ ONE_DEVICE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class RankShare:
-    """What ranks that hold the same amount, side by side in a stage, hold each.
+    """The part of each rank, for neighbours in a stage that hold the same amount.
 
     Args:
         grid: of all ranks.
@@ -86,7 +88,7 @@ class RankShare:
 
 
 def rank_shares(model: ModelConfig, engine: EngineConfig, resolved: Resolved) -> tuple[RankShare, ...]:
-    """What each rank holds of the model, in its formats, the drafter too. Raises ConfigError for illegal degrees."""
+    """Each rank's part of the model, in its formats, with the drafter. Raises ConfigError for illegal degrees."""
     check_cuts(model, engine)
     grid, form = grid_of(engine), resolved.model
     kv = kv_format(form.kv_cache_dtype, form.dtype)
@@ -187,7 +189,7 @@ def layouts(form: Form, model: ModelConfig, device: DeviceFacts, count: int) -> 
 
 
 def _legal_divisions(model: ModelConfig, engine: EngineConfig) -> list[int]:
-    """In how many parts ranks can divide a KV cache."""
+    """The numbers of parts into which ranks can divide a KV cache."""
     return legal_divisions(model, engine.tensor_parallel_size) if engine.num_lanes == 1 else [1]
 
 
@@ -205,7 +207,7 @@ class LayoutPlan:
 
     Args:
         engine: with the degrees that were asked for.
-        memory_name: what each rank has, for people.
+        memory_name: the memory of each rank, for people.
         rows: in all formats of the weights.
     """
 

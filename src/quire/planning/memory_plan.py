@@ -1,4 +1,4 @@
-"""How much memory goes to the KV cache, and what is said when it does not suffice: after loading, or as if it were.
+"""The memory of the KV cache, and the error if it does not suffice: after loading, or for a start that is only planned.
 
 The bytes planned here are the bytes the allocator takes.
 """
@@ -29,8 +29,8 @@ FREE_MEMORY_MARGIN = 0.95  # of measured free memory in advice: it will not be t
 MIN_SUGGESTED_BUDGET = 256  # tokens per step; below it prompts become slow
 CHAT_TOKENS = 4096  # of a chat that is neither short nor long
 LOGITS_COPIES = 2  # float32 rows of logits held at once: the model's, and the sampler's scratch
-# What the heap of a CPU takes for buffers of changing sizes: 2.7 to 3.8 times what lives at once (benchmarks/NOTES.md).
-# The reserve has the rest.
+# The heap of a CPU takes 2.7 to 3.8 times the buffers that live at once (benchmarks/NOTES.md). The reserve covers the
+# rest.
 HEAP_FACTOR = 3
 
 
@@ -39,7 +39,7 @@ class MemoryFacts:
     """Bytes at the moment the KV cache is planned: after the weights are loaded, or as if they were."""
 
     total_bytes: int
-    free_bytes: int  # what can still be taken; the weights are already gone from it
+    free_bytes: int  # free memory; the weights are already subtracted
     weight_bytes: int
     work_bytes: int  # of a step at the full token budget, logits included
     logits_bytes: int = 0  # the part of work_bytes that does not shrink with the token budget
@@ -87,7 +87,7 @@ def _buffer_width(model: ModelConfig, layer: LayerSpec) -> int:
         elif isinstance(part, Experts):  # of each active expert; then their results beside the shared expert's, and out
             inner = part.num_active * _of_mlp(part.expert, model.hidden_size)
             results = part.num_active * model.hidden_size
-            if part.placement is not None:  # its own results of all experts beside those of its own experts
+            if part.placement is not None:  # its columns of all experts' results beside the results of its own experts
                 results += part.num_active * len(part.placement.columns[0])
             if part.shared is not None:
                 inner = max(inner, results + _of_mlp(part.shared, model.hidden_size))
@@ -148,7 +148,7 @@ def predict_memory(
 
 
 def with_later_bytes(resolved: Resolved, model: ModelConfig, memory: MemoryFacts) -> MemoryFacts:
-    """With what requests bring: adapters, and the texts in which drafts are searched.
+    """With the memory of requests: adapters, and the texts in which drafts are searched.
 
     These texts are of requests that run, which are in the KV cache too.
     """
@@ -163,7 +163,7 @@ def with_later_bytes(resolved: Resolved, model: ModelConfig, memory: MemoryFacts
 
 @dataclass(frozen=True)
 class KvPages:
-    """What requests of a model take of the KV cache with some settings.
+    """The KV cache of a model's requests with some settings.
 
     Attributes:
         step_tokens: most tokens of one request in a step.
@@ -224,7 +224,7 @@ class KvPages:
         return pages_for(self.groups, num_tokens, self.block_size, self.depth)
 
     def lines(self, length: int, kv: KvFormat) -> Iterator[str]:
-        """For people: a line per group, with what a request of `length` tokens takes of each owner."""
+        """For people: a line per group, with the pages of a request of `length` tokens on each owner."""
         for group in self.groups:
             tables = f" in {group.num_tables} block tables" if group.num_tables > 1 else ""
             window = f" of {group.spec.window:,} tokens" if group.spec.window else ""
@@ -285,7 +285,7 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
 
 
 def length_that_starts(config: EngineConfig, resolved: Resolved, pages: KvPages, num_blocks: int) -> int:
-    """max_model_len, which -1 lets a start cut to the blocks there are."""
+    """max_model_len; -1 is cut to the number of blocks."""
     most, wanted = pages.longest(num_blocks), resolved.model.max_model_len
     return most if config.max_model_len == -1 and 0 < most < wanted else wanted
 
@@ -293,16 +293,16 @@ def length_that_starts(config: EngineConfig, resolved: Resolved, pages: KvPages,
 def bytes_for_kv_cache(
     config: EngineConfig, resolved: Resolved, memory: MemoryFacts, pages: KvPages
 ) -> tuple[int, str]:
-    """What there is memory for, also beyond what the running requests of a start could use, and why.
+    """The bytes that fit, also beyond the need of a start's running requests, and the reason.
 
-    Negative if weights, work and reserve take more than there is.
+    Negative if weights, work and reserve exceed the memory.
     """
     offer = _offer(config, resolved, memory, pages.page_bytes)
     return offer.num_bytes, offer.detail
 
 
 def memory_settings(model: ModelConfig, resolved: Resolved, memory: MemoryFacts) -> Mapping[str, Setting]:
-    """What weights and work take, by name: known whether a KV cache fits or not."""
+    """The memory of weights and work, by name: known even if no KV cache fits."""
     record, quantization = Record(), resolved.model.quantization
     num_rows, budget = resolved.scheduler.num_logits_rows, resolved.scheduler.max_num_batched_tokens
     weights = f"{model.num_parameters():,} parameters"
@@ -343,7 +343,9 @@ def memory_settings(model: ModelConfig, resolved: Resolved, memory: MemoryFacts)
 
 
 def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_bytes: int) -> _Offer:
-    """In vLLM's order: the number of blocks, the bytes, the environment variable, the share of memory, what is free."""
+    """In vLLM's order: the number of blocks, the bytes, the environment variable, the share of memory, the free
+    memory.
+    """
     if config.num_gpu_blocks_override is not None:
         source = config.sources["num_gpu_blocks_override"]
         return _Offer(config.num_gpu_blocks_override * block_bytes, source, "num_gpu_blocks_override", False)
@@ -374,7 +376,7 @@ def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_
 
 
 def _useful(offer: _Offer, resolved: Resolved, pages: KvPages) -> tuple[_Offer, str]:
-    """Not all that is free, if nobody has said so: what running requests can use. And what max_model_len limits."""
+    """By default not all free memory, but the need of running requests. Also the effect of max_model_len."""
     length, num_requests = resolved.model.max_model_len, resolved.scheduler.max_num_seqs
     useful = pages.for_request(length) * num_requests * MAX_USEFUL_CONTEXTS
     if not offer.is_all_that_is_free or useful * pages.page_bytes >= offer.num_bytes:
@@ -401,7 +403,7 @@ class _Shortage:
     blocks_needed: int
 
     def error(self) -> MemoryPlanError:
-        """What is missing, and the changes that would fit."""
+        """The missing bytes, and the changes that would fit."""
         needed, offered, memory = self.blocks_needed * self.pages.page_bytes, self.offer.num_bytes, self.memory
         fixes = self._fixes()
         return MemoryPlanError(

@@ -1,4 +1,4 @@
-"""What one of several replicas has of a machine: an equal share of its cores and of its memory, or a GPU of its own."""
+"""The share of one of several replicas: equal parts of the machine's cores and memory, or a GPU of its own."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _check_count(num_replicas: int, count: int, what: str) -> None:
 
 
 def share_of_machine(device: DeviceFacts, config: EngineConfig) -> DeviceFacts:
-    """What each replica of `config` has of a machine. Raises ConfigError for fewer cores than replicas."""
+    """The share of each replica of `config`. Raises ConfigError for fewer cores than replicas."""
     num_replicas = config.num_local_replicas
     if num_replicas == 1:
         return device
@@ -88,7 +88,8 @@ def share_of_machine(device: DeviceFacts, config: EngineConfig) -> DeviceFacts:
 
 
 def share_of_memory(memory: MemoryFacts, num_replicas: int, free_bytes: int) -> MemoryFacts:
-    """What a replica on the CPU may plan with: its share of what was free, without what it has taken.
+    """The memory that a replica on the CPU may plan with: its share of the free memory, less the memory that it has
+    taken.
 
     Args:
         memory: measured by the replica. Others may have taken their share by then, or not yet.

@@ -1,4 +1,4 @@
-"""What the lengths of requests make of a KV cache: tokens that are resident, and how many requests fit. No torch."""
+"""The KV cache of requests with these lengths: resident tokens, and the number of requests that fit. No torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RequestLengths:
         return max(request.total for request in self.requests)
 
     def resident_tokens(self) -> float:
-        """Of a running request on average: long answers run for longer, so they are met more often."""
+        """Resident tokens of a running request on average: long answers run longer, so they count more often."""
         held = sum(request.prompt * request.output + request.output**2 / 2 for request in self.requests)
         return held / sum(request.output for request in self.requests)
 

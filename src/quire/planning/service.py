@@ -1,4 +1,6 @@
-"""What a server gives to a number of requests at once: times to tokens, rates, how many it may take. No torch."""
+"""The service of a server with a number of requests at once: times to tokens, rates, and the most requests. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from quire.planning.request_lengths import RequestLengths
 
 @dataclass(frozen=True)
 class Goals:
-    """What is asked of all copies together. Times are means, in seconds."""
+    """The goals of all copies together. Times are means, in seconds."""
 
     request_rate: float | None = None
     ttft: float | None = None
@@ -48,7 +50,7 @@ class Point:
     """One copy with a number of requests in it, each followed by another one. Times in seconds.
 
     Args:
-        bound: what most of the time of a step goes to.
+        bound: the resource that takes most of a step.
     """
 
     num_requests: int

@@ -28,13 +28,13 @@ DESCRIBED_SPREAD = 1.0  # nine of ten steps are taken to lie between half of the
 
 
 def step_arithmetic(resolved: Resolved, model: ModelConfig) -> StepArithmetic:
-    """What the steps of a model read and compute in its settings."""
+    """The bytes and operations of a model's steps in its settings."""
     form = resolved.model
     return StepArithmetic(model, form.dtype, form.quantization, form.kv_cache_dtype, resolved.device.isa)
 
 
 def calibration_file(resolved: Resolved, model: ModelConfig, device: DeviceFacts) -> CalibrationFile:
-    """Where starts with these settings keep what they measured."""
+    """The store of measurements of starts with these settings."""
     form, place = resolved.model, resolved.device
     key = {
         "machine": [device.name, place.isa, place.num_threads, *([device.gpu.name] if device.gpu else [])],
@@ -78,7 +78,7 @@ class KnownCost:
 def ceilings(
     resolved: Resolved, arithmetic: StepArithmetic, device: DeviceFacts, read_bandwidth: float | None = None
 ) -> Ceilings:
-    """What the device reaches at most.
+    """The peak rates of the device.
 
     Args:
         read_bandwidth: in bytes per second, if it was measured.
@@ -121,7 +121,7 @@ def known_cost(
 
 
 def described_cost(arithmetic: StepArithmetic, described: Ceilings, *, is_gpu: bool) -> KnownCost:
-    """The cost model on a device that only its description tells of."""
+    """The cost model on a device that is only described."""
     constants = described_constants(arithmetic, described, is_gpu=is_gpu)
     cost = CostModel(arithmetic, Fit(constants, DESCRIBED_SPREAD))
     return KnownCost(

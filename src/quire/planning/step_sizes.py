@@ -1,7 +1,7 @@
-"""How many requests and tokens a step has where nobody says it: from the knee, and from what memory holds. No torch.
+"""The default numbers of requests and tokens of a step: from the knee, and from the memory. No torch.
 
-No more than vLLM takes. With fewer tokens a step is shorter, so nobody waits long behind a prompt, and the next tokens
-of answers come sooner; the knee says that hardly any throughput is lost.
+They are at most vLLM's. With fewer tokens a step is shorter: requests wait less for a prompt's step, and the next
+tokens of answers come sooner. Up to the knee hardly any throughput is lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`quire plan`: what a model takes in each format of weights and KV cache, and how much context fits beside it.
+"""`quire plan`: the memory of a model in each format of weights and KV cache, and the context that fits beside it.
 
 From config.json or a GGUF header alone: no weights are read.
 """
@@ -66,7 +66,7 @@ class ModelPlan:
 
     @property
     def best(self) -> Fit | None:
-        """What loses least of all that holds the full contexts asked for; None: nothing does."""
+        """The pair with the least loss that holds the wanted full contexts; None: no pair does."""
         enough = [fit for fit in self.fits if fit.num_sequences >= self.num_sequences]
         return min(enough, key=lambda fit: fit.form.expected_loss, default=None)
 

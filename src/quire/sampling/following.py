@@ -20,7 +20,8 @@ from quire.sampling.sampler import LaunchedTokens, Sampler
 
 
 class SharedSampler(Sampler):
-    """A Sampler of one of several ranks. All of them know tokens, and which rows have failed; the first one why.
+    """A Sampler of one of several ranks. All ranks know the tokens and the failed rows; the first one also knows the
+    reasons.
 
     Args:
         group: the ranks of the last stage; None: there is one, and the other stages need not know at once.

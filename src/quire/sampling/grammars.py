@@ -23,7 +23,7 @@ _ENOUGH_FOR_A_THREAD = 8
 
 
 class GrammarMasks:
-    """What the grammars of a call's rows allow next.
+    """The tokens that the grammars of a call's rows allow next.
 
     Before this, each grammar must have got all earlier tokens. Until `apply`, none gets another.
 
@@ -60,7 +60,7 @@ class GrammarMasks:
             self._masks_MW = thread.submit(token_masks, *work)
 
     def apply(self, logits_RV: Tensor) -> dict[int, str]:
-        """Forbid in place what the grammars do not allow. `logits_RV[i]` belongs to `rows[i]`.
+        """Forbid in place the tokens that the grammars do not allow. `logits_RV[i]` belongs to `rows[i]`.
 
         Returns:
             The index in the call of each row whose grammar has failed, with the reason.

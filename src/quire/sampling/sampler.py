@@ -125,7 +125,7 @@ class Sampler:
         return None
 
     def start_masks(self, rows: Sequence[int], before: Sequence[Sequence[int]] = ()) -> GrammarMasks:
-        """The masks of a `launch` that follows, computed beside what the caller does until then."""
+        """The masks of the next `launch`, computed beside the caller's work until then."""
         return GrammarMasks(rows, self.state.grammars, before, self.state.vocab_size, self._masks_thread)
 
     def launch(

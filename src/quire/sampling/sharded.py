@@ -1,4 +1,4 @@
-"""Sampling on ranks that share a model: each samples some rows, and all of them get all results.
+"""Sampling on ranks that share a model: each rank samples some rows, and all ranks get all results.
 
 Dimensions: R rows of a call, V vocabulary.
 """
@@ -35,7 +35,7 @@ class JoinedTokens(LaunchedTokens):
 
 
 class ShardedSampler(Sampler):
-    """A Sampler of one of several ranks. A token depends on its own row alone, so it does not matter who samples it.
+    """A Sampler of one of several ranks. A token depends on its own row alone, so any rank may sample it.
 
     Rows with a grammar belong to the first rank: it alone has their grammars.
 
@@ -97,7 +97,7 @@ class ShardedSampler(Sampler):
         return own
 
     def _joined(self, owners_R: NDArray[np.int32], sampled: SampledTokens) -> SampledTokens:
-        """The results of all ranks, from those of this one."""
+        """The results of all ranks, from the results of this one."""
         group, told = self._group, torch.frombuffer(bytearray(_encode(sampled)), dtype=torch.uint8)
         lengths = group.gather(torch.tensor([[len(told)]]), [1] * group.size)[0].tolist()
         parts = torch.split(group.gather(told[None], lengths)[0], lengths)

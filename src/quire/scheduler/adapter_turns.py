@@ -15,9 +15,9 @@ class AdapterTurns:
     """The requests with an adapter. A place is an adapter that requests run with; the base model needs none.
 
     Free places go to the adapters in memory in the order of their oldest waiting requests. Requests of an adapter that
-    runs already join it, and so overtake the others. When they have done that to one for PATIENCE steps, the oldest
-    such request has the next free place, and the adapter with the fewest running requests takes no further ones. Who
-    ran before, and was preempted, has the first turn.
+    already runs join it, and so overtake the others. The oldest request that was overtaken in PATIENCE steps gets the
+    next free place, and the adapter with the fewest running requests takes no further ones. Preempted requests have the
+    first turn.
 
     Args:
         max_loras: number of places.
@@ -35,7 +35,7 @@ class AdapterTurns:
         self._last_admitted: Key | None = None  # of those admitted since the last step
         self._reserved_for: Key = ()
         self._draining: str | None = None
-        self.wanted: Sequence[str] = ()  # adapters of waiting requests, most urgent first, but those that run
+        self.wanted: Sequence[str] = ()  # adapters of waiting requests, most urgent first, without those that run
 
     @property
     def running(self) -> Collection[str]:
@@ -61,7 +61,7 @@ class AdapterTurns:
         insort(self._waiting.setdefault(request.adapter, []), request, key=self._key)
 
     def leave(self, request: Request) -> None:
-        """A waiting request goes. Its status is still that of a waiting one."""
+        """A waiting request goes. It still has the status of a waiting one."""
         assert request.adapter is not None
         waiting = self._waiting[request.adapter]
         del waiting[bisect_left(waiting, self._key(request), key=self._key)]
@@ -69,7 +69,7 @@ class AdapterTurns:
             del self._waiting[request.adapter]
 
     def start(self, request: Request) -> None:
-        """A waiting request runs from now on. Its status is still that of a waiting one."""
+        """A waiting request runs from now on. It still has the status of a waiting one."""
         self.leave(request)
         assert request.adapter is not None
         self._running[request.adapter] = self._running.get(request.adapter, 0) + 1

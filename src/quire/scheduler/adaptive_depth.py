@@ -1,11 +1,11 @@
-"""Depths of drafts that follow what held and what steps cost, while a scheduler runs. No torch.
+"""Depths of drafts that follow acceptance and the times of steps, while a scheduler runs. No torch.
 
 Drafts are on where they probably pay (draft_depth.py), and off where they do not. Either may be wrong, and becomes so
 when texts change. So there is a credit, in seconds, which bounds what drafts lose to no drafts:
 
 - A small share of the time is added to it, and for each draft that held the time of a token.
-- What drafts and waiting for them cost is taken from it, whether they are on or tried.
-- While it lasts, drafts also stay on where they pay only if the chances are a little better than they seem.
+- The cost of drafts, and of waiting for them, is subtracted, whether they are on or tried.
+- While it lasts, drafts stay on also where they pay only if the chances are a little better than measured.
 - Where drafts are off, some requests try one together as soon as it suffices for all of them.
 
 A drafter that is right pays for its trials by itself. One that is always wrong has the share.
@@ -28,12 +28,12 @@ logger = get_logger(__name__)
 MEMORY, MEMORY_OF_ALL = 32, 256
 PRIOR_WEIGHT, PRIOR_WEIGHT_OF_ALL = 8, 16
 TRIAL_SHARE = 1 / 128  # of the time of steps, added to the credit
-READING_SHARE = 1 / 72  # at most, where a drafter in the worker needs it to read what it misses
+READING_SHARE = 1 / 72  # at most, if a drafter in the worker needs it to read missing tokens
 MOST_SAVED, MOST_OWED = 16, 4  # bounds of the credit, in steps; it may be saved for one trial that takes longer
 FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start, in steps; or in trials, where these take less
 MOST_TRIALS = 8  # of a step: a drafter reads its weights for several at once
 DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by a standard deviation
-SEARCH_STEPS = 16  # between two looks for somebody who may try, where nobody may
+SEARCH_STEPS = 16  # between two looks for a request that may try, if none may
 MOST_WAITED = 64  # steps of a request between two trials that failed
 NEWS_SHARE = 1 / 4  # of the running requests: after results of this share, depths are chosen anew
 # Between two looks at what steps cost: at first the engine learns what steps with drafts take, and later contexts grow.
@@ -41,13 +41,13 @@ FIRST_COST_STEPS, COST_STEPS = 4, 64
 LEAST_MISSED = 32  # tokens that a drafter has not read: fewer it reads beside its drafts
 READ_TOKENS = 16  # a 0.6B model with two cores: 17 ms a token, and 1.1 ms for each more in a prompt
 DRAFTER_MEMORY = 8  # steps that count in what a drafter takes
-HIDDEN_SHARE = 0.1  # of a step: what the host does meanwhile, with two steps in flight
+HIDDEN_SHARE = 0.1  # of a step: the host's work meanwhile, with two steps in flight
 FOUND_MEMORY = 8  # steps that count in the share of drafts that are found where they are asked for
 HORIZON = 1024  # tokens of a request, at most, that have to pay for what its drafter must read first
 
 
 class StepSeconds(Protocol):
-    """What speculation asks of whoever knows how long steps take: CostModel.with_drafts."""
+    """Speculation's question about the time of steps: CostModel.with_drafts."""
 
     def __call__(self, starts: Sequence[int], most: int, /) -> list[float]:
         """The seconds of a step with one token of each request behind `starts`, alone and with 1 to `most` drafts."""
@@ -104,14 +104,14 @@ class AdaptiveDepth:
     """Chooses how many tokens each request drafts.
 
     Args:
-        step_seconds: what a step costs.
+        step_seconds: the time of a step.
         draft_seconds: of a drafter in the worker; None: drafts cost no time.
         steps_in_flight: with more than one, drafts cost the time of the host too, which is not hidden then.
-        reads_late: that drafter reads what it has not seen of a request when it drafts for it.
+        reads_late: that drafter reads the tokens that it lacks of a request when it drafts for it.
 
     Attributes:
         waits: steps with drafts are worth waiting for the tokens that they begin with.
-        reading_seconds: in which the drafter reads what it has missed, in the step that is being made.
+        reading_seconds: in which the drafter reads missing tokens, in the step that is being made.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class AdaptiveDepth:
         self._log = RateLimited(logger)
 
     def begin_step(self, running: Sequence[Request], most_each: int, most: int) -> bool:
-        """Whether anybody may draft in this step.
+        """Whether any request may draft in this step.
 
         Args:
             running: at least one.
@@ -172,7 +172,7 @@ class AdaptiveDepth:
         return self.waits or has_waited
 
     def depth(self, request: Request) -> int:
-        """How many tokens to draft for this request now."""
+        """The number of tokens to draft for this request now."""
         drafting = self._drafting(request)
         if drafting.depth:
             self._num_asked += drafting.depth
@@ -205,7 +205,7 @@ class AdaptiveDepth:
         drafting.num_read, drafting.is_read = num_cached if self._most_depth else 0, False
 
     def settle(self, request: Request, num_drafts: int, num_held: int) -> None:
-        """So many of its drafts were verified; the first `num_held` of them held."""
+        """This number of its drafts was verified; the first `num_held` of them held."""
         drafting = self._requests[request.request_id]
         drafting.acceptance.add(num_drafts, num_held)
         self._of_all.add(num_drafts, num_held)
@@ -246,7 +246,7 @@ class AdaptiveDepth:
         return self._gain * self._found_share > self._hidden_share
 
     def _account(self, has_waited: bool) -> None:
-        """Take what drafts have cost in the last step from the credit, and add the share of its time."""
+        """Subtract the cost of drafts in the last step from the credit, and add the share of its time."""
         if not self._seconds:
             return
         base = self._seconds[0]
@@ -354,7 +354,7 @@ class AdaptiveDepth:
         chances_of: Sequence[Sequence[float]],
         depths: Sequence[int],
     ) -> list[int]:
-        """Those requests whose drafts gain less than the time in which their drafter reads what it has missed."""
+        """The requests whose drafts gain less time than their drafter needs to read missing tokens."""
         num_drafts, found = sum(depths), []
         more = self._more_seconds(depths)
         price = len(requests) / self._seconds[0]  # tokens of a second
@@ -379,7 +379,9 @@ class AdaptiveDepth:
         return drafting
 
     def _read_seconds(self, request: Request, drafting: _Drafting) -> float:
-        """In which the drafter reads what it has missed of a request; what it reads at every turn does not count."""
+        """Seconds in which the drafter reads missing tokens of a request; tokens that it reads at every turn do not
+        count.
+        """
         num_missed = request.num_tokens - drafting.num_read
         if self._draft_seconds is None or not self._reads_late or num_missed <= LEAST_MISSED:
             return 0.0

@@ -1,4 +1,4 @@
-"""Who is to blame for a step that failed, so that one failing request does not take the others along."""
+"""Finds the request to blame for a failed step, so that it does not end the others."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from quire.request import Request
 
 
 def culprits(rows: list[Request], known_ids: Collection[str]) -> list[Request]:
-    """Those of a failed batch's rows that have to end: the known ones, or the only row, or the only suspect.
+    """The rows of a failed batch that have to end: the known ones, or the only row, or the only suspect.
 
-    If that leaves it open, nobody ends and all rows become suspects. They are computed again with at most one suspect
-    in a batch, which is cleared by its next token: so the second failure finds who it was, unless somebody who was
-    cleared fails from then on too.
+    Otherwise no row ends, and all rows become suspects. They are computed again with at most one suspect in a batch,
+    which its next token clears. So the second failure finds the request to blame, unless a cleared request fails too.
     """
     known = [request for request in rows if request.request_id in known_ids]
     if known or len(rows) == 1:

@@ -50,7 +50,7 @@ class BlockPool:
         return self._block_of_hash.get(block_hash)
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
-        """How many of these are free, that is: would leave the free list when acquired."""
+        """The number of these blocks that are free: `acquire` would take them from the free list."""
         ref_counts = self._ref_counts
         return sum(1 for block in blocks if not ref_counts[block])
 
@@ -91,7 +91,7 @@ class BlockPool:
                 self.num_free_blocks += 1
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Let `lookup` find the content of a block in use. Of blocks with the same content the first stays the one."""
+        """Let `lookup` find the content of a block in use. Among blocks with the same content, it finds the first."""
         assert self._ref_counts[block] > 0, f"block {block} is free: its content may be gone"
         if block_hash not in self._block_of_hash:
             assert self._hashes[block] is None, f"block {block} is registered under another content"

@@ -1,9 +1,9 @@
-"""How many tokens to draft for each request: from how often drafts held, and from what a step costs. No torch.
+"""The number of drafts for each request, from the acceptance of drafts and the time of a step. No torch.
 
-With drafts a step gives more tokens and takes longer. It gives most tokens per second with these depths: of all drafts
-of all requests, those with the highest chances to hold, as many of them as pay. A draft's chance is the product of the
-acceptance rates of its position and those before, so it never exceeds that of the draft before it, and a request's
-drafts are taken from the first one on.
+With drafts a step gives more tokens and takes longer. The most tokens per second come from the drafts of all requests
+with the highest chances to hold, as long as each one pays. A draft's chance is the product of the acceptance rates of
+its position and those before, so it never exceeds the chance of the draft before it, and a request's drafts are taken
+from the first one on.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 
-FIRST_RATE = 0.6  # of drafts nobody has tried: high enough to try them wherever they may pay
-MIN_GAIN = 0.02  # of tokens per second, before drafts begin: what they cost beside is not counted
+FIRST_RATE = 0.6  # of untried drafts: high enough to try them wherever they may pay
+MIN_GAIN = 0.02  # of tokens per second, before drafts begin: other costs of drafts are not counted
 
 
 class Acceptance:
@@ -33,7 +33,7 @@ class Acceptance:
         self._tried: list[float] = []
 
     def add(self, num_drafts: int, num_held: int) -> None:
-        """So many drafts were verified, and the first `num_held` of them held."""
+        """This number of drafts was verified, and the first `num_held` of them held."""
         held, tried, keep = self._held, self._tried, self._keep
         num_tried = min(num_drafts, num_held + 1)
         while len(tried) < num_tried:
@@ -61,7 +61,7 @@ class Acceptance:
         ]
 
     def rates_of_all(self, most: int) -> list[float]:
-        """The rates of `most` positions without a prior: one that was hardly tried is taken to be as the one before."""
+        """The rates of `most` positions without a prior: a position with few trials counts as the one before."""
         rates, rate, weight = [], FIRST_RATE, self._weight
         for position in range(most):
             if position < len(self._tried):
@@ -71,7 +71,7 @@ class Acceptance:
 
 
 def chances(rates: Sequence[float]) -> list[float]:
-    """For each position, that the drafts up to there hold."""
+    """For each position, the probability that the drafts up to there hold."""
     return list(accumulate(rates, mul))
 
 

@@ -1,4 +1,4 @@
-"""The scheduler that settings ask for: over a worker, or over one that is only predicted."""
+"""The scheduler of some settings: over a worker, or over a predicted one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scheduler_of(
     """A scheduler with an empty KV cache of the planned size, or one for each lane.
 
     Args:
-        cost: knows how long steps take.
+        cost: predicts the times of steps.
         adapters: that requests may name.
     """
     if (num_lanes := resolved.scheduler.num_lanes) > 1:
@@ -122,7 +122,7 @@ def speculation_of(
 
 
 def proposer_of(config: SpeculativeConfig) -> Proposer:
-    """What drafts on this side. Raises ConfigError if text is to be searched without the compiled extension."""
+    """The proposer on this side. Raises ConfigError if text is to be searched without the compiled extension."""
     if config.method == "ngram":
         return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
     if config.method == "suffix":

@@ -14,7 +14,7 @@ from quire.request import Request
 from quire.scheduler.block_hash import BlockHasher
 from quire.scheduler.block_pool import BlockPool
 
-NO_PAGE = -1  # in a block table: the group keeps nothing there that a step reads
+NO_PAGE = -1  # in a block table: no step reads this block any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class Prefix:
     """The part of a request's tokens whose KV exists already."""
 
     pages: Sequence[int]  # of full blocks to share, as in BlockTable; never written again by anybody
-    num_tokens: int  # what the request has for nothing: the shared blocks and the head of `copy_from`
+    num_tokens: int  # tokens that need no computation: the shared blocks and the head of `copy_from`
     copy_from: Sequence[int] = ()  # pages of a block whose first num_tokens % block_size slots are to be copied
-    is_forgotten: bool = False  # computed before the cache was reset: nobody else may find what follows from it
+    is_forgotten: bool = False  # computed before the cache was reset: no other request may find its later blocks
 
 
 NO_PREFIX = Prefix((), 0)
@@ -36,7 +36,7 @@ class BlockTable:
 
     Attributes:
         pages: of its blocks, in the order of its tokens; of each block, one for each block table of the model.
-        num_tokens: that the blocks have slots for.
+        num_tokens: tokens that the blocks have slots for.
         num_sent: entries of `pages` that the worker has been told.
         reserved: for blocks to come, of groups that keep all.
         first_blocks: by group: the blocks before are given back.
@@ -60,7 +60,7 @@ class BlockTable:
 
 
 def share_prompt(parent: Request, child: Request) -> bool:
-    """Whether a fork may take over the parent's KV: not if anything differs that the KV depends on."""
+    """Whether a fork may take over the parent's KV: everything that the KV depends on must be equal."""
     return (
         parent.prompt_token_ids == child.prompt_token_ids
         and parent.adapter == child.adapter
@@ -72,14 +72,14 @@ def share_prompt(parent: Request, child: Request) -> bool:
 class KVCacheManager:
     """Block tables of the running requests over one BlockPool.
 
-    Only full blocks are shared, and nobody writes into a shared block: a prefix ends before the first token to compute.
-    A fork that starts inside a block of its parent gets its own copy of that block when it is admitted, which is copy-
-    on-write at the only moment at which it can be due.
+    Only full blocks are shared, and shared blocks are never written: a prefix ends before the first token to compute. A
+    fork that starts inside a block of its parent gets its own copy of that block when it is admitted. This is the only
+    moment at which copy-on-write can be due.
 
     A group that does not keep all, of layers with a window for example, has pages for the blocks that the steps in
-    flight and the next one read and write, and no others. What lies before the window of the first token whose step has
-    not ended is given back when pages are needed. Whatever is given back has been registered before: the result of the
-    step that computed it is here.
+    flight and the next one read and write, and no others. Blocks before the window of the first token whose step has
+    not ended are given back when pages are needed. They have been registered before: the result of the step that
+    computed them is here.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def num_pages_at_most(self, lengths: Sequence[int]) -> int:
-        """Pages of requests of these lengths, as if every group kept all."""
+        """Pages of requests of these lengths, as if every group kept all blocks."""
         return self._width * sum(map(self.num_blocks_for, lengths))
 
     def table(self, request: Request) -> BlockTable:
@@ -217,9 +217,9 @@ class KVCacheManager:
         return num_blocks
 
     def fork_prefix(self, parent: Request) -> Prefix | None:
-        """What a fork takes over from a parent whose prompt is computed: all but the last token, for the logits.
+        """The part that a fork takes over from a parent with a computed prompt: all but the last token, for the logits.
 
-        None: the parent has given back what the fork would read.
+        None: the parent has given back blocks that the fork would read.
         """
         num_tokens = parent.num_prompt_tokens - 1
         num_full_blocks, rest = divmod(num_tokens, self.block_size)
@@ -236,7 +236,7 @@ class KVCacheManager:
         return Prefix(pages, num_tokens, copy_from, parent.request_id in self._forgotten)
 
     def _holds(self, table: BlockTable, position: int) -> bool:
-        """Whether nothing is given back that the token at `position` reads."""
+        """Whether all blocks that the token at `position` reads are still there."""
         return all(
             first <= group.first_needed(position) // self.block_size
             for group, first in zip(self._bounded, table.first_blocks, strict=True)
@@ -272,9 +272,10 @@ class KVCacheManager:
         return list(zip(prefix.copy_from, new, strict=True))
 
     def extend(self, request: Request, num_tokens: int) -> bool:
-        """Have slots for the first `num_tokens` tokens; False: for fewer, because pages lack or a window holds no more.
+        """Get slots for the first `num_tokens` tokens; False: for fewer, as pages are missing or a window holds no
+        more.
 
-        What no unfinished step and no later one reads is given back first.
+        Blocks that no unfinished or later step reads are given back first.
         """
         table = self._tables[request.request_id]
         return num_tokens <= table.num_tokens or self._grow(table, request.num_settled_tokens, num_tokens)
@@ -310,7 +311,7 @@ class KVCacheManager:
         table.num_tokens = end * self.block_size
 
     def _give_back(self, table: BlockTable, position: int) -> None:
-        """Release what neither the token at `position` nor a later one reads."""
+        """Release the blocks that neither the token at `position` nor a later one reads."""
         dead = []
         for index, group in enumerate(self._bounded):
             first = group.first_needed(position) // self.block_size
@@ -340,7 +341,7 @@ class KVCacheManager:
         self._forgotten.discard(request.request_id)
 
     def forget_cached_prefixes(self) -> None:
-        """Nothing computed so far is found by a lookup any more, nor what running requests will compute from it."""
+        """Lookups no longer find any block computed so far, nor blocks that running requests compute from them."""
         self.pool.forget_all()
         self._forgotten = set(self._tables)
 

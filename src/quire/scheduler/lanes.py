@@ -1,7 +1,7 @@
 """Several schedulers of one engine: each has its own requests, KV cache, prefix cache and token budget.
 
-Lanes compute side by side, and share experts. So they take their steps together, and a step takes as long as that of
-the busiest lane: a request goes where the fewest requests are, and its prefix is kept.
+Lanes compute side by side, and share experts. So they take their steps together, and a step takes as long as the
+busiest lane needs. A request goes to the lane with the fewest requests; a cached prefix counts in favour of a lane.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROMPT_TOKENS_OF_A_REQUEST = 512  # to compute this many tokens of a prompt is a
 
 
 class Lanes:
-    """What EngineCore asks of a Scheduler, of several ones. Batches are those of all lanes: ScheduledBatch.lanes."""
+    """The Scheduler of an EngineCore, made of several ones. Batches join all lanes: ScheduledBatch.lanes."""
 
     num_stages = 1
     speculation = adapters = None  # resolve refuses them with lanes
@@ -34,7 +34,7 @@ class Lanes:
 
     @property
     def limits(self) -> SchedulerLimits:
-        """Of each lane, but for max_num_queued_reqs, which is of all together."""
+        """The limits of each lane; max_num_queued_reqs counts all lanes together."""
         return self.lanes[0].limits
 
     @property
@@ -138,7 +138,7 @@ class Lanes:
         return self._together([lane.schedule() for lane in self.lanes])
 
     def probe(self, rows: Sequence[tuple[int, int]]) -> ScheduledBatch | None:
-        """See Scheduler.probe: a step of the first lane, in which the others have nothing."""
+        """See Scheduler.probe: a step of the first lane, in which the others have no rows."""
         if self.has_requests():
             return None
         return self._together([self.lanes[0].probe(rows), *[None] * (len(self.lanes) - 1)])
@@ -154,7 +154,7 @@ class Lanes:
         return deltas
 
     def fail(self, batches: list[ScheduledBatch], error: str, request_ids: Collection[str] = ()) -> list[RequestDelta]:
-        """See Scheduler.fail. The rows of all lanes are those of one step: any of them may be to blame."""
+        """See Scheduler.fail. All lanes have their rows in one step: any of them may be to blame."""
         rows = [
             request
             for lane, own in zip(self.lanes, batches[0].lanes, strict=True)

@@ -1,4 +1,4 @@
-"""What bounds the scheduler, and the check of a request against it."""
+"""The limits of the scheduler, and the check of a request against them."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ class SchedulerLimits:
 
 
 class StepRoom(Protocol):
-    """What is left of the time of a step that is being filled."""
+    """The remaining time of a step that is being filled."""
 
     def fitting(self, start: int, most: int, /) -> int:
-        """How many of `most` tokens of a prompt, behind its first `start` ones, the time allows."""
+        """The number of a prompt's tokens, after its first `start` and at most `most`, that the time allows."""
         ...
 
     def take(self, start: int, count: int, /) -> None:
-        """So many tokens of a prompt are in the step."""
+        """Put `count` tokens of a prompt into the step."""
         ...
 
 
 class RoomWithin(Protocol):
-    """What the scheduler asks of whoever knows how long steps take: CostModel.room_within."""
+    """The scheduler's question about the time of steps: CostModel.room_within."""
 
     def __call__(
         self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int], num_logits: int, /
     ) -> StepRoom:
-        """What a time in seconds leaves beside rows with `counts` new tokens behind `starts`, and rows of logits."""
+        """The room for prompts beside the rows of a step that takes `seconds`: see CostModel.room_within."""
         ...
 
 

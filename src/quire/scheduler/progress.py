@@ -1,4 +1,4 @@
-"""How far requests are: the one place that moves what is computed and what is in flight, forward and back."""
+"""The progress of requests: the one place that moves the counts of computed and in-flight tokens, forward and back."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def start_at(request: Request, num_tokens: int) -> None:
 def advance(request: Request, count: int, num_drafts: int = 0) -> int:
     """A batch is made that computes the next `count` tokens. The last `num_drafts` of them are guesses.
 
-    Answers the row's num_logits: see ScheduledBatch. With drafts, what is in flight is the drafts: the token behind
-    them has no place yet, so nothing of the request is left to schedule until the result is here.
+    Answers the row's num_logits: see ScheduledBatch. With drafts, the drafts are in flight. The token after them has no
+    place yet, so the request has nothing to schedule until the result is here.
     """
     request.num_in_flight_steps += 1
     request.num_computed_tokens += count
@@ -43,9 +43,9 @@ def advance(request: Request, count: int, num_drafts: int = 0) -> int:
 
 
 def force(request: Request, num_forced: int) -> None:
-    """The last tokens of the request are those that its grammar forces behind the last one that was sampled.
+    """The last tokens of the request were forced by its grammar after the last sampled one.
 
-    Steps in flight sample the first ones of them: what they answer is known, so it is in flight no more.
+    Steps in flight sample the first of them: these samples are known, so they are in flight no more.
     """
     request.num_forced_tokens = num_forced
     request.num_in_flight_tokens = max(request.num_in_flight_tokens - num_forced, 0)

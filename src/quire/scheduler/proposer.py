@@ -9,7 +9,7 @@ from quire.request import Request
 
 
 class Proposer(Protocol):
-    """Guesses at the next tokens of requests, on the scheduler's side, where tokens are integers.
+    """Guesses the next tokens of requests, on the scheduler's side, where tokens are integers.
 
     A proposer that searches text works here. One that needs a model leaves the drafts to the worker, which drafts
     within the step that verifies: its proposer answers schedule.UNDRAFTED in place of tokens.
@@ -19,9 +19,9 @@ class Proposer(Protocol):
     """
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Up to `most` guesses at the tokens behind the request's known ones; none is the answer that costs nothing.
+        """Up to `most` guesses at the tokens after the request's known ones; an empty answer costs nothing.
 
-        They are token ids that the model has, or UNDRAFTED. Does not raise, and changes nothing of the request.
+        They are token ids of the model, or UNDRAFTED. It does not raise, and does not change the request.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The waiting queue and the order of requests: first come first served, or by priority; and whose turn is next."""
+"""The waiting queue and the order of requests: first come first served, or by priority; and the next turn."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WaitingQueue:
         self._order_key, self._turn_key = ORDER_KEYS[policy], TURN_KEYS[policy]
         self._by_order: list[tuple[Key, int, Request]] = []
         self._by_turn: list[tuple[Key, int, Request]] = []
-        self._stays: dict[Request, int] = {}  # who waits: entries of an earlier stay of the same request are void
+        self._stays: dict[Request, int] = {}  # waiting requests: entries of an earlier stay are void
         self._num_stays = 0
 
     def __len__(self) -> int:
@@ -50,11 +50,11 @@ class WaitingQueue:
         heapq.heappush(self._by_turn, (self._turn_key(request, num_lacking), self._num_stays, request))
 
     def first_in_order(self) -> tuple[Key, Request] | None:
-        """Who is served next where prompts go in order, with the order's key."""
+        """The next request if prompts go in order, with the order's key."""
         return self._first(self._by_order)
 
     def first_in_turn(self) -> tuple[Key, Request] | None:
-        """Who is served next where prompts share steps, with the turn's key."""
+        """The next request if prompts share steps, with the turn's key."""
         return self._first(self._by_turn)
 
     def remove(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""How long KV blocks hold their content, of a sample of the blocks: what vLLM's vllm:kv_block_* histograms show."""
+"""How long a sample of the KV blocks hold their content, for vLLM's vllm:kv_block_* histograms."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BlockResidency:
         self._evicted: list[EvictedBlock] = []
 
     def on_allocated(self, blocks: Iterable[int]) -> None:
-        """These blocks are handed out: what they held is gone."""
+        """These blocks are handed out, and their content is gone."""
         now = self._clock()
         for block in blocks:
             if (stay := self._stays.pop(block, None)) is not None:
@@ -61,7 +61,7 @@ class BlockResidency:
                 stay.accesses.append(now)
 
     def forget(self) -> None:
-        """The cache was reset: blocks that lost their content to that say nothing about eviction."""
+        """The cache was reset: blocks that lost their content in this way do not count as evicted."""
         self._stays.clear()
 
     def take_evicted(self) -> list[EvictedBlock]:

@@ -1,4 +1,4 @@
-"""What sampled tokens mean for a request: where it ends, and the delta that tells the front end."""
+"""The effect of sampled tokens on a request: its end, and the delta for the front end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from quire.schedule import StepResult
 
 
 def append_tokens(request: Request, token_ids: list[int]) -> tuple[int, FinishReason | None]:
-    """Append sampled tokens up to the one that ends the request: how many were taken, and why it ends, if it does.
+    """Append sampled tokens up to the one that ends the request. Returns their number, and the reason of the end, if
+    any.
 
     A stop id counts once min_tokens are out, and goes before the length, as in vLLM. stop_reason is set for a stop id
     of the user's and stays None for EOS.
@@ -53,7 +54,7 @@ class PromptLogprobs:
         self._of: dict[Request, list[msgspec.Raw]] = {}
 
     def collect(self, request: Request, start: int, row: int, result: StepResult) -> None:
-        """Keep what a step that began at token `start` says. A recomputed chunk overwrites itself."""
+        """Keep the logprobs of a step that began at token `start`. A recomputed chunk overwrites itself."""
         if row in result.prompt_logprobs:
             new = [pack(entry) for entry in result.prompt_logprobs[row]]
             self._of.setdefault(request, [])[start : start + len(new)] = new

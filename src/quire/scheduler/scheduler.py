@@ -1,4 +1,4 @@
-"""The scheduler: which requests get how many tokens in the next step, and what a step's result means for them."""
+"""The scheduler: it gives requests tokens in the next step, and takes in the step's result."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ logger = get_logger(__name__)
 WAITING, PREEMPTED = RequestStatus.WAITING, RequestStatus.PREEMPTED
 RUNNING, FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
 LEAST_PROMPT_TOKENS = 16  # of the oldest prompt in each step, however long answers take
-SHARING_SECONDS = 10.0  # after the last step that several requests were there for, the next comer is expected
+SHARING_SECONDS = 10.0  # after the last step with several requests, another request is expected
 
 
 @dataclass(slots=True)
 class ScheduleStats:
-    """What scheduling did since the last `take_stats`."""
+    """Counts of scheduling since the last `take_stats`."""
 
     num_decode_tokens: int = 0  # scheduled tokens that are a row's newest sampled token, or drafts behind it
     num_preemptions: int = 0
@@ -58,19 +58,19 @@ class ScheduleStats:
 
 @dataclass(slots=True)
 class _Step:
-    """A batch that is made, or whose result is not here yet, and its requests: ids may have been given again since."""
+    """A batch without a result, and its requests: their ids may have been given again since."""
 
     batch: ScheduledBatch
     rows: list[Request]
-    room: StepRoom | None = None  # it has answers, and prompts take what its time allows
+    room: StepRoom | None = None  # it has answers, and prompts take the rest of its time
 
 
 class Scheduler:
     """Requests without phases: each has tokens that are known and not computed, and a step computes some of them.
 
-    `schedule` counts what it hands out as computed at once, so it may be called again before the result is there. A
-    token that a submitted batch will sample is in flight: it can be scheduled, because the worker will know it, but not
-    hashed or streamed.
+    `schedule` counts the tokens that it hands out as computed at once, so it may be called again before the result is
+    there. A token that a submitted batch will sample is in flight: it can be scheduled, because the worker will know
+    it, but not hashed or streamed.
 
     Args:
         num_stages: of the workers. With several, a request waits for its own token, and the answers are spread over as
@@ -107,7 +107,7 @@ class Scheduler:
         self._queue = WaitingQueue(policy)
         self._running: list[Request] = []  # in order of service: the last one is the first to be preempted
         self._requests: dict[str, Request] = {}  # all that are not finished
-        # Who waits beside the queue, and the question whether it may go there: it holds up nobody.
+        # Requests beside the queue, each with the question whether it may join. They hold up no other request.
         self._deferred: dict[Request, Callable[[], bool]] = {}
         self._in_flight: dict[int, _Step] = {}  # by step_id, oldest first
         self._removed: list[str] = []  # the worker holds these and should not
@@ -131,7 +131,7 @@ class Scheduler:
 
     @property
     def num_deferred(self) -> int:
-        """Those of the waiting requests that wait for the prompt they share, or for what they need, not for room."""
+        """The waiting requests that wait for a shared prompt or a resource, not for room."""
         return len(self._deferred)
 
     @property
@@ -181,8 +181,8 @@ class Scheduler:
         Args:
             is_ready: while the answer is False, the request waits for something else than room: a grammar that is
                 compiled, an adapter that is read, KV on its way. It then takes its place in the order of arrival. The
-                question is asked before each step, so the answer has to be quick, and it must not raise: whoever
-                finds out that a request will never be ready aborts it.
+                question is asked before each step, so the answer has to be quick, and it must not raise. A request that
+                will never be ready has to be aborted.
 
         Raises QueueFullError, ContextLengthError if it can never fit, and InvalidRequestError for an empty prompt, an
         illegal token id or a request id in use.
@@ -232,10 +232,10 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """The next batch, or None if there is nothing to do before a result arrives.
 
-        Within one token budget, running requests that lack one token, or a few that a grammar forced, come first, in
-        order, then prompts: what lacks more, and what waits. A running request that lacks a block preempts the last
-        running one; a waiting one preempts nobody. Where drafts pay (Speculation.waits), the batch has to wait for the
-        tokens of the one in flight.
+        Within one token budget, running requests that lack one token, or a few forced ones, come first, in order. Then
+        come prompts: requests that lack more, and waiting ones. A running request that lacks a block preempts the last
+        running one; a waiting one preempts no request. Where drafts pay (Speculation.waits), the batch has to wait for
+        the tokens of the one in flight.
         """
         if self.speculation is not None and self.speculation.waits and self._samples_in_flight():
             return None
@@ -250,7 +250,7 @@ class Scheduler:
         if self.speculation is not None:
             num_drafts_left = self.speculation.begin_step(self._running, self._num_drafts())
             if self._in_flight and self.speculation.drafter_time is not None:
-                num_drafts_left = 0  # the worker drafts once all before is done: that would be time of the step before
+                num_drafts_left = 0  # the worker drafts after the step before, so the time would count for that step
 
         prompts: list[Request] = []
         num_answers_left = self._num_answers_of_batch()
@@ -316,7 +316,9 @@ class Scheduler:
         return batch
 
     def fail_probe(self, batch: ScheduledBatch) -> None:
-        """The executor raised on it. Whether the worker has applied what it removed is unknown: it is told again."""
+        """The executor raised on it. It is not known whether the worker has applied the removals, so they are sent
+        again.
+        """
         self._removed = batch.removed_request_ids + self._removed
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[RequestDelta]:
@@ -367,10 +369,10 @@ class Scheduler:
         return deltas
 
     def fail(self, batches: list[ScheduledBatch], error: str, request_ids: Collection[str] = ()) -> list[RequestDelta]:
-        """The executor raised on batches[0]; the others were submitted behind it and are void as well.
+        """The executor raised on batches[0]; the later batches are void too.
 
-        The rows in `request_ids`, or who else is to blame, end with `error`. The others are computed again from their
-        known tokens.
+        The rows in `request_ids`, or others to blame, end with `error`. The others are computed again from their known
+        tokens.
         """
         deltas = self.end(culprits(self.rows_of(batches[0]), request_ids), error)
         self.void(batches)
@@ -397,7 +399,7 @@ class Scheduler:
                 if request.status is RUNNING:
                     self._preempt(request)
         self._drop_stopped()
-        # Whether the worker has applied what these batches removed is unknown: it is told again.
+        # It is not known whether the worker has applied the removals of these batches, so they are sent again.
         unsure = [request_id for batch in batches for request_id in batch.removed_request_ids]
         self._removed = list(dict.fromkeys(unsure + self._removed))
 
@@ -413,7 +415,7 @@ class Scheduler:
     # Scheduling
 
     def _room_beside(self, batch: ScheduledBatch) -> StepRoom | None:
-        """What the target for the time between tokens leaves beside the answers; None: there is no target."""
+        """The room that the target for the time between tokens leaves beside the answers; None: there is no target."""
         limits = self.limits
         if not limits.slo_itl or self._room_within is None or not self._enable_chunked_prefill:
             return None
@@ -424,12 +426,12 @@ class Scheduler:
         return self._room_within(seconds, limits.slo_attainment, *rows, sum(batch.num_logits))
 
     def _serve_oldest(self, step: _Step, prompts: list[Request], budget: int) -> None:
-        """Answers take all the time: the oldest prompt goes on slowly, and who waits does so until an answer ends."""
+        """Answers take all the time: the oldest prompt goes on slowly, and other requests wait until an answer ends."""
         if prompts and (count := self._chunk(num_lacking(prompts[0]), budget)) > 0:
             self._add_row(step, prompts[0], count)
 
     def _serve_in_order(self, step: _Step, prompts: list[Request], budget: int) -> None:
-        """Give prompts what the budget holds, running ones first; nobody overtakes one that it does not hold."""
+        """Give prompts the budget, running ones first; no request overtakes one that does not fit."""
         for request in prompts:
             count = self._chunk(num_lacking(request), budget)
             if count == 0:
@@ -445,10 +447,10 @@ class Scheduler:
     def _share(self, step: _Step, prompts: list[Request], budget: int) -> None:
         """Give half of the budget to the oldest prompt, and the rest to those that lack the fewest tokens.
 
-        So a long prompt always progresses, a short one waits for no long one's rest, and of equal ones the oldest gets
-        everything. Waiting requests overtake older ones only as long as somebody still older computes a prompt: who
-        waits for blocks is the oldest sooner or later, and then nobody else is admitted. Nobody overtakes a preempted
-        request: there are too few blocks.
+        So a long prompt always progresses, a short one does not wait for the rest of long ones, and among equal ones
+        the oldest gets everything. Waiting requests overtake older ones only while a still older request computes a
+        prompt: a request that waits for blocks becomes the oldest sooner or later, and then no other is admitted. No
+        request overtakes a preempted one: there are too few blocks.
         """
         head = self._candidate(self._queue.first_in_order) if budget > 0 else None
         may_admit = head is not None and head[0].status is not PREEMPTED
@@ -477,9 +479,9 @@ class Scheduler:
                 budget -= self._add_prompt(step, request, count)
 
     def _is_shared(self) -> bool:
-        """Whether prompts have to leave room for others: a prompt has the whole budget once it was alone for a while.
+        """Whether prompts have to leave room for others: a prompt gets the whole budget once it was alone for a while.
 
-        Who comes while it has it waits for that step, so it is not given between two short requests of somebody.
+        A new request would have to wait for that step, so a short pause between two requests does not suffice.
         """
         now = self._clock()
         if len(self._running) + len(self._queue) > 1:
@@ -488,7 +490,7 @@ class Scheduler:
         return is_wanted and now < self._shared_until
 
     def _chunk(self, count: int, budget: int) -> int:
-        """How many of `count` tokens one request gets in one step.
+        """The part of `count` tokens that one request gets in one step.
 
         Without chunked prefill all or none, unless they exceed the whole budget of a step: such a request could never
         run.
@@ -512,16 +514,16 @@ class Scheduler:
     def _num_drafts(self) -> int:
         """Most drafts of the next step: each request that may take part in it has a token and a row of logits.
 
-        Memory was planned for a number of rows of logits; drafts have the rows that others leave.
+        Memory was planned for a number of rows of logits; drafts get the remaining rows.
         """
         limits, num_running = self.limits, len(self._running)
         num_others = max(num_running, min(num_running + len(self._queue), limits.max_num_seqs))
         return min(limits.max_num_batched_tokens, max(limits.max_num_seqs, LEAST_LOGITS_ROWS)) - num_others
 
     def _draft(self, request: Request, most: int) -> Sequence[int]:
-        """Drafts behind the newest token, if that is known: see Speculation.
+        """Drafts after the newest token, if that is known: see Speculation.
 
-        Nobody is preempted for drafts: there are none unless a free block is left for each running request.
+        No request is preempted for drafts: there are none unless a free block is left for each running request.
         """
         assert self.speculation is not None
         if request.num_in_flight_tokens or not request.output_token_ids:
@@ -553,7 +555,9 @@ class Scheduler:
         return False
 
     def _add_prompt(self, step: _Step, request: Request, count: int) -> int:
-        """Put `count` tokens of a prompt into the step, or fewer if its time does not allow them; answers how many."""
+        """Put `count` tokens of a prompt into the step, or fewer if its time does not allow them. Returns their
+        number.
+        """
         if step.room is None:
             return self._add_row(step, request, count)
         start = request.num_computed_tokens
@@ -563,9 +567,9 @@ class Scheduler:
         return count
 
     def _add_row(self, step: _Step, request: Request, count: int, drafts: Sequence[int] = ()) -> int:
-        """Put `count` tokens of a running request, the drafts included, into the step; answers how many they are.
+        """Put `count` tokens of a running request, with its drafts, into the step. Returns their number.
 
-        Of a prompt, they are as many as it has slots for.
+        A prompt gets as many as it has slots for.
         """
         batch, table = step.batch, self.kv.table(request)
         count = min(count, table.num_tokens - request.num_computed_tokens, self.kv.step_tokens)
@@ -675,7 +679,7 @@ class Scheduler:
         )
 
     def _close(self, step: _Step) -> ScheduledBatch | None:
-        """Count the step as submitted. An empty one is no step; what it would have removed goes with the next."""
+        """Count the step as submitted. An empty batch is no step; its removals go with the next one."""
         if not step.rows:
             return None
         step.batch.removed_request_ids, self._removed = self._removed, []
@@ -686,7 +690,7 @@ class Scheduler:
     # Rare turns in a request's life
 
     def _wait(self, request: Request) -> None:
-        """Put a request into the queue. What the prefix cache has of it now counts for its turn."""
+        """Put a request into the queue. Its turn depends on the tokens that the prefix cache has of it now."""
         self._choose_rope(request)
         self._queue.push(request, request.num_tokens - self._cached_prefix(request).num_tokens)
 
@@ -697,7 +701,7 @@ class Scheduler:
         self._stats.num_preemptions += 1
 
     def _take_back(self, request: Request, status: RequestStatus) -> None:
-        """Free a running request; it waits where it stood, to be computed again from its known tokens."""
+        """Free a running request; it returns to its place in the queue, and is computed again from its known tokens."""
         self.kv.free(request)
         if request.adapter is not None and self.adapters is not None:
             self.adapters.stop(request)
@@ -735,7 +739,7 @@ class Scheduler:
         )
 
     def _queue_ready(self) -> None:
-        """Those take their place in the queue whose reason to be deferred is gone."""
+        """Put deferred requests into the queue if their reason to wait is gone."""
         if self._deferred:
             for request in [request for request, is_ready in self._deferred.items() if is_ready()]:
                 del self._deferred[request]
@@ -766,7 +770,9 @@ class Scheduler:
     def _answer(
         self, request: Request, row: int, token_ids: list[int], reason: FinishReason | None, result: StepResult
     ) -> RequestDelta:
-        """Tell what one row sampled, which the request has by now; if that ends the request, its blocks are free."""
+        """Report the sampled tokens of a row, which the request already has; if they end the request, its blocks are
+        free.
+        """
         if not token_ids:
             vector = result.vectors.get(row)
             missing = "vector" if request.wants_vector else "token"
@@ -787,10 +793,10 @@ class Scheduler:
         return delta
 
     def _drop_stopped(self) -> None:
-        """`_finish` and `_preempt` leave it to this, so that many requests that end in one step cost one pass."""
+        """`_finish` and `_preempt` leave this work here, so that many ends in one step cost one pass."""
         self._running = [request for request in self._running if request.status is RUNNING]
 
 
 def _is_prompt_settled(parent: Request) -> bool:
-    """Whether a fork waits no longer: the KV of the prompt is there, and not only submitted, or the blocks are gone."""
+    """Whether a fork need not wait: the prompt's KV is computed, not only submitted, or the blocks are gone."""
     return parent.status is not RUNNING or parent.num_settled_tokens >= parent.num_prompt_tokens

@@ -1,4 +1,4 @@
-"""The drafter of a scheduler: which requests draft how far, and what became of their drafts. No torch."""
+"""The drafter of a scheduler: the depths of requests' drafts, and the fate of these drafts. No torch."""
 
 from __future__ import annotations
 
@@ -47,9 +47,8 @@ class _Errors:
 class Speculation:
     """Asks a proposer for drafts, as far as a request should draft now.
 
-    A drafter in the worker that raises leaves all rows of a step without drafts, and says not which row made it raise.
-    So each of these requests waits, longer every time, and then drafts again in a step in which none of the others
-    does.
+    If a drafter in the worker raises, all rows of the step are without drafts, and the row to blame is not known. So
+    each of these requests waits, longer every time, and then drafts again in a step without the others.
 
     Args:
         most: drafts of one request in one step; may be moved.
@@ -89,7 +88,7 @@ class Speculation:
             self._adaptive.admit(request, num_cached)
 
     def begin_step(self, running: Sequence[Request], most: int) -> int:
-        """How many drafts the next step may have, of the `most` there is room for. 0: nobody need be asked."""
+        """The number of drafts that the next step may have, at most `most`. 0: no request need be asked."""
         self._step += 1
         self._most_now = min([self.most, *(k for low, high, k in self._most_by_rows if low <= len(running) <= high)])
         has_drafting = any(request.request_id not in self._stopped for request in running)
@@ -123,7 +122,7 @@ class Speculation:
             self._adaptive.drafted(request, num_drafts)
 
     def settle(self, request: Request, num_drafts: int, num_held: int) -> None:
-        """Drafts of a request were verified; the first `num_held` were what the target sampled."""
+        """Drafts of a request were verified; the first `num_held` equal the target's samples."""
         self._counts.add(num_drafts, num_held)
         self._errors.pop(request.request_id, None)
         if self._adaptive is not None:
@@ -135,7 +134,7 @@ class Speculation:
             self._adaptive.read_later(request, num_unread)
 
     def drafter_seconds(self, drafts: Sequence[Sequence[int]]) -> float:
-        """How long the worker's drafter will probably take for the drafts of the step that is being made."""
+        """The predicted time of the worker's drafter for the step that is being made."""
         if self.drafter_time is None:
             return 0.0
         seconds = 0.0 if self._adaptive is None else self._adaptive.reading_seconds
@@ -150,7 +149,7 @@ class Speculation:
             self.drafter_time.observe(seconds, depths)
 
     def fail(self, request: Request, why: str) -> None:
-        """The drafter cannot draft for this request: it goes on without."""
+        """The drafter cannot draft for this request: it goes on without drafts."""
         if request.request_id in self._stopped:
             return
         self._stop(request)

@@ -226,7 +226,7 @@ def explain(
 
 
 class _Plan(NamedTuple):
-    """What a stage's memory is planned for; with the error, if it is too little."""
+    """The memory plan of a stage; with the error, if memory is too little."""
 
     model: ModelConfig
     memory: MemoryFacts

@@ -41,7 +41,7 @@ class Writer(Protocol):
 
 
 def parsed(parser: AnswerParser | None, completion: CompletionOutput) -> list[Event]:
-    """The parts of what is new in a continuation; without a parser its text is content, as it is."""
+    """The parts of a continuation's new text; without a parser all of it is content."""
     if parser is None:
         return [Content(completion.text)] if completion.text else []
     events = parser.feed(completion.text)
@@ -51,7 +51,7 @@ def parsed(parser: AnswerParser | None, completion: CompletionOutput) -> list[Ev
 async def answer_now(
     state: ServerState, body: GenerationRequest, asked: Generation, writer: Writer, headers: dict[str, str]
 ) -> Response:
-    """What the engine makes of it, when it is there, or as events as they come."""
+    """The answer: whole at the end, or as events as they come."""
     if body.use_beam_search:
         if body.is_streamed:
             return await EventStream.start(writer.events(beam_search.stream(state, body, asked)), headers)
@@ -74,9 +74,9 @@ async def respond(
 
     Args:
         decode: the body, and the names of the fields that were accepted without effect. Raises QuireErrors.
-        prepare: what is asked of the engine and who writes the answer, by the state, the body, the names of the fields
-            without effect, which it may add to, and the id of the HTTP request. Raises QuireErrors.
-        names: what the API calls fields that have another name in `B`, for errors.
+        prepare: makes the requests for the engine and the writer of the answer, from the state, the body, the names of
+            the fields without effect, which it may add to, and the id of the HTTP request. Raises QuireErrors.
+        names: the API's names of fields with another name in `B`, for errors.
     """
     return await respond_by(answer_now, request, decode, prepare, names)
 
@@ -104,7 +104,7 @@ async def respond_by(
     prepare: Callable[[ServerState, B, list[str], str], Awaitable[tuple[Generation, W]]],
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> Response:
-    """As `respond`, with a `write` that makes the answer of what `prepare` gave. Its headers come last."""
+    """Like `respond`, with a `write` that makes the answer from the result of `prepare`. Its headers come last."""
     state = state_of(request)
     body, ignored = await read_json(request, state.settings.limits, decode)
 

@@ -141,7 +141,7 @@ def create_app(
 
 
 class StripPrefix:
-    """ASGI middleware around everything: takes a proxy's prefix off the path, so that all see the same one.
+    """ASGI middleware around everything: it takes a proxy's prefix off the path, so that all parts see the same path.
 
     Access control too: it and the routes must never disagree about which path was asked for.
     """
@@ -161,8 +161,8 @@ class RequestContext:
     """ASGI middleware around everything: an id for every request, an answer to every unexpected exception, and the
     last answer on some connections.
 
-    These are all while the server drains, and those whose client expects 100-continue and is answered before anybody
-    asks for its body: nobody knows whether that still comes, so what comes next would be of no known meaning.
+    These are all connections while the server drains, and those whose client expects 100-continue and is answered
+    before its body was asked for: the body may still come or not, so the next bytes would have no known meaning.
     """
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
@@ -208,7 +208,7 @@ class RequestContext:
 
 
 class Door:
-    """ASGI middleware: work that will not be taken is refused before its body is read.
+    """ASGI middleware: it refuses a request before its body is read, if the server cannot take it.
 
     The rest of such a body is read and forgotten, so the connection can be used again.
     """
@@ -231,7 +231,7 @@ class Door:
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    """The client has left: 499 is nginx's word for it, and nobody reads it."""
+    """The client has left: 499 is nginx's code for it, and no client reads it."""
     return Response(status_code=499)
 
 

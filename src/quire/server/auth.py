@@ -1,4 +1,4 @@
-"""Who may ask: API keys on every route but the page and the probes, and the names this server answers to."""
+"""Access: API keys on every route except the page and the probes, and the host names of this server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.server.errors import HttpError, error_response
 # Everything else needs the key, including paths that do not exist: a route added later is guarded without being listed.
 # The page at / and its files are the same for everybody and hold no data: it asks its reader for the key.
 PUBLIC_PATHS = frozenset(("/", "/health", "/livez", "/ping", "/readyz", *page.FILES))
-MAY_BE_TOLD = "quire.may_be_told"  # of a scope with such a path: whether the caller might open the others
+MAY_BE_TOLD = "quire.may_be_told"  # of a scope with such a path: whether the caller may open the others
 
 
 def check_api_keys(api_keys: Sequence[str]) -> None:
@@ -44,7 +44,8 @@ class AccessControl:
             api_keys: any of them opens every route; none leaves the server open.
             allowed_hosts: host names (without port) a request may be addressed to; none allows all. Against pages that
                 make a browser talk to a loopback server under their own name (DNS rebinding).
-            keyless_paths: need no key, on the operator's word; unlike PUBLIC_PATHS they tell of the server.
+            keyless_paths: need no key, if the operator wants that; unlike PUBLIC_PATHS they show facts about the
+                server.
         """
         self._app = app
         self._key_hashes = [_hash(key.encode()) for key in api_keys]

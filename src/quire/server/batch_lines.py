@@ -35,7 +35,7 @@ class BatchResponse(msgspec.Struct):
 
 
 class BatchEntry(msgspec.Struct):
-    """What the output file says of one line; `custom_id` is null if the line has none."""
+    """The entry of one line in the output file; `custom_id` is null if the line has none."""
 
     id: str
     custom_id: str | None
@@ -53,7 +53,7 @@ def entry_id(number: int, line: bytes) -> str:
 
 
 async def answer_line(app: ASGIApp, line_id: str, line: bytes) -> BatchEntry:
-    """The entry of one line, whatever is wrong with it. A line is asked again if the server is too busy for it."""
+    """The entry of one line, also of a malformed one. A line is sent again if the server is too busy for it."""
     try:
         asked = msgspec.json.decode(line, type=BatchLine)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

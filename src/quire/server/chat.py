@@ -73,7 +73,7 @@ async def render_chat(request: Request) -> Response:
 async def prepare(
     state: ServerState, body: ChatRequest, ignored: list[str], request_id: str
 ) -> tuple[Generation, ChatWriter]:
-    """What a chat asks of the engine, and who writes the answer; as `answer.respond` says."""
+    """The engine requests of a chat, and the writer of its answer: see `answer.respond`."""
     asked = await generation_of(state, body, ignored, request_id, "chatcmpl")
     return asked, ChatWriter(state, body, asked)
 
@@ -81,7 +81,7 @@ async def prepare(
 async def generation_of(
     state: ServerState, body: ChatRequest, ignored: list[str], request_id: str, prefix: str
 ) -> Generation:
-    """What a chat asks of the engine. `prefix`: of the answer's id. Adds the names of fields without effect."""
+    """The engine requests of a chat. `prefix`: of the answer's id. Adds the names of fields without effect."""
     tools = await ToolChoice.read(body, state.settings.server, ignored)
     if body.reasoning_effort is not None and not state.has_reasoning_effort:
         ignored.append("reasoning_effort")
@@ -257,7 +257,7 @@ class ChatWriter:
         return message, reason
 
     def _parsed(self, completion: CompletionOutput) -> tuple[list[Event], str | None]:
-        """What is new in a continuation, and why it ended."""
+        """The new part of a continuation, and the reason of its end."""
         reason: str | None = completion.finish_reason
         parser = None if self._parsers is None else self._parsers[completion.index]
         events = parsed(parser, completion)
@@ -322,7 +322,9 @@ class ChatWriter:
         return data
 
     def _deltas(self, completion: CompletionOutput) -> list[ChatChunkChoice]:
-        """What is new in a continuation; nothing if none of it shows (half a character, a possible stop string)."""
+        """The new part of a continuation; nothing if no text is final yet (half a character, a possible stop
+        string).
+        """
         events, reason = self._parsed(completion)
         choices = [ChatChunkChoice(index=completion.index, delta=_delta(part)) for part in events]
         if not choices and (reason or self._logprobs or self._body.return_token_ids):

@@ -56,7 +56,7 @@ class _BatchWriter:
     """Puts the answers of several chats into one.
 
     Attributes:
-        chats: what each asks of the engine. Its prompt decides on its grammar and its budget for thinking.
+        chats: the engine requests of each. Its prompt decides on its grammar and its budget for thinking.
     """
 
     def __init__(self, parts: Sequence[tuple[Generation, ChatWriter]]) -> None:

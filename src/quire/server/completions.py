@@ -52,7 +52,7 @@ async def completions(request: Request) -> Response:
 async def prepare(
     state: ServerState, body: CompletionRequest, ignored: list[str], request_id: str
 ) -> tuple[Generation, Writer]:
-    """What a body asks of the engine, and who writes the answer; as `answer.respond` says."""
+    """The engine requests of a body, and the writer of its answer: see `answer.respond`."""
     prompts = split_prompts(body.prompt) if len(body.prompt) <= INLINE_PROMPT_CHARS else await _split_long(body.prompt)
     if body.suffix:
         prompts = await asyncio.to_thread(_infill_prompts, state, body, prompts, body.suffix)
@@ -61,7 +61,7 @@ async def prepare(
 
 
 async def _split_long(prompt: str | list[Any]) -> list[PromptType]:
-    """A list may have millions of items: looking at each would hold up everybody's streams."""
+    """A list may have millions of items: looking at each would hold up all streams."""
     return await asyncio.to_thread(split_prompts, prompt)
 
 
@@ -199,7 +199,8 @@ class _CompletionWriter:
 
     def _shows(self, prompt_index: int, completion: CompletionOutput) -> bool:
         """Whether there is anything to write: half a character or a possible stop string is held back. A continuation's
-        first event comes with its first token all the same, as in vLLM: clients measure the time to it."""
+        first event still comes with its first token, as in vLLM: clients measure the time to it.
+        """
         is_first = prompt_index * self._n + completion.index not in self._offsets
         return bool(
             is_first or completion.text or completion.finish_reason or self._logprobs or self._body.return_token_ids
@@ -209,7 +210,7 @@ class _CompletionWriter:
         return 0 if self._is_echo_only else len(completion.token_ids)
 
     def _choice(self, kind: type[C], prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> C:
-        """A continuation as far as it is new; the first time with the prompt where that was asked for."""
+        """The new part of a continuation; the first time with the prompt, if the request asked for it."""
         index = prompt_index * self._n + completion.index
         is_first = index not in self._offsets
         if output.prompt_logprobs is not None:

@@ -1,4 +1,4 @@
-"""GET and POST /v1/config: every resolved setting with where it came from, and the limits that move while serving."""
+"""GET and POST /v1/config: every resolved setting with its source, and the limits that move while serving."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.settings import as_dict
 
 
 async def config(request: Request) -> Response:
-    """One route for both, so that a wrong method is told of both."""
+    """One route for both methods, so that the answer to a wrong method names both."""
     return await (_post_config if request.method == "POST" else _get_config)(request)
 
 
@@ -72,7 +72,7 @@ def _answer(state: ServerState) -> Response:
 
 
 def _without_paths(value: Any) -> Any:
-    """The same without folders of this machine: the last part of a path says enough."""
+    """The same without folders of this machine: the last part of a path is enough."""
     if isinstance(value, Mapping):
         return {key: _without_paths(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -13,7 +13,7 @@ from quire.server.state import state_of
 
 
 def routes() -> list[Route]:
-    """They are there only if the operator allows it."""
+    """The routes exist only if the operator allows them."""
     return [
         Route("/server_info", server_info, methods=["GET"]),
         Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
@@ -32,6 +32,6 @@ async def server_info(request: Request) -> Response:
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget cached prompts from the next step on, but for those that running requests use."""
+    """Forget cached prompts from the next step on, except those that running requests use."""
     state_of(request).engine.reset_prefix_cache()
     return Response(b'{"status":"ok"}', media_type="application/json")

@@ -1,4 +1,4 @@
-"""The OpenAPI document as one page for people: text alone, without scripts or anything loaded from elsewhere."""
+"""The OpenAPI document as one page for people: only text, without scripts and without other files."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _about(schema: dict[str, Any]) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """A schema in a few words, with links to those that have a section."""
+    """A schema in a few words, with links to schemas that have a section."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'

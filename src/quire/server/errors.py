@@ -71,7 +71,7 @@ def is_anthropic(path: str) -> bool:
 
 
 def error_body(error: QuireError, path: str = "") -> bytes:
-    """The JSON body for an error. `path`: what was asked for, which decides the shape."""
+    """The JSON body for an error. `path`: of the request; it decides the shape."""
     status, code = _status_and_code(error)
     return _encode(path, status, code, error.message, error.param)
 
@@ -91,7 +91,7 @@ def error_response(error: QuireError, path: str = "") -> Response:
 
 
 def internal_error_body(request_id: str, path: str) -> bytes:
-    """What a client learns of an unexpected exception: the id under which the log has it."""
+    """The answer to an unexpected exception: the id under which the log has it."""
     message = f"Internal error. The server's log has it under request id {request_id}."
     return _encode(path, 500, "internal_error", message, None)
 
@@ -102,7 +102,7 @@ async def on_quire_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own errors: no such route, wrong method. There are no others: they would be ours."""
+    """Starlette's own errors: no such route, wrong method. There are no others."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         code = "unknown_route"

@@ -26,7 +26,7 @@ INLINE_LOGPROB_POSITIONS = 128  # about 2 ms of formatting with 20 logprobs each
 
 @dataclass(frozen=True)
 class Generation:
-    """What a route asks of the engine.
+    """The engine requests of a route.
 
     Args:
         max_tokens_is_default: the client did not choose max_tokens, so it is cut to what fits instead of refused.
@@ -79,14 +79,14 @@ async def start(state: ServerState, *generations: Generation) -> list[RequestStr
             )
             streams.append(stream)
             await asyncio.sleep(0)  # the streams of others go on between two prompts
-    except BaseException:  # whatever ends this, nobody will read the streams
+    except BaseException:  # after any end, the streams have no reader
         _close(streams)
         raise
     return streams
 
 
 async def process(state: ServerState, asked: Generation) -> ProcessedRequest:
-    """Its one prompt, which is not sent. Raises what `start` raises because of the request."""
+    """Its only prompt, which is not sent. Raises the errors of `start` about the request."""
     check_fan_out(state, asked)
     return await state.engine.process(
         asked.prompts[0],
@@ -117,7 +117,7 @@ def check_fan_out(state: ServerState, *generations: Generation) -> None:
 
 
 async def write(make: Callable[[], T], outputs: Sequence[RequestOutput]) -> T:
-    """What `make` makes of the outputs: in a thread if there are logprobs of many positions to write."""
+    """The result of `make` for the outputs: in a thread if there are logprobs of many positions to write."""
     num_positions = sum(
         len(output.prompt_logprobs or ()) + sum(len(completion.logprobs or ()) for completion in output.outputs)
         for output in outputs
@@ -126,7 +126,9 @@ async def write(make: Callable[[], T], outputs: Sequence[RequestOutput]) -> T:
 
 
 async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """(index of the prompt, output) as they come. The first error ends all; closing the generator aborts what runs."""
+    """(index of the prompt, output) as they come. The first error ends all; closing the generator aborts running
+    requests.
+    """
     if len(streams) == 1:
         async with streams[0] as stream:
             async for output in stream:
@@ -188,13 +190,13 @@ def _response_id(prefix: str, body: GenerationRequest, header_id: str) -> str:
 
 
 def check(state: ServerState, body: GenerationRequest, ignored: list[str]) -> None:
-    """What every route that answers refuses before it looks further, and `check_body`."""
+    """Refusals that all generating routes share, and `check_body`."""
     state.check_accepting()
     check_body(state, body, ignored)
 
 
 def check_body(state: ServerState, body: GenerationRequest, ignored: list[str]) -> None:
-    """What fields may not be together, and the server's defaults. Adds fields without effect."""
+    """Refuse fields that exclude each other, and fill in the server's defaults. Adds fields without effect."""
     state.adapter(body.model)
     _check_stream_options(body)
     _apply_defaults(state, body)
@@ -215,7 +217,7 @@ def of_body(
     add_special_tokens: bool,
     max_tokens_is_default: bool,
 ) -> Generation:
-    """What a body asks of the engine, with what its route has chosen.
+    """The engine requests of a body, with its route's choices.
 
     Args:
         request_id: of the HTTP request.
@@ -245,20 +247,22 @@ def _check_stream_options(body: GenerationRequest) -> None:
 
 
 def _apply_defaults(state: ServerState, body: GenerationRequest) -> None:
-    """The operator's: usage over the request's wish, as in vLLM, the others where the request does not say."""
+    """The operator's defaults. Usage overrides the request's wish, as in vLLM; the others hold if the request leaves
+    them out.
+    """
     if body.return_tokens_as_token_ids is None:
         body.return_tokens_as_token_ids = state.settings.server.return_tokens_as_token_ids
     if state.settings.server.enable_force_include_usage and body.is_streamed:
         body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
     if state.settings.reports_metrics and body.return_metrics is None and not body.use_beam_search:
-        # A chunk without choices comes to those only who asked for one.
+        # Only clients that asked for it get a chunk without choices.
         body.return_metrics = body.includes_usage or not body.is_streamed
 
 
 def choose_max_tokens(state: ServerState, asked: int | None, default: int | None) -> tuple[int | None, bool]:
-    """How much to generate (None: up to the context length), and whether that is the client's choice.
+    """The number of tokens to generate (None: up to the context length), and whether the client chose it.
 
-    What the client did not choose is cut to what fits instead of refused.
+    A default is cut to the length that fits; a client's choice that does not fit is refused.
     """
     chosen, cap = default if asked is None else asked, state.settings.max_tokens_cap
     if cap is not None and (chosen is None or chosen > cap):
@@ -288,7 +292,7 @@ NOT_WITH_BEAMS: dict[str, tuple[object, ...]] = {
 
 
 def _check_beam_search(body: GenerationRequest) -> None:
-    """Refuse fields that do not go together with beam search, and its own field without it."""
+    """Refuse fields that beam search excludes, and its own field without it."""
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1.0):
             raise UnsupportedFieldError(

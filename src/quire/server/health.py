@@ -18,7 +18,7 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 class Starting(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Why the server is not ready: phase of the start (download, load, pack, warm up; before them, after a failure,
-    restart) and how much of it is done. `failure`: what the last engine failed of, for those with a key."""
+    restart) and how much of it is done. `failure`: why the last engine failed, for callers with a key."""
 
     error: ErrorDetail
     phase: str

@@ -12,13 +12,13 @@ from quire.metrics.http import HttpMetrics
 from quire.metrics.registry import OTHER
 from quire.server import page
 
-# Called every few seconds by machines: counting them would hide what people do. vLLM leaves them out too.
-# The files of the page at / come with it.
+# Machines call them every few seconds: counting them would hide the requests of people. vLLM leaves them out too. The
+# files of the page at / come with it.
 NOT_COUNTED = frozenset({"/metrics", "/health", "/livez", "/readyz", "/ping", "/load", "/version", *page.FILES})
 
 
 class CountRequests:
-    """Around everything, so that refused requests and those that fail are counted as well.
+    """Around everything, so that refused and failed requests count too.
 
     Args:
         routes: the server's. Their paths are the only handlers there are; a request to another path counts as "other".

@@ -1,8 +1,8 @@
 """HTTP/1.1 connections: uvicorn's, with limits on header size and count and on how slow a client may be.
 
 A connection is ended if a request's headers do not arrive in time, if its body does not, or if its client does not read
-an answer. What cannot be parsed gets an answer in the same shape as every other error. No end of ours is a reset, which
-would take an answer with it that the client has not read yet.
+an answer. Unreadable requests get an answer in the same shape as every other error. The server never resets a
+connection: a reset would destroy an answer that the client has not read yet.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class ConnectionLimits:
     Args:
         max_header_bytes: request line, names and values of one request.
         header_seconds: from the connection, or the request's first byte, to the end of its headers.
-        body_seconds: from there to the end of the body, whether or not anybody waits for it.
+        body_seconds: from there to the end of the body, also if no code waits for it.
         stalled_write_seconds: in which a client whose answer waits to be sent must take MIN_PROGRESS_BYTES of it.
-        max_unread_bytes: of a body that nobody reads any more, because its answer was complete before.
+        max_unread_bytes: of a body that is not read any more, because its answer was complete before.
         linger_seconds: in which a client should close a connection after we have closed our side of it.
-        max_linger_bytes: of what it may send meanwhile.
+        max_linger_bytes: bytes that it may send meanwhile.
     """
 
     max_header_bytes: int = 65536
@@ -55,8 +55,8 @@ class ConnectionLimits:
 class _Connection:
     """A transport as the protocol uses it: `close` resets nothing, and a client can be asked whether it is there.
 
-    Closing a socket over bytes that were not read resets the connection. So our side of it is closed first, and what
-    still comes is read until the client has closed its own, or for a while.
+    Closing a socket over bytes that were not read resets the connection. So our side is closed first, and later bytes
+    are read until the client has closed its own side, or for a while.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, linger_seconds: float) -> None:
@@ -91,7 +91,7 @@ class _Connection:
         self._linger()
 
     def _linger(self) -> None:
-        """Bytes that wait to be sent have the time that they need. Other code notices clients that do not read."""
+        """Waiting bytes have all the time that they need. Other code notices clients that do not read."""
         self._timer = self._loop.call_later(self._linger_seconds, self._on_lingered)
 
     def _on_lingered(self) -> None:
@@ -108,8 +108,8 @@ class _Connection:
     def await_departure(self, *, is_silent: bool) -> None:
         """End the connection as soon as its client, which has closed its sending side, turns out to have left.
 
-        Nothing tells that from one that waits for its answer, but its system, asked by a byte sent: it has nobody to
-        give it to. If the answer has not begun (`is_silent`), these bytes are those with which it will.
+        Only the client's system can tell it from a client that waits for its answer: it refuses a byte that no program
+        receives. If the answer has not begun (`is_silent`), these bytes are the beginning of the answer.
         """
         self._has_eof = True
         self._unasked = ANSWER_PREFIX if is_silent else b""
@@ -140,10 +140,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0  # of complete headers; 0: no headers are being read
-        self._num_unparsed_bytes = 0  # that came since the chunk in which the headers began
+        self._num_unparsed_bytes = 0  # bytes since the chunk in which the headers began
         self._num_unread_bytes = 0  # of a body whose answer is complete
         self._num_lingering_bytes = 0  # that came since our side was closed
-        self._unanswered: list[RequestResponseCycle] = []  # the one that is answered now, and those behind it
+        self._unanswered: list[RequestResponseCycle] = []  # the request that is answered now, and the later ones
         self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -189,7 +189,9 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._refuse_headers(f"at most {self.limits.max_header_bytes} bytes")
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays: if an answer is due. The client may have closed only its sending side."""
+        """Whether the connection stays: it does if an answer is due. The client may have closed only its sending
+        side.
+        """
         cycle = self.cycle
         is_due = cycle is not None and not cycle.response_complete and not cycle.more_body
         if not is_due or self.transport.is_closing() or is_ssl(self.transport):
@@ -201,7 +203,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """It has asked, has been answered, and has nothing more to say at the moment."""
+        """It has sent a request and got its answer, and has no further request now."""
         return self.cycle is not None and self.cycle.response_complete and self._num_header_bytes == 0
 
     def _await_headers(self) -> None:
@@ -269,7 +271,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._read_timer = self.loop.call_later(self.limits.body_seconds, self._on_slow_body)
 
     def _on_slow_body(self) -> None:
-        if self.flow.read_paused:  # we do not let it come: the answer before it is not complete
+        if self.flow.read_paused:  # the parser is paused: the answer before it is not complete
             self._await_body()
         else:
             self.transport.abort()
@@ -320,7 +322,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._await_reader()
 
     def _refuse_malformed(self) -> None:
-        """What httptools cannot parse, an unknown method for one, and transfer codings other than chunked."""
+        """Requests that httptools cannot parse, such as an unknown method, and transfer codings other than chunked."""
         _malformed_log.warning("a request that is not HTTP/1.1 was refused")
         self._refuse(
             HttpError(

@@ -1,7 +1,7 @@
 """The life of the HTTP server: uvicorn's, with an end that resets no connection.
 
-While requests run the port stays open, so that whoever comes is told that the server is shutting down. Only then nobody
-new is let in, those who were are answered, and the port is closed.
+While requests run the port stays open, so that new clients learn that the server is shutting down. Then new connections
+are turned away, the existing ones are answered, and the port is closed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from starlette.types import ASGIApp
 from quire.server.http_protocol import GuardedProtocol
 
 POLL_SECONDS = 0.05
-HANDSHAKE_SECONDS = 0.1  # in which a connection that a client has begun to open gets here
-LAST_REQUEST_SECONDS = 0.5  # for a client that has just connected to say what it wants
+HANDSHAKE_SECONDS = 0.1  # for a connection that a client has begun to open
+LAST_REQUEST_SECONDS = 0.5  # for a client that has just connected to send its request
 GOOD_BYE_SECONDS = 0.25  # for clients to close idle connections after us
 
 
 def http_config(app: ASGIApp, protocol: type[GuardedProtocol] = GuardedProtocol, **options: Any) -> uvicorn.Config:
-    """What every HttpServer needs, and uvicorn's other `options`. Answers do not say what they were made with."""
+    """The settings of every HttpServer, and uvicorn's other `options`. Answers have no `server` header."""
     return uvicorn.Config(app, http=protocol, ws="none", server_header=False, **options)
 
 
@@ -46,8 +46,8 @@ class HttpServer(uvicorn.Server):
 
         Args:
             drain_seconds: at most for requests that run when the end starts; then their connections are cut.
-            turn_away: makes new connections fail before they are made, while those that were made can be accepted.
-            hands_over: the sockets are somebody else's too: connections from the beginning of the end on are theirs.
+            turn_away: makes new connections fail before they are made; earlier ones can still be accepted.
+            hands_over: another process has the sockets too: from the beginning of the end on, it gets new connections.
         """
         super().__init__(config)
         self._drain_seconds, self._turn_away, self._hands_over = drain_seconds, turn_away, hands_over
@@ -58,7 +58,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain and close. Requests that come meanwhile are answered: that they are refused is up to the app."""
+        """Drain and close. Requests that come meanwhile are answered; the app decides to refuse them."""
         listeners = sockets or []
         if self._hands_over:
             self._stop_listening(listeners)

@@ -18,7 +18,7 @@ T = TypeVar("T")
 MAX_JSON_DEPTH = 64
 # Objects and lists in one body. A conversation of 4096 messages with ten parts each has a twentieth of it.
 MAX_JSON_CONTAINERS = 1_000_000
-# Bodies above this are decoded in a thread, so that other requests' streams go on meanwhile.
+# Larger bodies are decoded in a thread, so that other requests' streams go on meanwhile.
 _INLINE_BODY_BYTES = 256 * 1024
 
 _BRACKETS = b"[]{}"
@@ -41,7 +41,7 @@ async def read_json(request: Request, limits: Limits, decode: Callable[[bytes], 
 
     Raises:
         HttpError: 415 not JSON by its content type, 413 too large, 408 too slow.
-        InvalidRequestError: nested too deeply, and what `decode` raises.
+        InvalidRequestError: nested too deeply, and the errors of `decode`.
         ClientDisconnect: the client left.
     """
     content_type = request.headers.get("content-type", "")

@@ -1,4 +1,4 @@
-"""How long the event loop does not come round: every stream waits that long."""
+"""The lag of the event loop: every stream waits this long."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ async def _prepare(
     state: ServerState, body: ChatRequest, ignored: list[str], request_id: str
 ) -> tuple[Generation, Writer]:
     asked = await chat.generation_of(state, body, ignored, request_id, "msg")
-    # max_tokens is required, so clients ask for more than there may be: the answer says if it ended at the context.
+    # max_tokens is required, so clients ask for more than fits: the answer says if it ended at the context.
     return replace(asked, max_tokens_is_default=True), _MessagesWriter(state, asked)
 
 
@@ -260,7 +260,7 @@ class _MessagesWriter:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The arguments of a call; of one that was cut, none."""
+    """The arguments of a call; a call that was cut has none."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.MsgspecError:

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{model}: what is served, with its context length."""
+"""GET /v1/models and /v1/models/{model}: the served models, with their context length."""
 
 from __future__ import annotations
 

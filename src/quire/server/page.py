@@ -18,7 +18,7 @@ MEDIA_TYPES = {
     ".mjs": "text/javascript; charset=utf-8",
     ".woff2": "font/woff2",
 }
-# Nothing is loaded or called but from this server, no script stands in the page, and only the sanitizer's policy
+# Everything is loaded from this server, no script stands in the page, and only the sanitizer's policy
 # (vendor/purify.es.mjs) may turn a string into markup.
 POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; font-src 'self'; connect-src 'self'; img-src data:; "
@@ -41,7 +41,7 @@ def _files() -> Iterator[tuple[str, Traversable]]:
                 yield prefix + file.name, file
 
 
-FILES = dict(sorted(_files()))  # what the page consists of besides itself, by path
+FILES = dict(sorted(_files()))  # the other files of the page, by path
 
 
 def routes(root_path: str) -> list[Route]:

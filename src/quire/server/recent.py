@@ -1,4 +1,4 @@
-"""The last HTTP requests by name, so that GET /v1/requests/{id}/timeline finds what the front end knows of them."""
+"""The last HTTP requests by name, so that GET /v1/requests/{id}/timeline finds their records in the front end."""
 
 from __future__ import annotations
 

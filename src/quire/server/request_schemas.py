@@ -1,7 +1,7 @@
-"""What a request body may hold beyond its types, as JSON schema: each field's bounds, and the rules between fields.
+"""The rules of a request body beyond its types, as JSON schema: each field's bounds, and the rules between fields.
 
-The types come from the structs of the bodies; this is what is checked after decoding. What depends on more (how many
-tokens a prompt has, what a chat template accepts) is not said here. A test sends what the schemas accept and refuse.
+The types come from the structs of the bodies; these rules are checked after decoding. Rules that depend on more (the
+number of tokens of a prompt, the chat template) are not here. A test sends bodies that the schemas accept and refuse.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _NOT_TRUE: Schema = {"enum": [None, False]}
 
 @dataclass(frozen=True)
 class SchemaBounds:
-    """What the schemas depend on.
+    """Facts that the schemas depend on.
 
     Args:
         has_start_token: the tokenizer begins every text with a token of its own, so that an empty prompt has one too.
@@ -138,7 +138,7 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
 
 
 def config_body() -> Schema:
-    """Of POST /v1/config; the bounds of the day are in what GET answers."""
+    """Of POST /v1/config; GET answers with the present bounds."""
     limits = {name: _integer(LEAST.get(name, 1), MOST) for name in SetLimits.__struct_fields__}
     limits |= {name: {"anyOf": [_number(ABOVE_ZERO, MOST), {"type": "string"}, _NULL]} for name in TARGETS}
     limits["slo_attainment"] = _number(*ATTAINMENTS)

@@ -12,7 +12,9 @@ from quire.server.protocol.responses import ITEM_FIELDS, InputItem, InputText
 
 
 def chat_messages(items: Sequence[InputItem]) -> list[dict[str, Any]]:
-    """The items as messages of a chat: what the model wrote in one turn is one. Raises InvalidRequestError."""
+    """The items as messages of a chat: items that the model wrote in one turn become one message. Raises
+    InvalidRequestError.
+    """
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(items):
         for name in ITEM_FIELDS[item.type]:

@@ -19,7 +19,7 @@ MAX_SEQUENCE_NUMBER = 999_999_999
 
 
 class StoredResponse:
-    """One response, with what it takes to go on with the conversation.
+    """One response, with the data to continue the conversation.
 
     Args:
         conversation: messages of a chat, without instructions. The answer is among them when the response is complete.
@@ -54,7 +54,7 @@ class StoredResponse:
             await asyncio.wait([self._task])
 
     def add_events(self, data: bytes) -> None:
-        """Further events, for those who follow. Whoever keeps the response counts them with ResponseStore.grow."""
+        """Add events for the readers. The caller counts them with ResponseStore.grow."""
         self._events += [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]
         self._num_event_bytes += len(data)
         self._news.set()

@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what was stored of it: OpenAI's newer API. Its bodies are translated into chats."""
+"""POST /v1/responses and the stored responses: OpenAI's newer API. Its bodies are translated into chats."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def stored(request: Request) -> Response:
-    """One route for both, so that a wrong method is told of both."""
+    """One route for both methods, so that the answer to a wrong method names both."""
     return await (_delete if request.method == "DELETE" else _retrieve)(request)
 
 

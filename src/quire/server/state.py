@@ -1,4 +1,4 @@
-"""What the routes share: the settings of the server, the engine, the tokenizer, the chat template."""
+"""The state that routes share: the settings of the server, the engine, the tokenizer, the chat template."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SYSTEM_FINGERPRINT = f"quire-{__version__}"
 # Where the middleware leaves the request's id in the ASGI scope.
 REQUEST_ID_KEY = "quire.request_id"
 
-# Those of the HTTP request that is served, by lower-case name.
+# The headers of the HTTP request that is served, by lower-case name.
 trace_headers: ContextVar[Mapping[str, str] | None] = ContextVar("trace_headers", default=None)
 
 MOST_NAMES = 20  # of models in an error
@@ -49,7 +49,7 @@ class AppSettings:
 
     Args:
         served_model_names: names of the one model; the first is reported.
-        server: what clients may ask for, and how answers are written: values of flags.
+        server: the limits of requests and the form of answers: values of flags.
         model_root: hub id the model card shows as root; never a path of this machine.
         api_keys: any of them is accepted; none leaves the server open.
         allowed_hosts: host names (without port) requests may be addressed to; none allows all.
@@ -58,7 +58,7 @@ class AppSettings:
         chat_template: Jinja source, or the name of one of the model's templates, in place of the model's default.
         default_chat_template_kwargs: variables of the template; a request's own variables come first.
         max_render_seconds: after which a chat template that has not ended is killed.
-        reports_metrics: what a request that does not say gets of return_metrics; streamed, only beside its usage.
+        reports_metrics: the default of return_metrics; in a stream, only beside its usage.
         max_tokens_cap: no request generates more tokens; None: up to the context length.
         has_priorities: the scheduler looks at priorities; if not, a priority is named among the ignored fields.
         owns_engine: the app starts the engine's receiving with itself and shuts it down with itself.
@@ -98,7 +98,7 @@ class AppSettings:
 
 
 class ServerState:
-    """One per app. `is_draining` is set by whoever stops the server: new requests are refused, running ones go on."""
+    """One per app. `is_draining` is set when the server stops: new requests are refused, running ones go on."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class ServerState:
         self._renderer: RenderPool | None = None
         # Whether some tags of the answers' formats are special tokens, which are left out of the text by default.
         self.has_special_tags = False
-        # Whether a chat template may read what the request field of this name sets.
+        # Whether a chat template may read the variable that the request field of this name sets.
         self.has_reasoning_effort = False
         self.infill_format = None if tokenizer is None else infill_format(tokenizer)
         if tokenizer is not None:

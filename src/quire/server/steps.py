@@ -1,4 +1,4 @@
-"""GET /v1/steps: what the engines' last steps did, and what they took beside what they were predicted to take."""
+"""GET /v1/steps: the work of the engines' last steps, and their times beside the predictions."""
 
 from __future__ import annotations
 

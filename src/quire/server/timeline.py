@@ -1,4 +1,4 @@
-"""Where requests' time goes: the `metrics` of an answer on demand, and GET /v1/requests/{id}/timeline."""
+"""The times of requests: the `metrics` of an answer on demand, and GET /v1/requests/{id}/timeline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.server.state import state_of
 
 
 async def get_timeline(request: Request) -> Response:
-    """What happened when; 404 for a request that is unknown or too long ago."""
+    """The times of a request's events; 404 for an unknown or an old request."""
     state = state_of(request)
     entry = state.recent.get(request.path_params["request_id"])
     response_id, parts = entry if entry is not None else ("", [])

@@ -61,7 +61,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """What tokenizer_config.json says, without the names of files, and the chat template in use."""
+    """The content of tokenizer_config.json, without the names of files, and the chat template in use."""
     state = state_of(request)
     tokenizer = _tokenizer(state)
     info = {name: value for name, value in tokenizer.config.items() if not name.endswith(("_file", "_path"))}

@@ -1,4 +1,4 @@
-"""What a request asks of its tools: how calls are parsed, and what form the answer must have."""
+"""The tools of a request: the format of its calls, and the form of the answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ToolChoice:
 
     @classmethod
     async def read(cls, body: ChatRequest, settings: ServerSettings, ignored: list[str]) -> ToolChoice:
-        """Does what `of` does. Tools are read in a thread, because their schemas may take 0.3 s."""
+        """Like `of`. Tools are read in a thread, because their schemas may take 0.3 s."""
         if not body.tools:
             return cls.of(body, settings, ignored)
         return await asyncio.to_thread(cls.of, body, settings, ignored)
@@ -75,14 +75,16 @@ class ToolChoice:
     def behind_reasoning(
         self, constraint: StructuredOutputsParams, settings: ServerSettings, prompt: str
     ) -> StructuredOutputsParams:
-        """The constraint of an answer, behind its reasoning. That of calls in harmony has the reasoning in it."""
+        """The constraint of an answer, after its reasoning. In harmony the constraint of calls includes the
+        reasoning.
+        """
         if self.parser == HARMONY_TOOLS or settings.reasoning_parser == HARMONY_REASONING:
             return constraint if constraint is self.constraint else harmony.constrained(constraint, prompt)
         reasoning = REASONING_FORMATS.get(settings.reasoning_parser or "")
         return constraint if reasoning is None else reasoning.constrained(constraint, prompt)
 
     def new_parser(self, body: ChatRequest, settings: ServerSettings, prompt: str) -> Callable[[], AnswerParser] | None:
-        """What makes the parser of a continuation; None: its text is content, as it is."""
+        """Makes the parser of a continuation; None: its text is content, as it is."""
         reasoning = settings.reasoning_parser
         if reasoning is None and self.parser is None and self.named is None:
             return None

@@ -1,4 +1,4 @@
-"""`ngram`, known as prompt lookup: what followed the last tokens where the request had them before."""
+"""`ngram`, known as prompt lookup: the continuation of an earlier place with the request's last tokens."""
 
 from __future__ import annotations
 

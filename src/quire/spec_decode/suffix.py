@@ -1,4 +1,4 @@
-"""`suffix`: suffix decoding, what mostly followed the last tokens in the request and in the answers of others."""
+"""`suffix`: suffix decoding, the most frequent continuation of the last tokens in the request and in other answers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from quire.request import Request
 
 
 class SuffixProposer:
-    """Drafts out of a request's own text, and out of what others got: SuffixDecoding (arXiv 2411.04975).
+    """Drafts from a request's own text, and from the answers of others: SuffixDecoding (arXiv 2411.04975).
 
     The proposer looks for the places where the last m tokens of the text stood before, for each m from 1 to
     max_tree_depth - 1. The first token of a draft is the token that follows at most of these places. The other places
     are dropped, and the next token is found in the same way. The probability of a token is the share of the places that
     are left. A draft ends before a token whose probability is below min_token_prob, after max_spec_factor * m tokens,
     and when m and the draft together have max_tree_depth tokens. Each m gives a draft. The proposer answers the draft
-    with the largest sum of probabilities. If sums are equal, the request's own text goes before that of others, and a
+    with the largest sum of probabilities. If sums are equal, the request's own text goes before other texts, and a
     longer m before a shorter one. That is the rule of vLLM's `suffix` method (Arctic Inference,
     csrc/suffix_decoding/suffix_tree.cc), with two differences:
 
@@ -61,7 +61,7 @@ class SuffixProposer:
 
     @property
     def shared_bytes(self) -> int:
-        """Memory that shared answers may take: at most what was given, and one page of 1,184 bytes at least."""
+        """Memory that shared answers may take: at most the given bytes, and at least one page of 1,184 bytes."""
         return 0 if self._shared is None else int(self._shared.num_bytes)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""vLLM's path of what its scripts take from there: no place for helpers of ours."""
+"""vLLM's path of names that its scripts import: no place for our own helpers."""
 
 from __future__ import annotations
 

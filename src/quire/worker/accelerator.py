@@ -1,7 +1,7 @@
-"""What the worker asks of a device beside tensors: copies that nobody waits for, graphs, time and memory.
+"""The worker's interface to a device beside tensors: asynchronous copies, graphs, time and memory.
 
-`Host` is the CPU, on which everything is done when the call returns, and `Cuda` a GPU. Tests have one that works on CPU
-tensors and delays what a GPU may delay.
+`Host` is the CPU, on which all work is done when the call returns, and `Cuda` a GPU. Tests have one that works on CPU
+tensors and delays the work that a GPU may delay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _cuda: Any = torch.cuda  # without types in some versions of torch
 
 
 def device_failed(error: BaseException) -> EngineDeadError:
-    """What is raised when a kernel went wrong: CUDA does nothing more in this process, so another one is started."""
+    """Raised when a kernel has failed: CUDA does no more work in this process, so another one is started."""
     return EngineDeadError(f"The GPU reports an error: {str(error).splitlines()[0]}")
 
 
@@ -46,7 +46,7 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """What a step needs of any device. Work is done in the order in which it is asked for."""
+    """A step's interface to any device. Work is done in the order of the calls."""
 
     runs_ahead: bool  # work goes on after the call that asks for it
 
@@ -55,7 +55,7 @@ class Device(Protocol):
         ...
 
     def mark(self) -> Any:
-        """A point between what was asked for before and what is asked for later."""
+        """A point between the work before and the work after this call."""
         ...
 
     def seconds_between(self, start: Any, end: Any) -> float:
@@ -68,7 +68,7 @@ class Device(Protocol):
 
 
 class Host:
-    """The CPU: what is asked for is done when the call returns."""
+    """The CPU: work is done when the call returns."""
 
     runs_ahead = False
 
@@ -96,7 +96,7 @@ class _OnHost:
 
 
 class Accelerator(Device, Protocol):
-    """A GPU. Downloads do not hold up what is asked for after them."""
+    """A GPU. Downloads do not hold up later work."""
 
     device: torch.device
 
@@ -125,7 +125,7 @@ class Accelerator(Device, Protocol):
         ...
 
     def release(self) -> int:
-        """Give back what the allocator holds and does not use; answers with what it still holds, in bytes."""
+        """Give back the allocator's unused memory. Returns the bytes that it still holds."""
         ...
 
 

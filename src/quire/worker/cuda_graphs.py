@@ -3,8 +3,8 @@
 A graph is a list of launches with their addresses: what it reads lies where it lay, and the numbers there are a step's.
 Steps between two captured sizes run on the larger one, with tokens and rows that write and read nothing. Decoding has
 graphs by the number of rows. Other steps, prompts or pieces of them beside decodes, have a few by the number of tokens:
-our attention reads lengths on the device, so nothing of a launch depends on how the tokens belong to rows.
-Dimensions: T tokens of a step, D hidden.
+our attention reads lengths on the device, so no launch depends on how the tokens belong to rows. Dimensions: T tokens
+of a step, D hidden.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quire.worker.input_batch import Padding, StagedStep, StepRows
 
 
 def paddings(settings: WorkerSettings) -> list[Padding]:
-    """What is captured with these settings, the largest first: the smaller ones fit into its scratch memory."""
+    """The sizes to capture with these settings, the largest first: the smaller ones fit into its scratch memory."""
     sizes = settings.graph_sizes()
     found = [Padding(size, size) for size in sizes.decodes]
     # one row at least computes several tokens
@@ -56,8 +56,8 @@ class _Captured:
 def _little_garbage() -> Iterator[None]:
     """torch collects garbage before each capture: all there is now is left out meanwhile.
 
-    Not for longer: the engine is part of reference cycles, and what is frozen is never freed. Nor where others have
-    frozen something, since that could not be told apart afterwards.
+    They stay frozen only during the capture: the engine is part of reference cycles, and frozen objects are never
+    freed. If other code has frozen objects, nothing is frozen here, because both could not be told apart afterwards.
     """
     gc.collect()
     if gc.get_freeze_count():
@@ -90,7 +90,7 @@ class StepGraphs:
         self._decodes = sorted({size.tokens for size in sizes if size.tokens == size.rows})
         self._mixed = sorted({(size.tokens, size.rows) for size in sizes if size.tokens != size.rows})
         self._captured: dict[Padding, _Captured] = {}
-        # One place for all sizes: what is left in the graphs' own memory may be overwritten by another graph.
+        # One place for all sizes: another graph may overwrite results in the graphs' own memory.
         self._hidden_TD = torch.empty(
             (max(size.tokens for size in sizes), model.config.hidden_size), dtype=model.dtype, device=accelerator.device
         )

@@ -108,7 +108,9 @@ class DeviceInputBatch(InputBatch):
         )
 
     def _write_new_blocks(self) -> None:
-        """Bring the tables on the device up to date. Where a row was given again, what is in the table now counts."""
+        """Bring the tables on the device up to date. If a row was given again, the present content of the table
+        counts.
+        """
         if not self._new_blocks:
             return
         indices, values = [], []

@@ -1,6 +1,7 @@
 """Drafts from the logits of a model that drafts: drawn as the target would draw them, and brought to the host.
 
-They are drawn with the target's random numbers of the row and place, so that both draw alike where they think alike.
+They are drawn with the target's random numbers of the row and place, so both draw the same token where their
+probabilities are alike.
 
 Dimensions: S rows that draft, R rows of one pass, V vocabulary of the target.
 """
@@ -29,7 +30,7 @@ class DraftDraws:
 
     Args:
         is_greedy: the likeliest token, however the request samples.
-        group: ranks that draft together: the first one draws, and tells the others.
+        group: ranks that draft together: the first one draws, and sends the draws to the others.
     """
 
     def __init__(self, inputs: InputBatch, device: Device, *, is_greedy: bool, group: Group | None = None) -> None:

@@ -1,7 +1,7 @@
 """A second, smaller model that drafts: it samples as the target would, from its own logits.
 
 Its keys and values lie in the pages of the target, and are computed when a row drafts for the first time: prompts cost
-nothing where nobody speculates.
+nothing if no request speculates.
 
 Dimensions: S rows that draft, C row capacity, K most drafts of a row, B pages, R rows of one pass, V vocabulary of the
 target.
@@ -65,7 +65,7 @@ class DraftModel:
         self._is_computed_B = np.zeros(len(cache.pages), dtype=np.bool_)  # all tokens of the page
 
     def follow(self, batch: ScheduledBatch) -> None:
-        """See Drafter: what a page held is forgotten when it is handed out for tokens to come."""
+        """See Drafter: the content of a page is forgotten when it is handed out for later tokens."""
         inputs, block_size = self._inputs, self._inputs.block_size
         while len(self._num_computed_C) < len(inputs.num_tokens):
             self._num_computed_C = np.concatenate([self._num_computed_C, np.zeros_like(self._num_computed_C)])
@@ -146,7 +146,7 @@ class DraftModel:
     ) -> NDArray[np.int64]:
         """How many tokens each row has left to read: those with the fewest are read in this step, by their drafts.
 
-        What room they leave is for tokens of the next row, which are computed now.
+        The remaining room is for tokens of the next row, which are computed now.
         """
         missing_S = lens_S - starts_S
         order_S = np.argsort(missing_S, kind="stable")

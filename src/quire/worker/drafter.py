@@ -1,4 +1,4 @@
-"""The contract of what drafts in a worker, with a model: in the step that verifies its drafts."""
+"""The contract of a drafter in a worker, with a model: it drafts in the step that verifies its drafts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 from quire.schedule import ScheduledBatch
 from quire.worker.input_batch import StepRows
 
-ANY_TOKEN = 0  # in place of a draft that could not be made: what the target samples there decides, as ever
+ANY_TOKEN = 0  # in place of a draft that could not be made: the target's sample decides, as always
 
 
 @dataclass(slots=True)
@@ -26,8 +26,8 @@ class Drafted:
 class Drafter(Protocol):
     """Drafts tokens for the rows of an InputBatch, whose tokens are all known.
 
-    What it keeps of a request is only ever an advantage: a wrong draft is rejected. So it may keep what it has of a
-    page that others hold too, and may be wrong about it.
+    Its state of a request can only help: a wrong draft is rejected. So it may keep its state of a page that others hold
+    too, and this state may be wrong.
     """
 
     def follow(self, batch: ScheduledBatch) -> None:
@@ -35,9 +35,9 @@ class Drafter(Protocol):
         ...
 
     def learn(self, step: StepRows) -> None:
-        """The target's forward pass over a step, and what it samples from there, have been launched.
+        """The target's forward pass over a step, and its sampling, have been launched.
 
-        What it raises fails the drafts of these rows, and nothing else.
+        An error fails the drafts of these rows, and nothing else.
         """
         ...
 
@@ -45,6 +45,6 @@ class Drafter(Protocol):
         """A number of tokens behind the tokens of each row. An error fails these drafts, and nothing else.
 
         Args:
-            rows: of the InputBatch, distinct. Their tokens behind the known ones are its to write.
+            rows: of the InputBatch, distinct. It may write their tokens after the known ones.
         """
         ...

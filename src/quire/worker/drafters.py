@@ -19,7 +19,9 @@ from quire.worker.kv_cache import PagedCache
 
 
 def streams_for(target: CausalLM, drafter: CausalLM | None, settings: WorkerSettings) -> TargetStreams | None:
-    """What a head reads of its target, which keeps it from now on: before a pass is captured. None: no head drafts."""
+    """The target's hidden states that a head reads. The target keeps them from now on, so call it before a pass is
+    captured. None: no head drafts.
+    """
     if not isinstance(drafter, Head):
         return None
     assert isinstance(target, Decoder), "drafter_settings refuses that"

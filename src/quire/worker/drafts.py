@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from quire.sampling.sampler import SampledTokens
 
-# The tokens of a row with drafts: of what was sampled, from a row of logits on, with these drafts.
+# The tokens of a row with drafts, from the sampled tokens, the first row of logits, and the drafts.
 Verify = Callable[[SampledTokens, int, Sequence[int]], list[int]]
 
 
@@ -82,7 +82,7 @@ class HoldAtRandom:
         self._random = Random(0)
 
     def verify(self, sampled: SampledTokens, first: int, drafts: Sequence[int]) -> list[int]:
-        """As `verify`, with drafts in place of the tokens that were sampled where they hold."""
+        """Like `verify`, with held drafts in place of the sampled tokens."""
         token_ids: list[int] = []
         for rate, draft in zip(self._rates, drafts, strict=False):
             if self._random.random() >= rate:

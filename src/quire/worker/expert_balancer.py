@@ -1,7 +1,7 @@
-"""Moves experts between the ranks of a stage, so that all of them get as many tokens.
+"""Moves experts between the ranks of a stage, so that all of them get about the same number of tokens.
 
-Every rank has the same state and takes the same decisions, from what the first one has counted. A round of moves is one
-`Group.gather`: either all ranks take it in or none, and nothing can fail behind it. So a void step changes nothing.
+Every rank has the same state and takes the same decisions, from the counts of the first one. A round of moves is one
+`Group.gather`: either all ranks take it in or none, and nothing can fail after it. So a void step changes nothing.
 
 Dimensions: E experts, P places of experts.
 """
@@ -23,7 +23,7 @@ from quire.logs import get_logger
 from quire.moe.balance import Floats, Ints, balancedness, improved
 from quire.moe.layer import MoE
 
-# That move before a step: about as long as a step of one token on a small machine.
+# Bytes that move before a step: they take about as long as a step of one token on a small machine.
 BUDGET_BYTES = 16 << 20
 
 logger = get_logger(__name__)
@@ -95,7 +95,7 @@ class ExpertBalancer:
         return [layer.experts_P for layer in self._layers]
 
     def balancedness(self) -> float:
-        """Tokens of a rank by those of the busiest one, in the last step: the mean over layers."""
+        """Tokens of a rank divided by the busiest rank's, in the last step: the mean over layers."""
         return float(np.mean([balancedness(np.diff(layer.begins[[*layer.firsts]])) for layer in self._layers]))
 
     def _tell_counts(self) -> None:

@@ -18,7 +18,7 @@ from quire.worker.expert_balancer import ExpertBalancer
 
 
 class ExpertCounter:
-    """Reads what a model leaves behind in each pass: see Decoder.watch_experts.
+    """Reads the counts that a model writes in each pass: see Decoder.watch_experts.
 
     Args:
         balancer: moves experts between ranks.

@@ -1,6 +1,6 @@
-"""How much of a GPU's memory a step and the CUDA graphs take, measured before the KV cache gets the rest.
+"""The memory of a step and of the CUDA graphs on a GPU, measured before the KV cache gets the rest.
 
-Everything runs on a cache of one block: where keys and values lie does not change what a step takes.
+Everything runs on a cache of one block: the place of keys and values does not change the memory of a step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LENGTHS_OF_VARIANTS = (1, 2)  # attention has a form for single tokens
 
 @dataclass(frozen=True)
 class GpuWork:
-    """What is needed beside weights and KV cache, in bytes, and the tokens and seconds of the largest step."""
+    """The memory beside weights and KV cache, in bytes, and the tokens and seconds of the largest step."""
 
     step_bytes: int
     graph_bytes: int
@@ -194,7 +194,7 @@ def _measure_graphs(
     settings: WorkerSettings,
     accelerator: Accelerator,
 ) -> int:
-    """Bytes of all graphs: the largest one brings the scratch memory, each further one what the second one takes."""
+    """Bytes of all graphs: the largest one brings the scratch memory, and each further one counts like the second."""
     sizes = paddings(settings)
     if not sizes:
         return 0

@@ -2,8 +2,8 @@
 
 What the head computes at a position needs the target's hidden state there and the token behind it. So the newest
 positions of a row wait: their hidden states are kept until the next drafts, or until there are too many of them. Longer
-pieces are computed when the target has computed them. Behind the true positions the head goes on with its own hidden
-states; what it wrote there is computed again when the target has computed these positions.
+pieces are computed when the target has computed them. After the true positions the head goes on with its own hidden
+states; its keys and values there are computed again when the target has computed these positions.
 
 Its keys and values lie in the pages of the target. The last ones of a page that another request has computed may be
 missing, or of another token: this costs a draft, and never more.
@@ -36,7 +36,7 @@ from quire.worker.kv_cache import PagedCache
 
 
 class TargetStreams:
-    """What a head reads of its target: the hidden states of the step that the target has computed last.
+    """The hidden states of the target's last step, which a head reads.
 
     Args:
         max_tokens: of a step.
@@ -88,7 +88,7 @@ class HeadDrafter:
         self._max_tokens, self._max_length = max_tokens, head.config.max_model_len
         self._num_kept = num_kept
         capacity = len(inputs.num_tokens)
-        # Of each row: the first position that is not computed, and the one behind the last hidden state.
+        # Of each row: the first position that is not computed, and the position after the last hidden state.
         self._num_computed_C = np.zeros(capacity, dtype=np.int64)
         self._num_seen_C = np.zeros(capacity, dtype=np.int64)
         width = self._streams.kept_TX.shape[1]
@@ -100,7 +100,7 @@ class HeadDrafter:
         return sum(each.nbytes for each in (self._kept_CWX, self._streams.kept_TX, self._streams.picked_TX))
 
     def follow(self, batch: ScheduledBatch) -> None:
-        """See Drafter: a new row has what others have computed."""
+        """See Drafter: a new row has the positions that others have computed."""
         inputs = self._inputs
         while len(self._num_computed_C) < len(inputs.num_tokens):
             self._num_computed_C, self._num_seen_C = (
@@ -220,7 +220,7 @@ class HeadDrafter:
         self._kept_CWX.view(-1, streams_NX.shape[1]).index_copy_(0, self._places(rows_S, begins_S, lens_S), streams_NX)
 
     def _kept(self, step: StepRows) -> Tensor:
-        """hidden_TD of the tokens of a pass, from what is kept."""
+        """hidden_TD of the tokens of a pass, from the kept ones."""
         places_T = self._places(step.rows_S, step.starts_S, step.lens_S)
         return self._head.hidden_of(self._kept_CWX.flatten(0, 1).index_select(0, places_T))
 
@@ -231,7 +231,7 @@ class HeadDrafter:
 
 
 def _ranges(begins_S: NDArray[np.int64], lens_S: NDArray[np.int64]) -> NDArray[np.int64]:
-    """So many numbers from each of these on, one range behind the other."""
+    """Ranges of these lengths from each of these numbers, one after the other."""
     ends_S = np.cumsum(lens_S)
     found_N: NDArray[np.int64] = np.arange(int(ends_S[-1])) + np.repeat(begins_S - (ends_S - lens_S), lens_S)
     return found_N

@@ -1,4 +1,4 @@
-"""A model on the CPU: how much memory a step takes there, measured before the KV cache gets its part of the rest."""
+"""A model on the CPU: the memory of a step, measured before the KV cache gets its part of the rest."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class OnHost:
 
 
 def page_share(num_owners: int, ranks: Ranks | None) -> PageShare:
-    """What this rank has of a cache that it and its neighbours have together."""
+    """The part of this rank in a cache that it shares with its neighbours."""
     return ALL_PAGES if ranks is None else PageShare.of(num_owners, ranks.grid.place(ranks.rank))
 
 
@@ -117,7 +117,7 @@ def _measure_step(model: CausalLM, settings: WorkerSettings, ranks: Ranks | None
     """Bytes of the buffers of one step at the full token budget, logits aside: counted in a short run, and scaled.
 
     Also answers with the tokens and the time of a longer run. The runs also warm the kernels: the first request does
-    not pay for thread start and page faults. Their scratch memory stays, and is gone from what is free.
+    not pay for thread start and page faults. Their scratch memory stays, and no longer counts as free.
     """
     form, budget = settings.model, settings.max_num_batched_tokens
     num_tokens = min(PROFILE_TOKENS, budget, form.max_model_len)
@@ -133,7 +133,7 @@ def _measure_step(model: CausalLM, settings: WorkerSettings, ranks: Ranks | None
     watch = Stopwatch()
     result = runner.execute(_profile_batch(num_tokens, pages, num_lanes))
     lap = watch.lap()
-    others = 0.0 if ranks is None else ranks.waited_seconds - others  # for other ranks, which are no other programs
+    others = 0.0 if ranks is None else ranks.waited_seconds - others  # ranks are no other programs
     waited = max(lap.waited - others / lap.seconds, 0.0)
     seconds = result.prepare_seconds + result.forward_seconds + result.sample_seconds
     return buffer_bytes * budget // num_counted, num_tokens, Lap(seconds, waited)

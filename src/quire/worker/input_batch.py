@@ -70,7 +70,7 @@ class StagedStep:
     adapter_slots_T: Tensor | None  # int32; None: no row has an adapter
     logits_indices_R: Tensor  # int64
     adapter_slots_R: Tensor | None  # of the rows of logits
-    expecting_rows: Tensor  # int64: those of StepRows.expecting
+    expecting_rows: Tensor  # int64: the rows of StepRows.expecting
     parameters: tuple[Tensor, ...]  # of ops.sample; empty: all rows are greedy
     host: HostStep
     padding: Padding | None  # None: it was brought to no size
@@ -79,16 +79,16 @@ class StagedStep:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """Where the tokens belong that a step is sampling, for the rows without drafts (N), and for those with them."""
+    """The places of the tokens that a step samples, for the rows without drafts (N), and for those with them."""
 
     at_N: NDArray[np.int64]  # positions in the batch
     rows_N: NDArray[np.int64]
-    occupants_N: NDArray[np.int64]  # which of the requests that have had the row, or NOBODY
+    occupants_N: NDArray[np.int64]  # the number of the request among those that had the row, or NOBODY
     positions_N: NDArray[np.int64]
     verifying: list[tuple[int, int, int]]  # positions in the batch, rows, and their occupants
 
     def known(self) -> set[int]:
-        """Positions in the batch of the rows that know their token already: what is sampled there has no meaning."""
+        """Positions in the batch of the rows that know their token already: samples there have no meaning."""
         return set(self.at_N[self.occupants_N == NOBODY].tolist())
 
     def owners(self) -> Iterator[tuple[int, int, int]]:
@@ -179,7 +179,7 @@ class InputBatch:
         """Remove, add and extend rows, in the order ScheduledBatch prescribes.
 
         Raises RowsFailedError naming the request that cannot be added: its parameters are read here and nowhere else.
-        So what this worker cannot do is refused here.
+        So requests that this worker cannot compute are refused here.
         """
         for request_id in batch.removed_request_ids:
             row = self.row_of.pop(request_id, None)
@@ -257,7 +257,7 @@ class InputBatch:
         self._free_rows = list(range(2 * capacity - 1, capacity - 1, -1))
 
     def place_drafts(self, row: int, token_ids: Sequence[int]) -> None:
-        """Take drafts as the tokens behind the tokens of the row."""
+        """Take drafts as the tokens after the tokens of the row."""
         begin = self.num_tokens[row]
         self.token_ids[row, begin : begin + len(token_ids)] = token_ids
 
@@ -349,7 +349,7 @@ class InputBatch:
         return staged
 
     def _slots(self, pages_T: NDArray[np.int64], offsets_T: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where this rank keeps what it has of these tokens; -1: another rank keeps it."""
+        """The slots of these tokens on this rank; -1: another rank keeps the token."""
         if self._pages.num_owners == 1:
             return pages_T * self.block_size + offsets_T
         own_T, owners_T = np.divmod(pages_T, self._pages.num_owners)
@@ -358,7 +358,7 @@ class InputBatch:
     def forward_batch(
         self, staged: StagedStep, caches: list[LayerCache], hidden_TD: Tensor | None = None
     ) -> ForwardBatch:
-        """What the forward pass reads of a step whose tokens are all known."""
+        """The inputs of the forward pass of a step whose tokens are all known."""
         rows_S = staged.rows_S.numpy()
         num_table_blocks = -(-int(staged.host.seq_lens_S.max()) // self.block_size)
         return ForwardBatch(

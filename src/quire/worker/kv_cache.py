@@ -37,7 +37,7 @@ class PagedCache:
         layers: views of it, by layer that keeps something. What a layer has in a page lies side by side: K, V, and
             scales of both.
         drafter_layers: the same of a drafter, whose layers lie behind the model's layers in the pages of one table.
-        num_owners: ranks that have the cache together: see PageShare. `pages` are those of this rank.
+        num_owners: ranks that have the cache together: see PageShare. `pages` are the pages of this rank.
     """
 
     pages: Tensor

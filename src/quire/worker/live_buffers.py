@@ -1,4 +1,4 @@
-"""How many bytes of tensors live at once while some code runs."""
+"""The bytes of tensors that live at once while some code runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBuffers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the results of torch's functions that have memory of their own, from their call until nobody has them.
+    """Counts the results of torch's functions that have memory of their own, from their call until their last reference
+    is gone.
 
     Attributes:
         num_bytes: that live now.

@@ -48,7 +48,7 @@ PROMPT_LOGPROBS_CHUNK = 64
 
 
 def _failed(counts: Sequence[int], error: Exception) -> Drafted:
-    """No drafts, because of an error that nobody has to care for."""
+    """No drafts, because of an error that needs no action."""
     logger.warning("The drafter failed: %s", error, exc_info=error)
     return Drafted([[ANY_TOKEN] * count for count in counts], error=f"The drafter failed ({type(error).__name__})")
 
@@ -64,7 +64,7 @@ class _PromptPiece:
 
 @dataclass(slots=True)
 class _Launched:
-    """What a step has on the device, and where it belongs."""
+    """The results of a step on the device, and their places."""
 
     sampling: list[int] = field(default_factory=list)  # positions in the batch of the rows of logits
     drafts: Drafts | None = None
@@ -105,8 +105,8 @@ class PendingStep:
 class ModelRunner:
     """Launches ScheduledBatch after ScheduledBatch: on a device that runs ahead, an executor of any depth.
 
-    The order on the device is that of the launches, so a block may be given to another request as soon as the host
-    knows that its owner has ended, though a step in flight still writes to it: the new owner's step comes later.
+    The device works in the order of the launches, so a block may be given to another request as soon as the host knows
+    that its owner has ended, though a step in flight still writes to it: the new owner's step comes later.
 
     Args:
         captured: forward passes that are repeated instead of run; None: every kernel is launched by itself.
@@ -276,7 +276,7 @@ class ModelRunner:
             drafted = drafter.draft(rows, counts)
         except torch.AcceleratorError:
             raise
-        except Exception as error:  # whatever it is: the target needs no drafts
+        except Exception as error:  # any error: the target needs no drafts
             if not self._is_alone:  # ranks draft together, and leave the step together
                 raise
             self.device.synchronize()  # raises if it is the device that has failed

@@ -1,8 +1,8 @@
-"""Takes the memory of KV pages that will be handed out soon, while there is nothing else to do.
+"""Takes the memory of KV pages that will be handed out soon, while the engine is idle.
 
-Fresh memory costs at its first write: 0.1 to 2 ms for each huge page, in the middle of a step. The system gives it to
-whoever asks when nobody waits. Only a lead over the pages that were ever in use is taken, so that a cache planned for
-many requests does not hold the memory of the machine for a few.
+Fresh memory costs at its first write: 0.1 to 2 ms for each huge page, in the middle of a step. So it is taken while no
+request waits. Only a lead over the pages that were ever in use is taken, so that a cache planned for many requests does
+not hold the memory of the machine for a few.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ logger = get_logger(__name__)
 
 LEAD_BYTES = 1 << 30
 PIECE_BYTES = 2 << 20  # at once: a huge page, so that a request that comes meanwhile waits for one at most
-MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h, Linux 5.14: takes pages, leaves what is in them
+MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h, Linux 5.14: takes pages, and keeps their content
 
 
 class Prefault:
     """The memory of a KV cache, taken in the order in which its pages are first handed out: ascending.
 
-    From its beginning: a page that was handed out may not have been written, and what has its memory keeps it.
+    From its beginning: a page that was handed out may not have been written yet, and a page that has its memory keeps
+    it.
 
     Args:
         pages: [pages, bytes of a page], contiguous.
         num_owners: ranks; each has one of this many pages.
         lead_bytes: how far ahead of the pages that were in use.
-        free_bytes: what the system has left; under twice the lead nothing more is taken.
+        free_bytes: the system's free memory; under twice the lead nothing more is taken.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 Inputs = TypeVar("Inputs", ForwardBatch, StepTable)
 
-MAX_TOKENS = 32  # with more, what Python costs is lost in the kernels' time
+MAX_TOKENS = 32  # with more, Python's time is small beside the kernels'
 _MIN_TABLE_WIDTH = 64
 # Fields of ForwardBatch that may be no tensors: then they must be the object that was there when the calls were
 # recorded. All others are copied.
@@ -121,7 +121,7 @@ def _with_own_inputs(batch: Inputs) -> Inputs | None:
 
 
 def _copy_inputs(batch: ForwardBatch | StepTable, to: ForwardBatch | StepTable) -> bool:
-    """Copy all that a layer may read and that changes from step to step; False: something does not fit.
+    """Copy all inputs of layers that change from step to step; False: something does not fit.
 
     A tensor may be smaller than the place that it has: tables have the width of the longest one.
     """

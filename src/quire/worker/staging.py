@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.worker.accelerator import Accelerator, Event
 
-ALIGNMENT = 16  # bytes: what kernels take for granted of an address
+ALIGNMENT = 16  # bytes: the alignment that kernels expect
 
 
 def padded(num_bytes: int) -> int:
@@ -23,7 +23,7 @@ class Staging:
     """One place on the device, and several buffers on the host: one is filled while others are still being copied.
 
     Arrays lie one behind the other, so that the same shapes in the same order have the same addresses on the device in
-    every step. A step's arrays are there until the next `send`, which the device does after what was launched before.
+    every step. A step's arrays are there until the next `send`, which the device does after earlier launches.
 
     Args:
         num_bytes: of all arrays of a step, each `padded`.

@@ -39,9 +39,9 @@ LOADED_BEFORE_DRAFTER = 0.9  # share of loading: most drafters are a tenth of th
 
 
 class Place(Protocol):
-    """Where a model runs: what differs between devices in the life of a worker."""
+    """The place of a model: the differences between devices in the life of a worker."""
 
-    kv_cache_knob: str  # what sets the size of the KV cache there, beside the exact numbers
+    kv_cache_knob: str  # the setting for the size of the KV cache there, beside the exact numbers
     memory_device: torch.device
 
     def measure(self, model: CausalLM, drafter: CausalLM | None, settings: WorkerSettings) -> Measured:
@@ -57,7 +57,7 @@ class Place(Protocol):
         settings: WorkerSettings,
         progress: Progress,
     ) -> ModelRunner:
-        """What runs the steps, with those captured that are repeated.
+        """The runner of the steps, with captured ones.
 
         Args:
             adapters: the slots of those in memory by digest, which change between steps.
@@ -72,7 +72,7 @@ class DeviceWorker:
         model_config: of the model it will load.
         progress: how far loading and capturing are.
         accelerator: makes the GPU's.
-        ranks: that share the model. The config is that of this rank's part.
+        ranks: that share the model. The config describes this rank's part.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class DeviceWorker:
 
     @contextmanager
     def _as_rank(self, phase: str, *, in_step: bool = False) -> Iterator[None]:
-        """The other ranks learn of an error in the block, instead of waiting for this one.
+        """The other ranks learn about an error in the block, and do not wait for this one.
 
         Args:
             phase: what it does, for errors.
@@ -285,7 +285,9 @@ def _lost(ranks: Ranks | None, phase: str, error: Exception) -> EngineDeadError:
 
 
 def _may_leave(ranks: Ranks, error: Exception) -> bool:
-    """Whether no rank waits for this one in vain. Ranks of another stage do not leave a step together with this one."""
+    """Whether this rank may leave a step: no other rank may wait for it. Ranks of another stage do not leave a step
+    together with this one.
+    """
     if isinstance(error, EngineDeadError):
         return False
     is_of_all_stages = isinstance(error, RowsFailedError) and error.__cause__ is None

@@ -257,7 +257,7 @@ def tiled_case(kernel: Any, constants: dict[str, Any], types: dict[str, str], ti
 
 
 def deterministic_cases(sm: int) -> dict[str, dict[str, Any]]:
-    """What runs where a row's bits must not depend on the batch, with the tiles of this architecture."""
+    """Kernels of the deterministic mode, with the tiles of this architecture."""
     sizes = {"prefill": (2048, 4), "decode": (256, 256), "split decode": (1, 1)}
     found = {
         f"deterministic {name}{' of wide heads' * (head_dim > 128)} of {codes}": attention_case(
@@ -569,7 +569,7 @@ def cases() -> dict[str, dict[str, Any]]:
 def compiled(case: dict[str, Any], capability: int) -> dict[str, Any]:
     kernel, constants = case["kernel"], case["constants"]
     types = signature(kernel, constants, case.get("types", {}))
-    # what a launch finds out of its arguments: addresses and strides are multiples of 16
+    # facts that a launch finds in its arguments: addresses and strides are multiples of 16
     multiples = case.get("multiples", ())
     aligned = [
         i

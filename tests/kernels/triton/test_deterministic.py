@@ -1,4 +1,4 @@
-"""Kernels of the deterministic mode, on a GPU or under Triton's interpreter: each row's bits are those of the row
+"""Kernels of the deterministic mode, on a GPU or under Triton's interpreter: each row's bits equal the bits of the row
 alone, for any batch, however a prompt is cut, by one program or by several; and which kernels the mode chooses.
 
 Dimensions: M rows, K in-features, N out-features; H query heads, G kv heads, E head dim, P block size.

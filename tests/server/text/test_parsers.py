@@ -72,7 +72,7 @@ THOUGHTS = {
     ),
     "qwen3": "<think>\nHm.\n</think>\n\nYes.",
 }
-# What may follow each other in an answer: marks of a format, pieces of calls, and what is neither.
+# Texts that may follow each other in an answer: marks of a format, pieces of calls, and other text.
 PIECES = (
     '{"name": "f", "arguments": ',
     '{"name": "f", "arguments": {"a": [1, {"b": null}], "c": "\\u00e9\\n"}}',

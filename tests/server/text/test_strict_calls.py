@@ -58,7 +58,7 @@ SCHEMA: dict[str, Any] = {
 WEATHER = {"type": "function", "function": {"name": "get_weather", "strict": True, "parameters": SCHEMA}}
 NOW = {"type": "function", "function": {"name": "now"}}
 ARGUMENTS = {"days": 3, "city": "Bern", "units": None, "kind": "rain", "place": {"x": 1.5, "in": {"x": 2}}}
-# How models begin calls, all that stands before the name of the tool.
+# How models begin calls: all text before the name of the tool.
 BEGINNINGS = {
     "deepseek_v3": ["Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"],
     "deepseek_v31": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"],
@@ -276,7 +276,7 @@ OBJECT: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "string
 def test_objects_with_alternatives_before_a_mark(
     form: str, mark: str, more: Any, taken: list[Any], refused: list[Any]
 ) -> None:
-    """What holds for the same object in other places has no text of its own: the object excludes the mark."""
+    """A definition for the same object in other places has no text of its own: the object excludes the mark."""
     grammar = constrained(form, {"properties": {"a": {**OBJECT, **more}}, "required": ["a"]})
     for value in taken:
         assert allows(grammar, written(form, {"a": value}, name="f")), value
@@ -326,7 +326,7 @@ def test_special_tokens_are_listed_once_for_all_triggers() -> None:
 
 
 def test_nested_tags_are_written_once() -> None:
-    """The grammar grows with what is asked, not with its depth."""
+    """The grammar grows with the size of the schema, not with its depth."""
     form: Any = {"type": "const_string", "value": "a"}
     sizes = []
     for depth in range(1, 12):
@@ -389,7 +389,7 @@ def test_alternatives_that_refer_to_each_other_in_many_ways(form: str, section: 
 @pytest.mark.parametrize("form", ["glm45", "llama4_pythonic", "pythonic", "qwen3_xml"])
 @pytest.mark.parametrize("required", [[], ["a7"], ["a0", "a59"]])
 def test_many_arguments(form: str, required: list[str]) -> None:
-    """The grammar grows with their number, whatever is required and whatever they refer to."""
+    """The grammar grows with their number, whichever are required and whatever they refer to."""
     sizes = []
     for num_arguments in (60, 120):
         properties: dict[str, Any] = {f"a{index}": {"type": "integer"} for index in range(num_arguments - 20)}
@@ -465,7 +465,9 @@ TEXTS: list[tuple[Any, Any]] = [
 @pytest.mark.parametrize(("schema", "value"), TEXTS)
 @pytest.mark.parametrize(("form", "mark"), [("qwen3_coder", "</parameter>"), ("glm45", "</arg_value>")])
 def test_json_has_no_mark_of_its_end(form: str, mark: str, schema: Any, value: Any) -> None:
-    """A string of an array would end the argument. What is like the mark is no mark, and is parsed as it was."""
+    """A string of an array would end the argument. A text that only resembles the mark is no mark, and is parsed
+    unchanged.
+    """
     tree = {
         "type": "object",
         "properties": {"name": {"type": "string"}, "sub": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},

@@ -47,8 +47,8 @@ struct AttentionArgs {
   int first_result, num_results;  // the heads of q that have results
 };
 
-// Memory that ranks fill and read in turns: a slot of slot_floats() for each. Kernels know no exceptions, so a turn
-// that cannot be ends the call, and whoever made this knows why.
+// Memory that ranks fill and read in turns: a slot of slot_floats() for each. Kernels have no exceptions: a turn that
+// fails ends the call, and the owner of this object has the reason.
 class Turns {
  public:
   virtual float* begin() = 0;                // this rank's slot, in whole cache lines; nullptr: there is no turn
@@ -60,9 +60,9 @@ class Turns {
   ~Turns() = default;
 };
 
-// Attention of ranks that have the pages of one cache together. Page p of the tables is page p / num_owners of the
-// owner p % num_owners. Blocks are multiples of kAttentionRange, so a range is on one rank. Every rank computes the
-// partial results of its ranges for the heads of all owners, and joins those of all ranges for its own heads.
+// Attention of ranks that share the pages of one cache. Page p of the tables is page p / num_owners of the owner p %
+// num_owners. Blocks are multiples of kAttentionRange, so a range is on one rank. Every rank computes the partial
+// results of its ranges for the heads of all owners, and joins the results of all ranges for its own heads.
 struct SharedAttentionArgs {
   AttentionArgs attention;  // q of the heads of all owners, results of own heads, pages of this rank, one KV head
   int num_owners;           // at most kMaxRanks

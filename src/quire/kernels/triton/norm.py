@@ -68,7 +68,7 @@ def norm(
     weight_offset: float,
     out_TD: Tensor,
 ) -> None:
-    """See ops.rms_norm, ops.layer_norm (with a bias) and what adds to a residual (changed in place)."""
+    """See ops.rms_norm, ops.layer_norm (with a bias), and their forms with a residual (changed in place)."""
     _launch(x_TD, residual_TD, multiplier, weight_D, bias_D, eps, weight_offset, out_TD, None)
 
 

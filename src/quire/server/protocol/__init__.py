@@ -1,1 +1,1 @@
-"""Bodies of the HTTP APIs as msgspec structs: one file per API, and what they share."""
+"""Bodies of the HTTP APIs as msgspec structs: one file per API, and their common parts."""

@@ -54,7 +54,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         return kwargs
 
 
-# Fields that ask for something which an answer to several chats does not have.
+# Fields for features that an answer to several chats does not have.
 NOT_IN_BATCHES = ("stream", "use_beam_search", "return_token_ids")
 
 
@@ -129,7 +129,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
-    """The whole answer, with every key that vLLM's has: null for what was not asked for or does not exist here."""
+    """The whole answer, with every key of vLLM's: null if the request did not ask for it or it does not exist here."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"

@@ -1,4 +1,4 @@
-"""What the request and answer bodies of all APIs share: the sampling fields, usage, errors, model cards."""
+"""The common parts of the bodies of all APIs: the sampling fields, usage, errors, model cards."""
 
 from __future__ import annotations
 

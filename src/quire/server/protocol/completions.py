@@ -39,7 +39,7 @@ class CompletionChunkChoice(msgspec.Struct, kw_only=True):
 
 
 class CompletionChunk(msgspec.Struct, kw_only=True):
-    """An event of a streamed answer, with usage only where it was asked for."""
+    """An event of a streamed answer, with usage only if the request asked for it."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -57,7 +57,7 @@ class CompletionChoice(CompletionChunkChoice, kw_only=True):
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
-    """The whole answer, with every key that vLLM's has: null for what was not asked for or does not exist here."""
+    """The whole answer, with every key of vLLM's: null if the request did not ask for it or it does not exist here."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

@@ -1,4 +1,4 @@
-"""Which body fields are refused, with what to use instead, and which are accepted and named in a header.
+"""The body fields that are refused, with their replacement, and the fields that are accepted and named in a header.
 
 A field that would change the generated text and has no effect here must never be dropped: the client would take
 unconstrained text for a constrained one. So every other name is refused as unknown.
@@ -42,7 +42,7 @@ _TOOLS = "Use POST /v1/chat/completions: tools are not supported here yet"
 
 @dataclass(frozen=True)
 class Refusal:
-    """What to do instead. `neutral`: values that ask for nothing, and are therefore accepted; null always is."""
+    """The advice for a refused field. `neutral`: accepted values that ask for nothing; null always is."""
 
     fix: str
     neutral: tuple[Any, ...] = ()
@@ -154,7 +154,7 @@ class BodyDecoder(Generic[T]):
 
         Raises:
             InvalidRequestError: malformed JSON or a value of the wrong type, naming the field in `param`.
-            UnsupportedFieldError: a field that is refused or unknown, with what to use instead.
+            UnsupportedFieldError: a field that is refused or unknown, with its replacement.
         """
         try:
             ignored = [name for name, raw in self._names.decode(body).items() if self._is_ignored(name, raw)]

@@ -62,7 +62,7 @@ class ThinkingWish(msgspec.Struct):
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
-    """What the prompt is made of. If the last message is the assistant's, the answer continues it."""
+    """The sources of the prompt. If the last message is the assistant's, the answer continues it."""
 
     model: str | None = None
     messages: Annotated[list[InputMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]

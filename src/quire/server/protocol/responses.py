@@ -77,7 +77,7 @@ class TextConfig(msgspec.Struct):
 
 
 class Reasoning(msgspec.Struct):
-    """How much the model shall think. A summary is not made: all that it thinks comes as text."""
+    """The amount of reasoning. There is no summary: all reasoning comes as text."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -88,7 +88,7 @@ class ResponseStreamOptions(msgspec.Struct):
 
 
 class InputTokensRequest(msgspec.Struct, kw_only=True):
-    """What the prompt of a response is made of, and how it is to be written."""
+    """The sources of a response's prompt, and the form of the response."""
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -103,7 +103,7 @@ class InputTokensRequest(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(InputTokensRequest, kw_only=True):
-    """`include`: reasoning comes as text in any case, so nothing comes of asking for it encrypted."""
+    """`include`: reasoning always comes as text, so asking for it encrypted has no effect."""
 
     max_output_tokens: int | None = None
     stream: bool | None = None
@@ -226,7 +226,7 @@ class DeletedResponse(msgspec.Struct):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """The answer, whatever has become of it so far."""
+    """The answer in its present state."""
 
     id: str
     object: Literal["response"] = "response"

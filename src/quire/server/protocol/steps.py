@@ -1,4 +1,4 @@
-"""A line of GET /v1/steps: what a step did, what it was predicted to take, and what it took. No text, no request."""
+"""A line of GET /v1/steps: the work of a step, its predicted time, and its time. No text, no request."""
 
 from __future__ import annotations
 

@@ -23,21 +23,22 @@ _ID_CHARS = string.ascii_letters + string.digits
 
 
 def new_call_id() -> str:
-    """Nine letters and digits: what the strictest chat templates (Mistral's) want back."""
+    """Nine letters and digits, as the strictest chat templates (Mistral's) require."""
     return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
 
 
 class AnswerParser:
     """Splits an answer into content, reasoning and tool calls. The joined events do not depend on the cut of the text.
 
-    What is no well-formed call is content. If arguments stop being JSON, the call ends there, and the rest is content.
+    Text that is no well-formed call is content. If arguments stop being JSON, the call ends there, and the rest is
+    content.
 
     Args:
         reasoning: the name of the format of reasoning; None: there is none.
         tools: the name of the format of tool calls; None: nothing is a call.
         named: the tool that the answer behind the reasoning is the arguments of.
         prompt: the text before the answer, which may have opened the reasoning.
-        schemas: the tools of the request, whose types say what a tagged argument is.
+        schemas: the tools of the request; their types decide on the types of tagged arguments.
         most_calls: further calls are left out; None: no limit.
         new_id: makes the id of a call that the model gave none.
     """

@@ -38,14 +38,14 @@ def _tag_pattern(tag: str) -> str:
 
 
 class Reader:
-    """The text between what was fed and what was read. What was read goes to the current sink.
+    """The text that was fed and is not read yet. Text that was read goes to the current sink.
 
     Methods that return Steps are used with `yield from`.
     """
 
     def __init__(self, sink: Callable[[str], object]) -> None:
         self._text = ""
-        self._start = 0  # of what was read and is not in the sink yet
+        self._start = 0  # begin of the read text that is not in the sink yet
         self._position = 0
         self._sink = sink
         self.is_ended = False  # no more text comes
@@ -56,7 +56,7 @@ class Reader:
         self._start = self._position = 0
 
     def to(self, sink: Callable[[str], object]) -> None:
-        """From here on, what is read goes to this sink."""
+        """From here on, the read text goes to this sink."""
         self.flush()
         self._sink = sink
 
@@ -107,7 +107,7 @@ class Reader:
             yield from self._wait()
 
     def until(self, tags: Tags) -> Steps[str]:
-        """Read what is before the first of the tags -> the tag, which stays unread; "" if all was read."""
+        """Read the text before the first of the tags -> the tag, which stays unread; "" if all was read."""
         while True:
             match = tags.pattern.search(self._text, self._position)
             self._position = len(self._text) if match is None else match.start()

@@ -1,4 +1,4 @@
-"""The formats of reasoning: what a model writes for itself stands between two tags before its answer."""
+"""The formats of reasoning: the reasoning stands between two tags before the answer."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class ReasoningFormat:
         return True if self.is_assumed or tail.endswith(tuple(self.opening.names)) else None
 
     def constrained(self, constraint: StructuredOutputsParams, prompt: str) -> StructuredOutputsParams:
-        """The constraint for what comes behind the reasoning."""
+        """The constraint for the text after the reasoning."""
         if (is_open := self.is_open(prompt)) is False:
             return constraint
         start = None if is_open else sorted(self.opening.names)
         return replace(constraint, reasoning_start=start, reasoning_end=sorted(self.closing.names))
 
     def read(self, reader: Reader, output: Output, prompt: str) -> Steps[None]:
-        """Read the reasoning, if there is any, and the space behind it."""
+        """Read the reasoning, if there is any, and the space after it."""
         yield from reader.take(SPACE)
         if tag := (yield from reader.at(self.opening)):
             reader.to(drop)

@@ -1,7 +1,7 @@
 """Calls that must follow their schemas (`strict`): structural tags for a grammar, in the formats of `tools`.
 
 The text is free until a call begins. From there on it is a call of one of the tools. The arguments of strict tools
-follow their schemas, and those of others have the form of arguments.
+follow their schemas, and other tools' arguments have the form of arguments.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _PYTHON_NAME = re.compile(r"[\w.-]+")
 
 
 def strict_tag(form: str, tools: Tools) -> Form:
-    """The structural tag of answers with calls. Raises UnsupportedFieldError for what the format cannot hold to.
+    """The structural tag of answers with calls. Raises UnsupportedFieldError for schemas that the format cannot
+    enforce.
 
     Args:
         form: the name of the format.
@@ -111,7 +112,7 @@ def _refuse(name: str, why: str, fix: str = "Leave out strict, or change the sch
 
 
 def _json_tags(tools: Tools, begin: str, end: str) -> list[Form]:
-    """A tag for each tool. `begin`: what is before the arguments, with NAME for the tool."""
+    """A tag for each tool. `begin`: the text before the arguments, with NAME for the tool."""
     return [
         _tag(begin.replace("NAME", json.dumps(name, ensure_ascii=False)[1:-1]), _json(schema), end)
         for name, schema in tools.items()
@@ -185,8 +186,8 @@ def _arguments(tools: Tools, names: re.Pattern[str], keys: re.Pattern[str]) -> I
     """Each tool with its arguments; None: it is not strict.
 
     Args:
-        names: what the format can write as a name of a tool.
-        keys: what it can write as a name of an argument.
+        names: the names of tools that the format can write.
+        keys: the names of arguments that it can write.
     """
     num_bytes = 0  # a definition comes with each argument that refers to it
     for name, schema in _readable(tools, names).items():
@@ -302,7 +303,7 @@ def _glm(tools: Tools) -> Form:
 
 
 def _tagged(name: str, schema: Any, is_required: bool, begin: str, end: str, mark: str) -> Form:
-    """An argument between tags. `mark`: what ends it wherever it stands."""
+    """An argument between tags. `mark`: the text that ends it."""
     tag = _tag(begin, _value(name, schema, mark), end)
     return tag if is_required else _optional(tag)
 

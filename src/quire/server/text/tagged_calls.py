@@ -1,4 +1,6 @@
-"""Calls whose arguments are tagged texts: `<parameter=city>Paris</parameter>`. The tools' schemas say what is text."""
+"""Calls whose arguments are tagged texts: `<parameter=city>Paris</parameter>`. The tools' schemas decide which values
+are text.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 
 
 def parameter_types(tools: Sequence[Mapping[str, Any]]) -> ParameterTypes:
-    """What the tools of a request say of their parameters. Schemas come from clients: they may say anything."""
+    """The parameters' types in the tools of a request. Schemas come from clients and may hold anything."""
     functions = [_mapping(tool.get("function")) for tool in tools]
     return {
         function["name"]: {
@@ -41,7 +43,7 @@ def json_types(schema: Any, root: Any = None) -> frozenset[str]:
     """The types that a schema names, itself or by its values; none are known if the set is empty.
 
     Args:
-        root: what references are found in; None: the schema.
+        root: the schema in which references are found; None: the schema itself.
     """
     root = schema if root is None else root
     schema = resolved(schema, root)
@@ -62,7 +64,7 @@ def _named_types(schema: Mapping[str, Any]) -> list[str]:
 
 
 def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
-    """What a schema's reference leads to, if it has one and it leads to a schema; else the schema."""
+    """The target of a schema's reference, if it has one that leads to a schema; else the schema."""
     for _ in range(_MAX_REFERENCES):
         reference = _mapping(schema).get("$ref")
         found = referred(reference, root) if isinstance(reference, str) else None
@@ -81,7 +83,7 @@ class TaggedArguments:
         key_end: the tag behind it.
         value: the tag before the value, if there is one more.
         padding: a character that may stand at both ends of a value, without belonging to it.
-        ends: what ends the call.
+        ends: the texts that end the call.
     """
 
     key: str
@@ -92,7 +94,7 @@ class TaggedArguments:
     ends: Tags
 
     def read(self, reader: Reader, output: Output, name: str, types: ParameterTypes) -> Steps[None]:
-        """Read a call's arguments and what ends the call. Raises Malformed."""
+        """Read a call's arguments and the end of the call. Raises Malformed."""
         tags = Tags(self.key, *self.ends.names)
         known = types.get(name, {})
         yield from reader.take(SPACE)

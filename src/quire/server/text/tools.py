@@ -14,7 +14,7 @@ from quire.server.text.tagged_calls import ParameterTypes, TaggedArguments
 
 _NAME = re.compile(r"[\w.:/-]*")
 
-# Reads what follows an opening tag ("" at the start of an answer). Raises Malformed.
+# Reads the text after an opening tag ("" at the start of an answer). Raises Malformed.
 Body = Callable[[Reader, Output, str, ParameterTypes], Steps[None]]
 
 
@@ -24,7 +24,7 @@ class ToolFormat:
 
     Args:
         opening: the tags that begin calls.
-        body: reads what follows them.
+        body: reads the text after them.
         closing: tags that may follow a call, and say nothing more.
         start: an answer that begins with this character is a call without a tag.
     """
@@ -54,7 +54,7 @@ class ToolFormat:
             reader.to(output.content)
 
     def _try_call(self, reader: Reader, output: Output, tag: str, types: ParameterTypes) -> Steps[None]:
-        """Read a call; what turns out to be none is content."""
+        """Read a call; text that turns out to be none is content."""
         reader.to(output.hold)
         reader.skip(len(tag))
         try:
@@ -188,7 +188,7 @@ _TOOL_CALL_END = frozenset(("</tool_call>",))
 _PYTHONIC = ToolFormat(Tags("<|python_start|>"), _python, frozenset(("<|python_end|>",)), start="[")
 _QWEN = ToolFormat(Tags("<tool_call>", "<function="), _qwen, _TOOL_CALL_END)
 
-CALL_LIST = "call_list"  # what tool_choice `required` makes of the answer
+CALL_LIST = "call_list"  # the form of the answer with tool_choice `required`
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
     CALL_LIST: ToolFormat(Tags(), _json, start="["),
