@@ -250,7 +250,10 @@ def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def spelled(count: int) -> list[Schema]:
     """References to one definition, each written in another way."""
     places = itertools.islice(itertools.product((False, True), repeat=10), count)
-    names = ("".join(f"%{ord(c):02x}" if is_coded else c for c, is_coded in zip("abcdefghij", at)) for at in places)
+    names = (
+        "".join(f"%{ord(c):02x}" if is_coded else c for c, is_coded in zip("abcdefghij", at, strict=True))
+        for at in places
+    )
     return [{"$ref": f"#/$defs/{name}"} for name in names]
 
 
