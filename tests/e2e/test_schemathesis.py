@@ -41,7 +41,7 @@ def is_refusal(case: str) -> bool:
     reasons that no schema can say, such as a prompt that is too long.
     """
     found = set(re.findall(r"^- (ST\d+) ", case, flags=re.MULTILINE))
-    return found == {"ST202"} and "[400] Bad Request" in case and "curl -X POST" in case
+    return found == {"ST202"} and "[400] Bad Request" in case and re.search("curl -X POST .*-d ", case) is not None
 
 
 def wrongly_refused(document: Any, archive: Any) -> list[str]:
@@ -68,6 +68,25 @@ def wrongly_refused(document: Any, archive: Any) -> list[str]:
         if validator.is_valid(asked) and not reasons_of(message):
             found.append(f"{path}: {message}\n{body[:2000]}")
     return found
+
+
+CASE = "1. Test Case ID: a\n\n- {} Title\n\n[{}:\n\n    curl -X {} http://h/b"
+
+
+@pytest.mark.parametrize(
+    ("check", "status", "request_", "is_one"),
+    [
+        ("ST202", "400 Bad Request", "POST -d '{}'", False),
+        ("ST202", "400] Bad Request", "POST -d '{}'", True),
+        ("ST202", "400] Bad Request", "POST", False),
+        ("ST202", "400] Bad Request", "GET", False),
+        ("ST202", "404] Not Found", "POST -d '{}'", False),
+        ("ST201", "400] Bad Request", "POST -d '{}'", False),
+        ("ST202 Title\n- ST100", "400] Bad Request", "POST -d '{}'", False),
+    ],
+)
+def test_only_a_refusal_is_one(check: str, status: str, request_: str, is_one: bool) -> None:
+    assert is_refusal(CASE.format(check, status, request_)) is is_one
 
 
 def test_a_wrong_refusal_is_found() -> None:

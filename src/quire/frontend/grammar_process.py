@@ -32,7 +32,8 @@ class Vocabulary(msgspec.Struct):
 def main() -> None:
     """Serve the socket on standard input until it ends."""
     _, most = resource.getrlimit(resource.RLIMIT_STACK)
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, most))
+    num_bytes = STACK_BYTES if most == resource.RLIM_INFINITY else min(STACK_BYTES, most)
+    resource.setrlimit(resource.RLIMIT_STACK, (num_bytes, most))
     bounded_process.run(Vocabulary, _compiler)
 
 
