@@ -61,13 +61,13 @@ NUM_DRAFTS = 3
 @contextmanager
 def stepping(way: str) -> Iterator[None]:
     """Without jump forward, if that is the way."""
-    take_forced = RowGrammar.take_forced
+    forced_token = RowGrammar.forced_token
     if way == "a step each":
-        RowGrammar.take_forced = lambda self, most: []  # type: ignore[method-assign]
+        RowGrammar.forced_token = lambda self: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        RowGrammar.take_forced = take_forced  # type: ignore[method-assign]
+        RowGrammar.forced_token = forced_token  # type: ignore[method-assign]
 
 
 def answer(core: EngineCore, name: str, num_requests: int) -> tuple[dict[str, float], list[list[int]]]:

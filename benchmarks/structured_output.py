@@ -7,13 +7,14 @@ time covers the whole call: the check of the schema, its compilation, the prompt
 which comes first. The first round is not counted; it makes the tables of the vocabulary.
 
     python benchmarks/structured_output.py [MODEL] [--quantization int8] [--requests 32] [--tokens 128] [--keys 200]
-                                           [--rounds 5] [--peer NAME COMMAND] [--save HARDWARE]
+                                           [--rounds 5] [--peer NAME COMMAND] [--refusals] [--save HARDWARE]
 
 MODEL: a folder with weights of the measured shape; the default is the bundled demo model. --peer adds another engine,
 as a command that speaks the protocol of benchmarks/peers/constraining.py: it gets the same requests in the same turns,
 and the schemas that Quire refuses. An engine that takes such a schema is wrong if one of 16 answers does not fit the
-schema. llama.cpp makes a GBNF grammar of a JSON schema itself, so its reading is that of both. --save writes
-benchmarks/results/HARDWARE/structured_output_DATE.md and .json.
+schema. llama.cpp makes a GBNF grammar of a JSON schema itself, so its reading is that of both. --refusals: only what
+all engines, Quire too, do with those schemas and with some that are hard to hold to; no times. --save writes
+benchmarks/results/HARDWARE/structured_output_DATE.md and .json, or structured_output_refusals_DATE.
 """
 
 from __future__ import annotations
@@ -30,13 +31,12 @@ from peers.process import Peer
 
 from quire import LLM, SamplingParams
 from quire.errors import InvalidRequestError
-from quire.grammar.text import grammar_text
 from quire.measure import report
 from quire.sampling_params import StructuredOutputsParams
 
 PROMPT = "Write the records of the library as JSON: "
 MOST_ROWS = 100  # of the schema for throughput: at least 2,000 tokens
-NUM_ANSWERS = 16  # of each schema that Quire refuses
+NUM_ANSWERS = 16  # of each schema that Quire refuses, or that is hard to hold to
 ANSWER_TOKENS = 60
 TEXT, COUNT = {"type": "string", "maxLength": 3}, {"type": "integer", "minimum": 0, "maximum": 3}
 LIST = {"type": "array", "items": COUNT, "minItems": 2, "maxItems": 4}
@@ -66,6 +66,17 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "oneOf that overlaps": {"oneOf": [COUNT, {"type": "integer", "minimum": 2, "maximum": 5}]},
     "a schema without a text": {"type": "integer", "minimum": 5, "maximum": 4},
+}  # fmt: skip
+# Schemas that are hard to hold to.
+TAKEN: dict[str, dict[str, Any]] = {
+    "an exclusive bound": {"type": "number", "exclusiveMinimum": 1, "maximum": 1.5},
+    "propertyNames with a pattern": {
+        "type": "object", "additionalProperties": COUNT, "propertyNames": {"pattern": "^[a-c]{1,2}$"},
+    },
+    "propertyNames with an enum": {
+        "type": "object", "additionalProperties": COUNT, "propertyNames": {"enum": ["a", "b"]},
+    },
+    "an alternative without an end": {"anyOf": [COUNT, {"type": "array", "items": {"$ref": "#"}, "minItems": 1}]},
 }  # fmt: skip
 
 
@@ -120,21 +131,52 @@ def is_right(answer: str, schema: dict[str, Any]) -> bool:
     return True
 
 
-def verdict(peer: Peer, schema: dict[str, Any]) -> str:
-    """What a peer does with a schema that Quire refuses."""
+def answers_of(engine: LLM | Peer, schema: dict[str, Any]) -> list[Any]:
+    """Texts with a seed each; {"refused": why}; None: it was cut off."""
+    seeds = range(1, NUM_ANSWERS + 1)
+    if isinstance(engine, Peer):
+        question = {"schemas": [schema] * NUM_ANSWERS, "seeds": list(seeds), "num_tokens": ANSWER_TOKENS}
+        return list(engine.ask(question, "answers"))
+    constraint = StructuredOutputsParams(json=schema)
+    asked = [
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=ANSWER_TOKENS, structured_outputs=constraint)
+        for seed in seeds
+    ]
     try:
-        grammar_text(StructuredOutputsParams(json=schema))
-    except InvalidRequestError:
-        pass
-    else:
-        raise SystemExit(f"Quire takes {schema}")
-    question = {"schemas": [schema] * NUM_ANSWERS, "seeds": list(range(1, NUM_ANSWERS + 1))}
-    answers = peer.ask({**question, "num_tokens": ANSWER_TOKENS}, "answers")
+        outputs = engine.generate(["Data: "] * NUM_ANSWERS, asked, use_tqdm=False)
+    except InvalidRequestError as error:
+        return [{"refused": str(error)}] * NUM_ANSWERS
+    found = (output.outputs[0] for output in outputs)
+    return [each.text if each.finish_reason == "stop" else None for each in found]
+
+
+def verdict(engine: LLM | Peer, schema: dict[str, Any]) -> str:
+    """What an engine does with a schema."""
+    answers = answers_of(engine, schema)
     if any(isinstance(answer, dict) for answer in answers):
         return "refused"
     ended = [answer for answer in answers if answer is not None]
     num_wrong = sum(not is_right(answer, schema) for answer in ended)
     return f"wrong in {num_wrong} of {len(ended)}" if num_wrong or not ended else f"right in {len(ended)}"
+
+
+def verdicts(engine: LLM | Peer) -> dict[str, str]:
+    return {name: verdict(engine, schema) for name, schema in (REFUSED | TAKEN).items()}
+
+
+def check_refusals(found: dict[str, str]) -> None:
+    """Quire refuses what it is said to refuse, and is right about the rest."""
+    for name, what in found.items():
+        if (name in REFUSED) != (what == "refused") or what.startswith("wrong"):
+            raise SystemExit(f"Quire: {name}: {what}")
+
+
+def refusals(of_engines: dict[str, dict[str, str]]) -> list[str]:
+    """What each engine does with each schema."""
+    lines = report.table_head("schema | " + " | ".join(of_engines))
+    for name in REFUSED | TAKEN:
+        lines.append(f"| {name} | " + " | ".join(found[name] for found in of_engines.values()) + " |")
+    return lines
 
 
 def peers(result: dict[str, Any]) -> list[str]:
@@ -156,10 +198,19 @@ def peers(result: dict[str, Any]) -> list[str]:
             f"| {name} | {tokens / middle(without):.1f} | {tokens / middle(with_):.1f} | {cost:.3f} | {over:.2f} | "
             f"{1e3 * middle(cold):.1f} | {1e3 * middle(cached):.1f} |"
         )
-    lines += ["", *report.table_head("refused by Quire | " + " | ".join(result["peers"]))]
-    for name in REFUSED:
-        lines.append(f"| {name} | " + " | ".join(peer["verdicts"][name] for peer in result["peers"].values()) + " |")
-    return ["", *lines]
+    of_engines = {name: each["verdicts"] for name, each in zip(names, runs, strict=True)}
+    return ["", *lines, "", *refusals(of_engines)]
+
+
+def refusals_markdown(result: dict[str, Any]) -> str:
+    lines = [
+        *report.heading("Schemas that are refused, and schemas that are hard to hold to", result),
+        f"- Model: {result['model']}. {NUM_ANSWERS} answers of at most {ANSWER_TOKENS} tokens for each schema, at "
+        "temperature 1 with a seed each. Right: all that ended fit the schema, as jsonschema says.",
+        "",
+        *refusals(result["verdicts"]),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -195,28 +246,52 @@ def main() -> None:
     parser.add_argument("--keys", type=int, default=200, help="of the schema for the first token")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peer", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"))
+    parser.add_argument("--refusals", action="store_true", help="no times")
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     others = {name: Peer(command) for name, command in arguments.peer}
     try:
-        result = measured(arguments, others)
+        llm = new_llm(arguments)
+        result = asked_alone(arguments, llm, others) if arguments.refusals else measured(arguments, llm, others)
     finally:
         for peer in others.values():
             peer.close()
-    print(markdown(result))
+    what, page = "structured_output", markdown
+    if arguments.refusals:
+        what, page = "structured_output_refusals", refusals_markdown
+    print(page(result))
     if arguments.save:
-        report.save_published(Path(__file__).parent, "structured_output", arguments.save, result, markdown(result))
+        report.save_published(Path(__file__).parent, what, arguments.save, result, page(result))
 
 
-def measured(arguments: argparse.Namespace, others: dict[str, Peer]) -> dict[str, Any]:
-    """All rounds of all engines."""
-    llm = LLM(
+def environment(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        **report.environment("python", "benchmarks/structured_output.py"),
+        **vars(arguments),
+        "model": Path(arguments.model).name if arguments.model else "demo",
+    }
+
+
+def new_llm(arguments: argparse.Namespace) -> LLM:
+    return LLM(
         model=arguments.model,
         quantization=arguments.quantization,
         max_num_seqs=arguments.requests,
         max_model_len=max(arguments.tokens, ANSWER_TOKENS) + 64,
         enable_prefix_caching=False,
     )
+
+
+def asked_alone(arguments: argparse.Namespace, llm: LLM, others: dict[str, Peer]) -> dict[str, Any]:
+    """What each engine does with each schema."""
+    engines: dict[str, LLM | Peer] = {"Quire": llm, **others}
+    found = {name: verdicts(engine) for name, engine in engines.items()}
+    check_refusals(found["Quire"])
+    return {**environment(arguments), "verdicts": found}
+
+
+def measured(arguments: argparse.Namespace, llm: LLM, others: dict[str, Peer]) -> dict[str, Any]:
+    """All rounds of all engines."""
 
     def seconds_of(name: str, schemas: list[dict[str, Any] | None], tokens: int) -> float:
         if name == "Quire":
@@ -242,12 +317,13 @@ def measured(arguments: argparse.Namespace, others: dict[str, Peer]) -> dict[str
                 taken = seconds_of(name, [first], 1)
                 if number:
                     found[name]["first_tokens"][side].append(taken)
-    for name, peer in others.items():
-        found[name]["verdicts"] = {what: verdict(peer, schema) for what, schema in REFUSED.items()}
+    if others:
+        engines: dict[str, LLM | Peer] = {"Quire": llm, **others}
+        for name, engine in engines.items():
+            found[name]["verdicts"] = verdicts(engine)
+        check_refusals(found["Quire"]["verdicts"])
     return {
-        **report.environment("python", "benchmarks/structured_output.py"),
-        **vars(arguments),
-        "model": Path(arguments.model).name if arguments.model else "demo",
+        **environment(arguments),
         **found["Quire"],
         "peers": {name: found[name] for name in others},
     }

@@ -188,7 +188,7 @@ class StructuredOutputsParams(
         # json may be False, a schema that nothing satisfies. json_object: False asks for nothing.
         return [
             name
-            for name in _CONSTRAINTS
+            for name in CONSTRAINTS
             if getattr(self, name) is not None and (name, self.json_object) != ("json_object", False)
         ]
 
@@ -199,7 +199,7 @@ class StructuredOutputsParams(
             raise InvalidRequestError(
                 "structured_outputs needs exactly one constraint",
                 value=", ".join(given) or "none",
-                expected=f"one of {', '.join(_CONSTRAINTS)}",
+                expected=f"one of {', '.join(CONSTRAINTS)}",
                 param="structured_outputs",
             )
         for name in ("regex", "grammar", "structural_tag", "whitespace_pattern"):
@@ -238,7 +238,7 @@ class GuidedDecodingParams(StructuredOutputsParams):
             logger.warning("GuidedDecodingParams: backend has no effect: one grammar engine reads every constraint")
 
 
-_CONSTRAINTS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+CONSTRAINTS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class SpelledWord(msgspec.Struct, frozen=True, array_like=True):

@@ -59,9 +59,13 @@ def test_langchain(server: Serve) -> None:
     chat = langchain.ChatOpenAI(**options)
     assert chat.invoke(QUESTION).content == answer()
     assert "".join(chunk.content for chunk in chat.stream(QUESTION)) == answer()
-    assert isinstance(chat.with_structured_output(Entry, method="json_schema").invoke(QUESTION), Entry)
-    assert isinstance(chat.with_structured_output(Entry, method="function_calling").invoke(QUESTION), Entry)
-    assert langchain.OpenAI(**options).invoke(TEXT) == _expected(TEXT)
+    for method in ("json_schema", "function_calling"):
+        typed = chat.with_structured_output(Entry, method=method)
+        found = typed.invoke(QUESTION)
+        assert isinstance(found, Entry)
+        assert [*typed.stream(QUESTION)][-1] == found
+    plain = langchain.OpenAI(**options)
+    assert plain.invoke(TEXT) == "".join(plain.stream(TEXT)) == _expected(TEXT)
 
 
 def test_langchain_tools(server: Serve) -> None:
@@ -103,8 +107,11 @@ def test_instructor_json(server: Serve) -> None:
     instructor = pytest.importorskip("instructor", reason=EXTRA)
     client = instructor.from_openai(server.openai(), mode=instructor.Mode.JSON)
     messages = [{"role": "user", "content": "Describe json.loads as JSON."}]
-    found = client.chat.completions.create(model=MODEL, messages=messages, response_model=Described, **SAMPLING)
+    options: dict[str, Any] = {"model": MODEL, "messages": messages, "response_model": Described, **SAMPLING}
+    found = client.chat.completions.create(**options)
     assert found.model_extra
+    *_, last = client.chat.completions.create_partial(**options)
+    assert last.model_extra == found.model_extra
 
 
 async def test_pydantic_ai(server: Serve) -> None:
@@ -141,6 +148,7 @@ def test_llama_index(server: Serve) -> None:
     assert found["chat"] == found["streamed_chat"] == answer()
     for each in ("typed", "called", "streamed_call"):
         Entry.model_validate(found[each])
+    assert found["streamed_typed"] == found["typed"]
 
 
 def test_litellm(server: Serve) -> None:
@@ -152,12 +160,18 @@ def test_litellm(server: Serve) -> None:
         assert litellm.completion(**chat).choices[0].message.content == answer()
         parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(stream=True, **chat)]
         assert "".join(parts) == answer()
-        typed = litellm.completion(**chat, response_format=Entry)
-        Entry.model_validate_json(typed.choices[0].message.content)
-        called = litellm.completion(**chat, tools=[TOOL], tool_choice="required")
-        Entry.model_validate_json(called.choices[0].message.tool_calls[0].function.arguments)
-    text = litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt=TEXT, **options)
-    assert text.choices[0].text == _expected(TEXT)
+        for asked in ({"response_format": Entry}, {"tools": [TOOL], "tool_choice": "required"}):
+            whole = litellm.completion(**chat, **asked).choices[0].message
+            chunks = [*litellm.completion(stream=True, **chat, **asked)]
+            built = litellm.stream_chunk_builder(chunks).choices[0].message
+            form = "response_format" in asked
+            for message in (whole, built):
+                Entry.model_validate_json(message.content if form else message.tool_calls[0].function.arguments)
+            assert built.content == whole.content
+    text_options = {"model": f"text-completion-openai/{MODEL}", "prompt": TEXT, **options}
+    assert litellm.text_completion(**text_options).choices[0].text == _expected(TEXT)
+    parts = [chunk.choices[0].text or "" for chunk in litellm.text_completion(stream=True, **text_options)]
+    assert "".join(parts) == _expected(TEXT)
 
 
 def test_haystack(server: Serve) -> None:
@@ -199,9 +213,16 @@ async def test_openai_agents(server: Serve) -> None:
     model = agents.OpenAIChatCompletionsModel(model=MODEL, openai_client=client)
     settings = agents.ModelSettings(**SAMPLING)
     responses = agents.OpenAIResponsesModel(model=MODEL, openai_client=client)
+
+    async def streamed(agent: Any) -> Any:
+        run = agents.Runner.run_streamed(agent, QUESTION)
+        assert [event async for event in run.stream_events()]
+        return run.final_output
+
     for api in (model, responses):
         agent = agents.Agent(name="demo", model=api, model_settings=settings)
         assert (await agents.Runner.run(agent, QUESTION)).final_output == answer()
+        assert await streamed(agent) == answer()
     noted: list[Entry] = []
 
     @agents.function_tool
@@ -214,10 +235,9 @@ async def test_openai_agents(server: Serve) -> None:
     for number, api in enumerate((model, responses), 1):
         caller = agents.Agent(name="caller", model=api, model_settings=required, tools=[note])
         assert isinstance((await agents.Runner.run(caller, QUESTION)).final_output, str)
-        streamed = agents.Runner.run_streamed(caller, QUESTION)
-        events = [event async for event in streamed.stream_events()]
-        assert events
-        assert isinstance(streamed.final_output, str)
+        assert isinstance(await streamed(caller), str)
         assert len(noted) == 2 * number
         typed = agents.Agent(name="typed", model=api, model_settings=settings, output_type=Entry)
-        assert isinstance((await agents.Runner.run(typed, QUESTION)).final_output, Entry)
+        found = (await agents.Runner.run(typed, QUESTION)).final_output
+        assert isinstance(found, Entry)
+        assert await streamed(typed) == found

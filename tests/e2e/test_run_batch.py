@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,30 @@ def test_a_run_goes_on_after_an_interruption(tmp_path: Path) -> None:
         *(None, "invalid_value"),
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+@pytest.mark.slow
+def test_what_was_answered_before_a_kill_is_not_answered_again(tmp_path: Path) -> None:
+    """Killed for real; the bar of the second run begins with the lines of the first one."""
+    (tmp_path / "in.jsonl").write_bytes(b"".join(line(number, max_tokens=60) for number in range(40)))
+    files = BatchFiles(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    command = ("run-batch", "-i", str(files.input), "-o", str(files.output), *SMALL, "--max-num-seqs", "2")
+    with Terminal(*command) as terminal:
+        deadline = time.monotonic() + 60
+        while not files.partial.exists() or files.partial.read_bytes().count(b"\n") < 5:
+            assert time.monotonic() < deadline, terminal.written
+            time.sleep(0.01)
+        terminal.send(signal.SIGKILL)
+        terminal.process.wait()
+    *seen, _ = files.partial.read_bytes().split(b"\n")
+    assert 5 <= len(seen) < 40
+    with Terminal(*command) as terminal:
+        assert terminal.read_to_end() == 0, terminal.written
+    entries = files.output.read_bytes().splitlines()
+    assert len(entries) == 40
+    assert set(seen) <= set(entries), "an entry names its request, so one that was answered again is another one"
+    assert f"| {len(seen)}/40 [" in terminal.written
+    assert "| 40/40 [" in terminal.written
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from quire.engine.executor import ThreadExecutor
 from quire.grammar.matchers import RowGrammar
 from quire.grammar.text import grammar_text
 from quire.messages import AddRequest
+from quire.sampling.batch_params import SamplingState
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler.scheduler import Scheduler
 from quire.spec_decode.ngram import NgramProposer
@@ -48,7 +49,7 @@ def prompts() -> list[Prompt]:
         {"grammar": NUMBERS, "presence_penalty": 0.5},
         {"grammar": GRAMMAR, "max_tokens": 9},
         {"grammar": NUMBERS, "logprobs": 2},
-        {"grammar": GRAMMAR, "min_tokens": 3},
+        {"grammar": GRAMMAR, "min_tokens": 3, "bad_words_token_ids": [[5, 6]], "logit_bias": {5: 1.0}},
         {"max_tokens": 30},
     ]
     found = [
@@ -84,7 +85,7 @@ def core_of(schedule: Schedule) -> EngineCore:
 def expected() -> list[list[int]]:
     """By the plain path, with a step for each token."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowGrammar, "take_forced", lambda grammar, most: [])
+        patch.setattr(RowGrammar, "forced_token", lambda grammar: None)
         core = core_of(Schedule(max_model_len=MAX_MODEL_LEN))
         tokens = run(core, prompts())
         assert core.scheduler._next_step_id > 40
@@ -95,14 +96,14 @@ def expected() -> list[list[int]]:
 def num_forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many tokens were forced until now."""
     forced: list[int] = []
-    take_forced = RowGrammar.take_forced
+    take_forced = SamplingState.take_forced
 
-    def noted(grammar: RowGrammar, most: int) -> list[int]:
-        found = take_forced(grammar, most)
+    def noted(state: SamplingState, row: int, most: int) -> list[int]:
+        found = take_forced(state, row, most)
         forced.extend(found)
         return found
 
-    monkeypatch.setattr(RowGrammar, "take_forced", noted)
+    monkeypatch.setattr(SamplingState, "take_forced", noted)
     return lambda: len(forced)
 
 

@@ -230,7 +230,7 @@ def test_tokens_that_a_grammar_forces_take_no_steps(monkeypatch: pytest.MonkeyPa
     jumped = [constrained(**how) for how in FORCING]
     drafted = [constrained(**{"width": 2} | how) for how in DRAFTING]
     drafted.append(constrained(1, 2, **DRAFTING[0]))
-    monkeypatch.setattr(RowGrammar, "take_forced", lambda grammar, most: [])
+    monkeypatch.setattr(RowGrammar, "forced_token", lambda grammar: None)
     tokens, num_answers = constrained(1)
     assert [found for found, _ in (*jumped, *drafted)] == [tokens] * (len(FORCING) + len(DRAFTING) + 1)
     assert num_answers == sum(map(len, tokens))

@@ -97,6 +97,25 @@ def test_refusals_come_through(asked: Structured, why: str) -> None:
     in_pool(use)
 
 
+def nested(levels: int) -> Structured:
+    """A schema of objects in objects, by references: llguidance takes a few KiB of its thread's stack for each."""
+    schemas = {str(at): {"properties": {"a": {"$ref": f"#/$defs/{at + 1}"}}} for at in range(levels)}
+    return Structured(json={"$ref": "#/$defs/0", "$defs": {**schemas, str(levels): {"type": "string"}}})
+
+
+def test_a_stack_that_overflows_is_the_fault_of_the_constraint() -> None:
+    """Half of an engine's stack is allowed: a process alone ends by what would end an engine."""
+
+    async def use(pool: GrammarPool) -> None:
+        assert await pool.grammar(nested(200)) == grammar_text(nested(200))
+        for levels in (600, 4000):
+            with pytest.raises(InvalidRequestError, match="made its process crash"):
+                await pool.grammar(nested(levels))
+        assert await pool.grammar(DIGITS) == grammar_text(DIGITS)
+
+    in_pool(use)
+
+
 def test_a_slow_constraint_ends_alone() -> None:
     """The others are compiled meanwhile."""
 

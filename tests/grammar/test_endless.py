@@ -17,6 +17,7 @@ from llguidance import LLMatcher
 
 from quire.errors import InvalidRequestError
 from quire.grammar import schemas
+from quire.grammar.schema_tree import referred
 from quire.grammar.schemas import usable
 from quire.grammar.text import grammar_text
 from quire.sampling_params import StructuredOutputsParams as Structured
@@ -244,6 +245,41 @@ def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schemas, "MAX_WORK", 20_000)
     with pytest.raises(InvalidRequestError, match="in more ways than can be looked at"):
         grammar_text(Structured(json=both))
+
+
+def spelled(count: int) -> list[Schema]:
+    """References to one definition, each written in another way."""
+    places = itertools.islice(itertools.product((False, True), repeat=10), count)
+    names = (
+        "".join(f"%{ord(c):02x}" if is_coded else c for c, is_coded in zip("abcdefghij", at, strict=True))
+        for at in places
+    )
+    return [{"$ref": f"#/$defs/{name}"} for name in names]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": spelled(150), "$defs": {"abcdefghij": {"properties": {str(at): {} for at in range(150)}}}},
+        {"anyOf": spelled(150), "$defs": {"abcdefghij": [{} for _ in range(150)]}},
+        {
+            "anyOf": [{"items": {"$ref": "#"}}, *({"$ref": "#/$defs/a", "minimum": at} for at in range(20))],
+            "$defs": {"a": {"enum": [*range(100)]}},
+        },
+    ],
+    ids=["a large definition", "a list", "questions about an enum"],
+)
+def test_work_that_grows_with_the_square_is_counted(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemas, "MAX_WORK", 20_000)
+    with pytest.raises(InvalidRequestError, match="in more ways than can be looked at"):
+        grammar_text(Structured(json=schema))
+
+
+@pytest.mark.parametrize(
+    ("place", "found"), [("0", 1), ("1", 2), ("01", None), ("2", None), ("-1", None), ("1" * 30, None)]
+)
+def test_a_reference_to_a_place_in_a_list(place: str, found: int | None) -> None:
+    assert referred(f"#/prefixItems/{place}", {"prefixItems": [1, 2]}) == found
 
 
 def test_a_value_of_the_twin_is_what_jsonschema_takes() -> None:

@@ -24,6 +24,8 @@ KEYS = {"the_first_of_the_keys": {"const": WITHIN}, "ключ": {"type": "boolea
 SCHEMA = {"type": "object", "properties": KEYS, "required": list(KEYS), "additionalProperties": False}
 STOP_ID = TOKENIZER.encode('{"the_first_of_the_keys": "a long text')[-1]
 
+TRUE_ID = TOKENIZER.encode(": true")[-1]
+
 
 def params(**given: Any) -> SamplingParams:
     constraint = Structured(json=SCHEMA, disable_any_whitespace=True)
@@ -39,7 +41,10 @@ REQUESTS = {
     "penalty": params(repetition_penalty=1.3, frequency_penalty=0.5),
     "logprobs": params(logprobs=2),
     "prompt logprobs": params(prompt_logprobs=1),
-    "a filter": params(min_tokens=3),
+    "filters": params(min_tokens=3, bad_words=["a word"], logit_bias={TRUE_ID: -100.0}),
+    "a word is forbidden within": params(bad_words=["known"]),
+    "an end is forbidden within": params(stop_token_ids=[STOP_ID], min_tokens=60),
+    "others are allowed within": params(allowed_token_ids=TOKENIZER.encode('{"the_first_of_the_keys": "a')),
     "ends within by length": params(max_tokens=9),
     "ends within by text": params(stop=["text"]),
     "ends within by token": params(stop_token_ids=[STOP_ID]),
@@ -57,11 +62,11 @@ def answers(engine: LLM, adapters: list[LoRARequest | None] | None = None) -> tu
     outputs = engine.generate(
         ["Answer:"] * len(REQUESTS), list(REQUESTS.values()), use_tqdm=False, lora_request=adapters
     )
-    for name in ("random", "n", "ends within by length"):
+    for name in ("random", "n", "ends within by length", "filters"):
         outputs += engine.generate("Answer:", REQUESTS[name], use_tqdm=False)
     for output in outputs:
         ends = [(o.text, o.token_ids, o.logprobs, o.finish_reason, o.stop_reason) for o in output.outputs]
-        found.append((ends, output.prompt_logprobs))
+        found.append((ends, output.prompt_logprobs, output.error))
     assert scheduler.kv.pool.num_used_blocks == 0
     return found, scheduler._next_step_id - first
 
@@ -69,7 +74,7 @@ def answers(engine: LLM, adapters: list[LoRARequest | None] | None = None) -> tu
 def stepped(adapters: list[LoRARequest | None] | None = None, **arguments: Any) -> tuple[list[Any], int]:
     """The same with a step for each token."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowGrammar, "take_forced", lambda self, most: [])
+        patch.setattr(RowGrammar, "forced_token", lambda self: None)
         return answers(LLM(**{"dtype": "float32", **SETTINGS, **arguments}), adapters)
 
 
@@ -89,11 +94,26 @@ def test_every_way_of_serving(
     jumped, num_steps = answers(LLM(dtype="float32", **SETTINGS, **how))
     assert jumped == expected
     assert num_steps < num_slow_steps / 2
-    ends = {name: [(o[0], *o[3:]) for o in outputs] for name, (outputs, _) in zip(REQUESTS, jumped, strict=False)}
+    ends = {name: [(o[0], *o[3:]) for o in found[0]] for name, found in zip(REQUESTS, jumped, strict=False)}
     assert {reason for _, reason, _ in ends["ends within by length"]} == {"length"}
     assert [each[1:] for each in ends["ends within by text"]] == [("stop", "text")]
     assert [each[1:] for each in ends["ends within by token"]] == [("stop", STOP_ID)]
     assert all(WITHIN in text and reason == "stop" for text, reason, _ in ends["n"])
+    assert [(WITHIN in text, reason) for text, reason, _ in ends["filters"]] == [(True, "stop")]
+    errors = {name: found[2] for name, found in zip(REQUESTS, jumped, strict=False) if found[2] is not None}
+    assert list(errors) == [name for name in REQUESTS if name.endswith(("forbidden within", "allowed within"))]
+    assert all("No token is left" in error for error in errors.values())
+
+
+def test_a_filter_costs_no_steps() -> None:
+    """As many as without one, where it forbids nothing of the span."""
+    engine, counts = LLM(dtype="float32", **SETTINGS), []
+    for request in (params(), params(bad_words=["a word"], logit_bias={STOP_ID: -5.0}, min_tokens=3)):
+        first = engine.llm_engine.core.scheduler._next_step_id
+        (output,) = engine.generate("Answer:", request, use_tqdm=False)
+        assert WITHIN in output.outputs[0].text
+        counts.append(engine.llm_engine.core.scheduler._next_step_id - first)
+    assert counts[0] == counts[1] < len(output.outputs[0].token_ids) / 2
 
 
 def test_adapters() -> None:

@@ -73,6 +73,8 @@ def test_any_parameters_match_the_dense_definition(
     apply_filters(actual_1V, [0], state.filters)
     apply_penalties(actual_1V, [0], state.penalties)
     torch.testing.assert_close(actual_1V[0].double(), expected_V, rtol=1e-5, atol=1e-5)
+    if (row_filter := state.filters.get(0)) is not None:
+        assert [row_filter.allows(token_id) for token_id in range(V)] == actual_1V[0].isfinite().tolist()
     sampled = Sampler(state)(logits_1V.clone(), [0])
     if expected_V.max() == -math.inf:
         assert "No token is left" in sampled.errors[0]

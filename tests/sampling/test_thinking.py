@@ -7,6 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.sampling.filters import RowFilter
 from quire.sampling.thinking import ThinkingBudget
 
 END, START = 1, 2
@@ -28,8 +29,12 @@ def test_the_end_is_forced_behind_the_last_token(most, has_start, output, append
     for token_id in appended:
         budget.append(token_id)
     assert budget.forced_after(drafts) == forced(most, has_start, [*output, *appended, *drafts])
+    row_filter = RowFilter(None, None, None, 0, None, budget)
+    allowed = {token_id for token_id in range(4) if row_filter.allows(token_id)}
+    now = forced(most, has_start, [*output, *appended])
+    assert allowed == ({0, 1, 2, 3} if now is None else {now})
     if not budget.needs_tokens:
-        assert forced(most, has_start, [*output, *appended]) is None
+        assert now is None
 
 
 HEADER = [START, 3]

@@ -17,7 +17,7 @@ from quire.server.openapi import build
 from quire.server.request_schemas import SchemaBounds, decimals_below
 from quire.server.state import AppSettings
 from tests.examples import IS_FULL, examples
-from tests.server.refusals import NOT_OF_THE_FORM
+from tests.server.refusals import REASONS, reasons_of
 from tests.server.serving import LIMITS, RunningServer
 from tests.server.test_errors import MESSAGES, error_of
 from tests.server.test_poison import poisoned  # noqa: F401 (a fixture)
@@ -85,8 +85,9 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
     """JSON Schema, as far as the document uses it. An unknown keyword fails."""
     schema = resolved(schema)
     is_number = type(value) in (int, float)
+    numbers = ("number", "integer") if is_number and value == int(value) else ("number",)  # 1.0 is an integer
     checks = {
-        "type": lambda kind: is_number if kind == "number" else type(value) is TYPES[kind],
+        "type": lambda kind: (is_number and kind in numbers) or type(value) is TYPES.get(kind),
         "const": lambda only: same(value, only),
         "enum": lambda values: any(same(value, item) for item in values),
         "anyOf": lambda kinds: any(accepts(kind, value) for kind in kinds),
@@ -137,7 +138,7 @@ def values_of(schema: dict[str, Any]) -> Iterator[Any]:
             yield from (True, False)
         case "integer":
             low, high = schema.get("minimum", 0), schema.get("maximum", 2**40)
-            yield from (low, high, low - 1, high + 1, min(low + 1, high))
+            yield from (low, high, low - 1, high + 1, min(low + 1, high), float(low), low + 0.5)
         case "number":
             low, high = schema.get("minimum", 1e-9), schema["maximum"]
             yield from (low, high, low - 0.01, high + 0.01, 1, 5e-324)
@@ -200,7 +201,7 @@ def test_the_schema_accepts_what_the_server_does(server: RunningServer, path: st
         if accepts(schema, body):
             num_accepted += 1
             if response.status_code == 400:
-                assert NOT_OF_THE_FORM.search(error_of(response, 400)["message"]), (body, said)
+                assert reasons_of(error_of(response, 400)["message"]), (body, said)
             else:
                 assert response.status_code == 200, (body, said)
         else:
@@ -209,8 +210,43 @@ def test_the_schema_accepts_what_the_server_does(server: RunningServer, path: st
     assert num_accepted > 10 < num_refused
 
 
+DEEP: Any = None
+for _ in range(80):
+    DEEP = [DEEP]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CALL = {"function": {"name": "a", "arguments": "{"}}
+OTHER = {"tools": [{"type": "function", "function": {"name": "a"}}], "tool_choice": {"function": {"name": "b"}}}
+# A body that the document allows and that is refused, for each reason.
+UNSAYABLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "maximum context length|tokens can hold": (TEXT, {"prompt": [1] * (LIMITS.max_model_len + 1)}),
+    "no token is left": (TEXT, {"prompt": "Hi", "allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1}),
+    "contains a string that is too long": (TEXT, {"prompt": "Hi", "stop": "é" * 200}),
+    "is not JSON": (CHAT, {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [CALL]}, *MESSAGES]}),
+    "min_tokens is greater": (TEXT, {"prompt": "Hi", "min_tokens": 5, "max_tokens": 2}),
+    "twice as many tokens": (TEXT, {"prompt": "Hi", "use_beam_search": True, "logprobs": 3}),
+    "too many continuations": (TEXT, {"prompt": ["Hi"] * 1000, "n": 2}),
+    "not among the tools": (CHAT, {"messages": MESSAGES, **OTHER}),
+    "nested too deeply": (CHAT, {"messages": MESSAGES, "documents": [{"a": DEEP}]}),
+    r"structured_outputs\.\w+ cannot be used: ": (TEXT, {"prompt": "Hi", "structured_outputs": {"regex": "("}}),
+}
+# Of limits, of a template that refuses, and of a tokenizer with a text that has no tokens: not with this server.
+ELSEWHERE = {"has no tokens", "token budget would be smaller", "is below the fastest step", "chat template"}
+
+
+@pytest.mark.parametrize("reason", UNSAYABLE)
+def test_what_no_schema_says(server: RunningServer, reason: str) -> None:
+    path, body = UNSAYABLE[reason]
+    assert accepts(schema_of(path), body)
+    assert reasons_of(error_of(server.http.post(path, json=body), 400)["message"]) == [reason]
+
+
+def test_every_reason_is_shown() -> None:
+    assert UNSAYABLE.keys() | ELSEWHERE == REASONS.keys()
+
+
 def test_the_schema_of_limits(poisoned: RunningServer) -> None:  # noqa: F811
-    schema = schema_of("/v1/config")
+    document = poisoned.http.get("/openapi.json").json()
+    schema = document["paths"]["/v1/config"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     for body in ({}, {"x": 1}, *({"max_num_seqs": wrong} for wrong in (0, "1", 1.5, None))):
         assert not accepts(schema, body)
         error_of(poisoned.http.post("/v1/config", json=body), 400)

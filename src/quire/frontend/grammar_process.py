@@ -6,6 +6,7 @@ again, in a thread and without Python's lock, what has passed here within the bo
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 
 import msgspec
@@ -15,6 +16,8 @@ from quire.grammar.compiled import compiled_matcher, vocabulary
 from quire.grammar.text import grammar_text
 from quire.messages import UseTokenizer
 from quire.sampling_params import StructuredOutputsParams
+
+STACK_BYTES = 4 << 20  # half of what a thread of the engine has: a grammar that passes here does not end the engine
 
 
 class Vocabulary(msgspec.Struct):
@@ -28,6 +31,9 @@ class Vocabulary(msgspec.Struct):
 
 def main() -> None:
     """Serve the socket on standard input until it ends."""
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    num_bytes = STACK_BYTES if most == resource.RLIM_INFINITY else min(STACK_BYTES, most)
+    resource.setrlimit(resource.RLIMIT_STACK, (num_bytes, most))
     bounded_process.run(Vocabulary, _compiler)
 
 

@@ -67,14 +67,12 @@ class RowGrammar:
         self._compiled.num_tokens += 1
         self.matcher.consume_token(token_id)
 
-    def take_forced(self, most: int) -> list[int]:
-        """Take in the forced tokens, as long as there is one: the masks would allow nothing else."""
-        token_ids: list[int] = []
-        most *= self._forces
-        while len(token_ids) < most and not self.matcher.is_stopped() and (forced := self.matcher.compute_ff_tokens()):
-            self.append(forced[0])  # behind it, the next ones may be cut differently
-            token_ids.append(forced[0])
-        return token_ids
+    def forced_token(self) -> int | None:
+        """The token that alone may come next, as a mask would say; None: there are several, or none."""
+        if not self._forces or self.matcher.is_stopped():
+            return None
+        forced = self.matcher.compute_ff_tokens()  # behind the first one, the next ones may be cut differently
+        return forced[0] if forced else None
 
     def renew(self) -> bool:
         """Go on with a new lexer, if this one is full. The matcher then has to make its mask again."""

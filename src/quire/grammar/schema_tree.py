@@ -16,6 +16,7 @@ SCHEMAS = {
 }  # fmt: skip
 DEFINITIONS = {"$defs", "definitions"}
 NAMED_SCHEMAS = {*DEFINITIONS, "dependentSchemas", "patternProperties", "properties"}
+_INDEX_DIGITS = 10  # more than any list has places
 # Keywords that restrict nothing.
 FOR_PEOPLE = {"$comment", "default", "deprecated", "description", "examples", "title"}
 
@@ -68,7 +69,8 @@ def referred(reference: str, root: Mapping[str, Any]) -> Any:
     for key in unquote(reference[1:]).split("/")[1:]:
         key = key.replace("~1", "/").replace("~0", "~")
         if isinstance(at, list):
-            at = next((each for index, each in enumerate(at) if key == str(index)), None)
+            is_index = key.isascii() and key.isdigit() and (key == "0" or key[0] != "0") and len(key) < _INDEX_DIGITS
+            at = at[int(key)] if is_index and int(key) < len(at) else None
         else:
             at = at.get(key) if isinstance(at, dict) else None
     return at if reference[1:2] in ("", "/") else None

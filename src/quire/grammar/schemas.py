@@ -72,6 +72,7 @@ class _Checked:
             if id(part) in self._found:
                 continue
             for at, each in subschemas(part, path, but=DEFINITIONS):
+                self._count(1)  # a part comes again for each way to write a reference to a list of it
                 self._found.setdefault(id(each), (at, each))
                 if (reference := reference_of(each)) is not None and reference not in self._targets:
                     self._targets[reference] = target = referred(reference, root)
@@ -141,10 +142,11 @@ class _Checked:
 
     def _is_recursive(self) -> bool:
         """Whether a reference leads to a schema that the reference is a part of."""
-        targets = {
-            reference: {reference_of(each) for _, each in subschemas(target, but=DEFINITIONS)} - {None}
-            for reference, target in self._targets.items()
-        }
+        targets: dict[str, set[str]] = {}
+        for reference, target in self._targets.items():
+            parts = [each for _, each in subschemas(target, but=DEFINITIONS)]
+            self._count(len(parts))
+            targets[reference] = {further for each in parts if (further := reference_of(each)) is not None}
         return has_cycle(targets)
 
     def _at_once(self, schema: Schema) -> Iterator[list[Schema]]:

@@ -103,13 +103,31 @@ class SamplingState:
         )
 
     def learn_token(self, row: int, token_id: int) -> None:
-        """Give a sampled token, which is counted already, to the filters, penalties and grammars."""
+        """Give a token, which is counted already, to the filters, penalties and grammars."""
         if (row_filter := self.filters.get(row)) is not None:
             row_filter.append(token_id)
         if (grammar := self.grammars.get(row)) is not None:
             grammar.append(token_id)
         if (penalties := self.penalties.get(row)) is not None:
             penalties.append(token_id)
+
+    def take_forced(self, row: int, most: int) -> list[int]:
+        """Take in the tokens that alone may follow those of a row, because its grammar forbids all others.
+
+        There are none where each token is asked for its logprobs, and none from one on that the row's filter forbids:
+        the sampler says so.
+        """
+        token_ids: list[int] = []
+        grammar, row_filter = self.grammars.get(row), self.filters.get(row)
+        if grammar is None or row in self.num_logprobs:
+            return token_ids
+        while len(token_ids) < most and (token_id := grammar.forced_token()) is not None:
+            if row_filter is not None and not row_filter.allows(token_id):
+                break
+            self.count_tokens(np.array([row]))
+            self.learn_token(row, token_id)
+            token_ids.append(token_id)
+        return token_ids
 
     def grow(self, max_num_seqs: int) -> None:
         """Raise the capacity; rows keep their numbers."""

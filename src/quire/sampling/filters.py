@@ -72,12 +72,22 @@ class RowFilter:
         )
 
     def append(self, token_id: int) -> None:
-        """Record a sampled token."""
+        """Record a token of the output."""
         self.num_tokens_to_min -= 1
         if self.bad_words is not None:
             self.bad_words.append(token_id)
         if self.thinking is not None:
             self.thinking.append(token_id)
+
+    def allows(self, token_id: int) -> bool:
+        """Whether a token may come next: `apply` leaves its logit finite."""
+        return not (
+            (self.allowed_ids is not None and token_id not in self.allowed_ids)
+            or (self.forbidden_ids is not None and token_id in self.forbidden_ids)
+            or (self.bad_words is not None and token_id in self.bad_words.forbidden_after(()))
+            or (self.stop_ids is not None and self.num_tokens_to_min > 0 and token_id in self.stop_ids)
+            or (self.thinking is not None and self.thinking.forced_after(()) not in (None, token_id))
+        )
 
     def apply(self, logits_V: Tensor, before: Sequence[int] = ()) -> None:
         """Modify one row's logits in place. The order is vLLM's: allowed, bad words, min_tokens, bias, thinking.

@@ -39,7 +39,7 @@ class ThinkingBudget:
         return self._state[0] != _ENDED
 
     def append(self, token_id: int) -> None:
-        """Record a sampled token."""
+        """Record a token of the output."""
         self._state = self._state_after(self._state, token_id)
 
     def forced_after(self, before: Sequence[int]) -> int | None:

@@ -86,7 +86,8 @@ async def generation_of(
     if body.reasoning_effort is not None and not state.has_reasoning_effort:
         ignored.append("reasoning_effort")
     prompt = await render(state, body)
-    if (constraint := tools.constraint or body.constraint()) is not None:
+    constraint = body.constraint()  # also where tools have one: what is wrong with it is said in any case
+    if (constraint := tools.constraint or constraint) is not None:
         constraint = tools.behind_reasoning(constraint, state.settings.server, prompt)
         body.structured_outputs, body.response_format = constraint, None
     new_parser = tools.new_parser(body, state.settings.server, prompt)
@@ -130,6 +131,15 @@ def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: 
         add_special_tokens=bool(body.add_special_tokens),
         max_tokens_is_default=not is_chosen,
     )
+
+
+def bounds_reasoning(state: ServerState) -> bool:
+    """Whether a request may have a thinking_token_budget: the end of the reasoning is known, and is a token."""
+    name = state.settings.server.reasoning_parser
+    if name is None or state.tokenizer is None:
+        return False
+    ends = harmony.REASONING_TOKENS if name == HARMONY_REASONING else REASONING_FORMATS[name].closing.names
+    return all(state.tokenizer.token_to_id(tag) is not None for tag in ends)
 
 
 def _thinking_budget(state: ServerState, body: ChatRequest, prompt: str) -> dict[str, Any]:

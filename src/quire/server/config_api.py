@@ -15,6 +15,7 @@ from quire.errors import InvalidRequestError
 from quire.frontend.live_limits import live_limits, move_limits
 from quire.messages import EngineReady
 from quire.server.limits import read_json
+from quire.server.protocol.fields import with_integers
 from quire.server.state import ServerState, state_of
 from quire.settings import as_dict
 
@@ -38,7 +39,8 @@ async def _post_config(request: Request) -> Response:
 
 def _decode(body: bytes) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(body, type=dict[str, Any])
+        limits: dict[str, Any] = with_integers(msgspec.json.decode(body, type=dict[str, Any]))
+        return limits
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise InvalidRequestError(
             "The body is not a JSON object", expected='an object of limits, such as {"max_num_seqs": 8}'

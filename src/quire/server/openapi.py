@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import UnionType
+from functools import cache
+from types import MappingProxyType, UnionType
 from typing import Any
 
 import msgspec
@@ -13,8 +14,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire import __version__
+from quire.frontend.live_limits import LiveLimit, live_limits
 from quire.frontend.replica import MAX_RECORDS
 from quire.server.auth import PUBLIC_PATHS
+from quire.server.chat import bounds_reasoning
 from quire.server.docs_page import render
 from quire.server.errors import is_anthropic
 from quire.server.health import Starting
@@ -207,8 +210,14 @@ ALIASES = {"/chat/completions": "/v1/chat/completions", "/completions": "/v1/com
 OPERATIONS |= {("POST", alias): OPERATIONS["POST", path] for alias, path in ALIASES.items()}
 
 
-def build(bounds: SchemaBounds, settings: AppSettings) -> dict[str, Any]:
-    """The OpenAPI 3.1 document. Every route of the app is in OPERATIONS; a test compares them."""
+def build(
+    bounds: SchemaBounds, settings: AppSettings, limits: Mapping[str, LiveLimit] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The OpenAPI 3.1 document. Every route of the app is in OPERATIONS; a test compares them.
+
+    Args:
+        limits: that may move while the server runs; none before the engine is ready.
+    """
     absent = (
         *(() if settings.server.enable_tokenizer_info_endpoint else ("/tokenizer_info",)),
         *(() if settings.changes_adapters else ADAPTER_PATHS),
@@ -232,6 +241,8 @@ def build(bounds: SchemaBounds, settings: AppSettings) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in operations.items():
         described = _operation(path, operation, schema_of, is_public=path in keyless)
+        if (method, path) == ("POST", "/v1/config"):
+            described["requestBody"] = _body(config_body(limits))
         paths.setdefault(path, {})[method.lower()] = described
     return {
         "openapi": "3.1.0",
@@ -250,6 +261,10 @@ def build(bounds: SchemaBounds, settings: AppSettings) -> dict[str, Any]:
             },
         },
     }
+
+
+def _body(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
 def _operation(
@@ -295,10 +310,7 @@ def _operation(
         "responses": responses,
     }
     if operation.request is not None:
-        body = {"application/json": {"schema": schema_of(operation.request)}}
-        result["requestBody"] = {"required": True, "content": body}
-    elif path == "/v1/config" and operation.errors != (503,):
-        result["requestBody"] = {"required": True, "content": {"application/json": {"schema": config_body()}}}
+        result["requestBody"] = _body(schema_of(operation.request))
     names = [part.strip("{}") for part in path.split("/") if part.startswith("{")]
     parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
     parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
@@ -308,7 +320,7 @@ def _operation(
 
 
 def routes(state: ServerState) -> list[Route]:
-    """The two routes; both answers are made once."""
+    """The two routes. Both answers are made once, and again with the limits that the engine has resolved."""
     settings = state.settings
     has_start_token = state.tokenizer is not None and bool(state.tokenizer.encode("", add_special_tokens=True))
     limits = state.engine.input_processor.limits
@@ -319,15 +331,21 @@ def routes(state: ServerState) -> list[Route]:
         has_start_token=has_start_token,
         has_infill=state.infill_format is not None,
         calls_tools=calls_tools,
+        bounds_reasoning=bounds_reasoning(state),
     )
-    document = build(bounds, settings)
-    description = msgspec.json.encode(document)
-    page = render(document).encode()
+
+    @cache
+    def pages(is_ready: bool) -> tuple[bytes, bytes]:
+        ready = state.engine.ready if is_ready else None
+        document = build(bounds, settings, {} if ready is None else live_limits(ready))
+        return msgspec.json.encode(document), render(document).encode()
 
     async def openapi(request: Request) -> Response:
+        description, _ = pages(state.engine.ready is not None)
         return Response(description, media_type="application/json")
 
     async def docs(request: Request) -> Response:
+        _, page = pages(state.engine.ready is not None)
         return Response(page, headers=PAGE_HEADERS, media_type="text/html; charset=utf-8")
 
     return [Route("/openapi.json", openapi, methods=["GET"]), Route("/docs", docs, methods=["GET"])]

@@ -16,15 +16,19 @@ from quire.field_checks import ABOVE_ZERO
 from quire.frontend.chat_messages import TEXT_PART_TYPES
 from quire.frontend.chat_template import RESERVED_KWARGS
 from quire.frontend.input_processor import MAX_PRIORITY, ModelLimits
-from quire.frontend.live_limits import LEAST, MOST, TARGETS
+from quire.frontend.live_limits import LiveLimit
 from quire.frontend.prompts import MAX_CACHE_SALT_CHARS
-from quire.messages import SetLimits
-from quire.option import ATTAINMENTS
+from quire.option import LEAST_SECONDS, MOST_SECONDS
 from quire.sampling_params import (
+    CONSTRAINTS,
     FLOAT_RANGES,
     INT_RANGES,
+    MAX_CHOICES,
+    MAX_GRAMMAR_BYTES,
     MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS,
+    MAX_STOP_STRING_BYTES,
+    MAX_STOP_STRINGS,
     MAX_VOCAB_SIZE,
     STRING_LIMITS,
     TOKEN_ID_LIMITS,
@@ -69,6 +73,7 @@ _REFUSED: dict[type[msgspec.Struct], Mapping[str, Refusal]] = {
     TokenizeRequest: REFUSED_IN_TOKENIZE,
     DetokenizeRequest: REFUSED_IN_DETOKENIZE,
 }
+_DURATION = "^(?=.*[1-9])[0-9]{1,5}([.][0-9]{1,3})?(ms|s)?$"  # of what is taken, those without an exponent
 _NULL: Schema = {"type": "null"}
 _TRUE: Schema = {"const": True}
 _EMPTY: Schema = {"enum": [None, False, [], {}]}
@@ -83,6 +88,7 @@ class SchemaBounds:
         has_start_token: the tokenizer begins every text with a token of its own, so that an empty prompt has one too.
         has_infill: the model has tokens for filling in the middle.
         calls_tools: tool_choice may be auto.
+        bounds_reasoning: thinking_token_budget may be a number of tokens.
     """
 
     model: ModelLimits
@@ -90,6 +96,7 @@ class SchemaBounds:
     has_start_token: bool = False
     has_infill: bool = False
     calls_tools: bool = False
+    bounds_reasoning: bool = False
 
 
 def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
@@ -135,17 +142,26 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
         }
         for kind, names in ITEM_FIELDS.items()
     ]
+    constraint = components["StructuredOutputsParams"]
+    constraint["properties"] |= {name: {"anyOf": [field, _NULL]} for name, field in _constraint_fields().items()}
+    constraint["allOf"] = _CONSTRAINT_RULES
+    components["ResponseFormat"]["allOf"] = [_FORMAT_HAS_SCHEMA]
 
 
-def config_body() -> Schema:
-    """Of POST /v1/config; GET answers with the present bounds."""
-    limits = {name: _integer(LEAST.get(name, 1), MOST) for name in SetLimits.__struct_fields__}
-    limits |= {name: {"anyOf": [_number(ABOVE_ZERO, MOST), {"type": "string"}, _NULL]} for name in TARGETS}
-    limits["slo_attainment"] = _number(*ATTAINMENTS)
-    return {"type": "object", "properties": limits, "minProperties": 1, "additionalProperties": False}
+def config_body(limits: Mapping[str, LiveLimit]) -> Schema:
+    """Of POST /v1/config: the limits that this server may move, within their bounds."""
+    fields: dict[str, Schema] = {}
+    for name, limit in limits.items():
+        if limit.maximum is None:
+            seconds = _number(max(limit.minimum, LEAST_SECONDS), MOST_SECONDS)
+            fields[name] = {"anyOf": [seconds, {"type": "string", "pattern": _DURATION}, _NULL]}
+        else:
+            bound = _number if name == "slo_attainment" else _integer
+            fields[name] = bound(limit.minimum, limit.maximum)
+    return {"type": "object", "properties": fields, "minProperties": 1, "additionalProperties": False}
 
 
-def _integer(low: int, high: int | None = None) -> Schema:
+def _integer(low: float, high: float | None = None) -> Schema:
     return {"type": "integer", "minimum": low, **({} if high is None else {"maximum": high})}
 
 
@@ -207,6 +223,17 @@ def _generation_fields(bounds: SchemaBounds) -> dict[str, Schema]:
     }
 
 
+def _constraint_fields() -> dict[str, Schema]:
+    """Fields of structured_outputs. Of strings the limit is one of bytes, which a schema cannot say."""
+    text = {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_BYTES}
+    tags = _list({"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_BYTES}, MAX_STOP_STRINGS)
+    return {
+        **dict.fromkeys(("regex", "grammar", "structural_tag", "whitespace_pattern"), text),
+        **dict.fromkeys(("reasoning_start", "reasoning_end", "answer_start"), tags),
+        "choice": _list(text, MAX_CHOICES, least=1),
+    }
+
+
 def _completion_fields(bounds: SchemaBounds) -> dict[str, Schema]:
     text = {"type": "string", "minLength": int(not bounds.has_start_token)}
     ids = _token_ids(bounds, least=1)
@@ -223,6 +250,9 @@ def _chat_fields(bounds: SchemaBounds) -> dict[str, Schema]:
         **_template_fields(),
         "max_completion_tokens": _integer(*INT_RANGES["max_tokens"]),
         "top_logprobs": _num_logprobs(bounds),
+        "thinking_token_budget": _integer(
+            *INT_RANGES["thinking_token_budget"] if bounds.bounds_reasoning else (-1, -1)
+        ),
         "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_TOOL]},
     }
 
@@ -298,7 +328,37 @@ def _accepts_null(schema: Schema) -> bool:
     return schema == _NULL or "not" in schema or schema.keys() <= {"maximum"}
 
 
+def _one_of(names: Iterable[str]) -> Schema:
+    """Exactly one of the constraints; json_object: false asks for none."""
+    no = {name: _NOT_TRUE if name == "json_object" else _NULL for name in names}
+    yes = {name: _TRUE if name == "json_object" else {"not": _NULL} for name in no}
+    return {
+        "description": f"Exactly one of {', '.join(no)}",
+        "anyOf": [{"properties": {**no, name: yes[name]}, "required": [name]} for name in no],
+    }
+
+
+_CONSTRAINT_RULES = [
+    _one_of(CONSTRAINTS),
+    _rule(
+        "reasoning_start and answer_start need reasoning_end",
+        {"reasoning_start": {"enum": [None, []]}, "answer_start": {"enum": [None, []]}},
+        {"reasoning_end": {"type": "array", "minItems": 1}},
+    ),
+]
+_FORMAT_HAS_SCHEMA = _rule(
+    "type json_schema needs json_schema",
+    {"type": {"enum": ["text", "json_object", "structural_tag"]}},
+    {"json_schema": {"type": "object"}},
+)
+
+
 def _generation_rules(bounds: SchemaBounds) -> Iterable[Schema]:
+    yield _rule(
+        "response_format and structured_outputs exclude each other",
+        {"structured_outputs": _NULL},
+        {"response_format": {"anyOf": [_NULL, {"properties": {"type": {"const": "text"}}}]}},
+    )
     yield _rule("stream_options needs stream", {"stream_options": _NULL}, {"stream": _TRUE})
     yield _rule(
         "truncation_side needs truncate_prompt_tokens",
@@ -326,6 +386,11 @@ _BACKGROUND_IS_STORED = _rule(
 _CHAT_RULES = (
     _rule("top_logprobs needs logprobs", {"top_logprobs": {"enum": [None, 0]}}, {"logprobs": _TRUE}),
     _rule("logprob_token_ids needs logprobs", {"logprob_token_ids": {"enum": [None, []]}}, {"logprobs": _TRUE}),
+    _rule(
+        "thinking_token_budget does not work with beam search",
+        {"thinking_token_budget": {"enum": [None, -1]}},
+        {"use_beam_search": _NOT_TRUE},
+    ),
 )
 _FUNCTION: Schema = {
     "type": "object",

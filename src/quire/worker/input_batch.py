@@ -418,23 +418,13 @@ class InputBatch:
             self.learn_verified(expected, index, token_ids[position])
 
     def take_forced(self, row: int, occupant: int) -> list[int]:
-        """Take in the tokens that a grammar forces behind the tokens of a row, unless another request has it now.
-
-        They are not looked for where each token is asked for its logprobs, or where a filter may forbid it.
-        """
-        state = self.sampling
-        grammar = state.grammars.get(row)
-        if grammar is None or row in state.filters or row in state.num_logprobs or self._occupant_C[row] != occupant:
+        """Take in the tokens that a grammar forces behind the tokens of a row, unless another request has it now."""
+        if self._occupant_C[row] != occupant:
             return []
         begin = self.num_tokens[row]
-        token_ids = grammar.take_forced(min(MAX_FORCED_TOKENS, self.token_ids.shape[1] - int(begin)))
-        if token_ids:
-            self.token_ids[row, begin : begin + len(token_ids)] = token_ids
-            self.num_tokens[row] += len(token_ids)
-            state.count_tokens(np.array([row]), len(token_ids))
-            if (penalties := state.penalties.get(row)) is not None:
-                for token_id in token_ids:
-                    penalties.append(token_id)
+        token_ids = self.sampling.take_forced(row, min(MAX_FORCED_TOKENS, self.token_ids.shape[1] - int(begin)))
+        self.token_ids[row, begin : begin + len(token_ids)] = token_ids
+        self.num_tokens[row] += len(token_ids)
         return token_ids
 
     def learn_verified(self, expected: ExpectedTokens, index: int, token_ids: Sequence[int]) -> None:

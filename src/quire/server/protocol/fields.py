@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -146,7 +146,10 @@ class BodyDecoder(Generic[T]):
     def __init__(self, request_type: type[T], refused: dict[str, Refusal]) -> None:
         self._known = frozenset(request_type.__struct_fields__)
         self._refused = refused
-        self._typed = msgspec.json.Decoder(request_type)
+        self._type, self._typed = request_type, msgspec.json.Decoder(request_type)
+        fields = zip(request_type.__struct_fields__, request_type.__struct_encode_fields__, strict=True)
+        types = get_type_hints(request_type)
+        self._with_integers = [sent for name, sent in fields if _has_integers(types[name])]
         self._names = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
@@ -158,7 +161,7 @@ class BodyDecoder(Generic[T]):
         """
         try:
             ignored = [name for name, raw in self._names.decode(body).items() if self._is_ignored(name, raw)]
-            return self._typed.decode(body), ignored
+            return self._decode_typed(body), ignored
         except msgspec.ValidationError as error:
             raise _wrong_type(str(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -166,6 +169,18 @@ class BodyDecoder(Generic[T]):
             raise InvalidRequestError(
                 f"The body is not valid JSON: {detail}", expected="one JSON object in UTF-8"
             ) from None
+
+    def _decode_typed(self, body: bytes) -> T:
+        try:
+            return self._typed.decode(body)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+        fields = msgspec.json.decode(body)
+        for name in self._with_integers:
+            if name in fields:
+                fields[name] = with_integers(fields[name])
+        return msgspec.convert(fields, self._type)
 
     def _is_ignored(self, name: str, raw: msgspec.Raw) -> bool:
         """Whether the field is accepted without effect; False for a known one. Raises for the others."""
@@ -179,8 +194,10 @@ class BodyDecoder(Generic[T]):
         text = bytes(raw)
         if len(text) <= _MAX_NEUTRAL_BYTES:
             value = msgspec.json.decode(text)
-            # Types too: JSON's true is not 1.
-            if value is None or any(type(value) is type(item) and value == item for item in refusal.neutral):
+            # JSON's true is not 1, but 1.0 is.
+            if value is None or any(
+                value == item and isinstance(value, bool) == isinstance(item, bool) for item in refusal.neutral
+            ):
                 return True
         raise UnsupportedFieldError(f"{name} is not supported", fix=refusal.fix, param=name)
 
@@ -189,6 +206,23 @@ class BodyDecoder(Generic[T]):
         near = difflib.get_close_matches(shown, sorted(self._known), n=1)
         fix = f"Did you mean {near[0]}?" if near else "Remove it"
         return UnsupportedFieldError(f"Unknown field {shown!r}", fix=fix, param=shown)
+
+
+def _has_integers(kind: Any) -> bool:
+    """Whether a type is an integer, or has some within."""
+    parts = get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        parts = tuple(get_type_hints(kind).values())
+    return kind is int or any(map(_has_integers, parts))
+
+
+def with_integers(value: Any) -> Any:
+    """The same JSON with 1.0 and 1e3 as integers, which they are in JSON Schema too."""
+    if isinstance(value, list):
+        return [with_integers(each) for each in value]
+    if isinstance(value, dict):
+        return {name: with_integers(each) for name, each in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _wrong_type(message: str) -> InvalidRequestError:
