@@ -82,8 +82,8 @@ def main() -> None:
     result = {**environment, "model": json.loads((args.model / "config.json").read_text()), "seconds": found}
     lines = [
         *report.heading("One busy lane of several that share experts", result),
-        f"- {args.lanes} lanes of {args.width} ranks with a thread each, {args.rows} rows of {args.context} tokens on a",
-        f"  busy lane, {args.quantization or args.dtype}. Median decode steps; medians of {args.rounds} rounds in turns.",
+        f"- {args.lanes} lanes of {args.width} ranks with a thread each, {args.rows} rows of {args.context} tokens on",
+        f"  a busy lane, {args.quantization or args.dtype}. Medians of {args.rounds} rounds in turns.",
         "",
         *report.table_head("load | ms | over every lane"),
     ]
