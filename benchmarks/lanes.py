@@ -4,20 +4,23 @@ One engine has all lanes. A round is a number of decode steps of each load, whic
 alone, as many rows on every lane, and all these rows on one lane.
 
     python benchmarks/lanes.py MODEL [--lanes 4] [--width 1] [--rows 8] [--context 64] [--rounds 5] [--steps 20]
-                               [--dtype bfloat16] [--quantization int4]
+                               [--dtype bfloat16] [--quantization int4] [--save HARDWARE]
 
-MODEL: a folder with a config.json; weights are random.
+MODEL: a folder with a config.json; weights are random. --save writes benchmarks/results/HARDWARE/lanes_DATE.md and
+.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.start import start_engine
+from quire.measure import report
 from quire.messages import AddRequest
 from quire.sampling_params import SamplingParams
 
@@ -45,7 +48,9 @@ def main() -> None:
         parser.add_argument(f"--{flag}", type=int, default=default)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization")
+    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     args = parser.parse_args()
+    environment = report.environment("python", "benchmarks/lanes.py")
     config = EngineConfig(
         device="cpu",
         data_parallel_size=args.lanes,
@@ -74,10 +79,24 @@ def main() -> None:
                 found[name].append(step_seconds(engine.core, rows, args.context, args.steps, f"{turn} {name}"))
     finally:
         engine.core.shutdown()
+    result = {**environment, "model": json.loads((args.model / "config.json").read_text()), "seconds": found}
+    lines = [
+        *report.heading("One busy lane of several that share experts", result),
+        f"- {args.lanes} lanes of {args.width} ranks with a thread each, {args.rows} rows of {args.context} tokens on",
+        f"  a busy lane, {args.quantization or args.dtype}. Medians of {args.rounds} rounds in turns.",
+        "",
+        *report.table_head("load | ms | over every lane"),
+    ]
     for name, seconds in found.items():
         ratios = [own / even for own, even in zip(seconds, found["every lane"], strict=True)]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        print(f"{name:<22} {1e3 * statistics.median(seconds):8.2f} ms, {statistics.median(ratios):.2f} ({spread})")
+        lines.append(
+            f"| {name} | {1e3 * statistics.median(seconds):.2f} | {statistics.median(ratios):.2f} ({spread}) |"
+        )
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if args.save:
+        report.save_published(Path(__file__).parent, "lanes", args.save, result, text)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,17 @@
     python benchmarks/ranks.py exchange [--rounds 9] [--save HARDWARE]
     python benchmarks/ranks.py decodes [--quantization int4] [--rows 1 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
     python benchmarks/ranks.py sampling [--rows 1 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
+    python benchmarks/ranks.py replicas [--quantization int4] [--rows 2 8 32] [--rounds 5] [--steps 8] [--save HARDWARE]
     python benchmarks/ranks.py start [--rounds 5] [--save HARDWARE]
 
 `exchange`: two processes, one thread each, join columns (Group.gather), gather and reduce by torch.distributed with
 gloo, and copy (memcpy, both at once). Bytes count the result of each process. `decodes`: random weights with the shape
 of Qwen3-0.6B; one process with all threads, and ranks of one thread, which are more than the cores where that is asked
 for. All engines are there, and take turns. `sampling`: steps of two ranks of the same model, with and without
---enable-batch-sharded-sampling. `start`: a checkpoint of that shape, in the file cache; seconds from the command to a
-ready `LLM`. Rounds in which other programs had more than a tenth of a core are left out. --save writes
-benchmarks/results/HARDWARE/ranks_WHAT_DATE.md and .json.
+--enable-batch-sharded-sampling. `replicas`: steps of two engines of one thread that decode half of the rows each at the
+same time, beside one engine with two threads. No server with `-dp 2` can be faster. `start`: a checkpoint of that
+shape, in the file cache; seconds from the command to a ready `LLM`. Rounds in which other programs had more than a
+tenth of a core are left out. --save writes benchmarks/results/HARDWARE/ranks_WHAT_DATE.md and .json.
 """
 
 from __future__ import annotations
@@ -182,7 +184,8 @@ def decodes(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     engines = {
         f"tp {width}": {"tensor_parallel_size": width, "num_threads": max(num_cores // width, 1)} for width in widths
     }
-    rounds = in_turns(engines, [(rows, 0.0) for rows in arguments.rows], arguments)
+    alone = {name: [settings] for name, settings in engines.items()}
+    rounds = in_turns(alone, [(rows, 0.0) for rows in arguments.rows], arguments)
     one, *others = engines
     lines = report.table_head(
         "rows | " + " | ".join(f"{name}, ms" for name in engines) + f" | tokens of {others[0]} over {one} | "
@@ -200,7 +203,7 @@ def sampling(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     sizes = {"tensor_parallel_size": 2, "num_threads": max(devices.num_cores() // 2, 1)}
     engines = {"first": sizes, "each": sizes | {"enable_batch_sharded_sampling": True}}
     asks = [(rows, temperature) for temperature in (0.0, 1.0) for rows in arguments.rows]
-    rounds = in_turns(engines, asks, arguments)
+    rounds = in_turns({name: [settings] for name, settings in engines.items()}, asks, arguments)
     lines = report.table_head("rows | temperature | the first samples, ms | each samples, ms | each over the first")
     for (rows, temperature), each in rounds.items():
         cells = [f"{1e3 * statistics.median(seconds):.1f}" for seconds in each.values()]
@@ -208,32 +211,51 @@ def sampling(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     return {"rounds": [{"rows": rows, "temperature": heat, **each} for (rows, heat), each in rounds.items()]}, lines
 
 
+def replicas(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Medians of the steps of a round. Each of two engines with a thread has half of the rows."""
+    engines = {"one": [{"num_threads": 2}], "two": [{"num_threads": 1}] * 2}
+    rounds = in_turns(engines, [(rows, 0.0) for rows in arguments.rows], arguments)
+    lines = report.table_head("rows | one engine, ms | two engines, ms | tokens of two over one")
+    for (rows, _), each in rounds.items():
+        cells = [f"{1e3 * statistics.median(seconds):.1f}" for seconds in each.values()]
+        lines.append(f"| {rows} | {' | '.join(cells)} | {ratio(each['one'], each['two'])} |")
+    return {"rounds": {rows: each for (rows, _), each in rounds.items()}}, lines
+
+
 Ask = tuple[int, float]  # rows, and their temperature
 
 
 def in_turns(
-    engines: dict[str, dict[str, Any]], asks: Sequence[Ask], arguments: argparse.Namespace
+    engines: dict[str, list[dict[str, Any]]], asks: Sequence[Ask], arguments: argparse.Namespace
 ) -> dict[Ask, dict[str, list[float]]]:
-    """Seconds of a step by ask and engine, in each round. All engines are there, with the same random weights."""
+    """Seconds of a step by ask and name, in each round. All engines are there, with the same random weights.
+
+    Args:
+        engines: the settings of those of a name, which share the rows and decode at once.
+    """
     found: dict[Ask, dict[str, list[float]]] = {ask: {name: [] for name in engines} for ask in asks}
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
-        context, asked, processes = multiprocessing.get_context("spawn"), dict[str, Connection](), []
-        for name, settings in engines.items():
-            asked[name], theirs = context.Pipe()
-            process = context.Process(target=decode_in, args=(Path(folder), settings, arguments, theirs))
-            process.start()
-            theirs.close()
-            asked[name].recv()
-            processes.append(process)
-        for ask in asks:
+        context, asked, processes = multiprocessing.get_context("spawn"), dict[str, list[Connection]](), []
+        for name, of_each in engines.items():
+            asked[name] = []
+            for settings in of_each:
+                ours, theirs = context.Pipe()
+                process = context.Process(target=decode_in, args=(Path(folder), settings, arguments, theirs))
+                process.start()
+                theirs.close()
+                ours.recv()
+                asked[name].append(ours)
+                processes.append(process)
+        for rows, temperature in asks:
             for number in range(-1, arguments.rounds):  # the first one records steps
                 for name in engines if number % 2 else reversed(engines):
-                    asked[name].send(ask)
-                    seconds = asked[name].recv()
+                    for each in asked[name]:
+                        each.send((rows // len(asked[name]), temperature))
+                    seconds = statistics.mean(each.recv() for each in asked[name])
                     if number >= 0:
-                        found[ask][name].append(seconds)
-        for each in asked.values():
+                        found[rows, temperature][name].append(seconds)
+        for each in (each for of_name in asked.values() for each in of_name):
             each.close()
         for process in processes:
             process.join()
@@ -326,9 +348,10 @@ TITLES = {
     "exchange": "Two ranks join results through shared memory",
     "decodes": "Decode steps of ranks beside one process",
     "sampling": "Two ranks that each sample some rows, beside the first one that samples all",
+    "replicas": "Decode steps of two engines of one thread beside one of two threads",
     "start": "A start with two ranks beside one process",
 }
-RUN = {"exchange": exchange, "decodes": decodes, "sampling": sampling, "start": starts}
+RUN = {"exchange": exchange, "decodes": decodes, "sampling": sampling, "replicas": replicas, "start": starts}
 
 
 def main() -> None:
@@ -343,7 +366,7 @@ def main() -> None:
     environment = report.environment("python", "benchmarks/ranks.py")
     result, table = RUN[arguments.what](arguments)
     result = {**environment, **result}
-    form = f", {arguments.quantization or 'bfloat16'}" if arguments.what in ("decodes", "sampling") else ""
+    form = f", {arguments.quantization or 'bfloat16'}" if arguments.what in ("decodes", "sampling", "replicas") else ""
     text = "\n".join(
         [
             *report.heading(TITLES[arguments.what] + form, result),

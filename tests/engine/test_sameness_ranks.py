@@ -19,15 +19,17 @@ from quire.engine.core import EngineCore
 from quire.errors import ConfigError
 from quire.kernels import cpu
 from quire.messages import AddRequest
+from quire.sampling import following
 from quire.sampling_params import SamplingParams
 from quire.schedule import RowsFailedError
+from quire.speculative_config import SpeculativeConfig
 from tests.covering import covering
-from tests.engine.harness import CHECKPOINT_FORMAT, EOS, run, tokens_and_logprobs
+from tests.engine.harness import CHECKPOINT_FORMAT, EOS, Prompt, run, tokens_and_logprobs
 from tests.engine.ranks import fail_at, started, two_layers
 from tests.engine.test_sameness import asked_on, brief
 from tests.gguf.writing import write_gguf
 from tests.models.tiny_models import SIZES
-from tests.quantization import fp8_checkpoints
+from tests.quantization import checkpoints, fp8_checkpoints
 from tests.quantization.checkpoints import Format, write_quantized
 from tests.quantization.fp8_checkpoints import Fp8Form
 
@@ -124,9 +126,27 @@ def _fp8_blocks(folder: Path) -> Path:
     return folder
 
 
+def _wide_awq(folder: Path) -> Path:
+    """Of an intermediate size of 231 groups, and 8 heads: vLLM refuses the one on 2 ranks, the other on 3."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=5000,
+        hidden_size=128,
+        intermediate_size=29_568,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=16,
+        tie_word_embeddings=False,
+    )
+    checkpoints.write(folder, config, Format(method="awq", group_size=128, has_zeros=True))
+    return folder
+
+
 CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "GPTQ with act-order": _quantized(CHECKPOINT_FORMAT),
-    "AWQ": _quantized(Format(method="awq", group_size=128, has_zeros=True)),
+    "AWQ": _wide_awq,
     "int8 of whole rows": _quantized(Format(method="int-quantized", bits=8)),
     "pack-quantized": _quantized(Format(method="pack-quantized", group_size=32, has_zeros=True)),
     "Q4_K": _gguf,
@@ -166,6 +186,38 @@ def test_a_step_that_cannot_be_sampled_is_void_on_all_ranks(monkeypatch: pytest.
     assert run(engine.core, brief()) == run(one.core, brief())
     assert len(calls) > 3
     engine.core.shutdown()
+
+
+@pytest.mark.parametrize(("num_ranks", "num_stages"), [(3, 1), (2, 2)])
+def test_greedy_requests_need_no_joined_logits(
+    num_ranks: int, num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts that hold are among their tokens. A random request beside them brings the joined ones back."""
+    monkeypatch.setattr(following, "FEWEST_OF_PARTS", 1)
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    prompts = [Prompt(prompt.token_ids * 2, greedy) for prompt in brief()[:4]]
+    mixed = [*prompts[:3], brief()[1]]
+    ngram = SpeculativeConfig(method="ngram", num_speculative_tokens=3, adaptive=False)
+    engine, one = started(num_ranks, num_stages=num_stages, speculative_config=ngram), started(1)
+    models = [worker.runner.model for worker in engine.executor.workers[:num_ranks]]  # type: ignore[attr-defined]
+    joined = [_noted_calls(model, "join_logits") for model in models]
+    assert run(engine.core, prompts) == run(one.core, prompts)
+    assert joined == [[]] * num_ranks
+    assert run(engine.core, mixed, prefix="mixed") == run(one.core, mixed)
+    assert all(joined)
+    engine.core.shutdown()
+
+
+def _noted_calls(owner: object, name: str) -> list[int]:
+    """The list gets the number of each call of this method from now on."""
+    method, calls = getattr(owner, name), list[int]()
+
+    def note(*arguments: Any) -> Any:
+        calls.append(len(calls))
+        return method(*arguments)
+
+    setattr(owner, name, note)
+    return calls
 
 
 def test_a_request_that_cannot_be_prepared_ends_alone() -> None:

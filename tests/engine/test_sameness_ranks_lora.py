@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +112,30 @@ def test_processes(two: StartedEngine, adapters: list[Path], tmp_path: Path) -> 
     of_base, num_drafts, num_held = drafted(two)
     assert of_base == run(started(1).core, brief())
     assert 0 < num_held < num_drafts
+
+
+def test_an_adapter_that_is_read_twice_before_another(adapters: list[Path], tmp_path: Path) -> None:
+    """All three are read before the first one is added. Every rank has both adapters then."""
+    one, two = started(1, **LORA), in_processes(tensor_parallel_size=2, **LORA)
+    again = shutil.copytree(adapters[0], tmp_path / "again")
+    core = two.core
+    assert core.adapters is not None
+    for path in (adapters[0], again, adapters[1]):
+        core.adapters.load(LoadAdapter(path=str(path), operation=1))
+    core.step()
+    for read in core.adapters._reads:
+        for load_of_rank in read.loading._loads:  # type: ignore[attr-defined]
+            load_of_rank.result()
+    core.step()
+    states = core.adapters.take_states()
+    assert [state.error for state in states] == [None] * 3
+    digests = [state.facts.digest for state in states if state.facts is not None]
+    assert digests[0] == digests[1] != digests[2]
+    prompts = [replace(prompt, adapter=digests[1 + i % 2]) for i, prompt in enumerate(brief())]
+    for path in adapters:
+        load(one.core, path)
+    assert run(core, prompts) == run(one.core, prompts)
+    core.shutdown()
 
 
 def test_ranks_that_read_different_files(adapters: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

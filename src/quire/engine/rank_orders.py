@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from contextlib import suppress
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -61,12 +63,11 @@ def _worker(launch: RankLaunch, progress: Progress) -> DeviceWorker:
     return DeviceWorker(part, progress, ranks=ranks)
 
 
-def _answer(worker: DeviceWorker, loads: dict[str, AdapterLoad], message: ToRank) -> Answer:
-    """Carry out the orders of the first rank.
+_Loads = deque[tuple[int, AdapterLoad]]  # adapters that were read, oldest first, with their numbers
 
-    Args:
-        loads: adapters that were read, by digest, in their order.
-    """
+
+def _answer(worker: DeviceWorker, loads: _Loads, message: ToRank) -> Answer:
+    """Carry out an order of the first rank."""
     match message:
         case AskFacts(wants_gpu):
             return Answer(facts=worker.facts(wants_gpu))
@@ -81,12 +82,11 @@ def _answer(worker: DeviceWorker, loads: dict[str, AdapterLoad], message: ToRank
         case Execute(batch):
             result = worker.execute(batch)
             return Answer(result=result) if worker.samples else Answer(ranks=result.ranks)
-        case AddAdapter(digest):
-            while loads:
-                load = loads.pop(oldest := next(iter(loads)))
-                if oldest == digest:  # others before it could not be read by some rank
-                    load.add()
-                    break
+        case AddAdapter(number):
+            while loads[0][0] < number:  # another rank could not read it
+                loads.popleft()
+            _, load = loads.popleft()
+            load.add()
         case DropAdapter(digest):
             worker.drop_adapter(digest)
         case UseIdleTime(num_blocks_ever_used):
@@ -96,17 +96,16 @@ def _answer(worker: DeviceWorker, loads: dict[str, AdapterLoad], message: ToRank
     return Answer()
 
 
-def _read_adapters(worker: DeviceWorker, loads: dict[str, AdapterLoad], connection: Connection) -> None:
+def _read_adapters(worker: DeviceWorker, loads: _Loads, connection: Connection) -> None:
     """Beside the steps, one after the other."""
     with suppress(EOFError, OSError):
-        while True:
+        for number in count():
             message = decode_to_rank(connection.recv_bytes(MOST_MESSAGE_BYTES))
             assert isinstance(message, LoadAdapter)
             try:
                 load = worker.load_adapter(message.path, message.digest)
-                facts = load.result()
-                loads.setdefault(facts.digest, load)  # one that was read twice is added once, in the place of the first
-                answer: Answer | Failed = Answer(adapter=facts)
+                answer: Answer | Failed = Answer(adapter=load.result())
+                loads.append((number, load))
             except Exception as error:
                 answer = Failed.of(error)
             connection.send_bytes(encode(answer))
@@ -130,7 +129,7 @@ def obey(launch: RankLaunch) -> None:
     if launch.cpus:
         bind(launch.cpus)
     worker = _worker(launch, lambda phase, share, detail: connection.send_bytes(encode(Report(phase, share, detail))))
-    loads: dict[str, AdapterLoad] = {}
+    loads: _Loads = deque()
     if launch.adapters is not None:
         reading = (worker, loads, Connection(launch.adapters))
         threading.Thread(target=_read_adapters, args=reading, name="adapters", daemon=True).start()

@@ -272,6 +272,7 @@ class RankProcess(OtherRank):
         self._process = interpreter.launch(msgspec.structs.replace(launch, **ends))
         theirs.close()
         their_adapters.close()
+        self._num_loads = 0
         self._is_closing = threading.Event()
         watch = (self._process, self._rank, self._name, failing, self._is_closing)
         self._watching = threading.Thread(target=_watch, args=watch, name=f"rank {self._rank} watch", daemon=True)
@@ -280,7 +281,9 @@ class RankProcess(OtherRank):
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
         """Results are asked for in the order of the loads, and only the oldest is asked whether it is done."""
         self.say(self.adapters, LoadAdapter(path, digest))
-        return _LoadOfRank(self)
+        load = _LoadOfRank(self, self._num_loads)
+        self._num_loads += 1
+        return load
 
     def give_up(self) -> None:
         """It may hang, so it is ended too."""
@@ -309,10 +312,14 @@ class RankProcess(OtherRank):
 
 
 class _LoadOfRank:
-    """An AdapterLoad of another process."""
+    """An AdapterLoad of another process.
 
-    def __init__(self, rank: RankProcess) -> None:
-        self._rank = rank
+    Args:
+        number: see AddAdapter.
+    """
+
+    def __init__(self, rank: RankProcess, number: int) -> None:
+        self._rank, self._number = rank, number
         self._facts: AdapterFacts | None = None
 
     def done(self) -> bool:
@@ -325,7 +332,7 @@ class _LoadOfRank:
         return self._facts
 
     def add(self) -> None:
-        self._rank.ask(AddAdapter(self.result().digest))
+        self._rank.ask(AddAdapter(self._number))
 
 
 class Home:

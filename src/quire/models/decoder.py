@@ -327,15 +327,26 @@ class Decoder:
         Args:
             owners_R: the rank that gets each row, int32; None: the first one gets all of them.
         """
-        config, joined_RV = self.config, self._room_for_logits(len(hidden_RD), owners_R)
+        joined_RV = self._room_for_logits(len(hidden_RD), owners_R)
         own_RV = None if joined_RV is None else joined_RV[:, : self._output.out_features]
-        logits_RV = self._output.logits(hidden_RD, adapter_slots_R, own_RV)
+        return self.join_logits(self.own_logits(hidden_RD, adapter_slots_R, own_RV), owners_R, joined_RV)
+
+    def own_logits(
+        self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None, out_RV: Tensor | None = None
+    ) -> Tensor:
+        """As `compute_logits`, of the tokens that this rank has.
+
+        Args:
+            out_RV: takes the result, on a CPU.
+        """
+        config = self.config
+        logits_RV = self._output.logits(hidden_RD, adapter_slots_R, out_RV)
         if config.logits_scaling != 1.0:
             logits_RV /= config.logits_scaling
         if config.logits_soft_cap:
             cap = config.logits_soft_cap
             logits_RV = logits_RV.div_(cap).tanh_().mul_(cap)
-        return self.join_logits(logits_RV, owners_R, joined_RV)
+        return logits_RV
 
     def _room_for_logits(self, num_rows: int, owners_R: Tensor | None) -> Tensor | None:
         """The memory in which the first rank computes its logits, [R, V], without a copy; None: there is none."""

@@ -91,6 +91,11 @@ class SamplingState:
         self.num_output_tokens_C[rows_R] += count
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether each row takes the highest of its logits, and nothing else is asked of them."""
+        return not (self.num_random or self.filters or self.penalties or self.constrained or self.num_logprobs)
+
+    @property
     def follows_tokens(self) -> bool:
         """Whether the state of some row depends on the tokens of its output: see `learn_token`."""
         return bool(self.filters or self.penalties or self.grammars)

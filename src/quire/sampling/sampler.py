@@ -124,6 +124,10 @@ class Sampler:
         """int32: which of several ranks samples each row; None: the first one samples all."""
         return None
 
+    def takes_parts(self, num_rows: int) -> bool:
+        """Whether `launch` takes logits of the tokens that this rank has, instead of those of all tokens."""
+        return False
+
     def start_masks(self, rows: Sequence[int], before: Sequence[Sequence[int]] = ()) -> GrammarMasks:
         """The masks of the next `launch`, computed beside the caller's work until then."""
         return GrammarMasks(rows, self.state.grammars, before, self.state.vocab_size, self._masks_thread)
@@ -235,7 +239,7 @@ def _reasons(logits_RV: Tensor, token_ids_R: Tensor, chosen_R: Tensor) -> dict[i
     for index in torch.nonzero((token_ids_R < 0) | ~chosen_R.isfinite()).flatten().tolist():
         logits_V = logits_RV[index]
         if bool(logits_V.isnan().any()):
-            found[index] = "The model's logits for this request are not numbers (NaN). No token can be sampled."
+            found[index] = NOT_NUMBERS
         else:
             found[index] = _IS_INFINITE if bool(logits_V.isposinf().any()) else _NOTHING_LEFT
     return found
@@ -246,6 +250,7 @@ def _rows_of(values_R: Tensor, indices: list[int]) -> Tensor:
     return values_R.index_select(0, gpu.place(torch.tensor(indices), values_R.device))
 
 
+NOT_NUMBERS = "The model's logits for this request are not numbers (NaN). No token can be sampled."
 _IS_INFINITE = "The model's logits for this request are infinite. No token can be sampled."
 _NOTHING_LEFT = (
     "No token is left to sample: allowed_token_ids, bad_words, min_tokens and structured_outputs exclude the whole "

@@ -56,12 +56,21 @@ class ForwardPass:
             self._behind.send(found_TD)
         return found_TD
 
-    def logits(self, staged: StagedStep, hidden_TD: Tensor, owners_R: Tensor | None = None) -> Tensor:
-        """logits_RV of the rows that want some, float32. `owners_R`: see Decoder.compute_logits."""
+    def logits(
+        self, staged: StagedStep, hidden_TD: Tensor, owners_R: Tensor | None = None, is_joined: bool = True
+    ) -> Tensor:
+        """logits_RV of the rows that want some, float32.
+
+        Args:
+            owners_R: see Decoder.compute_logits.
+            is_joined: False: of the tokens that this rank has.
+        """
         indices_R = staged.logits_indices_R
         everything = len(indices_R) == len(hidden_TD)
         hidden_RD = hidden_TD if everything else hidden_TD.index_select(0, indices_R)
-        if owners_R is None:
+        if owners_R is None and is_joined:
             return self.model.compute_logits(hidden_RD, staged.adapter_slots_R)
         assert isinstance(self.model, Decoder), "ranks share native models"
+        if not is_joined:
+            return self.model.own_logits(hidden_RD, staged.adapter_slots_R)
         return self.model.compute_logits(hidden_RD, staged.adapter_slots_R, owners_R)

@@ -143,7 +143,7 @@ class ModelRunner:
         elif shards_sampling and self._group is not None:
             self.sampler = ShardedSampler(state, logprobs_mode, self._group)
         else:
-            self.sampler = SharedSampler(state, logprobs_mode, self._group)
+            self.sampler = SharedSampler(state, logprobs_mode, self._group, model.config.vocab_share)
         self._has_logits, self._is_alone = ranks is None or ranks.samples, ranks is None
         self._is_last_stage = ranks is None or ranks.behind is None
         # Steps whose tokens another stage samples, oldest first: number, and where the tokens belong.
@@ -221,7 +221,8 @@ class ModelRunner:
         self._count_experts(result)
         launched = _Launched(sampling.tolist(), drafts)
         if is_sampling:
-            logits_RV = self.forward_pass.logits(staged, hidden_TD, self.sampler.owners(sampled_rows))
+            owners_R, is_joined = self.sampler.owners(sampled_rows), not self.sampler.takes_parts(len(sampled_rows))
+            logits_RV = self.forward_pass.logits(staged, hidden_TD, owners_R, is_joined)
             forwarded = device.mark()
             if inputs.sampling.needs_tokens(sampled_rows):
                 self._finish(len(self._in_flight))  # the forward pass goes on meanwhile
