@@ -16,7 +16,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from quire.formats.weight_format import GroupedFormat
 from quire.kernels import cpu
 from quire.kernels.dense import linear, pack_linear
 from quire.kernels.grouped import grouped_linear, pack_grouped, quantize_grouped
-from quire.kernels.lora import LoraTable, RowAdapters, pack_delta
+from quire.kernels.lora import DeltaShape, LoraTable, PackedDelta, RowAdapters, empty_deltas, pack_factors
 
 COLD_BYTES = 192 << 20
 WEIGHT_BITS = {"none": 16, "int8": 8, "int4": 4}
@@ -61,6 +61,18 @@ def product_of(weights: str, weight_NK: torch.Tensor) -> Callable[..., torch.Ten
     return partial(grouped_linear, packed=pack_grouped(quantized))
 
 
+def deltas_of(
+    adapters: int, num_layers: int, rank: int, K: int, given: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> Iterator[list[PackedDelta]]:
+    """Of each adapter and layer, in a piece of memory like that of a loaded adapter: it is larger than a huge page."""
+    dtype, num = given[0][0].dtype, adapters * num_layers
+    deltas = empty_deltas([DeltaShape(rank, K, len(b), 1.0) for _, b in given] * num, dtype)
+    for delta, (a, b) in zip(deltas, list(given) * num, strict=True):
+        for x, factor in ((a, delta.a_from(0, dtype)), (b, delta.b_from(0, dtype))):
+            pack_factors(x.view(-1).view(torch.uint8), [factor], delta.memory)
+    return (deltas[first : first + len(given)] for first in range(0, len(deltas), len(given)))
+
+
 def calls_of(
     K: int, columns: Sequence[int], case: str, weights: str, dtype: torch.dtype
 ) -> tuple[list[tuple[Callable[[], Any], Callable[[], Any]]], int, int]:
@@ -72,12 +84,14 @@ def calls_of(
     weight_NK = torch.randn(N, K).to(dtype)
     slots = torch.arange(adapters, dtype=torch.int32).repeat_interleave(rows)
     given = [(torch.randn(rank, K).to(dtype), torch.randn(num, rank).to(dtype)) for num in columns]
-    calls: list[tuple[Callable[[], Any], Callable[[], Any]]] = []
     layer_bytes = 2 * N * K * WEIGHT_BITS[weights] // 8 + elements * dtype.itemsize
-    for _ in range(max(4, min(32, COLD_BYTES // layer_bytes))):
-        table = LoraTable(adapters, rank, K, columns, dtype, torch.device("cpu"))
-        for slot in range(adapters):
-            table.set(slot, [pack_delta(a, b, 1.0) for a, b in given])
+    num_layers = max(4, min(32, COLD_BYTES // layer_bytes))
+    tables = [LoraTable(adapters, rank, K, columns, dtype, torch.device("cpu")) for _ in range(num_layers)]
+    deltas = deltas_of(adapters, num_layers, rank, K, given)
+    for slot, table in itertools.product(range(adapters), tables):
+        table.set(slot, next(deltas))
+    calls: list[tuple[Callable[[], Any], Callable[[], Any]]] = []
+    for table in tables:
         plain, added = (product_of(weights, weight_NK) for _ in range(2))
         calls.append((partial(plain, x, out=out), partial(added, x, out=out, adapters=RowAdapters(table, slots))))
     return calls, elements * dtype.itemsize, 2 * rows * elements

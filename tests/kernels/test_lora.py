@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from quire.kernels import cpu, reference
 from quire.kernels.dense import linear, pack_linear
 from quire.kernels.fp8 import fp8_linear, pack_fp8, quantize_fp8
 from quire.kernels.grouped import grouped_linear, pack_grouped
-from quire.kernels.lora import LoraTable, RowAdapters, add_lora, pack_delta, pack_factors
+from quire.kernels.lora import DeltaShape, LoraTable, RowAdapters, add_lora, empty_deltas, pack_delta, pack_factors
 from tests.covering import covering
 from tests.kernels.grouped_weights import random_weight
 
@@ -358,3 +359,18 @@ def test_numbers_that_are_not_finite_stay_in_their_part() -> None:
     plain = product(x)
     assert torch.equal(bits(got[0, 37:]), bits(plain[0, 37:]))
     assert torch.equal(bits(got[1]), bits(plain[1]))
+
+
+def test_an_adapter_asks_for_huge_pages() -> None:
+    """Steps read some KB of each adapter in turns. With small pages they wait for page tables."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this system has no transparent huge pages")
+    (delta,) = empty_deltas([DeltaShape(64, 32_768, 32_768, 1.0)], BF16)
+    flags = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if " " in (name := line.split(":")[0]):  # a mapping: first-end, and so on
+            first, end = (int(address, 16) for address in name.split()[0].split("-"))
+            is_here = first <= delta.memory.data_ptr() < end
+        elif name == "VmFlags" and is_here:
+            flags = line
+    assert " hg" in flags

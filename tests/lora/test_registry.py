@@ -46,3 +46,40 @@ def test_what_is_read_finds_no_room() -> None:
     while not registry.is_in_memory(D):
         registry.step(requests)
     assert shelf.in_memory == {D}
+
+
+def test_a_load_that_fails_drops_nothing() -> None:
+    """Several are queued, and the memory is full."""
+    shelf = Shelf(3, {"/d": "d", "/e": "e", "/f": "f", "/g": "g"})
+    registry, requests = AdapterRegistry(shelf, 3), Requests()
+    for operation, path in enumerate(("/d", "/e", "/f")):
+        registry.load(LoadAdapter(operation, path))
+    while registry.is_busy:
+        registry.step(requests)
+    kept = set(shelf.in_memory)
+    assert len(kept) == 3
+    for operation in range(4):
+        registry.load(LoadAdapter(10 + operation, "/wrong"))
+    while registry.is_busy:
+        registry.step(requests)
+        assert shelf.in_memory == kept
+    registry.load(LoadAdapter(20, "/g"))
+    while registry.is_busy:
+        registry.step(requests)
+    assert shelf.in_memory == {E, digest_of("f"), digest_of("g")}, "the one used the longest time ago makes room"
+
+
+def test_loads_and_requests_that_exchange_adapters_all_the_time_take_turns() -> None:
+    contents = {f"/{name}": name for name in "defghijk"}
+    shelf = Shelf(2, contents)
+    registry, requests = AdapterRegistry(shelf, 2), Requests()
+    for operation, (path, content) in enumerate(contents.items()):
+        registry.load(LoadAdapter(operation, path, digest_of(content)))
+    registry.load(LoadAdapter(99, "/d"))
+    digests, states = [digest_of(content) for content in contents.values()], []
+    for step in range(40):
+        requests.wanted = [digests[step % 8], digests[(step + 3) % 8]]
+        registry.step(requests)
+        states += [state.operation for state in registry.take_states()]
+    assert 99 in states
+    assert len(states) > 4, "requests were read for too"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -96,7 +97,9 @@ class PackedDelta:
 def empty_deltas(shapes: Sequence[DeltaShape], dtype: torch.dtype) -> list[PackedDelta]:
     """Memory for deltas, side by side in one piece that goes back to the system when all of them are gone.
 
-    `pack_factors` fills it. malloc would keep parts of it: an adapter has hundreds of small factors.
+    `pack_factors` fills it. malloc would keep parts of it: an adapter has hundreds of small factors. The piece has huge
+    pages where the system has them: a step reads a few KB of each adapter in turns, and most of the time would go to
+    looking up pages.
 
     Raises MemoryError.
     """
@@ -110,8 +113,16 @@ def empty_deltas(shapes: Sequence[DeltaShape], dtype: torch.dtype) -> list[Packe
         piece = mmap.mmap(-1, end * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:  # of a file it would mean something else
         raise MemoryError(f"no memory for {end} elements of an adapter") from error
+    _ask_for_huge_pages(piece)
     memory = torch.frombuffer(piece, dtype=dtype)
     return [PackedDelta(shape, memory, *places[2 * i : 2 * i + 2]) for i, shape in enumerate(shapes)]
+
+
+def _ask_for_huge_pages(piece: mmap.mmap) -> None:
+    """A system without them refuses, and the memory is the same with small pages."""
+    if (advice := getattr(mmap, "MADV_HUGEPAGE", None)) is not None:  # Linux
+        with suppress(OSError):
+            piece.madvise(advice)
 
 
 def pack_factors(source: Tensor, factors: Sequence[Sequence[int]], memory: Tensor) -> None:

@@ -176,11 +176,13 @@ class AdapterRegistry:
         digest = self._missing(requests)
         if digest is None and not self._operations:
             return False
+        is_operation = bool(self._operations) and (digest is None or self._is_turn_of_operations)
         if len(self._in_memory) + len(self._reads) > self._most:
-            if (unneeded := self._unneeded(requests)) is None:
+            # What a LoadAdapter names may be no adapter: only what has been read takes another's place (_take).
+            if is_operation or (unneeded := self._unneeded(requests)) is None:
                 return False
             self._drop(unneeded)
-        if self._operations and (digest is None or self._is_turn_of_operations):
+        if is_operation:
             operation = self._operations.popleft()
             self._start(operation.path, operation=operation.operation)
         elif digest is not None:
