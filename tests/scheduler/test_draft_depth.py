@@ -149,7 +149,7 @@ class Stream:
             depths = [0] * len(self.requests)
             if adaptive.begin_step(self.requests, MOST, MOST * len(self.requests)) and self.is_known:
                 for index, request in enumerate(self.requests):
-                    depth = adaptive.depth(request)
+                    depth = adaptive.depth(request, MOST)
                     if depth and self.random.random() < self.found[index]:
                         depths[index] = depth
                         adaptive.drafted(request, depth)
@@ -277,6 +277,29 @@ def test_drafts_worth_waiting_for_are_found_out(found: float, num_requests: int)
     assert stream.run(100, choose, adaptive.settle) > 0.8 * best
 
 
+@pytest.mark.parametrize(("rise", "pays"), [(0.01, True), (0.4, False)])
+def test_drafts_that_are_not_found_are_left_to_other_requests_where_they_pay(rise: float, pays: bool) -> None:
+    """Two of four requests find nothing. The step has room for two drafts of each."""
+    room, requests = 8, Stream(4, [], BFLOAT16).requests
+    adaptive = AdaptiveDepth(
+        lambda starts, most: [1 + 0.01 * min(n, room) + rise * max(n - room, 0) for n in range(most + 1)]
+    )
+    for _ in range(40):
+        left, found = room, list[int]()
+        assert adaptive.begin_step(requests, MOST, room if pays else 2 * room)
+        for index, request in enumerate(requests):
+            depth = adaptive.depth(request, left)
+            assert depth <= left
+            if depth and index % 2:
+                adaptive.drafted(request, depth)
+                adaptive.settle(request, depth, depth)
+                found.append(depth)
+                left -= depth
+        if len(found) < 2:
+            break
+    assert sum(found) == room
+
+
 def test_one_request_whose_drafts_hold_is_worth_waiting_for_beside_many_without_drafts() -> None:
     stream = Stream(16, [0.95] * MOST, CHEAP, None, 2, [1.0] + [0.0] * 15)
     adaptive = AdaptiveDepth(CHEAP, None, 2)
@@ -288,7 +311,7 @@ def test_what_is_read_of_a_request_follows_its_blocks() -> None:
     def step() -> None:
         assert adaptive.begin_step(requests, MOST, MOST * len(requests))
         for request in requests:
-            if depth := adaptive.depth(request):
+            if depth := adaptive.depth(request, MOST):
                 adaptive.drafted(request, depth)
                 is_drafted.append(request.request_id)
 
@@ -351,7 +374,7 @@ def test_a_trial_pays_for_what_its_drafter_has_read() -> None:
         request = Request("a", [0] * 200, SamplingParams(), 2, frozenset(), output_token_ids=[0])
         for _ in range(1000):
             adaptive.begin_step([request], MOST, MOST)
-        assert adaptive.depth(request) == 1
+        assert adaptive.depth(request, MOST) == 1
         before = adaptive._credit
         adaptive.drafted(request, 1)
         adaptive.read_later(request, num_unread)

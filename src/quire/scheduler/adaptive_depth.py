@@ -91,6 +91,7 @@ class _Drafting:
     """What is known of a request."""
 
     depth: int
+    longest: int = 0  # drafts that pay if others do not find theirs
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY, PRIOR_WEIGHT))
     num_read: int = 0  # tokens that a drafter in the worker has computed, as far as is known here
     is_read: bool = False  # it has drafted with the blocks that it has
@@ -129,6 +130,7 @@ class AdaptiveDepth:
         self.reading_seconds = 0.0
         self._gain, self._found_share = 0.0, 1.0  # of tokens per second, if all drafts are found; and how many are
         self._num_asked = self._num_found = 0  # drafts of this step
+        self._num_spare = 0  # as many as text did not give in the step before: others may have them
         self._depths: list[int] = []  # drafts of this step, of each row that has some
         self._requests: dict[str, _Drafting] = {}
         self._of_all = Acceptance(MEMORY_OF_ALL, PRIOR_WEIGHT_OF_ALL)
@@ -156,6 +158,7 @@ class AdaptiveDepth:
         self._account(has_waited)
         if self._num_asked:
             self._found_share += (self._num_found / self._num_asked - self._found_share) / FOUND_MEMORY
+            self._num_spare = self._num_asked - self._num_found if self._draft_seconds is None else 0
             self._num_asked = self._num_found = 0
         num_running = len(running)
         self._num_news += abs(num_running - self._num_running)
@@ -171,12 +174,14 @@ class AdaptiveDepth:
         self.waits = bool(self._due) and not has_waited
         return self.waits or has_waited
 
-    def depth(self, request: Request) -> int:
-        """How many tokens to draft for this request now."""
+    def depth(self, request: Request, most: int) -> int:
+        """How many tokens to draft for this request now: up to `most`, at least 1."""
         drafting = self._drafting(request)
         if drafting.depth:
-            self._num_asked += drafting.depth
-            return drafting.depth
+            depth = min(drafting.depth + self._num_spare, max(drafting.longest, drafting.depth), most)
+            self._num_spare -= max(depth - drafting.depth, 0)
+            self._num_asked += depth
+            return depth
         return int(request.request_id in self._due)
 
     def drafted(self, request: Request, num_drafts: int) -> None:
@@ -310,8 +315,9 @@ class AdaptiveDepth:
         if self._credit > 0 and not any(depths):
             doubt = min(self._credit / (DOUBT_SAVED * self._seconds[0]), 1.0)
             depths, chances_of = self._best(requests, known, prior, doubt)
-        for drafting, depth in zip(known, depths, strict=True):
-            drafting.depth = depth
+        price = self._price(chances_of, depths)
+        for drafting, depth, row in zip(known, depths, chances_of, strict=True):
+            drafting.depth, drafting.longest = depth, sum(chance > price for chance in row)
         least = min((row[depth - 1] for row, depth in zip(chances_of, depths, strict=True) if depth), default=2.0)
         self._depth_of_new = sum(chance >= least for chance in chances(prior)) if not self._reads_late else 0
         self._gain = self._gain_of(chances_of, depths)
@@ -371,6 +377,12 @@ class AdaptiveDepth:
         held = sum(sum(row[:depth]) for row, depth in zip(chances_of, depths, strict=True))
         base = self._seconds[0]
         return (1 + held / len(depths)) * base / (base + self._more_seconds(depths)) - 1
+
+    def _price(self, chances_of: Sequence[Sequence[float]], depths: Sequence[int]) -> float:
+        """The chance with which one of these drafts pays for its time in the step."""
+        count = max(sum(depths), 1)
+        tokens = len(depths) + sum(sum(row[:depth]) for row, depth in zip(chances_of, depths, strict=True))
+        return tokens * (self._seconds[count] - self._seconds[count - 1]) / self._seconds[count]
 
     def _drafting(self, request: Request) -> _Drafting:
         drafting = self._requests.get(request.request_id)
