@@ -47,7 +47,7 @@ import numpy as np
 from inflated import DRAFT, TARGET, Shape, copy_edit, edited_text, first_layers, inflate
 from peers.process import Peer
 from tokenizers import Tokenizer
-from verify_rows import median_step
+from verify_rows import median_step, verify_step
 
 import quire.demo
 from quire.config import EngineConfig
@@ -60,6 +60,7 @@ from quire.model_config import load_model_config
 from quire.sampling_params import SamplingParams
 from quire.schedule import Pending, ScheduledBatch, StepResult
 from quire.speculative_config import SpeculativeConfig
+from quire.worker.recorded_steps import MAX_TOKENS as RECORDED_TOKENS
 
 SMALL = (Shape(1024, 7, 1024, 3), Shape(512, 3, 512, 2))  # of --small: to see that the script works
 TEXT_TOKENS, EDITS = 160, 1 / 32  # of a prompt to copy
@@ -128,6 +129,8 @@ class Engine:
         self._submit = self.core.executor.submit
         self.core.executor.submit = self.submit  # type: ignore[method-assign]
         self._steps: Steps = []
+        for num_tokens in range(1, 1 + RECORDED_TOKENS):
+            verify_step(self.core, 1, num_tokens, TEXT_TOKENS)
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         self._steps.append([])
@@ -395,7 +398,8 @@ def with_interval(rounds: list[dict[str, Any]], name: str, key: str) -> str:
 def markdown(result: dict[str, Any]) -> str:
     lines = [
         *report.heading("What speculation gains", result),
-        f"- {result['tokens']} tokens of each request, temperature {result['temperature']:g}; "
+        f"- Every engine has computed a step of each number of tokens that is recorded. "
+        f"{result['tokens']} tokens of each request, temperature {result['temperature']:g}; "
         f"{result['rounds']} rounds in turns, all engines on the same prompts of a round. "
         + ("Drafts hold at random." if result["shape"] else "Every answer is that of the engine without, to a token."),
         "- gain: decoded tokens a second over the engine without, the median of the rounds (95% interval of the mean). "

@@ -92,6 +92,7 @@ class _Drafting:
 
     depth: int
     longest: int = 0  # drafts that pay if others do not find theirs
+    is_finding: bool = False  # drafts were found when it was last asked for them
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY, PRIOR_WEIGHT))
     num_read: int = 0  # tokens that a drafter in the worker has computed, as far as is known here
     is_read: bool = False  # it has drafted with the blocks that it has
@@ -129,8 +130,8 @@ class AdaptiveDepth:
         self.waits = self._is_reading = False
         self.reading_seconds = 0.0
         self._gain, self._found_share = 0.0, 1.0  # of tokens per second, if all drafts are found; and how many are
-        self._num_asked = self._num_found = 0  # drafts of this step
-        self._num_spare = 0  # as many as text did not give in the step before: others may have them
+        self._num_asked = self._num_found = self._num_finding = 0  # drafts of this step, and requests that have some
+        self._more_each = 0  # drafts for a request that found some, of those that others did not find in the last step
         self._depths: list[int] = []  # drafts of this step, of each row that has some
         self._requests: dict[str, _Drafting] = {}
         self._of_all = Acceptance(MEMORY_OF_ALL, PRIOR_WEIGHT_OF_ALL)
@@ -158,8 +159,9 @@ class AdaptiveDepth:
         self._account(has_waited)
         if self._num_asked:
             self._found_share += (self._num_found / self._num_asked - self._found_share) / FOUND_MEMORY
-            self._num_spare = self._num_asked - self._num_found if self._draft_seconds is None else 0
-            self._num_asked = self._num_found = 0
+            num_spare = self._num_asked - self._num_found if self._draft_seconds is None else 0
+            self._more_each = math.ceil(num_spare / max(self._num_finding, 1))
+            self._num_asked = self._num_found = self._num_finding = 0
         num_running = len(running)
         self._num_news += abs(num_running - self._num_running)
         self._num_running = num_running
@@ -178,8 +180,9 @@ class AdaptiveDepth:
         """How many tokens to draft for this request now: up to `most`, at least 1."""
         drafting = self._drafting(request)
         if drafting.depth:
-            depth = min(drafting.depth + self._num_spare, max(drafting.longest, drafting.depth), most)
-            self._num_spare -= max(depth - drafting.depth, 0)
+            longest = max(drafting.longest, drafting.depth)
+            depth = min(drafting.depth + self._more_each * drafting.is_finding, longest, most)
+            drafting.is_finding = False
             self._num_asked += depth
             return depth
         return int(request.request_id in self._due)
@@ -197,6 +200,8 @@ class AdaptiveDepth:
             self.waits = True  # for what becomes of it
         else:
             self._num_found += num_drafts
+            self._num_finding += 1
+            drafting.is_finding = True
         drafting.num_read, drafting.is_read = request.num_tokens, True
 
     def admit(self, request: Request, num_cached: int) -> None:
