@@ -159,9 +159,9 @@ class AdaptiveDepth:
         self._account(has_waited)
         if self._num_asked:
             self._found_share += (self._num_found / self._num_asked - self._found_share) / FOUND_MEMORY
-            num_spare = self._num_asked - self._num_found if self._draft_seconds is None else 0
-            self._more_each = math.ceil(num_spare / max(self._num_finding, 1))
-            self._num_asked = self._num_found = self._num_finding = 0
+        num_spare = self._num_asked - self._num_found if self._draft_seconds is None else 0
+        self._more_each = math.ceil(num_spare / max(self._num_finding, 1))
+        self._num_asked = self._num_found = self._num_finding = 0
         num_running = len(running)
         self._num_news += abs(num_running - self._num_running)
         self._num_running = num_running
@@ -177,7 +177,7 @@ class AdaptiveDepth:
         return self.waits or has_waited
 
     def depth(self, request: Request, most: int) -> int:
-        """How many tokens to draft for this request now: up to `most`, at least 1."""
+        """How many tokens to draft for this request now, of the `most` there is room for: at least 1."""
         drafting = self._drafting(request)
         if drafting.depth:
             longest = max(drafting.longest, drafting.depth)
