@@ -282,8 +282,8 @@ def test_drafts_that_are_not_found_are_left_to_other_requests_if_they_probably_h
     longest: int, expected: int
 ) -> None:
     """Two of four requests find nothing, and the step has room for two drafts of each."""
-    room, requests = 8, Stream(4, [], BFLOAT16).requests
-    adaptive = AdaptiveDepth(lambda starts, most: [1 + 0.1 * count for count in range(most + 1)])
+    room, requests, draw = 8, Stream(4, [], BFLOAT16).requests, Random(0)
+    adaptive = AdaptiveDepth(lambda starts, most: [1 + 0.02 * count for count in range(most + 1)])
     for _ in range(40):
         left, found = room, list[int]()
         assert adaptive.begin_step(requests, MOST, room)
@@ -291,7 +291,8 @@ def test_drafts_that_are_not_found_are_left_to_other_requests_if_they_probably_h
             depth = adaptive.depth(request, left) if left else 0
             if depth and index % 2:
                 adaptive.drafted(request, depth)
-                adaptive.settle(request, depth, min(depth, longest))
+                held = next((at for at in range(min(depth, longest)) if draw.random() > 0.8), min(depth, longest))
+                adaptive.settle(request, depth, held)
                 found.append(depth)
                 left -= depth
     assert found == [expected, expected]
