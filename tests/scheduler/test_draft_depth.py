@@ -277,9 +277,9 @@ def test_drafts_worth_waiting_for_are_found_out(found: float, num_requests: int)
     assert stream.run(100, choose, adaptive.settle) > 0.8 * best
 
 
-@pytest.mark.parametrize(("longest", "expected"), [(MOST, 4), (1, 1)])
+@pytest.mark.parametrize(("longest", "least", "total"), [(MOST, 3, 8), (1, 1, 2)])
 def test_drafts_that_are_not_found_are_left_to_other_requests_if_they_probably_hold(
-    longest: int, expected: int
+    longest: int, least: int, total: int
 ) -> None:
     """Two of four requests find nothing, and the step has room for two drafts of each."""
     room, requests, draw = 8, Stream(4, [], BFLOAT16).requests, Random(0)
@@ -295,7 +295,8 @@ def test_drafts_that_are_not_found_are_left_to_other_requests_if_they_probably_h
                 adaptive.settle(request, depth, held)
                 found.append(depth)
                 left -= depth
-    assert found == [expected, expected]
+    assert len(found) == 2
+    assert (min(found) >= least, sum(found)) == (True, total)
 
 
 def test_one_request_whose_drafts_hold_is_worth_waiting_for_beside_many_without_drafts() -> None:
