@@ -17,14 +17,15 @@ the gain says what trying costs.
 A draft of 600 steps, which take 2.5 minutes on two cores of a Zen 4, holds 0.7 of its drafts (200 steps: 0.3, the
 bundled draft of 2,000 steps: nearly all).
 
---fixed adds engines with these depths, which do not adapt. --peer adds another engine, as two commands that speak the
-protocol of benchmarks/peers/speculating.py, without and with speculation; they may have {folder}, {workload} and
-{format}. --save writes benchmarks/results/HARDWARE/NAME_DATE.md and .json.
+--fixed adds an engine that does not adapt, with each of these depths in turn. --peer adds another engine, as two
+commands that speak the protocol of benchmarks/peers/speculating.py, without and with speculation; they may have
+{folder}, {workload} and {format}. --save writes benchmarks/results/HARDWARE/NAME_DATE.md and .json.
 
 The gain that is possible is E / (c (k + 1) + k d), with E = (1 - a^(k + 1)) / (1 - a): k drafts of each request, the
 acceptance a of one draft behind those that held, the cost c of a step that verifies, and the cost d of a step of the
-draft model, over the cost of a step of one token. All are measured in the rounds that measure the gain. Drafts from
-text cost nothing in this formula.
+draft model, over the cost of a step of one token. All are measured in the run that measures the gain. Drafts from text
+cost nothing in this formula. It knows one number of requests, so the share of it that is reached is that of the time in
+which all requests run: with drafts they end one after the other, and the last ones have the steps to themselves.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ import numpy as np
 from inflated import DRAFT, TARGET, Shape, copy_edit, edited_text, first_layers, inflate
 from peers.process import Peer
 from tokenizers import Tokenizer
-from verify_rows import median_step
+from verify_rows import median_step, verify_step
 
 import quire.demo
 from quire.config import EngineConfig
@@ -54,11 +55,12 @@ from quire.demo.data import clean_entries, questions, render
 from quire.engine.start import start_engine
 from quire.measure import report
 from quire.measure.statistics import mean_interval
-from quire.messages import AddRequest
+from quire.messages import AddRequest, SetLimits
 from quire.model_config import load_model_config
 from quire.sampling_params import SamplingParams
 from quire.schedule import Pending, ScheduledBatch, StepResult
 from quire.speculative_config import SpeculativeConfig
+from quire.worker.recorded_steps import MAX_TOKENS as RECORDED_TOKENS
 
 SMALL = (Shape(1024, 7, 1024, 3), Shape(512, 3, 512, 2))  # of --small: to see that the script works
 TEXT_TOKENS, EDITS = 160, 1 / 32  # of a prompt to copy
@@ -66,10 +68,13 @@ SHAPE_LAYERS = 2  # of the draft model of --shape
 CONTEXT = 1024  # of a request at least
 WANTED_GAIN = {"none": 3.0, "int4": 2.5}  # of copy-edit, one request
 WANTED_SHARE = 0.9
-VERIFY_STEPS = 5
-LOGIT_ROWS = 32  # of a step: drafts take those that no request needs
-OFF = "off"
+VERIFY_STEPS = 3  # in a round, of each number of tokens, one way and back
+# Before an answer is timed, one of another prompt is not: the weights of another engine were read last.
+WARM_TOKENS, WARM_ROUND = 3, 10**6
+LOGIT_ROWS = 64  # of a step: drafts take those that no request needs
+OFF, ALWAYS = "off", ", always "
 Prompts = list[list[int]]
+Steps = list[list[tuple[int, int]]]  # for each row of a step its drafts, and how many held
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,10 @@ class Answer:
     decode_seconds: float  # since every request has its first token
     decode_tokens: int  # in that time
     token_ids: Prompts
-    steps: list[list[tuple[int, int]]]  # of that time; for each row its drafts, and how many held
+    steps: Steps  # of that time
+    num_full: int  # of these steps, those up to the first request's end
+    full_seconds: float  # of them
+    full_tokens: int
 
 
 class Noted:
@@ -120,19 +128,24 @@ class Engine:
         self.core = started.core
         self._submit = self.core.executor.submit
         self.core.executor.submit = self.submit  # type: ignore[method-assign]
-        self._steps: list[list[tuple[int, int]]] = []
+        self._steps: Steps = []
+        for num_tokens in range(1, 1 + RECORDED_TOKENS):
+            verify_step(self.core, 1, num_tokens, TEXT_TOKENS)
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         self._steps.append([])
         return Noted(batch, self._submit(batch), self._steps[-1])
 
-    def run(self, prompts: Prompts, num_tokens: int, temperature: float) -> Answer:
-        """All at once; `num_tokens` tokens for each."""
+    def run(self, prompts: Prompts, num_tokens: int, temperature: float, depth: int | None = None) -> Answer:
+        """All at once; `num_tokens` tokens for each. `depth`: the most drafts of a request from now on."""
+        if depth is not None:
+            self.core.set_limits(SetLimits(spec_tokens=depth))
         params = SamplingParams(temperature=temperature, seed=0, max_tokens=num_tokens, ignore_eos=True)
         found: dict[str, list[int]] = {f"r{index}": [] for index in range(len(prompts))}
         self._steps.clear()
         started = decoding = time.perf_counter()
-        before = first_step = 0
+        before = first_step = num_full = full_tokens = 0
+        full_seconds = 0.0
         for name, prompt in zip(found, prompts, strict=True):
             self.core.add(AddRequest(name, prompt, params, max_tokens=num_tokens))
         while self.core.has_work():
@@ -142,10 +155,14 @@ class Engine:
             if not first_step and all(found.values()):
                 decoding, first_step = time.perf_counter(), len(self._steps)
                 before = sum(map(len, found.values()))
+            if not num_full and any(len(token_ids) == num_tokens for token_ids in found.values()):
+                num_full, full_seconds = len(self._steps) - first_step, time.perf_counter() - decoding
+                full_tokens = sum(map(len, found.values())) - before
         ended = time.perf_counter()
         num_decoded = sum(map(len, found.values())) - before
         steps = self._steps[first_step:]
-        return Answer(ended - started, ended - decoding, num_decoded, list(found.values()), steps)
+        full = num_full, full_seconds, full_tokens
+        return Answer(ended - started, ended - decoding, num_decoded, list(found.values()), steps, *full)
 
 
 def write_models(folder: Path, draft_steps: int, is_small: bool) -> None:
@@ -242,14 +259,14 @@ def speculations(arguments: argparse.Namespace, workload: str, draft: Path) -> d
             for rate in arguments.rates
         }
     return found | {
-        method if depth is None else f"{method}, always {depth}": SpeculativeConfig(
+        method if adaptive else f"{method}{ALWAYS}": SpeculativeConfig(
             method=method,
-            num_speculative_tokens=depth or arguments.drafts,
+            num_speculative_tokens=arguments.drafts,
             model=str(draft) if method == "draft_model" else None,
-            adaptive=depth is None,
+            adaptive=adaptive,
         )
         for method in methods
-        for depth in (None, *arguments.fixed)
+        for adaptive in ((True, False) if arguments.fixed else (True,))
     }
 
 
@@ -265,14 +282,19 @@ class Case:
         context = max(CONTEXT, arguments.prompt_tokens + 2 * arguments.tokens)
         found = speculations(arguments, workload, draft)
         self.engines: dict[str, Engine | Peer] = {OFF: Engine(target, quantization, most, context, None)}
+        self._depths: dict[str, int] = {}  # of engines that do not adapt: one serves all depths
         for name, speculation in found.items():
-            self.engines[name] = Engine(target, quantization, most, context, speculation)
+            engine = Engine(target, quantization, most, context, speculation)
+            depths = arguments.fixed if name.endswith(ALWAYS) else []
+            self._depths |= {f"{name}{depth}": depth for depth in depths}
+            self.engines |= {f"{name}{depth}": engine for depth in depths} or {name: engine}
         has_draft = any(speculation.method == "draft_model" for speculation in found.values())
         self._draft = Engine(draft, quantization, most, context, None) if has_draft else None
         for name, *commands in arguments.peer:
             for state, command in zip(("off", "on"), commands, strict=True):
                 filled = command.format(folder=folder, workload=workload, format=form)
                 self.engines[f"{name} {state}"] = Peer(filled)
+        self._full_steps: dict[tuple[int, int, str], Steps] = {}  # by round, requests, engine: while all requests run
         self._prompts = prompts_of(workload, load_model_config(target).vocab_size, arguments.prompt_tokens)
 
     def round(self, number: int, requests: int) -> dict[str, Any]:
@@ -280,17 +302,9 @@ class Case:
         arguments = self._arguments
         prompts = self._prompts(number, requests)
         names = list(self.engines) if number % 2 else list(reversed(self.engines))
-        answers = {name: self._run(self.engines[name], prompts) for name in names}
-        off, context = self.engines[OFF], len(prompts[0]) + arguments.tokens // 2
-        assert isinstance(off, Engine)
-        deepest = 1 + max(arguments.drafts, *arguments.fixed, 0)
-        steps = [
-            median_step(off.core, requests, count, context, VERIFY_STEPS)["step"] for count in range(1, deepest + 1)
-        ]
-        costs, draft_cost = [step / steps[0] for step in steps], 0.0
-        if self._draft is not None:
-            draft_cost = median_step(self._draft.core, requests, 1, context, VERIFY_STEPS)["step"] / steps[0]
-        found: dict[str, Any] = {"step_ms": steps[0], "costs": costs, "draft_cost": draft_cost, "engines": {}}
+        answers = {name: self._run(name, prompts) for name in names}
+        context = len(prompts[0]) + arguments.tokens // 2
+        found: dict[str, Any] = self._step_times(requests, context) | {"engines": {}}
         expected = answers[OFF]
         for name, answer in answers.items():
             tokens = requests * arguments.tokens
@@ -300,29 +314,64 @@ class Case:
                 gain = (answer.decode_tokens / answer.decode_seconds) / (
                     expected.decode_tokens / expected.decode_seconds
                 )
-                share = acceptance(answer.steps)
-                cost = draft_cost if name.startswith("draft_model") else 0.0
+                full_gain = (answer.full_tokens / answer.full_seconds) / (expected.full_tokens / expected.full_seconds)
                 one |= {
                     "decode_tokens_per_second": answer.decode_tokens / answer.decode_seconds,
                     "gain": gain,
+                    "full_gain": full_gain,
                     "first_token": (answer.seconds - answer.decode_seconds)
                     / (expected.seconds - expected.decode_seconds),
-                    "acceptance": share,
+                    "acceptance": acceptance(answer.steps),
                     "drafts": statistics.mean(drafts for step in answer.steps for drafts, _ in step),
-                    "possible": 1.0 if share != share else possible_gain(answer.steps, share, costs, cost),
                 }
+                self._full_steps[number, requests, name] = answer.steps[: answer.num_full]
             found["engines"][name] = one
         return found
 
-    def _run(self, engine: Engine | Peer, prompts: Prompts) -> Answer:
+    def _step_times(self, requests: int, context: int) -> dict[str, Any]:
+        """Milliseconds of some steps with 1, 2, ... tokens of each request, and of the draft model with one."""
+        off, counts = self.engines[OFF], range(1, 2 + self._arguments.drafts)
+        assert isinstance(off, Engine)
+        steps: list[list[float]] = [[] for _ in counts]
+        drafts: list[float] = []
+        for turn in range(2):
+            for count in reversed(counts) if turn else counts:
+                steps[count - 1].append(median_step(off.core, requests, count, context, VERIFY_STEPS)["step"])
+            if self._draft is not None:
+                drafts.append(median_step(self._draft.core, requests, 1, context, VERIFY_STEPS)["step"])
+        return {"steps_ms": steps, "draft_ms": drafts}
+
+    def add_possible_gains(self, requests: int, rounds: list[dict[str, Any]]) -> None:
+        """Put what could be gained into each of the rounds 1, 2, ...: of the costs of all of them."""
+        counts = range(1 + self._arguments.drafts)
+        steps = [statistics.median(step for one in rounds for step in one["steps_ms"][count]) for count in counts]
+        drafts = [step for one in rounds for step in one["draft_ms"]]
+        costs, draft_cost = [step / steps[0] for step in steps], statistics.median(drafts) / steps[0] if drafts else 0.0
+        for number, found in enumerate(rounds, start=1):
+            found |= {"costs": costs, "draft_cost": draft_cost}
+            for name, one in found["engines"].items():
+                if "gain" not in one:
+                    continue
+                cost, done = (
+                    draft_cost if name.startswith("draft_model") else 0.0,
+                    self._full_steps[number, requests, name],
+                )
+                share = acceptance(done)
+                one["possible"] = 1.0 if share != share else possible_gain(done, share, costs, cost)
+
+    def _run(self, name: str, prompts: Prompts) -> Answer:
         """A peer is greedy, whatever the temperature."""
+        engine, num_tokens, depth = self.engines[name], self._arguments.tokens, self._depths.get(name)
+        warm = self._prompts(WARM_ROUND, 1)
         if isinstance(engine, Engine):
-            return engine.run(prompts, self._arguments.tokens, self._arguments.temperature)
-        seconds = engine.ask({"prompts": prompts, "num_tokens": self._arguments.tokens}, "seconds")
-        return Answer(seconds, 0.0, 0, [], [])
+            engine.run(warm, WARM_TOKENS, 0.0, depth)
+            return engine.run(prompts, num_tokens, self._arguments.temperature, depth)
+        engine.ask({"prompts": warm, "num_tokens": WARM_TOKENS}, "seconds")
+        seconds = engine.ask({"prompts": prompts, "num_tokens": num_tokens}, "seconds")
+        return Answer(seconds, 0.0, 0, [], [], 0, 0.0, 0)
 
     def close(self) -> None:
-        for engine in self.engines.values():
+        for engine in {id(engine): engine for engine in self.engines.values()}.values():
             if isinstance(engine, Peer):
                 engine.close()
             else:
@@ -349,38 +398,59 @@ def with_interval(rounds: list[dict[str, Any]], name: str, key: str) -> str:
 def markdown(result: dict[str, Any]) -> str:
     lines = [
         *report.heading("What speculation gains", result),
-        f"- {result['tokens']} tokens of each request, temperature {result['temperature']:g}; "
+        f"- Every engine has computed a step of each number of tokens that is recorded. "
+        f"{result['tokens']} tokens of each request, temperature {result['temperature']:g}; "
         f"{result['rounds']} rounds in turns, all engines on the same prompts of a round. "
         + ("Drafts hold at random." if result["shape"] else "Every answer is that of the engine without, to a token."),
         "- gain: decoded tokens a second over the engine without, the median of the rounds (95% interval of the mean). "
         "first: the time to the first token of every request over that of the engine without, likewise. k: drafts of a "
         "request in a step. a: share of drafts that held, of those whose predecessors held. c: a step that verifies "
         f"{result['drafts']} drafts of each request over a step of one token. d: a step of the draft model over it.",
-        f"- possible: E / (c (k + 1) + k d) of the same round. {WANTED_SHARE:.0%} of it are wanted.",
+        "- all run: the gain in the steps from then on until the first request ends. possible: E / (c (k + 1) + k d) "
+        f"of these steps. share: of it that was gained in them; {WANTED_SHARE:.0%} are wanted.",
         "",
         *report.table_head(
-            "text | weights | requests | drafts by | gain | first | k | a | c | d | possible | share | tokens/s"
+            "text | weights | requests | drafts by | gain | first | k | a | c | d | all run | possible | share | "
+            "tokens/s"
         ),
     ]
     for case in result["cases"]:
         rounds, where = case["rounds"], f"{case['workload']} | {case['format']} | {case['requests']}"
-        cost = statistics.median(each["costs"][-1] for each in rounds)
+        cost = rounds[0]["costs"][-1]
         for name, one in rounds[0]["engines"].items():
             if "gain" not in one:
                 continue
             possible = middle(rounds, name, "possible")
             share = statistics.median(
-                each["engines"][name]["gain"] / each["engines"][name]["possible"] for each in rounds
+                each["engines"][name]["full_gain"] / each["engines"][name]["possible"] for each in rounds
             )
-            draft = statistics.median(each["draft_cost"] for each in rounds) if name.startswith("draft_model") else 0.0
+            draft = rounds[0]["draft_cost"] if name.startswith("draft_model") else 0.0
             lines.append(
                 f"| {where} | {name} | {with_interval(rounds, name, 'gain')} | "
                 f"{with_interval(rounds, name, 'first_token')} | "
                 f"{middle(rounds, name, 'drafts'):.2f} | {middle(rounds, name, 'acceptance'):.2f} | {cost:.2f} | "
-                f"{draft:.2f} | {possible:.2f} | {share:.0%} | {middle(rounds, name, 'tokens_per_second'):.1f} |"
+                f"{draft:.2f} | {middle(rounds, name, 'full_gain'):.2f} | {possible:.2f} | {share:.0%} | "
+                f"{middle(rounds, name, 'tokens_per_second'):.1f} |"
             )
-    lines += ["", *peers(result), *wanted(result)]
+    lines += ["", *beside_fixed(result), *peers(result), *wanted(result)]
     return "\n".join(lines) + "\n"
+
+
+def beside_fixed(result: dict[str, Any]) -> list[str]:
+    """Depths that adapt over the fixed one, or none, that was best in the median of the rounds."""
+    lines = []
+    for case in result["cases"]:
+        rounds, names = case["rounds"], case["rounds"][0]["engines"]
+        for name in [name for name in names if any(other.startswith(name + ALWAYS) for other in names)]:
+            fixed = [OFF, *(other for other in names if other.startswith(name + ALWAYS))]
+            best = max(fixed, key=lambda other: middle(rounds, other, "gain"))
+            ratios = [each["engines"][name]["gain"] / each["engines"][best]["gain"] for each in rounds]
+            low, high = min(ratios), max(ratios)
+            lines.append(
+                f"- {case['workload']}, {case['format']}, {case['requests']} requests, {name}: "
+                f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f}) of the best fixed depth ({best})."
+            )
+    return [*lines, ""] if lines else []
 
 
 def peers(result: dict[str, Any]) -> list[str]:
@@ -390,7 +460,7 @@ def peers(result: dict[str, Any]) -> list[str]:
     lines = report.table_head("text | weights | requests | peer | off, tokens/s | on | Quire/peer off | Quire/peer on")
     for case in result["cases"]:
         rounds = case["rounds"]
-        own = [name for name, one in rounds[0]["engines"].items() if "gain" in one and ", always" not in name]
+        own = [name for name, one in rounds[0]["engines"].items() if "gain" in one and ALWAYS not in name]
         best = max(own, key=lambda name: middle(rounds, name, "tokens_per_second"))
         for peer in result["peers"]:
             cells = []
@@ -462,6 +532,8 @@ def main() -> None:
                     one = case.round(number, requests)
                     if number:  # the first one warms up
                         found.append(one)
+            for requests, found in rounds.items():
+                case.add_possible_gains(requests, found)
             case.close()
             cases += [
                 {"workload": workload, "format": form, "requests": requests, "rounds": found}

@@ -149,7 +149,7 @@ class Stream:
             depths = [0] * len(self.requests)
             if adaptive.begin_step(self.requests, MOST, MOST * len(self.requests)) and self.is_known:
                 for index, request in enumerate(self.requests):
-                    depth = adaptive.depth(request)
+                    depth = adaptive.depth(request, MOST)
                     if depth and self.random.random() < self.found[index]:
                         depths[index] = depth
                         adaptive.drafted(request, depth)
@@ -277,6 +277,28 @@ def test_drafts_worth_waiting_for_are_found_out(found: float, num_requests: int)
     assert stream.run(100, choose, adaptive.settle) > 0.8 * best
 
 
+@pytest.mark.parametrize(("longest", "least", "total"), [(MOST, 3, 8), (1, 1, 2)])
+def test_drafts_that_are_not_found_are_left_to_other_requests_if_they_probably_hold(
+    longest: int, least: int, total: int
+) -> None:
+    """Two of four requests find nothing, and the step has room for two drafts of each."""
+    room, requests, draw = 8, Stream(4, [], BFLOAT16).requests, Random(0)
+    adaptive = AdaptiveDepth(lambda starts, most: [1 + 0.02 * count for count in range(most + 1)])
+    for _ in range(40):
+        left, found = room, list[int]()
+        assert adaptive.begin_step(requests, MOST, room)
+        for index, request in enumerate(requests):
+            depth = adaptive.depth(request, left) if left else 0
+            if depth and index % 2:
+                adaptive.drafted(request, depth)
+                held = next((at for at in range(min(depth, longest)) if draw.random() > 0.8), min(depth, longest))
+                adaptive.settle(request, depth, held)
+                found.append(depth)
+                left -= depth
+    assert len(found) == 2
+    assert (min(found) >= least, sum(found)) == (True, total)
+
+
 def test_one_request_whose_drafts_hold_is_worth_waiting_for_beside_many_without_drafts() -> None:
     stream = Stream(16, [0.95] * MOST, CHEAP, None, 2, [1.0] + [0.0] * 15)
     adaptive = AdaptiveDepth(CHEAP, None, 2)
@@ -288,7 +310,7 @@ def test_what_is_read_of_a_request_follows_its_blocks() -> None:
     def step() -> None:
         assert adaptive.begin_step(requests, MOST, MOST * len(requests))
         for request in requests:
-            if depth := adaptive.depth(request):
+            if depth := adaptive.depth(request, MOST):
                 adaptive.drafted(request, depth)
                 is_drafted.append(request.request_id)
 
@@ -351,7 +373,7 @@ def test_a_trial_pays_for_what_its_drafter_has_read() -> None:
         request = Request("a", [0] * 200, SamplingParams(), 2, frozenset(), output_token_ids=[0])
         for _ in range(1000):
             adaptive.begin_step([request], MOST, MOST)
-        assert adaptive.depth(request) == 1
+        assert adaptive.depth(request, MOST) == 1
         before = adaptive._credit
         adaptive.drafted(request, 1)
         adaptive.read_later(request, num_unread)

@@ -290,7 +290,7 @@ def test_calls_of_other_threads_are_made_and_not_recorded() -> None:
 
 
 def test_up_to_so_many_tokens(model: Decoder, num_recorded: list[int | None]) -> None:
-    run = RecordedRun(model)
+    run = RecordedRun(model, num_blocks=recorded_steps.MAX_TOKENS + 1)
     for num_rows in (recorded_steps.MAX_TOKENS + 1, recorded_steps.MAX_TOKENS):
         run.step({row: [row] for row in range(num_rows)})
     assert len(num_recorded) == 1

@@ -91,6 +91,8 @@ class _Drafting:
     """What is known of a request."""
 
     depth: int
+    longest: int = 0  # drafts that pay if others do not find theirs
+    is_finding: bool = False  # drafts were found when it was last asked for them
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY, PRIOR_WEIGHT))
     num_read: int = 0  # tokens that a drafter in the worker has computed, as far as is known here
     is_read: bool = False  # it has drafted with the blocks that it has
@@ -128,7 +130,8 @@ class AdaptiveDepth:
         self.waits = self._is_reading = False
         self.reading_seconds = 0.0
         self._gain, self._found_share = 0.0, 1.0  # of tokens per second, if all drafts are found; and how many are
-        self._num_asked = self._num_found = 0  # drafts of this step
+        self._num_asked = self._num_found = self._num_finding = 0  # drafts of this step, and requests that have some
+        self._more_each = 0  # drafts for a request that found some, of those that others did not find in the last step
         self._depths: list[int] = []  # drafts of this step, of each row that has some
         self._requests: dict[str, _Drafting] = {}
         self._of_all = Acceptance(MEMORY_OF_ALL, PRIOR_WEIGHT_OF_ALL)
@@ -156,7 +159,9 @@ class AdaptiveDepth:
         self._account(has_waited)
         if self._num_asked:
             self._found_share += (self._num_found / self._num_asked - self._found_share) / FOUND_MEMORY
-            self._num_asked = self._num_found = 0
+        num_spare = self._num_asked - self._num_found if self._draft_seconds is None else 0
+        self._more_each = math.ceil(num_spare / max(self._num_finding, 1))
+        self._num_asked = self._num_found = self._num_finding = 0
         num_running = len(running)
         self._num_news += abs(num_running - self._num_running)
         self._num_running = num_running
@@ -171,12 +176,15 @@ class AdaptiveDepth:
         self.waits = bool(self._due) and not has_waited
         return self.waits or has_waited
 
-    def depth(self, request: Request) -> int:
-        """The number of tokens to draft for this request now."""
+    def depth(self, request: Request, most: int) -> int:
+        """The number of tokens to draft for this request now, of the `most` that there is room for: at least 1."""
         drafting = self._drafting(request)
         if drafting.depth:
-            self._num_asked += drafting.depth
-            return drafting.depth
+            longest = max(drafting.longest, drafting.depth)
+            depth = min(drafting.depth + self._more_each * drafting.is_finding, longest, most)
+            drafting.is_finding = False
+            self._num_asked += depth
+            return depth
         return int(request.request_id in self._due)
 
     def drafted(self, request: Request, num_drafts: int) -> None:
@@ -192,6 +200,8 @@ class AdaptiveDepth:
             self.waits = True  # for what becomes of it
         else:
             self._num_found += num_drafts
+            self._num_finding += 1
+            drafting.is_finding = True
         drafting.num_read, drafting.is_read = request.num_tokens, True
 
     def admit(self, request: Request, num_cached: int) -> None:
@@ -310,8 +320,9 @@ class AdaptiveDepth:
         if self._credit > 0 and not any(depths):
             doubt = min(self._credit / (DOUBT_SAVED * self._seconds[0]), 1.0)
             depths, chances_of = self._best(requests, known, prior, doubt)
-        for drafting, depth in zip(known, depths, strict=True):
-            drafting.depth = depth
+        price = self._price(chances_of, depths)
+        for drafting, depth, row in zip(known, depths, chances_of, strict=True):
+            drafting.depth, drafting.longest = depth, sum(chance > price for chance in row)
         least = min((row[depth - 1] for row, depth in zip(chances_of, depths, strict=True) if depth), default=2.0)
         self._depth_of_new = sum(chance >= least for chance in chances(prior)) if not self._reads_late else 0
         self._gain = self._gain_of(chances_of, depths)
@@ -371,6 +382,12 @@ class AdaptiveDepth:
         held = sum(sum(row[:depth]) for row, depth in zip(chances_of, depths, strict=True))
         base = self._seconds[0]
         return (1 + held / len(depths)) * base / (base + self._more_seconds(depths)) - 1
+
+    def _price(self, chances_of: Sequence[Sequence[float]], depths: Sequence[int]) -> float:
+        """The chance with which one of these drafts pays for its time in the step."""
+        count = max(sum(depths), 1)
+        tokens = len(depths) + sum(sum(row[:depth]) for row, depth in zip(chances_of, depths, strict=True))
+        return tokens * (self._seconds[count] - self._seconds[count - 1]) / self._seconds[count]
 
     def _drafting(self, request: Request) -> _Drafting:
         drafting = self._requests.get(request.request_id)

@@ -112,7 +112,7 @@ class Speculation:
         if self._max_tokens is not None and (depth := min(depth, self._max_tokens + 1 - request.num_tokens)) <= 0:
             self._stop(request)
             return ()
-        if self._adaptive is not None and (depth := min(depth, self._adaptive.depth(request))) == 0:
+        if self._adaptive is not None and (depth := self._adaptive.depth(request, depth)) == 0:
             return ()
         return self._proposer.propose(request, depth)[:depth]
 

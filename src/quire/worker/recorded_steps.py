@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 Inputs = TypeVar("Inputs", ForwardBatch, StepTable)
 
-MAX_TOKENS = 32  # with more, Python's time is small beside the kernels'
+MAX_TOKENS = 64  # Python takes about a quarter of such a step of 28 small layers: benchmarks/NOTES.md, 2026-11-28
 _MIN_TABLE_WIDTH = 64
 # Fields of ForwardBatch that may be no tensors: then they must be the object that was there when the calls were
 # recorded. All others are copied.
