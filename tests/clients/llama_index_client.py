@@ -35,7 +35,7 @@ calling: dict[str, Any] = {"tools": [tool], "user_msg": question, "tool_choice":
 *_, last = caller.stream_chat_with_tools(**calling)
 (streamed_call,) = caller.get_tool_calls_from_response(last)
 typed = caller.as_structured_llm(Entry)
-*_, last_typed = typed.stream_complete(question)
+*_, last_typed = typed.stream_chat([ChatMessage(content=question)])
 answers = {
     "text": plain.complete(text).text,
     "streamed_text": "".join(part.delta for part in plain.stream_complete(text)),
