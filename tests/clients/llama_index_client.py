@@ -34,15 +34,12 @@ calling: dict[str, Any] = {"tools": [tool], "user_msg": question, "tool_choice":
 (call,) = caller.get_tool_calls_from_response(caller.chat_with_tools(**calling))
 *_, last = caller.stream_chat_with_tools(**calling)
 (streamed_call,) = caller.get_tool_calls_from_response(last)
-typed = caller.as_structured_llm(Entry)
-*_, last_typed = typed.stream_complete(question)
 answers = {
     "text": plain.complete(text).text,
     "streamed_text": "".join(part.delta for part in plain.stream_complete(text)),
     "chat": chat.complete(question).text,
     "streamed_chat": "".join(part.delta or "" for part in chat.stream_chat([ChatMessage(content=question)])),
-    "typed": typed.complete(question).raw.model_dump(),
-    "streamed_typed": last_typed.raw.model_dump(),
+    "typed": caller.as_structured_llm(Entry).complete(question).raw.model_dump(),
     "called": call.tool_kwargs,
     "streamed_call": streamed_call.tool_kwargs,
 }

@@ -148,7 +148,6 @@ def test_llama_index(server: Serve) -> None:
     assert found["chat"] == found["streamed_chat"] == answer()
     for each in ("typed", "called", "streamed_call"):
         Entry.model_validate(found[each])
-    assert found["streamed_typed"] == found["typed"]
 
 
 def test_litellm(server: Serve) -> None:
@@ -167,7 +166,7 @@ def test_litellm(server: Serve) -> None:
             form = "response_format" in asked
             for message in (whole, built):
                 Entry.model_validate_json(message.content if form else message.tool_calls[0].function.arguments)
-            assert built.content == whole.content
+            assert (built.content or "") == (whole.content or "")
     text_options = {"model": f"text-completion-openai/{MODEL}", "prompt": TEXT, **options}
     assert litellm.text_completion(**text_options).choices[0].text == _expected(TEXT)
     parts = [chunk.choices[0].text or "" for chunk in litellm.text_completion(stream=True, **text_options)]

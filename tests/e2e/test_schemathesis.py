@@ -103,7 +103,7 @@ def test_a_wrong_refusal_is_found() -> None:
 
     entries = [
         entry('{"a": 1}', "a is odd"),
-        entry('{"a": 1}', "the prompt is too long"),
+        entry('{"a": 1}', "the maximum context length is 5 tokens"),
         entry('{"a": 1}', "a is odd", status=404),
         entry('{"a": "1"}', "a is odd"),
         entry("{", "no JSON"),

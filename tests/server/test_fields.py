@@ -97,7 +97,9 @@ def test_sampling_fields_exist_in_both():
         (b'{"prompt": "\\ud800"}', None),
         (b'{"prompt": "x", "temperature": NaN}', None),
         (b'{"prompt": "x", "temperature": 1e400}', "temperature"),
-        (b'{"prompt": "x", "max_tokens": 1.0}', "max_tokens"),
+        (b'{"prompt": "x", "max_tokens": 1.5}', "max_tokens"),
+        (b'{"prompt": "x", "max_tokens": 1.0, "n": true}', "n"),
+        (b'{"prompt": [1.0, 1.5]}', "prompt[1]"),
         (b'{"prompt": "x", "max_tokens": true}', "max_tokens"),
         (b'{"prompt": "x", "max_tokens": "1"}', "max_tokens"),
         (b'{"prompt": "x", "stop": ["a", 1]}', "stop[1]"),
@@ -110,6 +112,16 @@ def test_malformed_bodies(body, param):
     with pytest.raises(InvalidRequestError) as error:
         decoder.decode(body)
     assert error.value.param == param
+
+
+def test_a_number_without_a_fraction_is_an_integer():
+    """As in JSON Schema; what is no integer by its type stays as it was written."""
+    decoder, _, _ = COMPLETION
+    body, _ = decoder.decode(b'{"prompt": [[1.0, 2], [3e0]], "max_tokens": 1e2, "temperature": 1.0}')
+    assert repr((body.prompt, body.max_tokens, body.temperature)) == "([[1, 2], [3]], 100, 1.0)"
+    decoder, _, _ = CHAT
+    body, _ = decoder.decode(b'{"messages": [{"role": "user", "content": "x", "a": 1.0}], "top_k": 5.0}')
+    assert repr((body.messages[0]["a"], body.top_k)) == "(1.0, 5)"
 
 
 def depth(value: object) -> int:

@@ -10,6 +10,7 @@ import pytest
 from starlette.routing import Route
 
 from quire.frontend.echo_client import EchoClient
+from quire.frontend.live_limits import live_limits
 from quire.messages import EngineProgress
 from quire.server.openapi import build
 from quire.server.protocol.chat import ChatRequest
@@ -68,7 +69,8 @@ def test_routes_are_those_of_the_app(server):
 
 
 def test_the_document_is_served_and_refers_to_what_is_there(server):
-    assert server.http.get("/openapi.json").json() == DOCUMENT
+    bounds, settings = SchemaBounds(LIMITS), AppSettings(("m",))
+    assert server.http.get("/openapi.json").json() == build(bounds, settings, live_limits(server.engine.ready))
     references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(DOCUMENT)))
     assert references == set(DOCUMENT["components"]["schemas"])
 
