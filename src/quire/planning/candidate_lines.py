@@ -113,7 +113,7 @@ class RankedPlan:
         if has_price:
             yield "per M: the price of a million tokens of answers, if there are always enough requests."
         if any(not row.is_runnable for row in rows):
-            yield "* is planned: no version runs a copy on several devices yet."
+            yield "* is planned: this version shares a copy among CPUs, and not yet among GPUs."
 
     def _best(self, best: Candidate) -> Iterator[str]:
         command = " ".join(("quire serve", shlex.quote(self.model_name), *best.flags))
