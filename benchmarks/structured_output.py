@@ -61,7 +61,8 @@ REFUSED: dict[str, dict[str, Any]] = {
         "unevaluatedProperties": False,
     },
     "unevaluatedItems": {
-        "type": "array", "maxItems": 3, "anyOf": [{"prefixItems": [COUNT]}, {"prefixItems": [TEXT, TEXT]}],
+        "type": "array", "minItems": 2, "maxItems": 3,
+        "anyOf": [{"prefixItems": [COUNT]}, {"prefixItems": [TEXT, TEXT]}],
         "unevaluatedItems": False,
     },
     "oneOf that overlaps": {"oneOf": [COUNT, {"type": "integer", "minimum": 2, "maximum": 5}]},
