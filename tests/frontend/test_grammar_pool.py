@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -114,6 +115,32 @@ def test_a_stack_that_overflows_is_the_fault_of_the_constraint() -> None:
         assert await pool.grammar(DIGITS) == grammar_text(DIGITS)
 
     in_pool(use)
+
+
+COMPILE = """
+import threading
+from quire import demo
+from quire.grammar.matchers import Grammars
+from quire.grammar.text import grammar_text
+from tests.frontend.test_grammar_pool import nested
+
+threading.stack_size(2 << 20)
+grammars = Grammars(4096)
+grammars.use_tokenizer((demo.path("target") / "tokenizer.json").read_text(), [0])
+preparation = grammars.prepare(grammar_text(nested(300)))
+preparation.work.result()
+"""
+
+
+def test_what_passes_does_not_end_an_engine_whose_threads_have_small_stacks() -> None:
+    """As where the limit of stacks is lifted: a thread has 2 MiB then."""
+
+    async def use(pool: GrammarPool) -> None:
+        assert await pool.grammar(nested(300))
+
+    in_pool(use)
+    child = subprocess.run([sys.executable, "-c", COMPILE], cwd=Path(__file__).parents[2], check=False, timeout=100)
+    assert child.returncode == 0
 
 
 def test_a_slow_constraint_ends_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -273,6 +274,12 @@ def test_work_that_grows_with_the_square_is_counted(schema: Schema, monkeypatch:
     monkeypatch.setattr(schemas, "MAX_WORK", 20_000)
     with pytest.raises(InvalidRequestError, match="in more ways than can be looked at"):
         grammar_text(Structured(json=schema))
+
+
+def test_a_schema_in_itself_may_have_a_large_enum() -> None:
+    kinds = [f"a kind of some length {at}" for at in range(3000)]
+    tree = {"properties": {"kind": {"enum": kinds}, "in": {"type": "array", "items": {"$ref": "#"}}}}
+    assert takes(matcher_of({"type": "object", **tree}), json.dumps({"kind": kinds[-1], "in": [{"kind": kinds[0]}]}))
 
 
 @pytest.mark.parametrize(

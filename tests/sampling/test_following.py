@@ -52,7 +52,7 @@ def test_the_highest_of_all_tokens(num_ranks: int) -> None:
     def sampled(group: SharedMemoryGroup) -> SampledTokens:
         share = Share(group.rank, (tuple(own),), (VOCAB,))
         sampler = SharedSampler(state_of(*[SamplingParams(temperature=0.0)] * 9), "raw_logprobs", group, share)
-        assert sampler.takes_parts(len(rows))
+        assert sampler.takes_parts(rows)
         launched = sampler.launch(logits_RV[:, own[group.rank].start : own[group.rank].stop], rows, ())
         return launched.finish(iter(launched.tensors()))
 
@@ -64,7 +64,7 @@ def test_the_highest_of_all_tokens(num_ranks: int) -> None:
 
 def test_what_needs_the_logits_of_all_tokens() -> None:
     group, share = groups_of(2)[0], Share(0, ((range(64), range(64, VOCAB)),), (VOCAB,))
-    greedy = SamplingParams(temperature=0.0)
+    greedy, greedy_rows = SamplingParams(temperature=0.0), [0] * FEWEST_OF_PARTS
     for kind in (
         SamplingParams(temperature=1.0, seed=1),
         SamplingParams(temperature=0.0, logprobs=0),
@@ -75,11 +75,12 @@ def test_what_needs_the_logits_of_all_tokens() -> None:
     ):
         state = state_of(greedy)
         sampler = SharedSampler(state, "raw_logprobs", group, share)
-        assert sampler.takes_parts(FEWEST_OF_PARTS)
-        assert not sampler.takes_parts(FEWEST_OF_PARTS - 1)
+        assert sampler.takes_parts(greedy_rows)
+        assert not sampler.takes_parts(greedy_rows[1:])
         state.add_row(1, kind, [5], [], [7])
-        assert not sampler.takes_parts(FEWEST_OF_PARTS), kind
+        assert sampler.takes_parts(greedy_rows), kind
+        assert not sampler.takes_parts([*greedy_rows, 1]), kind
         state.remove_row(1)
-        assert sampler.takes_parts(FEWEST_OF_PARTS), kind
+        assert sampler.takes_parts([*greedy_rows, 1]), kind
     empty = Share(0, ((range(VOCAB), range(VOCAB, VOCAB)),), (VOCAB,))
-    assert not SharedSampler(state_of(greedy), "raw_logprobs", group, empty).takes_parts(FEWEST_OF_PARTS)
+    assert not SharedSampler(state_of(greedy), "raw_logprobs", group, empty).takes_parts(greedy_rows)

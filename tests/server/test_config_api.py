@@ -189,7 +189,7 @@ def test_the_engine_obeys(running: RunningServer) -> None:
         ({"slo_itl": [1]}, "slo_itl", "500ms, 1.5s, or a number of seconds"),
         ({"slo_ttft": True}, "slo_ttft", "500ms, 1.5s, or a number of seconds"),
         ({"slo_ttft": "9ms"}, "slo_ttft", "Expected at least 10ms; 12ms is reached"),
-        ({"slo_attainment": 1.0}, "slo_attainment", "Expected 0.5 to 0.9999"),
+        ({"slo_attainment": 1.0}, "slo_attainment", "is out of its bounds"),
         ({"slo_attainment": "0.9"}, "slo_attainment", "is not a share"),
         ({"slo": "itl=50ms"}, "slo", "cannot be moved while serving"),
         ({}, None, "Nothing is to be moved"),

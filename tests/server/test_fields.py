@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import InvalidRequestError, UnsupportedFieldError
-from quire.server.limits import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, check_nesting
+from quire.server.limits import (
+    MAX_EXTREME_NUMBERS,
+    MAX_JSON_CONTAINERS,
+    MAX_JSON_DEPTH,
+    check_nesting,
+    check_numbers,
+)
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import SAMPLING_FIELDS, GenerationRequest
 from quire.server.protocol.completions import CompletionRequest
@@ -155,6 +161,17 @@ def test_nesting_is_counted_outside_strings(tree, levels, ascii_only):
 def test_too_many_containers():
     with pytest.raises(InvalidRequestError, match="too many"):
         check_nesting(b"[" + b"[]," * MAX_JSON_CONTAINERS + b"[]]")
+
+
+def test_many_numbers_near_the_limits_of_a_double_are_refused():
+    extreme = b",".join([b"1e308"] * MAX_EXTREME_NUMBERS)
+    check_numbers(b'{"stop_token_ids": [' + extreme + b"]}")
+    for more in (b"1E+308", b"-1.5e-308", b"1e0300", b"0.1e99999"):
+        with pytest.raises(InvalidRequestError, match="too many numbers"):
+            check_numbers(b'{"stop_token_ids": [' + extreme + b", " + more + b"]}")
+    for usual in (b"1e30", b"2e-27", b"12"):
+        check_numbers(b"[" + extreme + b", " + usual + b"]")
+    check_numbers(json.dumps({"prompt": "e308, 1e3081e308 " * 5000}).encode())
 
 
 def test_a_long_value_is_not_told_back():

@@ -12,12 +12,10 @@ from collections.abc import Callable
 import msgspec
 
 from quire.frontend import bounded_process
-from quire.grammar.compiled import compiled_matcher, vocabulary
+from quire.grammar.compiled import STACK_BYTES, compiled_matcher, vocabulary
 from quire.grammar.text import grammar_text
 from quire.messages import UseTokenizer
 from quire.sampling_params import StructuredOutputsParams
-
-STACK_BYTES = 4 << 20  # half of what a thread of the engine has: a grammar that passes here does not end the engine
 
 
 class Vocabulary(msgspec.Struct):
@@ -32,7 +30,8 @@ class Vocabulary(msgspec.Struct):
 def main() -> None:
     """Serve the socket on standard input until it ends."""
     _, most = resource.getrlimit(resource.RLIMIT_STACK)
-    num_bytes = STACK_BYTES if most == resource.RLIM_INFINITY else min(STACK_BYTES, most)
+    half = STACK_BYTES // 2
+    num_bytes = half if most == resource.RLIM_INFINITY else min(half, most)
     resource.setrlimit(resource.RLIMIT_STACK, (num_bytes, most))
     bounded_process.run(Vocabulary, _compiler)
 

@@ -110,7 +110,7 @@ def _check(name: str, value: Any, limits: Mapping[str, LiveLimit], ready: Engine
             check_reachable(name, seconds, pace.fastest_step, pace.usual_step, InvalidRequestError)
         return
     is_share = name == "slo_attainment"
-    if isinstance(value, bool) or not isinstance(value, float if is_share else int):
+    if isinstance(value, bool) or not isinstance(value, int | float if is_share else int):
         what = f"{name} is not a {'share' if is_share else 'whole number'}"
         raise InvalidRequestError(what, value=value, expected=limit.bounds, param=name)
     if not limit.minimum <= value <= limit.maximum:

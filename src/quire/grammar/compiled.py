@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
+# A thread of an engine that compiles grammars has this stack: each reference in a schema takes some KiB of it. The
+# process that tries grammars has half, so a grammar that passes there does not end an engine.
+STACK_BYTES = 8 << 20
+
+
 def vocabulary(tokenizer: str, eos_token_ids: Sequence[int], vocab_size: int) -> LLTokenizer:
     """The vocabulary that grammars are compiled for. It holds Python's lock: 20 ms for 4,000 tokens, 0.8 s for 150,000.
 

@@ -5,6 +5,7 @@ Dimensions: M masks, V vocabulary, W = ceil(V / 32) words of a mask.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,7 @@ from weakref import WeakSet, WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.grammar.compiled import compiled_matcher, first_line, vocabulary
+from quire.grammar.compiled import STACK_BYTES, compiled_matcher, first_line, vocabulary
 from quire.grammar.kept import Kept
 
 if TYPE_CHECKING:
@@ -112,6 +113,17 @@ class Preparation:
         return self.work.result()
 
 
+def _thread_with_stack() -> ThreadPoolExecutor:
+    """A thread with STACK_BYTES, whatever the system gives others: 2 MiB where the limit of stacks is lifted."""
+    others = threading.stack_size(STACK_BYTES)
+    try:
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-grammars")
+        thread.submit(int).result()  # it begins now
+    finally:
+        threading.stack_size(others)
+    return thread
+
+
 class Grammars:
     """Compiles grammars on a thread of its own, for requests that wait beside the queue.
 
@@ -125,7 +137,7 @@ class Grammars:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-grammars")
+        self._thread = _thread_with_stack()
         self._kept: Kept[_Compiled] = Kept(_MAX_BYTES, _num_bytes)
         self._alive: WeakValueDictionary[str, _Compiled] = WeakValueDictionary()  # whoever keeps them
         self._waiting: deque[Preparation] = deque()

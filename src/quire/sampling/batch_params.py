@@ -90,10 +90,10 @@ class SamplingState:
         """Count more tokens for each of the rows, which are distinct. `learn_token` gives their ids later."""
         self.num_output_tokens_C[rows_R] += count
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether each row takes the highest of its logits, and nothing else is asked of them."""
-        return not (self.num_random or self.filters or self.penalties or self.constrained or self.num_logprobs)
+    def are_greedy(self, rows: Sequence[int]) -> bool:
+        """Whether each of these rows takes the highest of its logits, and nothing else is asked of them."""
+        others = (self.filters, self.penalties, self.constrained, self.num_logprobs)
+        return not self.temperature_C[rows].any() and all(map(set(rows).isdisjoint, others))
 
     @property
     def follows_tokens(self) -> bool:

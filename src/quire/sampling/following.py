@@ -45,8 +45,9 @@ class SharedSampler(Sampler):
         self._first_token = 0 if own is None else own.start
         self._has_parts = vocab_share is not None and min(vocab_share.widths(0)) > 0
 
-    def takes_parts(self, num_rows: int) -> bool:
-        return num_rows >= FEWEST_OF_PARTS and self._group is not None and self._has_parts and self.state.is_greedy
+    def takes_parts(self, rows: Sequence[int]) -> bool:
+        is_possible = self._group is not None and self._has_parts
+        return is_possible and len(rows) >= FEWEST_OF_PARTS and self.state.are_greedy(rows)
 
     def host_parameters(
         self, rows: NDArray[np.int64], offsets_R: NDArray[np.int64] | None = None
@@ -66,7 +67,7 @@ class SharedSampler(Sampler):
         Args:
             logits_RV: of the tokens that this rank has, if it `takes_parts`.
         """
-        if self.takes_parts(len(rows)):
+        if self.takes_parts(rows):
             return self._launch_greedy(logits_RV, rows)
         if not self._is_first:
             told_R2 = self._tell(torch.empty((len(rows), 0), dtype=torch.int64))

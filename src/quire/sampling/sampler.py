@@ -124,7 +124,7 @@ class Sampler:
         """int32: which of several ranks samples each row; None: the first one samples all."""
         return None
 
-    def takes_parts(self, num_rows: int) -> bool:
+    def takes_parts(self, rows: Sequence[int]) -> bool:
         """Whether `launch` takes logits of the tokens that this rank has, instead of those of all tokens."""
         return False
 

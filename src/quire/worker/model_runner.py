@@ -221,7 +221,7 @@ class ModelRunner:
         self._count_experts(result)
         launched = _Launched(sampling.tolist(), drafts)
         if is_sampling:
-            owners_R, is_joined = self.sampler.owners(sampled_rows), not self.sampler.takes_parts(len(sampled_rows))
+            owners_R, is_joined = self.sampler.owners(sampled_rows), not self.sampler.takes_parts(sampled_rows)
             logits_RV = self.forward_pass.logits(staged, hidden_TD, owners_R, is_joined)
             forwarded = device.mark()
             if inputs.sampling.needs_tokens(sampled_rows):

@@ -28,7 +28,7 @@ _MIN_TABLE_WIDTH = 64
 # Fields of ForwardBatch that may be no tensors: then they must be the object that was there when the calls were
 # recorded. All others are copied.
 _UNCOPIED_FIELDS = frozenset({"adapter_slots_T", "caches", "host", "hidden_TD"})
-_MOST_RECORDINGS = 128  # with lanes; without, there are fewer
+_MOST_RECORDINGS = 256  # with lanes; without, there are 128: each number of tokens, with and without adapters
 
 # Tokens, whether a row has an adapter, and the tokens of each lane.
 _Size = tuple[int, bool, tuple[int, ...]]
@@ -90,9 +90,10 @@ class RecordedSteps:
             logger.debug("steps are not recorded: the model does more than kernel calls")
             self._is_possible = False
         else:
-            if len(self._recordings) >= _MOST_RECORDINGS:
+            size = _size_of(batch)
+            if size not in self._recordings and len(self._recordings) >= _MOST_RECORDINGS:
                 del self._recordings[next(iter(self._recordings))]
-            self._recordings[_size_of(batch)] = _Recording(residual_TD, own, result_TD, calls)
+            self._recordings[size] = _Recording(residual_TD, own, result_TD, calls)
         return result_TD
 
 

@@ -137,6 +137,7 @@ REFUSED_IN_DETOKENIZE: dict[str, Refusal] = {
 }
 # A neutral value is never longer than this, so a longer one need not be decoded.
 _MAX_NEUTRAL_BYTES = 64
+_WIDEST_INTEGER = 2**64  # no field takes a larger one
 _MAX_TYPE_ERROR_CHARS = 200
 
 
@@ -176,7 +177,10 @@ class BodyDecoder(Generic[T]):
         except msgspec.ValidationError as error:
             if "got `float`" not in str(error):
                 raise
-        fields = msgspec.json.decode(body)
+            try:
+                fields = msgspec.json.decode(body)
+            except msgspec.MsgspecError:  # of a value that no field has; the first error names a field
+                raise error from None
         for name in self._with_integers:
             if name in fields:
                 fields[name] = with_integers(fields[name])
@@ -222,7 +226,8 @@ def with_integers(value: Any) -> Any:
         return [with_integers(each) for each in value]
     if isinstance(value, dict):
         return {name: with_integers(each) for name, each in value.items()}
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    is_integer = isinstance(value, float) and value.is_integer() and abs(value) <= _WIDEST_INTEGER
+    return int(value) if is_integer else value
 
 
 def _wrong_type(message: str) -> InvalidRequestError:
