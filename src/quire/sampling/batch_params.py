@@ -93,7 +93,7 @@ class SamplingState:
     def are_greedy(self, rows: Sequence[int]) -> bool:
         """Whether each of these rows takes the highest of its logits, and nothing else is asked of them."""
         others = (self.filters, self.penalties, self.constrained, self.num_logprobs)
-        return not self.temperature_C[rows].any() and all(map(set(rows).isdisjoint, others))
+        return not self.temperature_C[rows].any() and all(set(rows).isdisjoint(each) for each in others)
 
     @property
     def follows_tokens(self) -> bool:
