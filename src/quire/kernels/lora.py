@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -113,16 +112,9 @@ def empty_deltas(shapes: Sequence[DeltaShape], dtype: torch.dtype) -> list[Packe
         piece = mmap.mmap(-1, end * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:  # of a file it would mean something else
         raise MemoryError(f"no memory for {end} elements of an adapter") from error
-    _ask_for_huge_pages(piece)
     memory = torch.frombuffer(piece, dtype=dtype)
+    cpu.advise_huge_pages(memory)
     return [PackedDelta(shape, memory, *places[2 * i : 2 * i + 2]) for i, shape in enumerate(shapes)]
-
-
-def _ask_for_huge_pages(piece: mmap.mmap) -> None:
-    """A system without them refuses, and the memory is the same with small pages."""
-    if (advice := getattr(mmap, "MADV_HUGEPAGE", None)) is not None:  # Linux
-        with suppress(OSError):
-            piece.madvise(advice)
 
 
 def pack_factors(source: Tensor, factors: Sequence[Sequence[int]], memory: Tensor) -> None:

@@ -92,8 +92,8 @@ class SamplingState:
 
     def are_greedy(self, rows: Sequence[int]) -> bool:
         """Whether each of these rows takes the highest of its logits, and nothing else is asked of them."""
-        others = (self.filters, self.penalties, self.constrained, self.num_logprobs)
-        return not self.temperature_C[rows].any() and all(set(rows).isdisjoint(each) for each in others)
+        asked, others = set(rows), (self.filters, self.penalties, self.constrained, self.num_logprobs)
+        return not self.temperature_C[rows].any() and all(asked.isdisjoint(each) for each in others)
 
     @property
     def follows_tokens(self) -> bool:
