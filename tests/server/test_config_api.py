@@ -231,6 +231,20 @@ def test_both_limits_move_together() -> None:
         assert (server.engine.ready.max_num_seqs, server.engine.ready.max_num_batched_tokens) == (16, 64)
 
 
+def test_the_description_has_the_bounds_of_the_present_engine() -> None:
+    def most() -> int:
+        path = server.http.get("/openapi.json").json()["paths"]["/v1/config"]["post"]
+        properties = path["requestBody"]["content"]["application/json"]["schema"]["properties"]
+        return int(properties["max_num_seqs"]["maximum"])
+
+    first, second = demo_ready(max_num_seqs=512), demo_ready(max_num_seqs=64)
+    with _server(first) as server:
+        assert most() == 512
+        server.run(lambda: server.client.push(second))
+        server.wait_for(lambda: server.engine.ready is second, "the next engine")
+        assert most() == 64
+
+
 def test_before_the_engine_is_ready() -> None:
     with RunningServer(EchoClient(is_ready=False), waits_for_engine=False) as server:
         assert server.http.get("/v1/config").status_code == 503

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from types import MappingProxyType, UnionType
 from typing import Any
 
@@ -320,7 +320,7 @@ def _operation(
 
 
 def routes(state: ServerState) -> list[Route]:
-    """The two routes. Both answers are made once, and again with the limits that the engine has resolved."""
+    """The two routes. Both answers are made once, and again when an engine has other limits or a limit has moved."""
     settings = state.settings
     has_start_token = state.tokenizer is not None and bool(state.tokenizer.encode("", add_special_tokens=True))
     limits = state.engine.input_processor.limits
@@ -334,18 +334,21 @@ def routes(state: ServerState) -> list[Route]:
         bounds_reasoning=bounds_reasoning(state),
     )
 
-    @cache
-    def pages(is_ready: bool) -> tuple[bytes, bytes]:
-        ready = state.engine.ready if is_ready else None
-        document = build(bounds, settings, {} if ready is None else live_limits(ready))
+    @lru_cache(maxsize=1)
+    def pages(limits: tuple[tuple[str, LiveLimit], ...]) -> tuple[bytes, bytes]:
+        document = build(bounds, settings, dict(limits))
         return msgspec.json.encode(document), render(document).encode()
 
+    def present_pages() -> tuple[bytes, bytes]:
+        ready = state.engine.ready
+        return pages(() if ready is None else tuple(live_limits(ready).items()))
+
     async def openapi(request: Request) -> Response:
-        description, _ = pages(state.engine.ready is not None)
+        description, _ = present_pages()
         return Response(description, media_type="application/json")
 
     async def docs(request: Request) -> Response:
-        _, page = pages(state.engine.ready is not None)
+        _, page = present_pages()
         return Response(page, headers=PAGE_HEADERS, media_type="text/html; charset=utf-8")
 
     return [Route("/openapi.json", openapi, methods=["GET"]), Route("/docs", docs, methods=["GET"])]
