@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from quire.sampling_params import StructuredOutputsParams as Structured
 from quire.scheduler.scheduler import Scheduler
 from tests.covering import in_turn
 from tests.engine.heads import write_mimo
+from tests.examples import IS_FULL
 from tests.grammar.test_generate import SETTINGS
 from tests.grammar.test_sameness import DRAFTERS, NGRAM
 
@@ -122,7 +124,7 @@ def test_adapters() -> None:
     of_requests = [adapter if index % 2 else None for index in range(len(REQUESTS))]
     how: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
     expected, num_slow_steps = stepped(of_requests, **how)
-    for drafter in ("none", "EAGLE-3", "draft model"):
+    for drafter in ("none", "EAGLE-3", *(["draft model"] if IS_FULL else [])):
         drafting = {"speculative_config": DRAFTS[drafter], "async_scheduling": True}
         jumped, num_steps = answers(LLM(dtype="float32", **SETTINGS, **how, **drafting), of_requests)
         assert jumped == expected, drafter
@@ -139,7 +141,10 @@ def with_few_blocks() -> list[Any]:
 
 @pytest.mark.parametrize(
     ("drafter", "async_scheduling"),
-    in_turn([[(drafter,)] for drafter in ("none", "EAGLE-3", "draft model")], [True, False]),
+    [
+        pytest.param(*case, marks=() if case in (("none", True), ("EAGLE-3", False)) else pytest.mark.slow)
+        for case in product(("none", "EAGLE-3", "draft model"), (True, False))
+    ],
 )
 def test_few_blocks_and_short_steps(drafter: str, async_scheduling: bool, with_few_blocks: list[Any]) -> None:
     """Requests are preempted, and a span is computed in several steps."""

@@ -30,13 +30,18 @@ def num_drafts(engine: LLM) -> float:
     return metric.value
 
 
+@pytest.fixture(scope="module")
+def plainly() -> list[Any]:
+    """By the demo model, without a drafter."""
+    return answers(LLM(dtype="float32", **SETTINGS))
+
+
 @pytest.mark.parametrize(
     ("drafter", "async_scheduling"), in_turn([[(drafter,)] for drafter in DRAFTERS], [True, False])
 )
-def test_drafters(drafter: str, async_scheduling: bool, tmp_path: Path) -> None:
+def test_drafters(drafter: str, async_scheduling: bool, tmp_path: Path, plainly: list[Any]) -> None:
     """Drafts follow the grammar, and its state advances with the accepted ones."""
     model = {"model": str(write_mimo(tmp_path))} if drafter == "MTP" else {}
-    plain = LLM(dtype="float32", **SETTINGS, **model)
     drafting = LLM(
         dtype="float32",
         **SETTINGS,
@@ -45,7 +50,7 @@ def test_drafters(drafter: str, async_scheduling: bool, tmp_path: Path) -> None:
         async_scheduling=async_scheduling,
         disable_log_stats=False,
     )
-    expected = answers(plain)
+    expected = answers(LLM(dtype="float32", **SETTINGS, **model)) if model else plainly
     assert answers(drafting) == expected
     assert num_drafts(drafting) > 0
 
@@ -59,7 +64,16 @@ def written(name: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-order-zeros", "w4a16", "w8a8", "GGUF"])
+SLOW_FORMS = {"awq", "w4a16"}  # groups of 4-bit codes, as GPTQ's are
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW_FORMS else ())
+        for name in ("awq", "gptq-order-zeros", "w4a16", "w8a8", "GGUF")
+    ],
+)
 def test_forms_of_weights(name: str, tmp_path: Path) -> None:
     """Few rows, short steps and drafts give the tokens of one batch."""
     model = written(name, tmp_path)

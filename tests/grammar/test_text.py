@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -248,6 +249,13 @@ SEPARATED = {"type": "tags_with_separator", "tags": TAGS, "separator": ";"}
 ANY = {"type": "any_text"}
 
 
+@cache
+def with_special_tokens(special: tuple[str, ...]) -> Tokenizer:
+    backend = copy.deepcopy(TOKENIZER.backend)
+    backend.add_special_tokens(list(special))
+    return Tokenizer(backend, special_tokens=TOKENIZER.special_tokens)
+
+
 @pytest.mark.parametrize("special", [(), ("<f>", "<g>", "</f>", "<|x|>")])
 @pytest.mark.parametrize(
     ("form", "allowed", "forbidden"),
@@ -279,9 +287,7 @@ def test_forms_of_a_structural_tag(
     form: Any, allowed: list[str], forbidden: list[str], special: tuple[str, ...]
 ) -> None:
     """Whether its tags are special tokens or not."""
-    backend = copy.deepcopy(TOKENIZER.backend)
-    backend.add_special_tokens(list(special))
-    tokenizer = Tokenizer(backend, special_tokens=TOKENIZER.special_tokens)
+    tokenizer = with_special_tokens(special)
     grammar = grammar_text(Structured(structural_tag=json.dumps({"format": form})), tokenizer.special_ids)
     for answer in allowed:
         assert allows(grammar, answer, tokenizer), answer

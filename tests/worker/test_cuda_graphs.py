@@ -244,12 +244,17 @@ def test_the_largest_is_captured_first_into_one_pool() -> None:
 
 
 @pytest.fixture
-def thawed() -> Iterator[None]:
-    """Without the objects that tests/conftest.py has frozen, and counted once."""
+def nothing_frozen() -> Iterator[None]:
+    """The objects that tests/conftest.py has frozen do not count. The captures thaw them too: to look at all of them
+    takes seconds, so that is done once, by the test.
+    """
+    count = gc.get_freeze_count.__wrapped__  # type: ignore[attr-defined]
+    num_before = count()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "get_freeze_count", gc.get_freeze_count.__wrapped__)  # type: ignore[attr-defined]
-        gc.unfreeze()
+        patch.setattr(gc, "get_freeze_count", lambda: max(0, count() - num_before))
+        gc.disable()
         yield
+        gc.enable()
     gc.freeze()
 
 
@@ -259,7 +264,7 @@ def test_what_is_captured_is_freed_with_its_owner(
 ) -> None:
     """Also from a reference cycle; objects that others have frozen stay frozen."""
     if not is_frozen_by_others:
-        request.getfixturevalue("thawed")
+        request.getfixturevalue("nothing_frozen")
     monkeypatch.setitem(globals(), "demo_model", demo_model.__wrapped__)  # a model of its own
     setup = Setup()
     cycle = [setup, setup.graphs]

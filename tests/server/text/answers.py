@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import count, groupby
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from quire import demo
 from quire.frontend.tokenizer import Tokenizer
@@ -68,10 +69,20 @@ def calls_of(events: list[Event]) -> list[tuple[str, str, str]]:
 TOKENIZER = Tokenizer.from_folder(demo.path("target"))
 
 
-def matcher_of(grammar: str, tokenizer: Tokenizer = TOKENIZER) -> LLMatcher:
+@lru_cache(maxsize=8)
+def _vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
     end = tokenizer.token_to_id("<|im_end|>")
     assert end is not None
-    return compiled_matcher(vocabulary(tokenizer.backend.to_str(), [end], tokenizer.vocab_size), grammar)
+    return vocabulary(tokenizer.backend.to_str(), [end], tokenizer.vocab_size)
+
+
+@lru_cache(maxsize=8)
+def _compiled(grammar: str, tokenizer: Tokenizer) -> LLMatcher:
+    return compiled_matcher(_vocabulary(tokenizer), grammar)
+
+
+def matcher_of(grammar: str, tokenizer: Tokenizer = TOKENIZER) -> LLMatcher:
+    return _compiled(grammar, tokenizer).deep_copy()
 
 
 def allows(grammar: str, text: str, tokenizer: Tokenizer = TOKENIZER) -> bool:
