@@ -11,8 +11,8 @@ Every round starts an engine for each model and format, calibrates it from nothi
 steps, and short runs of real requests. The rounds take turns over models and formats, so that the noise of the machine
 shows: `noise` compares the same step in one round and the next. Predictions of steps use only the calibration.
 Predictions of requests come from the engine after it has answered the same load once, so running steps have corrected
-the model. A load comes half a second after the one before. Then each load is run once, and loads with few prompt tokens several times. A cell is a load of one model in
-one format.
+the model. Then each load is run once, and loads with few prompt tokens several times; each comes half a second after
+the one before. A cell is a load of one model in one format.
 
 --save writes benchmarks/results/HARDWARE/predict_DATE.md and .json. --record writes the steps into FOLDER/MODEL.json,
 for tests/cost/test_recorded.py. --rescore predicts recorded steps again without measuring, and writes the errors into
