@@ -11,10 +11,10 @@ Every round starts an engine for each model and format, calibrates it from nothi
 steps, and short runs of real requests. The rounds take turns over models and formats, so that the noise of the machine
 shows: `noise` compares the same step in one round and the next. Predictions of steps use only the calibration.
 Predictions of requests come from the engine after it has answered the same load once, so running steps have corrected
-the model. Then each load is run once, and loads with few prompt tokens several times; each comes half a second after
-the one before. A cell is a load of one model in one format.
+the model. Then each load is run once, and loads with few prompt tokens several times; each comes after a pause of the
+engine. A cell is a load of one model in one format.
 
---save writes benchmarks/results/HARDWARE/predict_DATE.md and .json. --record writes the steps into FOLDER/MODEL.json,
+--save writes benchmarks/results/HARDWARE/predict_DATE.md and .json, or predict_MODEL_DATE of one model. --record writes the steps into FOLDER/MODEL.json,
 for tests/cost/test_recorded.py. --rescore predicts recorded steps again without measuring, and writes the errors into
 their files. Use it after a change of the cost model that made errors smaller.
 """
@@ -47,8 +47,8 @@ MOST_MEDIAN, MOST_P90 = 0.10, 0.25  # errors of a cell
 MOST_KV_ERROR, MOST_MEMORY_ERROR = 0.01, 0.05
 STEP_REPEATS = 3  # of a step in a round, after one that is not counted
 OUTPUT_TOKENS = 16
-REPEATED_TOKENS, RUNS = 2048, 3  # a load with no more prompt tokens is run so often, so no single request decides
-PAUSE_SECONDS = 0.5  # before each run
+REPEATED_TOKENS, RUNS = 1000, 3  # a load with no more prompt tokens is run so often, so no single request decides
+PAUSE_SECONDS = 0.3  # before each run
 MOST_ROWS, PREDICTIONS = 256, 400  # the largest step of vLLM's defaults on GPUs, and how often it is predicted
 MOST_MICROSECONDS = 20  # that its prediction may take
 LATE_AFTER = 5  # tokens of the others, when the prompt of a mixed step comes
@@ -521,7 +521,8 @@ def measure_all(given: argparse.Namespace, folders: Sequence[Path]) -> None:
     }
     print(markdown(result))
     if given.save:
-        report.save_published(Path(__file__).parent, "predict", given.save, result, markdown(result))
+        what = "_".join(["predict", *(models if len(models) == 1 else [])])
+        report.save_published(Path(__file__).parent, what, given.save, result, markdown(result))
     if given.record:
         for model, formats in rounds.items():
             config = json.loads((model / "config.json").read_text())
