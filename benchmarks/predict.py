@@ -14,9 +14,10 @@ Predictions of requests come from the engine after it has answered the same load
 the model. Then each load is run once, and loads with few prompt tokens several times; each comes after a pause of the
 engine. A cell is a load of one model in one format.
 
---save writes benchmarks/results/HARDWARE/predict_DATE.md and .json, or predict_MODEL_DATE of one model. --record writes the steps into FOLDER/MODEL.json,
-for tests/cost/test_recorded.py. --rescore predicts recorded steps again without measuring, and writes the errors into
-their files. Use it after a change of the cost model that made errors smaller.
+--save writes benchmarks/results/HARDWARE/predict_DATE.md and .json; the name has the model if there is one, and the
+formats if there are some. --record writes the steps into FOLDER/MODEL.json, for tests/cost/test_recorded.py. --rescore
+predicts recorded steps again without measuring, and writes the errors into their files. Use it after a change of the
+cost model that made errors smaller.
 """
 
 from __future__ import annotations
@@ -521,7 +522,8 @@ def measure_all(given: argparse.Namespace, folders: Sequence[Path]) -> None:
     }
     print(markdown(result))
     if given.save:
-        what = "_".join(["predict", *(models if len(models) == 1 else [])])
+        some = [*(models if len(models) == 1 else []), *(given.formats if len(given.formats) < len(FORMATS) else [])]
+        what = "_".join(["predict", *some])
         report.save_published(Path(__file__).parent, what, given.save, result, markdown(result))
     if given.record:
         for model, formats in rounds.items():

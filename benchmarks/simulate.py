@@ -14,7 +14,7 @@ The claim: throughput, goodput, medians, preemptions and tokens from the prefix 
 
 MODEL: the default is the bundled demo model, the quick setting: with `--seconds 8` it takes about ten minutes. Its
 steps take one or two milliseconds, so work outside the engine counts more than with real models. --save writes
-benchmarks/results/HARDWARE/simulate_DATE.md and .json.
+benchmarks/results/HARDWARE/simulate_DATE.md and .json; the name has the workloads if there are some.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MAX_NUM_SEQS, MAX_QUEUED = 32, 128
 CONTEXTS = 12  # of 2,048 tokens that fit in the KV cache; more run at once, so requests are preempted
 CALIBRATION_SECONDS = 120
 PAUSE_SECONDS = 1.0  # an idle server writes down within this time what its steps have corrected
-FEWEST_REQUESTS = 40
+FEWEST_REQUESTS = 32
 WITHIN = {"p99": 0.2}  # by the first part of a metric's name
 OTHERS_WITHIN = 0.1
 TIMES = ("ttft", "tpot", "itl", "e2el")
@@ -246,7 +246,7 @@ def main() -> None:
         server.wait(60)
     result = {
         **environment,
-        "model": arguments.model or "The bundled demo model",
+        "model": Path(arguments.model).name if arguments.model else "The bundled demo model",
         "flags": flags,
         "seconds": arguments.seconds,
         "cells": [
@@ -257,7 +257,9 @@ def main() -> None:
     text = markdown(result, cells)
     print(text)
     if arguments.save:
-        report.save_published(Path(__file__).parent, "simulate", arguments.save, result, text)
+        some = arguments.workloads if arguments.workloads != list(WORKLOADS) else []
+        what = "_".join(["simulate", *(re.sub(r"\W", "-", name) for name in some)])
+        report.save_published(Path(__file__).parent, what, arguments.save, result, text)
 
 
 if __name__ == "__main__":
