@@ -432,10 +432,17 @@ def markdown(result: dict[str, Any]) -> str:
                 error = f"**{term['error']:.2%}**" if term["exceeds"] else f"{term['error']:.2%}"
                 lines.append(f"| {model} | {form} | {name} | {term['planned']:,} | {term['real']:,} | {error} |")
     good, total = result["cells_within"], result["cells"]
+    others = [
+        each["others"]
+        for formats in result["models"].values()
+        for found in formats.values()
+        for each in found["measured"]
+    ]
     shares = ", ".join(f"{quantity} {count}" for quantity, count in result["within"].items())
     lines += [
         "",
         f"{good} of {total} cells are within both limits in every quantity; by quantity: {shares}.",
+        f"Other programs had {min(others):.2f} to {max(others):.2f} of a core meanwhile.",
         "",
         f"The cost model's part of a step of {MOST_ROWS} rows takes {result['microseconds']:.1f} microseconds (at most "
         f"{MOST_MICROSECONDS} are wanted): the median of {PREDICTIONS} in each engine, and of the engines.",
@@ -495,10 +502,15 @@ def measure_all(given: argparse.Namespace, folders: Sequence[Path]) -> None:
     for number in range(given.rounds):
         for model, formats in rounds.items():
             for form, found in formats.items():
-                start = time.monotonic()
+                start, others = time.monotonic(), report.others_seconds()
                 found.append(measured_apart(model, form))
                 seconds = time.monotonic() - start
-                print(f"round {number + 1}: {model.name} {form}, {seconds:.0f} s", file=sys.stderr)
+                found[-1]["others"] = (report.others_seconds() - others) / seconds
+                print(
+                    f"round {number + 1}: {model.name} {form}, {seconds:.0f} s, others had {found[-1]['others']:.2f} of a "
+                    "core",
+                    file=sys.stderr,
+                )
     models: dict[str, dict[str, Any]] = {
         model.name: {
             form: {"cells": cells(model, found), "memory": memory_errors(found), "measured": found}
