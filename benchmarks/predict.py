@@ -505,12 +505,9 @@ def measure_all(given: argparse.Namespace, folders: Sequence[Path]) -> None:
                 start, others = time.monotonic(), report.others_seconds()
                 found.append(measured_apart(model, form))
                 seconds = time.monotonic() - start
-                found[-1]["others"] = (report.others_seconds() - others) / seconds
-                print(
-                    f"round {number + 1}: {model.name} {form}, {seconds:.0f} s, others had {found[-1]['others']:.2f} of a "
-                    "core",
-                    file=sys.stderr,
-                )
+                found[-1]["others"] = share = (report.others_seconds() - others) / seconds
+                where = f"round {number + 1}: {model.name} {form}"
+                print(f"{where}, {seconds:.0f} s, others had {share:.2f} of a core", file=sys.stderr)
     models: dict[str, dict[str, Any]] = {
         model.name: {
             form: {"cells": cells(model, found), "memory": memory_errors(found), "measured": found}
