@@ -11,10 +11,12 @@ max_shared_prefill_tokens.
     python benchmarks/defaults.py --real MODEL [--formats none int4] [--workloads chat ...] [--save HARDWARE]
 
 --constants: of a model on a machine; tests/planning/constants_0.6b.json is the default. --record writes the best
-settings into that file: tests/planning/test_step_sizes.py compares with them. --real serves MODEL, which must be that
-of the constants, on this machine: with the settings of a start, with vLLM's, and with the best ones that are recorded,
-each at 0.9 of the recorded best goodput; it prints which share of the requests kept their times. --save writes
-benchmarks/results/HARDWARE/defaults_DATE.md and .json.
+settings into that file: tests/planning/test_step_sizes.py compares with them.
+
+--real serves MODEL on this machine. The server's own calibration gives the constants, the simulated sweep the best
+settings. Then fewer requests are really sent, with the settings of a start, with vLLM's, and with the best ones, in
+turns, at two rates around the simulated goodput. What counts is the number of good requests per second, at the rate at
+which it is greater. --save writes benchmarks/results/HARDWARE/defaults_DATE.md and .json, or defaults_real_DATE.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +42,8 @@ import uvloop
 from quire.config import EngineConfig
 from quire.cost.calibrate import Fit
 from quire.cost.step_time import Constants
+from quire.entry.launch import find_model
+from quire.kernels import extension
 from quire.measure import report
 from quire.measure.arrivals import arrival_times
 from quire.measure.load import Outcome
@@ -47,7 +52,8 @@ from quire.measure.serving import find_server, one_round
 from quire.measure.statistics import tpot
 from quire.measure.workload import BenchRequest, named_workload, request_lengths
 from quire.model_config import ModelConfig, load_model_config
-from quire.planning.step_costs import step_arithmetic
+from quire.planning import devices
+from quire.planning.step_costs import known_cost, step_arithmetic
 from quire.resolve import DeviceFacts
 from quire.settings import Planned
 from quire.simulate.executor import UntaughtCost
@@ -73,7 +79,8 @@ VLLM = dict(zip(LIMIT_NAMES, (128, 2048, 0), strict=True))
 TIMES_ALONE = 10.0  # a good request takes at most this many times as long as one alone
 GOOD_SHARE = 0.95
 SEED = 7
-SERVED_RATE = 0.9
+SERVED_RATES, SERVED_SHARE = (0.9, 1.1), 0.3  # of the simulated goodput; of the requests of a workload
+CALIBRATION_SECONDS = 60
 FIRST_ID = 1000  # of tokens that mark a prompt
 RATE_STEP = 1.02  # how exactly a goodput is known
 RECORDED = Path(__file__).parents[1] / "tests" / "planning" / "constants_0.6b.json"
@@ -106,10 +113,15 @@ class Machine:
 
 
 class Case:
-    """A workload for a model in one format: the same requests under all settings."""
+    """A workload for a model in one format: the same requests under all settings.
 
-    def __init__(self, machine: Machine, form: str, workload: str) -> None:
+    Args:
+        share: of the requests of the workload, in numbers.
+    """
+
+    def __init__(self, machine: Machine, form: str, workload: str, share: float = 1.0) -> None:
         name, burstiness, num_requests = WORKLOADS[workload]
+        num_requests = round(share * num_requests)
         options = replace(named_workload(name), num_prompts=num_requests, random_range_ratio="0.5", seed=SEED)
         lengths = request_lengths(options, _no_tokenizer)
         self._machine, self._form, self.burstiness = machine, form, burstiness
@@ -198,6 +210,7 @@ class Served:
     def __init__(self, model: str, form: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self._url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        self._form, self._config = form, EngineConfig(model=model, quantization=None if form == "none" else form)
         largest = {name: max(values) for name, values in zip(LIMIT_NAMES, SWEEP, strict=True)}
         words = [word for name, value in largest.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         words += [] if form == "none" else ["--quantization", form]
@@ -208,8 +221,19 @@ class Served:
         self._server = self._runner.run(find_server(target))
         self._num_rounds = 0
 
-    def share_good(self, case: Case, settings: Settings, rate: float) -> float:
-        """Of the requests of a case with these limits, at a rate."""
+    def machine(self) -> Machine:
+        """This machine. Waits without load until the server has measured its steps; the program ends if it does not."""
+        model = find_model(self._config, None, weights=False)[2]
+        device = devices.detect(extension.chosen_isa(), "none was looked for")
+        resolved, end = plan_engine(self._config, model, device), time.monotonic() + CALIBRATION_SECONDS
+        while not (known := known_cost(resolved, model, device)).is_measured:
+            if time.monotonic() > end:
+                sys.exit(f"the server has not measured its steps after {CALIBRATION_SECONDS} s")
+            time.sleep(0.5)
+        return Machine(model, device, {self._form: known.cost.fit})
+
+    def goodput(self, case: Case, settings: Settings, rate: float) -> float:
+        """Good requests per second of a case with these limits, at a rate."""
         self._num_rounds += 1
         httpx.post(f"{self._url}/v1/config", json=dict(settings)).raise_for_status()
         load = self._server.prepare(Workload(), Traffic(request_rate=rate, burstiness=case.burstiness))
@@ -218,7 +242,7 @@ class Served:
             for each in case.prompts
         ]
         run = self._runner.run(one_round(self._server, load, requests, SEED, lambda: None))
-        return case.share_of(run.outcomes)
+        return case.share_of(run.outcomes) * len(run.outcomes) / run.duration
 
     def close(self) -> None:
         self._runner.close()
@@ -226,16 +250,26 @@ class Served:
         self._process.wait(60)
 
 
-def served(model: str, form: str, cases: Mapping[str, Case], best: Mapping[str, Any]) -> dict[str, Any]:
-    """By workload: shares of good requests at 0.9 of the best goodput, under each of the settings."""
+def served(model: str, form: str, names: Sequence[str]) -> dict[str, Any]:
+    """By workload: good requests per second under each of the settings, at each of the rates."""
     server, found = Served(model, form), {}
     try:
-        for name, case in cases.items():
-            rate = SERVED_RATE * best[name]["goodput"]
-            chosen = {"start": case.settings({}), "vLLM": VLLM, "best": best[name]["settings"]}
-            shares = {each: server.share_good(case, settings, rate) for each, settings in chosen.items()}
-            found[name] = {"settings": chosen, "rate": rate, "good": shares}
-            print(f"{form} {name}: {', '.join(f'{each} {share:.0%}' for each, share in shares.items())}", flush=True)
+        machine = server.machine()
+        for name in names:
+            case = Case(machine, form, name, SERVED_SHARE)
+            judged = judge(case)
+            rates = [factor * judged["goodput"]["best"] for factor in SERVED_RATES]
+            good: dict[str, list[float]] = {each: [] for each in judged["settings"]}
+            for rate in rates:
+                at_rate: dict[tuple[int, ...], float] = {}  # equal settings are sent once
+                for each, settings in judged["settings"].items():
+                    sizes = tuple(settings[limit] for limit in LIMIT_NAMES)
+                    if sizes not in at_rate:
+                        at_rate[sizes] = server.goodput(case, settings, rate)
+                    good[each].append(at_rate[sizes])
+            found[name] = judged | {"simulated": judged["goodput"], "rates": rates, "good": good}
+            found[name]["goodput"] = {each: max(rates) for each, rates in good.items()}
+            print(f"{form} {name}: {good}", flush=True)
     finally:
         server.close()
     return found
@@ -243,14 +277,15 @@ def served(model: str, form: str, cases: Mapping[str, Case], best: Mapping[str, 
 
 def markdown(result: dict[str, Any]) -> str:
     """The result file for people."""
-    is_real = result["real"] is not None
     lines = [
         *report.heading("The settings of a start against the best of all", result),
         f"- {result['constants']}.",
         "- Settings are max_num_seqs / max_num_batched_tokens / max_shared_prefill_tokens.",
-        "- Really served at 0.9 of the best goodput: share of the requests that keep their times."
-        if is_real
-        else "- Simulated. Goodput in requests/s, and as a share of the best.",
+        "- Simulated. Goodput in requests/s, and as a share of the best."
+        if result["real"] is None
+        else f"- Served: {result['real']}. Good requests/s, and as a share of those with the best settings of a "
+        f"simulated sweep. Of two rates, {' and '.join(map(str, SERVED_RATES))} of the simulated goodput, the better "
+        "one counts.",
         "",
         *report.table_head("weights | workload | start | | vLLM | | best |" + " |"),
     ]
@@ -259,11 +294,8 @@ def markdown(result: dict[str, Any]) -> str:
             cells = []
             for each, settings in found["settings"].items():
                 cells.append("/".join(str(settings[limit]) for limit in LIMIT_NAMES))
-                if is_real:
-                    cells.append(f"{found['good'][each]:.0%}")
-                else:
-                    share = found["goodput"][each] / found["goodput"]["best"]
-                    cells.append(f"{found['goodput'][each]:.3g} ({share:.2f})")
+                share = found["goodput"][each] / (found["goodput"]["best"] or 1.0)
+                cells.append(f"{found['goodput'][each]:.3g} ({share:.2f})")
             lines.append(f"| {form} | {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -277,17 +309,15 @@ def main() -> None:
     parser.add_argument("--real", metavar="MODEL", help="serve it")
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
-    machine = Machine.read(arguments.constants)
     recording = json.loads(arguments.constants.read_text())
     found: dict[str, Any] = {}
     for form in arguments.formats:
-        cases = {name: Case(machine, form, name) for name in arguments.workloads}
         if arguments.real:
-            found[form] = served(arguments.real, form, cases, recording["best"][form])
+            found[form] = served(arguments.real, form, arguments.workloads)
             continue
-        found[form] = {}
-        for name, case in cases.items():
-            found[form][name] = judged = judge(case)
+        machine, found[form] = Machine.read(arguments.constants), {}
+        for name in arguments.workloads:
+            found[form][name] = judged = judge(Case(machine, form, name))
             rates = judged["goodput"]
             print(f"{form} {name}: {', '.join(f'{each} {rate:.3g}' for each, rate in rates.items())}", flush=True)
             print(json.dumps(judged["settings"]), flush=True)
@@ -295,15 +325,16 @@ def main() -> None:
             recording.setdefault("best", {}).setdefault(form, {})[name] = best
     result = {
         **report.environment("python", "benchmarks/defaults.py"),
-        "constants": recording["note"],
-        "real": arguments.real,
+        "constants": "Constants of the server's calibration" if arguments.real else recording["note"],
+        "real": Path(arguments.real).name if arguments.real else None,
         "found": found,
     }
     print(markdown(result))
     if arguments.record:
         arguments.constants.write_text(json.dumps(recording, indent=1) + "\n")
     if arguments.save:
-        report.save_published(Path(__file__).parent, "defaults", arguments.save, result, markdown(result))
+        what = "defaults_real" if arguments.real else "defaults"
+        report.save_published(Path(__file__).parent, what, arguments.save, result, markdown(result))
 
 
 if __name__ == "__main__":

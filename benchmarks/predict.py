@@ -1,18 +1,23 @@
 """Errors of the engine's predictions: times of steps and requests that were not in the calibration, and memory.
 
-    python benchmarks/predict.py MODEL... [--formats none int8 int4 fp8] [--rounds 3] [--save HARDWARE]
+    python benchmarks/predict.py [MODEL...] [--formats none int8 int4 fp8] [--rounds 3] [--save HARDWARE]
                                  [--record FOLDER]
     python benchmarks/predict.py --rescore FILE...
+
+MODEL: a folder with a config.json, or the name of a shape below; the default is every shape. A model without weights
+gets random ones.
 
 Every round starts an engine for each model and format, calibrates it from nothing, and measures eight loads: single
 steps, and short runs of real requests. The rounds take turns over models and formats, so that the noise of the machine
 shows: `noise` compares the same step in one round and the next. Predictions of steps use only the calibration.
 Predictions of requests come from the engine after it has answered the same load once, so running steps have corrected
-the model. A cell is a load of one model in one format.
+the model. Then each load is run once, and loads with few prompt tokens several times; each comes after a pause of the
+engine. A cell is a load of one model in one format.
 
---save writes benchmarks/results/HARDWARE/predict_DATE.md and .json. --record writes the steps into FOLDER/MODEL.json,
-for tests/cost/test_recorded.py. --rescore predicts recorded steps again without measuring, and writes the errors into
-their files. Use it after a change of the cost model that made errors smaller.
+--save writes benchmarks/results/HARDWARE/predict_DATE.md and .json; the name has the model if there is one, and the
+formats if there are some. --record writes the steps into FOLDER/MODEL.json, for tests/cost/test_recorded.py. --rescore
+predicts recorded steps again without measuring, and writes the errors into their files. Use it after a change of the
+cost model that made errors smaller.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from typing import Any, NamedTuple
 
 from quire.cost.arithmetic import StepArithmetic
 from quire.cost.calibrate import Fit, MeasuredStep, Rows, fit
+from quire.cost.model import CostModel
 from quire.cost.step_time import prior, step_seconds
 from quire.measure import report
 from quire.model_config import load_model_config
@@ -42,8 +48,60 @@ MOST_MEDIAN, MOST_P90 = 0.10, 0.25  # errors of a cell
 MOST_KV_ERROR, MOST_MEMORY_ERROR = 0.01, 0.05
 STEP_REPEATS = 3  # of a step in a round, after one that is not counted
 OUTPUT_TOKENS = 16
+REPEATED_TOKENS, RUNS = 1000, 3  # a load with no more prompt tokens is run so often, so no single request decides
+PAUSE_SECONDS = 0.3  # before each run
+MOST_ROWS, PREDICTIONS = 256, 400  # the largest step of vLLM's defaults on GPUs, and how often it is predicted
+MOST_MICROSECONDS = 20  # that its prediction may take
 LATE_AFTER = 5  # tokens of the others, when the prompt of a mixed step comes
 MAX_MODEL_LEN = 2048
+
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+# By name: a model, the matrices of a wider one with fewer heads of keys, and a model with experts.
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _QWEN3,
+    "llama-wide-6": {
+        **_QWEN3,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 32_000,
+        "tie_word_embeddings": False,
+    },
+    "experts-32x4": {
+        **_QWEN3,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 8,
+        "num_key_value_heads": 4,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 32_000,
+    },
+}
 
 
 class Work(NamedTuple):
@@ -52,6 +110,11 @@ class Work(NamedTuple):
     rows: Rows
     prompts: tuple[int, ...]
     late_prompt: int = 0
+
+    @property
+    def num_runs(self) -> int:
+        """How often its requests are measured."""
+        return RUNS if sum(self.prompts) + self.late_prompt <= REPEATED_TOKENS else 1
 
 
 LOADS = {
@@ -67,7 +130,7 @@ LOADS = {
 QUANTITIES = ("step", "ttft", "itl", "throughput")
 
 
-def measure(model: str, quantization: str | None) -> dict[str, Any]:
+def measure(model: Path, quantization: str | None) -> dict[str, Any]:
     """One round of a model in one format, in this process: the calibration, steps, requests and memory."""
     from quire.config import EngineConfig
     from quire.engine.start import start_engine
@@ -76,15 +139,18 @@ def measure(model: str, quantization: str | None) -> dict[str, Any]:
     from quire.resolve import resolve
     from quire.worker.worker import DeviceWorker
 
-    config = EngineConfig(model=model, quantization=quantization, max_model_len=MAX_MODEL_LEN)
-    model_config = load_model_config(Path(model))
+    load_format = "auto" if any(model.glob("*.safetensors")) else "dummy"
+    config = EngineConfig(
+        model=str(model), quantization=quantization, max_model_len=MAX_MODEL_LEN, load_format=load_format
+    )
+    model_config = load_model_config(model)
     worker = DeviceWorker(model_config, lambda *report: None)
     facts = worker.facts(wants_gpu=False)
     asked = resolve(config, model_config, facts, is_server=True)
     planned = plan_kv_cache(config, model_config, asked, predict_memory(asked, model_config, facts))
     engine = start_engine(
         config,
-        Path(model),
+        model,
         is_server=True,
         progress=lambda *report: None,
         make_workers=lambda model_config, progress: (worker,),
@@ -105,16 +171,16 @@ def measure(model: str, quantization: str | None) -> dict[str, Any]:
         held_out.append([packed(work.rows), [each[1] for each in probed[1:] if each is not None]])
     draw = random.Random(os.getpid())
 
-    def run_all() -> dict[str, Any]:
-        found = {}
+    requests: dict[str, dict[str, list[Any]]] = {name: {each: [] for each in QUANTITIES[1:]} for name in LOADS}
+    for turn in range(1 + RUNS):  # the first one corrects the predictions
         for name, work in LOADS.items():
+            if turn > work.num_runs:
+                continue
             while engine.take_memory():  # as a server does that waits for a request
                 pass
-            found[name] = run(core, work, draw, model_config.vocab_size)
-        return found
-
-    run_all()  # corrects the predictions
-    requests = run_all()
+            time.sleep(PAUSE_SECONDS)
+            for quantity, pairs in run(core, work, draw, model_config.vocab_size).items():
+                requests[name][quantity] += pairs if turn else []
     return {
         "form": [
             resolved.model.dtype,
@@ -129,6 +195,7 @@ def measure(model: str, quantization: str | None) -> dict[str, Any]:
         ],
         "held_out": held_out,
         "requests": requests,
+        "microseconds": prediction_microseconds(core.cost),
         "memory": {
             "KV tokens": [
                 planned.memory.num_blocks * planned.model.block_size,
@@ -178,6 +245,19 @@ def run(core: Any, work: Work, draw: random.Random, vocab_size: int) -> dict[str
         "itl": [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(moments)],
         "throughput": [(num_tokens / predicted, num_tokens / (time.perf_counter() - start))],
     }
+
+
+def prediction_microseconds(cost: CostModel) -> float:
+    """The median time of one step's part in the cost model: its load, its prediction, and its correction."""
+    cost, times = CostModel(cost.arithmetic, cost.fit), []
+    starts, counts = [1000 + row for row in range(MOST_ROWS)], [1] * MOST_ROWS
+    for _ in range(PREDICTIONS):
+        start = time.perf_counter()
+        load = cost.arithmetic.load(starts, counts, MOST_ROWS)
+        seconds = cost.predict(load).seconds
+        cost.observe(load, seconds, seconds)
+        times.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(times)
 
 
 def packed(rows: Rows) -> list[list[int]]:
@@ -322,7 +402,8 @@ def markdown(result: dict[str, Any]) -> str:
         "- Errors are |predicted / measured - 1|: median, then P90 over single steps, requests, tokens and runs. "
         f"**Bold**: above {MOST_MEDIAN:.0%} or {MOST_P90:.0%}.",
         "- Steps are predicted by the calibration alone. Requests are predicted by the engine after it has answered "
-        "the same load once.",
+        f"the same load once. Then a load runs once, or {RUNS} times if its prompts have at most {REPEATED_TOKENS:,} "
+        "tokens.",
         "- noise: the median of a round's measured steps against the next round's. ratio: predicted / measured.",
         "",
         *report.table_head("model | format | load | measured ms | ratio | step | TTFT | ITL | throughput | noise"),
@@ -351,15 +432,29 @@ def markdown(result: dict[str, Any]) -> str:
                 error = f"**{term['error']:.2%}**" if term["exceeds"] else f"{term['error']:.2%}"
                 lines.append(f"| {model} | {form} | {name} | {term['planned']:,} | {term['real']:,} | {error} |")
     good, total = result["cells_within"], result["cells"]
-    lines += ["", f"{good} of {total} cells are within both limits in every quantity."]
+    others = [
+        each["others"]
+        for formats in result["models"].values()
+        for found in formats.values()
+        for each in found["measured"]
+    ]
+    shares = ", ".join(f"{quantity} {count}" for quantity, count in result["within"].items())
+    lines += [
+        "",
+        f"{good} of {total} cells are within both limits in every quantity; by quantity: {shares}.",
+        f"Other programs had {min(others):.2f} to {max(others):.2f} of a core meanwhile.",
+        "",
+        f"The cost model's part of a step of {MOST_ROWS} rows takes {result['microseconds']:.1f} microseconds (at most "
+        f"{MOST_MICROSECONDS} are wanted): the median of {PREDICTIONS} in each engine, and of the engines.",
+    ]
     return "\n".join(lines) + "\n"
 
 
-def measured_apart(model: str, form: str) -> dict[str, Any]:
+def measured_apart(model: Path, form: str) -> dict[str, Any]:
     """`measure` in its own process, which finds no calibration."""
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
-            [sys.executable, __file__, model, "--formats", form, "--here"],
+            [sys.executable, __file__, str(model), "--formats", form, "--here"],
             env=os.environ | {"QUIRE_CACHE_DIR": cache},
             stdout=subprocess.PIPE,
             text=True,
@@ -371,7 +466,7 @@ def measured_apart(model: str, form: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", help="checkpoint folders")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"folders, or of {', '.join(SHAPES)}: the default")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", metavar="HARDWARE")
@@ -383,45 +478,66 @@ def main() -> None:
         for file in given.rescore:
             rescore(file)
         return
-    if not given.models:
-        parser.error("no model is given")
-    quantizations = {form: None if form == "none" else form for form in given.formats}
     if given.here:
-        print(json.dumps(measure(given.models[0], quantizations[given.formats[0]])))
+        (model,), (form,) = given.models, given.formats
+        print(json.dumps(measure(Path(model), None if form == "none" else form)))
         return
-    rounds: dict[str, dict[str, list[dict[str, Any]]]] = {
-        model: {form: [] for form in quantizations} for model in given.models
+    with tempfile.TemporaryDirectory() as place:
+        measure_all(given, [model_folder(name, Path(place)) for name in given.models or SHAPES])
+
+
+def model_folder(name: str, place: Path) -> Path:
+    """The folder of a model; a shape gets one in `place`."""
+    if name not in SHAPES:
+        return Path(name)
+    (place / name).mkdir()
+    return config_folder(SHAPES[name], str(place / name))
+
+
+def measure_all(given: argparse.Namespace, folders: Sequence[Path]) -> None:
+    """All rounds, and their results."""
+    rounds: dict[Path, dict[str, list[dict[str, Any]]]] = {
+        folder: {form: [] for form in given.formats} for folder in folders
     }
     for number in range(given.rounds):
         for model, formats in rounds.items():
             for form, found in formats.items():
-                start = time.monotonic()
+                start, others = time.monotonic(), report.others_seconds()
                 found.append(measured_apart(model, form))
-                print(
-                    f"round {number + 1}: {Path(model).name} {form}, {time.monotonic() - start:.0f} s", file=sys.stderr
-                )
+                seconds = time.monotonic() - start
+                found[-1]["others"] = share = (report.others_seconds() - others) / seconds
+                where = f"round {number + 1}: {model.name} {form}"
+                print(f"{where}, {seconds:.0f} s, others had {share:.2f} of a core", file=sys.stderr)
     models: dict[str, dict[str, Any]] = {
-        Path(model).name: {
-            form: {"cells": cells(Path(model), found), "memory": memory_errors(found), "measured": found}
+        model.name: {
+            form: {"cells": cells(model, found), "memory": memory_errors(found), "measured": found}
             for form, found in formats.items()
         }
         for model, formats in rounds.items()
     }
+    costs = [each["microseconds"] for formats in rounds.values() for found in formats.values() for each in found]
     every = [cell for formats in models.values() for form in formats.values() for cell in form["cells"].values()]
     result = {
         **report.environment("python", "benchmarks/predict.py"),
         "rounds": given.rounds,
         "cells": len(every),
         "cells_within": sum(not cell["exceeds"] for cell in every),
+        "within": {
+            quantity: sum(not any(each.startswith(quantity) for each in cell["exceeds"]) for cell in every)
+            for quantity in QUANTITIES
+        },
+        "microseconds": statistics.median(costs),
         "models": models,
     }
     print(markdown(result))
     if given.save:
-        report.save_published(Path(__file__).parent, "predict", given.save, result, markdown(result))
+        some = [*(models if len(models) == 1 else []), *(given.formats if len(given.formats) < len(FORMATS) else [])]
+        what = "_".join(["predict", *some])
+        report.save_published(Path(__file__).parent, what, given.save, result, markdown(result))
     if given.record:
         for model, formats in rounds.items():
-            config = json.loads((Path(model) / "config.json").read_text())
-            record(given.record, config, Path(model).name, formats)
+            config = json.loads((model / "config.json").read_text())
+            record(given.record, config, model.name, formats)
 
 
 if __name__ == "__main__":

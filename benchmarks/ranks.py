@@ -306,9 +306,9 @@ def starts(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         write_model(Path(folder))
         for number in range(-1, MOST_TRIES * arguments.rounds):
             order = (1, 2) if number % 2 else (2, 1)
-            before, begin = others_seconds(), time.perf_counter()
+            before, begin = report.others_seconds(), time.perf_counter()
             found = {width: started_in(folder, width, num_cores // width) for width in order}
-            disturbed = (others_seconds() - before) / (time.perf_counter() - begin)
+            disturbed = (report.others_seconds() - before) / (time.perf_counter() - begin)
             print(f"round {number}: {found}, others had {disturbed:.2f} of a core", file=sys.stderr)
             if disturbed > MOST_DISTURBED:
                 num_disturbed += 1
@@ -324,13 +324,6 @@ def starts(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     note = f"Rounds left out because other programs had more than {MOST_DISTURBED:g} of a core: {num_disturbed}."
     table = [*lines, f"| {' | '.join(cells)} | {ratio(of[2], of[1])} |", "", note]
     return {"rounds": rounds, "num_disturbed": num_disturbed}, table
-
-
-def others_seconds() -> float:
-    """Processor seconds of all other processes, so far."""
-    user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
-    own = os.times()
-    return (user + nice + system) / os.sysconf("SC_CLK_TCK") - sum(own[:4])
 
 
 def started_in(folder: str, width: int, num_threads: int) -> float:

@@ -1,9 +1,9 @@
 """The errors of `quire simulate`: six workloads at 0.5, 0.9 and 1.5 of saturation, simulated and really served.
 
 `quire serve` runs on this machine and leaves one core to its API and the client. The program waits until the server has
-measured its steps. For each workload, a closed loop with the number of requests that the server runs at once gives the
-saturation. Each rate is simulated and then served once (Poisson), with the same requests at the same times. The
-simulation has the costs of steps that the server's earlier runs have corrected. A good request
+measured its steps. For each workload, a simulated closed loop with the number of requests that the server runs at once
+gives the saturation. Each rate is simulated and then served once (Poisson), with the same requests at the same times.
+The simulation has the costs of steps that the server's earlier runs have corrected. A good request
 has a time to first token of at most three times, and a time per token of at most twice, the median at the lowest rate
 of its workload.
 
@@ -14,7 +14,7 @@ The claim: throughput, goodput, medians, preemptions and tokens from the prefix 
 
 MODEL: the default is the bundled demo model, the quick setting: with `--seconds 8` it takes about ten minutes. Its
 steps take one or two milliseconds, so work outside the engine counts more than with real models. --save writes
-benchmarks/results/HARDWARE/simulate_DATE.md and .json.
+benchmarks/results/HARDWARE/simulate_DATE.md and .json; the name has the workloads if there are some.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MAX_NUM_SEQS, MAX_QUEUED = 32, 128
 CONTEXTS = 12  # of 2,048 tokens that fit in the KV cache; more run at once, so requests are preempted
 CALIBRATION_SECONDS = 120
 PAUSE_SECONDS = 1.0  # an idle server writes down within this time what its steps have corrected
-FEWEST_REQUESTS = 60
+FEWEST_REQUESTS = 32
 WITHIN = {"p99": 0.2}  # by the first part of a metric's name
 OTHERS_WITHIN = 0.1
 TIMES = ("ttft", "tpot", "itl", "e2el")
@@ -109,7 +109,11 @@ class Bench:
         self._config, self._device = config, devices.detect(extension.chosen_isa(), "none was looked for")
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         target = Target(
-            base_url=f"http://127.0.0.1:{port}", temperature=0.0, ready_check_timeout_sec=600, ignore_eos=True
+            base_url=f"http://127.0.0.1:{port}",
+            temperature=0.0,
+            ready_check_timeout_sec=600,
+            ignore_eos=True,
+            extra_body={"return_token_ids": True},  # an event for each token, also inside a character
         )
         self._server = self._runner.run(find_server(target))
         self._seed = 0
@@ -147,7 +151,7 @@ class Bench:
     def cells(self, name: str, rates: list[float], seconds: float) -> list[Cell]:
         """A workload at each rate."""
         closed = Traffic(max_concurrency=MAX_NUM_SEQS, num_warmups=4)
-        run, _ = self.serve(self.prepare(name, 3 * MAX_NUM_SEQS, closed))
+        run, _ = self.simulate(self.prepare(name, 3 * MAX_NUM_SEQS, closed))
         saturation = sum(outcome.success for outcome in run.outcomes) / run.duration
         print(f"{name}: saturation {saturation:.2f} requests/s", flush=True)
         found, limits = [], dict[str, float]()
@@ -211,6 +215,7 @@ def main() -> None:
     )
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="shares of saturation")
     parser.add_argument("--quantization", help="of the weights, as in quire serve")
+    parser.add_argument("--load-format", help="as in quire serve: dummy for random weights")
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     environment = report.environment("python", "benchmarks/simulate.py")
@@ -223,8 +228,9 @@ def main() -> None:
         "num_threads": max(devices.num_cores() - 1, 1),
         "device": "cpu",
     }
-    if arguments.quantization is not None:
-        settings["quantization"] = arguments.quantization
+    settings |= {
+        name: value for name in ("quantization", "load_format") if (value := getattr(arguments, name)) is not None
+    }
     flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -240,7 +246,7 @@ def main() -> None:
         server.wait(60)
     result = {
         **environment,
-        "model": arguments.model or "The bundled demo model",
+        "model": Path(arguments.model).name if arguments.model else "The bundled demo model",
         "flags": flags,
         "seconds": arguments.seconds,
         "cells": [
@@ -251,7 +257,9 @@ def main() -> None:
     text = markdown(result, cells)
     print(text)
     if arguments.save:
-        report.save_published(Path(__file__).parent, "simulate", arguments.save, result, text)
+        some = arguments.workloads if arguments.workloads != list(WORKLOADS) else []
+        what = "_".join(["simulate", *(re.sub(r"\W", "-", name) for name in some)])
+        report.save_published(Path(__file__).parent, what, arguments.save, result, text)
 
 
 if __name__ == "__main__":

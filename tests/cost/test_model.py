@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from quire.cost.arithmetic import Load
 from quire.cost.calibrate import FEW_STEPS_SPREAD, Fit, MeasuredStep, fit
+from quire.cost.correct import HALF_COLD_SECONDS, SHORTEST_PAUSE
 from quire.cost.model import CostModel
 from quire.cost.step_time import MIN_SPREAD, Constants, prior, step_seconds
 from quire.cost.store import CalibrationFile
@@ -138,6 +140,36 @@ def test_a_later_start_knows_what_steps_have_corrected() -> None:
     for _ in range(3):
         later.observe(decode, later.predict(decode).seconds, true)
     assert later.predict(decode).seconds < 1.3 * true, "the first steps of a start count more than an earlier start"
+
+
+@pytest.mark.parametrize("cold", [0.0, 5e-3])
+def test_what_a_pause_costs_is_learnt(cold: float) -> None:
+    """Whatever the steps and the pauses are. Steps without a pause are predicted as before."""
+    cost, rng, loads = cost_model(), random.Random(0), [load_of(count) for count in (1, 60, 200)]
+
+    def seconds(load: Load, pause: float) -> float:
+        return step_seconds(ARITHMETIC.demand(load), CONSTANTS) + cold * pause / (pause + HALF_COLD_SECONDS)
+
+    for _ in range(60):
+        load = rng.choice(loads)
+        for pause in (rng.choice([0.15, 0.5, 3.0, 100.0]), 0.0, 0.002):
+            measured = seconds(load, pause) * rng.lognormvariate(0, 0.03)
+            cost.observe(load, cost.predict(load, pause).seconds, measured, pause)
+    later = cost_model()
+    later.calibrate(cost.corrected_fit())
+    for load, pause in itertools.product(loads, (0.0, 0.3, 1.0, 20.0)):
+        for known in (cost, later):
+            assert known.predict(load, pause).seconds == pytest.approx(seconds(load, pause), rel=0.1)
+
+
+def test_one_delayed_step_after_a_pause_is_no_rule() -> None:
+    cost, load = cost_model(), load_of(60)
+    true = cost.predict(load).seconds
+    cost.observe(load, true, 1000 * true, SHORTEST_PAUSE)
+    assert cost.predict(load, 1e9).seconds < 40 * true
+    for _ in range(8):
+        cost.observe(load, cost.predict(load, 5.0).seconds, true, 5.0)
+    assert cost.predict(load, 5.0).seconds < 1.4 * true
 
 
 def test_corrections_of_impossible_times_can_be_kept(tmp_path: Path) -> None:

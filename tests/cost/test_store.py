@@ -14,7 +14,7 @@ from quire.cost.calibrate import Fit
 from quire.cost.step_time import Constants
 from quire.cost.store import CalibrationFile
 
-FIT = Fit(Constants(1e-3, 5e-5, 4e-11, 2e-12, 5e-11, 4e-12, 4e-11, 2.0), 0.1, {1: 1.25, 9: 0.5})
+FIT = Fit(Constants(1e-3, 5e-5, 4e-11, 2e-12, 5e-11, 4e-12, 4e-11, 2.0), 0.1, {1: 1.25, 9: 0.5}, 0.25)
 KEY = {"machine": "m", "build": "b"}
 
 
@@ -73,6 +73,9 @@ def constant(name: str, value: Any) -> Callable[[dict[str, Any]], Any]:
         change(spread=1e9),
         change(spread="wide"),
         change(constants=None),
+        change(cold=-0.1),
+        change(cold=math.nan),
+        change(cold=None),
         change(factors=None),
         change(factors=[1.0]),
         change(factors={"1": 0.0}),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
+from quire.cost.correct import HALF_COLD_SECONDS
 from quire.engine.core import EngineCore
 from quire.engine.warm_up import produce_tokens
 from quire.errors import EngineDeadError, MemoryPlanError, WeightsError
@@ -15,7 +17,7 @@ from quire.schedule import Pending, RowsFailedError, ScheduledBatch, StepResult
 from quire.scheduler.adaptive_depth import DrafterTime
 from tests.cost.models import cost_model
 from tests.guesser import Guesser
-from tests.scheduler.driver import Driver, expected, request
+from tests.scheduler.driver import Driver, TimedDriver, expected, request
 
 
 class FailOnce:
@@ -236,6 +238,27 @@ def test_the_predicted_time_of_what_is_in_flight(depth: int) -> None:
     assert seen[0] == before
     assert core.predicted_seconds == 0.0
     assert cost.predict(load).seconds > before, "nothing was learnt from a step that took a second and more"
+
+
+@pytest.mark.parametrize("is_probed", [False, True])
+def test_the_first_step_after_a_pause_is_predicted_to_take_longer(is_probed: bool) -> None:
+    """The engine did nothing for 2 s, which costs half of what an endless pause does; a measured step ends a pause."""
+    driver = TimedDriver(cost_model())
+    driver.cost.calibrate(replace(driver.cost.fit, cold=1.0))
+    usual, extra = [], []
+    for name in "ab":
+        driver.add(request(name, range(8), 3))
+        while driver.core.has_work():
+            driver.step()
+            if (record := driver.core.last_record) is not None:
+                (usual if name == "a" else extra).append(record.predicted_seconds)
+        driver.now += HALF_COLD_SECONDS
+        if is_probed:
+            driver.core.probe([(0, 1)])
+    # What the first request teaches moves the predictions a little.
+    assert [b - a for a, b in zip(usual, extra, strict=True)] == pytest.approx(
+        [0.0 if is_probed else 0.5, 0, 0], abs=0.02
+    )
 
 
 def test_the_predicted_time_has_that_of_a_drafter() -> None:

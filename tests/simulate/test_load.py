@@ -34,14 +34,18 @@ NUM_BLOCKS, BLOCK_SIZE = 40, 4
 
 
 class ByTokens(CostModel):
-    """A step takes a second, and more for each token beyond one per row."""
+    """A step takes a second, and more for each token beyond one per row, and after a pause.
 
-    def __init__(self, per_token: float = 0.0) -> None:
+    Args:
+        cold: seconds for each one of the pause.
+    """
+
+    def __init__(self, per_token: float = 0.0, cold: float = 0.0) -> None:
         super().__init__(cost_model().arithmetic, Fit(CONSTANTS, 0.1))
-        self._per_token = per_token
+        self._per_token, self._cold = per_token, cold
 
-    def predict(self, load: Load) -> StepTime:
-        seconds = 1 + self._per_token * (load.num_tokens - load.num_rows)
+    def predict(self, load: Load, pause: float = 0.0) -> StepTime:
+        seconds = 1 + self._per_token * (load.num_tokens - load.num_rows) + self._cold * pause
         return StepTime(seconds, seconds, seconds, "host")
 
 
@@ -51,9 +55,9 @@ def scheduler(clock: VirtualClock, depth: int = 1, num_stages: int = 1, **limits
     return Scheduler(SchedulerLimits(**given), kv, clock=clock.read, num_stages=num_stages)
 
 
-def client(per_token: float = 0.0, depth: int = 1, num_stages: int = 1, **limits: Any) -> Client:
+def client(per_token: float = 0.0, depth: int = 1, num_stages: int = 1, cold: float = 0.0, **limits: Any) -> Client:
     clock = VirtualClock()
-    executor = PredictedExecutor(ByTokens(per_token), clock, num_stages)
+    executor = PredictedExecutor(ByTokens(per_token, cold), clock, num_stages)
     core = EngineCore(scheduler(clock, depth, num_stages, **limits), executor, depth, clock=clock.read)
     return Client(core, clock)
 
@@ -127,6 +131,15 @@ def test_batches_are_those_of_a_core_that_computes(seed: int, shared: int, depth
     assert own.totals.prefix_cache_hits > 0, "nothing was found in the cache: the check proves little"
     assert any(outcome.error for outcome in run.outcomes), "nothing was refused: the check proves little"
     assert sum(outcome.cached_tokens for outcome in run.outcomes) == own.totals.prefix_cache_hits
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_that_comes_to_an_idle_engine_pays_for_the_pause(depth: int) -> None:
+    """An eighth of the pause: from 3 to 11 s nothing runs. The others find a busy engine."""
+    prompts = [Prompt([1, 2, 3, 4], 3), Prompt([5], 1), Prompt([6], 1)]
+    run = client(depth=depth, cold=1 / 8).run(prompts, [0.0, 11.0, 12.0])
+    assert [outcome.ttft for outcome in run.outcomes] == [1.0, 2.0, 2.0]
+    assert run.outcomes[0].itl == [1.0, 1.0]
 
 
 def test_a_queue_computed_by_hand() -> None:

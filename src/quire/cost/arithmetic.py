@@ -62,16 +62,17 @@ class LayerKind:
     state_bytes: int
     flops_per_pair: int
 
-    def seen(self, ends: Sequence[int]) -> int:
-        """Tokens that the last token of a sequence sees, with itself: the sum over sequences of these lengths."""
+    def seen(self, starts: Sequence[int], count: int) -> int:
+        """Tokens that the last one of `count` tokens sees, with itself: the sum over sequences that go on after so many
+        tokens.
+        """
         if self.kind == "state":
             return 0
         window = self.window
         if self.kind == "chunked":
-            return sum((end - 1) % window + 1 for end in ends)
-        if not window or max(ends, default=0) <= window:
-            return sum(ends)
-        return sum([window if end > window else end for end in ends])
+            return sum((start + count - 1) % window + 1 for start in starts)
+        inside = starts if not window else [start for start in starts if start < window - count]
+        return sum(inside) + count * len(inside) + window * (len(starts) - len(inside))
 
     def span(self, start: int, count: int) -> int:
         """Tokens that are seen by at least one of `count` tokens after the first `start` tokens."""
@@ -165,7 +166,6 @@ class StepArithmetic:
     def load(self, starts: Sequence[int], counts: Sequence[int], num_logits: int) -> Load:
         """The load of rows that have `counts` new tokens each, at least one, after `starts` computed tokens."""
         num_tokens = sum(counts)
-        ends = list(map(add, starts, counts))
         longer: list[tuple[int, int]] = []
         num_more, row = num_tokens - len(counts), len(counts)
         while num_more:  # prompts are the last rows
@@ -173,11 +173,13 @@ class StepArithmetic:
             if counts[row] > 1:
                 longer.append((starts[row], counts[row]))
                 num_more -= counts[row] - 1
+        # Steps of answers alone are the most: they need no other list.
+        rows, count = (starts, 1) if not longer else (list(map(add, starts, counts)), 0)
         kv_tokens, pairs = [], []
         for kind in self.kinds:
             # First every row counts as if it had one token. Then the longer rows are counted anew.
-            seen = kind.seen(ends)
-            own = kind.seen([start + count for start, count in longer]) if longer else 0
+            seen = kind.seen(rows, count)
+            own = kind.seen(list(map(sum, longer)), 0) if longer else 0
             kv_tokens.append(seen - own + sum(kind.span(*each) for each in longer))
             pairs.append(seen - own + sum(kind.area(*each) for each in longer))
         return Load(num_tokens, len(counts), num_logits, tuple(kv_tokens), tuple(pairs))

@@ -51,11 +51,13 @@ class Fit:
     Attributes:
         spread: nine of ten measured steps lie within the ratio 1 + spread of the fit.
         factors: size of a step (see cost/correct.py) -> measured over fitted time of the steps that ran later.
+        cold: seconds that a step takes longer after an endless pause (see cost/correct.py).
     """
 
     constants: Constants
     spread: float
     factors: Mapping[int, float] = field(default_factory=dict)
+    cold: float = 0.0
 
 
 def points(

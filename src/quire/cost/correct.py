@@ -15,6 +15,10 @@ FORGOTTEN_SHARE = 1 / 256  # each step moves the factors of the other sizes by t
 MAX_RATIO = 20.0  # a delayed step moves no factor further
 SPREAD_QUANTILE = 1.65  # nine of ten values lie within this number of standard deviations on both sides
 RECENT_STEPS = 512  # steps that say how often a prediction is exceeded, and by how much
+# A pause of this length costs half as much as an endless one: benchmarks/NOTES.md, 2026-11-28.
+HALF_COLD_SECONDS = 2.0
+SHORTEST_PAUSE = 0.1  # seconds; shorter ones teach nothing
+MAX_COLD_SECONDS = 60.0  # that are kept for later starts
 
 
 def possible_spread(spread: float) -> float:
@@ -69,6 +73,41 @@ class Correction:
         self.num_steps += 1
         self._variance += NEWEST_WEIGHT * (error * error - self._variance)
         self.spread = math.expm1(SPREAD_QUANTILE * math.sqrt(self._variance))
+
+
+class Pause:
+    """What a step takes longer after a pause of the engine: meanwhile others fill the processor's caches.
+
+    It is `cold * pause / (pause + HALF_COLD_SECONDS)` seconds, about the same for every step. `cold` is the fit to the
+    measured steps. A longer step says less, since its own error is larger.
+
+    Args:
+        cold: seconds, of an earlier start.
+
+    Attributes:
+        cold: seconds after an endless pause.
+    """
+
+    def __init__(self, cold: float) -> None:
+        self.cold = cold
+        self._weighted, self._weights = 0.0, 0.0  # sums over the steps
+
+    def seconds(self, pause: float) -> float:
+        """What a step takes longer after so many seconds."""
+        return self.cold * _cooled(pause)
+
+    def add(self, pause: float, predicted: float, measured: float) -> None:
+        """A step took `measured` seconds after a pause. Without it `predicted` were expected, a positive number."""
+        cooled, kept = _cooled(pause), 1 - NEWEST_WEIGHT
+        ratio = min(measured / predicted - 1, MAX_RATIO * cooled)  # a delayed step moves `cold` no further
+        # Least squares of `predicted * ratio = cold * cooled`, with an error in proportion to `predicted`.
+        self._weighted = kept * self._weighted + ratio * cooled / predicted
+        self._weights = kept * self._weights + (cooled / predicted) ** 2
+        self.cold = max(self._weighted / self._weights, 0.0)
+
+
+def _cooled(pause: float) -> float:
+    return pause / (pause + HALF_COLD_SECONDS)
 
 
 class Tail:

@@ -11,7 +11,16 @@ from statistics import NormalDist
 
 from quire.cost.arithmetic import Load, StepArithmetic
 from quire.cost.calibrate import Fit
-from quire.cost.correct import SPREAD_QUANTILE, Correction, Tail, possible_spread
+from quire.cost.correct import (
+    MAX_COLD_SECONDS,
+    MAX_RATIO,
+    SHORTEST_PAUSE,
+    SPREAD_QUANTILE,
+    Correction,
+    Pause,
+    Tail,
+    possible_spread,
+)
 from quire.cost.step_time import MIN_SPREAD, StepTime, step_time
 
 
@@ -30,7 +39,7 @@ class CostModel:
     def calibrate(self, fit: Fit) -> None:
         """Take other constants, and forget what running steps have corrected."""
         self.fit = fit
-        self._correction, self._tail = Correction(fit.spread, fit.factors), Tail()
+        self._correction, self._tail, self._pause = Correction(fit.spread, fit.factors), Tail(), Pause(fit.cold)
 
     @property
     def num_corrections(self) -> int:
@@ -39,24 +48,39 @@ class CostModel:
 
     def corrected_fit(self) -> Fit:
         """The constants, corrected by running steps, for later starts."""
-        return replace(self.fit, spread=possible_spread(self.spread), factors=self._correction.factors())
+        spread, factors = possible_spread(self.spread), self._correction.factors()
+        return replace(self.fit, spread=spread, factors=factors, cold=min(self._pause.cold, MAX_COLD_SECONDS))
 
     @property
     def spread(self) -> float:
         """Nine of ten steps lie within the ratio 1 + spread of their prediction."""
         return self._correction.spread
 
-    def predict(self, load: Load) -> StepTime:
-        """The time of a step."""
+    def predict(self, load: Load, pause: float = 0.0) -> StepTime:
+        """The time of a step.
+
+        Args:
+            pause: seconds that the engine did nothing before it.
+        """
         correction = self._correction
         demand, factor = self.arithmetic.demand(load), correction.factor(load.num_tokens)
-        return step_time(demand, self.fit.constants, correction.spread, factor)
+        return step_time(demand, self.fit.constants, correction.spread, factor, self._pause.seconds(pause))
 
-    def observe(self, load: Load, predicted_seconds: float, seconds: float) -> None:
-        """A step took `seconds`. A step that was not timed, or has no time of its own, is ignored."""
+    def observe(self, load: Load, predicted_seconds: float, seconds: float, pause: float = 0.0) -> None:
+        """A step took `seconds`. A step that was not timed, or has no time of its own, is ignored.
+
+        Args:
+            predicted_seconds: with the time that the pause was expected to cost.
+        """
         if seconds <= 0 or predicted_seconds <= 0:
             return
+        if is_cold := pause >= SHORTEST_PAUSE:
+            alone = max(predicted_seconds - self._pause.seconds(pause), predicted_seconds / MAX_RATIO)
+            self._pause.add(pause, alone, seconds)
+            predicted_seconds = alone + self._pause.seconds(pause)
         self._correction.add(load.num_tokens, predicted_seconds, seconds)
+        if is_cold:
+            return  # no answer waits for such a step, and the constants are those of a busy engine
         if load.num_tokens > load.num_rows:
             self._tail.add(predicted_seconds, seconds)
         if self.learn is not None:

@@ -72,15 +72,19 @@ def step_seconds(demand: Demand, constants: Constants) -> float:
     return host + _overlapped(linear_bytes, linear_ops, constants.overlap) + again + kv + attention
 
 
-def step_time(demand: Demand, constants: Constants, spread: float, factor: float = 1.0) -> StepTime:
+def step_time(
+    demand: Demand, constants: Constants, spread: float, factor: float = 1.0, further: float = 0.0
+) -> StepTime:
     """The time of a step with its interval.
 
     Args:
         spread: the interval is from seconds / (1 + spread) to seconds * (1 + spread).
         factor: a known correction of the constants' answer.
+        further: seconds that come on top.
     """
     host, linear_bytes, linear_ops, again, kv, attention = _parts(demand, constants)
-    seconds = factor * (host + _overlapped(linear_bytes, linear_ops, constants.overlap) + again + kv + attention)
+    linear = _overlapped(linear_bytes, linear_ops, constants.overlap)
+    seconds = factor * (host + linear + again + kv + attention) + further
     memory, ratio = linear_bytes + again + kv, 1 + max(spread, MIN_SPREAD)
     bound: Bound = "memory" if memory >= linear_ops else "arithmetic"
     if host > max(memory, linear_ops, attention):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.cost.calibrate import Fit
-from quire.cost.correct import MAX_RATIO
+from quire.cost.correct import MAX_COLD_SECONDS, MAX_RATIO
 from quire.cost.step_time import Constants
 from quire.logs import get_logger
 from quire.private_cache import check_private, digest, open_private
@@ -58,7 +58,9 @@ class CalibrationFile:
             factors = {int(size): float(factor) for size, factor in found["factors"].items()}
             if not all(0 <= size <= MAX_SIZE and 1 / MAX_RATIO <= each <= MAX_RATIO for size, each in factors.items()):
                 raise ValueError("its factors are impossible")
-            return Fit(Constants(*numbers), spread, factors)
+            if not 0 <= (cold := float(found["cold"])) <= MAX_COLD_SECONDS:
+                raise ValueError("its time after a pause is impossible")
+            return Fit(Constants(*numbers), spread, factors, cold)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

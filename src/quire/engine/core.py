@@ -53,6 +53,7 @@ class _Step:
     load: Load | None
     predicted: StepTime | None
     predicted_seconds: float  # with the drafter's: at most, nine times in ten; 0 without a cost model
+    pause: float  # seconds before it in which the engine did nothing
 
 
 class EngineCore:
@@ -89,7 +90,7 @@ class EngineCore:
         self._refused: list[RequestDelta] = []
         self._preparer = preparer
         self._preparing: dict[str, Polled[object]] = {}  # by request id
-        self._last_end_time = 0.0
+        self._last_end_time = 0.0  # of a step; 0: there was none
 
     def add(self, message: AddRequest, is_ready: Callable[[], bool] | None = None) -> None:
         """Queue a request. If it is refused, the next step answers with its error.
@@ -190,7 +191,8 @@ class EngineCore:
         except Exception:
             self.scheduler.fail_probe(batch)
             raise
-        return self.cost.arithmetic.load(starts, counts, len(rows)), self._clock() - start
+        self._last_end_time = self._clock()
+        return self.cost.arithmetic.load(starts, counts, len(rows)), self._last_end_time - start
 
     def has_work(self) -> bool:
         """Whether step() has something to do."""
@@ -251,11 +253,12 @@ class EngineCore:
         scheduled = self._clock()
 
         load, predicted, predicted_seconds = None, None, 0.0
+        pause = max(start - self._last_end_time, 0.0) if self._last_end_time and not self._in_flight else 0.0
         if self.cost is not None:
             load = self.cost.arithmetic.load(
                 batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits)
             )
-            predicted = self.cost.predict(load)
+            predicted = self.cost.predict(load, pause)
             predicted_seconds = predicted.high
             if self.scheduler.speculation is not None:
                 predicted_seconds += self.scheduler.speculation.drafter_seconds(batch.draft_token_ids)
@@ -270,7 +273,7 @@ class EngineCore:
 
         stats = self.scheduler.take_stats()
         self._in_flight.append(
-            _Step(batch, pending, stats, start, scheduled - start, load, predicted, predicted_seconds)
+            _Step(batch, pending, stats, start, scheduled - start, load, predicted, predicted_seconds, pause)
         )
         return True
 
@@ -283,7 +286,7 @@ class EngineCore:
             # The prediction covers all stages, also for a step that passes them beside others.
             seconds = end - step.start_time if self.scheduler.num_stages > 1 else self.last_record.step_seconds
             seconds -= self.last_record.draft_seconds
-            self.cost.observe(step.load, step.predicted.seconds, seconds)
+            self.cost.observe(step.load, step.predicted.seconds, seconds, step.pause)
         self._last_end_time = self._clock()  # the time for the cost model's fit belongs to no step
         return deltas
 

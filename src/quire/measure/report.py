@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -41,6 +42,13 @@ def environment(*command: str) -> dict[str, Any]:
         "machine": f"{devices.cpu_name()}, {devices.num_cores()} cores",
         "python": sys.version.split()[0],
     }
+
+
+def others_seconds() -> float:
+    """Processor seconds of all processes but this one and its children that have ended, so far. Linux."""
+    user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
+    own = os.times()
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK") - sum(own[:4])
 
 
 def save_published(folder: Path, what: str, hardware: str, result: dict[str, Any], markdown: str) -> None:

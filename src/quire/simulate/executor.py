@@ -35,7 +35,7 @@ class VirtualClock:
 class UntaughtCost(CostModel):
     """A cost model that does not learn: here every step takes its predicted time."""
 
-    def observe(self, load: Load, predicted_seconds: float, seconds: float) -> None:
+    def observe(self, load: Load, predicted_seconds: float, seconds: float, pause: float = 0.0) -> None:
         """Nothing changes, and the interval stays as wide."""
 
 
@@ -53,7 +53,8 @@ class PredictedExecutor:
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         load = self._cost.arithmetic.load(batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits))
-        seconds, end = self._cost.predict(load).seconds / len(self._idle_from), self._clock.now
+        end, pause = self._clock.now, max(self._clock.now - self._idle_from[-1], 0.0)
+        seconds = self._cost.predict(load, pause).seconds / len(self._idle_from)
         for stage, idle_from in enumerate(self._idle_from):
             end = self._idle_from[stage] = max(idle_from, end) + seconds
         return _Predicted(batch, end, self._clock)
