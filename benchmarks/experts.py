@@ -1,14 +1,21 @@
-"""Decodes of a model with experts beside other engines, on the same file.
+"""Decodes of a model with experts beside other engines, on the same weights.
 
     python benchmarks/experts.py write MODEL.gguf [--shape OLMoE-1B-7B]
+    python benchmarks/experts.py write FOLDER --shape Qwen3-30B-A3B-4-layers
     python benchmarks/experts.py run MODEL.gguf --peer llama.cpp "python benchmarks/peers/speculating.py
                         llama-cpp-python {model} --requests 32" [--requests 1,8,32] [--rounds 5] [--save HARDWARE]
+    python benchmarks/experts.py run FOLDER --quantization int4 --peer vLLM "python benchmarks/peers/speculating.py
+                        vllm {model} --requests 32"
 
-`write` makes a model in Q4_0 with random blocks: its routers choose experts uniformly, which is the worst case for a
-batch. Its tokenizer is the demo model's, and its text says nothing. `run` takes engines in turns, in one run: each
-request is a prompt of `--input` random tokens and `--tokens` greedy tokens. --peer adds an engine, as a command that
-speaks the protocol of benchmarks/peers/speculating.py; {model} stands for the file. OpenVINO and vLLM do not read GGUF
-files of these models: their commands name a folder with the model in their own form, and the ratios say so little.
+`write MODEL.gguf` makes an OLMoE in Q4_0 with random blocks. `write FOLDER` makes a Qwen3-MoE in bfloat16 with random
+weights, and the same weights in FOLDER/bf16.gguf for llama.cpp. Random routers choose experts uniformly, which is the
+worst case for a batch. The tokenizer is the demo model's, and the text says nothing. Other engines need their own form
+of a folder, e.g. `optimum-cli export openvino --model FOLDER --weight-format int4 OUT` or `llama-quantize --pure
+FOLDER/bf16.gguf OUT.gguf Q4_0`.
+
+`run` takes engines in turns, in one run: each request is a prompt of `--input` random tokens and `--tokens` greedy
+tokens. --peer adds an engine, as a command that speaks the protocol of benchmarks/peers/speculating.py; {model} stands
+for the file or folder. --quantization is Quire's own.
 
 The limit of a step is the bytes that it reads, over the bandwidth measured between rounds: all weights but experts,
 and the distinct experts that this number of rows hits if all are equally likely.
@@ -19,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import statistics
 import time
 from dataclasses import dataclass
@@ -27,7 +35,10 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from peers.process import Peer
+from safetensors.torch import save_file
+from torch import Tensor
 
 import quire.demo
 from quire import LLM, SamplingParams
@@ -39,11 +50,12 @@ from quire.model_config import ModelConfig, load_model_config
 OURS = "Quire"
 Q4_0 = gguf.GGMLQuantizationType.Q4_0
 DEVIATION = 0.02  # of the weights
+READ_BYTES = 1 << 30  # by which the bandwidth is measured: more than the largest L3 cache so far, 480 MiB
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of an OLMoE: E experts, S of them active; D hidden, I inner; V tokens, heads of 128 elements."""
+    """E experts, S of them active; D hidden, I inner; V tokens; heads of 128 elements, `kv_heads` of keys."""
 
     num_layers: int
     E: int
@@ -51,30 +63,55 @@ class Shape:
     D: int
     I: int  # noqa: E741
     V: int
+    heads: int
+    kv_heads: int
 
 
 SHAPES = {
-    "OLMoE-1B-7B": Shape(16, 64, 8, 2048, 1024, 50_304),
-    "OLMoE-8-layers": Shape(8, 64, 8, 2048, 1024, 50_304),
-    "tiny": Shape(2, 8, 2, 256, 64, 8192),
+    "OLMoE-1B-7B": Shape(16, 64, 8, 2048, 1024, 50_304, 16, 16),
+    "OLMoE-8-layers": Shape(8, 64, 8, 2048, 1024, 50_304, 16, 16),
+    "Qwen3-30B-A3B-4-layers": Shape(4, 128, 8, 2048, 768, 8192, 32, 4),
+    "Qwen3-30B-A3B-2-layers": Shape(2, 128, 8, 2048, 768, 8192, 32, 4),
+    "tiny": Shape(2, 8, 2, 256, 64, 8192, 2, 2),
 }
 
 
-def write(path: Path, shape: Shape) -> None:
-    """A whole model."""
-    writer, generator, D = gguf.GGUFWriter(path, "olmoe"), np.random.default_rng(0), shape.D
+def gguf_writer(path: Path, family: str, shape: Shape, file_type: gguf.LlamaFileType) -> gguf.GGUFWriter:
+    """With all metadata, and without a tensor."""
+    writer = gguf.GGUFWriter(path, family)
     writer.add_context_length(4096)
-    writer.add_embedding_length(D)
+    writer.add_embedding_length(shape.D)
     writer.add_block_count(shape.num_layers)
     writer.add_feed_forward_length(shape.I)
-    writer.add_head_count(D // 128)
-    writer.add_head_count_kv(D // 128)
+    writer.add_expert_feed_forward_length(shape.I)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(128)
+    writer.add_value_length(128)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10_000.0)
     writer.add_expert_count(shape.E)
     writer.add_expert_used_count(shape.S)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
+    writer.add_file_type(file_type)
     add_tokenizer(writer, shape.V)
+    return writer
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_gguf(path: Path, shape: Shape) -> None:
+    """An OLMoE in Q4_0."""
+    writer, generator, D = (
+        gguf_writer(path, "olmoe", shape, gguf.LlamaFileType.MOSTLY_Q4_0),
+        np.random.default_rng(0),
+        shape.D,
+    )
 
     def add(name: str, *sizes: int) -> None:
         blocks = generator.integers(0, 256, (*sizes[:-1], sizes[-1] // 32, 18), dtype=np.uint8)
@@ -97,10 +134,92 @@ def write(path: Path, shape: Shape) -> None:
         add(f"{prefix}ffn_gate_exps", shape.E, shape.I, D)
         add(f"{prefix}ffn_up_exps", shape.E, shape.I, D)
         add(f"{prefix}ffn_down_exps", shape.E, D, shape.I)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
+
+
+def write_folder(folder: Path, shape: Shape) -> None:
+    """A Qwen3-MoE in bfloat16, as a checkpoint of transformers and as a GGUF file with the same numbers."""
+    folder.mkdir()
+    writer = gguf_writer(folder / "bf16.gguf", "qwen3moe", shape, gguf.LlamaFileType.MOSTLY_BF16)
+    E, D, I, V = shape.E, shape.D, shape.I, shape.V  # noqa: E741
+    generator = random.Random(0)
+    numbers = torch.randn(64 << 20, generator=torch.Generator().manual_seed(0)).mul_(DEVIATION).to(torch.bfloat16)
+    files: dict[str, str] = {}
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        begin = generator.randrange(len(numbers) - rows * columns)
+        return numbers[begin : begin + rows * columns].view(rows, columns)
+
+    def add(part: dict[str, Tensor], name: str, other_name: str, *sizes: int) -> None:
+        """A matrix, or with three sizes one for each expert; a norm with one size."""
+        if len(sizes) == 1:
+            weight = torch.ones(sizes, dtype=torch.bfloat16)
+            writer.add_tensor(f"{other_name}.weight", weight.float().numpy())
+        else:
+            weight = torch.stack([matrix(*sizes[-2:]) for _ in range(sizes[0] if len(sizes) == 3 else 1)]).view(sizes)
+            if other_name.endswith("gate_inp"):
+                writer.add_tensor(f"{other_name}.weight", weight.float().numpy())
+            else:
+                codes = weight.view(torch.uint8).numpy()
+                writer.add_tensor(f"{other_name}.weight", codes, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        for number, each in enumerate(weight if len(sizes) == 3 else [weight]):
+            part[f"{name.replace('*', str(number))}.weight"] = each.clone()
+
+    def save(part: dict[str, Tensor], file: str) -> None:
+        save_file(part, folder / file, metadata={"format": "pt"})
+        files.update(dict.fromkeys(part, file))
+
+    part: dict[str, Tensor] = {}
+    add(part, "model.embed_tokens", "token_embd", V, D)
+    add(part, "lm_head", "output", V, D)
+    add(part, "model.norm", "output_norm", D)
+    save(part, "outside.safetensors")
+    for layer in range(shape.num_layers):
+        part, name, other_name = {}, f"model.layers.{layer}.", f"blk.{layer}."
+        add(part, f"{name}input_layernorm", f"{other_name}attn_norm", D)
+        add(part, f"{name}post_attention_layernorm", f"{other_name}ffn_norm", D)
+        add(part, f"{name}self_attn.q_norm", f"{other_name}attn_q_norm", 128)
+        add(part, f"{name}self_attn.k_norm", f"{other_name}attn_k_norm", 128)
+        add(part, f"{name}self_attn.q_proj", f"{other_name}attn_q", shape.heads * 128, D)
+        add(part, f"{name}self_attn.k_proj", f"{other_name}attn_k", shape.kv_heads * 128, D)
+        add(part, f"{name}self_attn.v_proj", f"{other_name}attn_v", shape.kv_heads * 128, D)
+        add(part, f"{name}self_attn.o_proj", f"{other_name}attn_output", D, shape.heads * 128)
+        add(part, f"{name}mlp.gate", f"{other_name}ffn_gate_inp", E, D)
+        add(part, f"{name}mlp.experts.*.gate_proj", f"{other_name}ffn_gate_exps", E, I, D)
+        add(part, f"{name}mlp.experts.*.up_proj", f"{other_name}ffn_up_exps", E, I, D)
+        add(part, f"{name}mlp.experts.*.down_proj", f"{other_name}ffn_down_exps", E, D, I)
+        save(part, f"layer-{layer}.safetensors")
+    finish(writer)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "dtype": "bfloat16",
+        "vocab_size": V,
+        "hidden_size": D,
+        "intermediate_size": I,
+        "moe_intermediate_size": I,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": 128,
+        "num_experts": E,
+        "num_experts_per_tok": shape.S,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(quire.demo.path() / file, folder / file)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
@@ -126,8 +245,14 @@ def add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
 class Ours:
     """Quire in this process."""
 
-    def __init__(self, model: Path, num_requests: int) -> None:
-        self._llm = LLM(str(model), max_model_len=1024, max_num_seqs=num_requests, enable_prefix_caching=False)
+    def __init__(self, model: Path, quantization: str | None, num_requests: int) -> None:
+        self._llm = LLM(
+            str(model),
+            quantization=quantization,
+            max_model_len=1024,
+            max_num_seqs=num_requests,
+            enable_prefix_caching=False,
+        )
 
     def seconds(self, prompts: list[list[int]], num_tokens: int) -> float:
         """From the prompts to the last token of all."""
@@ -137,25 +262,25 @@ class Ours:
         return time.perf_counter() - started
 
 
-def step_limit(config: ModelConfig, num_rows: int, bandwidth: float) -> float:
+def step_limit(config: ModelConfig, quantization: str | None, num_rows: int, bandwidth: float) -> float:
     """Seconds of a decode step that does nothing but read."""
-    num_bytes = float(config.read_bytes_per_step("bfloat16"))
-    for part, of_expert in config.expert_bytes("bfloat16"):
+    num_bytes = float(config.read_bytes_per_step("bfloat16", quantization))
+    for part, of_expert in config.expert_bytes("bfloat16", quantization):
         num_bytes += of_expert * (distinct_experts(part.num_experts, part.num_active, num_rows) - part.num_active)
     return num_bytes / bandwidth
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Rounds of every number of requests, with every engine in turns."""
-    config = load_model_config(arguments.model)
-    engines: dict[str, Ours | Peer] = {OURS: Ours(arguments.model, max(arguments.requests))}
+    config, quantization = load_model_config(arguments.model), arguments.quantization
+    engines: dict[str, Ours | Peer] = {OURS: Ours(arguments.model, quantization, max(arguments.requests))}
     engines |= {name: Peer(command.replace("{model}", str(arguments.model))) for name, command in arguments.peer}
     generator, cases = random.Random(0), []
     for requests in arguments.requests:
         rounds: list[dict[str, float]] = []
         for number in range(-1, arguments.rounds):  # the first one warms up
             prompts = [[generator.randrange(10, 4000) for _ in range(arguments.input)] for _ in range(requests)]
-            found = {"limit": step_limit(config, requests, cpu.read_bandwidth(256 << 20, repeats=2))}
+            found = {"limit": step_limit(config, quantization, requests, cpu.read_bandwidth(READ_BYTES, repeats=2))}
             for name in engines if number % 2 == 0 else reversed(engines):
                 engine = engines[name]
                 if isinstance(engine, Peer):
@@ -175,7 +300,9 @@ def markdown(result: dict[str, Any]) -> str:
     """Medians over rounds. A ratio is the median of the rounds' ratios."""
     peers, tokens = result["peers"], result["tokens"]
     lines = report.heading("Experts beside other engines", result)
-    lines += [f"- {result['model']}; {tokens} tokens after {result['input']}; {result['rounds']} rounds in turns.", ""]
+    form = f", {result['quantization']}" if result["quantization"] else ""
+    turns = f"{tokens} tokens after {result['input']}; {result['rounds']} rounds in turns."
+    lines += [f"- {result['model']}{form}; {turns}", ""]
     columns = [f"{name}, tokens/s" for name in (OURS, *peers)] + [f"{OURS} / {name}" for name in peers]
     lines += report.table_head(" | ".join(["requests", *columns, "share of the limit of decodes"]))
     for case in result["cases"]:
@@ -196,6 +323,7 @@ def main() -> None:
         command.add_argument("model", type=Path)
     writing.add_argument("--shape", choices=SHAPES, default="OLMoE-1B-7B")
     running.add_argument("--peer", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"))
+    running.add_argument("--quantization", help="of a checkpoint in bfloat16, while Quire loads it")
     running.add_argument("--requests", type=lambda text: [*map(int, text.split(","))], default=[1, 8, 32])
     running.add_argument("--rounds", type=int, default=5)
     running.add_argument("--input", type=int, default=8)
@@ -203,10 +331,11 @@ def main() -> None:
     running.add_argument("--save", metavar="HARDWARE", help="writes benchmarks/results/HARDWARE/experts_DATE")
     arguments = parser.parse_args()
     if arguments.command == "write":
+        write = write_gguf if arguments.model.suffix == ".gguf" else write_folder
         write(arguments.model, SHAPES[arguments.shape])
         return
     result = report.environment("python", "benchmarks/experts.py") | {
-        **{name: getattr(arguments, name) for name in ("rounds", "input", "tokens")},
+        **{name: getattr(arguments, name) for name in ("quantization", "rounds", "input", "tokens")},
         "model": arguments.model.name,
         **run(arguments),
     }

@@ -168,6 +168,14 @@ bool follows_streams() {
 #endif
 }
 
+bool fetches_close() {
+#if defined(__x86_64__)
+  return has_isa(Isa::amx);
+#else
+  return false;
+#endif
+}
+
 Isa active_isa() { return static_cast<Isa>(active().load(std::memory_order_relaxed)); }
 
 bool set_active_isa(Isa isa) {

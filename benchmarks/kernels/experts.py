@@ -41,7 +41,7 @@ from quire.kernels.routing import Routing, RoutingRule
 from quire.measure import report
 
 LAYERS = 3  # of a model, each with weights of its own
-BURST_S = 0.05
+BURST_S = 0.2
 DTYPE = torch.bfloat16
 
 
@@ -123,7 +123,13 @@ def logits_of(T: int, E: int, routing: str) -> Iterator[Tensor]:
 
 
 def measure(
-    layers: list[Layer], shape: Shape, T: int, routing: str, peak_of: Callable[[], float], seconds: float
+    layers: list[Layer],
+    shape: Shape,
+    T: int,
+    routing: str,
+    bandwidth_of: Callable[[], float],
+    peak_of: Callable[[], float],
+    seconds: float,
 ) -> dict[str, float]:
     """Medians over calls."""
     x_TD, logits = torch.randn(T, shape.D).to(DTYPE), logits_of(T, shape.E, routing)
@@ -132,7 +138,7 @@ def measure(
     found: dict[str, list[float]] = {"us": [], "hits": [], "share": [], "is_read": [], "bandwidth": [], "peak": []}
     deadline = time.perf_counter() + seconds
     while not found["us"] or time.perf_counter() < deadline:
-        bandwidth, peak = cpu.read_bandwidth(256 << 20, repeats=2), peak_of()
+        bandwidth, peak = bandwidth_of(), peak_of()
         next(turns)()  # wakes the threads
         burst_end = time.perf_counter() + BURST_S
         while time.perf_counter() < burst_end:
@@ -179,6 +185,9 @@ def main() -> None:
     parser.add_argument("--isa", default="", help="instruction set; default: the best present")
     parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
     parser.add_argument("--seconds", type=float, default=1.0, help="per reading")
+    parser.add_argument(
+        "--read-mib", type=int, default=1024, help="by which the bandwidth is measured: more than the L3 cache"
+    )
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     args = parser.parse_args()
     if args.isa:
@@ -190,11 +199,12 @@ def main() -> None:
     for name, quantization in itertools.product(args.models, args.quantization):
         shape = MODELS[name]
         layers = [Layer(shape, quantization) for _ in range(LAYERS)]
+        bandwidth_of = partial(cpu.read_bandwidth, args.read_mib << 20, repeats=2)
         peak_of = partial(cpu.peak_flops, DTYPE, repeats=2)
         if isinstance(held := FORMATS.get(quantization), GroupedFormat):
             peak_of = partial(cpu.peak_int8_ops, held.bits, repeats=2)
         for routing, T in itertools.product(args.routings, map(int, args.rows.split(","))):
-            found = measure(layers, shape, T, routing, peak_of, args.seconds)
+            found = measure(layers, shape, T, routing, bandwidth_of, peak_of, args.seconds)
             readings.append({"model": name, "quantization": quantization, "routing": routing, "rows": T, **found})
             print(
                 f"{name:>18} {quantization:>5} {routing:>8} {T:4} rows  {found['hits']:5.0f} of {shape.E} experts  "

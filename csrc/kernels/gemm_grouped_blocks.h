@@ -314,7 +314,10 @@ inline void run_form(const GemmBlock& block) {
       const uint8_t* const next_codes = is_last ? codes + layout.panel_bytes : codes + end * stored_quad_bytes;
       const PrefetchPlan plan{reinterpret_cast<const char*>(next_codes),
                               static_cast<int>(ceil_div(kQuadsPerFetch * stored_quad_bytes, int64_t{64})),
-                              (end - begin) / kQuadsPerFetch, num_passes};
+                              (end - begin) / kQuadsPerFetch,
+                              num_passes,
+                              /*is_in_order=*/true,
+                              reinterpret_cast<const char*>(weights)};
       if constexpr (!kFactors) {
         decode_groups(args.weight.form, layout, packed, first_group, ceil_div(end, group_quads), numbers);
       }

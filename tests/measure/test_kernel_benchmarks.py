@@ -20,7 +20,7 @@ SHORT = ("--threads", "1", "--seconds", "0.001")
 SMALL: dict[str, tuple[str, ...]] = {
     "attention": (*SHORT, "--cases", "2x1@40,1x8@8"),
     "attention_kv": (*SHORT, "--cases", "2x1@40", "--rounds", "1"),
-    "experts": (*SHORT, "--models", "tiny", "--rows", "2"),
+    "experts": (*SHORT, "--models", "tiny", "--rows", "2", "--read-mib", "1"),
     "formats": ("--seconds", "0.001", "--layers", "1", "--m", "1", "--formats", "int8"),
     "gemm": (*SHORT, "--shapes", "64x128", "--m", "1"),
     "lora": (*SHORT, "--shapes", "o", "--cases", "2x1@4"),
