@@ -460,8 +460,8 @@ def peers(result: dict[str, Any]) -> list[str]:
     if not result["peers"]:
         return []
     lines = [
-        "- Quire/peer: tokens a second, prompts included. decoding: the same without the time to the first tokens, which "
-        "is that of an answer of one token for a peer.",
+        "- Quire/peer: tokens a second, prompts included. decoding: without the time to the first tokens, which is "
+        "that of an answer of one token for a peer.",
         "",
     ]
     lines += report.table_head(
@@ -479,9 +479,8 @@ def peers(result: dict[str, Any]) -> list[str]:
                     pairs = [(each["engines"][name], each["engines"][f"{peer} {state}"]) for each in rounds]
                     cells.append(f"{statistics.median(ours[key] / theirs[key] for ours, theirs in pairs):.2f}")
             rates = " | ".join(f"{middle(rounds, f'{peer} {on}', 'tokens_per_second'):.1f}" for on in ("off", "on"))
-            lines.append(
-                f"| {case['workload']} | {case['format']} | {case['requests']} | {peer} | {rates} | {' | '.join(cells)} |"
-            )
+            where = f"{case['workload']} | {case['format']} | {case['requests']}"
+            lines.append(f"| {where} | {peer} | {rates} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 

@@ -3,6 +3,7 @@
     python speculating.py openvino MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8]
     python speculating.py llama-server BINARY MODEL.gguf [--draft MODEL.gguf | --lookup] [--drafts 4] [--requests 8]
     python speculating.py llama-cpp-python MODEL.gguf [--requests 8]
+    python speculating.py vllm MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8]
 
 A line on the standard input asks: {"prompts": [[token ids]], "num_tokens": most of each}. A line on the standard output
 answers: {"seconds": for all of them at once}; the first line is {"ready": true}. Decoding is greedy. The script needs
@@ -156,15 +157,40 @@ def llama_library(arguments: argparse.Namespace) -> Generate:
     return generate
 
 
+def vllm(arguments: argparse.Namespace) -> Generate:
+    """vLLM's offline engine, without compilation."""
+    from vllm import LLM, SamplingParams
+
+    drafter: dict[str, Any] = {}
+    if arguments.draft:
+        drafter = {"method": "draft_model", "model": arguments.draft}
+    if arguments.lookup:
+        drafter = {"method": "ngram", "prompt_lookup_max": LOOKUP_TOKENS, "prompt_lookup_min": LOOKUP_TOKENS}
+    engine = LLM(
+        arguments.model,
+        max_model_len=1024,
+        max_num_seqs=arguments.requests,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        speculative_config=drafter | {"num_speculative_tokens": arguments.drafts} if drafter else None,
+    )
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> Any:
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        return engine.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
+
+    return generate
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engines = parser.add_subparsers(required=True)
-    starts = {"openvino": openvino, "llama-server": llama_server, "llama-cpp-python": llama_library}
+    starts = {"openvino": openvino, "llama-server": llama_server, "llama-cpp-python": llama_library, "vllm": vllm}
     for name, start in starts.items():
         engine = engines.add_parser(name)
         if start is llama_server:
             engine.add_argument("binary")
-        if start is not openvino:
+        if start in (llama_server, llama_library):
             engine.add_argument("--threads", type=int, default=2)
         engine.add_argument("model")
         if start is not llama_library:
