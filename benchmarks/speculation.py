@@ -129,6 +129,8 @@ class Engine:
         self._submit = self.core.executor.submit
         self.core.executor.submit = self.submit  # type: ignore[method-assign]
         self._steps: Steps = []
+        while started.calibrate():  # as a server does while no request waits
+            pass
         for num_tokens in range(1, 1 + RECORDED_TOKENS):
             verify_step(self.core, 1, num_tokens, TEXT_TOKENS)
 
@@ -308,7 +310,10 @@ class Case:
         expected = answers[OFF]
         for name, answer in answers.items():
             tokens = requests * arguments.tokens
-            one: dict[str, float] = {"tokens_per_second": tokens / answer.seconds}
+            one: dict[str, float] = {
+                "tokens_per_second": tokens / answer.seconds,
+                "decode_tokens_per_second": answer.decode_tokens / answer.decode_seconds,
+            }
             if isinstance(self.engines[name], Engine):
                 assert not self._is_exact or answer.token_ids == expected.token_ids, f"{name} gives other tokens"
                 gain = (answer.decode_tokens / answer.decode_seconds) / (
@@ -316,7 +321,6 @@ class Case:
                 )
                 full_gain = (answer.full_tokens / answer.full_seconds) / (expected.full_tokens / expected.full_seconds)
                 one |= {
-                    "decode_tokens_per_second": answer.decode_tokens / answer.decode_seconds,
                     "gain": gain,
                     "full_gain": full_gain,
                     "first_token": (answer.seconds - answer.decode_seconds)
@@ -367,8 +371,8 @@ class Case:
             engine.run(warm, WARM_TOKENS, 0.0, depth)
             return engine.run(prompts, num_tokens, self._arguments.temperature, depth)
         engine.ask({"prompts": warm, "num_tokens": WARM_TOKENS}, "seconds")
-        seconds = engine.ask({"prompts": prompts, "num_tokens": num_tokens}, "seconds")
-        return Answer(seconds, 0.0, 0, [], [], 0, 0.0, 0)
+        first, seconds = (engine.ask({"prompts": prompts, "num_tokens": count}, "seconds") for count in (1, num_tokens))
+        return Answer(seconds, seconds - first, len(prompts) * (num_tokens - 1), [], [], 0, 0.0, 0)
 
     def close(self) -> None:
         for engine in {id(engine): engine for engine in self.engines.values()}.values():
@@ -457,21 +461,28 @@ def peers(result: dict[str, Any]) -> list[str]:
     """Quire over each peer, without speculation and with it: the best of Quire's methods that adapt."""
     if not result["peers"]:
         return []
-    lines = report.table_head("text | weights | requests | peer | off, tokens/s | on | Quire/peer off | Quire/peer on")
+    lines = [
+        "- Quire/peer: tokens a second, prompts included. decoding: without the time to the first tokens, which is "
+        "that of an answer of one token for a peer.",
+        "",
+    ]
+    lines += report.table_head(
+        "text | weights | requests | peer | off, tokens/s | on | Quire/peer off | Quire/peer on | decoding off | "
+        "decoding on"
+    )
     for case in result["cases"]:
         rounds = case["rounds"]
         own = [name for name, one in rounds[0]["engines"].items() if "gain" in one and ALWAYS not in name]
         best = max(own, key=lambda name: middle(rounds, name, "tokens_per_second"))
         for peer in result["peers"]:
             cells = []
-            for state, name in (("off", OFF), ("on", best)):
-                pairs = [(each["engines"][name], each["engines"][f"{peer} {state}"]) for each in rounds]
-                cells.append(statistics.median(a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs))
+            for key in ("tokens_per_second", "decode_tokens_per_second"):
+                for state, name in (("off", OFF), ("on", best)):
+                    pairs = [(each["engines"][name], each["engines"][f"{peer} {state}"]) for each in rounds]
+                    cells.append(f"{statistics.median(ours[key] / theirs[key] for ours, theirs in pairs):.2f}")
             rates = " | ".join(f"{middle(rounds, f'{peer} {on}', 'tokens_per_second'):.1f}" for on in ("off", "on"))
-            lines.append(
-                f"| {case['workload']} | {case['format']} | {case['requests']} | {peer} | {rates} | {cells[0]:.2f} | "
-                f"{cells[1]:.2f} |"
-            )
+            where = f"{case['workload']} | {case['format']} | {case['requests']}"
+            lines.append(f"| {where} | {peer} | {rates} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 

@@ -4,6 +4,7 @@
     python speculating.py llama-server BINARY MODEL.gguf [--draft MODEL.gguf | --lookup] [--drafts 4] [--requests 8]
     python speculating.py llama-cpp-python MODEL.gguf [--requests 8]
     python speculating.py vllm MODEL [--requests 8]
+    python speculating.py vllm MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8]
 
 A line on the standard input asks: {"prompts": [[token ids]], "num_tokens": most of each}. A line on the standard output
 answers: {"seconds": for all of them at once}; the first line is {"ready": true}. Decoding is greedy. The script needs
@@ -166,6 +167,26 @@ def vllm(arguments: argparse.Namespace) -> Generate:
     def generate(prompts: list[list[int]], num_tokens: int) -> Any:
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    """vLLM's offline engine, without compilation."""
+    from vllm import LLM, SamplingParams
+
+    drafter: dict[str, Any] = {}
+    if arguments.draft:
+        drafter = {"method": "draft_model", "model": arguments.draft}
+    if arguments.lookup:
+        drafter = {"method": "ngram", "prompt_lookup_max": LOOKUP_TOKENS, "prompt_lookup_min": LOOKUP_TOKENS}
+    engine = LLM(
+        arguments.model,
+        max_model_len=1024,
+        max_num_seqs=arguments.requests,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        speculative_config=drafter | {"num_speculative_tokens": arguments.drafts} if drafter else None,
+    )
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> Any:
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        return engine.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
 
     return generate
 
@@ -179,6 +200,7 @@ def main() -> None:
         "llama-cpp-python": llama_library,
         "vllm": vllm,
     }
+    starts = {"openvino": openvino, "llama-server": llama_server, "llama-cpp-python": llama_library, "vllm": vllm}
     for name, start in starts.items():
         engine = engines.add_parser(name)
         if start is llama_server:

@@ -31,6 +31,6 @@ def model_with(*kinds: KvKind) -> ModelConfig:
     return replace(model, layers=tuple(replace(layer, attention=attention[kind]) for kind in kinds))
 
 
-def cost_model(constants: Constants = CONSTANTS, spread: float = 0.05) -> CostModel:
-    arithmetic = StepArithmetic(model_with("full", "window"), "bfloat16", None, "auto")
+def cost_model(constants: Constants = CONSTANTS, spread: float = 0.05, isa: str = "") -> CostModel:
+    arithmetic = StepArithmetic(model_with("full", "window"), "bfloat16", None, "auto", isa)
     return CostModel(arithmetic, Fit(constants, spread))

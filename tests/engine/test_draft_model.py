@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from quire.engine.core import EngineCore
 from quire.formats.kv_groups import kv_groups
+from quire.kernels import cpu
 from quire.request import Request
 from quire.sampling.batch_params import SamplingState
 from quire.sampling.sampler import Sampler
@@ -29,6 +30,7 @@ from quire.worker.draft_model import DraftModel
 from quire.worker.drafter import Drafted
 from quire.worker.input_batch import InputBatch, StagedStep, StepRows
 from quire.worker.model_runner import ModelRunner
+from quire.worker.recorded_steps import MAX_TOKENS as RECORDED_TOKENS
 from tests.engine.harness import EOS, MOST_DRAFTS, Prompt, Schedule, build_core, demo_draft, run
 from tests.engine.test_drafts import (
     GREEDY,
@@ -192,6 +194,23 @@ def test_nothing_is_computed_twice_or_for_nobody() -> None:
     notes.pass_tokens.clear()
     run(core, [long], prefix="second")
     assert notes.pass_tokens[0] <= num_tokens % 16 + 16 + 1, "the blocks of the prefix are computed again"
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the reference has no kernel calls")
+def test_the_first_token_waits_for_no_draft_model() -> None:
+    """A prompt costs the kernel calls that it costs without drafts, also behind drafts of others."""
+    prompt = Prompt((7,) * 2 * RECORDED_TOKENS, SamplingParams(temperature=0.0, max_tokens=1))
+
+    def calls_of(schedule: Schedule) -> list[type]:
+        core = build_core(schedule, "bfloat16")
+        answers(core, ["greedy"])
+        with cpu.recorded_calls() as calls:
+            run(core, [prompt])
+        return [type(call.__self__) for call in calls]  # type: ignore[attr-defined]
+
+    plain = calls_of(Schedule())
+    assert len(plain) > 20
+    assert calls_of(Schedule(proposer=ByWorker(), draft=demo_draft())) == plain
 
 
 def test_a_long_prompt_is_read_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:

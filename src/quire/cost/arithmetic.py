@@ -5,6 +5,7 @@ Nothing else counts them: predictions, plans, metrics and the hardware limit of 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -218,6 +219,13 @@ class StepArithmetic:
             rescanned += self.output_bytes * self._rescanned_share(logits, has_codes=self._output_has_codes)
             filling = self._blocks * self._filling_rows(tokens) + self._output * self._filling_rows(logits)
         return Demand(weights, kv_bytes, written, linear, int8_ops, attention, logits, rescanned, filling)
+
+    def same_tiles(self, num_tokens: int) -> int:
+        """The most tokens of a step that has as many tiles of rows as one of `num_tokens`; without tiles any step has.
+
+        More of them can take longer at once.
+        """
+        return num_tokens + -num_tokens % self._tile_rows if self._tile_rows else sys.maxsize
 
     def _rescanned_share(self, num_rows: int, *, has_codes: bool) -> float:
         """The share of a product's weights that count once more. Measured: see benchmarks/NOTES.md, 2026-11-28."""

@@ -99,7 +99,8 @@ class CostModel:
     def with_drafts(self, starts: Sequence[int], most: int) -> list[float]:
         """The seconds of a step with one token of each request, alone and with 1 to `most` drafts behind them.
 
-        Predicted for some counts; between them it is a line, and more drafts never take less time.
+        Predicted for some counts, which are not on both sides of a border of tiles unless they are neighbours; between
+        them it is a line, and more drafts never take less time.
 
         Args:
             starts: computed tokens of each request, one or more.
@@ -107,7 +108,8 @@ class CostModel:
         base = self.arithmetic.load(starts, [1] * len(starts), len(starts))
         count, known = 0, [self.predict(base).seconds]
         while count < most:
-            further = min(count + 1 + count // 3, most)
+            same_tiles = self.arithmetic.same_tiles(base.num_rows + count) - base.num_rows
+            further = min(count + 1 + count // 3, max(same_tiles, count + 1), most)
             num_tokens = base.num_rows + further
             load = Load(
                 num_tokens,

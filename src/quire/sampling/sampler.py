@@ -180,10 +180,16 @@ class Sampler:
 
         Args: see `launch`.
         """
+        token_ids_R = self.draw(logits_RV, rows, parameters, before)
+        return token_ids_R, logits_RV.gather(1, token_ids_R.clamp(min=0)[:, None])[:, 0]
+
+    def draw(
+        self, logits_RV: Tensor, rows: Sequence[int], parameters: Sequence[Tensor], before: Sequence[Sequence[int]] = ()
+    ) -> Tensor:
+        """The tokens of `choose` alone."""
         apply_filters(logits_RV, rows, self.state.filters, before)
         apply_penalties(logits_RV, rows, self.state.penalties, before)
-        token_ids_R = ops.sample(logits_RV, *parameters) if parameters else ops.greedy(logits_RV)
-        return token_ids_R, logits_RV.gather(1, token_ids_R.clamp(min=0)[:, None])[:, 0]
+        return ops.sample(logits_RV, *parameters) if parameters else ops.greedy(logits_RV)
 
     def _reports(
         self, scores_LV: Tensor, wanted: list[int], rows: Sequence[int], token_ids_R: Tensor

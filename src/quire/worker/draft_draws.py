@@ -64,8 +64,7 @@ class DraftDraws:
         if earlier and (state.filters or state.penalties):
             columns = [tokens.clamp(min=0).tolist() for tokens in self._on_host(earlier)]
             before = [[column[index] for column in columns] for index in range(len(logits_RV))]
-        token_ids_R, chosen_R = self._sampler.choose(logits_RV, step.rows_S.tolist(), staged.parameters, before)
-        return torch.where(chosen_R.isfinite(), token_ids_R, -1)
+        return self._sampler.draw(logits_RV, step.rows_S.tolist(), staged.parameters, before)
 
     def collect(self, drafted: Drafted, indices: Sequence[int], found: list[Tensor]) -> None:
         """Fill in what was drawn, a tensor per place, for these of the rows that were asked for."""

@@ -158,7 +158,7 @@ class DraftModel:
             ends_S = (lens_S - unread_S)[some_S]
             none = np.zeros(0, dtype=np.int64)
             step = StepRows(rows_S[some_S], starts_S[some_S], ends_S - starts_S[some_S], none)
-            self.forward_pass.hidden(step, self.forward_pass.stage(step))
+            self.forward_pass.hidden(self.forward_pass.stage(step))
             self._keep(rows_S[some_S], ends_S)
         return unread_S
 
@@ -173,7 +173,7 @@ class DraftModel:
         """token_ids_R behind the tokens up to `ends_R`; tokens before `starts_R` are computed. -1: none."""
         step = StepRows(rows_R, starts_R, ends_R - starts_R, np.arange(len(rows_R)))
         staged = self.forward_pass.stage(step, self._draws.parameters(rows_R, offset))
-        logits_RV = self.forward_pass.logits(staged, self.forward_pass.hidden(step, staged))
+        logits_RV = self.forward_pass.logits(staged, self.forward_pass.hidden(staged))
         vocab_size = self._inputs.sampling.vocab_size
         if logits_RV.shape[1] != vocab_size:
             # Further tokens of one of both are padding.

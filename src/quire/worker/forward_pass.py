@@ -42,8 +42,8 @@ class ForwardPass:
         """See InputBatch.stage; brought to the size of a captured pass, if there is one that holds it."""
         return self._inputs.stage(step, parameters, None if self.captured is None else self.captured.size_for(step))
 
-    def hidden(self, step: StepRows, staged: StagedStep, hidden_TD: Tensor | None = None) -> Tensor:
-        """hidden_TD of the step, the last one staged; overwritten by the next pass.
+    def hidden(self, staged: StagedStep, hidden_TD: Tensor | None = None) -> Tensor:
+        """hidden_TD of a step, the last one staged; overwritten by the next pass.
 
         Args:
             hidden_TD: see ForwardBatch.
@@ -51,7 +51,7 @@ class ForwardPass:
         if self.captured is None or staged.padding is None:
             found_TD = self.model.forward(self._inputs.forward_batch(staged, self._caches, hidden_TD))
         else:
-            found_TD = self.captured.run(staged.padding, staged, hidden_TD)[: int(step.lens_S.sum())]
+            found_TD = self.captured.run(staged.padding, staged, hidden_TD)[: staged.num_tokens]
         if self._behind is not None:
             self._behind.send(found_TD)
         return found_TD

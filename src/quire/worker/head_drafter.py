@@ -159,7 +159,7 @@ class HeadDrafter:
             step = StepRows(rows_R, starts_R, ends_R - starts_R, np.arange(num_rows), ahead=1)
             staged = self.forward_pass.stage(step, self._draws.parameters(rows_R, offset))
             given_TD = self._kept(step) if hidden_SD is None else hidden_SD[:num_rows]
-            hidden_TD = self.forward_pass.hidden(step, staged, given_TD)
+            hidden_TD = self.forward_pass.hidden(staged, given_TD)
             is_one_each = len(hidden_TD) == num_rows
             hidden_SD = hidden_TD if is_one_each else hidden_TD.index_select(0, staged.logits_indices_R)
             logits_RV = self._head.compute_logits(hidden_SD)
@@ -176,7 +176,7 @@ class HeadDrafter:
             is_read_S = lens_S > 0
             rows_R, lens_R = rows_S[is_read_S], lens_S[is_read_S]
             step, staged = self._stage(rows_R, self._num_computed_C[rows_R], lens_R)
-            self.forward_pass.hidden(step, staged, self._kept(step))
+            self.forward_pass.hidden(staged, self._kept(step))
             self._num_computed_C[rows_R] += lens_R
 
     def _read_step(
@@ -189,7 +189,7 @@ class HeadDrafter:
         """Compute these positions from the hidden states of the target's step, where each row begins at `firsts_R`."""
         step, staged = self._stage(rows_R, starts_R, ends_R - starts_R)
         given_TD = self._head.hidden_of(self._streams.of(_ranges(firsts_R, step.lens_S)))
-        self.forward_pass.hidden(step, staged, given_TD)
+        self.forward_pass.hidden(staged, given_TD)
         self._num_computed_C[rows_R] = ends_R
 
     def _stage(

@@ -147,7 +147,7 @@ def _count_buffers(runner: ModelRunner, batch: ScheduledBatch) -> int:
     staged = runner.forward_pass.stage(step)
     buffers = LiveBuffers()
     with buffers:
-        runner.forward_pass.hidden(step, staged)
+        runner.forward_pass.hidden(staged)
     runner.input_batch.apply(ScheduledBatch(0, removed_request_ids=batch.request_ids))
     return buffers.peak_bytes
 

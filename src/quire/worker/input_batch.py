@@ -73,6 +73,7 @@ class StagedStep:
     expecting_rows: Tensor  # int64: the rows of StepRows.expecting
     parameters: tuple[Tensor, ...]  # of ops.sample; empty: all rows are greedy
     host: HostStep
+    num_tokens: int  # without padding
     padding: Padding | None  # None: it was brought to no size
     lanes: LaneRows | None = None  # None: there is one lane
 
@@ -342,6 +343,7 @@ class InputBatch:
             expecting_rows=put(expecting_rows, len(expecting_rows), np.int64),
             parameters=tuple(put(values, len(values), values.dtype) for values in parameters),
             host=HostStep(rows_S, lens_S, ends_S, self.block_tables_NCM, None if pad_to is None else pad_to.rows),
+            num_tokens=num_tokens,
             padding=pad_to,
             lanes=LaneRows.of(step.lane_tokens),
         )

@@ -217,7 +217,7 @@ class ModelRunner:
             self._finish(len(self._in_flight))  # computed already: the grammars learn their tokens
             masks = self.sampler.start_masks(sampled_rows, before)
         start = device.mark()
-        hidden_TD = self.forward_pass.hidden(step, staged)
+        hidden_TD = self.forward_pass.hidden(staged)
         self._count_experts(result)
         launched = _Launched(sampling.tolist(), drafts)
         if is_sampling:
