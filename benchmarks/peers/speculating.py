@@ -3,7 +3,6 @@
     python speculating.py openvino MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8]
     python speculating.py llama-server BINARY MODEL.gguf [--draft MODEL.gguf | --lookup] [--drafts 4] [--requests 8]
     python speculating.py llama-cpp-python MODEL.gguf [--requests 8]
-    python speculating.py vllm MODEL [--requests 8]
     python speculating.py vllm MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8]
 
 A line on the standard input asks: {"prompts": [[token ids]], "num_tokens": most of each}. A line on the standard output
@@ -159,15 +158,7 @@ def llama_library(arguments: argparse.Namespace) -> Generate:
 
 
 def vllm(arguments: argparse.Namespace) -> Generate:
-    """vLLM's offline API, without drafts."""
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(arguments.model, max_model_len=1024, max_num_seqs=arguments.requests, enable_prefix_caching=False)
-
-    def generate(prompts: list[list[int]], num_tokens: int) -> Any:
-        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-        return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    """vLLM's offline engine, without compilation."""
+    """vLLM's offline engine; with drafts without compilation."""
     from vllm import LLM, SamplingParams
 
     drafter: dict[str, Any] = {}
@@ -180,7 +171,7 @@ def vllm(arguments: argparse.Namespace) -> Generate:
         max_model_len=1024,
         max_num_seqs=arguments.requests,
         enable_prefix_caching=False,
-        enforce_eager=True,
+        enforce_eager=bool(drafter),
         speculative_config=drafter | {"num_speculative_tokens": arguments.drafts} if drafter else None,
     )
 
@@ -194,12 +185,6 @@ def vllm(arguments: argparse.Namespace) -> Generate:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engines = parser.add_subparsers(required=True)
-    starts = {
-        "openvino": openvino,
-        "llama-server": llama_server,
-        "llama-cpp-python": llama_library,
-        "vllm": vllm,
-    }
     starts = {"openvino": openvino, "llama-server": llama_server, "llama-cpp-python": llama_library, "vllm": vllm}
     for name, start in starts.items():
         engine = engines.add_parser(name)
@@ -208,7 +193,7 @@ def main() -> None:
         if start in (llama_server, llama_library):
             engine.add_argument("--threads", type=int, default=2)
         engine.add_argument("model")
-        if start in (openvino, llama_server):
+        if start is not llama_library:
             drafter = engine.add_mutually_exclusive_group()
             drafter.add_argument("--draft", metavar="MODEL", help="a model that drafts")
             drafter.add_argument("--lookup", action="store_true", help="drafts from the text")
