@@ -7,9 +7,9 @@ seconds. Rounds go through fixed budgets of 2,048 and 8,192 tokens and the targe
     python benchmarks/slo.py [MODEL] [--itl 50ms] [--users 4] [--long 6] [--long-input 3000] [--rounds 3]
         [--save HARDWARE] [-- further flags of quire serve]
 
-The claim: P99 of the time between tokens is within a target that both budgets miss, at 95 % of the throughput of the
-better budget. --save writes benchmarks/results/HARDWARE/slo_DATE.md and .json. The demo model takes prompts of at most
-2,000 tokens.
+The claim is this: with the target, the P99 of the time between tokens is within the target, which both budgets miss,
+and the throughput is at least 95 % of that of the better budget. --save writes benchmarks/results/HARDWARE/slo_DATE.md
+and .json. The demo model takes prompts of at most 2,000 tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Times:
     """Times of the users in seconds."""
 
     gaps: list[float] = field(default_factory=list)
-    first: list[float] = field(default_factory=list)  # of the long prompts
+    first: list[float] = field(default_factory=list)  # to the first token of the long prompts
     num_tokens: int = 0  # of prompts and answers
 
 
@@ -59,7 +59,7 @@ class Bench:
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
-            "return_token_ids": True,  # a piece of the answer for each token, also for one that is no text
+            "return_token_ids": True,  # every token gives a piece of the answer, even a token without text
         }
         last, count = time.perf_counter(), 0
         async with self._http.stream("POST", "/v1/completions", json=body) as answer:
@@ -73,7 +73,7 @@ class Bench:
         times.num_tokens += num_input + num_output
 
     async def round(self, name: str) -> dict[str, Any]:
-        """Answers and long prompts, with a fixed budget or the target."""
+        """Measure a round of answers and long prompts, with a fixed budget or the target."""
         given = self._arguments
         budget, target = (BUDGETS[-1], given.itl) if name == TARGET else (int(name), None)
         moves = {"max_num_batched_tokens": budget, "slo_itl": target}
@@ -99,7 +99,7 @@ async def run(url: str, arguments: argparse.Namespace) -> dict[str, list[dict[st
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in (*map(str, BUDGETS), TARGET)}
     async with httpx.AsyncClient(base_url=url, timeout=600) as http:
         bench = Bench(http, arguments)
-        await bench.round(TARGET)  # pages, recordings
+        await bench.round(TARGET)  # warms up: it touches the memory pages and records steps
         for _ in range(arguments.rounds):
             for name, found in rounds.items():
                 found.append(await bench.round(name))

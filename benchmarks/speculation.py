@@ -1,8 +1,8 @@
 """What speculation gains over the same engine without it, and how much of what it could gain.
 
-Two models, both of 0.6 billion parameters, are written into FOLDER at the first run (benchmarks/inflated.py): `chat` is
-the demo model, with a draft model that is trained for a short time; `copy-edit` repeats its prompt with few edits. In
-every round the engines with and without speculation answer the same prompts in turns, and must give the same tokens.
+The first run writes two models of 0.6 billion parameters each into FOLDER (benchmarks/inflated.py). `chat` is the demo
+model, with a draft model that is trained for a short time. `copy-edit` repeats its prompt with few edits. In every
+round the engines with and without speculation answer the same prompts in turns. They must give the same tokens.
 
     python benchmarks/speculation.py FOLDER [--workloads chat copy-edit] [--formats none int4] [--requests 1 8]
                                      [--methods ngram suffix draft_model] [--drafts 7] [--fixed 2 4] [--tokens 96]
@@ -10,22 +10,24 @@ every round the engines with and without speculation answer the same prompts in 
                                      [--save HARDWARE [--name NAME]]
     python benchmarks/speculation.py FOLDER --shape MODEL [--rates 0.2 0.5 0.8] [--prompt-tokens 32] ...
 
---shape times a checkpoint of any weights in their place, with random prompts. Its first layers draft for it, and the
-drafts hold at random, with these shares: the tokens are wrong, the times are not. With --rates 0 no draft holds: then
-the gain says what trying costs.
+--shape measures a checkpoint with any weights instead of these two models, with random prompts. The checkpoint's first
+layers are its draft model. Drafts are accepted at random, with the shares --rates: the tokens are wrong, but the times
+are right. With --rates 0 no draft is accepted: then the gain shows the cost of useless drafts.
 
-A draft of 600 steps, which take 2.5 minutes on two cores of a Zen 4, holds 0.7 of its drafts (200 steps: 0.3, the
-bundled draft of 2,000 steps: nearly all).
+A draft model that is trained for 600 steps (2.5 minutes on two cores of a Zen 4) has an acceptance of 0.7. With 200
+steps the acceptance is 0.3; nearly all drafts of the bundled draft model (2,000 steps) are accepted.
 
---fixed adds an engine that does not adapt, with each of these depths in turn. --peer adds another engine, as two
-commands that speak the protocol of benchmarks/peers/speculating.py, without and with speculation; they may have
-{folder}, {workload} and {format}. --save writes benchmarks/results/HARDWARE/NAME_DATE.md and .json.
+--fixed adds an engine whose number of drafts does not adapt, with each of these numbers in turn. --peer adds another
+engine by two commands, without and with speculation. The commands speak the protocol of benchmarks/peers/speculating.py
+and may contain {folder}, {workload} and {format}. --save writes benchmarks/results/HARDWARE/NAME_DATE.md and .json.
 
-The gain that is possible is E / (c (k + 1) + k d), with E = (1 - a^(k + 1)) / (1 - a): k drafts of each request, the
-acceptance a of one draft behind those that held, the cost c of a step that verifies, and the cost d of a step of the
-draft model, over the cost of a step of one token. All are measured in the run that measures the gain. Drafts from text
-cost nothing in this formula. It knows one number of requests, so the share of it that is reached is that of the time in
-which all requests run: with drafts they end one after the other, and the last ones have the steps to themselves.
+The possible gain is E / (c (k + 1) + k d), with E = (1 - a^(k + 1)) / (1 - a). k is the number of drafts of each
+request. a is the probability that a draft is accepted if all drafts before it were accepted. c is the cost of a step
+that verifies drafts, and d the cost of a step of the draft model, both divided by the cost of a step of one token. All
+of them are measured in the run that measures the gain. Drafts from text cost nothing in this formula. The formula
+assumes that the number of requests does not change. Therefore its share that is reached is computed from the time in
+which all requests run: with drafts the requests end one after the other, and the last requests have the steps for
+themselves.
 """
 
 from __future__ import annotations
@@ -62,40 +64,40 @@ from quire.schedule import Pending, ScheduledBatch, StepResult
 from quire.speculative_config import SpeculativeConfig
 from quire.worker.recorded_steps import MAX_TOKENS as RECORDED_TOKENS
 
-SMALL = (Shape(1024, 7, 1024, 3), Shape(512, 3, 512, 2))  # of --small: to see that the script works
-TEXT_TOKENS, EDITS = 160, 1 / 32  # of a prompt to copy
-SHAPE_LAYERS = 2  # of the draft model of --shape
-CONTEXT = 1024  # of a request at least
-WANTED_GAIN = {"none": 3.0, "int4": 2.5}  # of copy-edit, one request
+SMALL = (Shape(1024, 7, 1024, 3), Shape(512, 3, 512, 2))  # for --small, which tries the script
+TEXT_TOKENS, EDITS = 160, 1 / 32  # the length of a prompt of copy-edit, and the share of its tokens that are edited
+SHAPE_LAYERS = 2  # layers of the draft model of --shape
+CONTEXT = 1024  # tokens of a request, at least
+WANTED_GAIN = {"none": 3.0, "int4": 2.5}  # for copy-edit with one request
 WANTED_SHARE = 0.9
 VERIFY_STEPS = 3  # in a round, of each number of tokens, one way and back
-# Before an answer is timed, one of another prompt is not: the weights of another engine were read last.
+# Before each measured answer, the engine answers another prompt, because the weights of another engine were read last.
 WARM_TOKENS, WARM_ROUND = 3, 10**6
-LOGIT_ROWS = 64  # of a step: drafts take those that no request needs
+LOGIT_ROWS = 64  # the rows of logits of a step; drafts use the rows that no request needs
 OFF, ALWAYS = "off", ", always "
 Prompts = list[list[int]]
-Steps = list[list[tuple[int, int]]]  # for each row of a step its drafts, and how many held
+Steps = list[list[tuple[int, int]]]  # for each row of each step: the number of its drafts, and how many were accepted
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a run gave: the tokens, and where they were Quire's, what became of the drafts of each step."""
+    """The result of a run: the tokens, and for Quire the drafts of each step and how many were accepted."""
 
     seconds: float  # for everything
     decode_seconds: float  # since every request has its first token
     decode_tokens: int  # in that time
     token_ids: Prompts
-    steps: Steps  # of that time
-    num_full: int  # of these steps, those up to the first request's end
-    full_seconds: float  # of them
+    steps: Steps  # those of that time
+    num_full: int  # the number of these steps up to the first end of a request
+    full_seconds: float  # the time of these num_full steps
     full_tokens: int
 
 
 class Noted:
-    """A step that is submitted. Its result fills a row of counts; nothing else of it is kept, for it has logits.
+    """A submitted step. Its result only fills a row of counts: the result itself is not kept, because it has logits.
 
     Args:
-        counts: gets for each row of the step its drafts, and how many held.
+        counts: it gets, for each row of the step, the number of drafts and how many of them were accepted.
     """
 
     def __init__(self, batch: ScheduledBatch, pending: Pending[StepResult], counts: list[tuple[int, int]]) -> None:
@@ -109,7 +111,7 @@ class Noted:
 
 
 class Engine:
-    """Quire with some speculation, or none."""
+    """Quire with one method of speculation, or without speculation."""
 
     def __init__(
         self, model: Path, quantization: str | None, most: int, context: int, speculation: SpeculativeConfig | None
@@ -139,7 +141,9 @@ class Engine:
         return Noted(batch, self._submit(batch), self._steps[-1])
 
     def run(self, prompts: Prompts, num_tokens: int, temperature: float, depth: int | None = None) -> Answer:
-        """All at once; `num_tokens` tokens for each. `depth`: the most drafts of a request from now on."""
+        """Answer all prompts at once with `num_tokens` tokens each. `depth` is the most drafts of a request from now
+        on.
+        """
         if depth is not None:
             self.core.set_limits(SetLimits(spec_tokens=depth))
         params = SamplingParams(temperature=temperature, seed=0, max_tokens=num_tokens, ignore_eos=True)
@@ -168,7 +172,7 @@ class Engine:
 
 
 def write_models(folder: Path, draft_steps: int, is_small: bool) -> None:
-    """Those that are not there: chat, its draft (inflated from one that is trained here), and copy-edit."""
+    """Write the missing models: chat, its draft model (trained here and then inflated), and copy-edit."""
     target, draft = SMALL if is_small else (TARGET, DRAFT)
     if not (folder / "chat").exists():
         inflate(quire.demo.path("target"), folder / "chat", target)
@@ -219,7 +223,7 @@ def prompts_of(workload: str, vocab_size: int, num_tokens: int) -> Callable[[int
 
 
 def acceptance(steps: Sequence[Sequence[tuple[int, int]]]) -> float:
-    """Share of the drafts that held, of those whose predecessors held; nan: there were none."""
+    """The share of accepted drafts among the drafts whose predecessors were accepted; nan if there were no drafts."""
     rows = [row for step in steps for row in step]
     num_held = sum(held for _, held in rows)
     num_failed = sum(held < drafts for drafts, held in rows)
@@ -229,12 +233,13 @@ def acceptance(steps: Sequence[Sequence[tuple[int, int]]]) -> float:
 def possible_gain(
     steps: Sequence[Sequence[tuple[int, int]]], share: float, costs: Sequence[float], draft_cost: float
 ) -> float:
-    """Of steps with these drafts: tokens for each request over costs, both over those of a step of one token.
+    """The possible gain of steps with these drafts: the tokens of each request divided by the relative cost of the
+    steps.
 
     Args:
-        share: see acceptance.
-        costs: of a step with 1, 2, ... tokens of each request.
-        draft_cost: of one draft for each request.
+        share: the acceptance.
+        costs: the costs of steps with 1, 2, ... tokens of each request, divided by that of a step of one token.
+        draft_cost: the cost of one draft for each request, divided likewise.
     """
     tokens = cost = 0.0
     for step in steps:
@@ -246,7 +251,7 @@ def possible_gain(
 
 
 def speculations(arguments: argparse.Namespace, workload: str, draft: Path) -> dict[str, SpeculativeConfig]:
-    """What is compared with no speculation, by the name that is shown."""
+    """The kinds of speculation that are compared with no speculation, by the names that are shown."""
     methods = [method for method in arguments.methods if workload == "chat" or method != "draft_model"]
     found: dict[str, SpeculativeConfig] = {}
     if workload == "shape" and "draft_model" in arguments.methods:
@@ -273,7 +278,7 @@ def speculations(arguments: argparse.Namespace, workload: str, draft: Path) -> d
 
 
 class Case:
-    """One workload in one format: its engines, and what they give."""
+    """One workload in one format: its engines and their results."""
 
     def __init__(self, arguments: argparse.Namespace, workload: str, form: str) -> None:
         self._arguments, self._is_exact = arguments, workload != "shape"
@@ -284,7 +289,7 @@ class Case:
         context = max(CONTEXT, arguments.prompt_tokens + 2 * arguments.tokens)
         found = speculations(arguments, workload, draft)
         self.engines: dict[str, Engine | Peer] = {OFF: Engine(target, quantization, most, context, None)}
-        self._depths: dict[str, int] = {}  # of engines that do not adapt: one serves all depths
+        self._depths: dict[str, int] = {}  # for engines that do not adapt: one engine is measured with all depths
         for name, speculation in found.items():
             engine = Engine(target, quantization, most, context, speculation)
             depths = arguments.fixed if name.endswith(ALWAYS) else []
@@ -296,11 +301,11 @@ class Case:
             for state, command in zip(("off", "on"), commands, strict=True):
                 filled = command.format(folder=folder, workload=workload, format=form)
                 self.engines[f"{name} {state}"] = Peer(filled)
-        self._full_steps: dict[tuple[int, int, str], Steps] = {}  # by round, requests, engine: while all requests run
+        self._full_steps: dict[tuple[int, int, str], Steps] = {}  # while all requests run; by round, requests, engine
         self._prompts = prompts_of(workload, load_model_config(target).vocab_size, arguments.prompt_tokens)
 
     def round(self, number: int, requests: int) -> dict[str, Any]:
-        """Every engine once on the same prompts; what a step costs; and what all of that means."""
+        """Run every engine once on the same prompts, measure the times of steps, and compute the gains."""
         arguments = self._arguments
         prompts = self._prompts(number, requests)
         names = list(self.engines) if number % 2 else list(reversed(self.engines))
@@ -333,7 +338,9 @@ class Case:
         return found
 
     def _step_times(self, requests: int, context: int) -> dict[str, Any]:
-        """Milliseconds of some steps with 1, 2, ... tokens of each request, and of the draft model with one."""
+        """Milliseconds of some steps with 1, 2, ... tokens of each request, and of steps of the draft model with one
+        token.
+        """
         off, counts = self.engines[OFF], range(1, 2 + self._arguments.drafts)
         assert isinstance(off, Engine)
         steps: list[list[float]] = [[] for _ in counts]
@@ -346,7 +353,7 @@ class Case:
         return {"steps_ms": steps, "draft_ms": drafts}
 
     def add_possible_gains(self, requests: int, rounds: list[dict[str, Any]]) -> None:
-        """Put what could be gained into each of the rounds 1, 2, ...: of the costs of all of them."""
+        """Add the possible gain to each of the rounds 1, 2, ...; it is computed from the costs of all rounds."""
         counts = range(1 + self._arguments.drafts)
         steps = [statistics.median(step for one in rounds for step in one["steps_ms"][count]) for count in counts]
         drafts = [step for one in rounds for step in one["draft_ms"]]
@@ -364,7 +371,7 @@ class Case:
                 one["possible"] = 1.0 if share != share else possible_gain(done, share, costs, cost)
 
     def _run(self, name: str, prompts: Prompts) -> Answer:
-        """A peer is greedy, whatever the temperature."""
+        """Answer the prompts with one engine. A peer decodes greedily at any temperature."""
         engine, num_tokens, depth = self.engines[name], self._arguments.tokens, self._depths.get(name)
         warm = self._prompts(WARM_ROUND, 1)
         if isinstance(engine, Engine):
@@ -381,11 +388,11 @@ class Case:
             else:
                 engine.core.shutdown()
         self.engines.clear()
-        gc.collect()  # the weights of the next case take their place
+        gc.collect()  # to free the memory for the weights of the next case
 
 
 def middle(rounds: list[dict[str, Any]], name: str, key: str) -> float:
-    """The median of the rounds that have a number."""
+    """The median over the rounds; rounds without a number (nan) are left out."""
     values = [each["engines"][name][key] for each in rounds]
     values = [value for value in values if value == value]
     return statistics.median(values) if values else float("nan")
@@ -402,16 +409,17 @@ def with_interval(rounds: list[dict[str, Any]], name: str, key: str) -> str:
 def markdown(result: dict[str, Any]) -> str:
     lines = [
         *report.heading("What speculation gains", result),
-        f"- Every engine has computed a step of each number of tokens that is recorded. "
+        f"- Before the first round, every engine computes a step of each number of tokens whose steps are recorded. "
         f"{result['tokens']} tokens of each request, temperature {result['temperature']:g}; "
         f"{result['rounds']} rounds in turns, all engines on the same prompts of a round. "
-        + ("Drafts hold at random." if result["shape"] else "Every answer is that of the engine without, to a token."),
-        "- gain: decoded tokens a second over the engine without, the median of the rounds (95% interval of the mean). "
-        "first: the time to the first token of every request over that of the engine without, likewise. k: drafts of a "
-        "request in a step. a: share of drafts that held, of those whose predecessors held. c: a step that verifies "
-        f"{result['drafts']} drafts of each request over a step of one token. d: a step of the draft model over it.",
-        "- all run: the gain in the steps from then on until the first request ends. possible: E / (c (k + 1) + k d) "
-        f"of these steps. share: of it that was gained in them; {WANTED_SHARE:.0%} are wanted.",
+        + ("Drafts are accepted at random." if result["shape"] else "All engines of Quire gave the same tokens."),
+        "- gain: decoded tokens per second divided by those without speculation, median of the rounds (95% interval of "
+        "the mean). first: the time until every request has its first token, divided likewise. k: the drafts of a "
+        "request in a step. a: the share of accepted drafts among those whose predecessors were accepted. c: a step "
+        f"that verifies {result['drafts']} drafts of each request, over a step of one token. d: a step of the draft "
+        "model, over a step of one token.",
+        "- all run: the gain from the time when all requests have a token until the first request ends. possible: "
+        f"E / (c (k + 1) + k d) of these steps. share: all run over possible; {WANTED_SHARE:.0%} are wanted.",
         "",
         *report.table_head(
             "text | weights | requests | drafts by | gain | first | k | a | c | d | all run | possible | share | "
@@ -441,7 +449,9 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def beside_fixed(result: dict[str, Any]) -> list[str]:
-    """Depths that adapt over the fixed one, or none, that was best in the median of the rounds."""
+    """The gain of adaptive depths divided by the best gain of the fixed depths and of no speculation (median of
+    rounds).
+    """
     lines = []
     for case in result["cases"]:
         rounds, names = case["rounds"], case["rounds"][0]["engines"]
@@ -458,7 +468,9 @@ def beside_fixed(result: dict[str, Any]) -> list[str]:
 
 
 def peers(result: dict[str, Any]) -> list[str]:
-    """Quire over each peer, without speculation and with it: the best of Quire's methods that adapt."""
+    """Quire divided by each peer, without and with speculation; with speculation, by the best of Quire's adaptive
+    methods.
+    """
     if not result["peers"]:
         return []
     lines = [
@@ -487,7 +499,7 @@ def peers(result: dict[str, Any]) -> list[str]:
 
 
 def wanted(result: dict[str, Any]) -> list[str]:
-    """The gains that copy-edit is to have."""
+    """Whether copy-edit reached the gains that are wanted."""
     lines = []
     for case in result["cases"]:
         if (case["workload"], case["requests"]) != ("copy-edit", 1) or case["format"] not in WANTED_GAIN:
@@ -507,7 +519,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where the models are, or are written")
     parser.add_argument("--workloads", nargs="+", default=["chat", "copy-edit"], choices=["chat", "copy-edit"])
     parser.add_argument("--shape", type=Path, metavar="MODEL", help="a folder with weights, in place of the workloads")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.2, 0.5, 0.8], help="of drafts of --shape")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[0.2, 0.5, 0.8], help="shares of accepted drafts of --shape"
+    )
     parser.add_argument("--formats", nargs="+", default=["none", "int4"])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--methods", nargs="*", default=["ngram", "suffix", "draft_model"])
@@ -518,9 +532,12 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--draft-steps", type=int, default=600, help="of training; 0: the bundled draft, which is too good"
+        "--draft-steps",
+        type=int,
+        default=600,
+        help="of the draft model's training; 0: the bundled one, which is too good",
     )
-    parser.add_argument("--small", action="store_true", help="write small models: to see that the script works")
+    parser.add_argument("--small", action="store_true", help="write small models, to try the script")
     parser.add_argument("--peer", nargs=3, action="append", default=[], metavar=("NAME", "OFF", "ON"))
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     parser.add_argument("--name", default="speculation", help="of the result files")

@@ -1,20 +1,21 @@
-"""The cost of structured output: the same requests with a JSON schema each, and without.
+"""The cost of structured output: the same requests, each with a JSON schema, and without schemas.
 
-Throughput: --requests requests of --tokens tokens, each with a schema of its own that no earlier request had, over the
-same requests without a constraint. No schema can end before the last token. First token: one request with a schema of
---keys keys, in turns without a constraint, with a schema that is new (cold), and with that schema again (cached). A
-time covers the whole call: the check of the schema, its compilation, the prompt and the token. Rounds take turns in
-which comes first. The first round is not counted; it makes the tables of the vocabulary.
+For the throughput, --requests requests of --tokens tokens run with and without a constraint. Each request has a schema
+that no earlier request had, and no schema can end before the last token. For the first token, one request runs in turns
+without a constraint, with a new schema of --keys keys (cold), and with that schema again (cached). A time covers the
+whole call: the check of the schema, its compilation, the prompt and the token. The order is reversed in every second
+round. The first round is not counted, because it makes the tables of the vocabulary.
 
     python benchmarks/structured_output.py [MODEL] [--quantization int8] [--requests 32] [--tokens 128] [--keys 200]
                                            [--rounds 5] [--peer NAME COMMAND] [--refusals] [--save HARDWARE]
 
-MODEL: a folder with weights of the measured shape; the default is the bundled demo model. --peer adds another engine,
-as a command that speaks the protocol of benchmarks/peers/constraining.py: it gets the same requests in the same turns,
-and the schemas that Quire refuses. An engine that takes such a schema is wrong if one of 16 answers does not fit the
-schema. llama.cpp makes a GBNF grammar of a JSON schema itself, so its reading is that of both. --refusals: only what
-all engines, Quire too, do with those schemas and with some that are hard to hold to; no times. --save writes
-benchmarks/results/HARDWARE/structured_output_DATE.md and .json, or structured_output_refusals_DATE.
+MODEL: a folder with weights of the measured shape; the default is the bundled demo model. --peer adds another engine by
+a command that speaks the protocol of benchmarks/peers/constraining.py. This engine gets the same requests in the same
+turns, and also the schemas that Quire refuses. If an engine takes such a schema, it is wrong if one of 16 answers does
+not fit the schema. llama.cpp makes a GBNF grammar from a JSON schema itself, so its result shows both. With --refusals
+no time is measured: the result only says what all engines, also Quire, do with the refused schemas and with some
+schemas that are hard to follow. --save writes benchmarks/results/HARDWARE/structured_output_DATE.md and .json, or
+structured_output_refusals_DATE.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from quire.measure import report
 from quire.sampling_params import StructuredOutputsParams
 
 PROMPT = "Write the records of the library as JSON: "
-MOST_ROWS = 100  # of the schema for throughput: at least 2,000 tokens
-NUM_ANSWERS = 16  # of each schema that Quire refuses, or that is hard to hold to
+MOST_ROWS = 100  # rows in the schema for the throughput, which are at least 2,000 tokens
+NUM_ANSWERS = 16  # answers for each schema that Quire refuses, or that is hard to follow
 ANSWER_TOKENS = 60
 TEXT, COUNT = {"type": "string", "maxLength": 3}, {"type": "integer", "minimum": 0, "maximum": 3}
 LIST = {"type": "array", "items": COUNT, "minItems": 2, "maxItems": 4}
 PAIR = {
     "type": "object", "properties": {"a": COUNT, "b": COUNT}, "required": ["a"], "additionalProperties": False
 }  # fmt: skip
-# What docs/structured_output.md says is refused.
+# Schemas that Quire refuses, as docs/structured_output.md says.
 REFUSED: dict[str, dict[str, Any]] = {
     "not": {"type": "array", "items": {**COUNT, "not": {"enum": [0, 1]}}, "minItems": 4, "maxItems": 4},
     "if, then": {**PAIR, "if": {"properties": {"a": {"minimum": 0}}}, "then": {"required": ["b"]}},
@@ -68,7 +69,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "oneOf that overlaps": {"oneOf": [COUNT, {"type": "integer", "minimum": 2, "maximum": 5}]},
     "a schema without a text": {"type": "integer", "minimum": 5, "maximum": 4},
 }  # fmt: skip
-# Schemas that are hard to hold to.
+# Schemas that are hard to follow.
 TAKEN: dict[str, dict[str, Any]] = {
     "an exclusive bound": {"type": "number", "exclusiveMinimum": 1, "maximum": 1.5},
     "propertyNames with a pattern": {
@@ -115,7 +116,7 @@ def params(tokens: int, schema: dict[str, Any] | None) -> SamplingParams:
 
 
 def seconds(llm: LLM, asked: list[SamplingParams]) -> float:
-    """Of all requests together. Each of them gives its `max_tokens` tokens."""
+    """The time of all requests together. Each of them gives its `max_tokens` tokens."""
     prompts = [f"{PROMPT}{number}" for number in range(len(asked))]
     started = time.perf_counter()
     outputs = llm.generate(prompts, asked, use_tqdm=False)
@@ -133,7 +134,7 @@ def is_right(answer: str, schema: dict[str, Any]) -> bool:
 
 
 def answers_of(engine: LLM | Peer, schema: dict[str, Any]) -> list[Any]:
-    """Texts with a seed each; {"refused": why}; None: it was cut off."""
+    """One answer for each seed: the text, {"refused": why}, or None if the answer was cut off."""
     seeds = range(1, NUM_ANSWERS + 1)
     if isinstance(engine, Peer):
         question = {"schemas": [schema] * NUM_ANSWERS, "seeds": list(seeds), "num_tokens": ANSWER_TOKENS}
@@ -152,7 +153,7 @@ def answers_of(engine: LLM | Peer, schema: dict[str, Any]) -> list[Any]:
 
 
 def verdict(engine: LLM | Peer, schema: dict[str, Any]) -> str:
-    """What an engine does with a schema."""
+    """Whether an engine refuses a schema, is right or is wrong."""
     answers = answers_of(engine, schema)
     if any(isinstance(answer, dict) for answer in answers):
         return "refused"
@@ -166,14 +167,14 @@ def verdicts(engine: LLM | Peer) -> dict[str, str]:
 
 
 def check_refusals(found: dict[str, str]) -> None:
-    """Quire refuses what it is said to refuse, and is right about the rest."""
+    """End the program unless Quire refuses exactly the schemas of REFUSED and is right about the others."""
     for name, what in found.items():
         if (name in REFUSED) != (what == "refused") or what.startswith("wrong"):
             raise SystemExit(f"Quire: {name}: {what}")
 
 
 def refusals(of_engines: dict[str, dict[str, str]]) -> list[str]:
-    """What each engine does with each schema."""
+    """A table of the verdicts, by schema and engine."""
     lines = report.table_head("schema | " + " | ".join(of_engines))
     for name in REFUSED | TAKEN:
         lines.append(f"| {name} | " + " | ".join(found[name] for found in of_engines.values()) + " |")
@@ -181,7 +182,7 @@ def refusals(of_engines: dict[str, dict[str, str]]) -> list[str]:
 
 
 def peers(result: dict[str, Any]) -> list[str]:
-    """Each engine's tokens/s and first token, and what it does with what Quire refuses."""
+    """Tables of each engine's tokens/s, first token and verdicts."""
     if not result["peers"]:
         return []
     names, tokens = ["Quire", *result["peers"]], result["requests"] * result["tokens"]
@@ -205,9 +206,9 @@ def peers(result: dict[str, Any]) -> list[str]:
 
 def refusals_markdown(result: dict[str, Any]) -> str:
     lines = [
-        *report.heading("Schemas that are refused, and schemas that are hard to hold to", result),
+        *report.heading("Schemas that are refused, and schemas that are hard to follow", result),
         f"- Model: {result['model']}. {NUM_ANSWERS} answers of at most {ANSWER_TOKENS} tokens for each schema, at "
-        "temperature 1 with a seed each. Right: all that ended fit the schema, as jsonschema says.",
+        "temperature 1, each with its own seed. Right: all answers that ended fit the schema, as jsonschema says.",
         "",
         *refusals(result["verdicts"]),
     ]
@@ -243,11 +244,11 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--quantization")
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=128, help="of each answer")
-    parser.add_argument("--keys", type=int, default=200, help="of the schema for the first token")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer")
+    parser.add_argument("--keys", type=int, default=200, help="keys of the schema for the first token")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peer", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"))
-    parser.add_argument("--refusals", action="store_true", help="no times")
+    parser.add_argument("--refusals", action="store_true", help="only say which schemas are refused")
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     others = {name: Peer(command) for name, command in arguments.peer}
@@ -284,7 +285,7 @@ def new_llm(arguments: argparse.Namespace) -> LLM:
 
 
 def asked_alone(arguments: argparse.Namespace, llm: LLM, others: dict[str, Peer]) -> dict[str, Any]:
-    """What each engine does with each schema."""
+    """The verdicts of each engine, without times."""
     engines: dict[str, LLM | Peer] = {"Quire": llm, **others}
     found = {name: verdicts(engine) for name, engine in engines.items()}
     check_refusals(found["Quire"])
@@ -292,7 +293,7 @@ def asked_alone(arguments: argparse.Namespace, llm: LLM, others: dict[str, Peer]
 
 
 def measured(arguments: argparse.Namespace, llm: LLM, others: dict[str, Peer]) -> dict[str, Any]:
-    """All rounds of all engines."""
+    """The results of all rounds of all engines."""
 
     def seconds_of(name: str, schemas: list[dict[str, Any] | None], tokens: int) -> float:
         if name == "Quire":

@@ -24,7 +24,7 @@ from quire.engine.start import start_engine
 from quire.entry.launch import find_model
 from quire.measure import report
 
-WANTED = {"none": 1.10, "int4": 1.25}  # 5 tokens of one request over one token
+WANTED = {"none": 1.10, "int4": 1.25}  # a step with 5 tokens of one request, over a step with one token
 PARTS = ("step", "forward", "sample", "prepare")
 
 
@@ -44,7 +44,7 @@ def verify_step(core: EngineCore, requests: int, tokens: int, context: int) -> d
 
 
 def median_step(core: EngineCore, requests: int, tokens: int, context: int, steps: int) -> dict[str, float]:
-    """The median of `steps` steps, after one that is not counted."""
+    """The median of `steps` steps; one step before them is not counted."""
     found = [verify_step(core, requests, tokens, context) for _ in range(1 + steps)][1:]
     return {part: statistics.median(each[part] for each in found) for part in PARTS}
 
@@ -53,9 +53,10 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         *report.heading("The cost of verifying drafts", result),
         f"- Model: {result['model']}. {result['context']} tokens of context, greedy. {result['rounds']} rounds of "
-        f"{result['steps']} steps, in turns. Medians of steps, of rounds, and of the rounds' ratios (least, most).",
-        f"- Wanted for 5 tokens of one request: {WANTED['none']:g} with unquantized weights, {WANTED['int4']:g} "
-        "with int4.",
+        f"{result['steps']} steps, in turns. Values are medians of steps, of rounds, and of the rounds' "
+        "ratios (least, most).",
+        f"- The goals for 5 tokens of one request are {WANTED['none']:g} with unquantized weights and "
+        f"{WANTED['int4']:g} with int4.",
         "",
         *report.table_head("weights | requests | tokens of each | step, ms | sampling, ms | over one token"),
     ]

@@ -1,15 +1,16 @@
-"""A workload offline against transformers' continuous batching, on one GPU in one run: 256 x (1024 -> 128) tokens.
+"""An offline workload, compared with transformers' continuous batching on one GPU in one run: 256 x (1024 -> 128)
+tokens.
 
     python benchmarks/gpu/against_transformers.py [--models Llama-3.1-8B,Qwen3-0.6B] [--rounds 3] [--save HARDWARE]
 
-Both have the same random token ids and random weights in bfloat16, and generate greedily to the full length. Each side
-has the whole GPU: it runs in its own process. The sides take turns, and each round reverses the order. A process
-starts, answers a few requests to warm up, and is timed from the first request to the last token. Medians of the rounds
-count.
+Both sides have the same random token ids and random weights in bfloat16, and generate greedily to the full length. Each
+side runs in its own process and has the whole GPU. The sides take turns, and each round reverses the order. A process
+starts, answers a few requests to warm up, and is timed from the first request to the last token. The result is the
+median of the rounds.
 
-transformers chooses its attention, graphs and memory as in its generate_batch. --transformers
-'{"use_cuda_graph": true}' gives other values to its ContinuousBatchingConfig. The result names the settings of the run.
-`--device cpu --models tiny --transformers '{"num_blocks": 64}'` tries the script.
+transformers chooses attention, graphs and memory as its generate_batch does. --transformers '{"use_cuda_graph": true}'
+gives other values to its ContinuousBatchingConfig. The result names the settings of the run. `--device cpu --models
+tiny --transformers '{"num_blocks": 64}'` tries the script.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Task:
     """The task of a process.
 
     Args:
-        side: one of SIDES, or `limits`: measure the rates of the GPU.
-        settings: of transformers' ContinuousBatchingConfig.
+        side: one of SIDES; or `limits`, to measure the rates of the GPU.
+        settings: values for transformers' ContinuousBatchingConfig.
     """
 
     side: str
@@ -66,7 +67,7 @@ class Task:
 
 
 def run_quire(task: Task) -> dict[str, Any]:
-    """Seconds of the workload, and the settings of the run."""
+    """The seconds of the workload with Quire, and the settings of the run."""
     with TemporaryDirectory() as folder:
         engine = Engine(write_config(Path(folder), task.model), task.device)
 
@@ -83,7 +84,7 @@ def run_quire(task: Task) -> dict[str, Any]:
 
 
 def run_transformers(task: Task) -> dict[str, Any]:
-    """The same through transformers' manager. generate_batch would make a new manager and new graphs each time."""
+    """The same with transformers' manager. generate_batch would make a new manager and new graphs for each call."""
     import transformers
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -119,7 +120,7 @@ def run_transformers(task: Task) -> dict[str, Any]:
 
 
 def timed(task: Task, vocab_size: int, generate: Callable[[Sequence[list[int]], int], None]) -> float:
-    """Seconds of the whole workload, after a small one."""
+    """The seconds of the whole workload, after a small workload that warms up."""
     prompts = task.prompts(vocab_size)
     count, num_output = WARM_UP
     generate(prompts[:count], min(num_output, task.num_output))
@@ -145,12 +146,12 @@ def in_a_process(task: Task) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{task.side} failed on {task.model}:\n{done.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])  # libraries may print lines of their own before
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])  # libraries may print lines before the answer
     return found
 
 
 def compare(tasks: dict[str, Task], num_rounds: int, run: Callable[[Task], dict[str, Any]]) -> dict[str, Any]:
-    """Rounds in turns, and the ratio of output tokens per second: the median of the rounds' ratios."""
+    """Run the rounds. The ratio of output tokens per second is the median of the rounds' ratios."""
     rounds = []
     settings = {}
     for index in range(num_rounds):
@@ -238,7 +239,9 @@ def main(run: Callable[[Task], dict[str, Any]] = in_a_process) -> None:
 
 
 def percents(result: dict[str, Any], limit: Machine) -> dict[str, float]:
-    """The share of the least time that the workload's bytes and operations take on this GPU, by side."""
+    """For each side, the least time that the workload's bytes and operations take on this GPU, as a percentage of its
+    time.
+    """
     with TemporaryDirectory() as folder:
         model = load_model_config(write_config(Path(folder), result["model"]))
     sizes = (result["requests"], result["prompt_tokens"], result["output_tokens"])

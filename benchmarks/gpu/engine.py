@@ -1,14 +1,15 @@
 """The engine on a GPU, with random weights in the shapes of published models.
 
-It measures decoding as a share of the memory's rate, prompts as a share of the arithmetic's rate, a whole workload, and
-the start. It compares the gains of CUDA graphs, scheduling ahead, FP8, int4, FlashInfer (if it is installed) and prefix
-caching with published gains of other engines. It also gives the cost of --deterministic, and the goals for an H100.
+It measures decoding as a share of the memory's rate, prompts as a share of the rate of arithmetic, a whole workload,
+and the start. It compares the gains of CUDA graphs, scheduling ahead, FP8, int4, FlashInfer (if it is installed) and
+prefix caching with published gains of other engines. It also gives the cost of --deterministic, and the goals for an
+H100.
 
     python benchmarks/gpu/engine.py [--models Llama-3.1-8B,Qwen3-0.6B] [--save HARDWARE]
 
 Everything goes through EngineCore in this process, without server and tokenizer. Limits of the GPU are measured in the
-same run. The time of a step begins at the end of the last step. The GPU is idle in this time, except between the marks
-around its work. `--device cpu --models tiny` tries the script.
+same run. The time of a step begins when the step before it ends. In this time the GPU counts as busy only between the
+marks at the beginning and the end of its work. `--device cpu --models tiny` tries the script.
 """
 
 from __future__ import annotations
@@ -65,11 +66,11 @@ COMPARISONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "int4": ({"quantization": "int4"}, "int4 weights", "SGLang, Qwen3-8B AWQ at batch 1: 2.29x"),
     "flashinfer": ({"attention_backend": "FLASHINFER"}, "FlashInfer's attention", "none found: which is faster?"),
 }
-SLOWER = ("eager", "not ahead")  # the gain is what is lost with them
-SHARED_PREFIX = 0.9  # of the prompts of a workload
+SLOWER = ("eager", "not ahead")  # settings without a feature: the gain of the feature is the time that they lose
+SHARED_PREFIX = 0.9  # the part of each prompt of a workload that all prompts have in common
 PUBLISHED_PREFIX_GAIN = "runinfra.ai, 90 % hits: 2.7x"
 WORKLOAD = (256, 1024, 128)  # requests, prompt tokens, output tokens
-MIXED_TOKENS = (32, 64, 128, 256)  # of steps that are captured though they are no decodes
+MIXED_TOKENS = (32, 64, 128, 256)  # the tokens of captured steps that are not only decodes
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 # Goals, for one H100 with an 8B model in bfloat16.
 GOAL_MODEL = "Llama-3.1-8B"
@@ -78,7 +79,7 @@ GOAL_START_SECONDS, GOAL_PLAN_ERROR = 20, 0.03
 
 
 def write_config(folder: Path, name: str) -> Path:
-    """config.json of a model; random weights need no other file."""
+    """Write config.json of a model; random weights need no other file."""
     family, sizes = SHAPES[name]
     config = {
         "architectures": [f"{family}ForCausalLM"],
@@ -174,7 +175,7 @@ def decode(engine: Engine, batch: int) -> dict[str, Any]:
 
 
 def prefill(engine: Engine) -> dict[str, Any]:
-    """Prompts one at a time: median, and operations per second of layers and attention."""
+    """Measure prompts, one at a time: the median time, and the operations per second of layers and attention."""
     found = []
     for _ in range(PREFILL_REPEATS + 1):
         engine.add(PREFILL_TOKENS, 1)
@@ -199,7 +200,9 @@ def short_prompts(engine: Engine) -> dict[str, float]:
 
 
 def workload(engine: Engine, shared: float = 0.0) -> dict[str, Any]:
-    """Many requests at once, all of full length, with prompts that share this part of their beginnings."""
+    """Measure many requests at once, all of full length. `shared` is the part of each prompt that all have in
+    common.
+    """
     count, num_prompt, num_output = WORKLOAD
     prefix = torch.randint(0, engine.model.vocab_size, (int(shared * num_prompt),)).tolist()
     if prefix:
@@ -300,7 +303,7 @@ def bytes_before(device: str) -> int:
 
 
 def _fresh(path: Path, device: str, **settings: Any) -> Engine:
-    """An engine in place of an engine that has no references."""
+    """Start an engine after the memory of the last engine, to which nothing refers any more, was freed."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -341,7 +344,7 @@ def cost_of_determinism(result: dict[str, Any], deterministic: dict[str, Any]) -
     prompt = deterministic["prefill"]["ms"] / result["prefill"]["ms"]
     whole = deterministic["workload"]["seconds"] / result["workload"]["seconds"]
     return (
-        f"--deterministic takes, of {result['model']}: steps of decoding {', '.join(steps)}; "
+        f"Times of {result['model']} with --deterministic over those without: steps of decoding {', '.join(steps)}; "
         f"a prompt {prompt:.2f}x; the workload {whole:.2f}x."
     )
 
@@ -379,7 +382,9 @@ def goals(result: dict[str, Any]) -> Iterator[str]:
 
 
 def plan_error(memory: dict[str, Any]) -> float:
-    """The relative error of the planned memory, positive if the plan is larger. CUDA's own memory does not count."""
+    """The relative error of the planned memory; it is positive if the plan is too large. CUDA's own memory does not
+    count.
+    """
     taken = memory["taken_bytes"] - memory["cuda_bytes"]
     return float(memory["planned_bytes"] / taken - 1)
 

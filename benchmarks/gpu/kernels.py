@@ -1,12 +1,13 @@
-"""The GPU kernels alone, on real shapes: time, and the share of this GPU's limit, which is measured in the same run.
+"""The GPU kernels alone, on real shapes: their times, and their shares of the GPU's limit, which is measured in the
+same run.
 
     python benchmarks/gpu/kernels.py [--models Llama-3.1-8B,Qwen3-0.6B] [--save HARDWARE]
 
 Each case runs over copies of its inputs that together exceed the L2 cache, captured in a CUDA graph, so that neither
 launches nor the cache are measured. Times are medians of 20 replays. It needs an NVIDIA GPU.
 
-Dimensions: T tokens, H query heads, G kv heads, E head dim, B cache blocks, P block size, S sequences, V vocabulary;
-of products M rows, K in-features, N out-features, G groups along K.
+Dimensions: T tokens, H query heads, G kv heads, E head dim, B cache blocks, P block size, S sequences, V vocabulary.
+Products have M rows, K in-features, N out-features and G groups along K.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from quire.measure import report
 from quire.measure.floor import Machine
 
 REPLAYS = 20
-COLD_BYTES = 256 << 20  # of copies: five times the L2 cache of an H100
+COLD_BYTES = 256 << 20  # the size of all copies: five times the L2 cache of an H100
 BLOCK_SIZE = 16
 VOCABULARY = 151_936
 # Formats of the products: AWQ's, a K-quant, and the format of --quantization int8.
@@ -75,7 +76,7 @@ class Case:
 
 
 def seconds_per_call(calls: Sequence[Callable[..., Any]]) -> float:
-    """Median over replays of a graph that runs every call once."""
+    """The median over the replays of a graph that runs every call once."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -179,7 +180,7 @@ def linear_case(M: int, N: int, K: int) -> Case:
 
 
 def deterministic_cases(model: Model) -> Iterator[Case]:
-    """The kernels that --deterministic uses instead of cuBLAS and of attention that is cut by the batch."""
+    """The kernels that --deterministic uses instead of cuBLAS and of attention whose parts depend on the batch."""
     for M in (1, 32, 256, 2048):
         for N, K in ((2 * model.inner, model.hidden), (model.hidden, model.inner)):
             weights = [randn(N, K) for _ in range(num_copies(2.0 * N * K))]
@@ -197,7 +198,7 @@ def deterministic_cases(model: Model) -> Iterator[Case]:
 
 
 def random_weight(form: GroupedFormat, N: int, K: int) -> GroupedWeight:
-    """A weight of this form with elements of any size."""
+    """A random weight of this form; the size of its elements does not matter."""
     group_size = form.group_size_of(K)
     G = -(-K // group_size)
 
@@ -233,7 +234,9 @@ def grouped_case(name: str, form: GroupedFormat, M: int, N: int, K: int) -> Case
 
 
 def fp8_case(M: int, N: int, K: int, group_size: int) -> Case:
-    """`group_size` 0: a scale per output channel, with which many rows are multiplied by torch._scaled_mm."""
+    """A product with FP8 weights. With `group_size` 0, each output channel has a scale, and torch._scaled_mm multiplies
+    many rows.
+    """
     weights = []
     for _ in range(num_copies(float(N * K))):
         weight = quantize_fp8(randn(N, K))
@@ -247,7 +250,7 @@ def fp8_case(M: int, N: int, K: int, group_size: int) -> Case:
 
 
 def limits() -> Machine:
-    """A copy, and a large product in bfloat16, which is also the arithmetic of integer weights."""
+    """The rates of a copy and of a large product in bfloat16. Integer weights are multiplied in bfloat16 too."""
     pairs = [(randn(1 << 27), torch.empty(1 << 27, dtype=torch.bfloat16, device="cuda")) for _ in range(4)]
     copy = seconds_per_call([partial(b.copy_, a) for a, b in pairs])
     a, b = randn(8192, 8192), randn(8192, 8192)
@@ -309,7 +312,7 @@ def result_of(case: Case, seconds: float, bandwidth: float, flops: float) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="Llama-3.1-8B,Qwen3-0.6B", help="whose shapes")
+    parser.add_argument("--models", default="Llama-3.1-8B,Qwen3-0.6B", help="models that give the shapes")
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     machine.require()

@@ -1,8 +1,8 @@
-"""The needs of the benchmarks of a GPU, and the description of the machine in their results.
+"""What the GPU benchmarks need, and the description of the machine in their results.
 
     python benchmarks/gpu/machine.py
 
-prints all that is missing on this machine, and ends with 1 if nothing can be measured.
+prints everything that is missing on this machine, and ends with exit code 1 if nothing can be measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VERSION_FILE = Path("/proc/driver/nvidia/version")
 
 
 def missing() -> list[str]:
-    """The reasons why nothing can be measured here, one per line; empty if it can."""
+    """The reasons why nothing can be measured on this machine; the list is empty if everything needed is there."""
     found = [
         f"the Python module {name} is not installed in {sys.executable}" for name in MODULES if not find_spec(name)
     ]
@@ -35,7 +35,7 @@ def require() -> None:
     """End the program with all reasons if nothing can be measured."""
     if reasons := missing():
         sys.exit(
-            "\n".join(["The benchmarks of a GPU cannot run here, nothing was measured:", *map("- {}".format, reasons)])
+            "\n".join(["The GPU benchmarks cannot run here, so nothing was measured:", *map("- {}".format, reasons)])
         )
 
 

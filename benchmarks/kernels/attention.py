@@ -1,9 +1,9 @@
-"""Paged attention against the machine's limits: reading the KV cache once, and the FLOPs of causal attention.
+"""Paged attention compared with the machine's limits: reading the KV cache once, and the FLOPs of causal attention.
 
-Each case is named SEQUENCES x QUERY TOKENS @ CONTEXT. Calls walk through enough caches that each finds its keys and
-values outside the CPU's caches, as in a model of many layers. A reading is the median call; bandwidth and peak are
-measured between cases. torch's scaled_dot_product_attention over keys and values that lie contiguous (no paging, no KV
-write) is given for scale.
+Each case is named SEQUENCES x QUERY TOKENS @ CONTEXT. The calls use many KV caches in turns, so that the keys and
+values of a call are not in the CPU's caches, as in a model of many layers. A result is the median call; bandwidth and
+peak are measured between cases. For comparison, torch's scaled_dot_product_attention reads contiguous keys and values
+(no paging, no KV write).
 
     python benchmarks/kernels/attention.py --heads 16 --kv-heads 8 --head-dim 128 --isa amx
 """
@@ -31,7 +31,7 @@ DEFAULT_CASES = "1x512@512,1x512@4096,1x2048@2048,1x1@512,1x1@8192,8x1@1024,32x1
 
 
 def load_extension(path: str) -> Any:
-    """Another build of quire._C with its own threads and types, because it was built with another QUIRE_DOMAIN."""
+    """Another build of quire._C. It has its own threads and types, because it was built with another QUIRE_DOMAIN."""
     loader = importlib.machinery.ExtensionFileLoader("_C", path)
     spec = importlib.util.spec_from_file_location("_C", path, loader=loader)
     assert spec is not None
@@ -55,14 +55,14 @@ def median_seconds(calls: list[Callable[[], Any]], seconds: float) -> float:
 
 
 def sizes_of(case: str) -> tuple[int, int, int]:
-    """Sequences, query tokens of each, and context of SEQUENCESxQUERY@CONTEXT."""
+    """The number of sequences, the query tokens of each, and the context, from a name SEQUENCESxQUERY@CONTEXT."""
     shape, context = case.split("@")
     S, Q = (int(part) for part in shape.split("x"))
     return S, Q, int(context)
 
 
 def causal_flops(S: int, Q: int, L: int, H: int, E: int) -> int:
-    """Two products, a multiply and an add each, of the last Q of L tokens with all before them."""
+    """The FLOPs of two products, each a multiply and an add, of the last Q of L tokens with all tokens before them."""
     return 4 * S * H * E * sum(range(L - Q + 1, L + 1))
 
 
@@ -121,7 +121,7 @@ def bench_case(case: str, args: argparse.Namespace, dtype: torch.dtype, builds: 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sizes of a model's attention, and its kernels."""
+    """Add the options for the sizes of a model's attention and for its kernels."""
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)

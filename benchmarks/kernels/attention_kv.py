@@ -1,9 +1,11 @@
-"""Decode attention over KV caches in the model's dtype and in codes of 8 bits, taking turns, also with another build.
+"""Decode attention over KV caches in the model's dtype and in codes of 8 bits, measured in turns, also with another
+build.
 
-Each case is named SEQUENCES x QUERY TOKENS @ CONTEXT. Calls walk through enough caches that each finds its keys and
-values outside the CPU's caches. A reading is the median over rounds of the median call; GB/s are the bytes of the cache
-read once, scales included. The limit is that reading, or the FLOPs of causal attention in the model's dtype, at the
-bandwidth and peak measured after each case. With --against a second line has the other build's time over this one's.
+Each case is named SEQUENCES x QUERY TOKENS @ CONTEXT. The calls use many KV caches in turns, so that the keys and
+values of a call are not in the CPU's caches. A result is the median over rounds of the median call. GB/s count the
+bytes of the KV cache once, with its scales. The limit is the time to read these bytes, or the time of the FLOPs of
+causal attention in the model's dtype, whichever is longer, at the bandwidth and the peak that are measured after each
+case. With --against a second line has the other build's time divided by this build's time.
 
     python benchmarks/kernels/attention_kv.py --cases 1x1@1024,1x1@8192,16x1@1024 --threads 2
 """
@@ -29,7 +31,9 @@ NAMES = ("fp8_e4m3", "fp8_e5m2", "int8")
 
 
 def calls_of(name: str, case: str, args: argparse.Namespace) -> tuple[Callable[[], list[Callable[[], Any]]], int]:
-    """A function that makes calls over separate caches for the present build, and the bytes that one call reads."""
+    """A function that makes calls of the build in use, each with its own KV cache; and the bytes that one call
+    reads.
+    """
     (S, Q, L), P, H, G, E = sizes_of(case), args.block_size, args.heads, args.kv_heads, args.head_dim
     kv = KV_FORMATS[name]
     num_bytes = 2 * S * L * G * kv.row_bytes(E)
@@ -63,7 +67,7 @@ def bench_case(case: str, args: argparse.Namespace, builds: dict[str, Any]) -> d
     S, Q, L = sizes_of(case)
     caches = {name: calls_of(name, case, args) for name in (args.dtype, *NAMES)}
     rounds: dict[str, list[float]] = {name: [] for name in caches}
-    ratios: dict[str, list[float]] = {name: [] for name in caches}  # of pairs, other builds over this one
+    ratios: dict[str, list[float]] = {name: [] for name in caches}  # the times of other builds over those of this build
     for _ in range(args.rounds):
         for name, (calls, _) in caches.items():
             times: dict[str, float] = {}

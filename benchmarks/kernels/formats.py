@@ -1,8 +1,8 @@
 """The batch from which fewer bits save no time: the products of a model's layers, format against format.
 
 All formats take turns step by step, so that a noisy machine affects them equally. A step has all products of `--layers`
-layers of the Qwen3-0.6B shape, with weights outside the caches. It prints the median step and its speed over bfloat16
-(the median of the ratios of neighbouring steps).
+layers of the Qwen3-0.6B shape, with weights that are not in the caches. The script prints the median step and how many
+times as fast as bfloat16 it is (the median of the ratios of neighbouring steps).
 
     python benchmarks/kernels/formats.py --formats bf16,int8,int4,q4_0,q4_k --m 1,4,8,16,32,64,256
 """
@@ -37,7 +37,7 @@ def steps(names: list[str], num_layers: int) -> dict[str, list[Any]]:
 
 
 def time_rows(M: int, packed: dict[str, list[Any]], seconds: float) -> dict[str, list[float]]:
-    """Seconds of each step, by format."""
+    """The seconds of each step, by format."""
     x = {K: torch.randn(M, K).bfloat16() for K, _ in SHAPES_KN}
     out = {N: torch.empty(M, N, dtype=torch.bfloat16) for _, N in SHAPES_KN}
     calls: dict[str, list[Callable[[], Any]]] = {

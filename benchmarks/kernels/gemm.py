@@ -1,18 +1,19 @@
-"""Matrix products of one linear layer against the machine's limits, torch and oneDNN with prepacked weights.
+"""Matrix products of one linear layer, compared with the machine's limits, torch, and oneDNN with prepacked weights.
 
-Every engine walks through enough copies of the weight that each call finds it outside the caches, as in a model. The
-engines take turns in short bursts (after a pause, because OpenMP threads spin for some milliseconds after a call and
-would take a core from the next engine); a reading is the median call. The limit of a shape is the larger of weight
-bytes over the measured read bandwidth and operations over the measured register-only peak. Where weights are integers,
-that is the peak of codes with as many bits times 8-bit integers. Both are measured between the bursts, so that a noisy
-machine hits numerator and denominator alike. `--quantization` lists how weights are held (`none`: in `--dtype`);
-formats of checkpoints (`q4_k`, `awq` ...) are random codes in the form the kernels hold. Instruction sets are measured
-one after the other.
+Every engine uses many copies of the weight in turns, so that the weight of a call is not in the caches, as in a model.
+The engines take turns in short bursts. Each burst begins after a pause, because OpenMP threads spin for some
+milliseconds after a call and would take a core from the next engine. A result is the median call. The limit of a shape
+is the larger of two times: the bytes of the weight divided by the measured read bandwidth, and the operations divided
+by the measured peak of arithmetic in registers. For integer weights it is the peak of products of codes with so many
+bits and 8-bit integers. Bandwidth and peak are measured between the bursts, so that a noisy machine changes them as it
+changes the calls. `--quantization` lists the formats of the weights (`none`: the weights are in `--dtype`). Weights in
+formats of checkpoints (`q4_k`, `awq` ...) are random codes in the form that the kernels read. Instruction sets are
+measured one after the other.
 
     python benchmarks/kernels/gemm.py --quantization none --shapes 1024x3072,1024x151936 --m 1,4,16,64,256 --isa amx
     python benchmarks/kernels/gemm.py --no-peers --isa avx2,avx512_bf16 --save HARDWARE
 
---save writes benchmarks/results/HARDWARE/gemm_DATE.md and .json: the table of docs/performance.md.
+--save writes benchmarks/results/HARDWARE/gemm_DATE.md and .json, with the table of docs/performance.md.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from quire.kernels.grouped import PackedGrouped, grouped_linear, pack_grouped
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.measure import report
 
-COLD_BYTES = 640 << 20  # of weight copies per engine
+COLD_BYTES = 640 << 20  # the size of the copies of the weight, for each engine
 BURST_S = 0.02
 PAUSE_S = 0.01
 
@@ -112,19 +113,21 @@ def product(x: Tensor, packed: Packed, out: Tensor) -> Callable[[], Any]:
 
 
 def engines(x: Tensor, out: Tensor, weights: list[Tensor], packed: list[Packed], peers: bool) -> Engines:
-    """Per engine, one call for each copy of the weight."""
+    """For each engine, one call for each copy of the weight."""
     calls: Engines = {"quire": [product(x, p, out) for p in packed]}
     if peers:
         calls["torch"] = [partial(F.linear, x, w) for w in weights]
         try:
             calls["onednn"] = [partial(onednn_linear(w, len(x)), x) for w in weights]
-        except RuntimeError as error:  # torch built without it, or dtype unsupported on this CPU
+        except RuntimeError as error:  # torch has no oneDNN, or oneDNN has not this dtype on this CPU
             print(f"oneDNN prepacked: {str(error).splitlines()[0]}")
     return calls
 
 
 def measure(calls: Engines, peak_of: Callable[[], float], seconds: float) -> tuple[dict[str, float], float, float]:
-    """Median seconds of a call per engine, median bytes per second of reading, median peak operations per second."""
+    """The medians of the seconds of a call by engine, of the bytes read per second, and of the peak operations per
+    second.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     bandwidths, peaks = list[float](), list[float]()
     deadline = time.perf_counter() + seconds
@@ -148,12 +151,12 @@ def measure(calls: Engines, peak_of: Callable[[], float], seconds: float) -> tup
 def bench_shape(
     K: int, N: int, Ms: list[int], dtype: torch.dtype, quantization: str, seconds: float, peers: bool
 ) -> list[dict[str, Any]]:
-    """Rows of results, one per M, printed as they come."""
+    """Rows of results, one for each M. Each row is printed when it is measured."""
     num_copies = max(1, min(64, COLD_BYTES // (N * K * dtype.itemsize)))
     weights = [torch.randn(N, K).to(dtype) for _ in range(num_copies)]
     packed = [pack(w, quantization) for w in weights]
     rows = []
-    peak_of = partial(cpu.peak_flops, dtype, repeats=2)  # FP8 becomes bfloat16
+    peak_of = partial(cpu.peak_flops, dtype, repeats=2)  # FP8 weights are multiplied in bfloat16
     if isinstance(held := FORMATS.get(quantization), GroupedFormat):
         peak_of = partial(cpu.peak_int8_ops, held.bits, repeats=2)
     for M in Ms:
@@ -214,7 +217,9 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
-    """For argparse: some of these names, separated by commas; all are checked before anything is measured."""
+    """A type for argparse: some of these names, separated by commas. All of them are checked before the first
+    measurement.
+    """
 
     def names(text: str) -> list[str]:
         found = text.split(",")
@@ -228,7 +233,7 @@ def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="1024x3072", help="KxN, comma separated")
+    parser.add_argument("--shapes", default="1024x3072", help="KxN, separated by commas")
     parser.add_argument("--m", default="1,8,32,256")
     parser.add_argument("--dtype", type=names_of(DTYPES), default="bfloat16,float32", help="of " + ", ".join(DTYPES))
     known = ("none", *FORMATS)

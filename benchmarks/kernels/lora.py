@@ -1,10 +1,10 @@
-"""The time that adapters add to products: one token each of several adapters, and prompts of one.
+"""The time that adapters add to products, for one token each of several adapters and for prompts of one adapter.
 
-Each case is named ADAPTERS x ROWS OF EACH @ RANK. A product with adapters and the same without take turns, on enough
-layers that each finds its weights and adapters outside the CPU's caches. A reading is the median of the products
-without, and the median of the differences. The limit of a difference is the bytes of the adapters at the read
-bandwidth, or their FLOPs at the peak of the dtype, whichever is longer, both measured after each case. More than all of
-it is possible where a product waits for arithmetic and not for memory.
+Each case is named ADAPTERS x ROWS OF EACH @ RANK. Products without and with adapters take turns. There are so many
+layers that weights and adapters are not in the CPU's caches. A result is the median of the products without adapters,
+and the median of the differences. The limit of a difference is the time to read the adapters at the read bandwidth, or
+the time of their FLOPs at the peak of the dtype, whichever is longer; bandwidth and peak are measured after each case.
+A difference can be shorter than this limit if the product without adapters waits for arithmetic and not for memory.
 
     python benchmarks/kernels/lora.py --cases 1x1@16,8x1@16,32x1@8,1x512@16 --weights none int8 int4
 """
@@ -30,7 +30,7 @@ from quire.kernels.lora import DeltaShape, LoraTable, PackedDelta, RowAdapters, 
 
 COLD_BYTES = 192 << 20
 WEIGHT_BITS = {"none": 16, "int8": 8, "int4": 4}
-SHAPES = {  # of Qwen3-0.6B: K, and the columns of each part
+SHAPES = {  # those of Qwen3-0.6B: K, and the columns of each part
     "qkv": (1024, (2048, 1024, 1024)),
     "o": (2048, (1024,)),
     "gate_up": (1024, (3072, 3072)),
@@ -39,7 +39,9 @@ SHAPES = {  # of Qwen3-0.6B: K, and the columns of each part
 
 
 def median_seconds(calls: Sequence[tuple[Callable[[], Any], Callable[[], Any]]], seconds: float) -> tuple[float, float]:
-    """The time of one call without adapters, and the added time with them; layers take turns, at least one round."""
+    """The time of one call without adapters, and the time that adapters add. All layers are called in turns, at least
+    once.
+    """
     times: list[tuple[float, float]] = []
     deadline = time.perf_counter() + seconds
     while time.perf_counter() < deadline or not times:
@@ -64,7 +66,7 @@ def product_of(weights: str, weight_NK: torch.Tensor) -> Callable[..., torch.Ten
 def deltas_of(
     adapters: int, num_layers: int, rank: int, K: int, given: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> Iterator[list[PackedDelta]]:
-    """Of each adapter and layer, in a piece of memory like that of a loaded adapter: it is larger than a huge page."""
+    """The deltas of each adapter and layer. As with a loaded adapter, their memory is larger than a huge page."""
     dtype, num = given[0][0].dtype, adapters * num_layers
     deltas = empty_deltas([DeltaShape(rank, K, len(b), 1.0) for _, b in given] * num, dtype)
     for delta, (a, b) in zip(deltas, list(given) * num, strict=True):
@@ -76,7 +78,7 @@ def deltas_of(
 def calls_of(
     K: int, columns: Sequence[int], case: str, weights: str, dtype: torch.dtype
 ) -> tuple[list[tuple[Callable[[], Any], Callable[[], Any]]], int, int]:
-    """Calls on separate layers, without and with adapters; the bytes and FLOPs of the adapters of one."""
+    """Calls on separate layers, without and with adapters; and the bytes and FLOPs of the adapters of one call."""
     adapters, rows, rank = (int(number) for number in case.replace("@", "x").split("x"))
     T, N = adapters * rows, sum(columns)
     elements = adapters * rank * (len(columns) * K + N)

@@ -1,8 +1,8 @@
-"""The work of loading on a weight: quantization and packing, against reading and writing each byte once.
+"""The work of loading a weight, quantization and packing, compared with reading and writing each byte once.
 
-Calls walk through copies that together exceed the CPU's caches. They write over the same memory, so that fresh pages
-are not measured. A reading is the median call. The limit is the bytes read and written, divided by the read bandwidth
-measured beside it.
+The calls use copies in turns that together are larger than the CPU's caches. They write to the same memory again and
+again, so that the cost of new memory pages is not measured. A result is the median call. The limit is the number of
+bytes read and written, divided by the read bandwidth that is measured after the calls.
 
     python benchmarks/kernels/packing.py --shape 1024x3072 --isa avx2
 """
@@ -42,7 +42,7 @@ def grouped_format(name: str) -> GroupedFormat:
 
 
 def ops_of(K: int, N: int, cold_bytes: int) -> dict[str, Op]:
-    """Every kernel of loading on weights [N, K]."""
+    """Every kernel that is used for loading, on weights [N, K]."""
     found: dict[str, Op] = {}
 
     def add(name: str, run: Callable[..., None], reads: list[tuple[Any, ...]], num_read: int, *to: Tensor) -> None:
@@ -79,7 +79,7 @@ def ops_of(K: int, N: int, cold_bytes: int) -> dict[str, Op]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="1024x3072", help="KxN")
-    parser.add_argument("--cold-mib", type=int, default=256, help="of copies a call walks through")
+    parser.add_argument("--cold-mib", type=int, default=256, help="size of the copies that the calls use in turns")
     parser.add_argument("--isa", default="", help="instruction set; default: the best present")
     parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="per kernel")

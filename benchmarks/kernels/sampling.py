@@ -1,7 +1,8 @@
-"""The cost of random sampling over greedy choice, by the shape of the distribution and the filters.
+"""The additional cost of random sampling over greedy choice, by the shape of the distribution and the filters.
 
-Builds of quire._C and greedy take turns on the same logits, which are outside the CPU's caches; a reading is the median
-call. "faster" is the median of the ratios of neighbouring calls. The other build must choose the same tokens.
+The builds of quire._C and greedy choice take turns on the same logits, which are not in the CPU's caches. A result is
+the median call. "faster" is the median of the ratios of neighbouring calls. The other build must choose the same
+tokens.
 
     python benchmarks/kernels/sampling.py --rows 32 --against OLD_C.so
 """

@@ -1,9 +1,10 @@
-"""The small ops of a decode step: work for the threads, embeddings, norm, rope with KV write, activation, sampling.
+"""The small ops of a decode step: the start of threads, embeddings, norm, rope with KV write, activation, sampling.
 
-A reading is the median of many calls from Python, so it includes the cost of the call. Norm, rope and activation work
-on rows in the CPU's caches, as in a model. Their share of the limit is the bytes that they touch over the read
-bandwidth of memory, which caches exceed. Logits and embeddings are read from memory, and their limit is one reading.
-(For an embedding it is one row, but its elements lie in the same number of cache lines as 16 rows.)
+A result is the median of many calls from Python, so it includes the cost of the call. Norm, rope and activation work on
+rows in the CPU's caches, as in a model. Their limit is the bytes that they read and write, divided by the read
+bandwidth of memory; they can be faster than this limit, because caches are faster than memory. Logits and embeddings
+are read from memory, and their limit is the time to read them once. (The limit of an embedding counts the bytes of one
+row, but the elements of a row lie in as many cache lines as those of 16 rows.)
 
     python benchmarks/kernels/step_ops.py --rows 1,16,32
 """
@@ -28,7 +29,7 @@ from quire.kernels.layer_rules import HeadRotation
 
 
 def median_us(calls: dict[str, Callable[[int], Any]], seconds: float) -> dict[str, float]:
-    """The calls take turns in bursts of ten."""
+    """The median microseconds of each call. The calls take turns, ten times each."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     deadline = time.perf_counter() + seconds * len(calls)
     turn = 0
@@ -51,7 +52,7 @@ def cases(R: int, dtype: torch.dtype, vocab: int) -> tuple[dict[str, Callable[[i
     codes = {name: [torch.zeros(R * 4, G, P, E, dtype=name) for _ in "kv"] for name in kv_codes.CODE_DTYPES}
     scales = [torch.zeros(R * 4, G, P) for _ in "kv"]
     angles, weight_E = torch.randn(4096, E // 2), torch.ones(E, dtype=dtype)
-    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)  # true rotations: q is rotated in place again and again
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)  # rotations: q is rotated in place in every call
     rotation = HeadRotation(cos_sin, weight_E, weight_E, 1e-6)
     positions, slots = torch.arange(R) * 7, torch.arange(R) * 4 * P + 5
     x, residual, weight_D, out = torch.randn(R, D).to(dtype), torch.randn(R, D).to(dtype), torch.ones(D), torch.empty(0)
@@ -65,7 +66,7 @@ def cases(R: int, dtype: torch.dtype, vocab: int) -> tuple[dict[str, Callable[[i
     for row in (row for copy in logits for row in copy):
         row[torch.randint(vocab, (50,))] += 16.0  # a few likely tokens, as in a trained model
     masked, masks = [torch.empty_like(x) for x in flat], torch.zeros(R, -(-vocab // 32), dtype=torch.int32)
-    masks[:, torch.randint(masks.shape[1], (50,))] = 5  # few tokens are allowed, as between the values of JSON
+    masks[:, torch.randint(masks.shape[1], (50,))] = 5  # few tokens are allowed, as between two values of JSON
     rows = torch.arange(R, dtype=torch.int32)
     temperature, top_k = torch.full((R,), 0.8), torch.zeros(R, dtype=torch.int32)
     top_p, min_p, uniform = torch.full((R,), 0.95), torch.zeros(R), torch.rand(R, dtype=torch.float64)
@@ -93,7 +94,7 @@ def cases(R: int, dtype: torch.dtype, vocab: int) -> tuple[dict[str, Callable[[i
         "logprobs, top 20": lambda i: ops.logprobs(logits[i % len(logits)], token_ids, 20),
     }
     logit_bytes, size = R * vocab * 4, dtype.itemsize
-    rotated = 2 * H + 2 * G  # rows of heads of the model's dtype that are read or written, beside what the cache takes
+    rotated = 2 * H + 2 * G  # rows of heads that are read or written in the model's dtype, without the cache's rows
     num_bytes = {
         "embeddings": 2 * R * D * size,
         "embeddings, int8": R * (int8.nbytes // vocab + D * size),

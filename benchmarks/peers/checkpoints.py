@@ -1,4 +1,4 @@
-"""Compares the weights that several engines read from the same quantized checkpoints.
+"""A comparison of the weights that several engines read from the same quantized checkpoints.
 
 Each engine runs in its own environment on the same token ids, and writes its results:
 
@@ -8,9 +8,9 @@ Each engine runs in its own environment on the same token ids, and writes its re
     python benchmarks/peers/checkpoints.py read transformers FOLDER PROMPTS.json OUT.json
     python benchmarks/peers/checkpoints.py compare NAME=A.json,B.json ...          # one line per pair
 
-`read` computes in bfloat16 (transformers: float32), or in `--dtype`. A comparison gives the difference of the log
-probabilities of the prompts' tokens (mean of |A - B| in nats), and the number of prompts with equal greedy
-continuations of 48 tokens.
+`read` computes in bfloat16 (with transformers in float32), or in `--dtype`. `compare` gives the difference of the log
+probabilities of the prompts' tokens (mean of |A - B| in nats), and the number of prompts whose greedy continuations of
+48 tokens are equal.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def read_with_transformers(folder: str, prompts: list[list[int]], dtype: str) ->
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    model.generation_config.eos_token_id = None  # the other engines continue after it
+    model.generation_config.eos_token_id = None  # the other engines continue after the end of the sequence
     ids = torch.tensor(prompts)
     with torch.inference_mode():
         logprobs = torch.log_softmax(model(ids).logits.float(), -1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]

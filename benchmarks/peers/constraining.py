@@ -1,13 +1,14 @@
-"""Other engines with JSON schemas, for the option --peer of benchmarks/structured_output.py.
+"""Structured output of other engines, for the option --peer of benchmarks/structured_output.py.
 
     python constraining.py vllm MODEL [--requests 32]
     python constraining.py llama-server BINARY MODEL.gguf [--requests 32]
 
-A line on the standard input asks: {"prompts": [text], "schemas": [schema or null], "num_tokens": of each}, for greedy
-answers that do not end before. The answer is {"seconds": for all of them at once}. With "seeds" in the place of
-"prompts" a question asks for answers of one schema with a seed each, at temperature 1, which may end: {"answers": [the
-text, or {"refused": why}, or null for an answer that is cut off]}. The first line is {"ready": true}. The script needs
-neither Quire nor its environment.
+The script first writes {"ready": true}. Then it answers each line of the standard input with a line. A question
+{"prompts": [text], "schemas": [schema or null], "num_tokens": length of each answer} asks for greedy answers of exactly
+this length. Its answer is {"seconds": the time for all of them at once}. A question with "seeds" instead of "prompts"
+asks for one answer per seed, at temperature 1, all with the same schema; these answers may end earlier. Its answer is
+{"answers": [the text, or {"refused": why}, or null for an answer that was cut off]}. The script needs neither Quire nor
+its environment.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 START_SECONDS = 900  # vLLM compiles on its first start
 CONTEXT = 1024  # tokens of a request
 PROMPT = "Data: "
-# One request: the prompt, the schema, options -> the text, None if it was cut off, or why it was refused.
+# A request is the prompt, the schema and options. An answer is the text, None if it was cut off, or why it was refused.
 Asked = tuple[str, Any, dict[str, Any]]
 Answer = str | None | dict[str, str]
 Generate = Callable[[list[Asked]], list[Answer]]
@@ -56,7 +57,7 @@ def vllm(arguments: argparse.Namespace) -> Generate:
     def or_refusal(asked: list[Asked]) -> list[Answer]:
         try:
             return generate(asked)
-        except VLLMValidationError as error:  # before anything was added: a question of seeds has one schema
+        except VLLMValidationError as error:  # no request was added, because all of them have this schema
             return [{"refused": str(error)[:200]}] * len(asked)
 
     return or_refusal
@@ -110,7 +111,7 @@ def main() -> None:
             engine.add_argument("binary")
             engine.add_argument("--threads", type=int, default=2)
         engine.add_argument("model")
-        engine.add_argument("--requests", type=int, default=32, help="most at once")
+        engine.add_argument("--requests", type=int, default=32, help="the most requests at once")
         engine.set_defaults(start=start)
     arguments = parser.parse_args()
     generate = arguments.start(arguments)

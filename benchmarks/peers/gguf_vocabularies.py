@@ -1,9 +1,10 @@
-"""Tokenizers of published GGUF files, compared with the ids from their models' own tokenizers.
+"""The tokenizers of published GGUF files, compared with the token ids from their models' own tokenizers.
 
     python benchmarks/peers/gguf_vocabularies.py FOLDER
 
-FOLDER: `models` of llama.cpp's sources (the source package of llama-cpp-python has them, under vendor/llama.cpp), with
-headers of published models (`ggml-vocab-*.gguf`), texts (`.inp`) and the ids that transformers found for them (`.out`).
+FOLDER is the folder `models` of llama.cpp's sources (the source package of llama-cpp-python has them under
+vendor/llama.cpp). It has the headers of published models (`ggml-vocab-*.gguf`), texts (`.inp`) and the ids that
+transformers gave for these texts (`.out`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Decode and prefill at 8k tokens of context against 256 and 512, from timings of engines that alternated.
+"""Decode and prefill at 8k tokens of context, compared with 256 and 512 tokens, from times of engines that took turns.
 
-The timings come from a comparison of live engines whose cases are PROMPTSxINPUTxOUTPUT, as JSON:
-{"seconds": {engine: {case: [seconds of each round]}}}. The first engine is compared with the others. The cases are
+The times come from a comparison of running engines, as JSON: {"seconds": {engine: {case: [seconds of each round]}}}.
+The first engine is compared with the others. A case is named PROMPTSxINPUTxOUTPUT. The cases are
 
     1x256x1,1x256x65,1x512x1,1x8000x1,1x8000x65
 
-Decode at a context is the time of 64 further tokens. Prefill is the input divided by the time of INPUTx1. A last line
-per engine gives the change of the ratio from short to long contexts: 1 or more is "no worse at 8k".
+The rate of decoding comes from the time of 64 further tokens. The rate of prefill is the number of input tokens divided
+by the time of a case with one output token. The last line of each engine gives the change of the ratio from short to
+long contexts: with 1 or more, Quire is "no worse at 8k".
 
     python benchmarks/peers/long_context.py TIMINGS.json
 """

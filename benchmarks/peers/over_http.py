@@ -1,10 +1,11 @@
-"""Two servers under vLLM's own load generator: `vllm bench serve` at several request rates, in turns.
+"""Two servers, measured in turns by vLLM's own load generator (`vllm bench serve`) at several request rates.
 
     python benchmarks/peers/over_http.py MODEL --server quire="quire serve MODEL --port {port}" \
         --server vllm="vllm serve MODEL --port {port}" --rates 0.25 1 inf [--rounds 3] [--save HARDWARE]
 
-Both servers run all the time, and one at a time gets load. In a round each server gets the same prompts at a rate; each
-rate and each round has its own prompts. Ratios are first server over second in one round, and the median is given.
+Both servers run all the time, but only one of them gets requests at a time. In a round, both servers get the same
+prompts at a rate; other rates and other rounds have other prompts. A ratio is the first server's value divided by the
+second server's value in the same round. The result is the median of the ratios.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def ask(server: Server, model: str, rate: str, num_prompts: int, seed: int) -> d
 
 
 def ratios(rounds: Rounds, rate: str, key: str) -> list[float]:
-    """The ratio of each round, first server over second; above 1 the first is better."""
+    """The ratio of each round, first server over second server; above 1, the first server is better."""
     first, second = rounds[rate].values()
     is_more_better = METRICS[key][1]
     pairs = [(a[key], b[key]) for a, b in zip(first, second, strict=True)]
@@ -126,7 +127,7 @@ def markdown(result: dict[str, Any], rounds: Rounds) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder, as both servers and the client name it")
+    parser.add_argument("model", help="the model's folder; both servers and the client use this name")
     parser.add_argument("--server", action="append", required=True, metavar="NAME=COMMAND", help="two of them")
     parser.add_argument("--rates", nargs="+", default=["0.25", "1", "inf"], help="requests per second")
     parser.add_argument("--num-prompts", type=int, default=32, help="requests of a run")
@@ -144,7 +145,7 @@ def main() -> None:
         seed = 0
         for _ in range(arguments.rounds):
             for rate in arguments.rates:
-                seed += 1  # for both servers; with another run's seed the prompts would be in the prefix caches
+                seed += 1  # both servers get the new seed: prompts of an earlier run would be in the prefix caches
                 for server in servers:
                     found = ask(server, arguments.model, rate, arguments.num_prompts, seed)
                     rounds[rate][server.name].append(found)

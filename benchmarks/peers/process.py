@@ -11,10 +11,10 @@ from typing import Any
 
 
 class Peer:
-    """A command that answers each line of JSON with one. It stands still while it is not asked.
+    """A command that answers each line of JSON with a line of JSON. Its process is stopped between two questions.
 
     Args:
-        command: its first answer has the key "ready".
+        command: the command. Its first line has the key "ready".
     """
 
     def __init__(self, command: str) -> None:
@@ -26,13 +26,13 @@ class Peer:
 
     def _answer(self, key: str) -> dict[str, Any]:
         assert self._process.stdout is not None
-        for line in self._process.stdout:  # engines print too
+        for line in self._process.stdout:  # the engine may print other lines too
             if line.startswith("{") and key in (found := json.loads(line)):
                 return found
         raise SystemExit(f"{shlex.join(map(str, self._process.args))} ended without {key!r}")  # type: ignore[arg-type]
 
     def ask(self, question: dict[str, Any], key: str) -> Any:
-        """What the answer has under the key."""
+        """Ask a question, and return the answer's value for the key."""
         assert self._process.stdin is not None
         os.killpg(self._process.pid, signal.SIGCONT)
         self._process.stdin.write(json.dumps(question) + "\n")
@@ -42,6 +42,6 @@ class Peer:
         return answer
 
     def close(self) -> None:
-        with self._process:  # closes its pipes and waits for it
+        with self._process:  # closes the pipes and waits for the end of the process
             os.killpg(self._process.pid, signal.SIGCONT)
             os.killpg(self._process.pid, signal.SIGTERM)

@@ -1,12 +1,12 @@
-"""Checkpoints from other quantizers than Quire's, on the CPU, each in its own environment.
+"""Checkpoints that other quantizers than Quire's write on the CPU, each in its own environment.
 
     python benchmarks/peers/quantize_with.py gptqmodel FORMAT MODEL OUT --tokens TOKENS.json
     python benchmarks/peers/quantize_with.py llmcompressor FORMAT MODEL OUT --tokens TOKENS.json
     python benchmarks/peers/quantize_with.py llama.cpp TYPE MODEL.gguf OUT.gguf [--tensors PATTERN=TYPE ...]
 
-FORMAT is a key of GPTQMODEL or LLMCOMPRESSOR below, or one of PRESETS. TOKENS.json is a list of lists of token ids to
-calibrate with, as written by `checkpoints.py prompts`. TYPE is a type of llama.cpp, for example Q4_K_M; F32 writes the
-real values of the weights of a quantized file. `checkpoints.py` compares the results of other engines that read these
+FORMAT is a key of GPTQMODEL or LLMCOMPRESSOR below, or one of PRESETS. TOKENS.json is a list of lists of token ids for
+the calibration, as `checkpoints.py prompts` writes it. TYPE is a type of llama.cpp, for example Q4_K_M; F32 writes the
+values of the weights of a quantized file as floats. `checkpoints.py` compares the results of engines that read these
 checkpoints.
 """
 
@@ -31,7 +31,7 @@ LLMCOMPRESSOR: dict[str, dict[str, Any]] = {
     "w4a16-zeros": {"num_bits": 4, "symmetric": False},
     "w8a16": {"num_bits": 8},
 }
-PRESETS = ("W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK")  # of compressed-tensors
+PRESETS = ("W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK")  # schemes of compressed-tensors
 
 
 def with_gptqmodel(name: str, group_size: int, model: str, out: str, token_ids: list[list[int]]) -> None:
@@ -44,7 +44,7 @@ def with_gptqmodel(name: str, group_size: int, model: str, out: str, token_ids: 
 
 
 def with_llmcompressor(name: str, group_size: int, model: str, out: str, token_ids: list[list[int]]) -> None:
-    """Presets without groups: `group_size` belongs to the others."""
+    """Write a checkpoint with llmcompressor. `group_size` is not used for PRESETS, which have no groups."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -71,16 +71,18 @@ def with_llmcompressor(name: str, group_size: int, model: str, out: str, token_i
 
 
 def with_llamacpp(name: str, model: str, out: str, tensors: list[str]) -> None:
-    """`tensors`: PATTERN=TYPE, an own type for tensors with a matching name, in ggml's spelling (Q8_0)."""
+    """Write a GGUF file. `tensors` has PATTERN=TYPE: tensors whose names match get this type, in ggml's spelling
+    (Q8_0).
+    """
     import gguf
     import llama_cpp
 
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_{'ALL' if name == 'F32' else 'MOSTLY'}_{name}")
-    params.allow_requantize = name == "F32"  # loses nothing
+    params.allow_requantize = name == "F32"  # F32 loses nothing
     pairs = [each.split("=") for each in tensors]
-    overrides = (llama_cpp.llama_model_tensor_override * (len(pairs) + 1))()  # the last one is empty and marks the end
+    overrides = (llama_cpp.llama_model_tensor_override * (len(pairs) + 1))()  # the last, empty override marks the end
     for override, (pattern, kind) in zip(overrides, pairs, strict=False):
         override.pattern, override.type = pattern.encode(), int(gguf.GGMLQuantizationType[kind])
     if pairs:

@@ -1,18 +1,18 @@
-"""Other engines with and without speculation, for the option --peer of benchmarks/speculation.py.
+"""Speculation of other engines, and the engines without it, for the option --peer of benchmarks/speculation.py.
 
     python speculating.py openvino MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8]
     python speculating.py llama-server BINARY MODEL.gguf [--draft MODEL.gguf | --lookup] [--drafts 4] [--requests 8]
     python speculating.py llama-cpp-python MODEL.gguf [--requests 8]
     python speculating.py vllm MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8]
 
-A line on the standard input asks: {"prompts": [[token ids]], "num_tokens": most of each}. A line on the standard output
-answers: {"seconds": for all of them at once}; the first line is {"ready": true}. Decoding is greedy. The script needs
-neither Quire nor its environment.
+The script first writes {"ready": true}. Then it answers each line of the standard input with a line: the question is
+{"prompts": [[token ids]], "num_tokens": length of each answer}, the answer is {"seconds": the time for all prompts at
+once}. Decoding is greedy. The script needs neither Quire nor its environment.
 
-The models are those that benchmarks/speculation.py writes, brought to the engine's own form. For OpenVINO GenAI:
-`optimum-cli export openvino --model FOLDER/chat --task text-generation-with-past --weight-format fp16 OUT` (or int4).
-For llama.cpp: `python convert_hf_to_gguf.py FOLDER/chat --outtype bf16` of its repository, then `llama-quantize` to
-Q4_0.
+The models are those that benchmarks/speculation.py writes, converted to the engine's own format. For OpenVINO GenAI,
+`optimum-cli export openvino --model FOLDER/chat --task text-generation-with-past --weight-format fp16 OUT` (or int4)
+converts them. For llama.cpp, `python convert_hf_to_gguf.py FOLDER/chat --outtype bf16` from its repository converts
+them, and `llama-quantize` quantizes them to Q4_0.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-LOOKUP_TOKENS = 3  # of the pattern that is searched, as Quire's
+LOOKUP_TOKENS = 3  # tokens of the pattern that is searched, as in Quire
 START_SECONDS = 300
 Generate = Callable[[list[list[int]], int], Any]
 
 
 def openvino(arguments: argparse.Namespace) -> Generate:
-    """OpenVINO GenAI on its paged attention."""
+    """OpenVINO GenAI with its paged attention."""
     import numpy as np
     import openvino as ov
     import openvino_genai as genai
@@ -125,7 +125,9 @@ def llama_library(arguments: argparse.Namespace) -> Generate:
     batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
 
     def step(rows: list[tuple[int, int, int, bool]]) -> dict[int, int]:
-        """Likeliest tokens by sequence. A row: token, position, sequence, whether its logits are wanted."""
+        """The most probable tokens by sequence. A row has the token, the position, the sequence, and whether logits are
+        wanted.
+        """
         for index, (token, position, sequence, is_wanted) in enumerate(rows):
             batch.token[index], batch.pos[index], batch.logits[index] = token, position, is_wanted
             batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
@@ -196,9 +198,9 @@ def main() -> None:
         if start is not llama_library:
             drafter = engine.add_mutually_exclusive_group()
             drafter.add_argument("--draft", metavar="MODEL", help="a model that drafts")
-            drafter.add_argument("--lookup", action="store_true", help="drafts from the text")
-            engine.add_argument("--drafts", type=int, default=4, help="most of a request in a step")
-        engine.add_argument("--requests", type=int, default=8, help="most at once")
+            drafter.add_argument("--lookup", action="store_true", help="take drafts from the text")
+            engine.add_argument("--drafts", type=int, default=4, help="the most drafts of a request in a step")
+        engine.add_argument("--requests", type=int, default=8, help="the most requests at once")
         engine.set_defaults(start=start)
     arguments = parser.parse_args()
     generate = arguments.start(arguments)

@@ -95,7 +95,7 @@ def test_make_without_a_gpu_says_what_is_missing() -> None:
     command = ["make", "bench-gpu", f"GPU_PYTHON={sys.executable}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert "The benchmarks of a GPU cannot run here, nothing was measured:" in done.stderr
+    assert "The GPU benchmarks cannot run here, so nothing was measured:" in done.stderr
     assert f"- no NVIDIA GPU can be used: {gpu_facts.detect()}" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -214,7 +214,7 @@ def test_results_of_the_engine(small: ModuleType, monkeypatch: pytest.MonkeyPatc
         *("Goals (tiny, bfloat16, one H100):", "| decoding at batch 1 to 3 | >= 2.2 TB/s |"),
         *("| at batch 1 | >= 80 % of the copy rate |", "| GPU idle between steps | < 3% |"),
         *("| prompt of 32 tokens | >= 480 TFLOP/s |", "| start, graphs included | < 20 s |"),
-        *("| plan of memory | within 3% |", "## tiny, deterministic", "--deterministic takes, of tiny: steps"),
+        *("| plan of memory | within 3% |", "## tiny, deterministic", "Times of tiny with --deterministic"),
     ):
         assert title in text
 
