@@ -45,6 +45,14 @@ inline void configure_tiles(int64_t input_rows, int64_t step_bytes = kRowBytes) 
 // and after them later writes after them.
 inline void written_for_tiles() { __asm__ volatile("" : : : "memory"); }
 
+// For loops of tile products without other float instructions. After about 0.7 us of them the next tile store takes 0.3
+// us longer, as if a unit of the core had gone to sleep (Granite Rapids; benchmarks/NOTES.md). One addition of floats
+// every 16 steps is enough to prevent it; integers do not help.
+inline void keep_float_unit_awake() {
+  __m128 sum;
+  __asm__ volatile("vaddps %1, %1, %0" : "=x"(sum) : "x"(_mm_setzero_ps()));
+}
+
 // Memory of the four tiles of sums, rows `pitch` bytes apart.
 struct SumTiles {
   void *first, *second, *third, *fourth;

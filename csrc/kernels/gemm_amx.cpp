@@ -83,6 +83,7 @@ void multiply_panels(const GemmBlock& block) {
     }
   }
   pending.store(kGroupRows);
+  _mm_sfence();  // rows stored past the caches come before the end of the task
 }
 
 void run(const GemmBlock& block) {

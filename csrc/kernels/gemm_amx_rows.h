@@ -25,6 +25,9 @@ constexpr int64_t kMaxStepsPerBlock = 64;   // 2048 k: half a panel of weights i
 constexpr int64_t kInputBytes = 1 << 20;    // of L2 for the input of a block
 constexpr int64_t kMaxPanelsPerBlock = 16;  // bounds the scratch for sums between K blocks
 
+constexpr int64_t kPreparedSteps = 8;        // of 32 rows, 16 KiB: read and written in a few streams
+constexpr int64_t kStreamedBytes = 1 << 20;  // an output of this size does not stay in L2 until it is read
+
 inline int64_t num_k_steps(int64_t k) { return ceil_div(k, kBf16KUnit); }
 inline int64_t tile_rows(int64_t m) { return std::min(m, kTileRows); }
 
@@ -37,6 +40,7 @@ inline void run_1x4(const char* a, int64_t a_step, const char* b, int64_t steps,
   start_sums(tiles, is_first);
   for (int64_t step = 0; step < steps; ++step, a += a_step, b += kStepBytes) {
     prefetch.fetch();
+    keep_float_unit_awake();
     _tile_loadd(4, a, kRowBytes);
     _tile_stream_loadd(6, b, kRowBytes);
     _tile_stream_loadd(7, b + kWeightTileBytes, kRowBytes);
@@ -51,7 +55,8 @@ inline void run_1x4(const char* a, int64_t a_step, const char* b, int64_t steps,
 }
 
 // Finished sums of 32 columns on their way to the output. A row is stored per step, between the products of the next
-// tiles, which hides the cache misses of the stores.
+// tiles, which hides the cache misses of the stores. Whole cache lines of a large output are stored past the caches:
+// fetching a line before it is overwritten takes as many line fill buffers as fetching weights does.
 class PendingRows {
  public:
   PendingRows() = default;
@@ -64,7 +69,9 @@ class PendingRows {
         out_stride_bytes_(args.out.stride * size_of(args.out_dtype)),
         rows_left_(num_rows),
         columns_(static_cast<int>(std::clamp<int64_t>(args.weight.n - column, 0, kHalfColumns))),
-        dtype_(args.out_dtype) {
+        dtype_(args.out_dtype),
+        streams_(dtype_ == DType::bf16 && columns_ == kHalfColumns && args.m * args.weight.n * 2 >= kStreamedBytes &&
+                 (reinterpret_cast<uintptr_t>(out_) | out_stride_bytes_) % 64 == 0) {
     if (args.lora != nullptr) added_ = lora_kernels().expand(*args.lora, {row, num_rows, column, columns_}, space);
   }
 
@@ -88,7 +95,9 @@ class PendingRows {
       high = _mm512_add_ps(high, _mm512_load_ps(added_ + 16));
     }
     const __mmask32 mask = columns_ == 32 ? ~__mmask32{0} : (__mmask32{1} << columns_) - 1;
-    if (dtype_ == DType::bf16) {
+    if (streams_) {
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(out_), reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+    } else if (dtype_ == DType::bf16) {
       _mm512_mask_storeu_epi16(out_, mask, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
     } else if (dtype_ == DType::f16) {
       _mm512_mask_storeu_epi16(out_, mask,
@@ -106,6 +115,7 @@ class PendingRows {
   int64_t out_stride_bytes_ = 0, rows_left_ = 0;
   int columns_ = 0;
   DType dtype_ = DType::f32;
+  bool streams_ = false;  // rows go past the caches; the owner ends with a fence
 };
 
 // 32 columns of a panel for the two tiles of a group; sums[32][32] of rows `pitch` apart. Both operands come from L2,
@@ -120,6 +130,7 @@ inline void run_2x2(const char* a, const char* b, int64_t steps, float* sums, in
   const int64_t pending_per_step = ceil_div(pending.rows_left(), steps);
   for (int64_t step = 0; step < steps; ++step, a += kGroupRows * kRowBytes, b += kStepBytes) {
     prefetch.fetch();
+    keep_float_unit_awake();
     _tile_stream_loadd(6, b, kRowBytes);
     _tile_stream_loadd(4, a, kRowBytes);
     _tile_stream_loadd(7, b + kWeightTileBytes, kRowBytes);
@@ -140,25 +151,21 @@ inline int64_t amx_input_bytes(const GemmArgs& args) {
 
 inline void amx_prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* input) {
   const int64_t steps = num_k_steps(args.weight.k), rows_of_tile = tile_rows(args.m);
+  const int64_t full_steps = args.weight.k / kBf16KUnit;
+  const __mmask32 rest = (1u << (args.weight.k % kBf16KUnit)) - 1u;
   for (int64_t group = row_begin; group < row_end; group += kGroupRows) {
     const int64_t group_rows = std::min(kGroupRows, args.m - group);
     const int64_t step_rows = group_rows > kTileRows ? kGroupRows : rows_of_tile;
-    char* tiles = static_cast<char*>(input) + group * steps * kRowBytes;
-    for (int64_t row = 0; row < step_rows; ++row) {
-      char* to = tiles + row * kRowBytes;
-      if (row >= group_rows) {
-        for (int64_t step = 0; step < steps; ++step)
-          _mm512_store_si512(to + step * step_rows * kRowBytes, _mm512_setzero_si512());
-        continue;
-      }
-      const bf16* from = row_of_x<bf16>(args, group + row);
-      const int64_t full_steps = args.weight.k / kBf16KUnit;
-      for (int64_t step = 0; step < full_steps; ++step)
-        _mm512_store_si512(to + step * step_rows * kRowBytes, _mm512_loadu_si512(from + step * kBf16KUnit));
-      if (full_steps < steps) {
-        const __mmask32 rest = (1u << (args.weight.k % kBf16KUnit)) - 1u;
-        _mm512_store_si512(to + full_steps * step_rows * kRowBytes,
-                           _mm512_maskz_loadu_epi16(rest, from + full_steps * kBf16KUnit));
+    char* const tiles = static_cast<char*>(input) + group * steps * kRowBytes;
+    for (int64_t begin = 0; begin < steps; begin += kPreparedSteps) {
+      const int64_t end = std::min(begin + kPreparedSteps, steps);
+      for (int64_t row = 0; row < step_rows; ++row) {
+        const bf16* const from = row_of_x<bf16>(args, group + std::min(row, group_rows - 1));
+        for (int64_t step = begin; step < end; ++step) {
+          const __mmask32 mask = row >= group_rows ? 0 : step < full_steps ? ~__mmask32{0} : rest;
+          _mm512_store_si512(tiles + (step * step_rows + row) * kRowBytes,
+                             _mm512_maskz_loadu_epi16(mask, from + step * kBf16KUnit));
+        }
       }
     }
   }

@@ -29,6 +29,7 @@ void run_1x4(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_
   start_sums(tiles, is_first);
   for (int64_t step = 0; step < steps; ++step, codes += kAmxKUnit, weights += kStepQuads * kQuadBytes) {
     fetch(prefetch, kStepQuads);
+    keep_float_unit_awake();
     _tile_loadd(4, codes, stride);
     _tile_loadd(6, weights, kQuadBytes);
     _tile_loadd(7, weights + 64, kQuadBytes);
@@ -51,6 +52,7 @@ void run_2x2(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_
   start_sums(tiles, is_first);
   for (int64_t step = 0; step < steps; ++step, codes += kAmxKUnit, weights += kStepQuads * kQuadBytes) {
     fetch(prefetch, kStepQuads / 2);  // the other half comes with the other columns
+    keep_float_unit_awake();
     _tile_loadd(6, weights, kQuadBytes);
     _tile_loadd(4, codes, stride);
     _tile_loadd(7, weights + 64, kQuadBytes);

@@ -73,6 +73,22 @@ def test_long_prefill_rows_do_not_depend_on_the_batch(isa: str) -> None:
         assert torch.equal(dense.linear(x_TK[begin:end], packed), all_TN[begin:end]), f"rows {begin} to {end}"
 
 
+@pytest.mark.parametrize("column", [0, 8])
+def test_large_outputs_have_the_bits_of_small_ones(isa: str, column: int) -> None:
+    """With AMX the output of many rows is stored past the caches, where its rows begin with a cache line."""
+    T, N = 130, 4150
+    assert T * N * 2 >= 1 << 20
+    x_TK, weight_NK, bias_N = random_linear(N, 64, T, torch.bfloat16)
+    packed = dense.pack_linear(weight_NK)
+    small_TN = torch.cat([dense.linear(rows_TK, packed, bias_N) for rows_TK in x_TK.split(32)])
+    memory = torch.full((T, 4224), 7, dtype=torch.bfloat16)
+    assert memory.data_ptr() % 64 == 0
+    dense.linear(x_TK, packed, bias_N, out=memory[:, column : column + N])
+    assert torch.equal(memory[:, column : column + N], small_TN)
+    assert bool((memory[:, :column] == 7).all())
+    assert bool((memory[:, column + N :] == 7).all())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_result_does_not_depend_on_the_threads(
     isa: str, dtype: torch.dtype, set_num_threads: Callable[[int], None]
