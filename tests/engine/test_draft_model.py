@@ -206,7 +206,7 @@ def test_the_first_token_waits_for_no_draft_model() -> None:
         answers(core, ["greedy"])
         with cpu.recorded_calls() as calls:
             run(core, [prompt])
-        return [type(call.__self__) for call in calls]  # type: ignore[attr-defined]
+        return [type(call.__self__) for call in calls]
 
     plain = calls_of(Schedule())
     assert len(plain) > 20
