@@ -53,7 +53,7 @@ def build_parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as scripts start their background processes
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # scripts start background processes in this way
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         args = build_parser().parse_args(argv)

@@ -208,7 +208,9 @@ def _ranked(
     if args.hardware is not None:
         hardware = parse_hardware(args.hardware, machine.facts, prices)
     elif len(prices) > 1:
-        raise ConfigError("Several prices for one machine", value=prices, expected="one", param="price_per_hour")
+        raise ConfigError(
+            "There are several prices for one machine", value=prices, expected="one", param="price_per_hour"
+        )
     else:
         if not machine.has_speed:
             raise ConfigError(
@@ -252,7 +254,7 @@ def _check_description(args: argparse.Namespace, engine: EngineConfig) -> None:
     if args.hardware is not None and (args.memory or args.bandwidth or args.flops):
         raise ConfigError(
             "--hardware names a machine, and --memory, --bandwidth and --flops describe one",
-            fix="Leave one of both out",
+            fix="Leave one of the two out",
             param="hardware",
         )
     if args.hardware is not None and engine.device == "cpu":

@@ -88,7 +88,7 @@ class EngineCore:
         self._in_flight: deque[_Step] = deque()
         self._refused: list[RequestDelta] = []
         self._preparer = preparer
-        self._preparing: dict[str, Polled[object]] = {}  # by request id
+        self._preparing: dict[str, Polled[object]] = {}  # the key is the request id
         self._last_end_time = 0.0
 
     def add(self, message: AddRequest, is_ready: Callable[[], bool] | None = None) -> None:
@@ -367,4 +367,6 @@ def _wait_for_void(step: _Step) -> None:
     except EngineDeadError:
         raise
     except Exception as error:
-        logger.info("step %d, void because an earlier one failed, failed as well: %s", step.batch.step_id, error)
+        logger.info(
+            "step %d, which is void because an earlier step failed, failed as well: %s", step.batch.step_id, error
+        )

@@ -18,7 +18,7 @@ from quire.frontend.client import ProcessClient
 from quire.frontend.engine_link import TcpLink
 from quire.messages import EngineLaunch, ServerAddress, UseTokenizer
 
-END_SECONDS = 2.0  # for an engine to notice that its connection is closed
+END_SECONDS = 2.0  # the time in which an engine notices that its connection is closed
 
 
 class RayReplica:
@@ -63,7 +63,7 @@ class RayReplica:
             checkpoint=self._checkpoint,
         )
         starting = in_background(partial(self._replicas.start, self._index, launch))
-        if is_first and (failure := starting.exception()) is not None:  # in any form that Ray gives it
+        if is_first and (failure := starting.exception()) is not None:  # Ray may raise errors of any class
             client.close()
             raise OSError(0, f"Ray cannot start it: {last_line(failure)}") from failure
         self._starting, self._is_killed, self._was_killed = starting, False, False

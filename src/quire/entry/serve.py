@@ -197,7 +197,9 @@ def _read_keys(path: Path) -> tuple[str, ...]:
         ) from None
     keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
     if not keys:
-        raise ConfigError("The file of keys has none", value=str(path), expected="one key a line", param="api_key_file")
+        raise ConfigError(
+            "The file of keys has no key", value=str(path), expected="one key a line", param="api_key_file"
+        )
     if mode & stat.S_IROTH:
         logger.warning("everybody on this machine can read the keys in %s: chmod 600 keeps them yours", path)
     return keys

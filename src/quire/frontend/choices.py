@@ -14,7 +14,7 @@ class _Ending:
     """An end of an output: a node in a tree of token ids that are read backwards."""
 
     excluded: set[int] = field(default_factory=set)  # tokens that complete a bad word after this end
-    longer: dict[int, _Ending] = field(default_factory=dict)  # by the token id before it
+    longer: dict[int, _Ending] = field(default_factory=dict)  # the key is the token id before it
 
 
 def check_choices(params: SamplingParams, stop_token_ids: Sequence[int], max_tokens: int, vocab_size: int) -> None:
@@ -80,7 +80,7 @@ def _excluded_after(output: Sequence[int], ending: _Ending) -> set[int]:
 def _nothing_left(params: SamplingParams) -> InvalidRequestError:
     named = [name for name in ("allowed_token_ids", "bad_words", "min_tokens") if getattr(params, name)]
     return InvalidRequestError(
-        f"With {' and '.join(named)} the output can come to a point where no token is left to sample",
+        f"With {' and '.join(named)} the output can reach a point where no token is left to sample",
         expected="a token at every point that is allowed, ends no bad word and, before min_tokens, does not stop",
         fix=f"Allow more tokens, or relax {' or '.join(named)}",
         param=named[0],

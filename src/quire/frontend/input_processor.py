@@ -57,9 +57,9 @@ class ProcessedRequest:
     prompt_token_ids: list[int]
     sampling_params: SamplingParams  # a copy: the caller may change theirs
     requests: list[AddRequest]
-    tokenizer: UseTokenizer | None = None  # of the grammar that was made here: the engine must have got it before
+    tokenizer: UseTokenizer | None = None  # the tokenizer of the grammar: the engine must get it before the grammar
     adapter: Registration | None = None
-    trace_headers: Mapping[str, str] | None = None  # of the trace that the request belongs to
+    trace_headers: Mapping[str, str] | None = None  # the headers of the trace to which the request belongs
 
     def with_adapter(self, adapter: Registration) -> ProcessedRequest:
         """The same for an adapter."""
@@ -345,7 +345,7 @@ class InputProcessor:
                 "bad_words needs a tokenizer, and this model runs without one", fix="Use logit_bias", param="bad_words"
             )
         if not all(word.strip() for word in words):
-            raise InvalidRequestError("A bad word has no text but spaces", fix="Remove it", param="bad_words")
+            raise InvalidRequestError("A bad word has only spaces", fix="Remove it", param="bad_words")
         if self.tokenizer.words is not None:
             own.bad_words_spelled = self.tokenizer.words.spell(words)
             return

@@ -49,7 +49,7 @@ _IGNORED_SETTINGS = (
 # Rotary frequencies of these kinds depend on the longest sequence of a batch, so other requests would change the tokens
 # of a request.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # in layer_types
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # the values in layer_types
 _PROBE_SHIFT = 5  # the second probe begins at this position, the first at 0
 
 

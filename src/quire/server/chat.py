@@ -166,7 +166,7 @@ def _thinking_budget(state: ServerState, body: ChatRequest, prompt: str) -> dict
         )
     if body.use_beam_search:
         raise UnsupportedFieldError(
-            "thinking_token_budget does not work with beam search, which takes the likeliest sequences there are",
+            "thinking_token_budget does not work with beam search, which keeps the most probable sequences",
             fix="Remove thinking_token_budget or use_beam_search",
             param="thinking_token_budget",
         )

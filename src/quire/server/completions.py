@@ -75,7 +75,9 @@ def _infill_prompts(
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) < len(prompts) or body.echo:
         raise UnsupportedFieldError(
-            "suffix is for prompts of text, without echo", fix="Send the prompt as text, without echo", param="suffix"
+            "suffix works only with prompts of text, without echo",
+            fix="Send the prompt as text, without echo",
+            param="suffix",
         )
     encode = state.engine.input_processor.encode
     return [infill_prompt(encode, form, text, suffix) for text in texts]

@@ -360,11 +360,11 @@ def _text(name: str, schema: Schema, mark: str) -> Form:
             raise _refuse(name, f"a value of an argument has {mark}")
         return _or(*map(_const, values))
     if others := sorted(schema.keys() - _OF_TEXTS):
-        raise _refuse(name, f"this model writes texts without quotes, which cannot be held to {', '.join(others)}")
+        raise _refuse(name, f"this model writes texts without quotes, which cannot be made to fit {', '.join(others)}")
     pattern = _FORMATS_OF_TEXTS.get(str(schema.get("format", "")))
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     if pattern is None or (pattern and (least or most != "")):
-        raise _refuse(name, f"this model writes texts without quotes, which cannot be held to {json.dumps(schema)}")
+        raise _refuse(name, f"this model writes texts without quotes, which cannot be made to fit {json.dumps(schema)}")
     return {**_ANY_TEXT, "pattern": pattern or f"(?s:.{{{least},{most}}})", "excludes": [mark]}
 
 
