@@ -86,7 +86,7 @@ async def generation_of(
     if body.reasoning_effort is not None and not state.has_reasoning_effort:
         ignored.append("reasoning_effort")
     prompt = await render(state, body)
-    constraint = body.constraint()  # also where tools have one: what is wrong with it is said in any case
+    constraint = body.constraint()  # even if tools have a constraint, errors in this one are reported
     if (constraint := tools.constraint or constraint) is not None:
         constraint = tools.behind_reasoning(constraint, state.settings.server, prompt)
         body.structured_outputs, body.response_format = constraint, None

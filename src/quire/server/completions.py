@@ -132,7 +132,7 @@ class _CompletionWriter:
         # By prompt, for choices that begin later.
         self._prompt_logprobs: dict[int, Sequence[PositionLogprobs | None]] = {}
         self._written: dict[int, PromptLogprobs] = {}
-        self._offsets: dict[int, int] = {}  # by choice: characters written so far; a choice that has begun is in it
+        self._offsets: dict[int, int] = {}  # characters written so far, for each choice that has begun
 
     def response(self, outputs: Sequence[RequestOutput], headers: dict[str, str]) -> Response:
         """The whole answer."""

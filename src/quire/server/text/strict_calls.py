@@ -26,8 +26,8 @@ Tools = Mapping[str, Schema | None]
 # Name, schema and whether it is required, of each argument.
 Arguments = list[tuple[str, Any, bool]]
 
-MAX_ARGUMENTS = 400  # of a tool: the parser would stop at an answer with 500 that may be left out
-MAX_ARGUMENT_BYTES = 1 << 18  # of a request, where arguments are written one by one
+MAX_ARGUMENTS = 400  # the most arguments of a tool: with 500 arguments that may be left out, the parser would stop
+MAX_ARGUMENT_BYTES = 1 << 18  # the most bytes of a request's arguments, in formats that write arguments one by one
 
 _ANY_TEXT: Form = {"type": "any_text"}
 _FOR_PEOPLE = {"$id", "$schema", *FOR_PEOPLE}
