@@ -746,7 +746,7 @@ def _check_gpu_ids(config: EngineConfig) -> None:
     names = config.gpu_ids
     if names and config.device == "cpu":
         raise ConfigError(
-            "--device-ids names GPUs, and --device cpu uses none", fix="Leave one of them out", param="device_ids"
+            "--device-ids names GPUs, but --device cpu uses none", fix="Leave one of them out", param="device_ids"
         )
     if names and (len(names) < config.num_replicas or len(set(names)) < len(names)):
         raise ConfigError(

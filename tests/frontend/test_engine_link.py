@@ -170,7 +170,7 @@ async def test_a_frame_that_is_too_long_is_logged(ends: Ends, caplog: pytest.Log
         engine.sendall(b"\xff" * 8)
         with pytest.raises(LinkEndedError):
             await receiving
-    assert "an engine is dropped: a frame of 18446744073709551615 bytes where 1073741824 are allowed" in caplog.text
+    assert "an engine is dropped: a frame has 18446744073709551615 bytes, and 1073741824 are allowed" in caplog.text
     ends.front.close()
 
 

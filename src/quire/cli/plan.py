@@ -253,7 +253,7 @@ def _check_description(args: argparse.Namespace, engine: EngineConfig) -> None:
     """ConfigError for flags of a machine that contradict each other."""
     if args.hardware is not None and (args.memory or args.bandwidth or args.flops):
         raise ConfigError(
-            "--hardware names a machine, and --memory, --bandwidth and --flops describe one",
+            "--hardware names a machine, but --memory, --bandwidth and --flops describe one too",
             fix="Leave one of the two out",
             param="hardware",
         )

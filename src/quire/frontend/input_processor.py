@@ -190,11 +190,15 @@ class InputProcessor:
         params.verify(self.limits.vocab_size, self.limits.max_logprobs)
         if params.bad_words_spelled is not None:  # `verify` accepts the field, because it is made here for the engine
             raise InvalidRequestError(
-                "bad_words_spelled is made of bad_words here", fix="Use bad_words", param="bad_words_spelled"
+                "bad_words_spelled is computed from bad_words and cannot be given",
+                fix="Use bad_words",
+                param="bad_words_spelled",
             )
         if params.grammar is not None:
             raise InvalidRequestError(
-                "grammar is made of structured_outputs here", fix="Use structured_outputs", param="grammar"
+                "grammar is computed from structured_outputs and cannot be given",
+                fix="Use structured_outputs",
+                param="grammar",
             )
         _check_request_id(request_id)
         if type(priority) is not int or abs(priority) > MAX_PRIORITY:

@@ -150,7 +150,7 @@ def _reason(message: str, schema: Any) -> str:
         return f"this needs every key in properties to be required: {where}"
     if message.startswith(("circular references with sibling keys", "Schema intersection stack level")):
         where = ", ".join(path for name in ("allOf", "anyOf", "oneOf", "$ref") for path in _paths(schema, name))
-        return f"schemas that refer to themselves cannot hold together with others for one value: {where}"
+        return f"schemas that refer to themselves cannot be combined with other schemas for one value: {where}"
     if message.startswith("patternProperty regexes"):
         where = ", ".join(_paths(schema, "patternProperties"))
         return f"two patterns of patternProperties may match the same key: {where}: {message}"

@@ -65,7 +65,7 @@ class AccessControl:
             error = HttpError(
                 403,
                 "host_not_allowed",
-                "The Host header names a host this server does not answer to",
+                "The Host header names a host for which this server does not answer",
                 expected="one of " + ", ".join(sorted(self._allowed_hosts)),
             )
             await error_response(error, scope["path"])(scope, receive, send)

@@ -160,7 +160,7 @@ def _thinking_budget(state: ServerState, body: ChatRequest, prompt: str) -> dict
     token_ids = [token_id for tag in tags if (token_id := state.tokenizer.token_to_id(tag)) is not None]
     if len(token_ids) < len(tags):
         raise UnsupportedFieldError(
-            "The tags of this model's reasoning are not tokens, so its tokens cannot be bounded",
+            "The tags of this model's reasoning are not tokens, so the tokens of its reasoning cannot be limited",
             fix="Remove thinking_token_budget, and bound the answer with max_completion_tokens",
             param="thinking_token_budget",
         )

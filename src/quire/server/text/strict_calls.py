@@ -104,7 +104,7 @@ def _triggered(tags: list[Form], *triggers: str, **start: Form) -> Form:
 
 def _refuse(name: str, why: str, fix: str = "Leave out strict, or change the schema") -> UnsupportedFieldError:
     return UnsupportedFieldError(
-        f"The calls of the tool {name} cannot be held to its schema: {why}", fix=fix, param="tools"
+        f"The calls of the tool {name} cannot be made to fit its schema: {why}", fix=fix, param="tools"
     )
 
 
