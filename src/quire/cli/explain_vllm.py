@@ -54,7 +54,7 @@ _EXPANDED = re.compile(r"\$\w|\$\{|\$\(|`")  # a shell would put something else 
 _SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASS|PASSWD|PASSWORD|AUTH|CREDENTIALS?)$", re.IGNORECASE)
 _LOGIN = re.compile(r"(?<=://)[^/\s]*@")  # user:password@ of an address
 _HIDDEN = "***"
-_PLAIN_VARIABLES = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HF_HOME", "OMP_NUM_THREADS"}  # others read them
+_PLAIN_VARIABLES = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HF_HOME", "OMP_NUM_THREADS"}  # read by others
 _KNOWN_VARIABLES = {variable.name for variable in envs.VARIABLES} | NOT_READ.keys() | REFUSED.keys() | _PLAIN_VARIABLES
 _SECRET_FROM = {"api_key": envs.API_KEY.name, "hf_token": "HF_TOKEN"}
 

@@ -30,7 +30,7 @@ from quire.scheduler.scheduler import Scheduler, ScheduleStats
 
 logger = get_logger(__name__)
 
-DEFERRED_SECONDS = 0.001  # between two looks at requests that wait for something outside, while there is nothing else
+DEFERRED_SECONDS = 0.001  # seconds between two checks of requests that wait, if there is nothing else to do
 
 
 class Preparer(Protocol):
@@ -81,9 +81,9 @@ class EngineCore:
         self.depth = depth
         self.cost = cost
         self.adapters = adapters
-        # Of the batches in flight; other threads may read it.
+        # The predicted time of the batches in flight; other threads may read it.
         self.predicted_seconds = 0.0
-        self.last_record: StepRecord | None = None  # of the batch whose result the last step() took in, if it did
+        self.last_record: StepRecord | None = None  # for the batch whose result the last step() took, if it took one
         self._clock, self._sleep = clock, sleep
         self._in_flight: deque[_Step] = deque()
         self._refused: list[RequestDelta] = []

@@ -217,7 +217,7 @@ class DeterministicExecutor:
             state = row.states[position + 1] ^ row.corruption
             if new.wants_vector:
                 result.vectors[index] = [state / _MASK]
-            elif row.token_ids == token_ids[: position + 1]:  # the drafts so far hold
+            elif row.token_ids == token_ids[: position + 1]:  # the drafts so far are accepted
                 num_output = position + 1 - new.num_prompt_tokens
                 token = _next_token(state, num_output, params, new.stop_token_ids, self.vocab_size)
                 row.token_ids.append(token)

@@ -21,7 +21,7 @@ from quire.schedule import Pending, Polled, RowsFailedError, ScheduledBatch, Ste
 
 logger = get_logger(__name__)
 
-LOOK_SECONDS = 0.25  # between two looks at ranks that compute
+LOOK_SECONDS = 0.25  # seconds between two checks of ranks that compute
 LEAVE_SECONDS = 2.0  # the time in which ranks stop waiting after a rank has failed
 GRACE_SECONDS = 1.0  # the time in which a rank names the rank that it waited for
 

@@ -29,9 +29,9 @@ from quire.planning.cut_stages import grid_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-MOST_WAIT_SECONDS = 60.0  # between two steps of nodes that have come
-MOST_NAMED = 5  # differences of two nodes
-LOOK_SECONDS = 1.0  # between two looks at nodes that are started from here
+MOST_WAIT_SECONDS = 60.0  # the most seconds between two steps of nodes that are connected
+MOST_NAMED = 5  # the most differences of two nodes that an error names
+LOOK_SECONDS = 1.0  # seconds between two checks of nodes that are started from here
 # Settings that may differ: where files are, which node it is, and where it has reached node 0.
 _OWN_SETTINGS = {"model", "tokenizer", "download_dir", "node_rank", "headless", "served_model_name"}
 _OWN_SETTINGS |= {"master_addr", "master_port", "numa_bind", "numa_bind_nodes", "numa_bind_cpus", "device_ids"}

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from quire.engine.start import StartedEngine  # loads torch
 
 PAUSE_SECONDS = 1.0
-BEAT_SECONDS = 1.0  # between two signs of life; the front end waits for ten
+BEAT_SECONDS = 1.0  # seconds between two signs of life; the front end waits for ten of them
 
 # Where the model is on this machine: its folder, and the drafter's. Raises ConfigErrors.
 FindModel = Callable[[EngineLaunch, Progress], tuple[Path, Path | None]]

@@ -33,7 +33,7 @@ class RankInterpreter:
         self._orders, theirs = socket.socketpair()
         try:
             with theirs:
-                # In a group of its own, a Ctrl-C in the terminal does not reach it, not even before it can say so.
+                # In its own group, the process never gets a Ctrl-C of the terminal, not even at its start.
                 self.process: subprocess.Popen[bytes] = subprocess.Popen(
                     command, stdin=theirs.fileno(), process_group=0, env=envs.for_children()
                 )

@@ -59,7 +59,7 @@ from quire.resolve import DeviceFacts
 from quire.schedule import ScheduledBatch, StepResult
 from quire.worker.worker import DeviceWorker
 
-LOOK_SECONDS = 0.25  # between two looks at a process
+LOOK_SECONDS = 0.25  # seconds between two checks of a process
 CLOSE_SECONDS = 5.0  # the time in which a process may end by itself
 SAY_SECONDS = 1.0  # the time in which a node can say why it ends
 

@@ -34,10 +34,10 @@ class RayReplica:
     ) -> None:
         self._config, self._replicas, self._index, self._tokenizer = config, replicas, engine_index, tokenizer
         self._checkpoint = checkpoint(model_folder, is_dummy=config.load_format == "dummy")
-        # Of the last process: its actor, and its future exit code.
+        # The actor of the last process, and its future exit code.
         self._starting: Future[tuple[Any, Future[int]]] | None = None
-        self._is_killed = False  # or ended, and its actor too
-        self._was_killed = False  # while it ran
+        self._is_killed = False  # killed, or ended together with its actor
+        self._was_killed = False  # whether it was killed while it ran
 
     def launch(self) -> ProcessClient:
         """Start a process; the one before must have ended. Raises OSError; for the first one also ConfigError.

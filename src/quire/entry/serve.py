@@ -49,7 +49,7 @@ logger = logs.get_logger(__name__)
 
 MIN_OPEN_FILES = 64
 POLL_SECONDS = 0.1
-TLS_POLL_SECONDS = 1.0  # between two looks at the files of the certificates
+TLS_POLL_SECONDS = 1.0  # seconds between two checks of the certificates' files
 # After the drain's time is over every stream gets an error as its last event; they have this long to leave.
 LAST_WORDS_SECONDS = 2.0
 

@@ -53,7 +53,7 @@ class _Sent(NamedTuple):
 
     num_tokens: float
     seconds: float
-    predicted_ttft: float  # without the factor
+    predicted_ttft: float  # the prediction before it is multiplied by the factor
 
 
 class Admission:

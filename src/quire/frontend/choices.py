@@ -55,7 +55,7 @@ def _endings(words: SpelledWords | None, allowed_token_ids: Sequence[int] | None
     allowed = None if allowed_token_ids is None else set(allowed_token_ids)
     endings: set[int] = set()
     for word in [] if words is None else words.words:
-        out = {0}  # possible numbers of the word's bytes that are out
+        out = {0}  # possible numbers of the word's bytes that are already in the output
         for count, step in [(0, word.anywhere), *enumerate(word.steps)]:
             if count not in out:
                 continue

@@ -216,7 +216,7 @@ class RequestState:
         self.timeline = timelines.open(
             processed.request_id, self.metrics, len(processed.prompt_token_ids), len(processed.requests), now
         )
-        self.was_handed_on = False  # some output was
+        self.was_handed_on = False  # whether some output was handed on
         self.is_retry = False  # whether its present engine is its second engine
         self.sent_after = 0.0  # seconds from the arrival until its present engine got it
         self.num_cached_tokens = 0

@@ -29,7 +29,7 @@ _SCALAR_KEYWORDS = {
 }  # fmt: skip
 _NEVER_EMPTY = _SCALAR_KEYWORDS - {"enum", "format", "pattern"}  # one of these alone, with at most a type
 _QUESTION = 100  # work of a question to llguidance: 0.1 ms
-# And of each character of it: 0.25 us where values stand alone, some 4 where another keyword restricts them.
+# The work for each character of a question: 0.25 us for values alone, some 4 us if another keyword restricts them.
 _READ, _COMPARED = 0.25, 4.0
 _VALUES = 10  # so many values of an enum are checked in a microsecond
 

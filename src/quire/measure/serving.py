@@ -43,7 +43,7 @@ class Server:
     """A server that answers, and its model and settings."""
 
     target: Target
-    name: str  # the server's name of the model
+    name: str  # the name that the server gives the model
     model_id: str
     dtype: str | None = None  # the dtype, if the server is Quire
     quantization: str | None = None

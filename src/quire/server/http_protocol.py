@@ -22,7 +22,7 @@ from quire.server.state import new_request_id
 
 MIN_PROGRESS_BYTES = 4096
 ANSWER_PREFIX = b"HTTP/1.1 "  # every answer begins with it
-FIRST_LOOK_SECONDS, MAX_LOOK_SECONDS = 0.02, 5.0  # between two looks whether a half-closed client is still there
+FIRST_LOOK_SECONDS, MAX_LOOK_SECONDS = 0.02, 5.0  # seconds between checks whether a half-closed client is there
 
 logger = get_logger(__name__)
 _malformed_log = RateLimited(logger)
