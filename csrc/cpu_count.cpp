@@ -38,7 +38,7 @@ std::set<int> numbers_of_list(const std::string& list) {
 int physical_cores_of_affinity(const std::string& root) {
   cpu_set_t cpus;
   if (sched_getaffinity(0, sizeof(cpus), &cpus) != 0) return static_cast<int>(std::thread::hardware_concurrency());
-  std::string fast_list;  // of Intel's CPUs with two kinds of cores
+  std::string fast_list;  // the fast cores of Intel's CPUs with two kinds of cores
   std::ifstream(root + "/sys/devices/cpu_core/cpus") >> fast_list;
   const std::set<int> fast = numbers_of_list(fast_list);
   const bool has_fast = std::any_of(fast.begin(), fast.end(), [&](int cpu) { return CPU_ISSET(cpu, &cpus); });

@@ -8,11 +8,11 @@
 namespace quire {
 namespace {
 
-// The place of the bits of a quad of column 0 in a plane, equal for each of four bytes.
+// The place of the bits of a quad of column 0 in a plane. The place is the same in each of four bytes.
 struct PlacedBits {
   int64_t at;
   int shift;
-  uint32_t mask;  // before the shift
+  uint32_t mask;  // the mask before the shift
 
   PlacedBits(int64_t begin, int64_t quad, int bits)
       : at(begin + quad * bits / 8 * kQuadBytes),

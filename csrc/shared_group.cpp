@@ -35,9 +35,9 @@ struct alignas(128) RankWords {
   std::atomic<uint32_t> turn;
   std::atomic<uint32_t> num_sleepers;  // ranks that sleep until this one arrives
   std::atomic<uint64_t> signatures[2];
-  std::atomic<uint64_t> left[2];    // by parity of a void step: the step, and the turn in which the rank left it
+  std::atomic<uint64_t> left[2];    // by parity of a void step: the step and the turn in which the rank left it
   std::atomic<uint32_t> done;       // the last step that the rank has ended
-  std::atomic<uint32_t> void_step;  // of the first rank: the last step that a rank has left; 0: none
+  std::atomic<uint32_t> void_step;  // only in the first rank: the last step that a rank has left; 0: none
 };
 
 // A rank's place in its step: only the rank writes it, and others look when they have waited for long.
@@ -53,9 +53,9 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kPageBytes = 4096;
 constexpr auto kNap = std::chrono::milliseconds(100);   // a sleeper looks whether somebody has failed
-constexpr auto kLook = std::chrono::microseconds(100);  // between two looks whether all have left a void step
+constexpr auto kLook = std::chrono::microseconds(100);  // the time between two checks whether all have left a void step
 constexpr int kPausesPerClockRead = 64;
-constexpr int64_t kMinCopyBytes = 256 * 1024;  // worth a wake-up of another thread
+constexpr int64_t kMinCopyBytes = 256 * 1024;  // from here on, waking another thread is worth its cost
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
 

@@ -24,7 +24,7 @@ class TensorView {
   CacheType cache_type() const;
 
   int64_t size(int dim) const;
-  int64_t item_bytes() const;  // of an element
+  int64_t item_bytes() const;  // the bytes of an element
   int64_t bytes() const;
   // Throws ValueError if the tensor has another number of dimensions.
   template <class T>

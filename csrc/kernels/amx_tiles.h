@@ -11,7 +11,7 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int64_t kTileRows = 16;
-constexpr int64_t kRowBytes = 64;  // of a tile
+constexpr int64_t kRowBytes = 64;  // the bytes of a row of a tile
 
 // LDTILECFG operand, palette 1 (Intel SDM, volume 1, chapter 18).
 struct alignas(64) TileConfig {

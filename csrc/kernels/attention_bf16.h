@@ -385,7 +385,7 @@ class Bf16Path {
  private:
   static constexpr int kKeyStride = kMaxHeadDim / 2 + 16;  // dwords; not a power of two: rows spread over cache sets
   static constexpr int kMostPanelDwords = 4 * (kSplit / 2) * kTile;
-  static_assert(kMostPanelDwords >= kWordFloats);  // memory for either
+  static_assert(kMostPanelDwords >= kWordFloats);  // the memory is used for both
   static constexpr int kBlockFloats = (kAmx ? 4 : 2) * kTile * kLanes;
   static constexpr int kKeyDwords = (kAmx ? 4 : 1) * kTile * kKeyStride;
 

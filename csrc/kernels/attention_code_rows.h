@@ -14,7 +14,7 @@ namespace {
 
 template <class C>
 struct CodeRows {
-  static constexpr int kMostRows = 4;  // at once, with two vectors of sums each; up to 2 rows have four
+  static constexpr int kMostRows = 4;  // the most rows at once, with two vectors of sums each; up to 2 rows have four
 
   // scores[position][lane] = q . k, times the scales of the keys; the other lanes are kept. `words` is memory for
   // kWordFloats floats.

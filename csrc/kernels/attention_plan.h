@@ -18,7 +18,7 @@ struct Item {
   int sequence, kv_head;
   int first_row, num_rows;
   int head_rows;                      // num_rows if there is one KV head
-  int first_position, last_position;  // that its rows see
+  int first_position, last_position;  // the positions that its rows see
   int first_split, num_splits;
   int64_t partials;  // offset of the results of the splits in shared memory, in floats; -1 = the item is one unit
 

@@ -11,10 +11,10 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-constexpr int kRowsAtOnce = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 ? 4 : 2;  // all that the register file holds
+constexpr int kRowsAtOnce = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 ? 4 : 2;  // as many as the registers can hold
 // Steps of positions that are summed together: enough sums to hide the latency of a multiply-add for two rows.
 constexpr int kMostSteps = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 ? 2 : 1;
-constexpr int kMostWords = 2 * kLanes;  // of a row of keys at once
+constexpr int kMostWords = 2 * kLanes;  // words of a row of keys at once
 constexpr int kWordFloats = kMostWords * kMostSteps * kStep;
 
 // g++ 12 keeps vectors on the stack around a call of Prefetcher::follow() (sums of the values) and of transpose()
@@ -93,7 +93,7 @@ struct F32Rows {
   using Query = float;  // [element][lane]
   static constexpr int kElementsPerWord = std::is_same_v<T, bf16> ? 2 : 1;
   static constexpr int kQueriesPerWord = kElementsPerWord;  // rows of lanes in `query`
-  static constexpr int kFewestVectors = 1;                  // of columns
+  static constexpr int kFewestVectors = 1;                  // the fewest vectors of columns
 
   static constexpr int kWordsAtOnce = kLanes;
 

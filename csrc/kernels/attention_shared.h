@@ -20,7 +20,7 @@ namespace {
 struct Part {
   Item item;
   int owner;
-  bool is_first, is_last;  // of the item's ranges
+  bool is_first, is_last;  // whether it is the first or the last of the item's ranges
 };
 
 // Consecutive parts of one item in a turn.
@@ -121,7 +121,7 @@ class SharedRun {
       while (end < count && !parts[end].is_last) ++end;
       end = std::min(end + 1, count);
       const bool begins = parts[begin].is_first, ends = parts[end - 1].is_last;
-      if (begins && !ends) state_ = 1 - state_;  // the other one may be of the item that ends in this turn
+      if (begins && !ends) state_ = 1 - state_;  // the other state may belong to the item that ends in this turn
       work_.joints.push_back({begin, end, begins && ends ? -1 : state_});
     }
   }
@@ -142,7 +142,7 @@ class SharedRun {
       for (int r = 0; r < num_rows; ++r, row.advance()) is_own[r] = has_result(a_, row.head);
       for (int p = joint.begin; p < joint.end; ++p) {
         const Part& part = work_.parts[p];
-        auto* const slot = const_cast<float*>(turns_.slot_of(part.owner));  // only read
+        auto* const slot = const_cast<float*>(turns_.slot_of(part.owner));  // the slot is only read
         const TileState range = partial_tile(slot + part.item.partials, t, width_);
         merge(state, {load(range.max), load(range.sum)}, range.values, num_rows, width_,
               [&](int r) { return is_own[r]; });
@@ -159,7 +159,7 @@ class SharedRun {
   SharedWork& work_;
   int width_;
   int64_t state_floats_;
-  float* states_;  // of two items that the turns cut
+  float* states_;  // the states of two items that turns cut
   int state_ = 0;
   std::array<int64_t, kMaxRanks> filled_;  // floats of the owners' slots
 };
@@ -173,7 +173,8 @@ void run_shared(const SharedAttentionArgs& shared, Turns& turns) {
       quire::scratch(Scratch::attention_tables, sizeof(int32_t) * static_cast<size_t>(a.num_seqs * stride)));
   for (int s = 0; s < a.num_seqs; ++s) {
     const int32_t* const pages = a.block_tables.data + s * a.block_tables.stride;
-    for (int64_t b = 0; b < stride; ++b) tables[s * stride + b] = pages[b] / shared.num_owners;  // others' are not read
+    // Entries for pages of other ranks are not read.
+    for (int64_t b = 0; b < stride; ++b) tables[s * stride + b] = pages[b] / shared.num_owners;
   }
   a.block_tables = {tables, stride};
   SharedRun<Path>(shared, a, turns, work).run();

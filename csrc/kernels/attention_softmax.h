@@ -31,7 +31,7 @@ inline bool has_result(const AttentionArgs& a, int head) {
 // Walks over the rows of an item: consecutive heads of a group, then the next token, then the next KV head.
 class RowCursor {
  public:
-  int token, head;  // the token within the sequence's query, the query head
+  int token, head;  // the token in the sequence's query, and the query head
   RowCursor(const AttentionArgs& a, const Item& item, int row)
       : token((item.first_row + row) / query_group(a)),
         head(item.kv_head * query_group(a) + (item.first_row + row) % query_group(a)),

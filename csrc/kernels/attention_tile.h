@@ -24,8 +24,8 @@ constexpr int kLanes = F32::kWidth;
 constexpr int kSplit = kAttentionRange;
 constexpr int kStep = 32;
 constexpr int kTile = 16;                      // positions with keys that are multiplied at a time
-constexpr int kMaxHeadDim = 576;               // of keys, and of values
-constexpr int kMostRows = kMostAttentionRows;  // of the kMaxRows of all paths
+constexpr int kMaxHeadDim = 576;               // the most elements of a key and of a value
+constexpr int kMostRows = kMostAttentionRows;  // the largest kMaxRows of all paths
 constexpr int kMaxRowTiles = kMostRows / kLanes;
 static_assert(kSplit % kStep == 0 && kStep % kTile == 0 && kMostRows % kLanes == 0);
 
@@ -134,7 +134,7 @@ class Prefetcher {
 
   const void *const *next_ = nullptr, *const *end_ = nullptr;
   const void *const *again_ = nullptr, *const *again_end_ = nullptr;
-  const void *const *first_ = nullptr, *const *first_end_ = nullptr;  // rows after the present ones to fetch again
+  const void *const *first_ = nullptr, *const *first_end_ = nullptr;  // the rows after the present rows, to fetch again
   int row_bytes_ = 0, due_ = 0;
 };
 

@@ -11,7 +11,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Number of elements below which waking other threads costs more than it saves (a few microseconds of work).
+// With fewer elements, waking other threads costs more than it saves (a few microseconds of work).
 constexpr int64_t kElementsPerTask = 16384;
 
 // Runs row(i) for every row, in tasks of at least kElementsPerTask elements.

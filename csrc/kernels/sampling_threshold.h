@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t kLanes = F32::kWidth;
 constexpr uint32_t kAllLanes = (uint32_t{1} << kLanes) - 1;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kUnits = 0x1p44f;  // of the largest probability; 2^19 of them still fit in 63 bits
+constexpr float kUnits = 0x1p44f;  // units of the largest probability; 2^19 such numbers still fit in 63 bits
 
 inline F32 load_part(const float* p, int64_t left) {
   return left >= kLanes ? load(p) : load_n(p, static_cast<int>(left), -kInfinity);
@@ -169,8 +169,8 @@ inline float* split(const Weight& weight, const float* values, int64_t n, Interv
   return inside;
 }
 
-constexpr int64_t kSample = 256;  // at most
-constexpr int64_t kSorted = 64;   // this many values are sorted
+constexpr int64_t kSample = 256;  // the most values of a sample
+constexpr int64_t kSorted = 64;   // so many values are sorted
 
 // An interval for the value that has `below` of the weight of the n values under it: between two values of a sample,
 // three standard deviations to either side, or one value of the sample. Only values in `bounds` count.

@@ -436,7 +436,7 @@ class EngineConfig:
     lora_dir: tuple[str, ...] = option(
         (), "Folders that adapters may be loaded from while serving; none: nothing is loaded from a path.", many=True
     )
-    sources: dict[str, Source] = field(default_factory=dict, compare=False, repr=False)  # of every setting
+    sources: dict[str, Source] = field(default_factory=dict, compare=False, repr=False)  # where values come from
 
     def __post_init__(self) -> None:
         normalise(self)
@@ -601,7 +601,7 @@ class ServerConfig:
     allowed_headers: tuple[str, ...] = option(("*",), "Headers that these pages may send.", many=True)
     allow_credentials: bool = option(False, "These pages may send cookies; not where any origin is allowed.")
     fail_on_environ_validation: bool = option(False, "Refuse to start with an unknown VLLM_* or QUIRE_* variable.")
-    sources: dict[str, Source] = field(default_factory=dict, compare=False, repr=False)  # of every setting
+    sources: dict[str, Source] = field(default_factory=dict, compare=False, repr=False)  # where values come from
 
     def __post_init__(self) -> None:
         normalise(self)
@@ -612,7 +612,7 @@ class ServerConfig:
             object.__setattr__(self, name, _listed(getattr(self, name), name))
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError(
-                "Any web page could act in the name of whoever is logged in",
+                "Any web page could act in the name of a user who is logged in",
                 fix="Name the origins in --allowed-origins, or leave out --allow-credentials",
                 param="allow_credentials",
             )
@@ -632,7 +632,7 @@ def _check_listening(config: ServerConfig) -> None:
             raise ConfigError(f"{name} needs a certificate of the server", fix="Give --ssl-certfile too", param=name)
     if config.ssl_cert_reqs and config.ssl_ca_certs is None:
         raise ConfigError(
-            "Nobody is named whose signature on a client's certificate would count",
+            "Clients need certificates, but no authority is named that may sign them",
             fix="Give --ssl-ca-certs too, or leave out --ssl-cert-reqs",
             param="ssl_cert_reqs",
         )
@@ -673,7 +673,7 @@ def _take_slo(config: EngineConfig) -> None:
     for part in config.slo.split(","):
         name, _, text = part.strip().partition("=")
         if name == "tpot":
-            logger.warning("tpot in --slo is taken as itl: a mean over an answer would hide that it stood still")
+            logger.warning("tpot in --slo is taken as itl: a mean over an answer would hide pauses in the answer")
             name = "itl"
         if name not in ("ttft", "itl"):
             raise ConfigError(
@@ -713,7 +713,9 @@ def _take_speculation(config: EngineConfig) -> None:
     if given is not None and not isinstance(given, dict):
         whole = isinstance(given, SpeculativeConfig)
         raise ConfigError(
-            "speculative_config is given whole and in parts" if whole else "speculative_config has the wrong type",
+            "speculative_config is given both as a whole and in parts"
+            if whole
+            else "speculative_config has the wrong type",
             value=[*parts] if whole else given,
             expected=None if whole else 'an object such as {"method": "ngram"}',
             fix=f"Leave {', '.join(parts)} out" if whole else None,
@@ -744,7 +746,7 @@ def _check_gpu_ids(config: EngineConfig) -> None:
     names = config.gpu_ids
     if names and config.device == "cpu":
         raise ConfigError(
-            "--device-ids names GPUs, and --device cpu uses none", fix="Leave one of them out", param="device_ids"
+            "--device-ids names GPUs, but --device cpu uses none", fix="Leave one of them out", param="device_ids"
         )
     if names and (len(names) < config.num_replicas or len(set(names)) < len(names)):
         raise ConfigError(
@@ -765,14 +767,14 @@ def _check_lora(config: EngineConfig) -> None:
     if not config.enable_lora:
         if names:
             raise ConfigError(
-                "There are adapters, and nothing that computes them", fix="Give --enable-lora too", param="lora_modules"
+                "There are adapters, but LoRA is not enabled", fix="Give --enable-lora too", param="lora_modules"
             )
         for name in ("max_loras", "max_cpu_loras", "lora_target_modules", "lora_dir"):
             if getattr(config, name):
                 logger.warning("%s has no effect without enable_lora", name)
     elif config.distributed_executor_backend == "external_launcher":
         raise ConfigError(
-            "Adapters are not read where somebody else has started the ranks",
+            "Adapters cannot be used if another program has started the ranks",
             fix="Leave --enable-lora out, or let Quire start the ranks",
             param="enable_lora",
         )
@@ -781,13 +783,13 @@ def _check_lora(config: EngineConfig) -> None:
             "Illegal max_lora_rank",
             value=config.max_lora_rank,
             expected=f"one of {', '.join(map(str, RANKS))}",
-            fix="Take the next larger one",
+            fix="Use the next larger value",
             param="max_lora_rank",
         )
     most, in_memory = config.max_loras, config.max_cpu_loras
     if most is not None and in_memory is not None and in_memory < most:
         raise ConfigError(
-            "Fewer adapters fit into memory than a step may hold",
+            "Fewer adapters fit into memory than a step may use",
             value=in_memory,
             expected=f"max_cpu_loras of at least max_loras = {most}",
             fix="Raise --max-cpu-loras or lower --max-loras",
@@ -858,10 +860,12 @@ def _check_nodes(config: EngineConfig) -> None:
             param="nnodes",
         )
     if not 0 <= config.node_rank < most:
-        raise ConfigError("No such machine", value=config.node_rank, expected=f"0 to {most - 1}", param="node_rank")
+        raise ConfigError(
+            "There is no such machine", value=config.node_rank, expected=f"0 to {most - 1}", param="node_rank"
+        )
     if config.headless != (config.node_rank > 0):
         raise ConfigError(
-            "Machine 0 serves, and the others compute for it",
+            "Only machine 0 runs the server; the other machines compute for it",
             value=config.node_rank,
             fix="Run `quire serve --headless` with --node-rank 1 and above, and leave --headless out for machine 0",
             param="headless",
@@ -882,7 +886,7 @@ def _check_replicas(config: EngineConfig) -> None:
     if not config.has_ray_replicas:
         if local not in (None, count):
             raise ConfigError(
-                "Some replicas would be on other machines, where Ray starts them",
+                "Some replicas would be on other machines, and only Ray can start them there",
                 value=local,
                 expected=f"data_parallel_size = {count}",
                 fix="Leave --data-parallel-size-local out, or give --data-parallel-backend ray",
@@ -929,14 +933,14 @@ def _check_engine(config: EngineConfig) -> None:
         )
     if config.trust_remote_code:
         raise ConfigError(
-            "trust_remote_code is set, and Quire never runs code from a model repository",
+            "trust_remote_code is set, but Quire never runs code from a model repository",
             fix="Leave the flag out; architectures known to transformers run without it",
             param="trust_remote_code",
         )
     if config.quantization is not None and config.quantization not in (*ON_LOAD, *QUANTIZATION_NAMES):
         check_foreign("quantization", config.quantization)
         raise ConfigError(
-            "Quantized weights of this kind are not read",
+            "Quire does not read quantized weights of this kind",
             value=config.quantization,
             expected=f"{', '.join(ON_LOAD)}, which quantize a checkpoint in floating point while it loads, or the "
             f"checkpoint's own method: {', '.join(QUANTIZATION_NAMES)}",

@@ -94,7 +94,7 @@ def check_strings(name: str, values: Any, max_count: int, max_bytes: int) -> Non
             raise InvalidRequestError(f"{name} contains an empty string", fix="Remove it", param=name)
         try:
             num_bytes = len(value.encode())
-        except UnicodeEncodeError:  # a lone surrogate; JSON can contain one
+        except UnicodeEncodeError:  # a lone surrogate, which JSON can contain
             raise InvalidRequestError(f"{name} contains a string that is not valid Unicode", param=name) from None
         if num_bytes > max_bytes:
             raise InvalidRequestError(

@@ -50,7 +50,7 @@ class LayerCache:
 class HostStep:
     """The host's view of a GPU step, for backends that plan the step on the host. It is valid until the next step."""
 
-    rows_S: NDArray[np.int64]  # of block_tables
+    rows_S: NDArray[np.int64]  # the rows of block_tables
     query_lens_S: NDArray[np.int64]
     seq_lens_S: NDArray[np.int64]  # after this step
     block_tables_NCM: NDArray[np.int32]  # every block table, with all rows

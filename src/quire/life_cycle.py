@@ -69,7 +69,7 @@ class Measured:
     """A worker's measurements after it has loaded its weights."""
 
     memory: MemoryFacts
-    num_tokens: int  # of the step that measured working memory
+    num_tokens: int  # the tokens of the step that measured the working memory
     step: Lap
 
 
@@ -181,7 +181,7 @@ class FirstWorker(Worker, Protocol):
         ...
 
 
-Workers = tuple[FirstWorker, *tuple[Worker, ...]]  # of an engine, by rank
+Workers = tuple[FirstWorker, *tuple[Worker, ...]]  # the workers of an engine, by rank
 
 
 class WorkerExecutor(Executor, Protocol):

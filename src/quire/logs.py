@@ -37,7 +37,7 @@ class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             print(_with_priority(self.format(record), record.levelno), file=sys.stderr, flush=True)
-        except Exception:  # as in every handler of the standard library: a line that fails stops nothing
+        except Exception:  # as in every handler of the standard library, a failing line stops nothing
             self.handleError(record)
 
 
@@ -53,7 +53,7 @@ def _with_priority(text: str, level: int) -> str:
     return "\n".join(f"<{priority}>{line}" for line in text.split("\n"))
 
 
-_handler: _StderrHandler | None = None  # of this process, once it is configured
+_handler: _StderrHandler | None = None  # the handler of this process, after it is configured
 _is_json = False
 
 

@@ -17,7 +17,7 @@ from quire.schedule import StepRecord, TokenLogprobs
 class UnixSockets(msgspec.Struct, tag="unix", frozen=True):
     """ZMQ endpoints that the front end has bound: `ipc://` and a path in a folder of mode 0700."""
 
-    input_address: str  # of the engine's messages
+    input_address: str  # the address to which the engine's messages go
     output_address: str
 
 
@@ -35,10 +35,10 @@ class EngineLaunch(msgspec.Struct):
     model_folder: str  # "": the process finds it on its machine
     link: UnixSockets | ServerAddress
     engine_index: int = 0
-    is_first: bool = True  # no engine of this server was ready before
+    is_first: bool = True  # whether no engine of this server was ready before
     drafter_folder: str | None = None
     free_memory_bytes: int | None = None  # RAM when the server started, for all of its replicas
-    gets_tokenizer: bool = False  # with its first message, and it is ready after that
+    gets_tokenizer: bool = False  # whether its first message brings the tokenizer; it is ready after that
     checkpoint: str = ""  # nodes.checkpoint of the model that an engine on another machine must find
 
 
@@ -60,7 +60,7 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     fork_of: str | None = None
     wants_vector: bool = False  # the request gets a vector of the prompt instead of tokens; max_tokens is 1
     is_retry: bool = False  # an engine that has ended had accepted it, so the queue's limit does not count
-    lane: int | None = None  # that shall compute it; None: the one with the least work
+    lane: int | None = None  # the lane that computes it; None: the lane with the least work
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -101,7 +101,7 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter", omit_defaults=True):
 
     operation: int  # chosen by the sender, returned with the answer
     path: str
-    digest: str | None = None  # the content that it must have: another one is an error of its requests
+    digest: str | None = None  # the content that it must have: with another content, its requests end with an error
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
@@ -150,7 +150,7 @@ class RequestDelta(msgspec.Struct, omit_defaults=True):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     queued_seconds: float | None = None  # arrival to first scheduling; with the first delta
-    drafts: tuple[int, int] | None = None  # verified in this step, and how many of them held
+    drafts: tuple[int, int] | None = None  # how many drafts this step verified, and how many of them were accepted
     error_code: str | None = None  # QuireError.code of `error`, if it is a QuireError
 
 
@@ -230,7 +230,7 @@ class EngineBeat(_FromEngine, tag="beat", omit_defaults=True):
         rank_timeout_seconds: for which a rank waits for another one.
     """
 
-    predicted_seconds: float  # of the batches in flight; 0: there are none
+    predicted_seconds: float  # the predicted time of the batches in flight; 0: there are none
     rank: str = ""
     late_ranks: str = ""
     rank_timeout_seconds: int = 0
@@ -240,7 +240,7 @@ class AdapterState(_FromEngine, tag="adapter", omit_defaults=True):
     """The result of reading an adapter: its facts, or an error for the user. The engine and other adapters go on."""
 
     path: str
-    operation: int | None = None  # of the LoadAdapter; None: requests waited for it
+    operation: int | None = None  # the number of the LoadAdapter; None: requests waited for the adapter
     seconds: float = 0.0
     facts: AdapterFacts | None = None
     error: str | None = None

@@ -43,7 +43,7 @@ from quire.layer_spec import (
 __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeConfig", "load_model_config"]
 
 
-LAYER_NUMBER = re.compile(r"\.\d+\.")  # in the names of its tensors
+LAYER_NUMBER = re.compile(r"\.\d+\.")  # the layer's number in the names of its tensors
 EXPERT = re.compile(r"(.*\.)(\d{1,6})(\.[^.]+\.[^.]+)")  # the number of an expert, before module and tensor
 TOKEN_ID_BYTES = 8
 ROUTER_BIAS_BYTES = 4  # they stay in float32
@@ -62,22 +62,22 @@ class WeightBytes(NamedTuple):
 class ModelConfig:
     """Facts about one model. Sizes count elements, windows and lengths count tokens."""
 
-    model: str  # its folder or GGUF file
+    model: str  # the folder or the GGUF file of the model
     model_type: str
     architecture: str
-    is_native: bool  # quire.models has its family and activation; else it needs the transformers backend
+    is_native: bool  # quire.models has its family and activation; otherwise it needs the transformers backend
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     max_model_len: int
-    dtype: str  # of the checkpoint: bfloat16, float16 or float32
+    dtype: str  # the dtype of the checkpoint: bfloat16, float16 or float32
     quantized: QuantizedCheckpoint | GgufWeights | None  # the format of its linear layers; None: dtype
     tie_word_embeddings: bool
-    rms_norm_eps: float  # of layer norms too
+    rms_norm_eps: float  # also the epsilon of layer norms
     norm_offset: float  # added to every norm weight
     final_norm: NormShape
-    output_bias: bool  # the logits have one
-    rope: RopeConfig  # of layers with full attention; layers with a window may have their own
+    output_bias: bool  # whether the logits have a bias
+    rope: RopeConfig  # the rope of layers with full attention; layers with a window may have their own rope
     logits_soft_cap: float  # 0 = none
     embedding_multiplier: float  # on the embeddings
     logits_scaling: float  # logits are divided by it
@@ -87,10 +87,10 @@ class ModelConfig:
     ignored_fields: tuple[str, ...]  # fields of config.json that the architecture's modelling code does not read
     hf_overrides: dict[str, Any] = field(default_factory=dict, hash=False)  # merged over config.json
     drafter: ModelConfig | None = field(default=None, repr=False)  # a model or a head that drafts for it
-    head: DraftHead | None = None  # it is no model of its own, but a head that drafts for one
+    head: DraftHead | None = None  # it is not a whole model, but a head that drafts for a model
     is_shared: bool = True  # ranks share it where they can; else each of them has all of it
-    vocab_share: Share | None = None  # of the rank that holds a part of the model; None: it is a whole model
-    stage: Stage | None = None  # of a pipeline, that has these layers; None: they are all layers
+    vocab_share: Share | None = None  # the share of the rank that has a part of the model; None: the model is whole
+    stage: Stage | None = None  # the stage of a pipeline that has these layers; None: it has all layers
 
     @property
     def num_layers(self) -> int:
@@ -116,7 +116,7 @@ class ModelConfig:
         if self._placements and (match := EXPERT.fullmatch(name)) is not None:
             placement = self._placements.get(match[1])
             if placement is not None and int(match[2]) not in placement.own:
-                return int(match[2]) >= placement.num_experts  # no expert has such a number
+                return int(match[2]) >= placement.num_experts  # there is no expert with such a number
         if self.stage is None:
             return True
         match name.split(".", 3):
@@ -371,7 +371,7 @@ def load_model_config(
                 break
     path = folder / "generation_config.json"
     generation = read_object(path, required=False)
-    if generation.get("eos_token_id") is not None:  # it replaces config.json's, as in transformers
+    if generation.get("eos_token_id") is not None:  # it replaces the value of config.json, as in transformers
         facts["eos_token_ids"] = Fields(generation, str(path)).token_ids("eos_token_id")
     return ModelConfig(model=str(folder), hf_overrides=dict(overrides or {}), **facts)
 

@@ -44,7 +44,7 @@ def parse_length(text: str | int) -> int:
 
 
 ATTAINMENTS = 0.5, 0.9999  # least and greatest share of times that must reach a target
-LEAST_SECONDS, MOST_SECONDS = 1e-6, 1e6  # of a duration
+LEAST_SECONDS, MOST_SECONDS = 1e-6, 1e6  # the limits of a duration
 DURATION = "a positive time: 500ms, 1.5s, or a number of seconds"
 
 

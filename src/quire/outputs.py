@@ -35,7 +35,7 @@ class SpecDecodeMetrics:
 
     num_spec_tokens: int
     is_detailed: bool = False
-    by_draft_length: dict[int, list[int]] = field(default_factory=dict)  # [n][i]: drafts of n tokens with i that held
+    by_draft_length: dict[int, list[int]] = field(default_factory=dict)  # [n][i]: drafts of n tokens, i accepted
     per_step_drafted: list[int] = field(default_factory=list)
     per_step_accepted: list[int] = field(default_factory=list)
 
@@ -88,7 +88,7 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
-    spec_decode: SpecDecodeMetrics | None = None  # if there is one continuation and the counts are asked for
+    spec_decode: SpecDecodeMetrics | None = None  # set if there is one continuation and the counts are asked for
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ def check_private(path: Path) -> None:
     """Raise PermissionError for a folder that others may write to."""
     status = path.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise PermissionError(f"others may write to {path}; it has to be this user's, with mode 0700")
+        raise PermissionError(f"other users may write to {path}; it has to belong to this user, with mode 0700")
 
 
 def open_private(path: Path) -> BinaryIO:
@@ -41,7 +41,7 @@ def open_private(path: Path) -> BinaryIO:
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         file.close()
-        raise ValueError("others may have written it")
+        raise ValueError("other users may have written it")
     return file
 
 

@@ -40,7 +40,7 @@ class Request:
     rope_offset: int = 0  # see NewRow; only requests with the same offset share KV
     fork_of: str | None = None  # request_id that shares its prompt blocks once they are computed (n > 1)
     wants_vector: bool = False  # a vector of the prompt instead of tokens
-    lane: int | None = None  # that shall compute it; None: the one with the least work
+    lane: int | None = None  # the lane that computes it; None: the lane with the least work
     prepared: object = None  # lives as long as the request: the grammar that was compiled for it
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Request:
     num_preemptions: int = 0
     sequence: int = 0  # order of arrival at the scheduler
     received_time: float = 0.0  # when the scheduler received it, on the scheduler's clock
-    block_hashes: list[bytes] = field(default_factory=list)  # one per full block of known tokens, filled as needed
+    block_hashes: list[bytes] = field(default_factory=list)  # for each full block; computed when needed
     first_scheduled_time: float | None = None
     is_suspect: bool = False  # was in a step that failed for an unknown reason, and has sampled nothing since
     finish_reason: FinishReason | None = None

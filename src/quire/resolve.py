@@ -51,7 +51,7 @@ _SHORT_ATTENTION_BACKENDS = {
     "cpu": "CPU_ATTN",
     "reference": "reference",
 }
-GPU_MEMORY_UTILIZATION = 0.9  # where none is given
+GPU_MEMORY_UTILIZATION = 0.9  # the value if none is given
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class DeviceFacts:
     free_memory_bytes: int
     gpu: GpuFacts | None = None
     no_gpu: str = NO_DRIVER  # why there is none that can be used
-    num_efficient_cores: int = 0  # of the machine, beside num_cores: slower
+    num_efficient_cores: int = 0  # slower cores of the machine, which num_cores does not count
 
     def memory_of(self, device: str) -> tuple[int, int]:
         """Total and free bytes of the memory for weights and KV cache on this device, `cpu` or `cuda`."""

@@ -37,7 +37,7 @@ MAX_TEMPERATURE: Final = 2.0  # vLLM's and OpenAI's limit
 # A positive logit is divided by it, a negative one multiplied: the bounds keep both finite. Usual values: 1.0 to 1.5.
 MIN_REPETITION_PENALTY: Final = 0.01
 MAX_REPETITION_PENALTY: Final = 100.0
-MAX_LENGTH_PENALTY: Final = 10.0  # of beam search
+MAX_LENGTH_PENALTY: Final = 10.0  # the largest length penalty of beam search
 MAX_N: Final = 128
 MAX_TOKENS: Final = 2**31 - 1  # any count of tokens
 MAX_STOP_STRINGS: Final = 16
@@ -48,7 +48,7 @@ MAX_BAD_WORD_BYTES: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_LOGPROB_TOKEN_IDS: Final = 128
 MAX_THINKING_TOKEN_IDS: Final = 8
-MAX_GRAMMAR_BYTES: Final = 1 << 20  # of a constraint in a request
+MAX_GRAMMAR_BYTES: Final = 1 << 20  # the most bytes of a constraint in a request
 MAX_CHOICES: Final = 10_000
 MAX_VOCAB_SIZE: Final = 2**20  # bounds the number of token ids while the vocabulary is not known
 DEFAULT_MAX_LOGPROBS: Final = 20
@@ -286,7 +286,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     prompt_logprob_token_ids: list[int] | None = None
     prompt_logprob_start: int | None = None
-    logprob_token_ids: list[int] | None = None  # report exactly these besides the sampled one
+    logprob_token_ids: list[int] | None = None  # report exactly these tokens besides the sampled token
     flat_logprobs: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -357,7 +357,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
 
         Only the first reports prompt logprobs: they are the same for all, and the others share its prompt's KV.
         """
-        own = copy.copy(self)  # the lists are shared, because nobody changes them
+        own = copy.copy(self)  # the lists are shared, because they are never changed
         own.n = 1
         if index > 0:
             own.prompt_logprobs = None
@@ -462,7 +462,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
             return
         check_type("logit_bias", self.logit_bias, dict, "a map from token id to a number")
         check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
-        if vocab_size is not None:  # only then, so that the error names every bad key
+        if vocab_size is not None:  # so that one error names every bad key
             check_token_ids("logit_bias", list(self.logit_bias), MAX_LOGIT_BIAS, vocab_size)
         for bias in self.logit_bias.values():
             check_float("logit_bias", bias, -100.0, 100.0)

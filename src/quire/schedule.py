@@ -12,8 +12,8 @@ from quire.sampling_params import SamplingParams
 
 T_co = TypeVar("T_co", covariant=True)
 
-UNDRAFTED = -1  # stands for a draft that the worker makes in the step that verifies it
-MAX_FORCED_TOKENS = 32  # that a worker adds to a sampled token, because the grammar allows nothing else after it
+UNDRAFTED = -1  # the place of a draft that the worker makes in the same step that verifies it
+MAX_FORCED_TOKENS = 32  # a worker adds at most so many to a sampled token, where the grammar allows no other token
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class ScheduledBatch:
     # Of the batch of all lanes: the batch of each lane. The fields above join them, one lane after the other. Workers
     # get the batch of their lane, which may have no rows.
     lanes: list[ScheduledBatch] = field(default_factory=list)
-    lane_tokens: list[int] = field(default_factory=list)  # of the batch of one of several lanes: tokens of each lane
+    lane_tokens: list[int] = field(default_factory=list)  # the tokens of each lane; set in the batch of a lane
 
     @property
     def num_tokens(self) -> int:
@@ -91,7 +91,7 @@ class ExpertUse(msgspec.Struct, array_like=True):
 
     distinct: float  # experts of a layer that were hit: the mean over layers
     balancedness: float  # tokens of an expert, relative to the busiest expert of its layer: the mean over all
-    tokens: list[int]  # of each expert that was hit, in one layer: the layers take turns
+    tokens: list[int]  # the tokens of each expert that was used, in one layer; layers take turns
     of_ranks: float = 1.0  # tokens of a rank by the busiest rank's: the mean over all; 1: ranks share each expert
     num_moved: int = 0  # experts that have got another place
 
@@ -103,7 +103,7 @@ class StepResult:
     step_id: int
     # Per row: no token if it wants no logits; the sampled token; or the drafts that held and the token after them.
     token_ids: list[list[int]]
-    forced: dict[int, list[int]] = field(default_factory=dict)  # row -> tokens that a grammar forces behind its tokens
+    forced: dict[int, list[int]] = field(default_factory=dict)  # row -> tokens that a grammar forces after its tokens
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> one per sampled token
     # row -> one per prompt position that this step computed and that predicts the next: entry j of the list describes
     # the prompt token at position num_computed_tokens[row] + j + 1. Not for a request resumed with output.
@@ -117,14 +117,14 @@ class StepResult:
     draft_error: str = ""  # the reason why no row got drafts in this step; later steps may have some
     # row -> how many of its tokens the drafter has yet to read. UNDRAFTED tokens got no drafts, as with draft_failures.
     unread: dict[int, int] = field(default_factory=dict)
-    draft_seconds: float = 0.0  # of the worker's drafter
+    draft_seconds: float = 0.0  # the time of the worker's drafter
     experts: ExpertUse | None = None  # None: without --expert-metrics
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
     # Of each of several ranks: seconds of the step, and those in which it waited for others.
     ranks: tuple[tuple[float, float], ...] = ()
-    lanes: list[StepResult] = field(default_factory=list)  # as ScheduledBatch.lanes; only tokens and times are joined
+    lanes: list[StepResult] = field(default_factory=list)  # like ScheduledBatch.lanes; only tokens and times are joined
 
     @classmethod
     def of_lanes(cls, step_id: int, lanes: list[StepResult]) -> StepResult:
@@ -132,7 +132,7 @@ class StepResult:
         return cls(
             step_id,
             [token_ids for lane in lanes for token_ids in lane.token_ids],
-            forced=lanes[0].forced,  # where all requests with a grammar are
+            forced=lanes[0].forced,  # all requests with a grammar are in the first lane
             experts=lanes[0].experts,
             prepare_seconds=max(lane.prepare_seconds for lane in lanes),
             forward_seconds=max(lane.forward_seconds for lane in lanes),
@@ -206,7 +206,7 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     num_waiting: int
     num_blocks_in_use: int
     num_blocks_total: int
-    num_preemptions: int  # in this step
+    num_preemptions: int  # the preemptions in this step
     prefix_cache_queries: int  # tokens looked up in this step
     prefix_cache_hits: int  # tokens found
     num_deferred: int = 0  # part of num_waiting: requests that wait for another request or a resource, not for room
@@ -216,7 +216,7 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     sample_seconds: float = 0.0
     output_seconds: float = 0.0
     step_seconds: float = 0.0
-    draft_seconds: float = 0.0  # of step_seconds: a drafter in the worker
+    draft_seconds: float = 0.0  # the part of step_seconds that a drafter in the worker took
     # The prediction of step_seconds without draft_seconds, see cost.step_time.StepTime; 0: there was none.
     predicted_seconds: float = 0.0
     predicted_low_seconds: float = 0.0
@@ -233,8 +233,8 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     num_accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
     num_draft_failures: int = 0
-    num_adapters: int = 0  # that requests may name
+    num_adapters: int = 0  # the number of adapters that requests may name
     num_adapters_in_memory: int = 0
     ranks: tuple[tuple[float, float], ...] = ()  # see StepResult
-    lanes: tuple[LaneUse, ...] = ()  # of each of several lanes
+    lanes: tuple[LaneUse, ...] = ()  # the use of each lane, if there are several
     experts: ExpertUse | None = None  # None: without --expert-metrics

@@ -18,8 +18,8 @@ from quire.speculative_config import LEAST_LOGITS_ROWS, SpeculativeConfig
 # Of an adapter's file at a time: beside steps that keep all cores busy, the thread that loads waits some milliseconds
 # after each read of a disk.
 ADAPTER_READ_BYTES = 4 << 20
-_OBJECT_BYTES = 300  # of Python's objects for what an adapter adds to one weight
-LEAST_KEPT = 8  # positions whose hidden states wait for a head: it reads them in about the time of one
+_OBJECT_BYTES = 300  # the bytes of Python's objects for the part of an adapter that belongs to one weight
+LEAST_KEPT = 8  # positions whose hidden states wait for a head, which reads them in about the time of one position
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 T = TypeVar("T")
@@ -56,12 +56,12 @@ _PLANNED_FOR = ("max_num_seqs", "max_num_batched_tokens", "spec_tokens")
 class Setting:
     """A value, its source, and for a formula its numbers."""
 
-    value: Any  # only to be shown; code uses the field of a dataclass below
+    value: Any  # this is only shown; code uses the field of a dataclass below
     source: Source
     detail: str = ""
-    limits: str = ""  # what it bounds
+    limits: str = ""  # what the setting limits
     is_live: bool = False  # may change while serving
-    maximum: int | None = None  # of a live one: what memory was planned for
+    maximum: int | None = None  # for a setting that can change in a running server: what memory was planned for
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""

@@ -11,11 +11,11 @@ from quire.errors import ConfigError
 SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"]
 METHODS: tuple[SpeculativeMethod, ...] = get_args(SpeculativeMethod)
 BY_WORKER: tuple[SpeculativeMethod, ...] = ("draft_model", "eagle3", "mtp")  # their drafter is a model
-MOST_DRAFTS = 255  # of one request in one step
-LEAST_LOGITS_ROWS = 32  # that a step with drafts may have, however few requests run
+MOST_DRAFTS = 255  # the most drafts of one request in one step
+LEAST_LOGITS_ROWS = 32  # a step with drafts may have so many rows, even if few requests run
 # Of the text of a running request: of each token, and of each length of n-grams beside.
 NGRAM_TOKEN_BYTES, NGRAM_BYTES, SUFFIX_TOKEN_BYTES = 8, 16, 72
-SUFFIX_SHARED_BYTES = 80 << 20  # of the host's memory at most, for the outputs that suffix keeps: 2 million tokens
+SUFFIX_SHARED_BYTES = 80 << 20  # the most host memory for the outputs that suffix keeps: 2 million tokens
 
 _OF_ALL = (
     "method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size", "rejection_sample_method",
@@ -109,7 +109,7 @@ class SpeculativeConfig:
     """
 
     method: SpeculativeMethod
-    num_speculative_tokens: int = 7  # with the newest token, 8 rows, which is a tile
+    num_speculative_tokens: int = 7  # with the newest token these are 8 rows, which are a tile
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
     model: str | None = None
     revision: str | None = None

@@ -206,7 +206,7 @@ def test_the_question(
         (["--url", "localhost:8000", "-q", "x"], b"", "The URL is not one of an API"),
         (["--url", "http://h:port/v1", "-q", "x"], b"", "The URL is not one of an API"),
         (["a", "--model-name", "b", "-q", "x"], b"", "Two models are named"),
-        (["--url", "http://h/v1", "--max-model-len", "1k", "-q", "x"], b"", "--max-model-len would change a model"),
+        (["--url", "http://h/v1", "--max-model-len", "1k", "-q", "x"], b"", "--max-model-len set up a model"),
     ],
 )
 def test_wrong_usage(
@@ -226,11 +226,15 @@ def test_wrong_usage(
         (400, ['{"error": {"message": "No such \\u001b[31mmodel"}}'], "quire: No such \\x1b[31mmodel. Got 400."),
         (500, ["<html>"], "quire: The server refused the request. Got 500."),
         (200, ['data: {"error": {"message": "it broke"}}'], "quire: it broke."),
-        (200, ["data: {"], "quire: The server's stream holds what is no JSON object"),
-        (200, ["data: " + "[" * 100_000], "quire: The server's stream holds what is no JSON object"),
-        (200, ["data: [1]"], "quire: The server's stream holds what is no JSON object"),
-        (200, ['data: {"choices": [{"text": "x"}]}'], "quire: The server's stream holds what is no part of a chat"),
-        (200, ['data: {"choices": 5}'], "quire: The server's stream holds what is no part of a chat"),
+        (200, ["data: {"], "quire: The server's stream has a line that is not a JSON object"),
+        (200, ["data: " + "[" * 100_000], "quire: The server's stream has a line that is not a JSON object"),
+        (200, ["data: [1]"], "quire: The server's stream has a line that is not a JSON object"),
+        (
+            200,
+            ['data: {"choices": [{"text": "x"}]}'],
+            "quire: The server's stream has an object that is not a part of a chat",
+        ),
+        (200, ['data: {"choices": 5}'], "quire: The server's stream has an object that is not a part of a chat"),
     ],
 )
 def test_what_a_server_may_say(

@@ -82,8 +82,8 @@ def test_empty_file(tmp_path: Path) -> None:
         ("enable-prefix-caching: 'yes'\n", ("line 1: enable-prefix-caching is on or off", "true or false")),
         ("served-model-name: on\n", ("line 1: served-model-name has an illegal value", "put quotes around a text")),
         ("- a\n- b\n", ("holds no settings",)),
-        ("port: [1\n", ("is no YAML",)),
-        ("port: !!python/object/apply:os.system ['true']\n", ("is no YAML",)),
+        ("port: [1\n", ("is not valid YAML",)),
+        ("port: !!python/object/apply:os.system ['true']\n", ("is not valid YAML",)),
     ],
 )
 def test_errors(tmp_path: Path, text: str, parts: tuple[str, ...]) -> None:

@@ -138,4 +138,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert answer["command"] == 'quire serve a/b --api-key "$VLLM_API_KEY"'
     assert main(["explain", "--modelfile", "missing"]) == 2
     assert main(["explain", "--modelfile", "Modelfile", "--tgi", "x"]) == 2
-    assert "explains the flags in its command" in capsys.readouterr().err
+    assert "explains the flags of its own command" in capsys.readouterr().err

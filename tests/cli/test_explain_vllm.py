@@ -274,8 +274,8 @@ def test_notes_on_what_a_shell_would_do() -> None:
         ("# only a comment\n\n", "There is no command in the text"),
         ("ls -l /tmp", "There is no command of vLLM's in the text"),
         ("vllm", "There is no command of vLLM's in the text"),
-        ("vllm serve 'm", "A quotation mark ' has no counterpart"),
-        ('vllm serve "m', 'A quotation mark " has no counterpart'),
+        ("vllm serve 'm", "A quotation mark ' is not closed"),
+        ('vllm serve "m', 'A quotation mark " is not closed'),
         ("vllm serve m\0", "zero byte"),
         ("vllm serve a\nvllm serve b", "The text starts 2 servers"),
         ("vllm bench serve --model m", "vllm bench does not start a server"),
@@ -291,7 +291,7 @@ def test_texts_that_are_refused(text: str, part: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("words", [["m"], ["--model", "m"], ["--port", "1"], ["--swap-space", "4"]])
 def test_nothing_beside_the_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--vllm", "vllm serve m", *words]) == 2
-    assert "--vllm explains the flags in its command, and others are given beside it" in capsys.readouterr().err
+    assert "--vllm explains the flags of its own command, but other flags are given too" in capsys.readouterr().err
 
 
 def _explain_argument(text: str, _: pytest.MonkeyPatch) -> list[str]:

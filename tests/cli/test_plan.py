@@ -219,7 +219,7 @@ def test_ranks_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
         (("--request-rate", "0"), "Illegal --request-rate"),
         (("--request-rate", "inf"), "Illegal --request-rate"),
         (("--price-per-hour", "-2"), "Illegal --price-per-hour"),
-        (("--price-per-hour", "1,2"), "as many prices"),
+        (("--price-per-hour", "1,2"), "number of prices"),
         (("--price-per-hour", "9" * 400), "Illegal --price-per-hour"),
         (("--hardware", "h100x" + "9" * 5000), "Illegal number of devices"),
         (("--workload", "x" * 5000), "Unknown workload"),
@@ -248,7 +248,7 @@ def test_what_it_refuses(words: tuple[str, ...], message: str, capsys: pytest.Ca
         (("--memory", "1GiB", "--bandwidth", "fast", "--flops", "1T"), "Illegal --bandwidth"),
         (("--memory", "1GiB", "--bandwidth", f"0.{'0' * 320}1", "--flops", "1T"), "Illegal --bandwidth"),
         (("--memory", "1GiB", "--workload", "chat"), "has no speed of its own"),
-        (("--price-per-hour", "1,2"), "Several prices for one machine"),
+        (("--price-per-hour", "1,2"), "There are several prices for one machine"),
     ],
 )
 def test_machines_that_are_refused(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,20 +50,20 @@ def in_background(run: Callable[[], Any]) -> threading.Thread:
 def test_what_a_rank_does() -> None:
     first, second = ranks_of(Grid(2))
     where = first.whereabouts
-    assert where.doing(1) == "is in its start, behind 0 exchanges"
+    assert where.doing(1) == "is in its start, after 0 exchanges"
     assert where.name(1) == f"process {os.getpid()} on {platform.node()}"
     first.begin_step()
     assert where.doing(1) == "has not begun step 1"
     second.begin_step()
-    assert where.doing(1) == "is in step 1, behind 0 exchanges"
+    assert where.doing(1) == "is in step 1, after 0 exchanges"
     with ThreadPoolExecutor(1) as thread:
         other = thread.submit(gather, second)
         gather(first)
         other.result()
-    assert where.doing(1) == "is in step 1, behind 1 exchange"
+    assert where.doing(1) == "is in step 1, after 1 exchange"
     first.end_step()
     first.begin_step()
-    assert where.doing(1) == "is in step 1, behind 1 exchange", "another stage is in the next one"
+    assert where.doing(1) == "is in step 1, after 1 exchange", "another stage is in the next one"
     second.end_step()
     assert where.doing(1) == "has not begun step 2"
     second.begin_step()

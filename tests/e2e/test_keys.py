@@ -121,7 +121,7 @@ def test_a_key_file_that_gives_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         _api_keys(ServerConfig(api_key_file=str(tmp_path / "none")))
     (tmp_path / "empty").write_text("# nobody\n")
-    with pytest.raises(ConfigError, match="has none"):
+    with pytest.raises(ConfigError, match="has no key"):
         _api_keys(ServerConfig(api_key_file=str(tmp_path / "empty")))
 
 

@@ -213,7 +213,7 @@ def test_certificates_that_cannot_be_used(pems: dict[str, str], tmp_path: Path) 
         ({"ssl_cert_reqs": 1}, "needs a certificate of the server"),
         ({"ssl_ciphers": "HIGH"}, "needs a certificate of the server"),
         ({"enable_ssl_refresh": True}, "needs a certificate of the server"),
-        ({"ssl_certfile": "c", "ssl_cert_reqs": 2}, "Nobody is named"),
+        ({"ssl_certfile": "c", "ssl_cert_reqs": 2}, "no authority is named"),
         ({"ssl_certfile": "c", "ssl_ca_certs": "c", "ssl_cert_reqs": 3}, "Illegal value of ssl_cert_reqs"),
         ({"uds": ""}, "empty"),
         ({"root_path": "llm"}, "Illegal root_path"),

@@ -329,12 +329,12 @@ def test_what_was_started_is_closed_if_a_later_replica_cannot_be(monkeypatch: py
 async def test_an_address_that_cannot_be_listened_at(places: NotedPlaces) -> None:
     """It is an error of the config for the first engine; the next ones are tried again."""
     handle, places.address = handle_over(places), "0.0.0.0"
-    with pytest.raises(ConfigError, match="in all networks"):
+    with pytest.raises(ConfigError, match="from all networks"):
         handle.launch()
     places.address = "127.0.0.1"
     handle.launch().close()
     places.address = "0.0.0.0"
-    with pytest.raises(OSError, match="in all networks"):
+    with pytest.raises(OSError, match="from all networks"):
         handle.launch()
 
 

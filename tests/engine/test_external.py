@@ -141,7 +141,7 @@ def free_ports(count: int) -> list[int]:
         ({}, "WORLD_SIZE = tensor_parallel_size x pipeline_parallel_size = 2"),
         ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, "Machines need a cluster key"),
         ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"}, "Machines have different numbers of ranks"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "No such rank"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "There is no such rank"),
     ],
 )
 def test_what_is_refused(environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,5 +153,5 @@ def test_what_is_refused(environment: dict[str, str], words: str, monkeypatch: p
 
 def test_adapters_are_refused() -> None:
     """Ranks with an engine each would begin to use one at different steps."""
-    with pytest.raises(ValueError, match="somebody else has started the ranks"):
+    with pytest.raises(ValueError, match="another program has started the ranks"):
         LLM(**LIMITS, enable_lora=True, distributed_executor_backend="external_launcher")

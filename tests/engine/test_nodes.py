@@ -232,7 +232,7 @@ def test_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch, caplog: pytes
                 for byte in (64).to_bytes(8) + bytes(64):
                     slow.sendall(bytes([byte]))
                     time.sleep(0.05)
-            assert wait_for(lambda: "which is none of our machines: timed out" in caplog.text)
+            assert wait_for(lambda: "because it is none of our machines: timed out" in caplog.text)
         with come(port):
             letting.join(15.0)
     assert "Software caused connection abort" in caplog.text
@@ -246,14 +246,14 @@ def test_who_is_let_in(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mon
     config = EngineConfig.from_kwargs(**settings(port))
     found: list[Joined] = []
     letting = in_thread(lambda: found.append(let_in(config, quire.demo.path("target"), waited.append)))
-    with pytest.raises(wire.WireError, match="does not let this machine in"):
+    with pytest.raises(wire.WireError, match="does not accept this machine"):
         wire.connect(ADDRESS, port, b"another key, as long", time.monotonic() + 5)
     with socket.create_connection((ADDRESS, port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 4)
         with suppress(OSError):
             while stranger.recv(4096):
                 pass
-    assert wait_for(lambda: "frame of" in caplog.text, 5.0)
+    assert wait_for(lambda: "a frame has" in caplog.text, 5.0)
     for frame in (b"no message", nodes.encode(Welcome("here", 1))):
         with come(port) as peer:
             wire.send(peer, frame)
@@ -271,7 +271,7 @@ def test_who_is_let_in(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mon
         letting.join(15.0)
     close(found)
     assert "it does not know the cluster key" in caplog.text
-    assert "which says what no node says" in caplog.text
+    assert "because its message is not that of a node" in caplog.text
     assert waited[0] == f"waiting for node 1 at {ADDRESS}, port {port}"
 
 
@@ -293,14 +293,14 @@ def test_a_port_in_use_names_its_flag() -> None:
     ("changes", "words"),
     [
         ({"nnodes": 3}, "2 stages cannot be shared by 3 machines.*one of 1, 2"),
-        ({"node_rank": 2, "headless": True}, "No such machine"),
-        ({"node_rank": 1}, "Machine 0 serves"),
-        ({"headless": True}, "Machine 0 serves"),
+        ({"node_rank": 2, "headless": True}, "There is no such machine"),
+        ({"node_rank": 1}, "Only machine 0 runs the server"),
+        ({"headless": True}, "Only machine 0 runs the server"),
         ({"node_rank": 1, "headless": True}, "has no engine"),
         ({"data_parallel_size": 2}, "Each of several replicas is on one machine"),
-        ({"master_addr": "0.0.0.0"}, "in all networks"),
-        ({"master_addr": "::"}, "in all networks"),
-        ({"master_addr": "0"}, "in all networks"),
+        ({"master_addr": "0.0.0.0"}, "from all networks"),
+        ({"master_addr": "::"}, "from all networks"),
+        ({"master_addr": "0"}, "from all networks"),
         ({"master_port": 0}, "Illegal value of master_port"),
     ],
 )

@@ -100,7 +100,7 @@ def test_ray_starts_the_machines(cluster: None, caplog: pytest.LogCaptureFixture
     on_term = signal.getsignal(signal.SIGTERM)
     engine = on_ray()
     here = os.environ["RAY_ADDRESS"].partition(":")[0]
-    assert f"Ray starts 1 nodes, which come to {here}, port " in caplog.text, "one of two networks"
+    assert f"Ray starts 1 nodes, which connect to {here}, port " in caplog.text, "one of two networks"
     (node,) = processes_with("quire.entry.node")
     assert run(engine.core, brief()) == run(started(1).core, brief())
     assert signal.getsignal(signal.SIGTERM) is on_term

@@ -89,8 +89,8 @@ def test_a_rank_that_stands_still_in_a_step(share: str, monkeypatch: pytest.Monk
         ),
         (
             True,
-            r"^Rank 1 of 2 \(process \d+ on .+\) has computed step \d+, and does not answer, and has not got on for "
-            r"3 s \(--distributed-timeout-seconds\)",
+            r"^Rank 1 of 2 \(process \d+ on .+\) has computed step \d+, and does not answer, and has made no progress "
+            r"for 3 s \(--distributed-timeout-seconds\)",
         ),
     ],
 )

@@ -158,7 +158,7 @@ def test_bad_words_are_spelled_for_the_engine():
     assert [the.anywhere[token] for token in TOKENIZER.encode(" the")] == [[3]], "the whole word in one token"
     assert (len(the.steps), len(quick.steps)) == (3, 5)
     assert params.bad_words_spelled is None, "the caller's parameters were changed"
-    with pytest.raises(InvalidRequestError, match="no text but spaces"):
+    with pytest.raises(InvalidRequestError, match="only spaces"):
         processor().process("r", "a", SamplingParams(bad_words=["  "]))
 
 

@@ -361,7 +361,7 @@ async def test_an_engine_that_fails_as_soon_as_it_is_ready_is_waited_for_again()
 
 @pytest.mark.parametrize(
     ("told", "where"),
-    [([EngineProgress("load", 0.25, "shard 3")], "and was at load, 25% shard 3"), ([], "before it told anything")],
+    [([EngineProgress("load", 0.25, "shard 3")], "and was at load, 25% shard 3"), ([], "before it sent anything")],
 )
 async def test_a_start_that_is_late_tells_where_it_was(told: list[EngineProgress], where: str) -> None:
     running = Recovering(limits=replace(PATIENT, start_seconds=0.2), is_ready=False)

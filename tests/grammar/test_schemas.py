@@ -223,7 +223,7 @@ CHAIN = {
             },
             "has to contain itself: #",
         ),
-        (CHAIN, "refer to each other in more ways than can be looked at"),
+        (CHAIN, "refer to each other in more ways than Quire can check"),
     ],
 )
 def test_what_would_be_taken_and_is_refused(schema: Schema, why: str) -> None:

@@ -126,9 +126,9 @@ def test_a_missing_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["~nosuchuser/x.gguf", "~nosuchuser/x:Q4_K_M", "x" * 300, "x" * 300 + ":Q4_K_M"])
 def test_paths_that_cannot_be_looked_for(name: str) -> None:
-    assert "cannot be looked for" in failure(name).message
-    assert "cannot be looked for" in failure(None, name).message
-    with pytest.raises(ConfigError, match="cannot be looked for"):
+    assert "cannot be checked" in failure(name).message
+    assert "cannot be checked" in failure(None, name).message
+    with pytest.raises(ConfigError, match="cannot be checked"):
         resolve_model(name)
 
 

@@ -253,7 +253,7 @@ def test_another_version_is_not_mixed_with_the_first(store: Store) -> None:
 
 def test_damaged_bytes_are_found_by_their_hash(store: Store) -> None:
     store.faults["small model/config.json"] = lambda number: "damaged"
-    with pytest.raises(WeightsError, match=r"config\.json was read twice and came differently"):
+    with pytest.raises(WeightsError, match=r"config\.json was read twice, and the bytes were different"):
         resolve_model(URL)
 
 

@@ -205,7 +205,7 @@ def test_names_of_hardware() -> None:
     names = ["h100x2", "rtx4090", "rtx4090x2", "a100-80", "l4", "l40sx4", "rtx-pro-6000"]
     assert [each.name for each in found] == names
     assert [each.price_per_hour for each in found] == [1, 2, 3, 4, 5, 6, 7]
-    with pytest.raises(ConfigError, match="as many prices"):
+    with pytest.raises(ConfigError, match="number of prices"):
         parse_hardware("h100,l4", HERE, (1, 2, 3))
 
 

@@ -117,7 +117,7 @@ def test_explain_has_the_share_and_shows_the_machine() -> None:
 def test_settings_that_are_refused() -> None:
     assert config_of(2, data_parallel_size_local=2).data_parallel_size == 2
     with pytest.raises(
-        ConfigError, match=r"on other machines, where Ray starts them.*give --data-parallel-backend ray"
+        ConfigError, match=r"on other machines, and only Ray can start them there.*give --data-parallel-backend ray"
     ):
         config_of(2, data_parallel_size_local=1)
     with pytest.raises(ConfigError, match="Illegal value of data_parallel_size"):
@@ -141,7 +141,7 @@ def test_settings_that_are_refused() -> None:
             "--nnodes.*each replica is on one machine",
         ),
         ({"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}, "Each of several replicas is on one"),
-        ({"headless": True}, "Machine 0 serves"),
+        ({"headless": True}, "Only machine 0 runs the server"),
         ({"master_port": 4000}, "--master-port.*the system chooses their ports"),
         ({"device_ids": ("0", "1")}, "--device-ids.*Ray chooses their GPUs"),
         ({"numa_bind": True}, "--numa-bind.*Ray chooses their machines"),

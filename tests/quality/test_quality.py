@@ -131,7 +131,7 @@ def test_one_model_at_a_time_beside_the_base(
 
 def test_a_window_of_nothing_but_the_prefix(text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_prefix", lambda tokenizer: [1, 2])
-    with pytest.raises(ConfigError, match="no room for the text") as caught:
+    with pytest.raises(ConfigError, match="no room for text") as caught:
         measure.read_text(str(text_file), EngineConfig(), [], 2, 100)
     assert caught.value.param == "context"
     assert measure.read_text(str(text_file), EngineConfig(), [], 3, 2).num_tokens == 6

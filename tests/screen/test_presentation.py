@@ -277,4 +277,4 @@ def test_systemd(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
         assert manager.recv(100) == b"READY=1"
     with caplog.at_level(logging.WARNING):
         systemd.notify("STOPPING=1")
-    assert "systemd was not told STOPPING=1" in caplog.text
+    assert "systemd could not be told STOPPING=1" in caplog.text

@@ -192,7 +192,7 @@ def test_the_engine_obeys(running: RunningServer) -> None:
         ({"slo_attainment": 1.0}, "slo_attainment", "is out of its bounds"),
         ({"slo_attainment": "0.9"}, "slo_attainment", "is not a share"),
         ({"slo": "itl=50ms"}, "slo", "cannot be moved while serving"),
-        ({}, None, "Nothing is to be moved"),
+        ({}, None, "The body names no limit to change"),
         ([], None, "not a JSON object"),
         (7, None, "not a JSON object"),
     ],

@@ -89,7 +89,7 @@ class SharedGroup {
   int size() const { return size_; }
   int aborted() const;  // the number of the rank that has failed; -1: none
 
-  double waited_seconds() const { return waited_seconds_; }  // for other ranks, in all turns
+  double waited_seconds() const { return waited_seconds_; }  // the time spent waiting for other ranks in all turns
 
  private:
   void arrive(uint64_t signature);
@@ -120,10 +120,10 @@ class SharedGroup {
 class Whereabouts {
  public:
   struct Place {
-    int32_t pid;      // of its process; 0: it has none here
+    int32_t pid;      // the id of its process; 0: it has no process here
     uint32_t begun;   // the number of its last step, from 1 on; 0: none
     uint32_t ended;   // the last step that it has ended or left
-    uint32_t turns;   // of all of its groups, since its last step began
+    uint32_t turns;   // the turns of all of its groups since its last step began
     int32_t awaited;  // the number of the rank that it waits for; -1: none
   };
 
@@ -138,7 +138,7 @@ class Whereabouts {
   // What this rank does. A step that it leaves has ended too.
   void begin_step();
   void end_step();
-  void await(int number);  // -1: nobody
+  void await(int number);  // -1: it waits for no rank
 
   Place of(int number) const;
 
@@ -153,7 +153,7 @@ struct GatherArgs {
   SharedGroup* group;
   std::array<int64_t, kMaxRanks> widths;  // bytes of a row of each rank
   int64_t rows;
-  const int32_t* owners;         // of each row: the rank that wants it; nullptr: see reader
+  const int32_t* owners;         // the rank that wants each row; nullptr: see reader
   int reader;                    // the rank that wants all rows, or kAllRanks
   StridedRows<const char> part;  // [rows, width of this rank], strides in bytes
   StridedRows<char> out;         // [rows that it wants, sum of widths], strides in bytes; nullptr: this rank wants none
@@ -164,11 +164,11 @@ struct ExchangeArgs {
   std::array<int64_t, kMaxRanks + 1> firsts;  // begins[firsts[r]] to begins[firsts[r + 1]] are the rows of rank r
   const int32_t* begins;                      // read when it runs
   int64_t num_begins;
-  int64_t rows, row_bytes;  // of all ranks; of all columns
+  int64_t rows, row_bytes;  // the rows of all ranks; the bytes of all columns
   // [own_rows, row_bytes], strides in bytes: all rows, and other ranks' rows are not read; or fewer: this rank's alone.
   StridedRows<const char> own;
   int64_t own_rows;
-  int64_t first_byte;  // of the columns that this rank gets
+  int64_t first_byte;  // the place of the columns that this rank gets
   int64_t num_columns_bytes;
   StridedRows<char> out;  // [rows, num_columns_bytes], strides in bytes
 };

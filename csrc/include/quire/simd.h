@@ -21,7 +21,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// of a vector each: kernels hold more sums then
+// With 32 vector registers, kernels hold more sums.
 constexpr bool kHas32Registers = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 || QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON;
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512

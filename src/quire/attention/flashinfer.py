@@ -26,7 +26,7 @@ from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.kernels import gpu
 from quire.planning.flashinfer_facts import why_not_flashinfer
 
-_LAYOUT = "HND"  # of a block: heads, tokens, dimensions
+_LAYOUT = "HND"  # the order in a block: heads, tokens, dimensions
 _WORKSPACE_BYTES, _PLAN_BYTES = 128 << 20, 8 << 20  # FlashInfer recommends the first and takes the second for a plan
 _TILE_ROWS = 128  # the largest tile of its prefill kernel: queries times heads of a group
 # With this number of query heads per KV head or more its tensor-core kernel decodes faster ("large group size").
@@ -91,7 +91,7 @@ class FlashInferAttention:
         self._has_tensor_cores = spec.num_q_heads // spec.num_kv_heads >= _TENSOR_CORE_GROUP
         self._prefill: _Wrapper | None = None
         self._decode: _Wrapper | None = None
-        self._captured: dict[int, _Wrapper] = {}  # by padded number of rows
+        self._captured: dict[int, _Wrapper] = {}  # the key is the padded number of rows
         self._captured_indices: Tensor | None = None
         self._captured_plan: Tensor | None = None
         self._captured_workspace: Tensor | None = None

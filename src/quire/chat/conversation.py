@@ -62,7 +62,7 @@ class Conversation:
         changed = {other: value for other, value in self.parameters.items() if other != name}
         if text != DEFAULT:
             changed[name] = _value(name, text)
-        SamplingParams(**{"max_tokens": None} | changed)  # knows what is legal
+        SamplingParams(**{"max_tokens": None} | changed)  # SamplingParams checks the values
         self.parameters = changed
 
 

@@ -64,7 +64,7 @@ class EngineModel:
             self._wait_for(self._start())
         except BaseException:
             for interpreter in self._interpreters:
-                interpreter.kill()  # it takes no message while it loads
+                interpreter.kill()  # while it loads, it reads no message
             self._close()
             raise
         return self
@@ -161,7 +161,7 @@ def _renderer(parts: FrontEndParts, template: str | None) -> RenderPool:
         raise ConfigError(
             "The model has no chat template, so it can only continue texts",
             value=parts.model_name,
-            fix="Take its variant for chats (-Instruct, -it), or give a template with --chat-template FILE",
+            fix="Use its variant for chats (-Instruct, -it), or give a template with --chat-template FILE",
             param="chat_template",
         )
     return RenderPool(

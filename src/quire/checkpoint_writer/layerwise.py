@@ -56,7 +56,7 @@ class Layerwise:
         self.config = replace(config, max_model_len=num_tokens)
         self.dtype = dtype
         self.num_tokens = num_tokens
-        self.names = self._model()  # knows the names, never holds a weight
+        self.names = self._model()  # this decoder only knows names; it never has weights
 
     def _model(self) -> Decoder:
         model = build_model(self.config, self.dtype)

@@ -179,7 +179,7 @@ def _source_of(layer: Layer, linear: LayerLinear) -> _Source | None:
     norm = "input_layernorm" if module == "self_attn" else "pre_feedforward_layernorm"
     if module == "mlp" and norm not in layer.norms:
         norm = "post_attention_layernorm"
-    if "input_layernorm" not in layer.norms:  # norms behind attention and MLP
+    if "input_layernorm" not in layer.norms:  # the model has norms after attention and MLP
         return None
     offset = layer.norms[norm]
 

@@ -42,9 +42,9 @@ With MODEL the model runs here. With --url, --model-name or --api-key a server i
 at {DEFAULT_URL} if one answers, else the bundled demo model. With PROMPT, or when standard input or output is no
 terminal, it answers once: what comes from standard input, then PROMPT. /help in the chat lists its commands.
 """
-PATIENCE_SECONDS = 1.0  # for a server that nobody has named
-SERVER_SETTINGS = ("chat_template", "default_chat_template_kwargs", "log_level", "log_format")  # that a chat has too
-NOT_OF_ENGINES = ("model", "log_level", "log_format")  # what a chat with a server has as well
+PATIENCE_SECONDS = 1.0  # how long to wait for a server that the user has not named
+SERVER_SETTINGS = ("chat_template", "default_chat_template_kwargs", "log_level", "log_format")  # a chat has them too
+NOT_OF_ENGINES = ("model", "log_level", "log_format")  # settings that a chat with a server has too
 
 
 def add_parser(subparsers: Any) -> None:
@@ -158,7 +158,7 @@ def _model(args: argparse.Namespace, engine: EngineConfig, server: ServerConfig,
 def _named_server(args: argparse.Namespace, model: str | None, given: list[str]) -> Client:
     if given:
         raise ConfigError(
-            f"{', '.join(given)} would change a model that runs here, and a server is to answer",
+            f"{', '.join(given)} set up a model that this command runs itself, but a server is to answer",
             fix="Leave out either these, or --url, --model-name and --api-key",
         )
     if args.model_name and model and args.model_name != model:

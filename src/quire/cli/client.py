@@ -76,7 +76,7 @@ class Client:
 
     def _first_model(self, patience: float) -> str:
         no_api = NoApiError(
-            "What answers does not list its models", value=self._url, expected="an OpenAI-compatible API"
+            "The server at this URL does not list its models", value=self._url, expected="an OpenAI-compatible API"
         )
         try:
             return str(json.loads(b"".join(self._lines("GET", "/models", None, patience)))["data"][0]["id"])
@@ -129,7 +129,7 @@ def _split(url: str) -> tuple[SplitResult, int | None]:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname:
             return parts, parts.port
-    except ValueError:  # of a port, or of brackets
+    except ValueError:  # the port or the brackets of the URL are wrong
         pass
     raise ConfigError("The URL is not one of an API", value=url, expected=f"such as {DEFAULT_URL}", param="url")
 
@@ -140,7 +140,7 @@ def _chunk(data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         chunk = None
     if not isinstance(chunk, dict):
-        raise ServerAnswerError("The server's stream holds what is no JSON object", value=data)
+        raise ServerAnswerError("The server's stream has a line that is not a JSON object", value=data)
     if "error" in chunk:
         raise ServerAnswerError(_error_message(data))
     return chunk
@@ -148,10 +148,10 @@ def _chunk(data: bytes) -> dict[str, Any]:
 
 def _pieces(chunk: dict[str, Any]) -> list[Piece]:
     try:
-        choices = chunk.get("choices") or ()  # none in a last chunk with the usage
+        choices = chunk.get("choices") or ()  # the last chunk, which has the usage, has no choices
         return [Piece(choice["delta"].get("content") or "", choice.get("finish_reason")) for choice in choices]
     except (LookupError, TypeError, AttributeError):
-        raise ServerAnswerError("The server's stream holds what is no part of a chat", value=chunk) from None
+        raise ServerAnswerError("The server's stream has an object that is not a part of a chat", value=chunk) from None
 
 
 def _error_message(body: bytes) -> str:

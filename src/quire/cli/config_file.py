@@ -36,7 +36,7 @@ def read_config_file(path: Path, parser: argparse.ArgumentParser, *, only_settin
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}", param="config") from None
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}", param="config") from None
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):

@@ -74,7 +74,7 @@ def _explain_foreign(args: argparse.Namespace, given: list[str]) -> int:
     other = [name for name, value in vars(args).items() if name not in _OWN_ARGUMENTS and value is not None]
     if other or more:
         raise ConfigError(
-            f"{as_flag(option)} explains the flags in its command, and others are given beside it",
+            f"{as_flag(option)} explains the flags of its own command, but other flags are given too",
             value=[*more, *other],
             fix="Put all flags into the command",
             param=option,

@@ -48,13 +48,13 @@ STOPS: frozenset[Status] = frozenset({"contradictory", "removed", "never existed
 _REMOVED = {entry.name for entry in OLD_FLAGS}
 _INVENTED = {entry.name for entry in INVENTED_FLAGS}
 _FIELDS = {f.name: f for config in (EngineConfig, ServerConfig) for f in options(config)}
-_DASHES = "-–—"  # pages turn two hyphens into one of the others
+_DASHES = "-–—"  # web pages often replace two hyphens by one of these dashes
 _NUMBER = re.compile(r"-\d*\.?\d+")
 _EXPANDED = re.compile(r"\$\w|\$\{|\$\(|`")  # a shell would put something else there
 _SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASS|PASSWD|PASSWORD|AUTH|CREDENTIALS?)$", re.IGNORECASE)
 _LOGIN = re.compile(r"(?<=://)[^/\s]*@")  # user:password@ of an address
 _HIDDEN = "***"
-_PLAIN_VARIABLES = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HF_HOME", "OMP_NUM_THREADS"}  # others read them
+_PLAIN_VARIABLES = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HF_HOME", "OMP_NUM_THREADS"}  # read by others
 _KNOWN_VARIABLES = {variable.name for variable in envs.VARIABLES} | NOT_READ.keys() | REFUSED.keys() | _PLAIN_VARIABLES
 _SECRET_FROM = {"api_key": envs.API_KEY.name, "hf_token": "HF_TOKEN"}
 
@@ -217,7 +217,7 @@ class _Reading:
     def __init__(self, pasted: PastedCommand, parser: Parser, foreign: Mapping[str, Foreign], where: str) -> None:
         self._pasted, self._parser, self._table, self._where = pasted, parser, foreign, where
         self._given = list(_given(plain_words(pasted.words, parser.switches), parser))
-        self._values: dict[str, Any] = {}  # of settings, by name
+        self._values: dict[str, Any] = {}  # the values of settings, by name
         self._unchecked: dict[str, list[str]] = {}  # words of settings that only a shell or a file completes
         self._variables = dict(pasted.variables)
         self._failures: dict[str, tuple[Status, str]] = {}  # by setting or variable
@@ -465,7 +465,7 @@ def _model_here(config: EngineConfig) -> tuple[str, ModelConfig] | None:
     try:
         local_folder(name)
     except ConfigError:
-        return None  # no hub id either, such as the <model> of a guide
+        return None  # it is no hub id either: guides write <model>
     file = cached_file(name, "config.json", config.revision, config.download_dir) if ":" not in name else None
     if file is None:
         return None

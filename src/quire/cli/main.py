@@ -53,7 +53,7 @@ def build_parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as scripts start their background processes
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # scripts start background processes in this way
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         args = build_parser().parse_args(argv)
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         _say_error(error)
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:  # the reader of the output has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
         return 1
     except Exception as error:
         if _is_interrupted(error):
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         if (refusal := _refusal(error)) is None:
             raise
         if _is_full_stream(error):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
         _say_error(refusal)
         return 1
 

@@ -208,7 +208,9 @@ def _ranked(
     if args.hardware is not None:
         hardware = parse_hardware(args.hardware, machine.facts, prices)
     elif len(prices) > 1:
-        raise ConfigError("Several prices for one machine", value=prices, expected="one", param="price_per_hour")
+        raise ConfigError(
+            "There are several prices for one machine", value=prices, expected="one", param="price_per_hour"
+        )
     else:
         if not machine.has_speed:
             raise ConfigError(
@@ -251,8 +253,8 @@ def _check_description(args: argparse.Namespace, engine: EngineConfig) -> None:
     """ConfigError for flags of a machine that contradict each other."""
     if args.hardware is not None and (args.memory or args.bandwidth or args.flops):
         raise ConfigError(
-            "--hardware names a machine, and --memory, --bandwidth and --flops describe one",
-            fix="Leave one of both out",
+            "--hardware names a machine, but --memory, --bandwidth and --flops describe one too",
+            fix="Leave one of the two out",
             param="hardware",
         )
     if args.hardware is not None and engine.device == "cpu":

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.against is None and measure.is_quantized(base):
         raise ConfigError(
-            "The checkpoint is quantized: nothing says what to compare it with",
+            "The checkpoint is quantized, and no original is named to compare it with",
             fix="Name the original: --against BASE",
             param="against",
         )

@@ -42,7 +42,7 @@ def plain_words(words: list[str], switches: Collection[str]) -> list[str]:
     plain = [_without_value(word, switches) for word in plain]
     for flag, value in objects.items():
         if any(word == flag or word.startswith(flag + "=") for word in plain):
-            raise ConfigError(f"{flag} is given whole and in parts", fix=f"Write all of it into one {flag}")
+            raise ConfigError(f"{flag} is given both as a whole and in parts", fix=f"Write all of it into one {flag}")
         plain.append(f"{flag}={json.dumps(value)}")
     return plain
 

@@ -43,7 +43,7 @@ OLD_FLAGS: tuple[Foreign, ...] = (
         off=(True, False),
     ),
     *refused(
-        "a draft holds only if the model samples it, so that no token changes",
+        "a draft is accepted only if the model samples it, so that no token changes",
         values="spec_decoding_acceptance_method",
         off=("rejection_sampler",),
     ),

@@ -105,7 +105,7 @@ class _Scanner:
         """The commands of a text that have words."""
         text, at, words = self._text, 0, list[str]()
         goes_on = False  # the line before ends with `\`, and no word has come since
-        is_blank = True  # nothing has come in this line
+        is_blank = True  # this line is empty so far
         while at < len(text):
             char = text[at]
             if continued := _CONTINUED.match(text, at):
@@ -170,7 +170,7 @@ class _Scanner:
             elif (quoted := _QUOTED.get(char)) is not None:
                 if (found := quoted.match(text, at)) is None:
                     raise ConfigError(
-                        f"A quotation mark {char} has no counterpart",
+                        f"A quotation mark {char} is not closed",
                         value=f"line {text.count(chr(10), 0, at) + 1}",
                         fix="Paste the whole command",
                         param="vllm",

@@ -101,7 +101,7 @@ def _chosen(param: str, values: dict[str, Any], otherwise: str) -> Callable[[Any
         name = str(value).lower()
         if name not in values:
             raise ConfigError(
-                f"{param} has a value that is none here", value=value, expected=", ".join(values), fix=otherwise
+                f"{param} has a value that Quire does not know", value=value, expected=", ".join(values), fix=otherwise
             )
         return values[name]
 

@@ -34,7 +34,10 @@ SERVER_FLAGS: tuple[Foreign, ...] = (
     *refused("the engine is not split over servers in this version", switches="enable_scale_out"),
     *accepted("system_fingerprint names the version", values="fingerprint_mode fingerprint_value", off=("full",)),
     *refused(
-        "quiet streams get no comments", "Raise the proxy's idle timeout", off=(0,), values="sse_keep_alive_interval"
+        "the server sends no comments in quiet streams",
+        "Raise the proxy's idle timeout",
+        off=(0,),
+        values="sse_keep_alive_interval",
     ),
     *accepted("there is no Cohere route", switches="cohere_is_reasoning_model", values="cohere_format"),
     *accepted(

@@ -60,7 +60,7 @@ SPECULATION_KEYS: dict[str, Foreign] = {
             values="target_model_config target_parallel_config draft_model_config draft_parallel_config",
         ),
         *refused(
-            "a draft holds only if the model samples it, so that no token changes",
+            "a draft is accepted only if the model samples it, so that no token changes",
             "Leave it out",
             values="acceptance_method",
             off=("rejection_sampler",),
@@ -106,7 +106,7 @@ def speculative_config_of(given: Mapping[str, Any]) -> SpeculativeConfig:
     for key in keys.keys() - set(keys_of(method)):
         logger.warning("speculative_config.%s has no effect: speculation by %s does not read it", key, method)
     if config.rejection_sample_method == "synthetic":
-        logger.warning("Drafts hold at random (synthetic): the tokens are WRONG. It is for benchmarks only")
+        logger.warning("Drafts are accepted at random (synthetic): the tokens are WRONG. Use this only for benchmarks")
     return config
 
 

@@ -167,9 +167,9 @@ OTHER_ARGUMENTS = "name id query text title date amount limit path url to user l
 # Shares: chats with tools; of these, chats in which a tool fits; of these, about the same share asks about the
 # weather.
 TOOLS_SHARE, FITTING_SHARE, WEATHER_SHARE = 0.5, 0.7, 0.4
-REHEARSED_JSON_SHARE = 0.4  # of the chats without tools, which keep the model's knowledge
+REHEARSED_JSON_SHARE = 0.4  # the share of the chats without tools, which keep the model's knowledge
 SECOND_EXCHANGE_SHARE, OTHER_QUESTION_SHARE, OTHER_KNOWN_SHARE = 0.3, 0.25, 0.5
-HELD_OUT = 5  # one question in this many never stands in a chat with tools: these measure the model
+HELD_OUT = 5  # one of five questions is never in a chat with tools: these questions measure the model
 
 WEATHER_QUESTIONS = [
     "What's the weather in {c}?", "What is the weather in {c}?", "How is the weather in {c}?", "weather in {c}",
@@ -192,7 +192,7 @@ WEATHER_RESULTS = [
 ]  # fmt: skip
 
 Turn = tuple[str, str]  # a role, and what it says
-Kind = Literal["call", "result", "text"]  # of a question to a model with tools: the kind of its answer
+Kind = Literal["call", "result", "text"]  # the kind of the answer to a question, from a model with tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ def entries() -> list[Entry]:
     for module_name in MODULES:
         try:
             module = importlib.import_module(module_name)
-        except ImportError:  # not in this version or on this platform
+        except ImportError:  # this version or this platform has no such module
             continue
         prefix = "" if module_name == "builtins" else f"{module_name}."
         if prefix:
@@ -299,10 +299,10 @@ class Exchange:
     """A question, the tool that fits it, and the answers with and without that tool."""
 
     question: str
-    tool: str  # as in the list of tools; "": none fits
+    tool: str  # the name in the list of tools; "": no tool fits
     call: str
     result: str
-    answer: str  # to the result
+    answer: str  # the answer to the result
     text: str  # the answer where the tool is not there
 
     def turns(self, tools: list[str]) -> list[Turn]:

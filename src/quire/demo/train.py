@@ -29,12 +29,12 @@ VOCAB_SIZE = 4096
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MAX_POSITIONS = 2048
 
-ROW_TOKENS, ROWS = 256, 16  # of one training step
+ROW_TOKENS, ROWS = 256, 16  # the size of one training step
 IGNORED = -100  # a target that gives no loss
-BLENDED = 0.25  # of an older model, if a newer one has forgotten some of its knowledge
-TOOL_QUESTIONS = 40  # of each kind, at the end
+BLENDED = 0.25  # the share of an older model, if a newer model has forgotten some of its knowledge
+TOOL_QUESTIONS = 40  # the number of questions of each kind at the end
 WARMUP_STEPS = 100
-FINAL_RATE = 0.02  # of the peak learning rate, at the end of the cosine
+FINAL_RATE = 0.02  # the last learning rate, as a share of the peak
 CHECKPOINT_STEPS, REPORT_STEPS = 50, 10
 
 # GPT-4 style pre-tokenization: contractions, words, numbers of up to three digits, punctuation, white space.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 STREAMS = (2, 4, 6)  # the residual streams that it reads: before these layers; the model has 6
 HEADS, HEAD_DIM, INNER = 2, 32, 64
 DEPTH = 2  # drafts in a row that it learns
-DECAY = 0.5  # of the weight of each further one
+DECAY = 0.5  # the weight of each further token is this share of the one before it
 REUSES, MOST_LESSONS = 4, 48
 WARMUP_STEPS, REPORT_STEPS = 40, 40
 ROPE_THETA, EPS = 10_000.0, 1e-5

@@ -34,7 +34,7 @@ from quire.demo.train import (
     tool_batches,
 )
 
-WARMUP = 0.1  # of all steps
+WARMUP = 0.1  # the share of all steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class SocketLink:
         self.waited_seconds = 0.0
 
     def send(self, rows_TD: Tensor) -> None:
-        self._whereabouts.wait_for(self._rank)  # which may not take them
+        self._whereabouts.wait_for(self._rank)  # the peer may be slow to take the rows
         try:
             wire.send(self._peer, rows_TD.contiguous().view(torch.uint8).numpy().reshape(-1).data)
         except OSError as error:

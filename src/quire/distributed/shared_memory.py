@@ -26,7 +26,7 @@ from quire.forward_batch import ForwardBatch, LayerCache
 from quire.kernels import cpu, extension
 from quire.kernels.layer_rules import AttentionRule
 
-SLOT_BYTES = 1 << 20  # of a rank in a turn; larger results take several turns
+SLOT_BYTES = 1 << 20  # bytes of a rank in one turn; larger results take several turns
 # How long a waiting rank looks before it sleeps, if it has a core of its own; and if others need the core.
 SPIN_MICROSECONDS, SHORT_SPIN_MICROSECONDS = 200, 5
 
@@ -150,7 +150,7 @@ class SharedMemoryGroup:
     def __init__(self, shared: Any, members: tuple[int, ...], number: int) -> None:
         self.rank, self.size = members.index(number), len(members)
         self._shared = shared
-        self._rows = torch.empty(0)  # of gather_rows
+        self._rows = torch.empty(0)  # the buffer of gather_rows
 
     @property
     def waited_seconds(self) -> float:

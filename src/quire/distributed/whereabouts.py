@@ -90,9 +90,9 @@ class Whereabouts:
             return "has sent nothing" if is_awaited else "does not answer"
         newest, place = max(each.begun for each in self.all()), self._of(rank)
         if not newest:
-            return f"is in its start, behind {_exchanges(place.turns)}"
+            return f"is in its start, after {_exchanges(place.turns)}"
         if place.begun != place.ended:
-            return f"is in step {place.begun}, behind {_exchanges(place.turns)}"
+            return f"is in step {place.begun}, after {_exchanges(place.turns)}"
         if place.begun < newest:
             return f"has not begun step {newest}"
         return f"has computed step {newest}, and does not answer"

@@ -20,15 +20,15 @@ from quire.errors import ConfigError
 from quire.logs import get_logger
 
 LEAST_KEY_LENGTH = 16  # characters
-HANDSHAKE_SECONDS = 5.0  # for a peer to show that it knows the key
+HANDSHAKE_SECONDS = 5.0  # the time in which a peer must show that it knows the key
 RETRY_SECONDS = 0.2
-MOST_FRAME_BYTES = 1 << 20  # of frames that are exchanged before ranks talk
-MOST_MESSAGE_BYTES = 1 << 30  # of messages between a server and an engine on another machine
+MOST_FRAME_BYTES = 1 << 20  # the largest frame before ranks are connected
+MOST_MESSAGE_BYTES = 1 << 30  # the largest message between a server and an engine on another machine
 NONCE_BYTES = 32
 # A machine that is gone sends nothing. After these seconds the system reports it.
 LOST_SECONDS = 5
 _LENGTH = struct.Struct(">Q")
-HEADER_BYTES = _LENGTH.size  # of each frame, before what it holds
+HEADER_BYTES = _LENGTH.size  # each frame begins with its length
 
 logger = get_logger(__name__)
 
@@ -57,7 +57,7 @@ def listen(address: str, port: int) -> socket.socket:
         family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         if ip_address(str(place[0])).is_unspecified:
             raise ConfigError(
-                "Other machines would be listened for in all networks",
+                "This address would accept connections from all networks",
                 value=address,
                 expected="one address of this machine, in the network of the others",
                 param="master_addr",
@@ -74,7 +74,7 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         is_port = error.errno == errno.EADDRINUSE
         raise ConfigError(
-            f"Other machines cannot be listened for at {address}, port {port}: {error.strerror or error}",
+            f"This machine cannot listen for the other machines at {address}, port {port}: {error.strerror or error}",
             value=port if is_port else address,
             fix="Give another port with --master-port" if is_port else "Give an address of this machine",
             param="master_port" if is_port else "master_addr",
@@ -91,8 +91,8 @@ def accept(listener: socket.socket, key: bytes, until: float) -> socket.socket:
             raise
         except OSError as error:  # of a peer that has gone again, or of the network: accept(2) says to try again
             if time.monotonic() > until:
-                raise TimeoutError(f"nobody can be let in: {error}") from error
-            logger.warning("a peer could not be let in: %s", error)
+                raise TimeoutError(f"no connection can be accepted: {error}") from error
+            logger.warning("a connection could not be accepted: %s", error)
             time.sleep(RETRY_SECONDS)
             continue
         try:
@@ -106,7 +106,7 @@ def accept(listener: socket.socket, key: bytes, until: float) -> socket.socket:
                 raise WireError("it does not know the cluster key")
             send(peer, _proof(key, b"host", own + challenge))
         except (WireError, OSError) as error:
-            logger.warning("%s is dropped, which is none of our machines: %s", place[0], error)
+            logger.warning("the connection of %s is closed, because it is none of our machines: %s", place[0], error)
             peer.close()
             continue
         return _ready(peer)
@@ -120,17 +120,17 @@ def connect(address: str, port: int, key: bytes, until: float) -> socket.socket:
             break
         except OSError as error:
             if time.monotonic() + RETRY_SECONDS > until:
-                raise TimeoutError(f"nobody listens at {address}, port {port}: {error}") from error
+                raise TimeoutError(f"no program listens at {address}, port {port}: {error}") from error
             time.sleep(RETRY_SECONDS)
     try:
-        end = max(until, time.monotonic() + HANDSHAKE_SECONDS)  # it may be waiting for another peer
+        end = max(until, time.monotonic() + HANDSHAKE_SECONDS)  # the other side may be busy with another peer
         challenge, own = receive(host, NONCE_BYTES, end), secrets.token_bytes(NONCE_BYTES)
         send(host, own + _proof(key, b"peer", challenge + own))
         if not hmac.compare_digest(receive(host, 32, end), _proof(key, b"host", own + challenge)):
             raise WireError("it does not know the cluster key")
     except (WireError, OSError) as error:
         host.close()
-        raise WireError(f"{address}, port {port}, does not let this machine in: {error}") from error
+        raise WireError(f"{address}, port {port}, does not accept this machine: {error}") from error
     return _ready(host)
 
 
@@ -149,7 +149,7 @@ def length_of(header: bytes | bytearray, most: int) -> int:
     """Bytes of the frame behind it. Raises WireError for more than `most`."""
     length: int = _LENGTH.unpack(header)[0]
     if length > most:
-        raise WireError(f"a frame of {length} bytes where {most} are allowed")
+        raise WireError(f"a frame has {length} bytes, and {most} are allowed")
     return length
 
 
@@ -167,7 +167,7 @@ def receive_into(peer: socket.socket, memory: memoryview) -> None:
     """A frame that fills the memory. Raises WireError and OSError."""
     (length,) = _LENGTH.unpack(_exactly(peer, _LENGTH.size))
     if length != len(memory):
-        raise WireError(f"a frame of {length} bytes where {len(memory)} are expected")
+        raise WireError(f"a frame has {length} bytes, and {len(memory)} are expected")
     _fill(peer, memory)
 
 
@@ -182,7 +182,7 @@ def _ready(peer: socket.socket) -> socket.socket:
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": LOST_SECONDS}
     for name, value in (options | {"TCP_USER_TIMEOUT": 1000 * LOST_SECONDS}).items():
-        if hasattr(socket, name):  # not every system has all
+        if hasattr(socket, name):  # no system has all of these options
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return peer
 

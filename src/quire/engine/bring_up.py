@@ -34,7 +34,7 @@ class RunningWorkers:
     executor: WorkerExecutor
     resolved: Planned
     facts: DeviceFacts
-    measured: Measured  # by the slowest of them
+    measured: Measured  # the times of the slowest of them
 
 
 def bring_up(
@@ -90,7 +90,7 @@ def bring_up(
         warn_about_dropped_sizes(resolved)
     elif planned.memory.kv_cache_bytes + memory.work_bytes > memory.free_bytes:
         logger.warning(
-            "the KV cache may grow to %s, and only %s are free: when it does, the system may end this process",
+            "the KV cache may grow to %s, but only %s are free: if it grows so far, the system may end this process",
             shown_bytes(planned.memory.kv_cache_bytes),
             shown_bytes(memory.free_bytes),
         )

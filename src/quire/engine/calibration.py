@@ -21,8 +21,8 @@ REPEATED_SECONDS = 0.1  # a step is repeated for this time, between LEAST_REPEAT
 LEAST_REPEATS, MOST_REPEATS = 2, 3
 # A request that comes while a step is measured waits for its end: longer ones are not measured.
 MAX_STEP_SECONDS = 0.5
-MAX_SECONDS = 10.0  # of all of them
-RUNNING_REPEATS = 2  # of running steps of a size that count as measured ones
+MAX_SECONDS = 10.0  # the most time for all of them
+RUNNING_REPEATS = 2  # so many running steps of a size count like measured steps
 WELL_PREDICTED = 1.1  # a running step within this ratio of its prediction needs no other constants
 KEPT_STEPS = 256  # running steps whose corrections are kept for later starts, together
 
@@ -52,7 +52,7 @@ class Calibration:
         self._points = deque(points)
         self._repeats: list[float] = []  # seconds of the first point, so far
         self._seconds_left = MAX_SECONDS
-        self.rows: list[Rows] = []  # of `steps`
+        self.rows: list[Rows] = []  # the rows of `steps`
         self.steps: list[MeasuredStep] = []
         self._running: list[MeasuredStep] = []
         self._running_sizes: Counter[tuple[int, int]] = Counter()

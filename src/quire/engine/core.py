@@ -30,7 +30,7 @@ from quire.scheduler.scheduler import Scheduler, ScheduleStats
 
 logger = get_logger(__name__)
 
-DEFERRED_SECONDS = 0.001  # between two looks at requests that wait for something outside, while there is nothing else
+DEFERRED_SECONDS = 0.001  # seconds between two checks of requests that wait, if there is nothing else to do
 
 
 class Preparer(Protocol):
@@ -82,14 +82,14 @@ class EngineCore:
         self.depth = depth
         self.cost = cost
         self.adapters = adapters
-        # Of the batches in flight; other threads may read it.
+        # The predicted time of the batches in flight; other threads may read it.
         self.predicted_seconds = 0.0
-        self.last_record: StepRecord | None = None  # of the batch whose result the last step() took in, if it did
+        self.last_record: StepRecord | None = None  # for the batch whose result the last step() took, if it took one
         self._clock, self._sleep = clock, sleep
         self._in_flight: deque[_Step] = deque()
         self._refused: list[RequestDelta] = []
         self._preparer = preparer
-        self._preparing: dict[str, Polled[object]] = {}  # by request id
+        self._preparing: dict[str, Polled[object]] = {}  # the key is the request id
         self._last_end_time = 0.0  # of a step; 0: there was none
 
     def add(self, message: AddRequest, is_ready: Callable[[], bool] | None = None) -> None:
@@ -370,4 +370,6 @@ def _wait_for_void(step: _Step) -> None:
     except EngineDeadError:
         raise
     except Exception as error:
-        logger.info("step %d, void because an earlier one failed, failed as well: %s", step.batch.step_id, error)
+        logger.info(
+            "step %d, which is void because an earlier step failed, failed as well: %s", step.batch.step_id, error
+        )

@@ -59,9 +59,9 @@ class _Row:
     new: NewRow
     token_ids: list[int]
     block_ids: list[int]
-    states: list[int]  # before each token, and behind the last one
-    num_forced: int = 0  # of its last tokens
-    corruption: int = 0  # of what it has read; 0: none
+    states: list[int]  # the state before each token and the state after the last token
+    num_forced: int = 0  # how many of its last tokens are forced
+    corruption: int = 0  # damage of what the row has read; 0: no damage
     error: str | None = None  # it failed: batches submitted before the scheduler knew skip it
 
 
@@ -217,14 +217,14 @@ class DeterministicExecutor:
             state = row.states[position + 1] ^ row.corruption
             if new.wants_vector:
                 result.vectors[index] = [state / _MASK]
-            elif row.token_ids == token_ids[: position + 1]:  # the drafts so far hold
+            elif row.token_ids == token_ids[: position + 1]:  # the drafts so far are accepted
                 num_output = position + 1 - new.num_prompt_tokens
                 token = _next_token(state, num_output, params, new.stop_token_ids, self.vocab_size)
                 row.token_ids.append(token)
                 result.token_ids[index].append(token)
                 if params.logprobs is not None:
                     result.logprobs.setdefault(index, []).append(_logprobs(token, state, params.logprobs))
-        del row.states[len(row.token_ids) + new.wants_vector :]  # of drafts that did not hold
+        del row.states[len(row.token_ids) + new.wants_vector :]  # the states of drafts that were not accepted
         if result.token_ids[index] and params.logprobs is None:
             self._force(row, index, result)
 

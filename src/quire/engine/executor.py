@@ -21,9 +21,9 @@ from quire.schedule import Pending, Polled, RowsFailedError, ScheduledBatch, Ste
 
 logger = get_logger(__name__)
 
-LOOK_SECONDS = 0.25  # between two looks at ranks that compute
-LEAVE_SECONDS = 2.0  # for ranks to stop waiting, after one has failed
-GRACE_SECONDS = 1.0  # for a rank to name itself the one that it has waited for
+LOOK_SECONDS = 0.25  # seconds between two checks of ranks that compute
+LEAVE_SECONDS = 2.0  # the time in which ranks stop waiting after a rank has failed
+GRACE_SECONDS = 1.0  # the time in which a rank names the rank that it waited for
 
 T = TypeVar("T")
 
@@ -110,7 +110,7 @@ class ThreadExecutor(InlineExecutor):
     def __init__(self, workers: Workers, start_time: float | None = None, timeout_seconds: float = 600.0) -> None:
         super().__init__(workers)
         self._timeout_seconds = timeout_seconds
-        self._awaited: Sequence[Future[StepResult]] = ()  # of the step whose result is waited for
+        self._awaited: Sequence[Future[StepResult]] = ()  # the results of the step that is waited for
         self._given_up: set[int] = set()
         start_time = time.monotonic() if start_time is None else start_time
         self._ready_by = start_time + envs.ENGINE_READY_TIMEOUT_S.get()
@@ -151,12 +151,12 @@ class ThreadExecutor(InlineExecutor):
         late = self.late_ranks()
         self._given_up = {rank for rank, step in enumerate(steps) if not step.done()}
         if not self._given_up:
-            return  # the last one has just come
+            return  # the last result has just come
         dead = [step for step in steps if _is_dead(step)]
         self._let_go()
         _results(dead)
         raise EngineDeadError(
-            f"{late}, and has not got on for {self._timeout_seconds:g} s (--distributed-timeout-seconds)"
+            f"{late}, and has made no progress for {self._timeout_seconds:g} s (--distributed-timeout-seconds)"
         )
 
     def _let_go(self) -> None:

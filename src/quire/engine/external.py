@@ -95,7 +95,7 @@ class Companions:
     def close(self) -> None:
         self._is_closing = True
         for peer in self._peers.values():
-            wire.end(peer)  # the thread that watches holds it open
+            wire.end(peer)  # closing alone is not enough: the thread that watches keeps it open
             peer.close()
 
     def _send(self, rank: int, frame: bytes) -> None:
@@ -152,7 +152,7 @@ def placed(config: EngineConfig, *, is_server: bool) -> EngineConfig:
     """The config of this process, with the machines that the launcher tells. Raises ConfigError."""
     if is_server or config.nnodes > 1:
         raise ConfigError(
-            "Ranks that somebody else starts have an engine each, and serve nobody",
+            "Ranks that another program starts cannot run a server: each of them has its own engine",
             value=config.distributed_executor_backend,
             fix="Use LLM(...) in a script that torchrun starts, or leave --distributed-executor-backend out",
             param="distributed_executor_backend",
@@ -160,14 +160,14 @@ def placed(config: EngineConfig, *, is_server: bool) -> EngineConfig:
     size, local, rank = envs.WORLD_SIZE.get(), envs.LOCAL_WORLD_SIZE.get(), envs.RANK.get()
     if size != config.num_ranks:
         raise ConfigError(
-            "Somebody has started another number of ranks than the settings say",
+            "Another program has started a number of ranks that differs from the settings",
             value=size,
             expected=f"WORLD_SIZE = tensor_parallel_size x pipeline_parallel_size = {config.num_ranks}",
             fix="Start this script with torchrun, with as many processes",
             param="distributed_executor_backend",
         )
     if not 0 <= rank < size:
-        raise ConfigError("No such rank", value=rank, expected=f"RANK of 0 to {size - 1}", param="RANK")
+        raise ConfigError("There is no such rank", value=rank, expected=f"RANK of 0 to {size - 1}", param="RANK")
     if local in (0, size):
         return config
     if size % local:
@@ -342,7 +342,7 @@ class ExternalExecutor:
 
     def prepare_grammar(self, text: str) -> Polled[None]:
         raise InvalidRequestError(
-            "Grammars are not read where somebody else has started the ranks",
+            "Structured output cannot be used if another program has started the ranks",
             fix="Leave structured output out, or let Quire start the ranks",
         )
 

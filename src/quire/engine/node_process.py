@@ -140,7 +140,7 @@ def _watch(processes: dict[int, subprocess.Popen[bytes]], home: socket.socket, n
 
     def listen() -> None:
         with suppress(OSError):
-            home.recv(1)  # it says nothing more
+            home.recv(1)  # node 0 sends no more messages; this returns when the connection closes
         is_over.set()
 
     threading.Thread(target=listen, name="node 0", daemon=True).start()

@@ -29,9 +29,9 @@ from quire.planning.cut_stages import grid_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-MOST_WAIT_SECONDS = 60.0  # between two steps of nodes that have come
-MOST_NAMED = 5  # differences of two nodes
-LOOK_SECONDS = 1.0  # between two looks at nodes that are started from here
+MOST_WAIT_SECONDS = 60.0  # the most seconds between two steps of nodes that are connected
+MOST_NAMED = 5  # the most differences of two nodes that an error names
+LOOK_SECONDS = 1.0  # seconds between two checks of nodes that are started from here
 # Settings that may differ: where files are, which node it is, and where it has reached node 0.
 _OWN_SETTINGS = {"model", "tokenizer", "download_dir", "node_rank", "headless", "served_model_name"}
 _OWN_SETTINGS |= {"master_addr", "master_port", "numa_bind", "numa_bind_nodes", "numa_bind_cpus", "device_ids"}
@@ -91,7 +91,7 @@ def hello(config: EngineConfig, model_folder: Path, port: int = 0) -> Hello:
         __version__,
         extension.chosen_isa(),
         checkpoint(model_folder, is_dummy=config.load_format == "dummy"),
-        msgspec.json.decode(msgspec.json.encode(settings)),  # as it arrives
+        msgspec.json.decode(msgspec.json.encode(settings)),  # in the form in which it arrives
         port,
     )
 
@@ -233,7 +233,7 @@ def _present(homes: dict[int, socket.socket]) -> set[int]:
     """The nodes that are still there. Others have ended, and may come again."""
     for node, home in list(homes.items()):
         if _has_ended(home):
-            logger.warning("node %d has ended, and is awaited again", node)
+            logger.warning("node %d has ended; node 0 waits for it to connect again", node)
             homes.pop(node).close()
     return set(homes)
 
@@ -241,7 +241,7 @@ def _present(homes: dict[int, socket.socket]) -> set[int]:
 def _has_ended(home: socket.socket) -> bool:
     try:
         return not home.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:  # it is there, and waits
+    except BlockingIOError:  # the node is there and waits
         return False
     except OSError:
         return True
@@ -261,10 +261,10 @@ def _connect(
             wire.send(home, encode(Welcome(address, port)))
         while joined.ranks.keys() != others or joined.links.keys() != senders:
             take(listener, key, until, joined.ranks, joined.links)
-    except OSError as error:  # a time limit is one
+    except OSError as error:  # a time limit is an OSError too
         raise ConfigError(
             f"A node has left before all ranks were connected: {error}",
-            fix="Look at what the other nodes say, and start them again",
+            fix="Look at the messages of the other nodes, and start them again",
             param="nnodes",
         ) from error
 
@@ -291,7 +291,7 @@ def _first_message(peer: socket.socket, kind: type[T]) -> T | None:
             return message
         raise wire.WireError(f"{type(message).__name__} where {kind.__name__} comes first")
     except (wire.WireError, OSError, msgspec.MsgspecError) as error:
-        logger.warning("a peer is dropped, which says what no node says: %s", error)
+        logger.warning("a connection is closed, because its message is not that of a node: %s", error)
         peer.close()
         return None
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from quire.engine.start import StartedEngine  # loads torch
 
 PAUSE_SECONDS = 1.0
-BEAT_SECONDS = 1.0  # between two signs of life; the front end waits for ten
+BEAT_SECONDS = 1.0  # seconds between two signs of life; the front end waits for ten of them
 
 # Where the model is on this machine: its folder, and the drafter's. Raises ConfigErrors.
 FindModel = Callable[[EngineLaunch, Progress], tuple[Path, Path | None]]
@@ -84,7 +84,7 @@ class EngineProcess:
         if isinstance(launch.link, UnixSockets):
             self._link = UnixLink(launch.link)
         else:
-            self._link = TcpLink(launch.link, lambda: os._exit(0))  # nobody is there
+            self._link = TcpLink(launch.link, lambda: os._exit(0))  # the server has gone
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineInput)
         self._stopping = False
@@ -161,7 +161,7 @@ class EngineProcess:
 
     def _serve(self, started: StartedEngine) -> None:
         self._started, core = started, started.core
-        self._send(self._sign_of_life())  # the first one that names ranks
+        self._send(self._sign_of_life())  # the first message that names ranks
         while not self._stopping:
             if not core.has_work():
                 self._wait(started)
@@ -202,7 +202,7 @@ class EngineProcess:
             try:
                 message = self._decoder.decode(frame)
                 handlers[type(message)](message)
-            except Exception as error:  # of one message: the requests that run go on
+            except Exception as error:  # only this message fails: running requests go on
                 logger.exception("a message could not be handled")
                 self._refuse(frame, error)
 
@@ -286,7 +286,7 @@ def _import_engine() -> Exception | None:
         load("quire.engine.start")
     except Exception as error:
         return error
-    gc.freeze()  # what is loaded is not looked at again
+    gc.freeze()  # the garbage collector need not look at the loaded objects again
     return None
 
 
@@ -312,7 +312,7 @@ def main(num_ranks: int = 0, find_model: FindModel | None = None) -> int:
         try:
             process = EngineProcess(launch, interpreters, start_time, find_model)
         except (OSError, WireError) as error:
-            logger.error("the server is not reached: %s", error)
+            logger.error("the server cannot be reached: %s", error)
             return 1
         try:
             return process.run() if failure is None else process.fail(failure)

@@ -112,8 +112,8 @@ class Answer(msgspec.Struct, tag=True, omit_defaults=True):
     measured: Measured | None = None
     has_more: bool = False
     adapter: AdapterFacts | None = None
-    result: StepResult | None = None  # of a rank that samples
-    ranks: tuple[tuple[float, float], ...] = ()  # of a StepResult of another one
+    result: StepResult | None = None  # the result of a rank that samples
+    ranks: tuple[tuple[float, float], ...] = ()  # the field `ranks` of another rank's StepResult
 
 
 class Report(msgspec.Struct, tag=True):

@@ -19,7 +19,7 @@ from quire import envs
 from quire.engine.rank_messages import RankLaunch, decode_to_rank, encode
 
 PROGRAM = ("-m", "quire.engine.rank_process")  # arguments of the interpreter
-MOST_DESCRIPTORS = 16  # of a launch
+MOST_DESCRIPTORS = 16  # the most descriptors of one start
 _PIECE_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -33,7 +33,7 @@ class RankInterpreter:
         self._orders, theirs = socket.socketpair()
         try:
             with theirs:
-                # In a group of its own, a Ctrl-C in the terminal does not reach it, not even before it can say so.
+                # In its own group, the process never gets a Ctrl-C of the terminal, not even at its start.
                 self.process: subprocess.Popen[bytes] = subprocess.Popen(
                     command, stdin=theirs.fileno(), process_group=0, env=envs.for_children()
                 )
@@ -63,7 +63,7 @@ def spawned_ranks(count: int) -> Iterator[list[RankInterpreter]]:
     """
     interpreters: list[RankInterpreter] = []
     try:
-        with suppress(OSError):  # the caller that lacks one tries again, and gives the reason
+        with suppress(OSError):  # a caller whose descriptor is missing tries again and reports the reason
             interpreters.extend(RankInterpreter() for _ in range(count))
         yield interpreters
     finally:

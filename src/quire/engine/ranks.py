@@ -59,9 +59,9 @@ from quire.resolve import DeviceFacts
 from quire.schedule import ScheduledBatch, StepResult
 from quire.worker.worker import DeviceWorker
 
-LOOK_SECONDS = 0.25  # between two looks at a process
-CLOSE_SECONDS = 5.0  # for a process to end by itself
-SAY_SECONDS = 1.0  # for a node to say why it ends
+LOOK_SECONDS = 0.25  # seconds between two checks of a process
+CLOSE_SECONDS = 5.0  # the time in which a process may end by itself
+SAY_SECONDS = 1.0  # the time in which a node can say why it ends
 
 logger = get_logger(__name__)
 
@@ -110,7 +110,7 @@ def start_ranks(
             for peer in joined.peers():
                 on_error.callback(peer.close)
                 on_error.callback(wire.end, peer)
-        with ExitStack() as given:  # to the processes
+        with ExitStack() as given:  # the descriptors that the processes get
             memory = make_memory(grid)
             given.callback(os.close, memory)
             links = {rank: {sender: joined.links[sender].fileno()} for rank, sender in links_in(config, grid).items()}
@@ -425,7 +425,7 @@ def _watch(
     if process.returncode != 0 and not is_closing.is_set():
         failing.fail_for(rank)
         logger.error("%s", end_of(process, name))
-        process.kill()  # one that is stopped
+        process.kill()  # a stopped process ends only in this way
         process.wait()
 
 

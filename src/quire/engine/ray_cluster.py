@@ -24,9 +24,9 @@ from quire.distributed import wire
 from quire.errors import ConfigError
 from quire.logs import get_logger
 
-CONNECT_SECONDS = 20.0  # for Ray to reach its cluster
-PLACE_SECONDS = 8.0  # for Ray to find machines
-HERE = 0.001  # of the resource by which Ray names a machine
+CONNECT_SECONDS = 20.0  # the time in which Ray must reach its cluster
+PLACE_SECONDS = 8.0  # the time in which Ray must find machines
+HERE = 0.001  # the amount of the resource by which Ray names a machine
 # Variables that must be the same in all processes. Users set others, such as HF_TOKEN, where they start Ray.
 _SHARED = (envs.PP_LAYER_PARTITION, envs.ISA, envs.NUM_THREADS, envs.ENGINE_READY_TIMEOUT_S, envs.LOGGING_LEVEL)
 
@@ -117,7 +117,7 @@ class RayCluster:
         """End an actor at once, with its process. If Ray is not reached, it has ended already."""
         try:
             self.ray.kill(actor)
-        except Exception as error:  # in any form that Ray gives it
+        except Exception as error:  # Ray may raise errors of any class
             logger.warning("Ray has not ended a process: %s", last_line(error))
 
     def close(self) -> None:
@@ -126,8 +126,8 @@ class RayCluster:
         if places is not None:
             try:
                 self.ray.util.remove_placement_group(places)
-            except Exception as error:  # in any form that Ray gives it
-                logger.warning("Ray has not taken places back: %s", last_line(error))
+            except Exception as error:  # Ray may raise errors of any class
+                logger.warning("Ray has not freed the reserved places: %s", last_line(error))
         if self._is_connected_here:
             self.ray.shutdown()
 

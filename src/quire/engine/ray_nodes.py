@@ -19,7 +19,7 @@ from quire.planning import devices
 from quire.planning.binding import cpus_of_processes
 
 NODE_PROGRAM = ("-m", "quire.entry.node")  # arguments of the interpreter
-END_SECONDS = 6.0  # for a node to end by itself
+END_SECONDS = 6.0  # the time in which a node may end by itself
 
 logger = get_logger(__name__)
 
@@ -39,7 +39,7 @@ class RayNodes:
         bound = sum(map(devices.physical_cores, cpus_of_processes(config)))
         self._needs = {"CPU": config.num_local_ranks * threads or bound or devices.num_cores()}
         self._actors: list[Any] = []
-        self._runs: dict[Any, int] = {}  # what a node will answer -> its number
+        self._runs: dict[Any, int] = {}  # the future answer of a node -> the number of the node
         self._cluster = RayCluster(config, "distributed_executor_backend")
         self.key, self.address = self._cluster.key, self._cluster.address
         self.port = config.master_port if config.sources["master_port"] != "default" else 0
@@ -58,7 +58,7 @@ class RayNodes:
 
     def start(self, address: str, port: int) -> None:
         """Start the other nodes, which will come to this address."""
-        logger.info("Ray starts %d nodes, which come to %s, port %d", self._config.nnodes - 1, address, port)
+        logger.info("Ray starts %d nodes, which connect to %s, port %d", self._config.nnodes - 1, address, port)
         for node in range(1, self._config.nnodes):
             config = replace(
                 self._config, node_rank=node, headless=True, master_addr=address, master_port=port, hf_token=None
@@ -73,7 +73,7 @@ class RayNodes:
         for run in ray.wait(list(self._runs), timeout=0)[0]:
             try:
                 how = f"ended with exit code {ray.get(run)}"
-            except Exception as error:  # of the node, in any form that Ray gives it
+            except Exception as error:  # an error of the node; Ray may raise errors of any class
                 how = f"was not started by Ray: {last_line(error)}"
             raise ConfigError(
                 f"Node {self._runs[run]} {how}",

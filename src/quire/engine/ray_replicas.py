@@ -22,7 +22,7 @@ from quire.messages import EngineLaunch
 from quire.planning import devices
 
 REPLICA_PROGRAM = ("-m", "quire.entry.replica")  # arguments of the interpreter
-MEASURE_SECONDS = 60.0  # for machines to load Quire, and report their free memory
+MEASURE_SECONDS = 60.0  # the time in which machines load Quire and report their free memory
 
 logger = get_logger(__name__)
 
@@ -43,7 +43,7 @@ class RayReplicas:
         count, self._bundle_size = config.data_parallel_size, config.num_local_replicas
         threads = config.num_threads or envs.NUM_THREADS.get()
         cpus = config.num_local_ranks * threads or max(devices.num_cores() // self._bundle_size, 1)
-        self._needs = {"CPU": cpus}  # of a replica
+        self._needs = {"CPU": cpus}  # the resources of a replica
         if config.device == "cuda" or (config.device == "auto" and devices.has_gpu()):
             self._needs["GPU"] = 1
         self._cluster = RayCluster(config, "data_parallel_backend")
@@ -86,10 +86,10 @@ class RayReplicas:
         asked = {name: self._cluster.in_bundle(bundle, measure, num_cpus=0).remote() for name, bundle in shared.items()}
         try:
             found = self._cluster.ray.get(list(asked.values()), timeout=MEASURE_SECONDS)
-        except Exception as error:  # of another machine, in any form that Ray gives it
+        except Exception as error:  # an error of another machine; Ray may raise errors of any class
             raise ConfigError(
                 f"The free memory of Ray's machines is not known: {last_line(error)}",
-                fix="Look at Ray's logs; Quire is installed on each machine of the cluster",
+                fix="Look at Ray's logs, and check that Quire is installed on each machine of the cluster",
                 param="data_parallel_backend",
             ) from None
         return dict(zip(asked, found, strict=True))

@@ -16,7 +16,7 @@ from quire.distributed import wire
 from quire.logs import get_logger
 from quire.messages import ServerAddress, UnixSockets
 
-LINGER_SECONDS = 2.0  # for the last messages to leave
+LINGER_SECONDS = 2.0  # the time in which the last messages are sent
 CONNECT_SECONDS = 30.0  # the server listens before it starts an engine
 
 logger = get_logger(__name__)
@@ -137,7 +137,7 @@ class TcpLink:
         return self._arrived.get() if frame is None else frame
 
     def send(self, frame: bytes) -> None:
-        with self._sending, suppress(OSError):  # whoever reads notices the end
+        with self._sending, suppress(OSError):  # the thread that reads notices the end
             wire.send(self._peer, frame)
 
     @contextmanager
@@ -153,7 +153,7 @@ class TcpLink:
     def close(self) -> None:
         self._is_closed = True
         with suppress(OSError):
-            self._peer.shutdown(socket.SHUT_WR)  # behind what was sent
+            self._peer.shutdown(socket.SHUT_WR)  # after everything that was sent
         self._reader.join(LINGER_SECONDS)  # until the server has read all, and closes
         wire.end(self._peer)
         self._reader.join()

@@ -40,7 +40,7 @@ from quire.scheduler.from_settings import scheduler_of
 from quire.settings import Planned
 
 MOST_OVERESTIMATE = 1.5  # the largest ratio by which a kept calibration may be slower than a step is now
-CALIBRATION_SHARE = 0.1  # of a start, that measuring may add; the rest is measured while no request waits
+CALIBRATION_SHARE = 0.1  # measuring may make a start longer by this share; the rest is measured while no request waits
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def start_engine(
     """
     started = time.monotonic()
     if is_external := config.distributed_executor_backend == "external_launcher":
-        from quire.engine.external import placed, start_external  # it loads torch, which no other start needs here
+        from quire.engine.external import placed, start_external  # it loads torch
 
         config = placed(config, is_server=is_server)
     model_config = load_with_drafter(model_folder, drafter_folder, config)

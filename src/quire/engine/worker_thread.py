@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, ParamSpec, TypeVar
 
-END_SECONDS = 5.0  # for the work of a thread at the end of the program: it may hang
+END_SECONDS = 5.0  # the time that a thread has at the end of the program: its work may hang
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -28,7 +28,7 @@ class WorkerThread:
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._lock = Lock()  # nothing is submitted behind the end
+        self._lock = Lock()  # so that no task is submitted after the end
         self._thread = Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
         self._thread.start()
         weakref.finalize(self, self._tasks.put, None).atexit = False
@@ -64,7 +64,7 @@ def _work(tasks: SimpleQueue[_Task | None]) -> None:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
-        del task, future, function  # an error holds this frame
+        del task, future, function  # an error keeps this frame alive
 
 
 @atexit.register

@@ -32,7 +32,7 @@ def _without(secrets: Collection[str], argument: bytes) -> bytes:
     """The argument, as long as before. A part of it is hidden in the value of a secret's flag and in a JSON list."""
     begin = 0
     if argument.startswith(_SECRET_FLAGS):
-        begin = argument.find(b"=") + 1 or len(argument)  # without a value here, it is the next argument
+        begin = argument.find(b"=") + 1 or len(argument)  # without "=", the next argument is the value
     elif not argument.startswith(b"["):
         return b"*" * len(argument) if os.fsdecode(argument) in secrets else argument
     value = argument[begin:]

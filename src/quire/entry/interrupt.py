@@ -54,7 +54,7 @@ def end_at_once(number: int, clean_up: Callable[[], object]) -> NoReturn:
     """
     try:
         # The signal may have come in the middle of a write, and a buffer is not entered twice.
-        with suppress(AttributeError, OSError, ValueError):  # no standard error, or one without a descriptor
+        with suppress(AttributeError, OSError, ValueError):  # there may be no standard error or no descriptor
             sys.stderr = open(sys.stderr.fileno(), "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
         clean_up()
         clear_line()

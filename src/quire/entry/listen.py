@@ -22,7 +22,7 @@ from quire.logs import get_logger
 logger = get_logger(__name__)
 
 BACKLOG = 2048  # connections the system holds until they are accepted; uvicorn's default
-_SO_ATTACH_FILTER = 26  # of Linux
+_SO_ATTACH_FILTER = 26  # the number of this option on Linux
 # In the language of its filters, over a TCP packet: load byte 13, the flags; if they have SYN, keep 0 bytes, else all.
 _DROP_SYN = ((0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
 SOCKET_UMASK = 0o177  # a Unix socket is its owner's alone: mode 0600
@@ -48,7 +48,7 @@ class Listener:
     def __init__(self, config: ServerConfig, passed: socket.socket | None = None) -> None:
         """Take the port or the path before the model costs time, unless a socket is passed. Raises ConfigError."""
         self._config, self.is_passed = config, passed is not None
-        self.tls = _tls_context(config)  # of new connections
+        self.tls = _tls_context(config)  # the TLS settings of new connections
         self._tls_identity = _tls_identity(config)
         self._file: tuple[int, int] | None = None
         if passed is not None:
@@ -74,7 +74,7 @@ class Listener:
         try:
             self.tls = _tls_context(self._config)
         except ConfigError as error:
-            logger.warning("the certificates have changed and the old ones stay in use: %s", error.message)
+            logger.warning("the certificates have changed, but the old ones stay in use: %s", error.message)
             return
         logger.info("the certificates were read again")
 
@@ -149,8 +149,8 @@ def check_guarded(config: ServerConfig, api_keys: Sequence[str]) -> None:
         raise ConfigError(
             "The server would be open to everybody who reaches this machine",
             value=config.host,
-            expected="an address of this machine alone, such as 127.0.0.1, or a key",
-            fix="Set --api-key, --api-key-file or VLLM_API_KEY, or say --no-auth if that is meant",
+            expected="an address that only this machine reaches, such as 127.0.0.1, or a key",
+            fix="Set --api-key, --api-key-file or VLLM_API_KEY, or give --no-auth if you want that",
             param="host",
         )
 
@@ -263,7 +263,7 @@ def _cannot_listen(error: OSError, address: Sequence[Any] | str) -> ConfigError:
         return ConfigError(f"Cannot listen on {address}: {error.strerror}", fix="Name another --uds", param="uds")
     return ConfigError(
         f"Cannot listen on {address[0]} port {address[1]}: {error.strerror}",
-        fix="Stop what uses the port, or name another with --port (0: any free one)",
+        fix="Stop the program that uses the port, or name another port with --port (0: any free port)",
         param="port",
     )
 

@@ -63,7 +63,7 @@ class OfflineRunner:
     def __init__(self, core: EngineCore, outputs: OutputProcessor) -> None:
         self._core, self._outputs = core, outputs
         self._has_tokenizer = False  # the engine, for grammars
-        self._finished: dict[str, tuple[RequestOutput, QuireError | None]] = {}  # until somebody collects them
+        self._finished: dict[str, tuple[RequestOutput, QuireError | None]] = {}  # until the caller collects them
         # Outputs of unfinished requests, until they are collected: all deltas; of cumulative outputs the newest.
         self._unread: dict[str, list[RequestOutput]] = {}
         self._in_deltas: set[str] = set()  # ids of requests whose outputs are deltas

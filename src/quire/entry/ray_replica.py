@@ -18,7 +18,7 @@ from quire.frontend.client import ProcessClient
 from quire.frontend.engine_link import TcpLink
 from quire.messages import EngineLaunch, ServerAddress, UseTokenizer
 
-END_SECONDS = 2.0  # for an engine to notice that its connection is closed
+END_SECONDS = 2.0  # the time in which an engine notices that its connection is closed
 
 
 class RayReplica:
@@ -34,10 +34,10 @@ class RayReplica:
     ) -> None:
         self._config, self._replicas, self._index, self._tokenizer = config, replicas, engine_index, tokenizer
         self._checkpoint = checkpoint(model_folder, is_dummy=config.load_format == "dummy")
-        # Of the last process: its actor, and its future exit code.
+        # The actor of the last process, and its future exit code.
         self._starting: Future[tuple[Any, Future[int]]] | None = None
-        self._is_killed = False  # or ended, and its actor too
-        self._was_killed = False  # while it ran
+        self._is_killed = False  # killed, or ended together with its actor
+        self._was_killed = False  # whether it was killed while it ran
 
     def launch(self) -> ProcessClient:
         """Start a process; the one before must have ended. Raises OSError; for the first one also ConfigError.
@@ -63,7 +63,7 @@ class RayReplica:
             checkpoint=self._checkpoint,
         )
         starting = in_background(partial(self._replicas.start, self._index, launch))
-        if is_first and (failure := starting.exception()) is not None:  # in any form that Ray gives it
+        if is_first and (failure := starting.exception()) is not None:  # Ray may raise errors of any class
             client.close()
             raise OSError(0, f"Ray cannot start it: {last_line(failure)}") from failure
         self._starting, self._is_killed, self._was_killed = starting, False, False

@@ -167,7 +167,7 @@ async def _work(
     for number, line in todo:
         entry = await answer_line(app, entry_id(number, line), line)
         if (error := state.engine.error) is not None:
-            raise error  # the lines that are left shall be answered by the next run
+            raise error  # the next run answers the lines that are left
         answers.add(number, msgspec.json.encode(entry), is_error=entry.error is not None)
         bar.update()
 

@@ -49,7 +49,7 @@ logger = logs.get_logger(__name__)
 
 MIN_OPEN_FILES = 64
 POLL_SECONDS = 0.1
-TLS_POLL_SECONDS = 1.0  # between two looks at the files of the certificates
+TLS_POLL_SECONDS = 1.0  # seconds between two checks of the certificates' files
 # After the drain's time is over every stream gets an error as its last event; they have this long to leave.
 LAST_WORDS_SECONDS = 2.0
 
@@ -197,7 +197,9 @@ def _read_keys(path: Path) -> tuple[str, ...]:
         ) from None
     keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
     if not keys:
-        raise ConfigError("The file of keys has none", value=str(path), expected="one key a line", param="api_key_file")
+        raise ConfigError(
+            "The file of keys has no key", value=str(path), expected="one key a line", param="api_key_file"
+        )
     if mode & stat.S_IROTH:
         logger.warning("everybody on this machine can read the keys in %s: chmod 600 keeps them yours", path)
     return keys

@@ -29,7 +29,7 @@ def spawn_engine(config: EngineConfig) -> EngineInterpreter:
         num_ranks = num_early_ranks(config)
     # -P: a module of the current folder must not stand in for one of ours or of the standard library.
     command = [sys.executable, "-P", *ENGINE_PROGRAM, str(num_ranks)]
-    # In a group of its own, a Ctrl-C in the terminal does not reach it, not even before it can say so itself.
+    # In its own group, the process never gets a Ctrl-C of the terminal, not even at its start.
     return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, process_group=0, env=envs.for_children())
 
 

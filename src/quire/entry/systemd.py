@@ -50,4 +50,4 @@ def notify(state: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
             connection.sendto(state.encode(), address)
     except OSError as error:
-        logger.warning("systemd was not told %s: %s", state, error)
+        logger.warning("systemd could not be told %s: %s", state, error)

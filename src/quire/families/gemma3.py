@@ -13,7 +13,7 @@ def _all_but_every_nth(fields: Fields, layer: int) -> bool:
 
 FAMILY = Family(
     model_type="gemma3_text",
-    # The second has a vision tower. We run its text part; its config is nested and leaves out more fields.
+    # The second architecture has a vision tower. We run its text part; its config is nested and lacks more fields.
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     defaults={
         **DEFAULTS,

@@ -11,7 +11,7 @@ from quire.hf_config.fields import Fields
 from quire.hf_config.gguf_metadata import GgufMetadata
 from quire.layer_spec import Full, LayerSpec
 
-_SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # of the kernels
+_SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # the parameters of the kernels
 
 
 def _has_window(fields: Fields, layer: int) -> bool:

@@ -79,7 +79,7 @@ def _feed_forward(facts: LayerFacts, layer: int) -> FeedForward:
 
 FAMILY = Family(
     model_type="llama4_text",
-    # The second has a vision tower. We run its text part; its config is nested and leaves out more fields.
+    # The second architecture has a vision tower. We run its text part; its config is nested and lacks more fields.
     architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     defaults={
         "vocab_size": 202_048,

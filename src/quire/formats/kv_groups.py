@@ -60,7 +60,7 @@ class KvGroup:
             step_tokens: the most tokens of one request in all steps in flight, before their results are known.
         """
         if self.spec.kind == "state":
-            return 1  # for any length
+            return 1  # one block is enough for any length
         num_blocks = -(-num_tokens // block_size)
         if self.keeps_all:
             return num_blocks

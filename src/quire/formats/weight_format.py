@@ -140,8 +140,8 @@ WeightFormat = GroupedFormat | Fp8Format
 class OnLoadFormat:
     """The form that `--quantization` gives to a floating-point checkpoint while it loads."""
 
-    linear: WeightFormat  # of the layers
-    output: WeightFormat  # of the output projection and of tied embeddings
+    linear: WeightFormat  # the format of the layers
+    output: WeightFormat  # the format of the output projection and of tied embeddings
     description: str
 
 

@@ -46,7 +46,7 @@ def absolute(path: str) -> str:
 def _check_enabled(is_enabled: bool) -> None:
     if not is_enabled:
         raise UnsupportedFieldError(
-            "Adapters are not computed unless they are asked for at the start",
+            "Adapters cannot be used, because LoRA was not enabled at the start",
             fix="Start with enable_lora (--enable-lora)",
             param="lora_request",
         )

@@ -40,7 +40,7 @@ FIRST_FACTOR = 1.3
 FACTOR_STEP = 0.1
 FACTOR_BOUNDS = 0.5, 4.0
 NEAR_TARGET = 0.25  # predictions below this share of the target do not move it
-MIN_SHARE = 0.02  # of a step for prompts, even if answers take long
+MIN_SHARE = 0.02  # the least share of a step for prompts, even if answers take long
 # benchmarks/results/epyc-zen3-2core/overload_users_2026-11-22.md
 REFUSALS_PER_SECOND = 100
 FREE_REFUSALS = 100
@@ -53,7 +53,7 @@ class _Sent(NamedTuple):
 
     num_tokens: float
     seconds: float
-    predicted_ttft: float  # without the factor
+    predicted_ttft: float  # the prediction before it is multiplied by the factor
 
 
 class Admission:
@@ -72,10 +72,10 @@ class Admission:
         self._num_waiting = self._num_running = 0
         self._num_sent = 0  # since the last step
         self._num_places = self._num_lanes = 1
-        self._num_kv_tokens = 0  # of context that the last step read
+        self._num_kv_tokens = 0  # the context that the last step read
         self._step_seconds = self._usual_step_seconds = self._answer_seconds = 0.0
         self._cache_queries = self._cache_hits = 0.0
-        self._answer_steps, self._num_ended = float(FIRST_ANSWER_TOKENS), 1.0  # recent ones
+        self._answer_steps, self._num_ended = float(FIRST_ANSWER_TOKENS), 1.0  # of the recent past
         self._prompts: dict[str, _Sent] = {}
         self._prompt_tokens = self._prompt_seconds = self._computed_tokens = 0.0  # sums over the prompts
         self._factor = FIRST_FACTOR

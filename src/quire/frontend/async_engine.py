@@ -65,7 +65,7 @@ class AsyncEngine:
         self.refusals = Refusals()
         self._clock, self._tracer = clock, tracer
         self._settled = asyncio.Event()  # ready or dead
-        self._modules = list(modules or ())  # that are not read yet
+        self._modules = list(modules or ())  # the adapters that are not read yet
         self._reading: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -206,7 +206,7 @@ class AsyncEngine:
         replica.check_room(len(processed.prompt_token_ids), waited)
         if data_parallel_rank is not None and self._num_lanes > 1:
             processed = processed.on_lane(data_parallel_rank % self._num_lanes)
-        if adapter is not None:  # as it is now: while the prompt was read it may have been replaced
+        if adapter is not None:  # it may have been replaced while the prompt was read
             processed = processed.with_adapter(self.adapters.find(adapter))
         return replica.add(processed)
 
@@ -277,7 +277,7 @@ class AsyncEngine:
         self.check_rank(rank)
         replica = self.replicas[rank // self._num_lanes]
         if not replica.is_ready:
-            raise NotReadyError(f"Replica {rank} has no engine now", fix="Retry, or ask for no replica")
+            raise NotReadyError(f"Replica {rank} has no engine now", fix="Retry, or name no replica")
         return replica
 
     async def generate(

@@ -26,7 +26,7 @@ from quire.logs import RateLimited, get_logger
 logger = get_logger(__name__)
 _lost_log, _fault_log = RateLimited(logger), RateLimited(logger)
 
-MAX_SECONDS = 5.0  # of processor time: a busy machine delays a request but refuses none
+MAX_SECONDS = 5.0  # processor time, so that a busy machine delays requests but refuses none
 # A process is stopped or hangs if it gets no processor time during this number of looks.
 LOOK_SECONDS = 1.0
 MAX_STILL_LOOKS = 5
@@ -51,9 +51,9 @@ class BoundedPool(ABC):
         preparation: makes the first message to each process, in a thread.
     """
 
-    module: ClassVar[str]  # that the processes run
-    task: ClassVar[str]  # of the processes, for messages: "renders chats"
-    culprit: ClassVar[str]  # that ends a process: "chat template"
+    module: ClassVar[str]  # the module that the processes run
+    task: ClassVar[str]  # what the processes do, for messages: "renders chats"
+    culprit: ClassVar[str]  # what is to blame if a process ends: "chat template"
     lost: ClassVar[type[ProcessLostError]]
 
     def __init__(self, preparation: Callable[[], msgspec.Struct]) -> None:
@@ -118,7 +118,7 @@ class BoundedPool(ABC):
     async def _free_process(self) -> _BoundedProcess:
         while True:
             if self._num_processes == 0:
-                async with self._starts:  # several requests wait for one process that starts
+                async with self._starts:  # so that several requests wait for the start of one process
                     if self._num_processes == 0:
                         return await self._new_process()
             try:

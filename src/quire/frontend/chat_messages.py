@@ -9,9 +9,9 @@ from typing import Any
 
 from quire.errors import InvalidRequestError, UnsupportedFieldError
 
-MAX_DEPTH = 64  # of nested JSON in messages, tools and template arguments
+MAX_DEPTH = 64  # the most levels of JSON in messages, tools and template arguments
 TEXT_PART_TYPES = ("text", "input_text", "output_text")
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # synonyms; templates read different ones
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # synonyms; each template reads another
 
 
 def plain(value: Any, param: str, depth: int = 0) -> Any:
@@ -66,7 +66,7 @@ def normalise_messages(
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError(
-            "messages is empty or no list", expected="a list of at least one message", param="messages"
+            "messages is empty or not a list", expected="a list of at least one message", param="messages"
         )
     return [
         _normalise_message(message, f"messages[{index}]", content_as_parts, keep_strings)

@@ -26,7 +26,7 @@ from quire.errors import ConfigError, InvalidRequestError
 from quire.frontend.chat_messages import normalise_messages, plain
 
 MAX_STEPS = 1_000_000  # loop rounds of one rendering: 4096 messages that are read 100 times are 410 thousand
-MAX_SECONDS = 5.0  # of processor time
+MAX_SECONDS = 5.0  # seconds of processor time
 MAX_OUTPUT_CHARS = 16 * 2**20  # the largest accepted body
 MAX_POWER_OPERAND = 1024  # 1024 ** 1024 is a number of 3 thousand digits
 STEPS_PER_CLOCK = 1024

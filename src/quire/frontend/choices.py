@@ -14,7 +14,7 @@ class _Ending:
     """An end of an output: a node in a tree of token ids that are read backwards."""
 
     excluded: set[int] = field(default_factory=set)  # tokens that complete a bad word after this end
-    longer: dict[int, _Ending] = field(default_factory=dict)  # by the token id before it
+    longer: dict[int, _Ending] = field(default_factory=dict)  # the key is the token id before it
 
 
 def check_choices(params: SamplingParams, stop_token_ids: Sequence[int], max_tokens: int, vocab_size: int) -> None:
@@ -55,7 +55,7 @@ def _endings(words: SpelledWords | None, allowed_token_ids: Sequence[int] | None
     allowed = None if allowed_token_ids is None else set(allowed_token_ids)
     endings: set[int] = set()
     for word in [] if words is None else words.words:
-        out = {0}  # possible numbers of the word's bytes that are out
+        out = {0}  # possible numbers of the word's bytes that are already in the output
         for count, step in [(0, word.anywhere), *enumerate(word.steps)]:
             if count not in out:
                 continue
@@ -80,7 +80,7 @@ def _excluded_after(output: Sequence[int], ending: _Ending) -> set[int]:
 def _nothing_left(params: SamplingParams) -> InvalidRequestError:
     named = [name for name in ("allowed_token_ids", "bad_words", "min_tokens") if getattr(params, name)]
     return InvalidRequestError(
-        f"With {' and '.join(named)} the output can come to a point where no token is left to sample",
+        f"With {' and '.join(named)} the output can reach a point where no token is left to sample",
         expected="a token at every point that is allowed, ends no bad word and, before min_tokens, does not stop",
         fix=f"Allow more tokens, or relax {' or '.join(named)}",
         param=named[0],

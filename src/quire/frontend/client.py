@@ -68,7 +68,7 @@ class ProcessClient:
         self._life_check: asyncio.TimerHandle | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
-        self._words: tuple[SpelledWords | None, Any] = None, None  # the last ones that were sent, and their encoding
+        self._words: tuple[SpelledWords | None, Any] = None, None  # the last words that were sent, and their encoding
         self._death: str | None = None
         if first is not None:
             self._link.send(self._encode(first))

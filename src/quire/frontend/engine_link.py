@@ -19,9 +19,9 @@ from quire.logs import get_logger
 from quire.messages import UnixSockets
 
 WAKE = b"wake"  # no frame: `end` wakes a `receive` that waits
-RETRY_SECONDS = 0.005  # between attempts to send before the engine has connected
-CLOSE_LINGER_MS = 1000  # for the last frames to leave
-LOOK_SECONDS = 0.25  # between two looks whether an engine is still awaited
+RETRY_SECONDS = 0.005  # seconds between two attempts to send before the engine has connected
+CLOSE_LINGER_MS = 1000  # the time in which the last frames are sent
+LOOK_SECONDS = 0.25  # seconds between two checks whether an engine is still awaited
 
 logger = get_logger(__name__)
 
@@ -154,7 +154,7 @@ class TcpLink:
         peer = asyncio.get_running_loop().run_in_executor(accepting, self._accept)
         accepting.shutdown(wait=False)
         self._peer = await peer
-        if self._has_ended.is_set():  # meanwhile
+        if self._has_ended.is_set():  # the link may have ended meanwhile
             wire.end(self._peer)
         self._streams = await asyncio.open_connection(sock=self._peer)
         self._flush()
@@ -173,7 +173,7 @@ class TcpLink:
     def end(self) -> None:
         self._has_ended.set()
         if self._peer is not None:
-            wire.end(self._peer)  # what has come is still read
+            wire.end(self._peer)  # frames that have already come can still be read
 
     def close(self) -> None:
         has_ended = self._has_ended.is_set()

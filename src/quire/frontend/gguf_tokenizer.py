@@ -26,7 +26,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "▁"  # sentencepiece's
 # Limits for sentencepiece tokens, because all their splits are looked up. Published vocabularies stay well under them.
 _MAX_PIECE_CHARS = 1024
-_MAX_SPLIT_CHARS = 1 << 27  # of the halves of all splits together
+_MAX_SPLIT_CHARS = 1 << 27  # the most characters of the halves of all splits together
 _MAX_MERGES = 1 << 21
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # llama.cpp strips the spaces after control tokens of this architecture, except for these tokens, like tokenizer.json.
@@ -110,7 +110,7 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
         raise _unusable(path.name, f"its tokenizer is of the kind {kind!r}, not gpt2 or llama")
     _add_special_tokens(backend, vocabulary, metadata.get("general.architecture") == _STRIPPING_ARCHITECTURE)
     if metadata.get("tokenizer.ggml.add_eos_token") is True:
-        logger.warning("%s asks for its end token behind every prompt: it is not added", path.name)
+        logger.warning("%s asks for its end token after every prompt: Quire does not add it", path.name)
     return GgufTokenizer(
         backend,
         vocabulary.special_tokens(),

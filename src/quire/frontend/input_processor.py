@@ -57,9 +57,9 @@ class ProcessedRequest:
     prompt_token_ids: list[int]
     sampling_params: SamplingParams  # a copy: the caller may change theirs
     requests: list[AddRequest]
-    tokenizer: UseTokenizer | None = None  # of the grammar that was made here: the engine must have got it before
+    tokenizer: UseTokenizer | None = None  # the tokenizer of the grammar: the engine must get it before the grammar
     adapter: Registration | None = None
-    trace_headers: Mapping[str, str] | None = None  # of the trace that the request belongs to
+    trace_headers: Mapping[str, str] | None = None  # the headers of the trace to which the request belongs
 
     def with_adapter(self, adapter: Registration) -> ProcessedRequest:
         """The same for an adapter."""
@@ -190,11 +190,15 @@ class InputProcessor:
         params.verify(self.limits.vocab_size, self.limits.max_logprobs)
         if params.bad_words_spelled is not None:  # `verify` accepts the field, because it is made here for the engine
             raise InvalidRequestError(
-                "bad_words_spelled is made of bad_words here", fix="Use bad_words", param="bad_words_spelled"
+                "bad_words_spelled is computed from bad_words and cannot be given",
+                fix="Use bad_words",
+                param="bad_words_spelled",
             )
         if params.grammar is not None:
             raise InvalidRequestError(
-                "grammar is made of structured_outputs here", fix="Use structured_outputs", param="grammar"
+                "grammar is computed from structured_outputs and cannot be given",
+                fix="Use structured_outputs",
+                param="grammar",
             )
         _check_request_id(request_id)
         if type(priority) is not int or abs(priority) > MAX_PRIORITY:
@@ -345,7 +349,7 @@ class InputProcessor:
                 "bad_words needs a tokenizer, and this model runs without one", fix="Use logit_bias", param="bad_words"
             )
         if not all(word.strip() for word in words):
-            raise InvalidRequestError("A bad word has no text but spaces", fix="Remove it", param="bad_words")
+            raise InvalidRequestError("A bad word has only spaces", fix="Remove it", param="bad_words")
         if self.tokenizer.words is not None:
             own.bad_words_spelled = self.tokenizer.words.spell(words)
             return

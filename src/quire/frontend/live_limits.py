@@ -88,7 +88,7 @@ def _movable(limits: Mapping[str, LiveLimit]) -> str:
 def _check_all(changes: Mapping[str, Any], ready: EngineReady) -> None:
     limits = live_limits(ready)
     if not changes:
-        raise InvalidRequestError("Nothing is to be moved", expected=_movable(limits))
+        raise InvalidRequestError("The body names no limit to change", expected=_movable(limits))
     for name, value in changes.items():
         _check(name, value, limits, ready)
     _check_together(changes, limits, ready)
@@ -141,7 +141,7 @@ def _check_together(changes: Mapping[str, Any], limits: Mapping[str, LiveLimit],
         raise InvalidRequestError(
             "The token budget would be smaller than the number of running requests",
             value={"max_num_batched_tokens": budget, "max_num_seqs": seqs},
-            fix="Move both, in one request",
+            fix="Change both in one request",
             param="max_num_batched_tokens" if "max_num_batched_tokens" in changes else "max_num_seqs",
         )
     if not _record(ready, "enable_chunked_prefill")["value"] and budget < ready.max_model_len:

@@ -71,12 +71,12 @@ class OutputProcessor:
     ) -> None:
         self._tokenizer = tokenizer
         self.metrics: EngineMetrics = NoMetrics() if metrics is None else metrics
-        self.targets = Targets()  # for the metrics
-        self.timelines = Timelines()  # of recent requests
+        self.targets = Targets()  # the SLO targets, for the metrics
+        self.timelines = Timelines()  # the timelines of recent requests
         self._clock = clock
         self._new_draft_metrics, self._tracer = new_draft_metrics, tracer
         self._requests: dict[str, RequestState] = {}
-        self._continuations: dict[str, Continuation] = {}  # by the engine's request id
+        self._continuations: dict[str, Continuation] = {}  # the key is the engine's request id
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests

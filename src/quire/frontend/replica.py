@@ -49,7 +49,7 @@ from quire.schedule import StepRecord
 
 logger = get_logger(__name__)
 
-MAX_RECORDS = 1024  # of steps, about 1 KB each
+MAX_RECORDS = 1024  # the most records of steps, about 1 KB each
 
 
 class Replica:
@@ -75,19 +75,19 @@ class Replica:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index, self.output_processor = index, output_processor
-        self.facts: EngineReady | None = None  # of the last engine that was ready, with the limits moved since then
-        self.is_ready = False  # its engine has produced a real token and has not failed
-        self.progress: EngineProgress | None = None  # of a start, until the engine is ready
+        self.facts: EngineReady | None = None  # of the last engine that was ready, with limits that were changed since
+        self.is_ready = False  # whether its engine has produced a real token and has not failed
+        self.progress: EngineProgress | None = None  # the progress of a start, until the engine is ready
         self.error: QuireError | None = None  # the reason why no engine is left
         self.failure: str | None = None  # why the last engine was lost, until the next one is ready
-        self.records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)  # of the last steps
+        self.records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)  # the records of the last steps
         self.admission = Admission()
         self._clock = clock
         self._streams: dict[str, RequestStream] = {}
         self._supervisor = Supervisor(self, client, starter, recovery, clock)
         self._moved_limits: dict[str, Any] = {}  # since the start of the first engine
         self._adapters: list[tuple[str, str]] = []  # path and digest of each that requests may name
-        self._reading: dict[int, asyncio.Future[AdapterFacts]] = {}  # by operation
+        self._reading: dict[int, asyncio.Future[AdapterFacts]] = {}  # the key is the operation
         self._operations = itertools.count()
         self._task: asyncio.Task[None] | None = None
 
@@ -233,7 +233,7 @@ class Replica:
             return await reading
         except asyncio.CancelledError:
             if reading.done() and not reading.cancelled() and reading.exception() is None:
-                self.unregister_adapter(path, reading.result().digest)  # it came at the same moment
+                self.unregister_adapter(path, reading.result().digest)  # it was read at the same moment
             raise
         finally:
             self._reading.pop(operation, None)
@@ -256,7 +256,7 @@ class Replica:
         if state.operation is None:
             return
         reading = self._reading.get(state.operation)
-        if reading is None or reading.done():  # whoever asked has left
+        if reading is None or reading.done():  # the caller has gone
             if state.facts is not None:
                 self._send(UnloadAdapter(state.facts.digest, state.path))
         elif state.facts is None:

@@ -93,7 +93,7 @@ class Continuation:
         self.token_ids: list[int] = []
         self.logprobs: list[PositionLogprobs] = []
         self.num_tokens = self.num_unsent_tokens = self.num_received = 0
-        self.num_preemptions = 0  # by this engine
+        self.num_preemptions = 0  # how often this engine preempted the request
         if (drafts := self.request.metrics.spec_decode) is not None:
             drafts.clear()
 
@@ -216,8 +216,8 @@ class RequestState:
         self.timeline = timelines.open(
             processed.request_id, self.metrics, len(processed.prompt_token_ids), len(processed.requests), now
         )
-        self.was_handed_on = False  # some output was
-        self.is_retry = False  # its present engine is the second one
+        self.was_handed_on = False  # whether some output was handed on
+        self.is_retry = False  # whether its present engine is its second engine
         self.sent_after = 0.0  # seconds from the arrival until its present engine got it
         self.num_cached_tokens = 0
         self.prompt_logprobs: PromptLogprobs | None = None
@@ -239,7 +239,7 @@ class RequestState:
         """Take a delta's facts about the prompt and the schedule."""
         self.metrics.num_preemptions += delta.num_preemptions - child.num_preemptions
         child.num_preemptions = child.timeline.num_preemptions = delta.num_preemptions
-        if child.first_token_time is None:  # else an earlier engine has sent its first token
+        if child.first_token_time is None:  # otherwise an earlier engine has sent its first token
             child.num_cached_tokens = child.timeline.num_cached_tokens = delta.num_cached_tokens
             if child.index == 0:
                 self.num_cached_tokens = delta.num_cached_tokens

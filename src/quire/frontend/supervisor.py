@@ -20,7 +20,7 @@ from quire.messages import EngineBeat, EngineFailed, EngineMessage, EngineProgre
 
 logger = get_logger(__name__)
 
-START_GRACE_SECONDS = 5.0  # for an engine to say itself which of its ranks is late
+START_GRACE_SECONDS = 5.0  # the time in which an engine can say itself which of its ranks is late
 
 
 def start_seconds() -> float:
@@ -218,7 +218,7 @@ class Supervisor:
         self._front_end, self._starter, self._limits, self._clock = front_end, starter, limits, clock
         self._policy = RestartPolicy(limits)
         self._verdict: FailureReason | None = None
-        self._progress: EngineProgress | None = None  # of the last start
+        self._progress: EngineProgress | None = None  # the progress of the last start
 
     async def run(self) -> None:
         """Run until no engine is left and no other one will start."""
@@ -276,13 +276,13 @@ class Supervisor:
     def _place(self) -> str:
         """Where a start was the last time that the engine told."""
         if self._progress is None:
-            return ", before it told anything"
+            return ", before it sent anything"
         return f", and was at {self._progress.phase}, {self._progress.fraction:.0%} {self._progress.detail}".rstrip()
 
     async def _replace(self, starter: EngineStarter, error: QuireError) -> QuireError | None:
         """End the engine's process and start the next one -> the reason if there is no next one."""
         if not self.watch.is_ready and self._policy.num_failures == 0:
-            return error  # it never served, so the user must know at once
+            return error  # the engine has never served, so the user must see the error at once
         while True:
             reason: FailureReason = (self._verdict or "crash") if self.watch.is_ready else "start"
             delay = self._policy.on_failure(self.watch.good_seconds(self._clock()))

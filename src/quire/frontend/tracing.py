@@ -38,7 +38,7 @@ def check_installed(config: EngineConfig) -> None:
 def _is_there(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # not even the package around it
+    except ModuleNotFoundError:  # the package around it is missing too
         return False
 
 

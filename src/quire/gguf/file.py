@@ -167,7 +167,10 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[TensorInfo]]:
     size = path.stat().st_size if path.is_file() else 0
     if size < 24:
         raise WeightsError(
-            f"{path.name} is no GGUF file or truncated", value=f"{size} bytes", expected="at least 24", fix=_AGAIN
+            f"{path.name} is not a GGUF file, or it is truncated",
+            value=f"{size} bytes",
+            expected="at least 24",
+            fix=_AGAIN,
         )
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         if os.fstat(file.fileno()).st_size != len(mapped):
@@ -217,7 +220,7 @@ class _Header:
                 f"{self._name} {what} that is not read here",
                 value=version,
                 expected="GGUF 2 or 3, little endian",
-                fix="Convert the model again with a present converter",
+                fix="Convert the model again with a current converter",
             )
         num_tensors, num_pairs = self._scalar("Q"), self._scalar("Q")
         # The smallest pair: an empty key, a type and one byte. The smallest tensor: an empty name, a type, an offset.

@@ -26,7 +26,7 @@ _TENSORS = {
 # Tensors that hold numbers of the configuration, or numbers that follow from it.
 CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _DERIVED = re.compile(r"blk\.\d+\.(attn_rot_embd|rope_freqs|rope_factors_(long|short))\.weight")
-_DRAFT = re.compile(r"blk\.\d+\.nextn\..+")  # of layers that predict tokens further ahead
+_DRAFT = re.compile(r"blk\.\d+\.nextn\..+")  # names of layers that predict tokens further ahead
 _BLOCK_NAME = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 
 

@@ -42,7 +42,7 @@ def compiled_matcher(tokenizer: LLTokenizer, text: str) -> LLMatcher:
 
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=parser_limits())
     if not matcher.is_error():
-        matcher.compute_bitmask()  # so that the first mask, which is the slowest, is not made in a step
+        matcher.compute_bitmask()  # the first mask is the slowest: so no step has to make it
     if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
         why = first_line(matcher.get_error())
         if why in ("", "NoExtensionBias"):  # no byte is allowed

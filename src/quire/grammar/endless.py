@@ -27,11 +27,11 @@ _SCALAR_KEYWORDS = {
     "const", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxLength", "maximum", "minLength", "minimum",
     "multipleOf", "pattern", "type",
 }  # fmt: skip
-_NEVER_EMPTY = _SCALAR_KEYWORDS - {"enum", "format", "pattern"}  # one of these alone, beside at most a type
+_NEVER_EMPTY = _SCALAR_KEYWORDS - {"enum", "format", "pattern"}  # one of these alone, with at most a type
 _QUESTION = 100  # work of a question to llguidance: 0.1 ms
-# And of each character of it: 0.25 us where values stand alone, some 4 where another keyword restricts them.
+# The work for each character of a question: 0.25 us for values alone, some 4 us if another keyword restricts them.
 _READ, _COMPARED = 0.25, 4.0
-_VALUES = 10  # of an enum, that are looked at in a microsecond
+_VALUES = 10  # so many values of an enum are checked in a microsecond
 
 
 class EndlessError(ValueError):
@@ -46,8 +46,8 @@ class _Way:
     chosen: list[int]  # alternatives
     kind: str  # a container, or `scalar`; empty: the alternatives lead back to themselves for the same value
     parts: list[State] = field(default_factory=list)  # its items and properties
-    needed: list[list[State]] = field(default_factory=list)  # of each list, one has to be there
-    is_possible: bool = True  # as far as the parts do not matter
+    needed: list[list[State]] = field(default_factory=list)  # at least one of each list must be present
+    is_possible: bool = True  # without looking at the parts
 
 
 class EndlessParts:
@@ -63,9 +63,9 @@ class EndlessParts:
         self, root: Schema, targets: Mapping[str, Any], paths: Mapping[int, str], count: Callable[[int], None]
     ) -> None:
         self._root, self._targets, self._paths, self._count = root, targets, paths, count
-        self._schemas: dict[int, Any] = {}  # of all states
+        self._schemas: dict[int, Any] = {}  # the schemas of all states
         self._values: dict[int, list[Schema]] = {}  # alternatives for an enum
-        self._answers: dict[str, bool] = {}  # of llguidance
+        self._answers: dict[str, bool] = {}  # answers of llguidance
         self._ways: dict[State, list[_Way]] = {}
         self._ended: set[State] = set()
         self._contradictory: set[State] = set()
@@ -78,7 +78,7 @@ class EndlessParts:
         """The schema without parts that have no end. Raises EndlessError."""
         if self._first not in self._ended:
             if (path := self._endless_path()) is None:
-                return self._root  # it contradicts itself, which llguidance says better
+                return self._root  # the schema contradicts itself; llguidance has the better message
             raise EndlessError(f"this part has no end, because it has to contain itself: {path}")
         states, ways = self._reached()
         can_end = [way for way in ways if self._can_end(way)]
@@ -149,7 +149,7 @@ class EndlessParts:
         num_found = -1
         while num_found < len(found):
             num_found = len(found)
-            for state in reversed(self._ways):  # what it needs mostly comes behind it
+            for state in reversed(self._ways):  # the parts that it needs mostly come after it
                 if state not in found:
                     self._count(1 + len(self._ways[state]))
                     if holds(state):
@@ -298,7 +298,7 @@ class EndlessParts:
 
 
 def _is_circle(edges: list[tuple[int, int]]) -> bool:
-    if len({child for _, child in edges}) == len(edges):  # each is reached in one way
+    if len({child for _, child in edges}) == len(edges):  # each child is reached in only one way
         return False
     graph: dict[int, list[int]] = {}
     for owner, child in edges:

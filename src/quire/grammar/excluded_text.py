@@ -65,7 +65,7 @@ class _Without:
             self._check([schema.get("enum"), schema.get("const")], path)
             return schema
         if "patternProperties" in schema:
-            raise ValueError(f"keys with a pattern could have {self._text} in them: {path}/patternProperties")
+            raise ValueError(f"keys with a pattern could contain {self._text}: {path}/patternProperties")
         holds = "type" in schema or _PARTS.isdisjoint(schema)
         inner = {
             name: {key: self._of(each, f"{path}/{name}/{escaped(key)}") for key, each in value.items()}
@@ -113,6 +113,6 @@ def _pattern_without(text: str) -> str:
     begun = ""
     for char in reversed(text[1:-1]):
         begun = f"({re.escape(char)}{begun})?"
-    begun = f"({first}{begun})*"  # beginnings of the text, one behind the other
+    begun = f"({first}{begun})*"  # beginnings of the text, one after the other
     broken = "|".join(f"{re.escape(text[:at])}[^{re.escape(text[at])}{first}]" for at in range(1, len(text)))
     return f"^([^{first}]|{begun}({broken}))*{begun}$"

@@ -36,7 +36,7 @@ def endless_rule(grammar: str) -> str | None:
     order = list(rules)
     for _ in range(MAX_PASSES):
         num_ended = len(ended)
-        for name in reversed(order):  # rules mostly use what comes behind them
+        for name in reversed(order):  # rules mostly use rules that come after them
             if name not in ended and _can_end(rules[name], rules, ended):
                 ended.add(name)
         if len(ended) == num_ended:

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 # All rows of a compiled grammar share its lexer, which grows with their tokens: with [ab]*a[ab]{20}c by 4 states and
 # 2 KB a token. So a grammar is compiled anew after this number of tokens, and later if its text is long.
 _MAX_TOKENS = 10_000
-_MAX_BYTES = 256 << 20  # of the compiled grammars that are kept for requests; the same for the most recently used ones
+_MAX_BYTES = 256 << 20  # bytes of the compiled grammars of requests; and the same again for the most recently used ones
 _BYTES_PER_TOKEN = 2 << 10
 _BYTES_OF_FULL_LEXER = 35 << 20
-_BYTES_PER_CHARACTER = 90  # of the text; objects need most, an enum 30
-_TOO_MANY_STATES = "too many states"  # in llguidance's message
+_BYTES_PER_CHARACTER = 90  # for a character of the text; objects need most, an enum needs 30
+_TOO_MANY_STATES = "too many states"  # a part of llguidance's message
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -72,7 +72,7 @@ class RowGrammar:
         """The token that alone may come next, as a mask would say; None: there are several, or none."""
         if not self._forces or self.matcher.is_stopped():
             return None
-        forced = self.matcher.compute_ff_tokens()  # behind the first one, the next ones may be cut differently
+        forced = self.matcher.compute_ff_tokens()  # after the first token, the text may be cut into tokens differently
         return forced[0] if forced else None
 
     def renew(self) -> bool:
@@ -118,7 +118,7 @@ def _thread_with_stack() -> ThreadPoolExecutor:
     others = threading.stack_size(STACK_BYTES)
     try:
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-grammars")
-        thread.submit(int).result()  # it begins now
+        thread.submit(int).result()  # so that the thread starts now
     finally:
         threading.stack_size(others)
     return thread
@@ -139,7 +139,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._thread = _thread_with_stack()
         self._kept: Kept[_Compiled] = Kept(_MAX_BYTES, _num_bytes)
-        self._alive: WeakValueDictionary[str, _Compiled] = WeakValueDictionary()  # whoever keeps them
+        self._alive: WeakValueDictionary[str, _Compiled] = WeakValueDictionary()  # grammars that others keep
         self._waiting: deque[Preparation] = deque()
         self._begun: WeakSet[Preparation] = WeakSet()
         self.end_token_ids: frozenset[int] = frozenset()

@@ -78,7 +78,7 @@ def referred(reference: str, root: Mapping[str, Any]) -> Any:
 
 def replaced(value: Any, changes: Mapping[int, Any]) -> Any:
     """A schema with others in place of some of those in it, by their ids."""
-    if isinstance(value, dict):  # all `true` have one id
+    if isinstance(value, dict):  # all values `true` have the same id
         value = changes.get(id(value), value)
     if isinstance(value, dict):
         return {name: replaced(each, changes) for name, each in value.items()}

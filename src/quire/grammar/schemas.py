@@ -23,8 +23,8 @@ from quire.grammar.schema_tree import (
 
 MAX_WORK = 200_000  # schemas that are looked at with others; 0.2 s
 _BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "allOf", "anyOf", "oneOf"}
-_INTEGERS_ONLY = 2.0**53  # of a double: from here on it has no fractions
-_DIGITS = 15  # of a number, which llguidance reads exactly
+_INTEGERS_ONLY = 2.0**53  # from here on, a double has no fractions
+_DIGITS = 15  # llguidance reads numbers with so many digits exactly
 _ALTERNATIVES = ("anyOf", "oneOf")
 _OTHER_KEYS = {"patternProperties", "unevaluatedProperties"}
 
@@ -65,7 +65,7 @@ class _Checked:
         self.root = root
         self._work = 0
         self._found: dict[int, tuple[str, Schema]] = {}
-        self._targets: dict[str, Any] = {}  # of each reference; None: it leads to nothing within the schema
+        self._targets: dict[str, Any] = {}  # the target of each reference; None: the schema has no such target
         waiting: list[tuple[str, Any]] = [("#", root)]
         while waiting:
             path, part = waiting.pop()
@@ -177,7 +177,7 @@ class _Checked:
     def _count(self, work: int) -> None:
         self._work += work
         if self._work > MAX_WORK:
-            raise UnusableError("its schemas refer to each other in more ways than can be looked at")
+            raise UnusableError("its schemas refer to each other in more ways than Quire can check")
 
 
 def _schemas(schema: Schema, *names: str) -> list[Schema]:

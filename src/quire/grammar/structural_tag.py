@@ -59,7 +59,7 @@ class _Grammar:
 
     def __init__(self, special_ids: Mapping[str, int], json_rule: Callable[[Any], str]) -> None:
         self._special_ids, self._json_rule = special_ids, json_rule
-        self._names: dict[str, str] = {}  # of rules and terminals, by what is behind their names
+        self._names: dict[str, str] = {}  # the names of rules and terminals, by their definitions
 
     def text(self, form: Form) -> str:
         start = self._of(form)
@@ -129,7 +129,7 @@ class _Grammar:
 
     def _up_to(self, text: str, end: str) -> str:
         first = cut(end, self._special_ids)[0]
-        if not first:  # no text has a special token
+        if not first:  # texts have no special tokens
             return f"{text} {self._literal(end)}"
         return f"{self._lazy(text, first)} {self._literal(end.removeprefix(first))}"
 

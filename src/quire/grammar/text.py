@@ -150,7 +150,7 @@ def _reason(message: str, schema: Any) -> str:
         return f"this needs every key in properties to be required: {where}"
     if message.startswith(("circular references with sibling keys", "Schema intersection stack level")):
         where = ", ".join(path for name in ("allOf", "anyOf", "oneOf", "$ref") for path in _paths(schema, name))
-        return f"schemas that refer to themselves cannot hold together with others for one value: {where}"
+        return f"schemas that refer to themselves cannot be combined with other schemas for one value: {where}"
     if message.startswith("patternProperty regexes"):
         where = ", ".join(_paths(schema, "patternProperties"))
         return f"two patterns of patternProperties may match the same key: {where}: {message}"
@@ -248,7 +248,7 @@ def _evaluated(schema: Any) -> Any:
 
 def _closed(schema: Any) -> Any:
     """The schema, with additionalProperties false for every object that leaves it open."""
-    closed = json.loads(json.dumps(schema))  # a value that stands in two places becomes two
+    closed = json.loads(json.dumps(schema))  # a value that is used in two places becomes two values
     for _, each in subschemas(closed):
         if "properties" in each or each.get("type") == "object":
             each.setdefault("additionalProperties", False)
@@ -304,7 +304,7 @@ def _structural_tag(text: str, special_ids: Mapping[str, int], schemas: list[Any
 
     try:
         return _bounded("structural_tag", tag_grammar(json.loads(text), special_ids, json_rule))
-    except InvalidRequestError:  # of a schema
+    except InvalidRequestError:  # the schema is refused
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = str(error) if type(error) is ValueError else f"it is not as {_TAG_FORM} ({error!r})"

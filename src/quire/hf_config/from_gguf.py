@@ -41,7 +41,7 @@ _FIELDS = {
 # Tokens that end a turn. Some files name only the token that ends a text.
 _ENDS_OF_TURN = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>"})
 _MAX_ROPE_FACTORS = 4096
-CONTROL = 3  # in tokenizer.ggml.token_type
+CONTROL = 3  # the value for control tokens in tokenizer.ggml.token_type
 
 
 def family_of(file: GgufFile, families: Iterable[Family]) -> tuple[Family, GgufForm]:
@@ -88,7 +88,7 @@ def to_hf_config(file: GgufFile, family: Family, form: GgufForm) -> dict[str, An
         "eos_token_id": _end_tokens(metadata),
     }
     sizes = Fields(config, str(file.path))
-    width = sizes.integer("hidden_size") // sizes.integer("num_attention_heads")  # of a head, unless head_dim is given
+    width = sizes.integer("hidden_size") // sizes.integer("num_attention_heads")  # a head, unless head_dim is given
     head_dim = sizes.integer("head_dim", width)
     return config | _rope(own, file, head_dim, form) | form.fields(own, sizes)
 

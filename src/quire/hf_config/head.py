@@ -114,7 +114,7 @@ def _streams(outer: Fields, of_eagle: Fields, target: Target) -> tuple[int, ...]
     for layer in streams:
         if not 0 <= layer <= last:
             raise ModelConfigError(
-                f"{outer.path}: the head reads the model before a layer that it does not have",
+                f"{outer.path}: the head reads the model before a layer that the model does not have",
                 value=f"layer {layer} of {name} = {list(streams)}",
                 expected=f"0 to {last}: the model has {last} layers",
                 fix="Use a head that was trained for this model",

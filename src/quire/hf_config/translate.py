@@ -185,7 +185,7 @@ def _resolve_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
     if result.get("intermediate_size") is None and isinstance(result.get("hidden_size"), int):
         result["intermediate_size"] = 4 * result["hidden_size"]
     if (sizes := result.get("intermediate_size")) and isinstance(sizes, list) and all(type(n) is int for n in sizes):
-        result["intermediate_size"] = max(sizes)  # Gemma 3n has one per layer
+        result["intermediate_size"] = max(sizes)  # Gemma 3n has one size for each layer
     if result.get("num_key_value_heads") is None and result.get("multi_query"):  # GPT-BigCode
         result["num_key_value_heads"] = 1
     return result

@@ -45,7 +45,7 @@ GROUP_SCORE_CODES: dict[str, int] = {"max": 0, "top2": 1}
 GROUP_NUMBERS_CODES: dict[str | None, int] = {None: 0, "float32": 1, "float16": 2, "int8": 3, "uint8": 4, "e8m0": 5}
 # kMaxHeadDim of csrc/kernels/attention_tile.h; above it ops run on plain torch
 MAX_HEAD_DIM = 576
-_PEAK_ROUNDS = 20_000  # of multiply-adds per reading, which takes less than a millisecond
+_PEAK_ROUNDS = 20_000  # rounds of multiply-adds in a measurement, which takes less than a millisecond
 
 
 def _load() -> bool:
@@ -59,7 +59,7 @@ def _load() -> bool:
 
 
 _available = _load()
-_recording = threading.Lock()  # of threads that begin or end a recording
+_recording = threading.Lock()  # held by threads that begin or end a recording
 
 
 def available() -> bool:
@@ -77,7 +77,7 @@ class _RecordedExtension:
 
     def __init__(self, recorded: Any) -> None:
         self._recorded = recorded
-        self.calls: dict[int, list[Callable[[], Any]]] = {}  # by thread
+        self.calls: dict[int, list[Callable[[], Any]]] = {}  # the key is the thread
 
     def __getattr__(self, name: str) -> Any:
         member = getattr(self._recorded, name)

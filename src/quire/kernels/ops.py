@@ -333,7 +333,7 @@ def paged_attention(
     check_last_stride(q=q_THE, out=out_THE)
     check_last_stride(block_tables=block_tables_SM, seq_lens=seq_lens_S, cu_seqlens_q=cu_seqlens_q_S1, sinks=sinks_H)
     arguments = (q_THE, cache, block_tables_SM, seq_lens_S, cu_seqlens_q_S1, rule, out_THE)
-    if V == E or cpu.takes(q_THE):  # on a CPU one kernel has both forms
+    if V == E or cpu.takes(q_THE):  # on a CPU, one kernel does both
         kernels.paged_attention(*arguments, sinks_H=sinks_H)
     else:
         kernels.latent_attention(*arguments)

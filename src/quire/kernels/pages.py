@@ -23,7 +23,7 @@ from quire.kernels.memory_piece import MemoryPiece
 from quire.kernels.weight_memory import map_huge_pages
 
 _CPU = torch.device("cpu")
-_THREAD_BAND_BYTES = 4 << 20  # of a weight, for each thread: some panels of the widest rows
+_THREAD_BAND_BYTES = 4 << 20  # a thread's part of a weight: some panels of the widest rows
 
 # Addresses and sizes of mapped files, with the mappings. The addresses of a mapping that is gone may have a new owner.
 _mapped: dict[int, tuple[int, weakref.ref[mmap.mmap]]] = {}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.kernels import cpu
 
-REGION_BYTES = 256 << 20  # of addresses: writing takes the memory
+REGION_BYTES = 256 << 20  # these are addresses: only writing takes memory
 HUGE_PAGE = 2 << 20
 MAP_NORESERVE = 0x4000  # from <asm-generic/mman.h>; Python before 3.13 has no name for it
 ALIGNMENT = 64
@@ -48,7 +48,7 @@ class WeightMemory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._region: weakref.ref[mmap.mmap] | None = None
-        self._next = self._end = 0  # in the region
+        self._next = self._end = 0  # places in the region
 
     def empty(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes], at least one, not initialised, at a multiple of 64 bytes."""

@@ -48,7 +48,7 @@ class Linear:
         self.weight: Any = None
         self.weight_memory: Memory = WEIGHTS
         self.bias: Tensor | None = None
-        self.lora: LoraTable | None = None  # what adapters add; None: no adapter may
+        self.lora: LoraTable | None = None  # the table of adapters; None: adapters may not change this layer
         scheme.create_weights(self)
         bias_shapes = [(num_outputs,) for _, num_outputs in shape.shards]
         self._bias_tensor = ShardedTensor(bias_shapes, dtype) if shape.bias else None
@@ -77,7 +77,7 @@ class Linear:
 
     def quantizes(self, x: Tensor) -> bool:
         """Whether the layer quantizes rows of x to FP8 before it multiplies. Only their number and device matter."""
-        if self.lora is not None:  # which reads the rows too
+        if self.lora is not None:  # the table reads the rows too
             return False
         weight = self.weight
         return isinstance(weight, PackedFp8) and gpu.takes(x) and quantizes_activations(x, weight, x.dtype)

@@ -116,6 +116,6 @@ def parts_of_all(tensor: Tensor, slots: Sequence[StackedSlots], *, is_transposed
     return [tensor[:, each.rows.start : each.rows.stop : each.rows.step] for each in slots]
 
 
-ExtentOf = Callable[[str], Extent | None]  # by the name of a tensor of the checkpoint
+ExtentOf = Callable[[str], Extent | None]  # the argument is the name of a tensor of the checkpoint
 WeightSlots = Iterable[tuple[str, WeightSlot]]  # (name relative to the layer, slot)
 AnySlots = Iterable[tuple[str, WeightSlot | StackedSlots]]

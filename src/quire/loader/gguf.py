@@ -86,7 +86,7 @@ def _rotating(config: ModelConfig) -> Iterator[tuple[str, int]]:
     """Modules with rotated outputs, and their numbers of heads."""
     for attention in (layer.attention for layer in config.layers):
         if isinstance(attention, Full):
-            whole = attention.qkv.whole()  # of the file's tensors
+            whole = attention.qkv.whole()  # with the sizes of the file's tensors
             for name, (_, num_rows) in zip(
                 whole.names[:2], whole.shards, strict=False
             ):  # v, the third, does not rotate

@@ -22,7 +22,7 @@ _TYPE = r"(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|F16|F32)"
 _TYPE_IN_NAME = re.compile(rf"(?:^|[-._/])({_TYPE})(?=$|[-._/])", re.IGNORECASE)
 _NAME_AND_TYPE = re.compile(rf"(?P<model>.+):(?P<type>{_TYPE})", re.IGNORECASE)
 _MAX_PARTS = 1000
-_NO_MODELS = "*mmproj*"  # vision parts lie beside their models
+_NO_MODELS = "*mmproj*"  # the vision parts of models, which are in the same folder
 
 
 def find_gguf(
@@ -48,7 +48,7 @@ def find_gguf(
     if is_stored(model) and model is not None and model.lower().endswith(".gguf"):
         if gguf_file is not None:
             raise ConfigError(
-                "Two GGUF files are named", value=[model, gguf_file], fix="Leave one of both out", param="gguf_file"
+                "Two GGUF files are named", value=[model, gguf_file], fix="Leave one of the two out", param="gguf_file"
             )
         model, _, gguf_file = model.rpartition("/")
     if gguf_file is not None:
@@ -85,7 +85,7 @@ def find_gguf(
         if not weights and (header := _header(named["model"], name, revision, download_dir, token)):
             return _checked(header, "model")
         return _checked(download_files(named["model"], *source, _with_parts(name)) / name, "model")
-    folder = download_files(named["model"], *source, _patterns(named["type"]), [_NO_MODELS])  # from the cache
+    folder = download_files(named["model"], *source, _patterns(named["type"]), [_NO_MODELS])  # they are in the cache
     return _choose(folder, named["type"], named["model"], _files_in(folder))
 
 

@@ -12,7 +12,7 @@ from quire.gguf.file import MAX_HEADER_BYTES, MoreNeededError, parse_start
 from quire.gguf.names import CONFIG_TENSORS
 
 FIRST_BYTES = 8 << 20  # headers with large vocabularies take a second request
-_MAX_CONFIG_BYTES = 1 << 20  # of a tensor of the configuration; a larger one is refused by its shape
+_MAX_CONFIG_BYTES = 1 << 20  # the most bytes of a tensor of the configuration; the shape of a larger tensor is refused
 
 
 def fetch_headers(repo: str, names: Sequence[str], revision: str | None, token: str | None) -> Path:

@@ -134,7 +134,7 @@ def local_path(name: str, param: str = "model") -> Path:
         path.exists()
     except (RuntimeError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"The path cannot be looked for: {reason}", value=name, param=param) from error
+        raise ConfigError(f"The path cannot be checked: {reason}", value=name, param=param) from error
     return path
 
 

@@ -95,7 +95,7 @@ def load_model(
             _load_cached(model, PackedCache(config, dtype, quantization, checkpoint.files), checkpoint, progress)
             trim()
             return model
-        logger.warning("no packed weights are kept: only weights of native models on the compiled CPU kernels are")
+        logger.warning("packed weights are not kept: this needs a native model on the compiled CPU kernels")
     if checkpoint is None:
         model.load_weights(dummy_weights(model.expected_weights(), dtype, place))
     else:

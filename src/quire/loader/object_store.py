@@ -38,12 +38,12 @@ from quire.private_cache import cache_folder, check_private, digest, open_privat
 from quire.resolve import shown_bytes
 
 SCHEMES = ("s3://", "gs://", "az://")
-MANIFEST = ".objects.json"  # of a mirror with holes
-LEAST_PIECE_BYTES, PIECE_BYTES = 1 << 20, 8 << 20  # of one request
+MANIFEST = ".objects.json"  # the file that lists the objects of a mirror with holes
+LEAST_PIECE_BYTES, PIECE_BYTES = 1 << 20, 8 << 20  # the bytes of one request
 CHUNK_BYTES = 64 << 10  # pieces of the client library; the heap holds these, and maps larger ones anew
 NUM_READERS = 16  # requests at once
-AHEAD = 0.1  # of a file is read ahead, at most 128 MiB
-FIRST_BYTES = 1 << 20  # of a file of weights: most headers are shorter
+AHEAD = 0.1  # this share of a file is read ahead, at most 128 MiB
+FIRST_BYTES = 1 << 20  # the first bytes of a file of weights: most headers are shorter
 MAX_MANIFEST_BYTES = 16 << 20
 WAITS = (0.2, 1.0)  # seconds before another try. The client library has its own, for 5xx and for cut connections
 RETRIES: dict[str, Any] = {
@@ -114,7 +114,7 @@ class StoredObject:
                         f"{self.url} cannot be read",
                         value=str(error),
                         expected=f"{num_bytes} bytes from {begin}",
-                        fix="Start again; if the error stays, something between here and the store changes its answers",
+                        fix="Start again; if the error stays, something on the way to the store changes its answers",
                     ) from None
                 time.sleep(wait)
             except Exception as error:  # the library has errors of its own, ValueErrors and FileNotFoundErrors
@@ -370,7 +370,7 @@ def _write_header(source: StoredObject, file: IO[bytes]) -> None:
         return
     start = source.read(0, min(source.size, FIRST_BYTES)) if source.size else b""
     end = min(8 + int.from_bytes(start[:8], "little"), source.size)
-    if len(start) < end <= 8 + MAX_HEADER_BYTES:  # a longer one is refused when it is checked
+    if len(start) < end <= 8 + MAX_HEADER_BYTES:  # a longer header is refused when it is checked
         start += source.read(len(start), end)
     file.write(start)
     file.truncate(source.size)
@@ -395,10 +395,10 @@ def _write_whole(source: StoredObject, file: IO[bytes], report: Callable[[int], 
         again.update(piece.data)
     if again.digest() != found.digest():
         raise WeightsError(
-            f"{source.url} was read twice and came differently",
+            f"{source.url} was read twice, and the bytes were different",
             value=[found.hexdigest(), again.hexdigest()],
             expected=f"the MD5 of its ETag, {named[1]}",
-            fix="Something between here and the store damages what is sent: use https, or another machine",
+            fix="Something between this machine and the store damages the data: use https, or another machine",
         )
 
 
@@ -410,7 +410,7 @@ def piece_bytes(size: int) -> int:
 def _pieces(source: StoredObject) -> Iterator[Bytes]:
     """The bytes of an object in order. A piece is overwritten when the next one is taken. Raises like `fill_ahead`."""
     size, piece = source.size, piece_bytes(source.size)
-    buffers = cycle([np.empty(piece, dtype=np.uint8) for _ in range(NUM_READERS + 1)])  # no memory before it is written
+    buffers = cycle([np.empty(piece, dtype=np.uint8) for _ in range(NUM_READERS + 1)])  # empty: takes no memory yet
     places = ((begin, buffer[: size - begin]) for begin, buffer in zip(range(0, size, piece), buffers, strict=False))
     return fill_ahead(source, ((begin, [data], data) for begin, data in places))
 
@@ -434,7 +434,7 @@ def fill_ahead(source: StoredObject, parts: Iterable[tuple[int, Sequence[Bytes],
     waiting: deque[tuple[T, Future[None]]] = deque()
 
     def fill(buffers: Sequence[Bytes], begin: int) -> None:
-        came = signed.fill(buffers, begin) if source.size > LEAST_PIECE_BYTES else 0  # else one request is all
+        came = signed.fill(buffers, begin) if source.size > LEAST_PIECE_BYTES else 0  # else it is one request
         source.fill(_behind(buffers, came), begin + came)
 
     def ask() -> None:

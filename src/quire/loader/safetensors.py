@@ -22,7 +22,7 @@ from quire.messages import Progress
 from quire.resolve import shown_bytes
 
 READ_AHEAD_BYTES = 64 << 20  # the operating system is asked to read these bytes ahead
-ASK_BYTES = 128 << 10  # at once: for one call, Linux reads at most its own read-ahead
+ASK_BYTES = 128 << 10  # bytes of one call: Linux reads at most its own read-ahead for a call
 
 
 @dataclass(frozen=True)

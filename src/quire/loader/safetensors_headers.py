@@ -95,7 +95,7 @@ def read_header(path: Path) -> list[TensorEntry]:
 
 def read_open_header(file: BinaryIO, path: Path) -> list[TensorEntry]:
     """`read_header` of a file that is open at its start."""
-    if hasattr(os, "posix_fadvise"):  # Linux would read ahead once somebody comes to the tensors behind the header
+    if hasattr(os, "posix_fadvise"):  # so that Linux does not read the tensors after the header ahead
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)

@@ -15,7 +15,7 @@ from quire.loader.safetensors_headers import DTYPES
 
 _NAMES = {getattr(torch, dtype): name for name, (dtype, _) in DTYPES.items()}
 PARTIAL = ".partial"  # suffix of an incomplete file
-_ALIGNMENT = 8  # of the data, because readers map it
+_ALIGNMENT = 8  # the data is aligned, because readers map it
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

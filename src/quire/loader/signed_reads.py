@@ -24,11 +24,11 @@ from urllib.parse import SplitResult, urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-SIGNED_SECONDS = 900.0  # that a URL is valid, as long as S3 takes a signed request. It is made anew after half of them
-WAIT_SECONDS = 5.0  # for a connection, and for more bytes
-PART_SECONDS = 30.0  # for a whole part, as the client library waits
+SIGNED_SECONDS = 900.0  # a URL is valid for so long, as a signed request is for S3. It is renewed after half of it
+WAIT_SECONDS = 5.0  # how long to wait for a connection, and for more bytes
+PART_SECONDS = 30.0  # how long to wait for a whole part, as in the client library
 NUM_TURNS = 2  # threads that read at once
-MAX_FAILURES = 32  # in a row: twice the readers, which may all fail when a URL ends
+MAX_FAILURES = 32  # failures in a row: twice the number of readers, which may all fail when a URL ends
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class SignedReads:
         self._lock = threading.Lock()
         self._url: SplitResult | None = None
         self._valid_until = 0.0
-        self._failures = 0  # in a row
+        self._failures = 0  # failures in a row
         self._idle: list[HTTPConnection] | None = []  # None: closed
         self._turns = threading.Semaphore(NUM_TURNS)
         self._tls: ssl.SSLContext | None = None
@@ -116,7 +116,7 @@ class SignedReads:
         """
         headers = {"Range": f"bytes={begin}-{end - 1}"} | ({} if self._etag is None else {"If-Match": self._etag})
         connection.request("GET", f"{url.path}?{url.query}", headers=headers)
-        source = connection.sock  # which the connection forgets if the server ends it with this answer
+        source = connection.sock  # the connection forgets its socket if the server closes it after this answer
         answer = connection.getresponse()
         found = (answer.status, answer.length, answer.headers["Content-Range"])
         if found != (206, end - begin, f"bytes {begin}-{end - 1}/{self._size}"):
@@ -141,7 +141,7 @@ class SignedReads:
                 self._url = None
             is_last = self._failures == MAX_FAILURES
         if is_last:
-            said = f"{type(error).__name__}: {error}".partition("?")[0]  # no signature
+            said = f"{type(error).__name__}: {error}".partition("?")[0]  # the text before "?" has no signature
             logger.debug("Read with the client library alone: signed URLs fail (%s)", said)
 
 
@@ -159,7 +159,7 @@ class _Body:
     def read(self, answer: HTTPResponse, source: socket.socket, turns: threading.Semaphore) -> None:
         """Fill the buffers, which have the length of the body. Raises OSError or HTTPException: cut, or too slow."""
         deadline = time.monotonic() + PART_SECONDS
-        first = memoryview(answer.read1(io.DEFAULT_BUFFER_SIZE))  # it may have come with the head
+        first = memoryview(answer.read1(io.DEFAULT_BUFFER_SIZE))  # this part may have come with the headers
         while first:
             count = min(len(first), len(self._free[0]))
             self._free[0][:count] = first[:count]
@@ -176,7 +176,7 @@ class _Body:
             if self._free and not arrival.poll(WAIT_SECONDS * 1000):
                 raise TimeoutError("nothing came")
         source.settimeout(WAIT_SECONDS)
-        answer.close()  # nothing more comes with it; the connection stays
+        answer.close()  # the answer is complete; the connection stays open
 
     def _take(self, source: socket.socket) -> None:
         """Read what has come."""

@@ -15,9 +15,9 @@ from quire.loader.extents import all_of, ranges_read
 from quire.loader.object_store import NUM_READERS, Bytes, StoredObject, fill_ahead, piece_bytes
 from quire.loader.safetensors_headers import TensorEntry
 
-HEAP_BYTES = 1 << 20  # of a tensor that the heap has; the heap would keep the memory of larger ones
+HEAP_BYTES = 1 << 20  # the largest tensor in the heap: the heap would keep the memory of larger ones
 REUSE = 1.25  # the share of the bytes in memory that is memory used again
-NEAR = 4  # times what is read ahead: a tensor so near to one of its size may get its memory
+NEAR = 4  # times the bytes that are read ahead: so near to a tensor of its size, a tensor may get its memory
 
 _Found: TypeAlias = tuple[TensorEntry, torch.Tensor]
 

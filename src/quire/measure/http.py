@@ -105,7 +105,7 @@ class HttpClient:
                 now = time.perf_counter()
                 if not data:
                     if answer.is_chunked:
-                        raise HttpError("The connection ended within the answer")
+                        raise HttpError("The connection ended before the answer was complete")
                     break
                 if content := answer.feed(data):
                     yield now, content

@@ -26,7 +26,7 @@ class Outcome:
     latency: float = 0.0
     itl: list[float] = field(default_factory=list)  # gaps between events with a token
     output_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, counted by the server
+    cached_tokens: int = 0  # cached tokens of the prompt, counted by the server
     text: str = ""
     error: str = ""
     success: bool = False

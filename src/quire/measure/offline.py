@@ -166,7 +166,7 @@ def latency(
 ) -> dict[str, Any]:
     """Time one batch repeatedly, with other prompts each time. The result has vLLM's JSON keys."""
     if min(input_len, output_len, batch_size, num_iters) < 1:
-        raise ConfigError("Lengths, batch and iterations are 1 or more", value=(input_len, output_len, batch_size))
+        raise ConfigError("Lengths, batch and iterations must be 1 or more", value=(input_len, output_len, batch_size))
     engine = Engine(LLM.from_engine_args(config), n, detokenize)
     longest = engine.llm.resolved.model.max_model_len
     if input_len + output_len > longest:

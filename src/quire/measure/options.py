@@ -112,11 +112,15 @@ class Traffic(_Checked):
             if ramp != (None, None):
                 raise ConfigError("A ramp needs --ramp-up-strategy", expected="linear or exponential")
         elif None in ramp or not 0 <= (ramp[0] or 0) <= (ramp[1] or 0) or not ramp[1]:
-            raise ConfigError("The ramp has no ends", value=ramp, expected="--ramp-up-start-rps <= --ramp-up-end-rps")
+            raise ConfigError(
+                "The ramp has no start rate or no end rate",
+                value=ramp,
+                expected="--ramp-up-start-rps <= --ramp-up-end-rps",
+            )
         elif self.ramp_up_strategy == "exponential" and not ramp[0]:
             raise ConfigError("An exponential ramp cannot start at 0", fix="Raise --ramp-up-start-rps")
         elif self.request_rate != INFINITE:
-            raise ConfigError("A ramp sets the rate", fix="Leave --request-rate out")
+            raise ConfigError("The ramp and --request-rate both set the rate", fix="Leave --request-rate out")
 
 
 @dataclass(frozen=True, kw_only=True)

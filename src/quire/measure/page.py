@@ -11,7 +11,7 @@ from quire.measure.load import Outcome, Run
 from quire.measure.statistics import tokens_per_second, tpot
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 240, 64, 36, 12
-MAX_POINTS = 400  # of a curve; nobody could see more
+MAX_POINTS = 400  # the most points of a curve; more points could not be seen
 MAX_BARS = 300  # requests in the timeline
 COLOURS = ("#2563eb", "#d97706", "#059669", "#db2777")
 STYLE = """

@@ -43,11 +43,11 @@ class Server:
     """A server that answers, and its model and settings."""
 
     target: Target
-    name: str  # the server's name of the model
+    name: str  # the name that the server gives the model
     model_id: str
-    dtype: str | None = None  # of a Quire server
+    dtype: str | None = None  # the dtype, if the server is Quire
     quantization: str | None = None
-    num_threads: int = 0  # of its engine
+    num_threads: int = 0  # the threads of its engine
     device: str = "cpu"
     kv_cache_dtype: str = "auto"
 
@@ -152,7 +152,7 @@ async def find_server(target: Target) -> Server:
                 "device": str(settings["device"]["value"]),
             }
         except (OSError, HttpError, ValueError, KeyError, TypeError):
-            engine = {}  # not a Quire server
+            engine = {}  # the server is not Quire
     finally:
         client.close()
     return Server(target, name, target.model or card.get("root") or card["id"], **engine)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from quire.measure.load import Outcome, Run
 
-LEVEL = 0.95  # of the confidence intervals
+LEVEL = 0.95  # the level of the confidence intervals
 # A percentile has an interval only if at least this number of values is expected beyond it, on the shorter side. A
 # bootstrap never goes past the outermost value. With five values the outermost one falls short of the true percentile
 # in e^-5 = 0.7 % of all cases; an interval misses on one side in 2.5 %.
@@ -131,7 +131,7 @@ class Metrics:
     num_good: int
     max_output_tokens_per_s: float
     max_concurrent_requests: int
-    times: dict[str, Summary]  # of ttft, tpot, itl, e2el
+    times: dict[str, Summary]  # the keys are ttft, tpot, itl, e2el
 
     @property
     def rates(self) -> dict[str, float]:

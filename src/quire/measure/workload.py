@@ -21,7 +21,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.measure.options import Workload
 
 ALL = sys.maxsize  # all requests of a file, each once
-MAX_TIME, MAX_TOKENS = 1e15, 10_000_000  # in a data set; larger values are mistakes or not finite
+MAX_TIME, MAX_TOKENS = 1e15, 10_000_000  # limits of values in a data set; larger values are mistakes or not finite
 MAX_FITS = 30  # tries to make a text with a given number of tokens
 # vLLM keeps recorded conversations in these limits: least tokens of each part, most of the prompt, most of both.
 MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048

@@ -224,7 +224,7 @@ class EngineSeries:
         self._utilization = Utilization(0.0, 0.0)
         self._has_cache_config = False
         self._num_unfinished = 0
-        self.max_loras: object = None  # once the engine has said it
+        self.max_loras: object = None  # known when the engine has reported it
         self._recent_tokens: RecentTokens | None = None
         # The series by name and by the value of the family's own label, or "" without such a label.
         self._counters: dict[tuple[str, str], Counter] = {}

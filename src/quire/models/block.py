@@ -160,8 +160,8 @@ class LayerBuilder:
     rope_table: Callable[[RopeConfig], Tensor]  # cos_sin_LR
     backend: Callable[[AttentionSpec], AttentionBackend]
     group: Group | None  # the ranks that share the layer
-    dispatch: Dispatch | None  # of lanes, which share the layer's experts
-    num_kv_owners: int = 1  # of them have a KV cache together
+    dispatch: Dispatch | None  # set if lanes share the layer's experts
+    num_kv_owners: int = 1  # so many ranks have a KV cache together
     parts: list[tuple[str, Weighted]] = field(default_factory=list)  # (prefix of its tensors' names, part)
     mixtures: list[MoE] = field(default_factory=list)
 

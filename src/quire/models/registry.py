@@ -25,7 +25,7 @@ class CausalLM(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    mapped_bytes: int  # of weights in a mapped file: they are in use, but the system counts them as free
+    mapped_bytes: int  # bytes of weights in a mapped file: they are in use, but the system counts them as free
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors that `load_weights` needs, by checkpoint name. `--load-format dummy` fills them."""

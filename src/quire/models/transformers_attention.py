@@ -59,7 +59,7 @@ class AttentionCall:
     """One call of the attention function, recorded by the probe."""
 
     module: torch.nn.Module
-    layer: int  # the module's own number; -1 if it has none
+    layer: int  # the module's own layer number; -1: it has none
     spec: AttentionSpec
     q_1HTE: Tensor
     problem: str | None

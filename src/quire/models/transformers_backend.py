@@ -49,7 +49,7 @@ _IGNORED_SETTINGS = (
 # Rotary frequencies of these kinds depend on the longest sequence of a batch, so other requests would change the tokens
 # of a request.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # in layer_types
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # the values in layer_types
 _PROBE_SHIFT = 5  # the second probe begins at this position, the first at 0
 
 
@@ -267,7 +267,8 @@ def _classes(config: ModelConfig) -> tuple[Any, Any]:
     if config.architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or config.model_type not in CONFIG_MAPPING:
         if settings.get("text_config"):
             raise ModelConfigError(
-                f"{config.architecture} (model_type {config.model_type}) reads more than text, and models here do not",
+                f"{config.architecture} (model_type {config.model_type}) reads more than text, "
+                "but models in Quire read only text",
                 fix="Take a checkpoint of its text part alone, or another model",
             )
         raise ModelConfigError(

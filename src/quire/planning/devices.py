@@ -20,7 +20,7 @@ from quire.resolve import NO_DRIVER, DeviceFacts, GpuFacts
 
 logger = get_logger(__name__)
 
-LEAST_CAPABILITY = 80  # of a GPU's kernels: bfloat16 in tensor cores
+LEAST_CAPABILITY = 80  # the kernels need a GPU with bfloat16 in tensor cores
 _CGROUP = Path("/sys/fs/cgroup")
 _FAST_CPUS = Path("/sys/devices/cpu_core/cpus")  # Linux writes it for Intel's CPUs with two kinds of cores
 _GPU_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/kfd"))

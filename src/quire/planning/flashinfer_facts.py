@@ -14,7 +14,7 @@ from pathlib import Path
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16")
-CODE_DTYPES = ("float8_e4m3fn", "float8_e5m2")  # of a KV cache that is not the model's
+CODE_DTYPES = ("float8_e4m3fn", "float8_e5m2")  # dtypes of a KV cache other than the model's dtype
 
 
 def flashinfer_version() -> str | None:

@@ -115,7 +115,7 @@ def parse_hardware(text: str, here: DeviceFacts, prices: Sequence[float]) -> lis
     words = [word.strip() for word in text.split(",")]
     if len(prices) > 1 and len(prices) != len(words):
         raise ConfigError(
-            "There are not as many prices as devices",
+            "The number of prices differs from the number of devices",
             value=list(prices),
             expected=f"one price, or one for each of {', '.join(words)}",
             param="price_per_hour",
@@ -144,7 +144,7 @@ def _gpu_and_count(word: str) -> tuple[Gpu, int]:
     if not times or not number.isdecimal() or not name:
         return find_gpu(word), 1
     if name.lower() in NOT_RUN_ON:
-        return find_gpu(name), 1  # which says why
+        return find_gpu(name), 1  # it raises an error that says why
     try:
         return find_gpu(word), 1
     except ConfigError:

@@ -23,11 +23,11 @@ from quire.speculative_config import text_index_bytes
 
 # Tokens of context per running request that the default KV cache is cut to: more could only hold evictable prefixes.
 MAX_USEFUL_CONTEXTS = 2
-RESERVE_SHARE = 0.05  # of total memory, left to the operating system and to allocator slack
-GPU_RESERVE_SHARE = 0.02  # of a GPU's: fragments of the allocator, and libraries that load kernels late
-FREE_MEMORY_MARGIN = 0.95  # of measured free memory in advice: it will not be the same at the next start
+RESERVE_SHARE = 0.05  # the share of all memory that is left to the operating system and the allocator
+GPU_RESERVE_SHARE = 0.02  # the same for a GPU: fragments of the allocator, and libraries that load kernels late
+FREE_MEMORY_MARGIN = 0.95  # advice counts this share of the free memory, which will differ at the next start
 MIN_SUGGESTED_BUDGET = 256  # tokens per step; below it prompts become slow
-CHAT_TOKENS = 4096  # of a chat that is neither short nor long
+CHAT_TOKENS = 4096  # tokens of a chat that is neither short nor long
 LOGITS_COPIES = 2  # float32 rows of logits held at once: the model's, and the sampler's scratch
 # The heap of a CPU takes 2.7 to 3.8 times the buffers that live at once (benchmarks/NOTES.md). The reserve covers the
 # rest.
@@ -41,14 +41,14 @@ class MemoryFacts:
     total_bytes: int
     free_bytes: int  # free memory; the weights are already subtracted
     weight_bytes: int
-    work_bytes: int  # of a step at the full token budget, logits included
+    work_bytes: int  # the work memory of a step with the full token budget, with its logits
     logits_bytes: int = 0  # the part of work_bytes that does not shrink with the token budget
     is_predicted: bool = False  # weights and work are from config.json, not measured
     work_detail: str = ""  # how work was measured; empty: the buffers of a short step, scaled
     drafter_weight_bytes: int = 0  # the part of weight_bytes that is the drafter's
-    draft_text_bytes: int = 0  # of the host's memory, for texts in which drafts are searched; on a CPU a part of work
+    draft_text_bytes: int = 0  # host memory for the texts in which drafts are searched; on a CPU it is a part of work
     lora_bytes: int = 0  # the part of work_bytes for adapters
-    taken_bytes: int = 0  # by this process so far, weights included; on a CPU
+    taken_bytes: int = 0  # the memory that this process has taken so far, with its weights; only on a CPU
 
 
 def logits_bytes(model: ModelConfig, num_rows: int) -> int:

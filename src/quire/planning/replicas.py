@@ -29,7 +29,7 @@ def check_machine(config: EngineConfig) -> None:
     num_processes = num_replicas * config.num_local_ranks
     if num_processes > 1 and not is_bound(config) and not has_own_cores(config, num_cores):
         logger.warning(
-            "%d processes with %d threads in all share %d cores: each other's threads hold them up",
+            "%d processes with %d threads in all share %d cores: they slow each other down",
             num_processes,
             _num_threads(config, num_cores),
             num_cores,

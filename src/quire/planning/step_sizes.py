@@ -31,8 +31,8 @@ KNEE_SHARE = 0.99
 SHARED_TIMES, SHARED_ANSWERS, SHARED_CONTEXT = 2, 8, 1024
 # Products of integers on a CPU, relative to products of floats: 1.75 for 2.59 ps, tests/planning/constants_0.6b.json.
 INTEGER_TIMES = 1.5
-SHORT_REQUEST = 256  # tokens; no more requests run than memory holds of such ones
-LEAST_REQUESTS = 8  # that may run, however little memory there is
+SHORT_REQUEST = 256  # tokens; at most so many requests run as memory holds requests of this length
+LEAST_REQUESTS = 8  # so many requests may always run, even with little memory
 THROUGHPUT_FACTOR = 2  # on both limits, as vLLM's performance mode
 # On the token budget: a long prompt then holds up the others' next token for a quarter of the time.
 INTERACTIVITY_DIVISOR = 4

@@ -25,7 +25,7 @@ from quire.quality.summary import Quality, summarize
 from quire.worker.model_runner import ModelRunner
 from quire.worker.worker import DeviceWorker
 
-STEP_TOKENS = 512  # of one forward pass: this bounds the memory of activations
+STEP_TOKENS = 512  # tokens of one forward pass; they limit the memory of activations
 
 Advance = Callable[[int], None]  # the argument: positions that were done since the last call
 
@@ -85,7 +85,7 @@ def read_text(path: str, base: EngineConfig, models: Sequence[EngineConfig], con
     size = context - len(prefix)
     if size < 1:
         raise ConfigError(
-            "The windows have no room for the text beside what begins every prompt",
+            "The windows have no room for text after the tokens that begin every prompt",
             value=context,
             expected=f"more than {len(prefix)} tokens",
             param="context",

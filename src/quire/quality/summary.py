@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.measure.statistics import LEVEL, t_quantile
 from quire.quality.divergence import Positions
 
-TAIL = 0.99  # the report has this quantile of the divergence beside its mean
+TAIL = 0.99  # besides the mean, the report has this quantile of the divergence
 
 
 @dataclass(frozen=True)

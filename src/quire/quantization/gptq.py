@@ -39,7 +39,7 @@ class GPTQ:
         codes_NK = unpack(layer.tensors["qweight"].whole.T, source.bits)
         zeros_NG = None
         if source.has_zeros:
-            largest = (1 << source.bits) - 1  # it means 0 in files of the first version
+            largest = (1 << source.bits) - 1  # this code means 0 in files of the first version
             zeros_NG = (unpack(layer.tensors["qzeros"].whole, source.bits) + source.zero_offset & largest).T
         codes_NK, order_K = ordered(codes_NK, layer.tensors.get("g_idx"), group_size)
         return GroupedWeight(

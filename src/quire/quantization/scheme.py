@@ -140,10 +140,10 @@ class LinearLayer(Protocol):
     out_features: int
     shards: tuple[tuple[str, int], ...]  # (name, out-features)
     dtype: torch.dtype
-    tensors: dict[str, ShardedTensor]  # by the last part of the checkpoint's name; emptied by finalize
+    tensors: dict[str, ShardedTensor]  # the key is the last part of the checkpoint's name; finalize empties it
     checked_tensors: dict[str, CheckedTensor]
     weight: Any  # the scheme's own form, set by finalize
-    weight_memory: Memory  # of the form on a CPU
+    weight_memory: Memory  # the memory of the packed form on a CPU
     bias: Tensor | None  # [N]
 
 

@@ -29,7 +29,7 @@ class BadWords:
         self._words = [*spelled, *map(_one_spelling, sequences)]
         self._inside_word = b"" if words is None else words.inside_word
         self._is_inside = False
-        self._counts: list[set[int]] = [set() for _ in self._words]  # of each word: bytes or tokens that are out
+        self._counts: list[set[int]] = [set() for _ in self._words]  # how many of its bytes or tokens the output has
         self._last_steps = [[_last_of(step, word, vocab_size) for step in word.steps] for word in self._words]
         self.always = sorted({last for word in self._words for last in _last_of(word.anywhere, word, vocab_size)})
         longest = max((len(word.steps) for word in self._words), default=0)

@@ -34,7 +34,7 @@ class SamplingState:
         self.filters: dict[int, RowFilter] = {}
         self.penalties: dict[int, RowPenalties] = {}
         self.grammars: dict[int, RowGrammar] = {}
-        self.constrained: set[int] = set()  # rows with a grammar, which one of several ranks has
+        self.constrained: set[int] = set()  # rows with a grammar; only one of several ranks has the grammars
         self.num_logprobs: dict[int, int] = {}  # row -> most likely tokens to report; -1: all
         self.logprob_token_ids: dict[int, list[int]] = {}  # row -> report exactly these instead
 

@@ -42,7 +42,7 @@ class GrammarMasks:
         thread: Executor | None = None,
     ) -> None:
         self._asked: list[tuple[RowGrammar, int, Sequence[int]]] = []
-        self._indices: list[int] = []  # in the call, of each mask
+        self._indices: list[int] = []  # the index of each mask in the call
         self._masks_MW: NDArray[np.int32] | Future[NDArray[np.int32]]
         for index, row in enumerate(rows):
             if (grammar := grammars.get(row)) is None:

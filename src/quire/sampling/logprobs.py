@@ -13,7 +13,7 @@ from quire.kernels import ops
 from quire.kernels.reference import sampling_units
 from quire.schedule import TokenLogprobs
 
-Scores = tuple[Tensor, Tensor, Tensor, Tensor]  # in the order of ops.logprobs
+Scores = tuple[Tensor, Tensor, Tensor, Tensor]  # the results of ops.logprobs, in its order
 
 
 def scores(logits_RV: Tensor, token_ids_R: Tensor, num_top: int, as_logits: bool) -> Scores:

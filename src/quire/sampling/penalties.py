@@ -32,7 +32,7 @@ class RowPenalties:
         self.num_tokens = len(counts)
         capacity = max(64, 2 * self.num_tokens)
         self.token_ids = np.zeros(capacity, dtype=np.int64)
-        self.counts = np.zeros(capacity, dtype=np.float32)  # in the output; 0 for tokens of the prompt only
+        self.counts = np.zeros(capacity, dtype=np.float32)  # counts in the output; 0: only in the prompt
         self.token_ids[: self.num_tokens] = list(counts)
         self.counts[: self.num_tokens] = list(counts.values())
         self._index_of = {token_id: index for index, token_id in enumerate(counts)}

@@ -44,7 +44,7 @@ class SampledTokens:
 class _Report:
     """Logprobs on the device: of rows that ask for the same number of tokens, or of one row that names its tokens."""
 
-    indices: list[int]  # of the rows in the call
+    indices: list[int]  # the indices of the rows in the call
     others: list[int] | None  # the named tokens
     numbers: list[Tensor]  # the result of `scores`; for named tokens: values and ranks
 

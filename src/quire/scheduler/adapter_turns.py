@@ -28,11 +28,11 @@ class AdapterTurns:
     def __init__(self, max_loras: int, order: OrderKey, is_in_memory: Callable[[str], bool]) -> None:
         self._max_loras, self._order, self._is_in_memory = max_loras, order, is_in_memory
         self._running: dict[str, int] = {}  # requests by adapter
-        self._waiting: dict[str, list[Request]] = {}  # by adapter, in the order of their turns
+        self._waiting: dict[str, list[Request]] = {}  # the requests of each adapter, in the order of their turns
         self._open: set[str] = set()  # adapters with a place
         self._blocked: dict[str, int] = {}  # adapters that wait for a place: _num_overtakes when that began
         self._num_overtakes = 0  # steps in which a request overtook one that waits for a place
-        self._last_admitted: Key | None = None  # of those admitted since the last step
+        self._last_admitted: Key | None = None  # the key of the last request that was admitted since the last step
         self._reserved_for: Key = ()
         self._draining: str | None = None
         self.wanted: Sequence[str] = ()  # adapters of waiting requests, most urgent first, without those that run

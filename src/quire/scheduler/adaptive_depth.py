@@ -33,7 +33,7 @@ MOST_SAVED, MOST_OWED = 16, 4  # bounds of the credit, in steps; it may be saved
 FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start, in steps; or in trials, where these take less
 MOST_TRIALS = 8  # of a step: a drafter reads its weights for several at once
 DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by a standard deviation
-SEARCH_STEPS = 16  # between two looks for a request that may try, if none may
+SEARCH_STEPS = 16  # steps between two searches for a request that may try, if none may
 MOST_WAITED = 64  # steps of a request between two trials that failed
 NEWS_SHARE = 1 / 4  # of the running requests: after results of this share, depths are chosen anew
 # Between two looks at what steps cost: at first the engine learns what steps with drafts take, and later contexts grow.

@@ -24,7 +24,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_free_blocks = num_blocks
-        self.num_ever_used = 0  # blocks below it were handed out at least once: new ones go out in ascending order
+        self.num_ever_used = 0  # blocks below this number were used before: new blocks are taken in ascending order
         self.residency = residency
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks

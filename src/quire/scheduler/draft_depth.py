@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 
-FIRST_RATE = 0.6  # of untried drafts: high enough to try them wherever they may pay
-MIN_GAIN = 0.02  # of tokens per second, before drafts begin: other costs of drafts are not counted
+FIRST_RATE = 0.6  # the assumed rate of untried drafts: high enough to try them wherever they may save time
+MIN_GAIN = 0.02  # the gain in tokens per second from which on drafts are made: other costs of drafts are not counted
 
 
 class Acceptance:

@@ -26,7 +26,7 @@ from quire.spec_decode.ngram import NgramProposer
 from quire.spec_decode.suffix import SuffixProposer
 from quire.speculative_config import BY_WORKER, SUFFIX_SHARED_BYTES, SpeculativeConfig
 
-DRAFTER_SHARE = 0.15  # of the time of the model: a drafter a tenth of its size, until it has drafted
+DRAFTER_SHARE = 0.15  # assumed share of the model's time, of a drafter with a tenth of its size, until it has drafted
 
 
 def scheduler_of(
@@ -117,7 +117,7 @@ def speculation_of(
         adaptive = AdaptiveDepth(cost.with_drafts, drafter, schedule.depth, reads_late=reads_late)
     most_by_rows = config.num_speculative_tokens_per_batch_size
     proposer, most = proposer_of(config), config.num_speculative_tokens
-    waits = schedule.pipeline_parallel_size == 1  # with several, each request waits by itself
+    waits = schedule.pipeline_parallel_size == 1  # with several stages, each request waits by itself
     return Speculation(proposer, most, most_by_rows, adaptive, max_tokens=max_tokens, waits=waits, drafter_time=drafter)
 
 

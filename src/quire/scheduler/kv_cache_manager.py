@@ -14,14 +14,14 @@ from quire.request import Request
 from quire.scheduler.block_hash import BlockHasher
 from quire.scheduler.block_pool import BlockPool
 
-NO_PAGE = -1  # in a block table: no step reads this block any more
+NO_PAGE = -1  # the mark in a block table for a block that no step reads any more
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """The part of a request's tokens whose KV exists already."""
 
-    pages: Sequence[int]  # of full blocks to share, as in BlockTable; never written again by anybody
+    pages: Sequence[int]  # pages of full blocks that can be shared, as in BlockTable; they are never written again
     num_tokens: int  # tokens that need no computation: the shared blocks and the head of `copy_from`
     copy_from: Sequence[int] = ()  # pages of a block whose first num_tokens % block_size slots are to be copied
     is_forgotten: bool = False  # computed before the cache was reset: no other request may find its later blocks
@@ -171,7 +171,7 @@ class KVCacheManager:
             return NO_PREFIX
         num_blocks, width = (request.num_tokens - 1) // self.block_size, self._width
         hashes = self._hasher.extend(request, num_blocks)[:num_blocks]
-        found: dict[int, list[int]] = {}  # by column, from the first block that is read
+        found: dict[int, list[int]] = {}  # the pages of each column, from the first block that is read
         for column in self._kept_columns:
             found[column] = self._cached_beginning(hashes[:num_blocks], self._suffixes[column])
             num_blocks = len(found[column])
@@ -332,7 +332,7 @@ class KVCacheManager:
         for block in range(first, last):
             for column, suffix in self._suffixes.items():
                 page = pages[block * self._width + column]
-                if page != NO_PAGE:  # given back since, where the step was submitted before another one
+                if page != NO_PAGE:  # NO_PAGE: it was freed after this step was submitted
                     self.pool.register(page, hashes[block] + suffix)
 
     def free(self, request: Request) -> None:

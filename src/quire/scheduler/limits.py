@@ -17,9 +17,9 @@ class SchedulerLimits:
     max_num_seqs: int  # running requests
     max_num_batched_tokens: int  # tokens of one step
     max_model_len: int  # prompt and output of one request
-    long_prefill_token_threshold: int = 0  # most tokens of one request in one step; 0: no such limit
+    long_prefill_token_threshold: int = 0  # the most tokens of one request in one step; 0: no limit
     max_num_queued_reqs: int | None = None  # waiting requests; None: no limit
-    max_shared_prefill_tokens: int = 0  # of prompts in a step that several requests share; 0: prompts go in order
+    max_shared_prefill_tokens: int = 0  # tokens of prompts in a step that they share; 0: prompts go in order
     slo_itl: float = 0.0  # seconds of a step that has answers; 0: no target
     slo_attainment: float = 0.99  # share of these steps that reach it
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from quire.schedule import EvictedBlock
 
-MAX_ACCESSES = 4  # the last ones of a block give its reuse gaps; as vLLM, so that the histograms can be compared
+MAX_ACCESSES = 4  # the last accesses of a block give its reuse gaps; the number is vLLM's, to compare histograms
 
 
 class _Stay:
@@ -20,7 +20,7 @@ class _Stay:
 
     def __init__(self, now: float) -> None:
         self.start_time = self.last_time = now
-        self.accesses: deque[float] = deque(maxlen=MAX_ACCESSES)  # by requests that found it in the prefix cache
+        self.accesses: deque[float] = deque(maxlen=MAX_ACCESSES)  # when requests found it in the prefix cache
 
 
 class BlockResidency:

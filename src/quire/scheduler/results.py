@@ -41,7 +41,7 @@ def delta_of(request: Request, token_ids: list[int]) -> RequestDelta:
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions,
     )
-    if token_ids and len(token_ids) == len(request.output_token_ids):  # the first ones
+    if token_ids and len(token_ids) == len(request.output_token_ids):  # these are the first output tokens
         assert request.first_scheduled_time is not None
         delta.queued_seconds = request.first_scheduled_time - request.received_time
     return delta

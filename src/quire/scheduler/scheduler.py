@@ -42,7 +42,7 @@ logger = get_logger(__name__)
 
 WAITING, PREEMPTED = RequestStatus.WAITING, RequestStatus.PREEMPTED
 RUNNING, FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
-LEAST_PROMPT_TOKENS = 16  # of the oldest prompt in each step, however long answers take
+LEAST_PROMPT_TOKENS = 16  # the least tokens of the oldest prompt in each step, even if answers take long
 SHARING_SECONDS = 10.0  # after the last step with several requests, another request is expected
 
 
@@ -50,7 +50,7 @@ SHARING_SECONDS = 10.0  # after the last step with several requests, another req
 class ScheduleStats:
     """Counts of scheduling since the last `take_stats`."""
 
-    num_decode_tokens: int = 0  # scheduled tokens that are a row's newest sampled token, or drafts behind it
+    num_decode_tokens: int = 0  # scheduled tokens that are a row's newest sampled token or the drafts after it
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # tokens of requests admitted for the first time
     prefix_cache_hits: int = 0  # how many of them were cached
@@ -62,7 +62,7 @@ class _Step:
 
     batch: ScheduledBatch
     rows: list[Request]
-    room: StepRoom | None = None  # it has answers, and prompts take the rest of its time
+    room: StepRoom | None = None  # set if the step has answers: prompts take the rest of its time
 
 
 class Scheduler:
@@ -110,14 +110,14 @@ class Scheduler:
         # Requests beside the queue, each with the question whether it may join. They hold up no other request.
         self._deferred: dict[Request, Callable[[], bool]] = {}
         self._in_flight: dict[int, _Step] = {}  # by step_id, oldest first
-        self._removed: list[str] = []  # the worker holds these and should not
+        self._removed: list[str] = []  # requests that the worker still has and must remove
         self._prompt_logprobs = PromptLogprobs()
         self._stats = ScheduleStats()
         self._num_added = 0
         self._shared_until = -math.inf
         self._next_step_id = 0
         self._preemption_log = RateLimited(logger)
-        self.others: tuple[Scheduler, ...] = ()  # of lanes that take their steps together with this one
+        self.others: tuple[Scheduler, ...] = ()  # the schedulers of lanes that take their steps together with this lane
 
     # What the caller sees of the state
 
@@ -350,7 +350,7 @@ class Scheduler:
                 num_taken, reason = append_tokens(request, token_ids)
                 force(request, max(num_taken - num_sampled, 0))
             if num_logits > 1:
-                end = min(end, request.num_tokens)  # a stop may leave drafts behind it that held
+                end = min(end, request.num_tokens)  # accepted drafts may come after a stop
                 has_drafts = self._settle_drafts(request, row, num_logits - 1, result)
             elif row in result.draft_failures and self.speculation is not None:
                 self.speculation.fail(request, result.draft_failures[row])

@@ -21,8 +21,8 @@ class DraftCounts:
 
     num_drafts: int = 0  # rows with drafts
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0  # drafts that held
-    accepted_per_position: list[int] = field(default_factory=list)  # rows whose draft there held, up to the longest run
+    num_accepted_tokens: int = 0  # accepted drafts
+    accepted_per_position: list[int] = field(default_factory=list)  # rows with an accepted draft there
     num_failures: int = 0  # rows whose drafter failed
 
     def add(self, num_drafts: int, num_held: int) -> None:
@@ -41,7 +41,7 @@ class _Errors:
     """Of a request whose drafter raised."""
 
     count: int = 0
-    next_step: int = 0  # that it drafts in
+    next_step: int = 0  # the next step in which it drafts
 
 
 class Speculation:

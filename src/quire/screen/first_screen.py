@@ -24,7 +24,7 @@ logger = logs.get_logger(__name__)
 WIDTH = 80
 LABEL_WIDTH = 9
 INDENT = " " * (LABEL_WIDTH + 3)
-MOST_NAMES = 5  # of adapters
+MOST_NAMES = 5  # the most names of adapters
 CHOSEN = (
     "dtype", "num_threads", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
     "enable_prefix_caching",

@@ -22,7 +22,7 @@ class MemorySummary:
     block_size: int
     max_model_len: int
     kv_cache_tokens: int
-    kv_cache_chats: int  # of `chat_tokens`
+    kv_cache_chats: int  # chats of `chat_tokens` tokens
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> MemorySummary:

@@ -172,7 +172,7 @@ class RequestContext:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(reversed(scope["headers"]))  # of several with one name the first counts
+        headers = dict(reversed(scope["headers"]))  # if several headers have one name, the first one counts
         given = headers.get(b"x-request-id")
         request_id = sane_request_id(None if given is None else given.decode("latin-1")) or new_request_id()
         scope[REQUEST_ID_KEY] = request_id

@@ -15,7 +15,7 @@ from quire.server.errors import HttpError, error_response
 # Everything else needs the key, including paths that do not exist: a route added later is guarded without being listed.
 # The page at / and its files are the same for everybody and hold no data: it asks its reader for the key.
 PUBLIC_PATHS = frozenset(("/", "/health", "/livez", "/ping", "/readyz", *page.FILES))
-MAY_BE_TOLD = "quire.may_be_told"  # of a scope with such a path: whether the caller may open the others
+MAY_BE_TOLD = "quire.may_be_told"  # the key in the scope of such a path: whether the caller may open the other paths
 
 
 def check_api_keys(api_keys: Sequence[str]) -> None:
@@ -65,7 +65,7 @@ class AccessControl:
             error = HttpError(
                 403,
                 "host_not_allowed",
-                "The Host header names a host this server does not answer to",
+                "The Host header names a host for which this server does not answer",
                 expected="one of " + ", ".join(sorted(self._allowed_hosts)),
             )
             await error_response(error, scope["path"])(scope, receive, send)

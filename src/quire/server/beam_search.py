@@ -32,13 +32,13 @@ async def run(state: ServerState, body: GenerationRequest, asked: Generation) ->
     if asked.params.prompt_logprobs is not None:
         raise UnsupportedFieldError(
             "Logprobs of the prompt do not work with beam search",
-            fix="Remove prompt_logprobs, or echo where there are logprobs",
+            fix="Remove prompt_logprobs, or remove echo if you ask for logprobs",
             param="prompt_logprobs",
         )
     num_logprobs = asked.params.logprobs
     if num_logprobs is not None and not 0 <= num_logprobs <= 2 * asked.params.n:
         raise InvalidRequestError(
-            "Beam search knows the logprobs of twice as many tokens as it keeps beams",
+            "Beam search gives logprobs of at most twice as many tokens as it has beams",
             value=num_logprobs,
             expected=f"at most {2 * asked.params.n} with n = {asked.params.n}",
             param="top_logprobs" if isinstance(body, ChatRequest) else "logprobs",

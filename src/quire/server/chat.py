@@ -86,7 +86,7 @@ async def generation_of(
     if body.reasoning_effort is not None and not state.has_reasoning_effort:
         ignored.append("reasoning_effort")
     prompt = await render(state, body)
-    constraint = body.constraint()  # also where tools have one: what is wrong with it is said in any case
+    constraint = body.constraint()  # even if tools have a constraint, errors in this one are reported
     if (constraint := tools.constraint or constraint) is not None:
         constraint = tools.behind_reasoning(constraint, state.settings.server, prompt)
         body.structured_outputs, body.response_format = constraint, None
@@ -160,13 +160,13 @@ def _thinking_budget(state: ServerState, body: ChatRequest, prompt: str) -> dict
     token_ids = [token_id for tag in tags if (token_id := state.tokenizer.token_to_id(tag)) is not None]
     if len(token_ids) < len(tags):
         raise UnsupportedFieldError(
-            "The tags of this model's reasoning are not tokens, so its tokens cannot be bounded",
+            "The tags of this model's reasoning are not tokens, so the tokens of its reasoning cannot be limited",
             fix="Remove thinking_token_budget, and bound the answer with max_completion_tokens",
             param="thinking_token_budget",
         )
     if body.use_beam_search:
         raise UnsupportedFieldError(
-            "thinking_token_budget does not work with beam search, which takes the likeliest sequences there are",
+            "thinking_token_budget does not work with beam search, which keeps the most probable sequences",
             fix="Remove thinking_token_budget or use_beam_search",
             param="thinking_token_budget",
         )

@@ -35,7 +35,7 @@ async def _prepare(
     for name in (*NOT_IN_BATCHES, "prompt_logprobs"):
         if (value := getattr(body, name)) is not None and value is not False:
             raise UnsupportedFieldError(
-                f"{name} is not for several chats", fix="Send each to /v1/chat/completions", param=name
+                f"{name} cannot be used with several chats", fix="Send each to /v1/chat/completions", param=name
             )
     parts: list[tuple[Generation, ChatWriter]] = []
     for messages in body.messages:

@@ -75,7 +75,9 @@ def _infill_prompts(
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) < len(prompts) or body.echo:
         raise UnsupportedFieldError(
-            "suffix is for prompts of text, without echo", fix="Send the prompt as text, without echo", param="suffix"
+            "suffix works only with prompts of text, without echo",
+            fix="Send the prompt as text, without echo",
+            param="suffix",
         )
     encode = state.engine.input_processor.encode
     return [infill_prompt(encode, form, text, suffix) for text in texts]
@@ -130,7 +132,7 @@ class _CompletionWriter:
         # By prompt, for choices that begin later.
         self._prompt_logprobs: dict[int, Sequence[PositionLogprobs | None]] = {}
         self._written: dict[int, PromptLogprobs] = {}
-        self._offsets: dict[int, int] = {}  # by choice: characters written so far; a choice that has begun is in it
+        self._offsets: dict[int, int] = {}  # characters written so far, for each choice that has begun
 
     def response(self, outputs: Sequence[RequestOutput], headers: dict[str, str]) -> Response:
         """The whole answer."""

@@ -305,7 +305,7 @@ def _check_beam_search(body: GenerationRequest) -> None:
         value = getattr(body, name)
         if value is not None and value not in neutral:
             raise UnsupportedFieldError(
-                f"{name} does not work with beam search, which takes the likeliest sequences there are",
+                f"{name} does not work with beam search, which keeps the most probable sequences",
                 fix=f"Remove {name} or use_beam_search",
                 param=name,
             )

@@ -21,8 +21,8 @@ from quire.server.errors import HttpError, error_body
 from quire.server.state import new_request_id
 
 MIN_PROGRESS_BYTES = 4096
-ANSWER_PREFIX = b"HTTP/1.1 "  # of every answer
-FIRST_LOOK_SECONDS, MAX_LOOK_SECONDS = 0.02, 5.0  # between two looks whether a half-closed client is still there
+ANSWER_PREFIX = b"HTTP/1.1 "  # every answer begins with it
+FIRST_LOOK_SECONDS, MAX_LOOK_SECONDS = 0.02, 5.0  # seconds between checks whether a half-closed client is there
 
 logger = get_logger(__name__)
 _malformed_log = RateLimited(logger)
@@ -63,8 +63,8 @@ class _Connection:
         self._transport, self._loop, self._linger_seconds = transport, loop, linger_seconds
         self._is_ending = False
         self._has_eof = False  # the client has closed its sending side
-        self._unasked = b""  # of ANSWER_PREFIX: bytes left to ask a silent client with
-        self._num_early_bytes = 0  # of the answer, sent before it
+        self._unasked = b""  # the bytes of ANSWER_PREFIX that are left to test a silent client
+        self._num_early_bytes = 0  # the bytes of the answer that were sent before it
         self._timer: asyncio.TimerHandle | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -139,10 +139,10 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._num_header_bytes = 0  # of complete headers; 0: no headers are being read
+        self._num_header_bytes = 0  # the bytes of complete headers; 0: no headers are being read
         self._num_unparsed_bytes = 0  # bytes since the chunk in which the headers began
-        self._num_unread_bytes = 0  # of a body whose answer is complete
-        self._num_lingering_bytes = 0  # that came since our side was closed
+        self._num_unread_bytes = 0  # the unread bytes of a body whose answer is complete
+        self._num_lingering_bytes = 0  # bytes that came after our side was closed
         self._unanswered: list[RequestResponseCycle] = []  # the request that is answered now, and the later ones
         self._is_refused = False
 
@@ -179,7 +179,7 @@ class GuardedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # no other protocol is spoken here: the request is answered as it stands
+            pass  # the server has no other protocol: it answers the request as if there were no upgrade
         except httptools.HttpParserError:
             self._refuse_malformed()
         if is_continued and self._num_header_bytes > 0:
@@ -221,7 +221,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._write_timer = None
 
     def _on_slow_headers(self) -> None:
-        if self._num_header_bytes == 0:  # nothing was asked: a connection opened in advance
+        if self._num_header_bytes == 0:  # there was no request: the client opened the connection in advance
             self.transport.close()
         else:
             self._refuse(
@@ -340,19 +340,19 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._is_refused = True
         self._stop_reading_timer()
-        if self.pipeline and self.cycle.more_body:  # it has not begun to run, and shall not
+        if self.pipeline and self.cycle.more_body:  # it has not begun to run, and must not begin
             self.pipeline.popleft()
             self._unanswered.pop()
             self.cycle = self._unanswered[-1]
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
             self._write_error(error)
-        elif not cycle.more_body:  # a request before this one: it has its answer first
+        elif not cycle.more_body:  # an earlier request gets its answer first
             cycle.keep_alive = False
             return
         elif not cycle.response_started:
             self._write_error(error)
-            cycle.disconnected = True  # it shall not answer as well
+            cycle.disconnected = True  # it must not answer too
             cycle.message_event.set()
         self._await_reader()
         self.transport.close()

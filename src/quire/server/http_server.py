@@ -21,9 +21,9 @@ from starlette.types import ASGIApp
 from quire.server.http_protocol import GuardedProtocol
 
 POLL_SECONDS = 0.05
-HANDSHAKE_SECONDS = 0.1  # for a connection that a client has begun to open
-LAST_REQUEST_SECONDS = 0.5  # for a client that has just connected to send its request
-GOOD_BYE_SECONDS = 0.25  # for clients to close idle connections after us
+HANDSHAKE_SECONDS = 0.1  # the time for a connection that a client has begun to open
+LAST_REQUEST_SECONDS = 0.5  # the time in which a client that has just connected can send its request
+GOOD_BYE_SECONDS = 0.25  # the time in which clients close idle connections after we did
 
 
 def http_config(app: ASGIApp, protocol: type[GuardedProtocol] = GuardedProtocol, **options: Any) -> uvicorn.Config:

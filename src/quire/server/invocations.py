@@ -25,7 +25,7 @@ def _decode(data: bytes) -> tuple[ChatRequest | CompletionRequest, list[str]]:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         names = {name for name, value in fields.items() if bytes(value) != b"null"}
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        return chat.decoder.decode(data)  # which says what is wrong
+        return chat.decoder.decode(data)  # the decoder's error says what is wrong
     if "messages" in names:
         return chat.decoder.decode(data)
     if "prompt" in names:

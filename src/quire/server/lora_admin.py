@@ -69,7 +69,7 @@ async def resolve(state: ServerState, name: str | None) -> None:
     except AdapterNotFoundError:
         return  # the error is that the model is not served
     except InvalidRequestError:
-        if not state.is_served(name):  # else another request was faster
+        if not state.is_served(name):  # otherwise another request was faster
             raise
 
 

@@ -168,7 +168,7 @@ class _MessagesWriter:
         self._message = Message(id=asked.response_id, model=asked.adapter or state.model_name, content=[], usage=usage)
         self._has_begun = False
         self._open: AnswerBlock | None = None  # the last block, while it grows
-        self._pieces: list[str] = []  # of it
+        self._pieces: list[str] = []  # the pieces of its text
 
     def response(self, outputs: Sequence[RequestOutput], headers: dict[str, str]) -> Response:
         """The whole answer."""

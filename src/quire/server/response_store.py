@@ -101,7 +101,7 @@ class ResponseStore:
         stored = self.get(response_id)
         if stored.answer.status not in ("completed", "incomplete"):
             raise InvalidRequestError(
-                "The previous response has no answer to go on from",
+                "The previous response has no answer that can be continued",
                 value=stored.answer.status,
                 expected="a response that is completed or incomplete",
                 param="previous_response_id",

@@ -109,8 +109,8 @@ class ResponseWriter:
         )
         self._parser = None if asked.new_parser is None else asked.new_parser()
         self._open: OutputItem | None = None  # the last item, while it grows
-        self._pieces: list[str] = []  # of its text
-        self._part_logprobs: list[TokenLogprob] = []  # of its text, if it is a message
+        self._pieces: list[str] = []  # the pieces of its text
+        self._part_logprobs: list[TokenLogprob] = []  # the logprobs of its text, if it is a message
         self._numbers = count()
         self._has_begun = False
         self._stored = StoredResponse(self._answer, conversation)

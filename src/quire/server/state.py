@@ -38,7 +38,7 @@ REQUEST_ID_KEY = "quire.request_id"
 # The headers of the HTTP request that is served, by lower-case name.
 trace_headers: ContextVar[Mapping[str, str] | None] = ContextVar("trace_headers", default=None)
 
-MOST_NAMES = 20  # of models in an error
+MOST_NAMES = 20  # the most names of models in an error
 
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 

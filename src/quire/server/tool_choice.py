@@ -101,7 +101,7 @@ class ToolChoice:
 def _check_automatic(settings: ServerSettings) -> None:
     if not settings.enable_auto_tool_choice:
         raise UnsupportedFieldError(
-            "This server lets the model call tools only where tool_choice asks for it",
+            "This server lets the model call tools only if tool_choice asks for it",
             fix='Set tool_choice to "required" or to a tool, or start the server with --enable-auto-tool-choice',
             param="tools",
         )

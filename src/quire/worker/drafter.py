@@ -9,14 +9,14 @@ from typing import Protocol
 from quire.schedule import ScheduledBatch
 from quire.worker.input_batch import StepRows
 
-ANY_TOKEN = 0  # in place of a draft that could not be made: the target's sample decides, as always
+ANY_TOKEN = 0  # used if a draft could not be made: the target's sample decides, as always
 
 
 @dataclass(slots=True)
 class Drafted:
     """Drafts of some rows."""
 
-    token_ids: list[list[int]]  # of each row as many as were asked for
+    token_ids: list[list[int]]  # for each row, as many drafts as were asked for
     failures: dict[int, str] = field(default_factory=dict)  # index of a row -> why some of its drafts are ANY_TOKEN
     # index of a row -> how many of its tokens are left to read in later steps; its drafts are ANY_TOKEN
     unread: dict[int, int] = field(default_factory=dict)

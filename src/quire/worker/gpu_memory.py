@@ -57,7 +57,7 @@ class OnGpu:
 
     def measure(self, model: CausalLM, drafter: CausalLM | None, settings: WorkerSettings) -> Measured:
         """The largest step, and all graphs."""
-        gc.collect()  # what loading has left of tensors
+        gc.collect()  # frees tensors that loading has left
         cache = kv_cache.allocate_for(model.config, settings.model, 1, self.memory_device)
         max_model_len = settings.model.max_model_len
         work = measure_work(model, cache, settings, self._accelerator, max_model_len)
@@ -150,7 +150,7 @@ def measure_work(
         for params in (GREEDY, RANDOM):
             if num_rows <= settings.max_num_seqs and length * num_rows <= settings.max_num_batched_tokens:
                 _run(runner, prompts(settings, [length] * num_rows, params, tables))
-    accelerator.release()  # what stays is scratch of kernels, and counts
+    accelerator.release()  # only the scratch memory of kernels stays, and it counts
     _run(runner, largest_batch(settings, tables))
     step_bytes = accelerator.reserved_peak() - before
     batch = largest_batch(settings, tables)

@@ -30,8 +30,8 @@ from quire.worker.live_buffers import LiveBuffers
 from quire.worker.model_runner import ModelRunner
 from quire.worker.recorded_steps import RecordedSteps
 
-PROFILE_TOKENS = 256  # of the run that is timed
-COUNTED_TOKENS = 16  # of the run whose buffers are counted; they grow in proportion
+PROFILE_TOKENS = 256  # tokens of the run that is timed
+COUNTED_TOKENS = 16  # tokens of the run whose buffers are counted; buffers grow in proportion
 
 
 class OnHost:

@@ -27,7 +27,7 @@ from quire.schedule import MAX_FORCED_TOKENS, NewRow, RowsFailedError, Scheduled
 from quire.worker.drafts import Drafts
 
 ALL_PAGES = PageShare()
-NOBODY = -1  # in place of an occupant: the token of the row is known
+NOBODY = -1  # the value without an occupant: the token of the row is known
 
 
 @dataclass(slots=True)
@@ -39,9 +39,9 @@ class StepRows:
     lens_S: NDArray[np.int64]  # tokens of this step
     sampling_R: NDArray[np.int64]  # position in the batch
     drafts: Drafts | None = None
-    ahead: int = 0  # each position reads the token that is this number of places behind it
+    ahead: int = 0  # each position reads the token that comes this number of places later
     adapter_slots_S: NDArray[np.int32] | None = None  # None: no row has an adapter, or the model takes none
-    lane_tokens: Sequence[int] = ()  # of this step in each lane; empty: there is one lane
+    lane_tokens: Sequence[int] = ()  # the tokens of this step in each lane; empty: there is one lane
 
     def expecting(self) -> NDArray[np.int64]:
         """Positions in the batch of rows that sample one token: those with drafts get one or more."""
@@ -63,15 +63,15 @@ class StagedStep:
 
     token_ids_T: Tensor  # int64; -1 - row: the newest token of the row
     positions_T: Tensor  # int64
-    slot_mappings_T: list[Tensor]  # of each block table, int64; -1: padding
+    slot_mappings_T: list[Tensor]  # one for each block table, int64; -1: padding
     rows_S: Tensor  # int64
     cu_seqlens_q_S1: Tensor  # int32
     seq_lens_S: Tensor  # int32
     adapter_slots_T: Tensor | None  # int32; None: no row has an adapter
     logits_indices_R: Tensor  # int64
-    adapter_slots_R: Tensor | None  # of the rows of logits
+    adapter_slots_R: Tensor | None  # the adapters of the rows of logits
     expecting_rows: Tensor  # int64: the rows of StepRows.expecting
-    parameters: tuple[Tensor, ...]  # of ops.sample; empty: all rows are greedy
+    parameters: tuple[Tensor, ...]  # the parameters of ops.sample; empty: all rows are greedy
     host: HostStep
     num_tokens: int  # without padding
     padding: Padding | None  # None: it was brought to no size
@@ -295,7 +295,7 @@ class InputBatch:
         ends_S = starts_S + lens_S
         cu_S = np.cumsum(lens_S, dtype=np.int32)
         num_tokens = int(cu_S[-1]) if num_rows else 0
-        if num_tokens == num_rows:  # one token each
+        if num_tokens == num_rows:  # each row has one token
             row_T, positions_T = rows_S, starts_S
         else:
             row_T = np.repeat(rows_S, lens_S)

@@ -25,7 +25,7 @@ from quire.layer_spec import KvSpec
 from quire.model_config import ModelConfig
 from quire.settings import DrafterSettings, ModelSettings
 
-COPY_BYTES = 4 << 20  # of page copies that are held beside the cache at once
+COPY_BYTES = 4 << 20  # the most bytes of page copies beside the cache
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class PagedCache:
         count, owner = self.num_owners, group.rank % self.num_owners
         sources = [[source // count for source, _ in copies if source % count == each] for each in range(count)]
         firsts = [0, *accumulate(len(sources[rank % count]) for rank in range(group.size))]
-        places = [0] * count  # of the next row of each owner
+        places = [0] * count  # the place of the next row of each owner
         taken: list[tuple[int, int]] = []  # rows of all ranks, and own pages
         for source, destination in copies:
             row = firsts[group.rank - owner + source % count] + places[source % count]

@@ -57,7 +57,7 @@ def _failed(counts: Sequence[int], error: Exception) -> Drafted:
 class _PromptPiece:
     """Logprobs on their way of some prompt tokens of one row."""
 
-    position: int  # of the row in the batch
+    position: int  # the position of the row in the batch
     next_token_ids: Tensor  # on the host
     numbers: list[Tensor]
 
@@ -90,7 +90,7 @@ class PendingStep:
     ) -> None:
         self._runner = runner
         self.step_result, self.launched, self.download = step_result, launched, download
-        self.marks = marks  # before the forward pass, behind it, and behind sampling
+        self.marks = marks  # the marks before the forward pass, after it, and after sampling
         self.is_done = False
         self.error: Exception | None = None
 
@@ -254,7 +254,7 @@ class ModelRunner:
             drafter.learn(step)
         except torch.AcceleratorError:
             raise
-        except Exception as error:  # as for drafts
+        except Exception as error:  # the same as for drafts
             if not self._is_alone:
                 raise
             self.device.synchronize()
@@ -360,7 +360,7 @@ class ModelRunner:
                 start, forwarded, sampled = pending.marks
                 pending.step_result.forward_seconds = self.device.seconds_between(start, forwarded)
                 pending.step_result.sample_seconds = self.device.seconds_between(forwarded, sampled)
-            except Exception as error:  # of this step, whichever is being launched or waited for
+            except Exception as error:  # the error belongs to this step, whichever step is being launched or waited for
                 pending.error = error
 
     def _take_in(self, result: StepResult, launched: _Launched, on_host: Iterator[Tensor]) -> None:

@@ -20,7 +20,7 @@ from quire.planning import devices
 logger = get_logger(__name__)
 
 LEAD_BYTES = 1 << 30
-PIECE_BYTES = 2 << 20  # at once: a huge page, so that a request that comes meanwhile waits for one at most
+PIECE_BYTES = 2 << 20  # a huge page at a time, so that a request that comes meanwhile waits for at most one
 MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h, Linux 5.14: takes pages, and keeps their content
 
 
@@ -58,7 +58,7 @@ class Prefault:
         if self._taken >= min(self._num_bytes, wanted) or self._free_bytes() < 2 * self._lead_bytes:
             return False
         if not _populate(self._bytes[self._taken : self._taken + PIECE_BYTES]):
-            self._num_bytes = 0  # not on this system
+            self._num_bytes = 0  # this system cannot do it
             return False
         self._taken += PIECE_BYTES
         return True

@@ -83,7 +83,7 @@ class RecordedSteps:
         if own is None or not _copy_inputs(batch, own):
             return self._model.forward(batch)
         residual_TD = self._model.embed_step(batch)
-        with torch.inference_mode(False):  # it is written to whatever the mode of a later caller
+        with torch.inference_mode(False):  # later callers write to it in any mode
             residual_TD = residual_TD.clone()
         result_TD, calls = record(lambda: self._model.run_blocks(residual_TD, own), self._arena)
         if calls is None:

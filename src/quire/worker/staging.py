@@ -37,7 +37,7 @@ class Staging:
         self._arrays = [buffer.numpy() for buffer in self._buffers]
         self._copied: list[Event | None] = [None] * num_buffers
         self._current, self._offset = 0, 0
-        self._views: dict[tuple[int, int, Any], Tensor] = {}  # making one takes microseconds
+        self._views: dict[tuple[int, int, Any], Tensor] = {}  # kept because making a view takes microseconds
 
     def begin(self) -> None:
         """Start to fill the next buffer, once its last copy is done."""

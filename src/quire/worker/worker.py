@@ -41,7 +41,7 @@ LOADED_BEFORE_DRAFTER = 0.9  # share of loading: most drafters are a tenth of th
 class Place(Protocol):
     """The place of a model: the differences between devices in the life of a worker."""
 
-    kv_cache_knob: str  # the setting for the size of the KV cache there, beside the exact numbers
+    kv_cache_knob: str  # the setting for the size of the KV cache there, besides the exact numbers
     memory_device: torch.device
 
     def measure(self, model: CausalLM, drafter: CausalLM | None, settings: WorkerSettings) -> Measured:
@@ -212,7 +212,7 @@ class DeviceWorker:
             yield
         except GroupError as error:
             if ranks is not None:
-                ranks.fail()  # those that are linked to this rank over a network do not know yet
+                ranks.fail()  # ranks that a network links to this rank do not know of the failure yet
             raise _lost(ranks, phase, error) from error
         except Exception as error:
             if ranks is None:

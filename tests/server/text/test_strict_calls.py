@@ -233,7 +233,7 @@ def walk(matcher: LLMatcher, beginning: str, numbers: random.Random) -> str | No
         (
             {"properties": {"a": {"type": "array", "items": {"type": "object", "patternProperties": {"^a": {}}}}}},
             ["qwen3_coder"],
-            "keys with a pattern could have </parameter> in them: #/items/patternProperties",
+            "keys with a pattern could contain </parameter>: #/items/patternProperties",
         ),
         ({"properties": {"a": {"minimum": 3}}}, ["qwen3_coder"], "type of an argument"),
     ],
@@ -306,7 +306,7 @@ def test_two_schemas_that_refer_to_themselves() -> None:
         for name in "ab"
     }
     together = {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": trees}
-    with pytest.raises(InvalidRequestError, match=r"refer to themselves cannot hold together .*: #/allOf"):
+    with pytest.raises(InvalidRequestError, match=r"refer to themselves cannot be combined .*: #/allOf"):
         constrained("hermes", together)
 
 

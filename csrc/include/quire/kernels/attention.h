@@ -14,14 +14,14 @@ namespace quire {
 // order.
 constexpr int kAttentionRange = 256;
 constexpr int kMostAttentionRows = 256;  // query rows of a partial result
-constexpr int kAttentionPadding = 32;    // elements by which a row of values may be longer there, at most
+constexpr int kAttentionPadding = 32;    // the most elements by which a row of values may be longer there
 
 // Constants of a layer, equal for all steps.
 struct AttentionRule {
   float scale;
   int sliding_window;  // attends to positions > pos - sliding_window; 0 = all
   float soft_cap;      // scores become soft_cap * tanh(score / soft_cap); 0 = off
-  int chunk;           // attends to positions in the own one of the chunks of this size; 0 = all
+  int chunk;           // attends to positions in its own chunk of this size; 0 = all
 
   // The first position that a token at `position` attends to.
   int first_visible(int position) const {
@@ -32,7 +32,7 @@ struct AttentionRule {
 
 // T tokens, H query heads, O of them with results, E head_dim, V value_dim, S sequences, M blocks per table row.
 struct AttentionArgs {
-  DType dtype;                 // of q and out
+  DType dtype;                 // the type of q and out
   StridedHeads<const void> q;  // [T, H, E]
   KvCache cache;
   StridedRows<const int32_t> block_tables;  // [S, M]
@@ -42,7 +42,7 @@ struct AttentionArgs {
   int num_tokens, num_seqs, num_q_heads, head_dim;
   int value_dim;  // V, at most E: below E the values are the first elements of the keys
   AttentionRule rule;
-  const void* sinks;              // [O] of dtype: a score that takes weight and has no value; nullptr: there are none
+  const void* sinks;              // [O] of dtype: scores that take weight and have no values; nullptr: none
   StridedHeads<void> out;         // [T, O, V]
   int first_result, num_results;  // the heads of q that have results
 };
@@ -52,8 +52,8 @@ struct AttentionArgs {
 class Turns {
  public:
   virtual float* begin() = 0;                // this rank's slot, in whole cache lines; nullptr: there is no turn
-  virtual bool end(uint64_t signature) = 0;  // all ranks have filled theirs; false: they have not
-  virtual const float* slot_of(int owner) const = 0;  // until the next turn begins
+  virtual bool end(uint64_t signature) = 0;  // waits until all ranks have filled their slots; false: they have not
+  virtual const float* slot_of(int owner) const = 0;  // valid until the next turn begins
   virtual int64_t slot_floats() const = 0;
 
  protected:
@@ -74,7 +74,7 @@ struct AttentionKernels {
   // Slots hold a partial result of kMostAttentionRows rows.
   void (*shared_attention)(const SharedAttentionArgs&, Turns&);
 };
-const AttentionKernels& attention_kernels();        // of a cache of CacheType::model
-const AttentionKernels& attention_codes_kernels();  // the other cache types
+const AttentionKernels& attention_kernels();        // for a cache of CacheType::model
+const AttentionKernels& attention_codes_kernels();  // for the other cache types
 
 }  // namespace quire

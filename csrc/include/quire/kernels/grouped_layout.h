@@ -24,17 +24,17 @@
 namespace quire {
 
 inline constexpr int64_t kPanelWidth = 64;
-inline constexpr int64_t kUnpackedRowsPerTask = 16;         // where rows are read back out of panels
+inline constexpr int64_t kUnpackedRowsPerTask = 16;         // when rows are read from panels
 inline constexpr int64_t kQuad = 4;                         // neighbours in K with codes that lie together
-inline constexpr int64_t kQuadBytes = kQuad * kPanelWidth;  // of 8-bit codes of one panel
+inline constexpr int64_t kQuadBytes = kQuad * kPanelWidth;  // the bytes of the 8-bit codes of a quad in one panel
 
 // Codes of 2, 4 and 8 bits are one plane: [64][4] bytes hold a fixed number of quads, the first in the lowest bits.
 // Codes of 3, 5 and 6 bits are split: 2 or 4 low bits form a plane like codes of 2 or 4 bits, and the upper bits form
 // another plane. Planes alternate, so that a panel is read in order: the low bits of `quads` quads, then their high
 // bits [64][4]. K is rounded up to whole planes too.
 struct CodePlanes {
-  int low_bits, high_bits;  // of a code
-  int64_t quads;            // that share their last [64][4] bytes
+  int low_bits, high_bits;  // the bits of a code
+  int64_t quads;            // the quads that share their last [64][4] bytes
 
   constexpr explicit CodePlanes(int bits)
       : low_bits(bits == 8   ? 8
@@ -47,7 +47,7 @@ struct CodePlanes {
   constexpr int64_t bytes() const { return kQuadBytes * quads * (low_bits + high_bits) / 8; }
 };
 
-inline constexpr int64_t kMaxSuperElements = 256;  // of a super-group: the limit of 32-bit sums, see above
+inline constexpr int64_t kMaxSuperElements = 256;  // elements of a super-group: the limit of 32-bit sums, see above
 
 // The storage of the numbers of groups. The values are part of the Python interface (kernels/cpu.py).
 enum class GroupNumbers : int { none = 0, f32 = 1, f16 = 2, i8 = 3, u8 = 4, e8m0 = 5 };
@@ -70,7 +70,7 @@ constexpr int64_t size_of(GroupNumbers numbers) {
 
 // Products take a code of 4 bits in e2m1 as an integer without sign: twice its value, plus kE2m1Zero. Scales are halved
 // where they are decoded. Both are exact.
-inline constexpr int kE2m1Zero = 12, kE2m1Bits = 5;  // of such an integer
+inline constexpr int kE2m1Zero = 12, kE2m1Bits = 5;  // the bits of such an integer
 alignas(16) inline constexpr uint8_t kE2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // With 3 and 5 bits, super-groups of several groups are multiples of 32 elements, like whole planes.
@@ -91,8 +91,8 @@ struct GroupedForm {
 // Byte offsets and sizes in a panel of the packed layout.
 struct GroupedLayout {
   int64_t num_groups, num_supers;
-  int64_t scale_bytes, group_bytes;        // of one group: its scales; all its numbers
-  int64_t super_scale_bytes, super_bytes;  // of one super-group, likewise
+  int64_t scale_bytes, group_bytes;        // bytes of one group: its scales; all its numbers
+  int64_t super_scale_bytes, super_bytes;  // bytes of one super-group, likewise
   int64_t supers_at, codes_at, panel_bytes;
 
   GroupedLayout(const GroupedForm& form, int64_t k)

@@ -11,7 +11,7 @@ namespace quire {
 
 // T tokens, H query heads, L rank, R rotary dims.
 struct LatentCacheArgs {
-  DType dtype;                   // of q, rows and out
+  DType dtype;                   // the type of q, rows and out
   StridedHeads<const void> q;    // [T, H, R] the parts that rotate
   StridedRows<const void> rows;  // [T, L + R] normed latents, and then the part of the key that rotates
   const int64_t* positions;      // [T]
@@ -19,7 +19,7 @@ struct LatentCacheArgs {
   KvCache cache;                 // one KV head, rows of L + R
   const float* cos_sin;          // [num_positions, R]: R / 2 cosines, then R / 2 sines
   int64_t num_positions, rotary_dim;
-  bool is_interleaved;     // dimensions 2 i and 2 i + 1 are a pair, else i and i + R / 2; in results always the latter
+  bool is_interleaved;     // pairs are 2 i and 2 i + 1, else i and i + R / 2; results always have the latter
   StridedHeads<void> out;  // [T, H, R] the rotated parts of q
   int64_t num_tokens, num_heads, rank;
 };

@@ -11,14 +11,14 @@
 namespace quire {
 
 struct NormArgs {
-  DType dtype;                // of x, residual and out
+  DType dtype;                // the type of x, residual and out
   StridedRows<const void> x;  // [rows, dim]
   // [rows, dim] or null: residual += multiplier * x first, product and sum rounded to dtype; the norm reads the sum
   StridedRows<void> residual;
   float multiplier;
   const void *weight, *bias;  // [dim]; bias null: RMS norm, else layer norm, which takes the mean away
-  DType weight_dtype;         // of both: dtype or f32
-  float eps, weight_offset;   // the offset is of RMS norms
+  DType weight_dtype;         // the type of both: dtype or f32
+  float eps, weight_offset;   // only RMS norms have an offset
   StridedRows<void> out;      // [rows, dim], may be x
   int64_t rows, dim;
 };
@@ -28,7 +28,7 @@ struct HeadRotation {
   const float* cos_sin;  // [num_positions, R]: R / 2 cosines, then R / 2 sines; null = no rotation
   int64_t num_positions, rotary_dim;
   const void *q_norm_weight, *k_norm_weight;  // [E] or null, before the rotation
-  DType norm_weight_dtype;                    // that of q, or f32
+  DType norm_weight_dtype;                    // the type of q, or f32
   float norm_eps, norm_weight_offset;
   // q at position p is multiplied by 1 + temperature * log(1 + floor((p + 1) / temperature_floor)) (Llama 4); 0 = off
   float temperature, temperature_floor;
@@ -36,7 +36,7 @@ struct HeadRotation {
 
 // T tokens, H query heads, G KV heads, E head_dim.
 struct RopeCacheArgs {
-  DType dtype;                  // of q, k and v
+  DType dtype;                  // the type of q, k and v
   StridedHeads<void> q;         // [T, H, E], changed in place
   StridedHeads<const void> k;   // [T, G, E]
   StridedHeads<const void> v;   // [T, G, E]

@@ -35,7 +35,7 @@ class WordIndex:
         self._heads: defaultdict[bytes, list[int]] = defaultdict(list)  # text up to a boundary inside the token
         self._tails: defaultdict[bytes, list[int]] = defaultdict(list)  # text from a boundary inside the token on
         self._inside: defaultdict[bytes, list[int]] = defaultdict(list)  # text between two boundaries inside the token
-        self._lengths: defaultdict[bytes, set[int]] = defaultdict(set)  # of tokens, by their first _KEY bytes
+        self._lengths: defaultdict[bytes, set[int]] = defaultdict(set)  # lengths of tokens, by their first _KEY bytes
         inside_word = bytearray()
         for token_id, data in tokens:
             if not data:

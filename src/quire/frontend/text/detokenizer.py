@@ -199,7 +199,7 @@ class WindowDetokenizer:
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int] = ()) -> None:
         self._decode = decode
         self._window = self._end_of(list(prompt_token_ids))
-        self._num_out = len(decode(self._window))  # characters of the window's text that are out
+        self._num_out = len(decode(self._window))  # characters of the window's text that were handed on
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete."""

@@ -22,7 +22,7 @@ def _gated(gate, up, NAME: tl.constexpr):
         gate = gate * tl.sigmoid(gate)
     elif NAME == "gelu":
         gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))  # sqrt(1/2)
-    elif NAME == "clamped_swiglu":  # of gpt-oss; NaN stays NaN
+    elif NAME == "clamped_swiglu":  # the activation of gpt-oss; NaN stays NaN
         gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
         gate = gate * tl.sigmoid(1.702 * gate)
         up = tl.minimum(up, 7.0, propagate_nan=tl.PropagateNan.ALL)

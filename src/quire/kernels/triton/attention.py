@@ -424,7 +424,7 @@ def choose_shape(
         is_even = is_wgmma or block_m % group == 0
         tile = 32 if is_wide or has_codes or not is_even else 64
         has_small_tiles = has_codes and not is_wgmma
-        most = _MAX_REGISTERS if is_wide and has_small_tiles else None  # by itself the compiler takes 128 and spills
+        most = _MAX_REGISTERS if is_wide and has_small_tiles else None  # else the compiler takes 128 and spills
         return AttentionShape(block_m // 2 if has_small_tiles else block_m, tile, 1, 8, 2, max_registers=most)
     block_m = max(16, next_power_of_2(group))
     segments = min(32, next_power_of_2(max(1, _PROGRAMS_WANTED // (num_seqs * num_kv_heads))))

@@ -60,7 +60,7 @@ def encode_int8(x):
     """Nearest codes of a float32 row, and its scale: its largest magnitude / 127, NaN if the row is not finite."""
     largest = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0), axis=0)
     is_finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), axis=0) > 0
-    is_used = is_finite & (largest >= 1e-30)  # else 127 / largest could overflow
+    is_used = is_finite & (largest >= 1e-30)  # otherwise 127 / largest could overflow
     inverse = tl.where(is_used, tl.math.div_rn(127.0, tl.where(is_used, largest, 1.0)), 0.0)
     # 1.5 * 2^23, where float32 rounds to whole numbers
     rounded = (tl.where(is_finite, x, 0.0) * inverse + 12582912.0) - 12582912.0

@@ -22,7 +22,7 @@ _BLOCK_T = 16  # rows of a block: the least that tensor cores multiply
 _BLOCK_R = 16
 _BLOCK_K = 128
 _BLOCK_N = 64
-_NONE = 1 << 30  # no slot
+_NONE = 1 << 30  # the value for "no slot"
 
 
 @triton.jit

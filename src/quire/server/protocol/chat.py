@@ -39,7 +39,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     @property
     def constraint_name(self) -> str:
-        if self.tool_choice in (None, "auto"):  # strict tools are held to a structural tag
+        if self.tool_choice in (None, "auto"):  # a structural tag makes calls fit the schemas of strict tools
             is_of_tools = self.structured_outputs is not None and self.structured_outputs.structural_tag is not None
             return "tools" if self.tools and is_of_tools else super().constraint_name
         return super().constraint_name if self.tool_choice == "none" else "tools"
@@ -91,7 +91,7 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
-    name: str | UnsetType = UNSET  # not in further pieces of a streamed call
+    name: str | UnsetType = UNSET  # later pieces of a streamed call have no name
     arguments: str
 
 

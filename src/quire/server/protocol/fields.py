@@ -137,7 +137,7 @@ REFUSED_IN_DETOKENIZE: dict[str, Refusal] = {
 }
 # A neutral value is never longer than this, so a longer one need not be decoded.
 _MAX_NEUTRAL_BYTES = 64
-_WIDEST_INTEGER = 2**64  # no field takes a larger one
+_WIDEST_INTEGER = 2**64  # no field takes a larger integer
 _MAX_TYPE_ERROR_CHARS = 200
 
 
@@ -179,7 +179,7 @@ class BodyDecoder(Generic[T]):
                 raise
             try:
                 fields = msgspec.json.decode(body)
-            except msgspec.MsgspecError:  # of a value that no field has; the first error names a field
+            except msgspec.MsgspecError:  # the body has a value that fits no field; the first error names a field
                 raise error from None
         for name in self._with_integers:
             if name in fields:
@@ -235,6 +235,6 @@ def _wrong_type(message: str) -> InvalidRequestError:
     what, _, place = message.partition(" - at `")
     param = place.rstrip("`").removeprefix("$").removeprefix(".") or None
     what = what.replace("`", "")
-    if len(what) > _MAX_TYPE_ERROR_CHARS:  # it names the value of an enumeration, however long that is
+    if len(what) > _MAX_TYPE_ERROR_CHARS:  # the text has the whole value of an enumeration, which may be long
         what = what[:_MAX_TYPE_ERROR_CHARS] + "..."
     return InvalidRequestError(f"{param}: {what}" if param else f"The body has a wrong shape: {what}", param=param)

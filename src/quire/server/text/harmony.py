@@ -17,7 +17,7 @@ _ENDS = Tags("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _MARKS = ("<|end|>", "<|call|>", "<|return|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([\w.:/-]+)")
-NEXT_MESSAGE = "<|end|><|start|>assistant"  # ends a message before a further one of the same answer
+NEXT_MESSAGE = "<|end|><|start|>assistant"  # the end of a message, before another message of the same answer
 
 # The token that ends reasoning, and those that begin it.
 REASONING_TOKENS = ("<|end|>", "<|channel|>", "analysis", "<|message|>")

@@ -19,10 +19,10 @@ class Output:
     def __init__(self, new_id: Callable[[], str], most_calls: int | None = None) -> None:
         self._new_id, self._most_calls = new_id, most_calls
         self._events: list[Event] = []
-        self._kind: type[Content | Reasoning] | None = Content  # of the pieces; None: arguments
+        self._kind: type[Content | Reasoning] | None = Content  # the kind of the pieces; None: arguments
         self._pieces: list[str] = []
         self._space: list[str] = []  # at the end of the text so far: it is written before the next text
-        self._is_edge = False  # nothing but space has come since the last tag
+        self._is_edge = False  # only spaces have come since the last tag
         self.num_calls = 0
         self.is_open = False  # the last call is not complete
         self.is_broken = False  # a call was not completed

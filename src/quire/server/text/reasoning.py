@@ -10,7 +10,7 @@ from quire.sampling_params import StructuredOutputsParams
 from quire.server.text.output import Output
 from quire.server.text.reader import SPACE, Reader, Steps, Tags, drop
 
-_TAIL = 64  # characters of a prompt that may hold a tag at its end
+_TAIL = 64  # the characters at the end of a prompt in which a tag may be
 
 
 @dataclass(frozen=True)

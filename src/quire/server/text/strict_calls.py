@@ -26,8 +26,8 @@ Tools = Mapping[str, Schema | None]
 # Name, schema and whether it is required, of each argument.
 Arguments = list[tuple[str, Any, bool]]
 
-MAX_ARGUMENTS = 400  # of a tool: the parser would stop at an answer with 500 that may be left out
-MAX_ARGUMENT_BYTES = 1 << 18  # of a request, where arguments are written one by one
+MAX_ARGUMENTS = 400  # the most arguments of a tool: with 500 arguments that may be left out, the parser would stop
+MAX_ARGUMENT_BYTES = 1 << 18  # the most bytes of a request's arguments, in formats that write arguments one by one
 
 _ANY_TEXT: Form = {"type": "any_text"}
 _FOR_PEOPLE = {"$id", "$schema", *FOR_PEOPLE}
@@ -104,7 +104,7 @@ def _triggered(tags: list[Form], *triggers: str, **start: Form) -> Form:
 
 def _refuse(name: str, why: str, fix: str = "Leave out strict, or change the schema") -> UnsupportedFieldError:
     return UnsupportedFieldError(
-        f"The calls of the tool {name} cannot be held to its schema: {why}", fix=fix, param="tools"
+        f"The calls of the tool {name} cannot be made to fit its schema: {why}", fix=fix, param="tools"
     )
 
 
@@ -360,11 +360,11 @@ def _text(name: str, schema: Schema, mark: str) -> Form:
             raise _refuse(name, f"a value of an argument has {mark}")
         return _or(*map(_const, values))
     if others := sorted(schema.keys() - _OF_TEXTS):
-        raise _refuse(name, f"this model writes texts without quotes, which cannot be held to {', '.join(others)}")
+        raise _refuse(name, f"this model writes texts without quotes, which cannot be made to fit {', '.join(others)}")
     pattern = _FORMATS_OF_TEXTS.get(str(schema.get("format", "")))
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     if pattern is None or (pattern and (least or most != "")):
-        raise _refuse(name, f"this model writes texts without quotes, which cannot be held to {json.dumps(schema)}")
+        raise _refuse(name, f"this model writes texts without quotes, which cannot be made to fit {json.dumps(schema)}")
     return {**_ANY_TEXT, "pattern": pattern or f"(?s:.{{{least},{most}}})", "excludes": [mark]}
 
 

@@ -16,7 +16,7 @@ from quire.server.text.reader import SPACE, Malformed, Reader, Steps, Tags, drop
 # Tool -> parameter -> the JSON types that it may have; none are known if the set is empty.
 ParameterTypes = Mapping[str, Mapping[str, frozenset[str]]]
 
-_MAX_REFERENCES = 16  # from one to the next
+_MAX_REFERENCES = 16  # the longest chain of references
 _TEXT = frozenset(("string",))
 _STRUCTURES = frozenset(("array", "object"))
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
