@@ -27,6 +27,7 @@ constexpr int kVectors = kLoraColumns / kLanes;  // of a panel
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
 constexpr int64_t kRowsPerUnit = 4 * kTileRows;  // on tiles
 constexpr int64_t kFewGroups = 4;                // of rows, which get small units
+constexpr int64_t kMinExpandTileRows = 3;        // fewer rows are faster in vectors
 #endif
 
 // Rows of tiles: 4 x 4 sums and 6 x 4 sums in the 32 registers of AVX-512, half of it in 16 registers.
@@ -41,6 +42,15 @@ struct Group {
   int64_t slot, begin, end;
 };
 
+// Whether tiles multiply: A x, and B (A x) of enough rows.
+inline bool takes_tiles([[maybe_unused]] const LoraInput& input) {
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+  return input.table.dtype == DType::bf16 && input.dtype == DType::bf16 && input.token_ids == nullptr;
+#else
+  return false;
+#endif
+}
+
 // The size of units. On tiles: of few adapters with few rows, small ones, so that each thread has some.
 struct UnitSize {
   int64_t rows, ranks;
@@ -48,11 +58,19 @@ struct UnitSize {
 inline UnitSize unit_size([[maybe_unused]] const LoraInput& input, [[maybe_unused]] const Group& group,
                           [[maybe_unused]] int64_t num_groups) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-  const bool on_tiles = input.table.dtype == DType::bf16 && input.dtype == DType::bf16 && input.token_ids == nullptr;
-  const bool is_small = group.end - group.begin <= kRowsOfColumns && num_groups <= kFewGroups;
-  if (on_tiles && !is_small) return {kRowsPerUnit, kTileRanks};
+  const bool is_small = group.end - group.begin <= kRowsPerUnit && num_groups <= kFewGroups;
+  if (takes_tiles(input)) return {kRowsPerUnit, is_small ? kTileRanks / 2 : kTileRanks};
 #endif
   return {kShrinkRows, kShrinkRanks};
+}
+
+// The places of a part's A x in a row of sums: one for each rank. For tiles they are pairs of bfloat16 (lora_amx.h), in
+// whole steps.
+inline int64_t num_sums([[maybe_unused]] const LoraInput& input, int64_t rank) {
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+  if (takes_tiles(input)) return round_up(rank, kTileRanks);
+#endif
+  return rank;
 }
 
 template <class Fn>
@@ -65,7 +83,7 @@ inline void for_units(const LoraInput& input, const Group* groups, int64_t num_g
     for (int64_t row = group->begin; row < group->end; row += size.rows) {
       const int64_t row_end = std::min(group->end, row + size.rows);
       int64_t sums = 0;
-      for (const LoraDelta* delta = deltas; delta < deltas + table.num_parts; sums += delta++->rank)
+      for (const LoraDelta* delta = deltas; delta < deltas + table.num_parts; sums += num_sums(input, delta++->rank))
         for (int64_t rank = 0; rank < delta->rank; rank += size.ranks)
           fn(LoraUnit{delta, row, row_end, sums, rank, std::min(delta->rank, rank + size.ranks)});
     }
@@ -91,7 +109,8 @@ LoraPlan plan(const LoraInput& input) {
     begin += count;
     if (slot == 0) continue;
     int64_t sums = 0;
-    for (int part = 0; part < table.num_parts; ++part) sums += table.deltas[(slot - 1) * table.num_parts + part].rank;
+    for (int part = 0; part < table.num_parts; ++part)
+      sums += num_sums(input, table.deltas[(slot - 1) * table.num_parts + part].rank);
     stride = std::max(stride, sums);
   }
   for (int64_t row = 0; row < input.rows; ++row) order[counts[input.slots[row] + 1]++] = static_cast<int32_t>(row);
@@ -110,7 +129,7 @@ LoraPlan plan(const LoraInput& input) {
           .units = units,
           .num_units = num_units,
           .num_tasks = static_cast<int>(is_worth ? num_units : std::min<int64_t>(num_units, 1)),
-          .sums = static_cast<float*>(scratch(Scratch::lora_sums, sizeof(float) * input.rows * stride)),
+          .sums = static_cast<float*>(scratch(Scratch::lora_sums, sizeof(float) * (input.rows + kLoraRows) * stride)),
           .stride = stride};
 }
 
@@ -146,13 +165,12 @@ struct Floats {
 };
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-// A unit on tiles, see lora_amx.h. Fetches the following one's A, if it is another.
+// A unit on tiles, see lora_amx.h. Its end fetches the begin of the following one's A.
 void shrink_on_tiles(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& following) {
   const LoraInput& input = plan.input;
   const int64_t k = input.table.k, ranks = unit.end - unit.begin, num_rows = unit.row_end - unit.row;
   const bf16* const a = static_cast<const bf16*>(unit.delta->a) + unit.begin * k;
-  const bf16* const next_a = static_cast<const bf16*>(following.delta->a) + following.begin * k;
-  const char* const next = next_a != a ? reinterpret_cast<const char*>(next_a) : nullptr;
+  const Ranks of_a = {a, static_cast<const bf16*>(following.delta->a) + following.begin * k, k, ranks};
   const bf16* const all_x = static_cast<const bf16*>(input.x.data);
   const int32_t* const order = plan.order + unit.row;
   alignas(64) float sums[kRowsPerUnit * kTileRanks];
@@ -161,16 +179,19 @@ void shrink_on_tiles(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit&
     for (int64_t row = 0; row < num_rows; ++row) x[row] = all_x + order[row] * input.x.stride;
     static constexpr std::array kShrink = {shrink_columns<1>, shrink_columns<2>, shrink_columns<3>, shrink_columns<4>};
     const TilesAs configured(config_for_columns(ranks));
-    kShrink[num_rows - 1](x, a, k, ranks, sums, next);
+    kShrink[num_rows - 1](x, of_a, sums);
   } else {
     static constexpr std::array kShrink = {shrink_rows<1>, shrink_rows<2>, shrink_rows<3>, shrink_rows<4>};
     const TilesAs configured(config_of(kTileRows, kRowBytes));
-    kShrink[(num_rows - 1) / kTileRows]({all_x, input.x.stride, order, num_rows}, a, k, ranks, sums, next);
+    kShrink[(num_rows - 1) / kTileRows]({all_x, input.x.stride, order, num_rows}, of_a, sums);
   }
   const F32 scale = broadcast(static_cast<float>(unit.delta->scale));
+  const int64_t places = unit.end < unit.delta->rank ? ranks : num_sums(input, unit.end) - unit.begin;
   for (int64_t row = 0; row < num_rows; ++row) {
-    float* const to = plan.sums + order[row] * plan.stride + unit.sums + unit.begin;
-    store_n(to, scale * load(sums + row * kTileRanks), static_cast<int>(ranks));
+    void* const to = plan.sums + order[row] * plan.stride + unit.sums + unit.begin;
+    const __mmask16 computed = (1u << ranks) - 1u;
+    const __m512i terms = _mm512_maskz_mov_epi32(computed, two_terms((scale * load(sums + row * kTileRanks)).v));
+    _mm512_mask_storeu_epi32(to, (1u << places) - 1u, terms);
   }
 }
 #endif
@@ -336,10 +357,9 @@ constexpr auto expansions(std::integer_sequence<int, kRows...>) {
   return std::array{expand_rows<kRows + 1, B>...};
 }
 
-// A block of rows that have one adapter or none.
-template <class B>
-void expand_rows_of_slot(const LoraPlan& plan, const LoraBlock& block, float* to) {
-  static constexpr auto kExpand = expansions<B>(std::make_integer_sequence<int, kExpandTile>());
+// A block of rows that have one adapter or none; expand_part takes what Expansion has.
+template <class B, class ExpandPart>
+void expand_rows_of_slot(const LoraPlan& plan, const LoraBlock& block, float* to, const ExpandPart& expand_part) {
   const LoraTable& table = plan.input.table;
   const int32_t slot = plan.input.slots[block.row];
   const float* sums = plan.sums + block.row * plan.stride;
@@ -354,24 +374,58 @@ void expand_rows_of_slot(const LoraPlan& plan, const LoraBlock& block, float* to
     } else if (count > 0) {
       const int64_t panel = (begin - first) / kLoraColumns;
       const B* const b = static_cast<const B*>(delta.b) + panel * delta.rank * kLoraColumns;
-      kExpand[block.num_rows - 1]({sums, plan.stride, b, delta.rank,
-                                   ceil_div(begin + count - first, kLoraColumns) - panel,
-                                   to + first + panel * kLoraColumns});
+      expand_part({sums, plan.stride, b, delta.rank, ceil_div(begin + count - first, kLoraColumns) - panel,
+                   to + first + panel * kLoraColumns});
     }
-    sums += delta.rank;
+    sums += num_sums(plan.input, delta.rank);
   }
 }
 
-const float* expand(const LoraPlan& plan, const LoraBlock& block, float* to) {
+// Calls fn(rows, to) for rows of a block that follow each other and have one adapter or none, at most `most` at a time.
+template <class Fn>
+inline void for_rows_of_slots(const LoraPlan& plan, const LoraBlock& block, int64_t most, float* to, const Fn& fn) {
   const int32_t* const slots = plan.input.slots;
   const int64_t row_end = block.row + block.num_rows;
-  with_type_of(plan.input.table.dtype, [&]<class B>(B) {
-    for (int64_t row = block.row, end; row < row_end; row = end) {
-      const int64_t most = std::min(row_end, row + kExpandTile);
-      for (end = row + 1; end < most && slots[end] == slots[row];) ++end;
-      expand_rows_of_slot<B>(plan, {row, end - row, block.column, block.num_columns},
-                             to + (row - block.row) * kLoraPitch);
+  for (int64_t row = block.row, end; row < row_end; row = end) {
+    const int64_t limit = std::min(row_end, row + most);
+    for (end = row + 1; end < limit && slots[end] == slots[row];) ++end;
+    fn(LoraBlock{row, end - row, block.column, block.num_columns}, to + (row - block.row) * kLoraPitch);
+  }
+}
+
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+// Tiles write all their rows. What is behind the last row of an adapter is overwritten by the next rows in this order,
+// and where tiles would write behind the block, vectors take the rows, with the same bits.
+void expand_terms(const LoraPlan& plan, const LoraBlock& block, float* to) {
+  const int64_t tile_rows = std::min(plan.input.rows, kTileRows);
+  for_rows_of_slots(plan, block, kLoraRows, to, [&](const LoraBlock& rows, float* to_rows) {
+    const int64_t written = round_up(rows.num_rows, tile_rows);
+    if (rows.num_rows >= kMinExpandTileRows && rows.row - block.row + written <= kLoraRows) {
+      const TilesAs configured(config_of(tile_rows, kRowBytes));
+      expand_rows_of_slot<bf16>(plan, rows, to_rows,
+                                rows.num_rows > kTileRows ? expand_on_tiles<2> : expand_on_tiles<1>);
+      return;
     }
+    const WithoutSubnormals flushing;
+    for_rows_of_slots(plan, rows, 2, to_rows, [&](const LoraBlock& few, float* to_few) {
+      expand_rows_of_slot<bf16>(plan, few, to_few, few.num_rows > 1 ? expand_in_vectors<2> : expand_in_vectors<1>);
+    });
+  });
+}
+#endif
+
+const float* expand(const LoraPlan& plan, const LoraBlock& block, float* to) {
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+  if (takes_tiles(plan.input)) {
+    expand_terms(plan, block, to);
+    return to;
+  }
+#endif
+  with_type_of(plan.input.table.dtype, [&]<class B>(B) {
+    static constexpr auto kExpand = expansions<B>(std::make_integer_sequence<int, kExpandTile>());
+    for_rows_of_slots(plan, block, kExpandTile, to, [&](const LoraBlock& rows, float* to_rows) {
+      expand_rows_of_slot<B>(plan, rows, to_rows, kExpand[rows.num_rows - 1]);
+    });
   });
   return to;
 }
