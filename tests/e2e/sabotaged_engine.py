@@ -74,7 +74,7 @@ def sabotaged(execute: Execute) -> Execute:
     return run
 
 
-def predict(cost: CostModel, load: Load) -> StepTime:
+def predict(cost: CostModel, load: Load, pause: float = 0.0) -> StepTime:
     """As if the long step were the only one that takes time."""
     seconds = LONG_SECONDS if load.num_tokens == LONG_PROMPT else 1e-9
     return StepTime(seconds, seconds, seconds, "host")

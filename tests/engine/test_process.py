@@ -110,5 +110,5 @@ def test_a_server_that_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(envs.CLUSTER_KEY.name, "of the tests, long enough")
     with wire.listen("127.0.0.1", 0) as listener:
         server = ServerAddress(*listener.getsockname())
-    with pytest.raises(TimeoutError, match="nobody listens"):
+    with pytest.raises(TimeoutError, match="no program listens"):
         process.EngineProcess(EngineLaunch(EngineConfig(), "", server))
