@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,17 @@ def test_one_delayed_step_after_a_pause_is_no_rule() -> None:
     for _ in range(8):
         cost.observe(load, cost.predict(load, 5.0).seconds, true, 5.0)
     assert cost.predict(load, 5.0).seconds < 1.4 * true
+
+
+def test_one_step_changes_little_of_what_an_earlier_start_has_learnt() -> None:
+    """And other constants, which a calibration finds step by step, change nothing of it."""
+    cost, load, cold = cost_model(), load_of(60), 0.05
+    cost.calibrate(replace(cost.fit, cold=cold))
+    true = cost.predict(load).seconds
+    for ratio, pause in ((1.25, SHORTEST_PAUSE), (1.0, SHORTEST_PAUSE)):
+        cost.observe(load, cost.predict(load, pause).seconds, ratio * true, pause)
+        cost.calibrate(replace(cost.fit, cold=0.0))
+        assert cold / 2 < cost.corrected_fit().cold < 2 * cold
 
 
 def test_corrections_of_impossible_times_can_be_kept(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_any_schedule(
 
 @pytest.mark.parametrize(
     ("drafter", "device", "depth", "at_step"),
-    covering(DRAFTERS, DEVICES, [1, 2, 3], range(0, 24, 1 if IS_FULL else 5), apart=[(0, 3), (2, 3)]),
+    covering(DRAFTERS, DEVICES, [1, 2, 3], range(0, 24, 1 if IS_FULL else 5), apart=[(0, 3)]),
 )
 def test_preemption_at_any_step(
     drafter: str, device: str, depth: int, at_step: int, num_forced: Callable[[], int]

@@ -139,6 +139,7 @@ def with_few_blocks() -> list[Any]:
     return stepped(**FEW_BLOCKS)[0]
 
 
+# A draft model drafts by the code of a head; test_every_way_of_serving has it.
 @pytest.mark.parametrize(
     ("drafter", "async_scheduling"),
     [

@@ -18,6 +18,7 @@ RECENT_STEPS = 512  # steps that say how often a prediction is exceeded, and by 
 # A pause of this length costs half as much as an endless one: benchmarks/NOTES.md, 2026-11-28.
 HALF_COLD_SECONDS = 2.0
 SHORTEST_PAUSE = 0.1  # seconds; shorter ones teach nothing
+KNOWN_COLD_SECONDS = 2.0  # what an earlier start has learnt counts as much as a step after a pause of this length
 MAX_COLD_SECONDS = 60.0  # that are kept for later starts
 
 
@@ -100,6 +101,9 @@ class Pause:
         """A step took `measured` seconds after a pause. Without it `predicted` were expected, a positive number."""
         cooled, kept = _cooled(pause), 1 - NEWEST_WEIGHT
         ratio = min(measured / predicted - 1, MAX_RATIO * cooled)  # a delayed step moves `cold` no further
+        if self.cold and not self._weights:
+            self._weights = (_cooled(KNOWN_COLD_SECONDS) / predicted) ** 2
+            self._weighted = self.cold * self._weights
         # Least squares of `predicted * ratio = cold * cooled`, with an error in proportion to `predicted`.
         self._weighted = kept * self._weighted + ratio * cooled / predicted
         self._weights = kept * self._weights + (cooled / predicted) ** 2

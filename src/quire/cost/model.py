@@ -34,12 +34,19 @@ class CostModel:
     def __init__(self, arithmetic: StepArithmetic, fit: Fit) -> None:
         self.arithmetic = arithmetic
         self.learn: Callable[[Load, float], None] | None = None
+        self._pause = Pause(fit.cold)
         self.calibrate(fit)
 
     def calibrate(self, fit: Fit) -> None:
-        """Take other constants, and forget what running steps have corrected."""
+        """Take other constants, and forget what running steps have corrected.
+
+        What a pause costs does not depend on the constants. It is kept, unless the fit brings what an earlier start has
+        learnt.
+        """
         self.fit = fit
-        self._correction, self._tail, self._pause = Correction(fit.spread, fit.factors), Tail(), Pause(fit.cold)
+        self._correction, self._tail = Correction(fit.spread, fit.factors), Tail()
+        if fit.cold:
+            self._pause = Pause(fit.cold)
 
     @property
     def num_corrections(self) -> int:
@@ -80,7 +87,7 @@ class CostModel:
             predicted_seconds = alone + self._pause.seconds(pause)
         self._correction.add(load.num_tokens, predicted_seconds, seconds)
         if is_cold:
-            return  # no answer waits for such a step, and the constants are those of a busy engine
+            return  # no running answer waits for such a step, and the constants are those of a busy engine
         if load.num_tokens > load.num_rows:
             self._tail.add(predicted_seconds, seconds)
         if self.learn is not None:

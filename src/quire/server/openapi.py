@@ -335,8 +335,8 @@ def routes(state: ServerState) -> list[Route]:
     )
 
     @lru_cache(maxsize=1)
-    def pages(limits: tuple[tuple[str, LiveLimit], ...]) -> tuple[bytes, bytes]:
-        document = build(bounds, settings, dict(limits))
+    def pages(live: tuple[tuple[str, LiveLimit], ...]) -> tuple[bytes, bytes]:
+        document = build(bounds, settings, dict(live))
         return msgspec.json.encode(document), render(document).encode()
 
     def present_pages() -> tuple[bytes, bytes]:

@@ -42,7 +42,9 @@ class DraftDraws:
         return () if self._is_greedy else self._sampler.host_parameters(rows_R, np.full(len(rows_R), offset))
 
     def draw(self, logits_RV: Tensor, step: StepRows, staged: StagedStep, earlier: list[Tensor]) -> Tensor:
-        """token_ids_R behind the tokens of the step, which become inputs of the next one; -1: none.
+        """token_ids_R behind the tokens of the step, which become inputs of the next one.
+
+        -1: there is none, because a logit is NaN, or because no token can be sampled.
 
         Args:
             earlier: what was drawn before for the same rows, and for some behind them.
