@@ -26,6 +26,7 @@ from lora import write_adapter
 from peers.process import Peer
 
 from quire import LLM, SamplingParams
+from quire.frontend.prompts import TokensPrompt
 from quire.lora.request import LoRARequest
 from quire.measure import report
 from quire.model_config import load_model_config
@@ -56,7 +57,7 @@ class Ours:
         """Seconds for the prompts of the question."""
         assert key == "seconds"
         params = SamplingParams(temperature=0, max_tokens=question["num_tokens"], ignore_eos=True)
-        prompts = [{"prompt_token_ids": prompt} for prompt in question["prompts"]]
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in question["prompts"]]
         adapters = [name and self._requests[name] for name in question["adapters"]]
         started = time.perf_counter()
         self._llm.generate(prompts, params, lora_request=adapters if any(adapters) else None, use_tqdm=False)
