@@ -58,8 +58,8 @@ struct UnitSize {
 inline UnitSize unit_size([[maybe_unused]] const LoraInput& input, [[maybe_unused]] const Group& group,
                           [[maybe_unused]] int64_t num_groups) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-  const bool is_small = group.end - group.begin <= kRowsPerUnit && num_groups <= kFewGroups;
-  if (takes_tiles(input)) return {kRowsPerUnit, is_small ? kTileRanks / 2 : kTileRanks};
+  const bool is_small = group.end - group.begin <= kRowsOfColumns && num_groups <= kFewGroups;
+  if (takes_tiles(input) && !is_small) return {kRowsPerUnit, kTileRanks};
 #endif
   return {kShrinkRows, kShrinkRanks};
 }
@@ -165,12 +165,13 @@ struct Floats {
 };
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-// A unit on tiles, see lora_amx.h. Its end fetches the begin of the following one's A.
+// A unit on tiles, see lora_amx.h. Fetches the following one's A, if it is another.
 void shrink_on_tiles(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& following) {
   const LoraInput& input = plan.input;
   const int64_t k = input.table.k, ranks = unit.end - unit.begin, num_rows = unit.row_end - unit.row;
   const bf16* const a = static_cast<const bf16*>(unit.delta->a) + unit.begin * k;
-  const Ranks of_a = {a, static_cast<const bf16*>(following.delta->a) + following.begin * k, k, ranks};
+  const bf16* const next_a = static_cast<const bf16*>(following.delta->a) + following.begin * k;
+  const char* const next = next_a != a ? reinterpret_cast<const char*>(next_a) : nullptr;
   const bf16* const all_x = static_cast<const bf16*>(input.x.data);
   const int32_t* const order = plan.order + unit.row;
   alignas(64) float sums[kRowsPerUnit * kTileRanks];
@@ -179,11 +180,11 @@ void shrink_on_tiles(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit&
     for (int64_t row = 0; row < num_rows; ++row) x[row] = all_x + order[row] * input.x.stride;
     static constexpr std::array kShrink = {shrink_columns<1>, shrink_columns<2>, shrink_columns<3>, shrink_columns<4>};
     const TilesAs configured(config_for_columns(ranks));
-    kShrink[num_rows - 1](x, of_a, sums);
+    kShrink[num_rows - 1](x, a, k, ranks, sums, next);
   } else {
     static constexpr std::array kShrink = {shrink_rows<1>, shrink_rows<2>, shrink_rows<3>, shrink_rows<4>};
     const TilesAs configured(config_of(kTileRows, kRowBytes));
-    kShrink[(num_rows - 1) / kTileRows]({all_x, input.x.stride, order, num_rows}, of_a, sums);
+    kShrink[(num_rows - 1) / kTileRows]({all_x, input.x.stride, order, num_rows}, a, k, ranks, sums, next);
   }
   const F32 scale = broadcast(static_cast<float>(unit.delta->scale));
   const int64_t places = unit.end < unit.delta->rank ? ranks : num_sums(input, unit.end) - unit.begin;
@@ -398,6 +399,7 @@ inline void for_rows_of_slots(const LoraPlan& plan, const LoraBlock& block, int6
 // and where tiles would write behind the block, vectors take the rows, with the same bits.
 void expand_terms(const LoraPlan& plan, const LoraBlock& block, float* to) {
   const int64_t tile_rows = std::min(plan.input.rows, kTileRows);
+  const WithoutSubnormals flushing;  // once for all rows: vectors wait for a change
   for_rows_of_slots(plan, block, kLoraRows, to, [&](const LoraBlock& rows, float* to_rows) {
     const int64_t written = round_up(rows.num_rows, tile_rows);
     if (rows.num_rows >= kMinExpandTileRows && rows.row - block.row + written <= kLoraRows) {
@@ -406,7 +408,6 @@ void expand_terms(const LoraPlan& plan, const LoraBlock& block, float* to) {
                                 rows.num_rows > kTileRows ? expand_on_tiles<2> : expand_on_tiles<1>);
       return;
     }
-    const WithoutSubnormals flushing;
     for_rows_of_slots(plan, rows, 2, to_rows, [&](const LoraBlock& few, float* to_few) {
       expand_rows_of_slot<bf16>(plan, few, to_few, few.num_rows > 1 ? expand_in_vectors<2> : expand_in_vectors<1>);
     });

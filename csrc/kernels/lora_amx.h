@@ -23,9 +23,8 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int64_t kTileRanks = 16;
-constexpr int64_t kStepK = 32;          // of A x
-constexpr int64_t kAhead = 8 * kStepK;  // of an A, how far it is fetched
-constexpr int64_t kRowsOfColumns = 4;   // rows of x up to which A is the first operand: a row is a column of the second
+constexpr int64_t kStepK = 32;         // of A x
+constexpr int64_t kRowsOfColumns = 4;  // rows of x up to which A is the first operand: a row is a column of the second
 
 // Another configuration of the tiles, and afterwards the one before.
 class TilesAs {
@@ -48,19 +47,6 @@ class TilesAs {
  private:
   TileConfig before_;
   bool changes_;
-};
-
-// The same ranks of an A, and of the one that is read next.
-struct Ranks {
-  const bf16* a;
-  const bf16* next;
-  int64_t k, count;
-
-  // What comes kAhead behind column i, in the next A if this one ends before.
-  void fetch_ahead_of(int64_t i) const {
-    const bf16* const from = i + kAhead < k ? a + i + kAhead : next + (i + kAhead - k);
-    for (int64_t rank = 0; rank < count; ++rank) __builtin_prefetch(from + rank * k, 0, 2);
-  }
 };
 
 // Rows of 32 numbers each, zeros behind the first `count` rows and `num_k` numbers of a row.
@@ -121,9 +107,8 @@ inline TileConfig config_for_columns(int64_t ranks) {
 
 // sums[row][rank] of at most kRowsOfColumns rows.
 template <int kRows>
-inline void shrink_columns(const bf16* const* x, const Ranks& ranks, float* sums) {
-  const bf16* const a = ranks.a;
-  const int64_t k = ranks.k;
+inline void shrink_columns(const bf16* const* x, const bf16* a, int64_t k, int64_t ranks, float* sums,
+                           const char* next) {
   _tile_zero(0);
   if constexpr (kRows > 1) _tile_zero(1);
   if constexpr (kRows > 2) _tile_zero(2);
@@ -149,12 +134,13 @@ inline void shrink_columns(const bf16* const* x, const Ranks& ranks, float* sums
   const bf16 *x0 = x[0], *x1 = x[kRows > 1 ? 1 : 0], *x2 = x[kRows > 2 ? 2 : 0], *x3 = x[kRows > 3 ? 3 : 0];
   int64_t i = 0;
   for (; i + kStepK <= k; i += kStepK) {
-    ranks.fetch_ahead_of(i);
+    if (next != nullptr)
+      for (int64_t rank = 0; rank < ranks; ++rank) __builtin_prefetch(next + (rank * k + i) * 2, 0, 3);
     add(a + i, k * 2, x0 + i, x1 + i, x2 + i, x3 + i);
   }
   if (i < k) {
     alignas(64) bf16 last_a[kTileRows * kStepK], last_x[kTileRows * kStepK];
-    copy_rows([&](int64_t rank) { return a + rank * k + i; }, ranks.count, k - i, last_a);
+    copy_rows([&](int64_t rank) { return a + rank * k + i; }, ranks, k - i, last_a);
     copy_rows([&](int64_t row) { return x[row] + i; }, kRows, k - i, last_x);
     written_for_tiles();
     add(last_a, kRowBytes, last_x, last_x + kStepK, last_x + 2 * kStepK, last_x + 3 * kStepK);
@@ -177,8 +163,7 @@ struct TiledRows {
 
 // sums[row][rank] of at most 64 rows: ranks are columns. Each step of A is transposed once for all rows.
 template <int kTiles>
-inline void shrink_rows(const TiledRows& rows, const Ranks& ranks, float* sums) {
-  const int64_t k = ranks.k;
+inline void shrink_rows(const TiledRows& rows, const bf16* a, int64_t k, int64_t ranks, float* sums, const char* next) {
   _tile_zero(0);
   if constexpr (kTiles > 1) _tile_zero(1);
   if constexpr (kTiles > 2) _tile_zero(2);
@@ -188,7 +173,8 @@ inline void shrink_rows(const TiledRows& rows, const Ranks& ranks, float* sums) 
   const bf16* const first = rows.x + rows.order[0] * rows.stride;
   for (int64_t i = 0; i < k; i += kStepK) {
     const int64_t num_k = std::min(kStepK, k - i);
-    ranks.fetch_ahead_of(i);
+    if (next != nullptr)
+      for (int64_t rank = 0; rank < ranks; ++rank) __builtin_prefetch(next + (rank * k + i) * 2, 0, 3);
     const void* from[kTiles];
     int64_t pitch[kTiles];
 #pragma GCC unroll 4
@@ -204,7 +190,7 @@ inline void shrink_rows(const TiledRows& rows, const Ranks& ranks, float* sums) 
         pitch[tile] = kRowBytes;
       }
     }
-    transpose_pairs(ranks.a + i, k, ranks.count, num_k, pairs);
+    transpose_pairs(a + i, k, ranks, num_k, pairs);
     written_for_tiles();
     _tile_loadd(6, pairs, kRowBytes);
     _tile_loadd(4, from[0], pitch[0]);
