@@ -25,8 +25,7 @@ from typing import Any
 from lora import write_adapter
 from peers.process import Peer
 
-from quire import LLM, SamplingParams
-from quire.frontend.prompts import TokensPrompt
+from quire import LLM, SamplingParams, TokensPrompt
 from quire.lora.request import LoRARequest
 from quire.measure import report
 from quire.model_config import load_model_config
