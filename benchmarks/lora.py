@@ -63,7 +63,8 @@ def write_adapter(folder: Path, model: ModelConfig, rank: int, seed: int) -> Pat
                 for part, shape in (("A", (rank, linear.in_features)), ("B", (size, rank))):
                     tensors[f"{name}.lora_{part}.weight"] = (0.02 * torch.randn(shape, generator=generator)).bfloat16()
     folder.mkdir()
-    (folder / CONFIG_NAME).write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}))
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear", "bias": "none"}
+    (folder / CONFIG_NAME).write_text(json.dumps(settings))
     save_file(tensors, folder / TENSORS_NAME)
     return folder
 

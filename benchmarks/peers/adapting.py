@@ -1,6 +1,6 @@
 """Other engines with adapters, for the option --peer of benchmarks/lora_peers.py.
 
-    python adapting.py vllm MODEL ADAPTERS [--context 1024] [key=value ...]
+    python adapting.py vllm MODEL ADAPTERS [key=value ...] [--context 1024]
     python adapting.py llama-server BINARY MODEL.gguf ADAPTERS [--context 1024] [--threads 2]
 
 ADAPTERS: the folder that benchmarks/lora_peers.py --write makes, with a PEFT adapter of one rank in each folder. A line
