@@ -5,9 +5,9 @@ model, with a draft model that is trained for a short time. `copy-edit` repeats 
 round the engines with and without speculation answer the same prompts in turns. They must give the same tokens.
 
     python benchmarks/speculation.py FOLDER [--workloads chat copy-edit] [--formats none int4] [--requests 1 8]
-                                     [--methods ngram suffix draft_model] [--drafts 7] [--fixed 2 4] [--tokens 96]
-                                     [--temperature 0] [--rounds 5] [--draft-steps 600] [--peer NAME OFF ON]
-                                     [--save HARDWARE [--name NAME]]
+                                     [--methods ngram suffix draft_model] [--drafts 7] [--fixed 2 4] [--switched]
+                                     [--tokens 96] [--temperature 0] [--rounds 5] [--draft-steps 600]
+                                     [--peer NAME OFF ON] [--save HARDWARE [--name NAME]]
     python benchmarks/speculation.py FOLDER --shape MODEL [--rates 0.2 0.5 0.8] [--prompt-tokens 32] ...
 
 --shape measures a checkpoint with any weights instead of these two models, with random prompts. The checkpoint's first
@@ -17,9 +17,11 @@ are right. With --rates 0 no draft is accepted: then the gain shows the cost of 
 A draft model that is trained for 600 steps (2.5 minutes on two cores of a Zen 4) has an acceptance of 0.7. With 200
 steps the acceptance is 0.3; nearly all drafts of the bundled draft model (2,000 steps) are accepted.
 
---fixed adds an engine whose number of drafts does not adapt, with each of these numbers in turn. --peer adds another
-engine by two commands, without and with speculation. The commands speak the protocol of benchmarks/peers/speculating.py
-and may contain {folder}, {workload} and {format}. --save writes benchmarks/results/HARDWARE/NAME_DATE.md and .json.
+--fixed adds an engine whose number of drafts does not adapt, with each of these numbers in turn. --switched compares an
+engine that adapts also with itself, without drafts (SetLimits): two engines differ by where their memory lies, which is
+several percent of a long prompt. --peer adds another engine by two commands, without and with speculation. The commands
+speak the protocol of benchmarks/peers/speculating.py and may contain {folder}, {workload} and {format}. --save writes
+benchmarks/results/HARDWARE/NAME_DATE.md and .json.
 
 The possible gain is E / (c (k + 1) + k d), with E = (1 - a^(k + 1)) / (1 - a). k is the number of drafts of each
 request. a is the probability that a draft is accepted if all drafts before it were accepted. c is the cost of a step
@@ -74,7 +76,7 @@ VERIFY_STEPS = 3  # in a round, of each number of tokens, one way and back
 # Before each measured answer, the engine answers another prompt, because the weights of another engine were read last.
 WARM_TOKENS, WARM_ROUND = 3, 10**6
 LOGIT_ROWS = 64  # the rows of logits of a step; drafts use the rows that no request needs
-OFF, ALWAYS = "off", ", always "
+OFF, ALWAYS, SWITCHED = "off", ", always ", ", switched off"
 Prompts = list[list[int]]
 Steps = list[list[tuple[int, int]]]  # for each row of each step: the number of its drafts, and how many were accepted
 
@@ -295,6 +297,9 @@ class Case:
             depths = arguments.fixed if name.endswith(ALWAYS) else []
             self._depths |= {f"{name}{depth}": depth for depth in depths}
             self.engines |= {f"{name}{depth}": engine for depth in depths} or {name: engine}
+            if arguments.switched and not name.endswith(ALWAYS):
+                self.engines[name + SWITCHED] = engine
+                self._depths |= {name: arguments.drafts, name + SWITCHED: 0}
         has_draft = any(speculation.method == "draft_model" for speculation in found.values())
         self._draft = Engine(draft, quantization, most, context, None) if has_draft else None
         for name, *commands in arguments.peer:
@@ -328,6 +333,7 @@ class Case:
                 one |= {
                     "gain": gain,
                     "full_gain": full_gain,
+                    "first_seconds": answer.seconds - answer.decode_seconds,
                     "first_token": (answer.seconds - answer.decode_seconds)
                     / (expected.seconds - expected.decode_seconds),
                     "acceptance": acceptance(answer.steps),
@@ -444,7 +450,7 @@ def markdown(result: dict[str, Any]) -> str:
                 f"{draft:.2f} | {middle(rounds, name, 'full_gain'):.2f} | {possible:.2f} | {share:.0%} | "
                 f"{middle(rounds, name, 'tokens_per_second'):.1f} |"
             )
-    lines += ["", *beside_fixed(result), *peers(result), *wanted(result)]
+    lines += ["", *beside_fixed(result), *beside_itself(result), *peers(result), *wanted(result)]
     return "\n".join(lines) + "\n"
 
 
@@ -467,6 +473,28 @@ def beside_fixed(result: dict[str, Any]) -> list[str]:
     return [*lines, ""] if lines else []
 
 
+def beside_itself(result: dict[str, Any]) -> list[str]:
+    """An engine with drafts divided by the same engine without them: tokens per second, and the time until every
+    request has its first token (median of rounds, and the 95% interval of the mean).
+    """
+    lines = []
+    for case in result["cases"]:
+        rounds = case["rounds"]
+        for name in [name for name in rounds[0]["engines"] if name + SWITCHED in rounds[0]["engines"]]:
+            pairs = [(each["engines"][name], each["engines"][name + SWITCHED]) for each in rounds]
+            rates = [on["decode_tokens_per_second"] / off["decode_tokens_per_second"] for on, off in pairs]
+            firsts = [on["first_seconds"] / off["first_seconds"] for on, off in pairs]
+            rate, first = (
+                f"{statistics.median(ratios):.3f} ({' to '.join(f'{bound:.3f}' for bound in mean_interval(ratios))})"
+                for ratios in (rates, firsts)
+            )
+            lines.append(
+                f"- {case['workload']}, {case['format']}, {case['requests']} requests, {name}, over the same engine "
+                f"without drafts: tokens per second {rate}, first token {first}."
+            )
+    return [*lines, ""] if lines else []
+
+
 def peers(result: dict[str, Any]) -> list[str]:
     """Quire divided by each peer, without and with speculation; with speculation, by the best of Quire's adaptive
     methods.
@@ -484,7 +512,11 @@ def peers(result: dict[str, Any]) -> list[str]:
     )
     for case in result["cases"]:
         rounds = case["rounds"]
-        own = [name for name, one in rounds[0]["engines"].items() if "gain" in one and ALWAYS not in name]
+        own = [
+            name
+            for name, one in rounds[0]["engines"].items()
+            if "gain" in one and ALWAYS not in name and not name.endswith(SWITCHED)
+        ]
         best = max(own, key=lambda name: middle(rounds, name, "tokens_per_second"))
         for peer in result["peers"]:
             cells = []
@@ -527,6 +559,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=["ngram", "suffix", "draft_model"])
     parser.add_argument("--drafts", type=int, default=7, help="most drafts of a request in a step")
     parser.add_argument("--fixed", type=int, nargs="*", default=[])
+    parser.add_argument("--switched", action="store_true", help="also compare an engine with itself without drafts")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--prompt-tokens", type=int, default=32, help="of each prompt of --shape")
     parser.add_argument("--temperature", type=float, default=0.0)
