@@ -29,10 +29,11 @@ def rate(
     seconds: Sequence[float],
     fixed: float,
     per_token: float,
+    first: float,
 ) -> float:
     """Tokens per second with these depths."""
     tokens = len(depths) + sum(sum(row[:depth]) for row, depth in zip(chances_of, depths, strict=True))
-    drafting = max(depths) * fixed + sum(depths) * per_token
+    drafting = max(depths) * fixed + sum(depths) * per_token + any(depths) * first
     return tokens / (seconds[sum(depths)] + drafting)
 
 
@@ -43,19 +44,20 @@ def rate(
     least_gain=st.sampled_from([0.0, 0.1]),
     fixed=st.sampled_from([0.0, 0.1, 0.3]),
     per_token=st.sampled_from([0.0, 0.02]),
+    first=st.sampled_from([0.0, 0.2]),
 )
 def test_no_depths_give_more_tokens_per_second(
-    rates: list[list[float]], steps: list[float], least_gain: float, fixed: float, per_token: float
+    rates: list[list[float]], steps: list[float], least_gain: float, fixed: float, per_token: float, first: float
 ) -> None:
     chances_of, seconds = [chances(row) for row in rates], [1.0]
     for step in steps:
         seconds.append(seconds[-1] + step)
-    found = best_depths(chances_of, seconds, lambda n: fixed + per_token * n, least_gain)
+    found = best_depths(chances_of, seconds, lambda n: fixed + per_token * n, least_gain, first)
     every = [d for d in product(*(range(len(row) + 1) for row in rates)) if sum(d) < len(seconds)]
-    best = max(rate(depths, chances_of, seconds, fixed, per_token) for depths in every)
+    best = max(rate(depths, chances_of, seconds, fixed, per_token, first) for depths in every)
     if any(found):
         assert sum(found) < len(seconds)
-        assert rate(found, chances_of, seconds, fixed, per_token) == pytest.approx(best)
+        assert rate(found, chances_of, seconds, fixed, per_token, first) == pytest.approx(best)
     else:
         assert best <= (1 + least_gain) * len(rates) * (1 + 1e-9)
 
@@ -132,7 +134,7 @@ class Stream:
             seconds += self.extra_seconds()
             self.num_waits += has_waited
             if self.draft_seconds is not None:
-                seconds += sum(self.draft_seconds(sum(d > at for d in depths)) for at in range(max(depths)))
+                seconds += self.draft_seconds.of_step(depths)
             for request, depth in zip(self.requests, depths, strict=True):
                 held = 0
                 while held < depth and self.random.random() < self.rates[held]:
@@ -318,7 +320,7 @@ def test_what_is_read_of_a_request_follows_its_blocks() -> None:
     adaptive = AdaptiveDepth(BFLOAT16, drafter)
     requests = [Request("a", [0] * 50, SamplingParams(), 99, frozenset(), output_token_ids=[0])]
     adaptive.admit(requests[0], 0)
-    for seconds in (1.0, 2.5e-3):  # it reads, and it only drafts
+    for seconds in (1e-3, drafter.of_step([1])):  # it reads, which says nothing of drafts; and it only drafts
         step()
         adaptive.settle_drafter(seconds, [1])
         assert drafter(1) == pytest.approx(2.5e-3)
@@ -394,7 +396,9 @@ def test_what_is_on_and_off_is_logged_with_its_numbers(caplog: pytest.LogCapture
 
 def test_a_drafter_is_known_by_its_steps() -> None:
     drafter = DrafterTime(20e-3)
-    for _ in range(60):
-        drafter.observe(7e-3, [2, 0, 1])  # two rows, and then one
-    assert drafter(1) == pytest.approx(7e-3 / (17 / 16 + 1), rel=0.01)
+    for number in range(60):
+        drafter.observe(30e-3 if number % 3 == 0 else 7e-3, [2, 0, 1])  # two rows, and then one; some are recorded
+    of_one = 7e-3 / (17 / 16 + 1 + drafter.reading(2) / drafter(1))
+    assert drafter(1) == pytest.approx(of_one)
+    assert drafter.of_step([2, 0, 1]) == pytest.approx(7e-3)
     assert drafter(17) == pytest.approx(2 * drafter(1))

@@ -14,8 +14,10 @@ A drafter that is right pays for its trials by itself. One that is always wrong 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Protocol
 
 from quire.logs import RateLimited, get_logger
@@ -40,7 +42,9 @@ NEWS_SHARE = 1 / 4  # of the running requests: after results of this share, dept
 FIRST_COST_STEPS, COST_STEPS = 4, 64
 LEAST_MISSED = 32  # tokens that a drafter has not read: fewer it reads beside its drafts
 READ_TOKENS = 16  # a 0.6B model with two cores: 17 ms a token, and 1.1 ms for each more in a prompt
-DRAFTER_MEMORY = 8  # steps that count in what a drafter takes
+# The first pass of a drafter reads the tokens of a request that held in the last step too: about this number more.
+READ_MORE = 2
+DRAFTER_MEMORY = 9  # steps that count in what a drafter takes
 HIDDEN_SHARE = 0.1  # of a step: the host's work meanwhile, with two steps in flight
 FOUND_MEMORY = 8  # steps that count in the share of drafts that are found where they are asked for
 HORIZON = 1024  # tokens of a request, at most, that have to pay for what its drafter must read first
@@ -57,7 +61,8 @@ class StepSeconds(Protocol):
 class DrafterTime:
     """Seconds in which a drafter in the worker computes a step of a number of tokens, learned from its steps.
 
-    Reading `READ_TOKENS` tokens at once takes about twice the time of one token: weights are read once.
+    Reading `READ_TOKENS` tokens at once takes about twice the time of one token: weights are read once. A step that is
+    recorded takes several times as long as the same step later, so the median of the last steps counts.
 
     Args:
         seconds: of one token, before any step.
@@ -65,9 +70,15 @@ class DrafterTime:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self._last = deque([seconds], maxlen=DRAFTER_MEMORY)
 
     def __call__(self, num_tokens: int) -> float:
+        """The time of one pass."""
         return self._seconds * _units(num_tokens)
+
+    def reading(self, num_requests: int) -> float:
+        """What the first pass of a step takes longer than the others, if it drafts for this number of requests."""
+        return self._seconds * READ_MORE * num_requests / READ_TOKENS
 
     def of_step(self, depths: Sequence[int]) -> float:
         """In which it drafts as many tokens of each row."""
@@ -75,7 +86,8 @@ class DrafterTime:
 
     def observe(self, seconds: float, depths: Sequence[int]) -> None:
         """Learn how long it took to draft these numbers of tokens, one for each row."""
-        self._seconds += (seconds / _units_of_step(depths) - self._seconds) / DRAFTER_MEMORY
+        self._last.append(seconds / _units_of_step(depths))
+        self._seconds = median_low(self._last)
 
 
 def _units(num_tokens: int) -> float:
@@ -83,7 +95,8 @@ def _units(num_tokens: int) -> float:
 
 
 def _units_of_step(depths: Sequence[int]) -> float:
-    return sum(_units(sum(depth > at for depth in depths)) for at in range(max(depths, default=0)))
+    passes = [sum(depth > at for depth in depths) for at in range(max(depths, default=0))]
+    return sum(map(_units, passes)) + READ_MORE * (passes[0] if passes else 0) / READ_TOKENS
 
 
 @dataclass(slots=True)
@@ -343,7 +356,7 @@ class AdaptiveDepth:
             self._credit = min(FIRST_SAVED * self._seconds[0], FIRST_TRIALS * trial)
         all_hold = [[1.0] * most_each] * num_requests
         gain = self._hidden_share + MIN_GAIN
-        self._may_pay = any(best_depths(all_hold, self._seconds, self._draft_seconds, gain))
+        self._may_pay = any(self._best_depths(all_hold, gain))
 
     def _best(
         self, requests: Sequence[Request], known: Sequence[_Drafting], prior: Sequence[float], doubt: float
@@ -351,12 +364,18 @@ class AdaptiveDepth:
         """The depths, and the chances that they are chosen for: higher by `doubt` standard deviations."""
         chances_of = [[] if each.is_over else chances(each.acceptance.rates(prior, doubt)) for each in known]
         gain = self._hidden_share + (0.0 if self._most_depth else MIN_GAIN)
-        depths = best_depths(chances_of, self._seconds, self._draft_seconds, gain)
+        depths = self._best_depths(chances_of, gain)
         if self._reads_late and any(depths):
             for index in self._too_far_behind(requests, known, chances_of, depths):
                 chances_of[index] = []
-            depths = best_depths(chances_of, self._seconds, self._draft_seconds, gain)
+            depths = self._best_depths(chances_of, gain)
         return depths, chances_of
+
+    def _best_depths(self, chances_of: Sequence[Sequence[float]], gain: float) -> list[int]:
+        """The depths for these chances, or none if they gain less."""
+        drafter = self._draft_seconds
+        first_seconds = 0.0 if drafter is None else drafter.reading(len(chances_of))
+        return best_depths(chances_of, self._seconds, drafter, gain, first_seconds)
 
     def _too_far_behind(
         self,

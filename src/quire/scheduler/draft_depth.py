@@ -80,6 +80,7 @@ def best_depths(
     step_seconds: Sequence[float],
     draft_seconds: Callable[[int], float] | None = None,
     least_gain: float = 0.0,
+    first_seconds: float = 0.0,
 ) -> list[int]:
     """Drafts of each request for most tokens per second.
 
@@ -90,6 +91,7 @@ def best_depths(
         step_seconds: of the step without drafts, with one, and so on: up to as many as a step may have.
         draft_seconds: in which the drafter computes a step, from its number of tokens; None: it takes no time.
         least_gain: share of the tokens per second by which drafts have to raise them; below it there are none.
+        first_seconds: of a step with any drafts, beside the others.
     """
     num_requests, most_drafts = len(chances_of), len(step_seconds) - 1
     drafts = sorted(
@@ -98,7 +100,7 @@ def best_depths(
     longest = max(map(len, chances_of), default=0)
     best, chosen = (1 + least_gain) * num_requests / step_seconds[0], (0, 0)
     for depth in range(1, longest + 1) if draft_seconds is not None else [longest]:
-        tokens, seconds, count = float(num_requests), 0.0, 0
+        tokens, seconds, count = float(num_requests), first_seconds, 0
         num_at = [0] * depth
         for lost, position, _ in drafts:
             if position >= depth:
