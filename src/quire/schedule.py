@@ -122,6 +122,7 @@ class StepResult:
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
+    has_captured: bool = False  # its forward pass was captured: it took longer than the next one of its size
     # Of each of several ranks: seconds of the step, and those in which it waited for others.
     ranks: tuple[tuple[float, float], ...] = ()
     lanes: list[StepResult] = field(default_factory=list)  # like ScheduledBatch.lanes; only tokens and times are joined
@@ -137,6 +138,7 @@ class StepResult:
             prepare_seconds=max(lane.prepare_seconds for lane in lanes),
             forward_seconds=max(lane.forward_seconds for lane in lanes),
             sample_seconds=max(lane.sample_seconds for lane in lanes),
+            has_captured=any(lane.has_captured for lane in lanes),
             lanes=lanes,
         )
 
@@ -217,6 +219,7 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     output_seconds: float = 0.0
     step_seconds: float = 0.0
     draft_seconds: float = 0.0  # the part of step_seconds that a drafter in the worker took
+    has_captured: bool = False  # see StepResult
     # The prediction of step_seconds without draft_seconds, see cost.step_time.StepTime; 0: there was none.
     predicted_seconds: float = 0.0
     predicted_low_seconds: float = 0.0

@@ -240,6 +240,23 @@ def test_the_predicted_time_of_what_is_in_flight(depth: int) -> None:
     assert cost.predict(load).seconds > before, "nothing was learnt from a step that took a second and more"
 
 
+def test_nothing_is_learnt_from_a_step_that_is_captured() -> None:
+    class Capturing(TimedDriver):
+        def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+            pending = super().submit(batch)
+            pending.result().has_captured = self.slowness() > 1
+            return pending
+
+    seconds = {"captured": 5.0, "repeated": 0.5}  # of what was predicted
+    driver = Capturing(cost_model(), slowness=lambda: seconds[next(reversed(driver.messages))])
+    load = driver.cost.arithmetic.load([0], [8], 1)
+    before = driver.cost.predict(load)
+    for name in seconds:
+        driver.add(request(name, range(8), 1))
+        driver.run()
+        assert (driver.cost.predict(load) == before) == (name == "captured")
+
+
 @pytest.mark.parametrize("is_probed", [False, True])
 def test_the_first_step_after_a_pause_is_predicted_to_take_longer(is_probed: bool) -> None:
     """The engine did nothing for 2 s, which costs half of what an endless pause does; a measured step ends a pause."""

@@ -201,9 +201,11 @@ def test_logits_of_a_verifying_step_are_those_of_single_steps(precision: str, mo
     assert torch.equal(verified_RV, single_RV)
 
 
-def steps_of(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.Tensor], list[int], list[int]]:
+def steps_of(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[torch.Tensor], list[int], list[int], list[int]]:
     """Of requests with drafts: the logits of every step, the tokens of every step, and the tokens of steps not
-    repeated.
+    repeated and of steps that were captured.
     """
     requests = [(name, params()[name], expected(name)) for name in ("greedy", "random", "flat")]
     runner = core.executor
@@ -214,6 +216,7 @@ def steps_of(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> tuple[list[to
     logits: list[torch.Tensor] = []
     sizes: list[int] = []
     anew: list[int] = []
+    captured: list[int] = []
 
     def submitted(batch: ScheduledBatch) -> PendingStep:
         sizes.append(batch.num_tokens)
@@ -235,7 +238,10 @@ def steps_of(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> tuple[list[to
             core.add(AddRequest(name, list(prompts()[4].token_ids), sampling, MOST, stop_token_ids=[EOS]))
         while core.has_work():
             core.step()
-    return logits, sizes, anew
+            assert core.last_record is not None
+            if core.last_record.has_captured:
+                captured.append(sizes[-1])
+    return logits, sizes, anew, captured
 
 
 @pytest.mark.skipif(not cpu.available(), reason="only compiled kernels are recorded")
@@ -247,12 +253,13 @@ def test_verifying_steps_are_repeated_from_recordings(precision: str, monkeypatc
         if not is_recorded:
             monkeypatch.setattr(RecordedSteps, "size_for", lambda self, step: None)
         found.append(steps_of(build_core(Schedule(proposer=guesser(0.7, longest=12)), precision), monkeypatch))
-    (repeated, sizes, anew), (run_logits, run_sizes, all_run) = found
+    (repeated, sizes, anew, captured), (run_logits, run_sizes, all_run, none_captured) = found
     short = [size for size in sizes if size <= MAX_TOKENS]
     assert sizes == run_sizes == all_run
     assert max(short) > 3, "nothing was verified"
     assert sorted(anew) == sorted([*set(short), *(size for size in sizes if size > MAX_TOKENS)])
     assert len(short) > len(set(short)), "nothing was repeated"
+    assert (sorted(captured), none_captured) == (sorted(set(short)), [])
     assert all(torch.equal(a, b) for a, b in zip(repeated, run_logits, strict=True))
 
 
@@ -261,6 +268,7 @@ def test_verifying_steps_are_graphs_that_are_captured(monkeypatch: pytest.Monkey
     sizes = {"max_num_seqs": 12, "graph_sizes": (4,), "mixed_sizes": (8, 16, 40)}
     proposer = guesser(0.7, longest=12)
     core = build_core(Schedule(accelerator=accelerator, proposer=proposer, **sizes), "bfloat16")
-    _, steps, _ = steps_of(core, monkeypatch)
+    _, steps, _, captured = steps_of(core, monkeypatch)
+    assert not captured, "graphs are captured before the first step"
     assert max(steps) > 3, "nothing was verified"
     assert sum(graph.num_replays for graph in accelerator.graphs) == sum(size <= 40 for size in steps)

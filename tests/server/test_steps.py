@@ -38,7 +38,7 @@ def stepped():
             if step_id == MAX_RECORDS + 49:
                 predicted = {"predicted_seconds": 0.5, "predicted_low_seconds": 0.4, "predicted_high_seconds": 0.625}
                 predicted |= {"bound": "memory", "num_logits": 2, "kv_tokens": (7, 3), "pairs": (9, 5)}
-                predicted |= {"num_drafts": 2, "num_draft_tokens": 6, "num_accepted_tokens": 4}
+                predicted |= {"num_drafts": 2, "num_draft_tokens": 6, "num_accepted_tokens": 4, "has_captured": True}
             step = record(step_id=step_id, num_rows=2, num_decode_tokens=2, **predicted)
             step.step_seconds = 0.55
             server.run(lambda step=step: server.client.push(EngineOutputs([], step)))
@@ -59,6 +59,7 @@ def test_predicted_beside_measured(stepped):
     assert (last["engine"], last["seconds"], last["decode_tokens"], last["rows"]) == (0, 0.55, 2, 2)
     assert (last["logits"], last["kv_tokens"], last["pairs"]) == (2, [7, 3], [9, 5])
     assert (last["drafts"], last["draft_tokens"], last["accepted_tokens"]) == (2, 6, 4)
+    assert (before["captured"], last["captured"]) == (False, True)
     assert set(last) == set(StepLine.__struct_fields__)
     msgspec.convert(last, StepLine)
 

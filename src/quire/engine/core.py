@@ -282,7 +282,7 @@ class EngineCore:
         deltas = self.scheduler.update(step.batch, result)
         end = self._clock()
         self.last_record = self._record(step, result, end - arrived, end)
-        if self.cost is not None and step.load is not None and step.predicted is not None:
+        if self.cost is not None and step.load is not None and step.predicted is not None and not result.has_captured:
             # The prediction covers all stages, also for a step that passes them beside others.
             seconds = end - step.start_time if self.scheduler.num_stages > 1 else self.last_record.step_seconds
             seconds -= self.last_record.draft_seconds
@@ -344,6 +344,7 @@ class EngineCore:
             # With two batches in flight a step begins where the one before ended.
             step_seconds=end - max(step.start_time, self._last_end_time),
             draft_seconds=result.draft_seconds,
+            has_captured=result.has_captured,
             evicted_blocks=scheduler.take_evicted_blocks(),
             experts=result.experts,
             ranks=result.ranks,

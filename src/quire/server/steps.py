@@ -67,6 +67,7 @@ def _line(engine: int, record: StepRecord) -> StepLine:
         predicted=predicted if record.predicted_seconds else None,
         seconds=_rounded(record.step_seconds),
         draft_seconds=_rounded(record.draft_seconds),
+        captured=record.has_captured,
         schedule_seconds=_rounded(record.schedule_seconds),
         prepare_seconds=_rounded(record.prepare_seconds),
         forward_seconds=_rounded(record.forward_seconds),

@@ -10,7 +10,13 @@ from quire.worker.input_batch import Padding, StagedStep, StepRows
 
 
 class CapturedSteps(Protocol):
-    """Forward passes of one model on one KV cache, by the size of a step. They give the bits of the pass run anew."""
+    """Forward passes of one model on one KV cache, by the size of a step. They give the bits of the pass run anew.
+
+    Attributes:
+        num_captured: the passes that were captured until now.
+    """
+
+    num_captured: int
 
     def size_for(self, step: StepRows) -> Padding | None:
         """The size to bring a step to, so that it can be repeated; None: it is to be run."""

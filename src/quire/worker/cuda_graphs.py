@@ -75,6 +75,9 @@ class StepGraphs:
 
     Args:
         sizes: in the order in which they are captured.
+
+    Attributes:
+        num_captured: see CapturedSteps.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class StepGraphs:
         self._decodes = sorted({size.tokens for size in sizes if size.tokens == size.rows})
         self._mixed = sorted({(size.tokens, size.rows) for size in sizes if size.tokens != size.rows})
         self._captured: dict[Padding, _Captured] = {}
+        self.num_captured = 0
         # One place for all sizes: another graph may overwrite results in the graphs' own memory.
         self._hidden_TD = torch.empty(
             (max(size.tokens for size in sizes), model.config.hidden_size), dtype=model.dtype, device=accelerator.device
@@ -114,6 +118,7 @@ class StepGraphs:
                 run()  # loads kernels, which cannot be done within a capture
                 self._accelerator.synchronize()
                 self._captured[size] = _Captured(self._accelerator.capture(run, pool), staged)
+                self.num_captured = done
                 on_captured(done, len(self._sizes))
 
     def _forward(self, staged: StagedStep, size: Padding) -> None:

@@ -42,6 +42,11 @@ class ForwardPass:
         """See InputBatch.stage; brought to the size of a captured pass, if there is one that holds it."""
         return self._inputs.stage(step, parameters, None if self.captured is None else self.captured.size_for(step))
 
+    @property
+    def num_captured(self) -> int:
+        """The passes that were captured until now."""
+        return 0 if self.captured is None else self.captured.num_captured
+
     def hidden(self, staged: StagedStep, hidden_TD: Tensor | None = None) -> Tensor:
         """hidden_TD of a step, the last one staged; overwritten by the next pass.
 

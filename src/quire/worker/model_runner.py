@@ -216,8 +216,9 @@ class ModelRunner:
         if inputs.sampling.grammars and not device.runs_ahead:
             self._finish(len(self._in_flight))  # computed already: the grammars learn their tokens
             masks = self.sampler.start_masks(sampled_rows, before)
-        start = device.mark()
+        start, num_captured = device.mark(), self.forward_pass.num_captured
         hidden_TD = self.forward_pass.hidden(staged)
+        result.has_captured = self.forward_pass.num_captured > num_captured
         self._count_experts(result)
         launched = _Launched(sampling.tolist(), drafts)
         if is_sampling:

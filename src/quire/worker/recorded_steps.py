@@ -49,6 +49,9 @@ class RecordedSteps:
 
     A step is padded with sequences of no tokens to as many sequences as tokens. So one recording serves the decodes of
     T sequences and every other step of T tokens.
+
+    Attributes:
+        num_captured: see CapturedSteps.
     """
 
     def __init__(self, model: Decoder, inputs: InputBatch, caches: list[LayerCache]) -> None:
@@ -56,6 +59,7 @@ class RecordedSteps:
         self._arena = Arena()
         self._recordings: dict[_Size, _Recording] = {}
         self._is_possible = cpu.available()
+        self.num_captured = 0
 
     def size_for(self, step: StepRows) -> Padding | None:
         """See CapturedSteps."""
@@ -94,6 +98,7 @@ class RecordedSteps:
             if size not in self._recordings and len(self._recordings) >= _MOST_RECORDINGS:
                 del self._recordings[next(iter(self._recordings))]
             self._recordings[size] = _Recording(residual_TD, own, result_TD, calls)
+            self.num_captured += 1
         return result_TD
 
 

@@ -22,7 +22,8 @@ class StepLine(msgspec.Struct, kw_only=True):
     that it sees: each over the rows, a number per kind of layer (all tokens seen, a window, ...). Running and waiting
     requests and blocks are as they were after the step. `drafts` are rows with drafts, `draft_tokens` their tokens and
     `accepted_tokens` the tokens that held; `draft_failures` are requests that get no more drafts, because their drafter
-    failed. `predicted` is null if the engine did not predict.
+    failed. `predicted` is null if the engine did not predict. The forward pass of a step that is `captured` will be
+    repeated by later steps of its size, which take less time.
     """
 
     engine: int
@@ -47,6 +48,7 @@ class StepLine(msgspec.Struct, kw_only=True):
     predicted: StepPrediction | None
     seconds: float
     draft_seconds: float
+    captured: bool
     schedule_seconds: float
     prepare_seconds: float
     forward_seconds: float
