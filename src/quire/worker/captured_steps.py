@@ -13,7 +13,7 @@ class CapturedSteps(Protocol):
     """Forward passes of one model on one KV cache, by the size of a step. They give the bits of the pass run anew."""
 
     def size_for(self, step: StepRows) -> Padding | None:
-        """The size to bring a step to, so that it can be repeated; None: it is to be run."""
+        """The size to bring a step to, so that it can be repeated; None: the step has to be run."""
         ...
 
     def run(self, size: Padding, staged: StagedStep, hidden_TD: Tensor | None = None) -> Tensor:
