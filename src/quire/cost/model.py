@@ -106,8 +106,8 @@ class CostModel:
     def with_drafts(self, starts: Sequence[int], most: int) -> list[float]:
         """The seconds of a step with one token of each request, alone and with 1 to `most` drafts behind them.
 
-        Some counts are predicted. Two neighbours among them have no border of tiles between them, or follow each other
-        directly. Between them the time is a line, and more drafts never take less time.
+        Only some counts are predicted. A border of tiles lies only between predicted counts that follow each other
+        directly. Between two predicted counts the time is a line, and more drafts never take less time.
 
         Args:
             starts: computed tokens of each request, one or more.

@@ -49,7 +49,8 @@ def rows_of_panels(
 
     def numbers(count: int, names: list[str]) -> list[Tensor]:
         """The next section, which has numbers of each dtype in `names` for each of `count` groups -> [T, count] per
-        dtype."""
+        dtype.
+        """
         nonlocal end
         widths = [PANEL_WIDTH * _dtype(name).itemsize for name in names]
         begin, end = end, end + count * sum(widths)

@@ -323,7 +323,8 @@ class Scheduler:
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[RequestDelta]:
         """Take in the result of the oldest submitted batch: the tokens that each request got. Finished requests are
-        freed."""
+        freed.
+        """
         deltas: list[RequestDelta] = []
         block_size, errors = self.kv.block_size, result.errors
         rows = self._in_flight.pop(batch.step_id).rows

@@ -431,7 +431,8 @@ class InputBatch:
 
     def learn_verified(self, expected: ExpectedTokens, index: int, token_ids: Sequence[int]) -> None:
         """The tokens of row `index` of the rows with drafts have come back: the drafts that held, and the token behind
-        them."""
+        them.
+        """
         _, row, occupant = expected.verifying[index]
         if self._occupant_C[row] != occupant:
             return
