@@ -1,4 +1,4 @@
-"""The sizes of steps that are captured in CUDA graphs. `quire explain` uses this module, so it does not import torch."""
+"""The sizes of steps that are captured in CUDA graphs. It imports no torch, because `quire explain` uses it."""
 
 from __future__ import annotations
 
