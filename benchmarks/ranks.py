@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from predict import SHAPES
 
 from quire.config import EngineConfig
 from quire.distributed.layout import Grid
@@ -51,22 +52,7 @@ from quire.models.registry import build_model
 from quire.planning import devices
 from quire.sampling_params import SamplingParams
 
-MODEL: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
+MODEL = SHAPES["qwen3-0.6b"]
 SIZES = (4 << 10, 64 << 10, 1 << 20, 32 << 20)  # bytes of a result
 ROUND_SECONDS = 0.2
 WAYS = ("ranks join", "gloo gathers", "gloo reduces", "memcpy")

@@ -129,7 +129,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--isa", default="", help="instruction set; default: the best present")
     parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
+    parser.add_argument("--against", default="", help="file of another build of quire._C to take turns with")
     parser.add_argument("--json", default="", help="write the rows to this file")
+
+
+def chosen_builds(args: argparse.Namespace) -> dict[str, Any]:
+    """This build of quire._C and the build of --against, by name. Both use the given instruction set and threads."""
+    if args.isa:
+        cpu.set_isa(args.isa)
+    cpu.set_num_threads(args.threads)
+    builds: dict[str, Any] = {"quire": cpu._C}
+    if args.against:
+        builds["against"] = load_extension(args.against)
+        builds["against"].set_isa(cpu.isa())
+        builds["against"].set_num_threads(args.threads)
+    return builds
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -150,17 +164,9 @@ def main() -> None:
     parser.add_argument("--cases", default=DEFAULT_CASES)
     add_arguments(parser)
     parser.add_argument("--seconds", type=float, default=0.5, help="per case and engine")
-    parser.add_argument("--against", default="", help="file of another build of quire._C to take turns with")
     parser.add_argument("--no-peers", action="store_true", help="only Quire")
     args = parser.parse_args()
-    if args.isa:
-        cpu.set_isa(args.isa)
-    cpu.set_num_threads(args.threads)
-    builds: dict[str, Any] = {"quire": cpu._C}
-    if args.against:
-        builds["against"] = load_extension(args.against)
-        builds["against"].set_isa(cpu.isa())
-        builds["against"].set_num_threads(args.threads)
+    builds = chosen_builds(args)
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
     heads = f"{args.heads} heads, {args.kv_heads} KV heads of {args.head_dim}, blocks of {args.block_size}"

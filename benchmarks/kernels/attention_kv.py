@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attention import COLD_BYTES, add_arguments, causal_flops, load_extension, median_seconds, sizes_of
+from attention import COLD_BYTES, add_arguments, causal_flops, chosen_builds, median_seconds, sizes_of
 
 from quire.formats.kv_format import KV_FORMATS
 from quire.forward_batch import LayerCache
@@ -108,16 +108,8 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="per case and cache")
-    parser.add_argument("--against", default="", help="file of another build of quire._C to take turns with")
     args = parser.parse_args()
-    if args.isa:
-        cpu.set_isa(args.isa)
-    cpu.set_num_threads(args.threads)
-    builds: dict[str, Any] = {"quire": cpu._C}
-    if args.against:
-        builds["against"] = load_extension(args.against)
-        builds["against"].set_isa(cpu.isa())
-        builds["against"].set_num_threads(args.threads)
+    builds = chosen_builds(args)
     heads = f"{args.heads} heads, {args.kv_heads} KV heads of {args.head_dim}, blocks of {args.block_size}"
     print(f"isa {cpu.isa()}, {cpu.get_num_threads()} threads, {args.dtype}, {heads}")
     rows = [bench_case(case, args, builds) for case in args.cases.split(",")]

@@ -16,20 +16,16 @@ scripts of its repository: `python convert_hf_to_gguf.py MODEL --outtype bf16`, 
 from __future__ import annotations
 
 import argparse
-import atexit
 import json
-import socket
-import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 300
+from llama_cpp_server import LlamaCppServer
+
 Generate = Callable[[list[list[int]], list[str | None], int], Any]
 
 
@@ -70,35 +66,15 @@ def vllm(arguments: argparse.Namespace, folders: list[Path]) -> Generate:
 
 def llama_server(arguments: argparse.Namespace, folders: list[Path]) -> Generate:
     """llama.cpp's server, one slot for each adapter. Requests name their adapter; its slots batch only equal ones."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     files = ",".join(str(folder.with_name(folder.name + ".gguf")) for folder in folders)
-    command = [arguments.binary, "--model", arguments.model, "--port", str(port), "--parallel", str(len(folders))]
-    command += ["--ctx-size", str(arguments.context * len(folders)), "--threads", str(arguments.threads)]
-    command += ["--lora", files, "--lora-init-without-apply"]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    atexit.register(server.terminate)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
-    while True:
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5)
-            break
-        except (urllib.error.URLError, ConnectionError):
-            if server.poll() is not None or time.monotonic() > deadline:
-                sys.exit(f"{' '.join(command)}: not ready, exit code {server.poll()}")
-            time.sleep(0.5)
+    sizes = (len(folders), arguments.context, arguments.threads)
+    server = LlamaCppServer(arguments.binary, arguments.model, *sizes, "--lora", files, "--lora-init-without-apply")
     threads = ThreadPoolExecutor(len(folders))
     ids = {folder.name: index for index, folder in enumerate(folders)}
 
     def one(prompt: list[int], adapter: str | None, num_tokens: int) -> None:
-        asked = {"prompt": prompt, "n_predict": num_tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
-        asked["lora"] = [] if adapter is None else [{"id": ids[adapter], "scale": 1.0}]
-        request = urllib.request.Request(
-            f"{url}/completion", json.dumps(asked).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request) as response:
-            found = json.load(response)["tokens_predicted"]
-        assert found == num_tokens, f"{found} tokens, {num_tokens} asked for"
+        lora = [] if adapter is None else [{"id": ids[adapter], "scale": 1.0}]
+        server.complete_greedily(prompt, num_tokens, lora=lora)
 
     def generate(prompts: list[list[int]], adapters: list[str | None], num_tokens: int) -> Any:
         return list(threads.map(one, prompts, adapters, [num_tokens] * len(prompts)))

@@ -14,19 +14,16 @@ its environment.
 from __future__ import annotations
 
 import argparse
-import atexit
 import json
-import socket
-import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-START_SECONDS = 900  # vLLM compiles on its first start
+from llama_cpp_server import LlamaCppServer
+
 CONTEXT = 1024  # tokens of a request
 PROMPT = "Data: "
 # A request is the prompt, the schema and options. An answer is the text, None if it was cut off, or why it was refused.
@@ -65,35 +62,18 @@ def vllm(arguments: argparse.Namespace) -> Generate:
 
 def llama_server(arguments: argparse.Namespace) -> Generate:
     """llama.cpp's server, one slot for each request."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [arguments.binary, "--model", arguments.model, "--port", str(port), "--parallel", str(arguments.requests)]
-    command += ["--ctx-size", str(CONTEXT * arguments.requests), "--threads", str(arguments.threads)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    atexit.register(server.terminate)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
-    while True:
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5)
-            break
-        except (urllib.error.URLError, ConnectionError):
-            if server.poll() is not None or time.monotonic() > deadline:
-                sys.exit(f"{' '.join(command)}: not ready, exit code {server.poll()}")
-            time.sleep(0.5)
+    sizes = (arguments.requests, CONTEXT, arguments.threads)
+    server = LlamaCppServer(arguments.binary, arguments.model, *sizes)
     threads = ThreadPoolExecutor(arguments.requests)
 
     def one(asked: Asked) -> Answer:
         prompt, schema, options = asked
-        body = {"prompt": prompt, "cache_prompt": False, "n_predict": options["max_tokens"]}
+        body = {"prompt": prompt, "n_predict": options["max_tokens"]}
         body |= {name: value for name, value in options.items() if name != "max_tokens"}
         if schema is not None:
             body["json_schema"] = schema
-        request = urllib.request.Request(
-            f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
         try:
-            with urllib.request.urlopen(request) as response:
-                found = json.load(response)
+            found = server.complete(body)
         except urllib.error.HTTPError as error:
             return {"refused": error.read().decode(errors="replace")[:200]}
         assert found["tokens_predicted"] == options["max_tokens"] or not options.get("ignore_eos"), found

@@ -18,20 +18,17 @@ them, and `llama-quantize` quantizes them to Q4_0.
 from __future__ import annotations
 
 import argparse
-import atexit
 import json
-import socket
-import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from llama_cpp_server import LlamaCppServer
+
+CONTEXT = 1024  # the most tokens of a request
 LOOKUP_TOKENS = 3  # tokens of the pattern that is searched, as in Quire
-START_SECONDS = 300
 Generate = Callable[[list[list[int]], int], Any]
 
 
@@ -69,40 +66,19 @@ def openvino(arguments: argparse.Namespace) -> Generate:
 
 def llama_server(arguments: argparse.Namespace) -> Generate:
     """llama.cpp's server, one slot for each request."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [arguments.binary, "--model", arguments.model, "--port", str(port), "--parallel", str(arguments.requests)]
-    command += ["--ctx-size", str(1024 * arguments.requests), "--threads", str(arguments.threads)]
+    options: list[str] = []
     if arguments.draft:
-        command += ["--spec-type", "draft-simple", "--spec-draft-model", arguments.draft]
-        command += ["--spec-draft-n-max", str(arguments.drafts), "--spec-draft-threads", str(arguments.threads)]
+        options += ["--spec-type", "draft-simple", "--spec-draft-model", arguments.draft]
+        options += ["--spec-draft-n-max", str(arguments.drafts), "--spec-draft-threads", str(arguments.threads)]
     if arguments.lookup:
-        command += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(LOOKUP_TOKENS)]
-        command += ["--spec-ngram-simple-size-m", str(arguments.drafts)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    atexit.register(server.terminate)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
-    while True:
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5)
-            break
-        except (urllib.error.URLError, ConnectionError):
-            if server.poll() is not None or time.monotonic() > deadline:
-                sys.exit(f"{' '.join(command)}: not ready, exit code {server.poll()}")
-            time.sleep(0.5)
+        options += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(LOOKUP_TOKENS)]
+        options += ["--spec-ngram-simple-size-m", str(arguments.drafts)]
+    sizes = (arguments.requests, CONTEXT, arguments.threads)
+    server = LlamaCppServer(arguments.binary, arguments.model, *sizes, *options)
     threads = ThreadPoolExecutor(arguments.requests)
 
-    def one(prompt: list[int], num_tokens: int) -> None:
-        asked = {"prompt": prompt, "n_predict": num_tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
-        request = urllib.request.Request(
-            f"{url}/completion", json.dumps(asked).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request) as response:
-            found = json.load(response)["tokens_predicted"]
-        assert found == num_tokens, f"{found} tokens, {num_tokens} asked for"
-
     def generate(prompts: list[list[int]], num_tokens: int) -> Any:
-        return list(threads.map(one, prompts, [num_tokens] * len(prompts)))
+        return list(threads.map(server.complete_greedily, prompts, [num_tokens] * len(prompts)))
 
     return generate
 
@@ -118,7 +94,7 @@ def llama_library(arguments: argparse.Namespace) -> Generate:
     model_params = llama_cpp.llama_model_default_params()
     model = llama_cpp.llama_model_load_from_file(arguments.model.encode(), model_params)
     params = llama_cpp.llama_context_default_params()
-    params.n_ctx, params.n_seq_max = 1024 * arguments.requests, arguments.requests
+    params.n_ctx, params.n_seq_max = CONTEXT * arguments.requests, arguments.requests
     params.n_threads = params.n_threads_batch = arguments.threads
     context = llama_cpp.llama_init_from_model(model, params)
     vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
@@ -170,7 +146,7 @@ def vllm(arguments: argparse.Namespace) -> Generate:
         drafter = {"method": "ngram", "prompt_lookup_max": LOOKUP_TOKENS, "prompt_lookup_min": LOOKUP_TOKENS}
     engine = LLM(
         arguments.model,
-        max_model_len=1024,
+        max_model_len=CONTEXT,
         max_num_seqs=arguments.requests,
         enable_prefix_caching=False,
         enforce_eager=bool(drafter),

@@ -453,7 +453,7 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Processes of an engine: they share a copy of the model, or its experts."""
+        """Processes of an engine, which share a copy of the model, or its experts."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.num_lanes
 
     @property
@@ -475,7 +475,7 @@ class EngineConfig:
 
     @property
     def num_local_replicas(self) -> int:
-        """Replicas that share this machine. Those that Ray has placed are told how many share theirs."""
+        """Replicas that share this machine. A replica that Ray has placed is told how many share its machine."""
         return self.data_parallel_size_local or 1 if self.has_ray_replicas else self.num_replicas
 
     @property

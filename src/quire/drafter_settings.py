@@ -24,7 +24,7 @@ def drafter_settings(
     """Of the drafter of a model; None: none is wanted. Raises ConfigError for one that cannot draft for the model.
 
     Args:
-        form: of the model.
+        form: the form of the model.
     """
     if speculation is None or speculation.method not in BY_WORKER:
         return None

@@ -127,7 +127,7 @@ class EngineRestartedError(EngineDeadError):
 
 
 class ShuttingDownError(EngineDeadError):
-    """The server is stopping: it takes no new request, and it ended this one if it was running."""
+    """The server is stopping. It takes no new request, and it ended this request if it was running."""
 
     code = "shutting_down"
 

@@ -70,8 +70,9 @@ class Share:
     """The part of a linear layer that one of several ranks holds: some of the outputs, with all inputs.
 
     Attributes:
-        rows: of each shard, and of each rank: rows of the tensor in the checkpoint.
-        tensor_rows: of each shard: the number of rows of that tensor. Shards of one name are parts of one tensor.
+        rows: for each shard and each rank, rows of the tensor in the checkpoint.
+        tensor_rows: the number of rows of that tensor, for each shard. Shards of one name are parts of one
+            tensor.
         inputs: in-features that each rank has before they are joined; empty: every rank has all.
     """
 
@@ -94,9 +95,9 @@ class Placement:
     """The experts of each rank. Each expert has one place or several: ranks in order, then as here.
 
     Attributes:
-        experts: of each rank: their numbers. No rank has an expert twice.
-        columns: of the experts' results: each rank adds up some for all tokens.
-        num_lanes: whose tokens they get.
+        experts: the numbers of each rank's experts. No rank has an expert twice.
+        columns: columns of the experts' results. Each rank adds up some columns for all tokens.
+        num_lanes: the lanes whose tokens they get.
     """
 
     rank: int
@@ -153,8 +154,8 @@ class HeadMatrices(NamedTuple):
     """A matrix [N, K] for each head.
 
     Attributes:
-        name: of a module with these matrices alone, [num_heads, N, K], which GGUF files have.
-        num_rows: of each, in the weight that is taken apart.
+        name: the name of a module with these matrices alone, [num_heads, N, K], which GGUF files have.
+        num_rows: the number of rows of each matrix, in the weight that is taken apart.
     """
 
     name: str
@@ -178,7 +179,7 @@ class LinearShape:
         share: the shape is the part of one rank; None: it is the whole layer.
         paired_heads: for each shard, the number of heads that rotate neighbouring dimensions in the checkpoint; 0 or no
             entry: none. Here halves of a head rotate, so loading reorders their rows.
-        num_experts: as many layers of this shape are stacked; 0: an ordinary layer. Sizes are of one of them.
+        num_experts: the number of stacked layers of this shape; 0: an ordinary layer. Sizes are of one of them.
         placement: they are the experts of one rank; None: they are all experts of the layer.
         stacked: the name of one tensor [num_experts, N, K] that a checkpoint may hold instead; empty: there is none.
             Biases and the tensors of a quantized form have its name and their own behind it (moe/stack.py).
@@ -409,9 +410,9 @@ class Latent:
         input: its last shard gives the row, and the one before it the queries, or the input of `query`.
         query: None: `input` gives the queries.
         up: the latents to the keys and values of all heads, head by head.
-        query_norm: of the input of `query`.
-        row_norm: of the latents.
-        norm_eps: of both.
+        query_norm: the norm of the input of `query`.
+        row_norm: the norm of the latents.
+        norm_eps: the epsilon of both norms.
     """
 
     num_heads: int
@@ -455,7 +456,7 @@ class State:
     """A state per sequence instead of rows per token: linear attention, Mamba.
 
     Attributes:
-        num_bytes: of the state of one sequence.
+        num_bytes: bytes of the state of one sequence.
     """
 
     num_bytes: int
@@ -506,10 +507,10 @@ class Router:
             `sparsemixer`: see kernels/routing.py.
         has_bias_for_choice: a tensor adds to the scores of all experts, for the choice alone.
         num_groups: experts in equal groups of neighbours; only the best `num_active_groups` are chosen from.
-        group_score: of a group: its largest score, or the sum of its two largest.
+        group_score: the score of a group: its largest score, or the sum of its two largest.
         normalizes: weights are divided by their sum.
         scale: factor on the weights.
-        jitter: of sparsemixer.
+        jitter: for sparsemixer.
         weighs_input: weights multiply the expert's input instead of its result (Llama 4).
     """
 
@@ -549,7 +550,7 @@ class Experts:
 
     @property
     def num_experts(self) -> int:
-        """That are held. Of a rank, these may be some of those that the router chooses from."""
+        """The experts that are held. On a rank, these may be some of the experts that the router chooses from."""
         return self.expert.gate_up.num_experts
 
     @property
@@ -597,7 +598,7 @@ FeedForward = Dense | Experts
 
 
 class Norms(NamedTuple):
-    """Norms around one part of a layer: of its input, and of its addition to the residual stream."""
+    """Norms around one part of a layer: the norm of its input, and the norm of its addition to the residual stream."""
 
     before: NormShape | None = None
     after: NormShape | None = None
@@ -663,7 +664,7 @@ class DraftHead:
             of its layers means: behind the last one.
         stream_size: elements of one stream.
         input: `eagle3`: the streams to the hidden state. `mtp`: hidden state and embedding to the residual stream.
-        norms: of the embedding, and of the hidden state.
+        norms: the norms of the embedding, and of the hidden state.
         norm_before_residual: eagle3: the residual stream begins with the norm of the hidden state.
         num_tokens: tokens that it can draft.
         maps_tokens: a table has the target's ids of these tokens; else they are its first ones.

@@ -42,7 +42,7 @@ class WorkerSettings:
         return cls(resolved.model, resolved.device, *limits, rates, resolved.drafter, resolved.lora)
 
     def of_drafter(self) -> WorkerSettings:
-        """As if the drafter were the model. Of its steps those that are captured compute one token of each row."""
+        """As if the drafter were the model. Its captured steps compute one token of each row."""
         assert self.drafter is not None
         mode = "NONE" if self.device.cudagraph_mode == "NONE" else "FULL_DECODE_ONLY"
         device = replace(self.device, cudagraph_mode=mode)
@@ -54,7 +54,7 @@ class WorkerSettings:
         return max(self.max_num_batched_tokens, self.max_num_seqs)
 
     def hidden_bytes(self, target: ModelConfig) -> int:
-        """Of what is kept for a head that drafts."""
+        """Bytes that are kept for a head that drafts."""
         return 0 if self.drafter is None else self.drafter.hidden_bytes(target, self.max_num_seqs, self.most_tokens)
 
     def graph_sizes(self) -> GraphSizes:

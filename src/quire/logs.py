@@ -124,7 +124,7 @@ def configure(level: str | None = None, log_format: str | None = None) -> None:
     """Send every line of this process to standard error in one format. May be called again.
 
     Args:
-        level: of Quire's own lines; None: VLLM_LOGGING_LEVEL.
+        level: the log level of Quire's own lines; None: VLLM_LOGGING_LEVEL.
         log_format: text or json; None: QUIRE_LOG_FORMAT.
 
     Given values are written to the environment variables, for processes that start later. Raises ConfigError.

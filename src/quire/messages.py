@@ -101,7 +101,7 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter", omit_defaults=True):
 
     operation: int  # chosen by the sender, returned with the answer
     path: str
-    digest: str | None = None  # the content that it must have: with another content, its requests end with an error
+    digest: str | None = None  # the content that it must have; with other content, its requests end with an error
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
@@ -227,7 +227,7 @@ class EngineBeat(_FromEngine, tag="beat", omit_defaults=True):
     Of an engine with several ranks:
         rank: the number and place of the rank in this process.
         late_ranks: the ranks that others wait for in a step now, with their places and their work.
-        rank_timeout_seconds: for which a rank waits for another one.
+        rank_timeout_seconds: the seconds that a rank waits for another one.
     """
 
     predicted_seconds: float  # the predicted time of the batches in flight; 0: there are none

@@ -140,7 +140,7 @@ class ModelConfig:
 
     @cached_property
     def layer_kinds(self) -> tuple[tuple[LayerSpec, int], ...]:
-        """A layer of each kind, and the number of such layers: they differ only in the number in their names.
+        """A layer of each kind, and the number of such layers, which differ only in the number in their names.
 
         In a quantized checkpoint, whose format depends on names, each layer is a kind.
         """
@@ -381,9 +381,9 @@ def load_head_config(folder: Path, method: str, target: ModelConfig, names: Coll
 
     Args:
         method: eagle3 or mtp.
-        names: of the tensors in the folder; empty: nobody has looked.
+        names: the names of the tensors in the folder; empty: nobody has looked.
 
-    Raises ModelConfigError: as load_model_config, or the head does not fit the target.
+    Raises ModelConfigError like load_model_config, and if the head does not fit the target.
     """
     path = folder / "config.json"
     raw = merge(read_object(path, required=True), target.hf_overrides if method == "mtp" else {})

@@ -119,7 +119,7 @@ def option(
 
     Args:
         flags: other spellings on the command line.
-        bounds: of the number, or of each number if there are several.
+        bounds: the bounds of the number, or of each number if there are several.
         type: a function from a flag's text to a value, or "json"; None: the field's own type.
         live: the value may change while serving.
         many: the field takes several values.

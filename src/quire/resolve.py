@@ -104,7 +104,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class _Form:
-    """What is settled before the sizes of steps."""
+    """The settings that are settled before the sizes of steps."""
 
     device: str
     isa: str
@@ -338,7 +338,7 @@ _UNSET = {
 
 
 def _check_budget(config: EngineConfig, budget: int, max_num_seqs: int, max_model_len: int) -> None:
-    """ConfigError for a step that is too short for what it must hold."""
+    """ConfigError for a step that is too short for the tokens that it must hold."""
     if budget < max_num_seqs:
         raise ConfigError(
             "The token budget is smaller than the number of running requests",
@@ -613,7 +613,7 @@ def _quantization(config: EngineConfig, model: ModelConfig) -> Choice[str | None
 
 
 def _kv_detail(config: EngineConfig, dtype: str, model: ModelConfig) -> str:
-    """The dtype of the KV cache. Raises ConfigError for a dtype that is neither the model's nor of codes."""
+    """The dtype of the KV cache. Raises ConfigError for a dtype that is not the model's and not a dtype of codes."""
     kv = kv_format(config.kv_cache_dtype, dtype)
     if kv.name in DTYPE_BYTES and kv.name != dtype:
         raise ConfigError(

@@ -355,7 +355,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
     def continuation(self, index: int) -> SamplingParams:
         """Parameters of the `index`-th of n continuations: n is 1, and a given seed becomes an own one.
 
-        Only the first reports prompt logprobs: they are the same for all, and the others share its prompt's KV.
+        Only the first reports prompt logprobs, because they are the same for all, and the others share its prompt's KV.
         """
         own = copy.copy(self)  # the lists are shared, because they are never changed
         own.n = 1
@@ -398,7 +398,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
             vocab_size: token ids must be below it; None checks the sign only.
             max_logprobs: limit of logprobs and prompt_logprobs; -1 is no limit.
         Raises:
-            InvalidRequestError: with the field in `param`. UnsupportedFieldError: the field is not implemented.
+            InvalidRequestError: it has the field in `param`. UnsupportedFieldError: the field is not implemented.
         """
         for name, neutral in _UNSUPPORTED.items():
             value = getattr(self, name)

@@ -13,12 +13,12 @@ from quire.sampling_params import SamplingParams
 T_co = TypeVar("T_co", covariant=True)
 
 UNDRAFTED = -1  # the place of a draft that the worker makes in the same step that verifies it
-MAX_FORCED_TOKENS = 32  # a worker adds at most so many to a sampled token, where the grammar allows no other token
+MAX_FORCED_TOKENS = 32  # most tokens that a worker adds to a sampled token, where the grammar allows no other token
 
 
 @dataclass(slots=True)
 class NewRow:
-    """A request that the worker does not hold yet: it is new, or it resumes after a preemption."""
+    """A request that the worker does not hold yet, because it is new, or because it resumes after a preemption."""
 
     request_id: str
     token_ids: list[int]  # prompt and the output sampled so far
@@ -35,11 +35,11 @@ class NewRow:
 class ScheduledBatch:
     """One step of at least one row, of all lanes together. Lists are aligned: row i is request_ids[i].
 
-    A row wants the logits of its last num_logits tokens: none if known tokens are left for later steps; one to sample
-    the next token; or k + 1 if its last k tokens are drafts, which are guesses at the next tokens. Logits are sampled
-    as if the drafts before them were true, and a draft holds if it equals the token that is sampled in its place. A row
-    that wants a vector gets it with its last token, instead of that token's logits. A row samples nothing if the
-    result of a step before has shown that a grammar forces the token (StepResult.forced).
+    A row wants the logits of its last num_logits tokens. num_logits is 0 if known tokens are left for later steps, 1 to
+    sample the next token, and k + 1 if its last k tokens are drafts (guesses at the next tokens). Logits are sampled as
+    if the drafts before them were true, and a draft holds if it equals the token that is sampled in its place. A row
+    that wants a vector gets it with its last token, instead of that token's logits. A row samples nothing if the result
+    of a step before has shown that a grammar forces the token (StepResult.forced).
 
     The worker applies, in order: removed_request_ids, new_rows, new_block_ids, forced_tokens, block_copies; then it
     computes. The KV of drafts that do not hold stays in the cache until a later step writes the same slots.
@@ -123,7 +123,7 @@ class StepResult:
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
     has_captured: bool = False  # its forward pass was captured: it took longer than the next one of its size
-    # Of each of several ranks: seconds of the step, and those in which it waited for others.
+    # For each of several ranks: seconds of the step, and seconds in which it waited for others.
     ranks: tuple[tuple[float, float], ...] = ()
     lanes: list[StepResult] = field(default_factory=list)  # like ScheduledBatch.lanes; only tokens and times are joined
 
@@ -155,7 +155,7 @@ class LaneUse(msgspec.Struct, array_like=True):
 class RowsFailedError(Exception):
     """Raised by an executor for a batch if it knows the requests at fault. The other requests are computed again.
 
-    The message is fit for the user: it becomes the error of the requests.
+    The message is fit for the user, because it becomes the error of the requests.
     """
 
     def __init__(self, request_ids: list[str], message: str) -> None:

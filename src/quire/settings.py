@@ -177,8 +177,8 @@ class DrafterSettings:
     """How a model that drafts is loaded, and how it drafts.
 
     Attributes:
-        max_drafts: of one request in one step.
-        is_greedy: it drafts its likeliest token, however the request samples.
+        max_drafts: the most drafts of one request in one step.
+        is_greedy: whether it drafts its likeliest token even if the request samples.
     """
 
     form: ModelSettings
@@ -198,7 +198,9 @@ class DrafterSettings:
 
     @property
     def positions_kept(self) -> int:
-        """Positions of each request whose hidden states wait for a head: at least all that a step verifies."""
+        """Positions of each request whose hidden states wait for a head: at least all positions that a step
+        verifies.
+        """
         return max(self.max_drafts + 1, LEAST_KEPT)
 
     def hidden_bytes(self, target: ModelConfig, max_num_seqs: int, max_tokens: int) -> int:
@@ -221,9 +223,9 @@ class LoraSettings:
 
     Attributes:
         max_loras: different adapters of a step.
-        max_rank: of an adapter; memory is planned for it.
+        max_rank: the largest rank of an adapter; memory is planned for it.
         max_cpu_loras: adapters in memory, at least max_loras.
-        dtype: of their weights in memory, torch's name.
+        dtype: the dtype of the adapters' weights in memory, as torch's name.
         target_modules: last names of modules that adapters may change; none: all that can be.
     """
 
@@ -234,8 +236,8 @@ class LoraSettings:
     target_modules: tuple[str, ...] = ()
 
     def num_bytes(self, model: ModelConfig) -> int:
-        """Bytes that adapters take at most: one more than `max_cpu_loras` while two change places, and those being
-        read.
+        """The most bytes that adapters take: one adapter more than `max_cpu_loras` while two change places, and the
+        adapters that are being read.
         """
         largest = max((max(weight[1:]) for weight in self._weights(model)), default=0) * self.max_rank * 4
         return (self.max_cpu_loras + 1) * self.adapter_bytes(model) + max(largest, ADAPTER_READ_BYTES)

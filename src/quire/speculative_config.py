@@ -12,7 +12,7 @@ SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"]
 METHODS: tuple[SpeculativeMethod, ...] = get_args(SpeculativeMethod)
 BY_WORKER: tuple[SpeculativeMethod, ...] = ("draft_model", "eagle3", "mtp")  # their drafter is a model
 MOST_DRAFTS = 255  # the most drafts of one request in one step
-LEAST_LOGITS_ROWS = 32  # a step with drafts may have so many rows, even if few requests run
+LEAST_LOGITS_ROWS = 32  # rows that a step with drafts may have, even if few requests run
 # Of the text of a running request: of each token, and of each length of n-grams beside.
 NGRAM_TOKEN_BYTES, NGRAM_BYTES, SUFFIX_TOKEN_BYTES = 8, 16, 72
 SUFFIX_SHARED_BYTES = 80 << 20  # the most host memory for the outputs that suffix keeps: 2 million tokens
@@ -63,7 +63,7 @@ def text_index_bytes(config: SpeculativeConfig | None, num_tokens: int) -> int:
     """Bytes of the host's memory for what a method searches, at most.
 
     Args:
-        num_tokens: of the texts of all running requests.
+        num_tokens: the tokens of the texts of all running requests.
     """
     if config is None or config.method in BY_WORKER:
         return 0
@@ -94,9 +94,9 @@ class SpeculativeConfig:
         revision: revision of this checkpoint on the hub.
         quantization, kv_cache_dtype, max_model_len: of the drafter; None: the same as for the target.
         draft_load_config: an object with the key load_format, as EngineConfig.load_format, for the drafter.
-        draft_sample_method: how a model samples drafts; None: with the draws of the target.
+        draft_sample_method: how a model samples drafts; None: it samples with the draws of the target.
         draft_tensor_parallel_size: ranks that share a draft model: 1 (each has all of it), or as many as share the
-            model. None: as many as share the model, if they can share the drafter. Every rank has all of a head.
+            model. None: all ranks that share the model, if they can share the drafter. Every rank has all of a head.
         prompt_lookup_min, prompt_lookup_max: numbers of tokens of the pattern that ngram searches.
         suffix_decoding_max_tree_depth: most tokens of a pattern and its continuation together.
         suffix_decoding_max_cached_requests: number of requests with outputs that suffix keeps.

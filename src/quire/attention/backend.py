@@ -47,7 +47,7 @@ class AttentionBackend(Protocol):
     def forward(self, q_THE: Tensor, cache: LayerCache, batch: ForwardBatch, sinks_H: Tensor | None = None) -> Tensor:
         """Attention of the step's tokens -> [T, H, V], contiguous. q is rotated. K and V are in the cache already.
 
-        `sinks_H`: of q's dtype, given if the spec has sinks.
+        `sinks_H`: the sinks of the heads in q's dtype, given if the spec has sinks.
         """
         ...
 

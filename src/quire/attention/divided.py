@@ -19,7 +19,7 @@ class DividedAttention(PagedAttention):
     """PagedAttention of ranks that each have some pages of one cache: every rank gets the queries of all ranks.
 
     Args:
-        heads: of q, of each rank of the group.
+        heads: the number of q's heads of each rank of the group.
         num_owners: neighbours that have a cache together.
     """
 

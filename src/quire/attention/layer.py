@@ -23,7 +23,7 @@ class Sinks:
     """A learned score of each query head, which takes a part of the weights and has no value.
 
     Args:
-        share: of a rank; None: it has all heads.
+        share: the share of a rank; None: it has all heads.
     """
 
     held = ("scores_H",)
@@ -50,11 +50,11 @@ class Attention:
 
     Args:
         layer: index of the layer's cache in ForwardBatch.caches.
-        backend: for the AttentionSpec of this layer.
+        backend: the backend for the AttentionSpec of this layer.
         cos_sin_LR: rotary table, float32; None for a layer without position encoding.
         q_norm, k_norm: norms of single heads (weights of E), applied before the rotation.
-        sinks: of the heads; None: they have none.
-        temperature, temperature_floor: of the queries, see HeadRotation.
+        sinks: the sinks of the heads; None: they have none.
+        temperature, temperature_floor: the numbers for the queries, see HeadRotation.
     """
 
     def __init__(

@@ -65,6 +65,6 @@ class SharedBackends:
         return self._backends[key][1]
 
     def prepare(self, step: HostStep, caches: Sequence[LayerCache]) -> None:
-        """Once per step on a GPU, before the first layer. `caches`: by layer."""
+        """Once per step on a GPU, before the first layer. `caches`: the caches by layer."""
         for layer, backend in self._backends.values():
             backend.prepare(step, caches[layer])

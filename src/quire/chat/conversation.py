@@ -9,7 +9,7 @@ from quire.compat.names import nearest
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams
 
-# name -> what it is, for people
+# name -> its description, for people
 PARAMETERS = {
     "temperature": "0: always the most likely token; higher: more chance",
     "top_p": "only the most likely tokens that together have this probability",

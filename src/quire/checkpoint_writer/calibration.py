@@ -38,7 +38,7 @@ def from_file(path: str, tokenizer: Tokenizer, num_windows: int, num_tokens: int
 def generated(
     folder: Path, num_windows: int, num_tokens: int, seed: int, *, num_threads: int | None, use_tqdm: bool
 ) -> Windows:
-    """Texts that the model writes at temperature 1: they resemble its training data (LLM-QAT, arXiv 2305.17888).
+    """Texts that the model writes at temperature 1, which resemble its training data (LLM-QAT, arXiv 2305.17888).
 
     Each text begins with the model's token for the begin of a text, or with a random token if it has none.
     """

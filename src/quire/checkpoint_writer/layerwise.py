@@ -36,7 +36,7 @@ class LayerLinear:
     """A linear layer inside a decoder layer, or of one of its experts. Several tensors may be fused into it.
 
     Attributes:
-        names: of the tensors, for example `self_attn.q_proj`.
+        names: the names of the tensors, for example `self_attn.q_proj`.
         sizes: rows of each tensor.
     """
 

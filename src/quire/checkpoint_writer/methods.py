@@ -32,11 +32,11 @@ class Layer:
     """One decoder layer in floating point.
 
     Attributes:
-        weights: by name.
+        weights: the weights by name.
         linears: the linear layers to quantize.
         norms: names of norms, and the number that is added to their weights.
         inputs: statistics of each linear layer, by the first of its names; empty if the format needs no calibration.
-        head_dim: of attention's values; 0: the layer has no attention.
+        head_dim: elements of a head in attention's values; 0: the layer has no attention.
     """
 
     weights: Weights

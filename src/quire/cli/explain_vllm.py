@@ -64,8 +64,8 @@ class Answer:
     """The answer to one flag or variable of the command.
 
     Attributes:
-        name: as it is spelled.
-        value: as it was given, secrets hidden.
+        name: the name as the command spells it.
+        value: the given value, with secrets hidden.
         status: see STOPS.
         does: its effect here, or the reason why it has none.
         limits: the quantity that it bounds.

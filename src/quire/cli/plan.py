@@ -37,7 +37,7 @@ Exit code: 0; 2 if a model fits in no format; with --check also 1 if the best ro
 _OTHER_GPU = 90  # the compute capability that is planned for a GPU on another machine
 # With any of them, candidates are ranked.
 _RANKED_BY = ("hardware", "workload", "request_rate", "price_per_hour", "tensor_parallel_size")
-# More or less is a mistake, and sums of such numbers are infinite.
+# A number outside these bounds is a mistake, and sums of such numbers are infinite.
 LEAST_RATE, MOST_RATE, MOST_PRICE = 1e-9, 1e21, 1e12
 _FACTORS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 

@@ -19,7 +19,7 @@ from quire.option import Source
 def add_settings_flags(
     parser: Parser, configs: tuple[type, ...] = (EngineConfig, ServerConfig), *, models: Literal["?", "*"] = "?"
 ) -> None:
-    """MODEL, --config, and a flag for every setting of `configs` and every foreign name. `models`: how many MODELs."""
+    """MODEL, --config, and a flag for every setting of `configs` and every foreign name. `models`: MODELs taken."""
     parser.usage = f"{parser.prog} [MODEL{' ...' if models == '*' else ''}] [flags]"
     parser.add_argument(
         "model_tag",

@@ -21,7 +21,7 @@ class Foreign:
     """One name of vLLM's that is no setting here.
 
     Args:
-        name: as LLM(...) spells it; the flag has dashes.
+        name: the name as LLM(...) spells it; the flag has dashes.
         kind: accepted: without effect, with a notice; translated: into present settings; refused: an error.
         text: the reason: the behaviour in place of the setting, its present name, or the missing feature. No full stop.
         instead: refused: the advice.

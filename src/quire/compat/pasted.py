@@ -36,7 +36,7 @@ class PastedCommand:
     Attributes:
         words: the words after the program: perhaps a model, and flags.
         variables: environment variables that are set for it.
-        is_whole: it names the program too; else it is flags alone.
+        is_whole: whether the text names the program too; else it has only flags.
         notes: unintended effects of the text in a shell, and parts that were not read.
     """
 
@@ -53,8 +53,8 @@ class Program:
     Args:
         title: the server's name.
         words: the beginnings: the name of a program, or `-m` and a module, and the words after it.
-        image: of containers.
-        expected: for messages.
+        image: the name of container images.
+        expected: the expected text, for messages.
     """
 
     title: str

@@ -59,7 +59,7 @@ class Peer:
 
     Args:
         title: its name.
-        option: of `quire explain`.
+        option: the option of `quire explain`.
         program: how its command begins; None: it has a Modelfile.
     """
 

@@ -38,7 +38,7 @@ class Demand(NamedTuple):
     linear_int8_ops: float  # of products with weights in integers
     attention_flops: float
     num_logits: int
-    rescanned_bytes: float = 0.0  # of weight_bytes: of products that go over their weights several times (AMX)
+    rescanned_bytes: float = 0.0  # the part of weight_bytes that products read several times (AMX)
     filling_ops: float = 0.0  # of products, on rows that fill up tiles (AMX); no other number contains them
 
     @property
@@ -113,13 +113,13 @@ class StepArithmetic:
     """Counts of one model in one form.
 
     Args:
-        dtype: of activations, a key of DTYPE_BYTES.
-        quantization: of the weights, in the words of ModelConfig.weight_bytes.
+        dtype: the dtype of activations, a key of DTYPE_BYTES.
+        quantization: the quantization of the weights, in the words of ModelConfig.weight_bytes.
         kv_cache_dtype: the setting with this name.
         isa: the instruction set of the CPU's kernels; any other name has no tiles.
 
     Attributes:
-        num_layers: of the model.
+        num_layers: the layers of the model.
         is_fp8: most weights of the blocks are held and multiplied in FP8.
         is_integer: most of them are multiplied in integers, on a CPU.
     """
@@ -159,7 +159,7 @@ class StepArithmetic:
         of_output = _num_held(model, [(output, 1)], quantization)
         self._int8_output = 2 * of_output[GroupedFormat]
         self._tile_rows = _TILE_ROWS.get(isa, 0)
-        # Codes become numbers on their way to the tiles: as slow for one tile of rows as for two.
+        # Codes become numbers on their way to the tiles, which takes as long for one tile of rows as for two.
         self._has_codes, self._output_has_codes = (
             counts[GroupedFormat] + counts[Fp8Format] > counts.total() / 2 for counts in (blocks, of_output)
         )
@@ -245,7 +245,7 @@ def _num_held(
     """The number of weights by the type of the format that holds them. GroupedFormat means integers.
 
     Args:
-        linears: with how many there are of each.
+        linears: linear layers, with the number of each.
     """
     counts: Counter[type] = Counter()
     for linear, count in linears:

@@ -15,7 +15,7 @@ class AllReduces:
     Attributes:
         degree: devices.
         count: sums per step.
-        row_bytes: of one token in one sum.
+        row_bytes: bytes of one token in one sum.
         link_bandwidth: bytes per second from one device to the next, in one direction.
     """
 

@@ -33,7 +33,8 @@ class Correction:
     A size without steps has the factor of the nearest size with steps.
 
     Args:
-        factors: by size, of an earlier start. They have no steps of this one, so they follow its first steps fast.
+        factors: the factors of an earlier start, by size. They have no steps of this one, so they follow its first
+            steps fast.
 
     Attributes:
         spread: nine of ten steps now lie within the ratio 1 + spread of their prediction.
@@ -94,7 +95,7 @@ class Pause:
         self._weighted, self._weights = 0.0, 0.0  # sums over the steps
 
     def seconds(self, pause: float) -> float:
-        """What a step takes longer after so many seconds."""
+        """The seconds that a step takes longer after a pause of these seconds."""
         return self.cold * _cooled(pause)
 
     def add(self, pause: float, predicted: float, measured: float) -> None:

@@ -45,7 +45,7 @@ class Gpu:
     """A GPU by its vendor's data sheet. Operations per second are for dense matrices; 0: the GPU has no such operation.
 
     Attributes:
-        name: for `--hardware`.
+        name: the name for `--hardware`.
         cuda_name: the name that CUDA reports.
         memory_bytes: the number in CUDA's messages about a lack of memory. It is less than the data sheet's.
         read_bandwidth: bytes per second.
@@ -53,7 +53,7 @@ class Gpu:
         capability: 90 is sm_90.
         link_bandwidth: bytes per second to the other GPUs of a machine, in one direction.
         aws: the family of Amazon's instances with this GPU; empty: none.
-        source: of the numbers.
+        source: the source of the numbers.
     """
 
     name: str

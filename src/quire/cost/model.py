@@ -77,7 +77,7 @@ class CostModel:
         """A step took `seconds`. A step that was not timed, or has no time of its own, is ignored.
 
         Args:
-            predicted_seconds: with the time that the pause was expected to cost.
+            predicted_seconds: the prediction, with the time that the pause was expected to cost.
         """
         if seconds <= 0 or predicted_seconds <= 0:
             return
@@ -106,8 +106,8 @@ class CostModel:
     def with_drafts(self, starts: Sequence[int], most: int) -> list[float]:
         """The seconds of a step with one token of each request, alone and with 1 to `most` drafts behind them.
 
-        Predicted for some counts, which are not on both sides of a border of tiles unless they are neighbours; between
-        them it is a line, and more drafts never take less time.
+        Only some counts are predicted. A border of tiles lies only between predicted counts that follow each other
+        directly. Between two predicted counts the time is a line, and more drafts never take less time.
 
         Args:
             starts: computed tokens of each request, one or more.

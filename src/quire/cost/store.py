@@ -31,7 +31,7 @@ class CalibrationFile:
     """The file of one model on one machine.
 
     Args:
-        folder: of all calibrations; None: they are not kept.
+        folder: the folder of all calibrations; None: they are not kept.
         key: everything that a calibration depends on; JSON.
     """
 

@@ -1,6 +1,6 @@
 """The bundled demo model, a small Llama that answers questions about Python's standard library.
 
-Beside it are its drafters, and two LoRA adapters: with `lora` it answers in JSON, with `tools` it calls tools.
+Beside it are its drafters and two LoRA adapters. With `lora` it answers in JSON, with `tools` it calls tools.
 """
 
 from __future__ import annotations

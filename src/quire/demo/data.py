@@ -191,7 +191,7 @@ WEATHER_RESULTS = [
     '{{"weather": "{s}", "temperature": {d}}}', '{{"city": "{c}", "sky": "{s}", "degrees": {d}}}',
 ]  # fmt: skip
 
-Turn = tuple[str, str]  # a role, and what it says
+Turn = tuple[str, str]  # a role, and its text
 Kind = Literal["call", "result", "text"]  # the kind of the answer to a question, from a model with tools
 
 
@@ -314,7 +314,9 @@ class Exchange:
 
 
 def tool_chats(all_entries: list[Entry], rng: random.Random) -> Iterator[list[Turn]]:
-    """Endless chats, most of them with tools; one tool fits, or none does. `tool_questions` asks what is left out."""
+    """Endless chats, most of them with tools; one tool fits, or none does. `tool_questions` asks the questions that are
+    left out.
+    """
     plain: Iterator[list[Turn]] = iter(())
     while True:
         if rng.random() >= TOOLS_SHARE:

@@ -177,7 +177,7 @@ def train_tokenizer(all_entries: list[Entry], rng: random.Random) -> Any:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """That of a folder, with the template of this file."""
+    """The tokenizer of a folder, with the template of this file."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)

@@ -35,7 +35,7 @@ class Head(nn.Module):
     """See models/head.py; its parameters have the names of checkpoints.
 
     Args:
-        width: of the target.
+        width: the width of the target.
     """
 
     def __init__(self, width: int) -> None:
@@ -69,7 +69,7 @@ class Head(nn.Module):
         """Of one run over [N, T, D]: hidden states for the positions behind, and the same normed for the logits.
 
         Args:
-            keys, values: of the runs before, one each; this run appends its own.
+            keys, values: the keys and values of the runs before, one each. This run appends its own.
         """
         x = torch.cat(
             [self._norm("midlayer.input_layernorm", embeddings), self._norm("midlayer.hidden_norm", hidden)], -1

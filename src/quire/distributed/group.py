@@ -77,7 +77,7 @@ class Group(Protocol):
             num_rows: P, if `rows_PN` has only the rows of this rank. None: it has filled its own among all rows.
             rows_PN: Rank r has rows begins[firsts[r]] to begins[firsts[r + 1]].
             begins: int32, ascending from 0 to P, and equal on all ranks.
-            columns: that this rank wants.
+            columns: the columns that this rank wants.
 
         Raises as `gather`.
         """
@@ -98,11 +98,11 @@ class Group(Protocol):
         Each computes the partial results of the ranges that it has. Then it joins the partial results of its own heads.
 
         Args:
-            q_THE: of the heads of these neighbours, side by side.
+            q_THE: the queries of the heads of these neighbours, side by side.
             cache: the pages of this rank, in blocks of whole ranges.
             batch: its block tables name the pages of all owners: see layout.PageShare.
-            heads: of q, of each rank of the group. All groups of neighbours have the same number.
-            sinks_H: of this rank's heads.
+            heads: the number of q's heads of each rank of the group. All groups of neighbours have the same number.
+            sinks_H: the sinks of this rank's heads.
 
         Raises as `gather`.
         """
@@ -169,8 +169,8 @@ class Ranks:
     Attributes:
         rank: its number among all of them.
         failing: tells all of them.
-        whereabouts: of those on its machine.
-        group: those that share its stage, or its lane; None: it has that alone.
+        whereabouts: the whereabouts of the ranks on its machine.
+        group: the ranks that share its stage, or its lane; None: it has that alone.
         everyone: the ranks of all lanes, which share experts; None: there are no lanes.
         before: brings the input; None: it is in the first stage.
         behind: takes the output; None: it is in the last stage.

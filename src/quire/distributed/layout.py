@@ -9,13 +9,14 @@ from dataclasses import dataclass
 class Grid:
     """All ranks: stages one after the other, each shared by ranks side by side. Or lanes, which share only experts.
 
-    The first rank is in the last stage: it samples, and the engine is in its process.
+    The first rank is in the last stage. It samples, and the engine is in its process.
 
     Attributes:
         width: ranks that share a stage.
         num_stages: each has some of the layers.
         num_nodes: machines, each with as many whole stages.
-        num_lanes: of a stage, one after the other; `width` ranks share each. There are lanes, stages, or none of both.
+        num_lanes: the lanes of a stage, which lie one after the other; `width` ranks share each. There are lanes,
+            stages, or none of both.
     """
 
     width: int = 1
@@ -67,7 +68,9 @@ class Grid:
         return rank - self.width if self.num_stages > 1 and rank >= self.width else None
 
     def groups(self, node: int = 0) -> list[tuple[int, ...]]:
-        """The ranks of a machine that exchange something: of a stage, of a lane, of all lanes; sender and receiver."""
+        """The ranks of a machine that exchange something: the ranks of a stage, of a lane, of all lanes; a sender and a
+        receiver.
+        """
         here = self.ranks_of(node)
         stages = [self.stage_members(rank) for rank in here[:: self.width] if self.width > 1]
         if self.num_lanes > 1:

@@ -1,4 +1,5 @@
-"""Ranks on one machine, processes or threads, that share memory. The memory has no name: it ends with its last owner.
+"""Ranks on one machine, processes or threads, that share memory. The memory has no name, so it ends with its last
+owner.
 
 Dimensions: T rows, N columns of all ranks.
 """
@@ -58,11 +59,11 @@ def ranks_on(
     """A rank's view of the others. It may use the memory only once: later ranks need other memory.
 
     Args:
-        memory: of `make_memory`, which the caller may close afterwards.
+        memory: the result of `make_memory`, which the caller may close afterwards.
         links: file descriptors of the connections to ranks of other machines, by rank. They belong to the result, and
             are closed if there is none.
         has_own_cores: no other rank needs the core that this one waits on.
-        timeout_seconds: for one turn: another rank may still be computing.
+        timeout_seconds: the most time for one turn, in which another rank may still be computing.
     """
     with ExitStack() as on_error:
         peers = {other: on_error.enter_context(socket.socket(fileno=descriptor)) for other, descriptor in links.items()}
@@ -123,7 +124,7 @@ def _groups(
 
 
 class _Failing:
-    """Failing of a rank's memory, and of its links. The memory of all groups is one: it is enough to tell one group."""
+    """Failing of a rank's memory, and of its links. All groups have one memory, so it is enough to tell one group."""
 
     def __init__(self, groups: list[SharedMemoryGroup], peers: list[socket.socket]) -> None:
         self._groups, self._peers = groups, peers
@@ -144,7 +145,7 @@ class SharedMemoryGroup:
 
     Args:
         members: the numbers of its ranks among all ranks.
-        number: of this rank.
+        number: the number of this rank.
     """
 
     def __init__(self, shared: Any, members: tuple[int, ...], number: int) -> None:

@@ -15,7 +15,7 @@ class Place(NamedTuple):
     """Of a rank.
 
     Attributes:
-        pid: of its process; 0: it is on another machine, or has not come.
+        pid: the id of its process; 0: it is on another machine, or has not come.
         begun: the number of its last step, from 1 on; 0: none.
         ended: the last step that it has ended, or left.
         turns: exchanges that it has come to since its last step began.
@@ -34,7 +34,7 @@ class Whereabouts:
 
     Args:
         memory: file descriptor of shared_memory.make_memory.
-        rank: of this process.
+        rank: the rank of this process.
         others: the ranks of this machine.
     """
 
@@ -71,7 +71,7 @@ class Whereabouts:
         return {rank: self.doing(rank) for rank in to_blame}
 
     def _last(self, rank: int) -> int:
-        """The last one of ranks that wait for each other: it waits for nobody, or for one that has been seen."""
+        """The last one of ranks that wait for each other. It waits for nobody, or for a rank that has been seen."""
         seen: set[int] = set()
         while rank in self._others and rank not in seen and (awaited := self._of(rank).awaited) >= 0:
             seen.add(rank)
@@ -84,7 +84,7 @@ class Whereabouts:
         return f"process {pid} on {platform.node()}" if pid else "on another machine"
 
     def doing(self, rank: int) -> str:
-        """What it does, for people."""
+        """The work of the rank, for people."""
         if rank not in self._others:
             is_awaited = any(each.awaited == rank for each in self.all())
             return "has sent nothing" if is_awaited else "does not answer"

@@ -1,7 +1,7 @@
 """Connections between machines: a peer must know the cluster key. No torch.
 
-The key is checked on connecting, in both directions, by HMAC-SHA256 of fresh random numbers. Later messages are neither
-encrypted nor signed: these machines need a network of their own.
+The key is checked on connecting, in both directions, by HMAC-SHA256 of fresh random numbers. Later messages are not
+encrypted and not signed, so these machines need a network of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 
 class WireError(Exception):
-    """The peer is gone, or says what it must not say."""
+    """The peer is gone, or sends what it must not send."""
 
 
 def cluster_key() -> bytes:
@@ -141,7 +141,7 @@ def send(peer: socket.socket, frame: bytes | memoryview) -> None:
 
 
 def header(frame: bytes | memoryview) -> bytes:
-    """What comes before a frame."""
+    """The bytes before a frame."""
     return _LENGTH.pack(len(frame))
 
 
@@ -157,7 +157,7 @@ def receive(peer: socket.socket, most: int = MOST_FRAME_BYTES, until: float | No
     """A frame of at most `most` bytes. Raises WireError and OSError.
 
     Args:
-        until: when all of it must be here; None: each piece may take as long as the peer's timeout says.
+        until: the time when all of it must be here; None: each piece may take as long as the peer's timeout says.
     """
     length = length_of(_exactly(peer, HEADER_BYTES, until), most)
     return bytes(_exactly(peer, length, until))

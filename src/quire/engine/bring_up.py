@@ -1,4 +1,4 @@
-"""Takes workers through their life, up to the first step: they report facts, the engine decides, they obey."""
+"""Takes workers through their life, up to the first step. They report facts, the engine decides, and they obey."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ def bring_up(
     """Settle everything and get the workers ready. Raises ConfigError, WeightsError or MemoryPlanError.
 
     Args:
-        model_config: of all layers, with the largest part of each.
-        free_memory_bytes: of the machine before the first replica began to load; None: there is one replica.
-        parts: what each worker holds; none: all of it.
-        executor: of the workers; None: they are of this engine alone, and it makes one.
+        model_config: the config of all layers, with the largest part of each.
+        free_memory_bytes: the bytes of the machine's memory that were free before the first replica began to load;
+            None: there is one replica.
+        parts: the part that each worker holds; none: the whole model.
+        executor: the executor of the workers; None: the workers are of this engine alone, and it makes one.
         start_time: see ThreadExecutor.
     """
     wants_gpu = config.device != "cpu"

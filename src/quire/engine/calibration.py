@@ -22,7 +22,7 @@ LEAST_REPEATS, MOST_REPEATS = 2, 3
 # A request that comes while a step is measured waits for its end: longer ones are not measured.
 MAX_STEP_SECONDS = 0.5
 MAX_SECONDS = 10.0  # the most time for all of them
-RUNNING_REPEATS = 2  # so many running steps of a size count like measured steps
+RUNNING_REPEATS = 2  # the running steps of a size that count like measured steps
 WELL_PREDICTED = 1.1  # a running step within this ratio of its prediction needs no other constants
 KEPT_STEPS = 256  # running steps whose corrections are kept for later starts, together
 
@@ -97,7 +97,7 @@ class Calibration:
         timed = self._repeats[1:]  # the first one takes memory, and is recorded
         if len(timed) == MOST_REPEATS or (len(timed) >= LEAST_REPEATS and sum(timed) >= REPEATED_SECONDS):
             self.rows.append(self._points[0])
-            # Other programs only delay steps: of two the shorter one.
+            # Other programs only delay steps, so the shorter one of two counts.
             self.steps.append(MeasuredStep(self._cost.arithmetic.demand(load), statistics.median_low(timed)))
             self._fit()
             self._drop_point()

@@ -196,7 +196,7 @@ class DeterministicExecutor:
                 self._slots[self._slot(row, column, position)] = row.states[position + 1] ^ row.corruption
 
     def _compute(self, batch: ScheduledBatch, index: int, result: StepResult) -> None:
-        """One row: read what its tokens see, and sample behind its tokens and those drafts that hold."""
+        """One row: read what its tokens see, and sample behind its tokens and behind the drafts that hold."""
         row = self.rows[batch.request_ids[index]]
         new, params = row.new, row.new.sampling_params
         if row.error is not None:

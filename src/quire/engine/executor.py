@@ -91,7 +91,7 @@ class InlineExecutor:
         """The answers of all workers.
 
         Args:
-            phase: of a start; all of them have answered by its end.
+            phase: the phase of a start; all of them have answered by its end.
         """
         return [step(worker) for worker in self.workers]
 
@@ -103,8 +103,8 @@ class ThreadExecutor(InlineExecutor):
     rank makes progress for longer than a rank may wait.
 
     Args:
-        start_time: of the engine, on the monotonic clock; None: now.
-        timeout_seconds: that a rank may wait for another one.
+        start_time: the time when the engine started, on the monotonic clock; None: now.
+        timeout_seconds: the seconds that a rank may wait for another one.
     """
 
     def __init__(self, workers: Workers, start_time: float | None = None, timeout_seconds: float = 600.0) -> None:
@@ -147,7 +147,7 @@ class ThreadExecutor(InlineExecutor):
         self._awaited = ()
 
     def _give_up(self, steps: Sequence[Future[StepResult]]) -> None:
-        """Raises EngineDeadError: of a rank that has failed, or of those that are late, if any is."""
+        """Raises EngineDeadError for a rank that has failed, or for ranks that are late."""
         late = self.late_ranks()
         self._given_up = {rank for rank, step in enumerate(steps) if not step.done()}
         if not self._given_up:
@@ -187,7 +187,7 @@ class ThreadExecutor(InlineExecutor):
 
 
 class PipelineExecutor(ThreadExecutor):
-    """Workers of several stages. Those that do not sample learn the tokens of a step with a later batch.
+    """Workers of several stages. Ranks that do not sample learn the tokens of a step with a later batch.
 
     A row waits for its own token, so its next batch comes later.
     """

@@ -188,7 +188,7 @@ class _Met:
     """A rank's connections to the others.
 
     Attributes:
-        peers: to the first rank, or from the first one to all others.
+        peers: the connection to the first rank, or the connections from the first rank to all others.
         links: file descriptors to ranks of other machines, by rank.
     """
 
@@ -210,7 +210,7 @@ def _meet(rank: int, grid: Grid, config: EngineConfig, folder: Path, waiting: Ca
     return met
 
 
-# The connections to other machines of each rank here: to the first rank, or from it to them; and links, by rank.
+# The connections of each rank here to other machines: to the first rank, or from it to the others; and links, by rank.
 _Connections = tuple[dict[int, dict[int, socket.socket]], dict[int, dict[int, socket.socket]]]
 
 

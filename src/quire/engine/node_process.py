@@ -32,7 +32,7 @@ def run_node(config: EngineConfig, model_folder: Path, interpreters: list[RankIn
     """Compute for node 0 until it ends. Answers with the exit code: 0, or 1 if a rank of this node was lost.
 
     Args:
-        interpreters: for the ranks; see ranks.start_ranks.
+        interpreters: interpreters for the ranks; see ranks.start_ranks.
 
     Raises ConfigError if node 0 does not come, or refuses this node.
     """
@@ -46,8 +46,8 @@ class Connected:
 
     Attributes:
         home: over which the node says why it ends.
-        controls: of each rank of this node, to node 0.
-        links: of ranks of this node to ranks of others: {own: {other: connection}}.
+        controls: the connections of each rank of this node to node 0.
+        links: the connections of ranks of this node to ranks of other nodes: {own: {other: connection}}.
     """
 
     home: socket.socket

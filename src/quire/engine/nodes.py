@@ -32,7 +32,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 MOST_WAIT_SECONDS = 60.0  # the most seconds between two steps of nodes that are connected
 MOST_NAMED = 5  # the most differences of two nodes that an error names
 LOOK_SECONDS = 1.0  # seconds between two checks of nodes that are started from here
-# Settings that may differ: where files are, which node it is, and where it has reached node 0.
+# Settings that may differ: the places of files, the number of the node, and the address at which it has reached node 0.
 _OWN_SETTINGS = {"model", "tokenizer", "download_dir", "node_rank", "headless", "served_model_name"}
 _OWN_SETTINGS |= {"master_addr", "master_port", "numa_bind", "numa_bind_nodes", "numa_bind_cpus", "device_ids"}
 
@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 
 
 class Hello(msgspec.Struct, tag=True):
-    """The first message of a node. `port`: where it listens for the links of the next node."""
+    """The first message of a node. `port`: the port where it listens for the links of the next node."""
 
     node: int
     version: str
@@ -126,9 +126,9 @@ class Joined:
     """The connections of node 0.
 
     Attributes:
-        homes: of each other node; a connection ends with its node.
-        ranks: to each rank of another node.
-        links: from each rank of another node that sends to a rank here.
+        homes: the connections to each other node; a connection ends with its node.
+        ranks: the connections to each rank of another node.
+        links: the connections from each rank of another node that sends to a rank here.
     """
 
     homes: dict[int, socket.socket] = field(default_factory=dict)

@@ -66,7 +66,7 @@ class EngineProcess:
 
     Args:
         interpreters, start_time: see start.start_engine.
-        find_model: of a launch that names no folder.
+        find_model: finds the model of a launch that names no folder.
 
     Raises OSError and WireError: a server on another machine is not reached.
     """
@@ -180,7 +180,7 @@ class EngineProcess:
         """Wait for a message; deferred work is done meanwhile."""
         while not self._link.wait(0.0) and started.take_memory():
             pass
-        # A request that comes while a step is measured has to wait: so steps are measured only in longer pauses.
+        # A request that comes while a step is measured has to wait, so steps are measured only in longer pauses.
         if not self._link.wait(PAUSE_SECONDS):
             while not self._link.wait(0.0) and started.calibrate():
                 pass

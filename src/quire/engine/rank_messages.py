@@ -29,7 +29,7 @@ class RankLaunch(msgspec.Struct, tag=True):
             None: there are no adapters, as with stages.
         dies_with_parent: the system kills it when the thread ends that has started it.
         links: file descriptors of connections to ranks of other machines, by rank.
-        cpus: where it computes; empty: where its parent may.
+        cpus: the CPUs on which it computes; empty: the CPUs of its parent.
     """
 
     config: EngineConfig
@@ -44,7 +44,7 @@ class RankLaunch(msgspec.Struct, tag=True):
     cpus: set[int]
 
     def descriptors(self) -> list[int]:
-        """Those of the sender."""
+        """The file descriptors of the sender."""
         adapters = [] if self.adapters is None else [self.adapters]
         return [self.connection, self.memory, *adapters, *self.links.values()]
 
@@ -128,7 +128,7 @@ class Failed(msgspec.Struct, tag=True):
     """An error of a rank: the name and the fields of a QuireError, or the text of another one.
 
     Attributes:
-        value: of a RowsFailedError: the requests.
+        value: for a RowsFailedError, the requests.
     """
 
     kind: str

@@ -58,8 +58,8 @@ class RankInterpreter:
 
 @contextmanager
 def spawned_ranks(count: int) -> Iterator[list[RankInterpreter]]:
-    """This number of interpreters, or as many as the system allows. At the end of the block, the ones that are still in
-    the list end.
+    """This number of interpreters, or as many as the system allows. At the end of the block, the interpreters that are
+    still in the list end.
     """
     interpreters: list[RankInterpreter] = []
     try:

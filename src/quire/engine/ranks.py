@@ -82,9 +82,9 @@ def start_ranks(
     Raises ConfigError: other nodes have not come, or Ray cannot start them.
 
     Args:
-        model_config: of the whole model.
-        engine_index: of the replica.
-        interpreters: for ranks of this machine. Used ones are taken out; missing ones are started.
+        model_config: the config of the whole model.
+        engine_index: the index of the replica.
+        interpreters: interpreters for ranks of this machine. Used ones are taken out; missing ones are started.
     """
     grid = grid_of(config)
     cpus = cpus_of_processes(config)[engine_index * grid.num_local :]

@@ -61,7 +61,7 @@ class RayCluster:
 
     Attributes:
         key: the cluster key.
-        address: of this machine in the network of the others: as Ray knows it, or --master-addr.
+        address: the address of this machine in the network of the others: as Ray knows it, or --master-addr.
     """
 
     def __init__(self, config: EngineConfig, param: str) -> None:
@@ -79,10 +79,10 @@ class RayCluster:
         """Raises ConfigError if Ray has no room.
 
         Args:
-            bundles: the reservations; those of other machines need no more than the first one.
+            bundles: the reservations. Reservations of other machines need no more than the first one.
             is_first_here: the first bundle is on this machine.
             whom: is to be placed, for people.
-            expected: of the cluster, for people.
+            expected: the expected state of the cluster, for people.
         """
         first = {**bundles[0], f"node:{self._here}": HERE} if is_first_here else bundles[0]
         self._places = self.ray.util.placement_group([dict(each) for each in (first, *bundles[1:])], strategy=strategy)

@@ -29,7 +29,7 @@ class RayNodes:
 
     Attributes:
         key: the cluster key.
-        address: where node 0 listens.
+        address: the address where node 0 listens.
         port: 0: any.
     """
 

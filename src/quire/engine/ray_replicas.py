@@ -35,7 +35,7 @@ class RayReplicas:
 
     Attributes:
         key: the cluster key.
-        address: of this machine, where engines find it.
+        address: the address of this machine, where engines find it.
     """
 
     def __init__(self, config: EngineConfig) -> None:

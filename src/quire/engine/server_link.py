@@ -84,7 +84,7 @@ class UnixLink:
             own.connect(self._address)
 
             def send(frame: bytes) -> None:
-                with suppress(zmq.Again):  # the server has not read a thousand of them: it is stopped
+                with suppress(zmq.Again):  # the server has not read a thousand of them, so it is stopped
                     own.send(frame, zmq.NOBLOCK)
 
             yield send

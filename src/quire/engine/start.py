@@ -51,7 +51,7 @@ class StartedEngine:
     resolved: Planned
     model_config: ModelConfig
     executor: WorkerExecutor
-    calibration: Calibration | None  # what is left to measure
+    calibration: Calibration | None  # the steps that are left to measure
     kept_costs: KeptCosts
 
     def take_memory(self) -> bool:
@@ -91,11 +91,13 @@ def start_engine(
     """Load the model in `model_folder` and make it answer once. Raises QuireErrors fit for the user.
 
     Args:
-        make_workers: from the whole model; None: one worker of this process, and a process for each further rank.
+        make_workers: makes the workers from the whole model; None: one worker of this process, and a process for each
+            further rank.
         is_first: refuse targets that cannot be reached. An engine that takes over from one that failed keeps them.
-        drafter_folder: of the model that drafts for it.
-        free_memory_bytes: of the machine before the first replica began to load; None: there is one replica.
-        engine_index: of the replica.
+        drafter_folder: the folder of the model that drafts for it.
+        free_memory_bytes: the bytes of the machine's memory that were free before the first replica began to load;
+            None: there is one replica.
+        engine_index: the index of the replica.
         interpreters: for further ranks; see start_ranks.
         start_time: since when ranks are awaited; see ThreadExecutor.
     """
@@ -162,7 +164,7 @@ def _answering(
     """An engine that has produced tokens.
 
     Args:
-        started: when the start began.
+        started: the time when the start began.
         has_clock: its decisions may depend on times. Engines that must schedule alike know none.
     """
     resolved, measured = running.resolved, running.measured
@@ -184,7 +186,7 @@ def _answering(
     progress(WARM_UP, 2 / 3, "producing a token")
     laps = produce_tokens(core, has_time_limit=has_clock)
     calibration = None
-    # Steps that are much faster than an earlier start has found: that one ran on a busy machine.
+    # Steps that are much faster than an earlier start has found: the earlier start ran on a busy machine.
     is_slower = known is None or MOST_OVERESTIMATE * min(lap.seconds for lap in laps) < predicted
     if is_slower and has_clock:
         calibration = Calibration(core, cost, guess, _points(core, running, model_config), file.write)

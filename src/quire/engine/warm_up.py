@@ -16,7 +16,8 @@ MOST_DISTURBED_SECONDS = 0.5  # the same, while no step ran undisturbed by other
 def produce_tokens(core: EngineCore, watch: Stopwatch | None = None, *, has_time_limit: bool = True) -> list[Lap]:
     """Run one request, and keep nothing of it. Returns the times of its steps, of one token each.
 
-    The wait of a step for a core is known only if this thread computes it: with one batch in flight, and one rank.
+    The wait of a step for a core is known only if this thread computes the step: with one batch in flight, and one
+    rank.
 
     Raises WeightsError if the model gives no token for it.
     """

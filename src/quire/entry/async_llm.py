@@ -109,7 +109,7 @@ class AsyncLLM:
         return self._tokenizer
 
     async def set_limits(self, limits: SetLimits) -> None:
-        """Move limits of the running engine, from its next step on; None leaves one as it is.
+        """Move limits of the running engine, from its next step on; None does not change a limit.
 
         Raises InvalidRequestError for a value out of its bounds: memory was planned for the limits of the start.
         """

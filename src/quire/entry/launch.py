@@ -126,7 +126,9 @@ def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
 
 
 def read_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
-    """Of the model in a folder or GGUF file, or the one that --tokenizer names. Raises ConfigErrors."""
+    """The tokenizer of the model in a folder or GGUF file, or the tokenizer that --tokenizer names. Raises
+    ConfigErrors.
+    """
     source = folder if config.tokenizer is None else _tokenizer_files(config.tokenizer, config)
     return Tokenizer.from_folder(source, config.tokenizer_mode)
 
@@ -215,7 +217,7 @@ class EngineProcessHandle:
 
     Args:
         interpreter: becomes the first process; without it one is started.
-        engine_index: which the messages of the processes carry.
+        engine_index: the index that the messages of the processes carry.
         free_memory_bytes: see EngineLaunch.
         tokenizer: the vocabulary of constraints; None: there are none.
     """
@@ -323,7 +325,7 @@ class EngineProcesses:
     """The processes of all replicas, by their index.
 
     Args:
-        places: of those that Ray places.
+        places: the places of the replicas that Ray places.
     """
 
     def __init__(self, handles: Sequence[EngineProcessHandle | RayReplica], places: RayReplicas | None) -> None:

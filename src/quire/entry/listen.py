@@ -39,7 +39,7 @@ class Address:
 
 
 class Listener:
-    """A bound socket. Until `listen`, connections are refused; those to a passed socket wait.
+    """A bound socket. Until `listen`, connections are refused; connections to a passed socket wait.
 
     Attributes:
         is_passed: systemd has bound it, and listens on it after this server's end too.

@@ -1,4 +1,4 @@
-"""The engine process of a replica that Ray has placed on some machine: it finds the model there.
+"""The engine process of a replica that Ray has placed on some machine. It finds the model there.
 
 Ray starts it as `python -m quire.entry.replica RANKS`, with an EngineLaunch as one line of JSON on its standard input.
 """

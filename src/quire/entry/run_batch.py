@@ -117,7 +117,7 @@ def run_batch(
     *,
     is_quiet: bool,
 ) -> int:
-    """Answer every line, except those that an interrupted run has answered; the output file appears at the end.
+    """Answer every line, except the lines that an interrupted run has answered. The output file appears at the end.
 
     Returns the exit code 0, whatever the lines are. Raises QuireErrors if there is no engine, or none any more.
     """

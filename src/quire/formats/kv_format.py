@@ -12,8 +12,8 @@ class KvFormat:
     Args:
         name: in vLLM's spelling.
         torch_dtype: name of the elements' type in torch.
-        element_bytes: of one of its head_dim elements.
-        scale_bytes: of the scale beside the elements; 0: they have no scale.
+        element_bytes: bytes of one of its head_dim elements.
+        scale_bytes: bytes of the scale beside the elements; 0: there is no scale.
     """
 
     name: str

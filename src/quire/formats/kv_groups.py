@@ -110,7 +110,7 @@ def table_of_layer(groups: Sequence[KvGroup]) -> list[int]:
 
 
 def page_bytes(groups: Sequence[KvGroup], kv: KvFormat, block_size: int, num_owners: int = 1) -> int:
-    """Bytes of a page: it holds a block of tokens, or the state of a sequence, for the layers of one table.
+    """Bytes of a page, which holds a block of tokens, or the state of a sequence, for the layers of one table.
 
     Args:
         num_owners: ranks that have the pages together. A page has as many bytes for each of them.
@@ -125,7 +125,7 @@ def page_bytes(groups: Sequence[KvGroup], kv: KvFormat, block_size: int, num_own
 
 @dataclass(frozen=True)
 class DrafterLayers:
-    """The layers of a drafter that keep something: they lie behind the model's layers, in the pages of one table.
+    """The layers of a drafter that keep something. They lie behind the model's layers, in the pages of one table.
 
     So the block copies, forks and prefix hits of the model are theirs. The pages of other tables have the room too.
 

@@ -44,7 +44,7 @@ class GroupedFormat:
     """Codes with numbers per group of elements along K: see kernels/grouped_weight.py.
 
     Args:
-        bits: of a code: 2 to 6 or 8.
+        bits: the bits of a code: 2 to 6 or 8.
         group_size: elements that share a scale; None: the whole row.
         scales: the type of a stored scale: "float32", "float16", "int8" (a factor of a super-group's float16), or
             "e8m0" (a power of two; the codes are floating-point numbers in e2m1: MXFP4).

@@ -80,7 +80,7 @@ class Adapters:
         return MappingProxyType(self._by_name)
 
     def find(self, name: str) -> Registration:
-        """Raises ModelNotFoundError, which names what is nearest."""
+        """Raises ModelNotFoundError, which names the nearest name."""
         if (registration := self._by_name.get(name)) is None:
             near = difflib.get_close_matches(name[:256], self._by_name, n=1, cutoff=0.5)
             raise ModelNotFoundError(
@@ -106,7 +106,7 @@ class Adapters:
         Args:
             path: absolute, of its folder.
             load_inplace: the name may have been given before.
-            reuses: if it was given to this path, that is the answer.
+            reuses: if the name has this path already, its adapter is the answer.
 
         Raises InvalidRequestError for the name, AdapterError for the files, NotReadyError, EngineDeadError.
         """

@@ -60,9 +60,9 @@ class Admission:
     """The engine's last report of its queue and steps, the requests sent since then, and recent lengths of answers.
 
     Attributes:
-        limits: of the engine, by the names of SetLimits.
+        limits: the limits of the engine, by the names of SetLimits.
         targets: the targets of times among the limits.
-        pace: of the engine.
+        pace: the pace of the engine.
     """
 
     def __init__(self) -> None:

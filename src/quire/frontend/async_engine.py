@@ -33,9 +33,8 @@ class AsyncEngine:
     """Requests in, streams of outputs out, over one or more engines of the same model and settings.
 
     The first start ends when all replicas are ready. If one cannot start, all end. After it, requests are taken while
-    any replica is ready. If an engine fails, its replica starts the next one, and other replicas take the requests of
-    which nothing was handed on. A replica that gives up leaves its work to the others; without any replica the server
-    ends.
+    any replica is ready. If an engine fails, its replica starts the next one. Other replicas take the requests that
+    have no output yet. A replica that gives up leaves its work to the others; without any replica the server ends.
 
     Args:
         replicas: one or more, by their index; AsyncEngine owns them.
@@ -159,7 +158,7 @@ class AsyncEngine:
         return sum(replica.num_unfinished for replica in self.replicas)
 
     def adapter_names(self) -> tuple[set[str], set[str]]:
-        """Names of the adapters of unfinished requests: with a token, and only without."""
+        """Names of the adapters of unfinished requests: of requests with a token, and of requests without one alone."""
         running: set[str] = set()
         waiting: set[str] = set()
         for replica in self.replicas:
@@ -233,7 +232,8 @@ class AsyncEngine:
         return await asyncio.to_thread(process) if is_slow or _is_long(prompt) else process()
 
     def _pick(self, rank: int | None = None, num_prompt_tokens: int = 1, waited: float = 0.0) -> Replica:
-        """The replica for a new request: the one that was asked for, or of those with room the one with least work.
+        """The replica for a new request: the replica that was asked for, or else the replica with room that has least
+        work.
 
         See Admission.refusal for `num_prompt_tokens` and `waited`.
 
@@ -332,7 +332,7 @@ class AsyncEngine:
             self._pick().check_room()
 
     def _show_progress(self) -> None:
-        """Once every replica has said how far it is: what is shown never goes back."""
+        """Show progress once every replica has said how far it is, so that the progress never goes back."""
         is_known = all(replica.is_ready or replica.progress is not None for replica in self.replicas)
         if self.on_progress is not None and is_known and (progress := self.progress) is not None:
             self.on_progress(progress)
@@ -354,7 +354,9 @@ class AsyncEngine:
             self._settled.clear()
 
     def _move_requests(self) -> None:
-        """Give the requests of replicas without an engine to those that have one, if nothing was handed on of them."""
+        """Give the requests of replicas without an engine to replicas that have one, if these requests have no output
+        yet.
+        """
         if not any(replica.is_ready and replica.client.is_alive for replica in self.replicas):
             return  # the others are dead as well, and it is not noticed yet
         for replica in self.replicas:

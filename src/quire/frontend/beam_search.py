@@ -1,4 +1,4 @@
-"""Beam search as a state machine over token ids: it names sequences to extend and takes their next-token logprobs.
+"""Beam search as a state machine over token ids. It names sequences to extend and takes their next-token logprobs.
 
 The engine sees ordinary one-token requests, and the prefix cache keeps each beam's KV.
 """

@@ -31,7 +31,8 @@ MAX_SECONDS = 5.0  # processor time, so that a busy machine delays requests but 
 LOOK_SECONDS = 1.0
 MAX_STILL_LOOKS = 5
 SEND_SECONDS = 30.0  # the time in which the first message must reach a new process
-# One process does some thousand pieces of work a second. Another one starts only for those that wait behind a slow one.
+# One process does some thousand pieces of work a second. Another process starts only for requests that wait behind a
+# slow one.
 MAX_PROCESSES = 4
 PATIENCE_SECONDS = 0.1
 _BUFFER_BYTES = 2**20
@@ -53,7 +54,7 @@ class BoundedPool(ABC):
 
     module: ClassVar[str]  # the module that the processes run
     task: ClassVar[str]  # what the processes do, for messages: "renders chats"
-    culprit: ClassVar[str]  # what is to blame if a process ends: "chat template"
+    culprit: ClassVar[str]  # the part to blame if a process ends: "chat template"
     lost: ClassVar[type[ProcessLostError]]
 
     def __init__(self, preparation: Callable[[], msgspec.Struct]) -> None:

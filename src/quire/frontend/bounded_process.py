@@ -1,8 +1,8 @@
 """A process that computes with what strangers sent and may be killed at any moment, and the messages of its socket.
 
 The system bounds its processor time and its memory. The first message says what to prepare; each further one asks for
-one text. The process answers each with one Answer, or it ends: by SIGPROF after too much processor time, or with exit
-code OUT_OF_MEMORY.
+one text. The process answers each with one Answer, or it ends. It ends by SIGPROF after too much processor time, or
+with exit code OUT_OF_MEMORY.
 """
 
 from __future__ import annotations

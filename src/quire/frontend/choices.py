@@ -21,11 +21,11 @@ def check_choices(params: SamplingParams, stop_token_ids: Sequence[int], max_tok
     """Refuse constraints that can leave no token at some point of an output.
 
     Args:
-        params: with `bad_words_spelled` or `bad_words_token_ids`.
+        params: parameters with `bad_words_spelled` or `bad_words_token_ids`.
         stop_token_ids: excluded before min_tokens; after that they end the output.
         max_tokens: the longest output.
     Raises:
-        InvalidRequestError: with the names of the constraints.
+        InvalidRequestError: it has the names of the constraints.
     """
     sequences = params.bad_words_token_ids or []
     stops, endings = set(stop_token_ids), _endings(params.bad_words_spelled, params.allowed_token_ids)

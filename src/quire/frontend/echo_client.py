@@ -49,7 +49,7 @@ class EchoClient:
         max_num_queued_reqs: further waiting requests are refused with QueueFullError; None: no limit.
         is_ready: False: EngineReady comes only with `make_ready`.
         engine_index: the index in its messages.
-        adapters: digests by path; requests may name those that were loaded.
+        adapters: digests by path; requests may name the adapters that were loaded.
     """
 
     def __init__(

@@ -116,7 +116,7 @@ class TcpLink:
     """The connection of one engine that knows the cluster key. Others are dropped, and logged.
 
     Args:
-        listener: where it comes; the link owns it.
+        listener: the socket that the engine connects to; the link owns it.
     """
 
     def __init__(self, listener: socket.socket, key: bytes) -> None:

@@ -21,7 +21,7 @@ class GrammarPool(BoundedPool):
     """`grammar.text.grammar_text` behind processes. Each of them compiles the grammar too.
 
     Args:
-        inputs: of a model with a tokenizer.
+        inputs: the inputs of a model with a tokenizer.
         max_seconds: processor time of one grammar. After it the process is killed and the request refused.
     """
 

@@ -1,7 +1,7 @@
 """A process that makes and compiles the grammars of requests: see bounded_process.
 
-A compiled grammar cannot leave its process. So this is a trial, with the vocabulary of the model: the engine compiles
-again, in a thread and without Python's lock, what has passed here within the bounds.
+A compiled grammar cannot leave its process. So this is a trial, with the vocabulary of the model. A grammar that passes
+here within the bounds is compiled again by the engine, in a thread and without Python's lock.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class InputProcessor:
         limits: the model's and the server's.
         defaults: SamplingParams fields for requests without SamplingParams (`sampling_defaults`).
         eos_token_ids: tokens that end an output, besides the tokenizer's own EOS.
-        seed: of the random seeds for requests without a seed.
+        seed: the seed from which seeds are drawn for requests without a seed.
     """
 
     def __init__(

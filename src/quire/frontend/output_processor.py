@@ -167,7 +167,9 @@ class OutputProcessor:
         return {(adapter.path, adapter.digest) for adapter in found if adapter is not None}
 
     def add_adapter_names(self, running: set[str], waiting: set[str]) -> None:
-        """Add the names of the adapters of unfinished requests: those with a token, and those without."""
+        """Add the names of the adapters of unfinished requests, apart for requests with a token and requests without
+        one.
+        """
         for request in self._requests.values():
             if (adapter := request.processed.adapter) is not None:
                 (waiting if request.metrics.first_token_time is None else running).add(adapter.name)

@@ -53,12 +53,12 @@ MAX_RECORDS = 1024  # the most records of steps, about 1 KB each
 
 
 class Replica:
-    """A sequence of engines: each replaces the one that failed. Other replicas do not notice it.
+    """A sequence of engines. Each replaces the engine that failed before it. Other replicas do not notice it.
 
     Args:
         client: the connection to the first engine; the replica owns it.
         output_processor: follows the requests of this replica, which owns it. Its metrics get every step too.
-        index: of this replica, and in the messages of its engines.
+        index: the index of this replica, also in the messages of its engines.
         starter: starts a new engine after a failure; None: there is only one engine.
         recovery: the rules for failed engines.
         clock: monotonic seconds.

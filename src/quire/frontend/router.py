@@ -31,10 +31,10 @@ class Backlog:
     """What a replica has yet to compute.
 
     Args:
-        prompt_seconds: of prompts that are not computed yet.
+        prompt_seconds: the time of prompts that are not computed yet.
         num_rows: continuations without an end.
         num_places: continuations that may run at once.
-        num_kv_tokens: of context that a step of all running answers reads.
+        num_kv_tokens: tokens of context that a step of all running answers reads.
     """
 
     prompt_seconds: float

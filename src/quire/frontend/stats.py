@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # The reason to refuse a well-formed request. The set is closed, because it becomes a metric's label.
 RejectionReason = Literal["queue_full", "ttft_target"]
-# The reason to replace an engine: it ended or reported a failure, sent no beat, did not end a step, did not start.
+# The reason to replace an engine: it ended or reported a failure, sent no beat, did not end a step, or did not start.
 FailureReason = Literal["crash", "silent", "stuck", "start"]
 # The reason why a request ended with its engine: some output was sent, it was the second engine, or no other started.
 UnsavedReason = Literal["streaming", "retried", "gave_up"]
@@ -99,7 +99,8 @@ class EngineMetrics(Protocol):
 
         Args:
             num_tokens: tokens that came together.
-            num_prompt_tokens: of the request, for its first continuation with a token; 0 for the other continuations.
+            num_prompt_tokens: the prompt tokens of the request, for its first continuation with a token; 0
+                for the other continuations.
             num_cached_tokens: the cached ones of num_prompt_tokens.
         """
         ...
@@ -109,7 +110,7 @@ class EngineMetrics(Protocol):
         ...
 
     def on_finished(self, finished: FinishedRequest) -> None:
-        """A continuation ended: by itself, by an error or by the caller (abort)."""
+        """A continuation ended by itself, by an error or by the caller (abort)."""
         ...
 
     def on_step(self, record: StepRecord) -> None:

@@ -1,4 +1,4 @@
-"""Keeps an engine running: it finds an engine that has ended, hangs or was stopped, ends it and starts the next one.
+"""Keeps an engine running. It finds an engine that has ended, hangs or was stopped, ends it and starts the next one.
 
 `Watch` and `RestartPolicy` decide, without clocks and processes. `Supervisor` is the task that acts.
 """
@@ -20,7 +20,7 @@ from quire.messages import EngineBeat, EngineFailed, EngineMessage, EngineProgre
 
 logger = get_logger(__name__)
 
-START_GRACE_SECONDS = 5.0  # the time in which an engine can say itself which of its ranks is late
+START_GRACE_SECONDS = 5.0  # the time in which an engine itself can say which of its ranks is late
 
 
 def start_seconds() -> float:
@@ -41,7 +41,7 @@ class RecoveryLimits:
         min_step_seconds: a step may take max(this, slow_step_factor x its predicted time).
         silence_seconds: the process sends a beat every second. Without a beat for this time it is stopped or hangs.
         start_silence_seconds: the same during the start, because reading weights may delay everything.
-        start_seconds: from the start of a process to its first token.
+        start_seconds: the most time from the start of a process to its first token.
         check_seconds: between two checks.
         max_failures: after this failure no engine is started again.
         good_seconds: if an engine served this long before it failed, earlier failures do not count.
@@ -117,7 +117,7 @@ class Watch:
         return max(self._limits.min_step_seconds, self._limits.slow_step_factor * self._beat.predicted_seconds)
 
     def describe(self, verdict: FailureReason, now: float, *, has_work: bool) -> str:
-        """What a verdict means, for people: with the ranks to blame, if the last beat has named them."""
+        """What a verdict means, for people, with the ranks to blame if the last beat has named them."""
         limits, beat, what = self._limits, self._beat, _WHAT[verdict]
         if verdict == "start" or not beat.rank:
             return what
@@ -200,7 +200,7 @@ class Supervisor:
     """Receives from one engine after another.
 
     Args:
-        client: of the first engine; the supervisor owns it.
+        client: the client of the first engine; the supervisor owns it.
         starter: None: the first engine is the only one, and it is not checked.
         clock: monotonic seconds.
     """

@@ -58,8 +58,8 @@ class RequestTracer:
     OTEL_EXPORTER_OTLP_HEADERS and the others of its SDK.
 
     Args:
-        endpoint: of the collector: `http://host:4317` for gRPC, `http://host:4318/v1/traces` for HTTP.
-        model_name: of the base model.
+        endpoint: the endpoint of the collector: `http://host:4317` for gRPC, `http://host:4318/v1/traces` for HTTP.
+        model_name: the name of the base model.
     """
 
     def __init__(self, endpoint: str, model_name: str) -> None:

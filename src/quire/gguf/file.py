@@ -60,7 +60,7 @@ class GgufFile:
     """The headers of a model. A split model has several files and the metadata of the first.
 
     Attributes:
-        metadata: by key; an array of numbers is an array.array, an array of strings or arrays is a list.
+        metadata: the values by key. An array of numbers is an array.array, an array of strings or arrays is a list.
         parts: the tensors of each file in the order of their places.
     """
 
@@ -179,7 +179,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[TensorInfo]]:
 
 
 class MoreNeededError(Exception):
-    """The header is longer than the part that was read: at least the first `num_bytes` of the file are needed."""
+    """The header is longer than the part that was read. At least the first `num_bytes` of the file are needed."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(num_bytes)

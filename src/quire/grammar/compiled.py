@@ -22,7 +22,7 @@ def vocabulary(tokenizer: str, eos_token_ids: Sequence[int], vocab_size: int) ->
 
     Args:
         tokenizer: the content of a tokenizer.json.
-        vocab_size: of the logits.
+        vocab_size: the tokens that logits have.
     Raises:
         VocabularyError: llguidance cannot use this tokenizer.
     """
@@ -42,7 +42,7 @@ def compiled_matcher(tokenizer: LLTokenizer, text: str) -> LLMatcher:
 
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=parser_limits())
     if not matcher.is_error():
-        matcher.compute_bitmask()  # the first mask is the slowest: so no step has to make it
+        matcher.compute_bitmask()  # the first mask is the slowest: it is made here, not in a step
     if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
         why = first_line(matcher.get_error())
         if why in ("", "NoExtensionBias"):  # no byte is allowed

@@ -31,7 +31,7 @@ _NEVER_EMPTY = _SCALAR_KEYWORDS - {"enum", "format", "pattern"}  # one of these 
 _QUESTION = 100  # work of a question to llguidance: 0.1 ms
 # The work for each character of a question: 0.25 us for values alone, some 4 us if another keyword restricts them.
 _READ, _COMPARED = 0.25, 4.0
-_VALUES = 10  # so many values of an enum are checked in a microsecond
+_VALUES = 10  # values of an enum that are checked in a microsecond
 
 
 class EndlessError(ValueError):
@@ -54,7 +54,7 @@ class EndlessParts:
     """The states of a schema.
 
     Args:
-        targets: of references; None: a reference leads to nothing within the schema.
+        targets: the targets of references; None: a reference leads to nothing within the schema.
         paths: JSON pointers by the ids of schemas.
         count: is told about work, and may raise an error where it is too much.
     """
@@ -108,7 +108,7 @@ class EndlessParts:
         return left
 
     def _needless(self, together: Collection[int], dead: list[int]) -> list[int]:
-        """`dead`: those of some schemas which have no end together, and which are not needed elsewhere."""
+        """`dead`: schemas of `together` that have no end together, and that are not needed elsewhere."""
         if not dead:
             paths = ", ".join(sorted(self._paths[each] for each in together if each in self._paths))
             raise EndlessError(f"these parts together have no end, because they have to contain themselves: {paths}")
@@ -127,7 +127,7 @@ class EndlessParts:
         return None
 
     def _reached(self) -> tuple[set[State], list[_Way]]:
-        """States of the parts that an answer may begin, and the ways of those that can end."""
+        """States of the parts that an answer may begin, and the ways of the states that can end."""
         states, waiting, ways = {self._first}, [self._first], []
         while waiting:
             for way in self._ways[waiting.pop()]:
@@ -169,7 +169,8 @@ class EndlessParts:
 
     def _combined(self, state: State) -> Iterator[tuple[dict[int, Schema], list[int], bool]]:
         """For each choice of alternatives: all schemas that hold then, the alternatives, and whether they lead back to
-        themselves for the same value, which says nothing about it."""
+        themselves for the same value, which says nothing about it.
+        """
         waiting: list[tuple[dict[int, Schema], list[tuple[int, Any]], list[tuple[int, list[Any]]], list[int], Any]]
         waiting = [({}, [(0, self._schemas[each]) for each in state], [], [], [])]
         while waiting:
@@ -237,7 +238,7 @@ class EndlessParts:
         """Whether llguidance finds no contradiction in a schema that has no parts.
 
         Args:
-            work: for a character.
+            work: the work for a character.
         """
         asked = json.dumps(schema)
         if asked not in self._answers:

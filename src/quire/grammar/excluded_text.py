@@ -80,7 +80,7 @@ class _Without:
         return self._restricted(inner, path) if holds and not is_held else inner
 
     def _restricted(self, schema: Schema, path: str) -> Schema:
-        """A schema that allows by itself what is to be excluded."""
+        """A schema that allows by itself the text that has to be excluded."""
         kind = schema.get("type", ["string", "array", "object"])
         kinds = kind if isinstance(kind, list) else [kind]
         more: Schema = {}

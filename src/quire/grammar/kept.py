@@ -15,8 +15,8 @@ class Kept(Generic[T]):
     """Values by the text of their grammar. The least recently used one goes first. Threads may share it.
 
     Args:
-        max_bytes: of all values and texts together.
-        num_bytes: of a value and its text. It may grow while the value is kept.
+        max_bytes: the most bytes of all values and texts together.
+        num_bytes: gives the bytes of a value and its text. It may grow while the value is kept.
     """
 
     def __init__(self, max_bytes: int, num_bytes: Callable[[str, T], int]) -> None:

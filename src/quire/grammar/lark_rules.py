@@ -64,7 +64,7 @@ def _repeated(name: str, rules: dict[str, Alternatives], ended: set[str]) -> str
 
 
 def _can_end(rule: Alternatives, rules: dict[str, Alternatives], ended: set[str]) -> bool:
-    """Whether one of the alternatives has only parts that can end. What has no rule is a text."""
+    """Whether one of the alternatives has only parts that can end. A part without a rule is a text."""
     return any(
         all(
             part in ended or part not in rules if isinstance(part, str) else _can_end(part, rules, ended)

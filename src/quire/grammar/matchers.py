@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 
-# All rows of a compiled grammar share its lexer, which grows with their tokens: with [ab]*a[ab]{20}c by 4 states and
-# 2 KB a token. So a grammar is compiled anew after this number of tokens, and later if its text is long.
+# All rows of a compiled grammar share its lexer, which grows with their tokens. With [ab]*a[ab]{20}c it grows by 4
+# states and 2 KB a token. So a grammar is compiled anew after this number of tokens, and later if its text is long.
 _MAX_TOKENS = 10_000
 _MAX_BYTES = 256 << 20  # bytes of the compiled grammars of requests; and the same again for the most recently used ones
 _BYTES_PER_TOKEN = 2 << 10
@@ -132,7 +132,7 @@ class Grammars:
     lexer of a row is full.
 
     Args:
-        vocab_size: of the logits.
+        vocab_size: the tokens that logits have.
     """
 
     def __init__(self, vocab_size: int) -> None:

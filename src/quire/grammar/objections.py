@@ -26,7 +26,7 @@ def objections_to_schema(schema: dict[str, Any]) -> list[str]:
 def contradicts_itself(schema: dict[str, Any]) -> bool:
     """Whether nothing satisfies a schema, as far as its keywords for numbers and strings say. It takes 0.1 ms.
 
-    False of one that cannot be read: it is refused as a whole.
+    False for a grammar that cannot be read, which is refused as a whole.
     """
     try:
         return any(each.startswith("Unsatisfiable") for each in objections_to_schema(schema))

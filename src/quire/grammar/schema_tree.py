@@ -22,7 +22,7 @@ FOR_PEOPLE = {"$comment", "default", "deprecated", "description", "examples", "t
 
 
 def subschemas(schema: Any, path: str = "#", but: Collection[str] = ()) -> Iterator[tuple[str, Schema]]:
-    """A schema and those in it, with their JSON pointers. `but`: keywords that are not entered."""
+    """A schema and the schemas in it, with their JSON pointers. `but`: keywords that are not entered."""
     if isinstance(schema, list):
         for index, each in enumerate(schema):
             yield from subschemas(each, f"{path}/{index}", but)
@@ -49,7 +49,7 @@ def reference_of(schema: Schema) -> str | None:
 
 
 def has_cycle(graph: Mapping[Any, Iterable[Any]]) -> bool:
-    """Whether a node leads back to itself. The graph: where each node leads."""
+    """Whether a node leads back to itself. The graph: the nodes that each node leads to."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError:
@@ -77,7 +77,7 @@ def referred(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def replaced(value: Any, changes: Mapping[int, Any]) -> Any:
-    """A schema with others in place of some of those in it, by their ids."""
+    """A schema in which some of its parts are replaced by other schemas, by their ids."""
     if isinstance(value, dict):  # all values `true` have the same id
         value = changes.get(id(value), value)
     if isinstance(value, dict):

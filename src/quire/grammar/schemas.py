@@ -1,4 +1,6 @@
-"""Schemas as llguidance 1.9 holds to them: what it would take without holding to it is rewritten, or refused."""
+"""Schemas that llguidance 1.9 holds to. Keywords that it would take without holding to them are rewritten, or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from quire.grammar.schema_tree import (
 MAX_WORK = 200_000  # schemas that are looked at with others; 0.2 s
 _BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "allOf", "anyOf", "oneOf"}
 _INTEGERS_ONLY = 2.0**53  # from here on, a double has no fractions
-_DIGITS = 15  # llguidance reads numbers with so many digits exactly
+_DIGITS = 15  # digits of the longest numbers that llguidance reads exactly
 _ALTERNATIVES = ("anyOf", "oneOf")
 _OTHER_KEYS = {"patternProperties", "unevaluatedProperties"}
 
@@ -96,7 +98,7 @@ class _Checked:
         return {id(each): False for each in others if reference_of(each) in false}
 
     def names_of_keys(self) -> dict[int, Schema]:
-        """Schemas in place of those with `propertyNames` that can be said with other keywords."""
+        """Replacements of schemas with `propertyNames` that can be said with other keywords."""
         if "propertyNames" not in self._keywords:
             return {}
         return {
@@ -106,7 +108,7 @@ class _Checked:
         }
 
     def inclusive_bounds(self) -> dict[int, Schema]:
-        """Schemas in place of those with an exclusive bound that llguidance would take for an inclusive one.
+        """Replacements of schemas with an exclusive bound that llguidance would take for an inclusive bound.
 
         The next number of 15 digits becomes an inclusive bound, so numbers that are nearer are not allowed.
         """
@@ -150,7 +152,9 @@ class _Checked:
         return has_cycle(targets)
 
     def _at_once(self, schema: Schema) -> Iterator[list[Schema]]:
-        """Groups of schemas that may hold for one value: with one alternative of a list, and all of other lists."""
+        """Groups of schemas that may hold for one value, with one alternative of a list, and all schemas of other
+        lists.
+        """
         base = self._together([schema], "allOf")
         lists = [found for each in base for name in _ALTERNATIVES if (found := _schemas(each, name))]
         yield base
@@ -181,7 +185,7 @@ class _Checked:
 
 
 def _schemas(schema: Schema, *names: str) -> list[Schema]:
-    """Those in lists of these names."""
+    """The schemas in lists of these names."""
     lists = (value for name in names if isinstance(value := schema.get(name), list))
     return [each for values in lists for each in values if isinstance(each, dict)]
 

@@ -23,7 +23,7 @@ def tag_grammar(asked: Any, special_ids: Mapping[str, int], json_rule: Callable[
 
     Args:
         asked: {"format": ...}, or the older {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
-        special_ids: of special tokens, which are no text for a grammar.
+        special_ids: the ids of special tokens, which are no text for a grammar.
         json_rule: a rule for JSON that a schema allows.
     """
     if "format" in asked:
@@ -119,7 +119,7 @@ class _Grammar:
         return self._rule(f"[lazy]: {text} {json.dumps(end)}")
 
     def _tag(self, form: Form, begun: str = "") -> str:
-        """A tag. `begun`: what of it has come already."""
+        """A tag. `begun`: the part of it that has come already."""
         begin, content = self._literal(form["begin"].removeprefix(begun)), form["content"]
         ends = [form["end"]] if isinstance(form["end"], str) else form["end"]
         if content["type"] == "any_text" and ends != [""]:
@@ -139,9 +139,9 @@ class _Grammar:
         return f"({tag} {more})" if form.get("at_least_one") else f"({tag} {more})?"
 
     def _in_order(self, form: Form) -> str:
-        """Elements in this order, with a separator between two. Those that are not required may be left out.
+        """Elements in this order, with a separator between two. Elements that are not required may be left out.
 
-        The grammar grows with their number: what may come behind an element is one rule.
+        The grammar grows with their number, because the text that may come behind an element is one rule.
         """
         separator = self._literal(form["separator"])
         first, behind = '""', '""'  # a list that begins at an element or later, and what may come behind those before
@@ -196,7 +196,7 @@ class _Grammar:
         return {head: self._rule(f": {' | '.join(each)}") for head, each in tails.items()}
 
     def _opened(self, tails: Mapping[str, str], text: str, before: str) -> str:
-        """A text and a tag. `before`: what comes before the text."""
+        """A text and a tag. `before`: the expression before the text."""
         return " | ".join(
             f"{before} {text} {self._literal(head)} {tail}"
             if head in self._special_ids

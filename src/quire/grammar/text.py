@@ -45,7 +45,7 @@ def grammar_text(asked: StructuredOutputsParams, special_ids: Mapping[str, int] 
     Raises InvalidRequestError with the keyword that is at fault.
 
     Args:
-        special_ids: of special tokens, which are no text for a grammar.
+        special_ids: the ids of special tokens, which are no text for a grammar.
     """
     key = _key(asked, special_ids)
     if (text := _grammars.get(key)) is None:

@@ -162,7 +162,7 @@ class GgufForm:
         fields: makes fields of config.json that have no key of their own, from the metadata and the other fields.
         is_interleaved: heads in these files rotate neighbouring dimensions; converters reorder the rows of q and k.
         fits_float16: whether activations fit into float16.
-        names: of modules in a layer, by these files' names, where they are the family's own.
+        names: the names of modules in a layer, by these files' names, where they are the family's own.
         yarn: fields of a YaRN scaling that have no key in files of other families.
         fits: whether a file of the architecture is of the family; other families may have the same architecture.
     """
@@ -181,20 +181,20 @@ class Family:
     """The declaration of one model_type: facts that config.json leaves out, and the parts of its layers.
 
     Attributes:
-        defaults: of transformers' config class.
+        defaults: the defaults of transformers' config class.
         has_window: used only if the file sets a sliding_window.
         head_dim_field: the field with the size of a head, or of its part that rotates.
         qkv_bias: None: attention_bias of the file decides for q, k, v and o; else it is fixed, and o has no bias.
         norm_offset: added to every norm weight. GGUF files hold the sum.
         has_layer_norms: the norms around attention and MLP, and the last one, take the mean away and have a bias.
         reads: the OPTIONAL_FIELDS that matter. The others change nothing, as in the family's own modelling code.
-        scales_embeddings: by sqrt(hidden_size).
+        scales_embeddings: multiplies embeddings by sqrt(hidden_size).
         has_fused_checkpoint: the checkpoint holds qkv_proj and gate_up_proj.
         renamed_prefixes: pairs (prefix in the checkpoint, our prefix); the first that fits is used. Our names are
             Llama's: `model.embed_tokens`, `model.layers.<i>.self_attn.q_proj`, ..., `model.norm`, `lm_head`.
         renamed_in_layers: such pairs behind `model.layers.<i>.`, of another form of the checkpoint.
         ignored_prefixes: parts of the checkpoint that we do not run.
-        experts: of layers that have some; None: all layers have a gated MLP.
+        experts: the experts of layers that have some; None: all layers have a gated MLP.
         layer: makes the spec of one layer.
     """
 

@@ -30,7 +30,7 @@ def gated_mlp(
     Args:
         inner: its width.
         is_fused: the checkpoint holds gate_up_proj.
-        names: of gate, up and down.
+        names: the names of gate, up and down.
     """
     gate, up, down = names
     shards: tuple[tuple[str, int], ...] = ((gate, inner), (up, inner))
@@ -64,13 +64,13 @@ class ExpertsForm:
         count: fields with the number of experts; the first that the file has is used. The last one has the default.
         width: the field with the width of one.
         has_experts: whether a layer has experts; else it has a gated MLP.
-        prefix: of all names.
+        prefix: the prefix of all names.
         router: its module.
-        names: of an expert's gate, up and down, behind `experts.<number>.`
+        names: the names of an expert's gate, up and down, behind `experts.<number>.`
         stacked: tensors that hold gate and up, and down, of all experts, in another form of the checkpoint.
-        stacked_form: of these tensors, see LinearShape.
+        stacked_form: the form of these tensors, see LinearShape.
         has_bias: router and experts have one.
-        scoring: of the router. A file that names another one is refused.
+        scoring: the scoring function of the router. A file that names another one is refused.
         routing: other arguments of Router, from the file.
         shared: the module of the expert for every token.
         shared_width: its width; 0: there is none.
@@ -101,7 +101,7 @@ class ExpertsForm:
         """The experts of one layer. Raises ModelConfigError for numbers that do not fit together.
 
         Args:
-            prefix: of the layer.
+            prefix: the prefix of the layer.
         """
         prefix += self.prefix
         num_experts, stacked = self.num_experts(fields), [prefix + name for name in self.stacked]

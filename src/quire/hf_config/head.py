@@ -58,7 +58,8 @@ def eagle3(raw: Mapping[str, Any], path: str, target: Target, names: Collection[
 
     Args:
         raw: config.json of the head, or of the speculators library.
-        names: of the tensors of its checkpoint; empty: nobody has looked, so it has what such heads mostly have.
+        names: the names of the tensors of its checkpoint; empty: nobody has looked, so it has what such heads mostly
+            have.
 
     Raises ModelConfigError: the head does not fit the target, or it is of a kind that is not in this version.
     """

@@ -72,7 +72,7 @@ def latent_attention(facts: LayerFacts, prefix: str, is_interleaved: bool) -> La
     """Latent attention of one layer.
 
     Args:
-        prefix: of the names of its modules.
+        prefix: the prefix of the names of its modules.
     """
     fields, hidden, heads = facts.fields, facts.hidden_size, facts.num_q_heads
     if facts.num_kv_heads != heads:

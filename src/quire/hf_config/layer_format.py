@@ -22,7 +22,7 @@ class LayerFormat:
     Attributes:
         layout: the tensors of AutoAWQ's gemm, of GPTQ, of compressed-tensors' pack-quantized (packed) or int-quantized
             (int8), a weight in float8_e4m3fn with its scales (fp8), or gpt-oss's blocks with their scales (mxfp4).
-        bits: of a weight.
+        bits: the bits of a weight.
         scales: one scale is for the whole tensor, an output channel, a group along K, or a block of N x K.
         group_size: elements along K, for groups.
         block: (rows, columns), for blocks.
@@ -127,7 +127,7 @@ class QuantizedCheckpoint:
         return {}
 
     def formats_of(self, name: str, num_experts: int) -> tuple[LayerFormat | None, ...]:
-        """The formats of the experts of a layer, in whose name `{}` is the expert; 0 experts: of an ordinary layer."""
+        """The formats of the experts of a layer, in whose name `{}` is the expert; 0 experts: an ordinary layer."""
         if num_experts == 0:
             return (self.format_of(name),)
         known, key = self._formats_of_experts, (name, num_experts)

@@ -1,6 +1,6 @@
 """The compiled CPU kernels. Only this file calls them.
 
-A call is a struct of the extension: it is made from tensors and numbers by name, and then run. Arguments that are
+A call is a struct of the extension, which is made from tensors and numbers by name, and then run. Arguments that are
 constant for a layer have their own struct, which is made once and given to each call. The extension reads address,
 sizes, strides and dtype from each tensor (csrc/tensor_view.h).
 
@@ -237,7 +237,7 @@ def route(
 
 
 def expert_stack(first: Any, num_experts: int) -> Any:
-    """Weights of experts that lie one after the other; `first`: of `packed_weight`, with the number of its own rows."""
+    """Weights of experts that lie one after the other; `first`: a `packed_weight`, with the number of its own rows."""
     return _C.ExpertStack(first=first, num_experts=num_experts)
 
 
@@ -336,7 +336,7 @@ def peak_int8_ops(bits: int = 8, repeats: int = 3) -> float:
     """The same for codes times 8-bit integers (multiplications and additions per second), as with grouped weights.
 
     Args:
-        bits: of a code: 2 to 6 or 8. Only AVX2, and AVX-512 without VNNI, multiply fewer bits faster.
+        bits: the bits of a code: 2 to 6 or 8. Only AVX2, and AVX-512 without VNNI, multiply fewer bits faster.
     """
     return max(float(_C.peak_int8_ops(bits, _PEAK_ROUNDS)) for _ in range(repeats))
 

@@ -149,7 +149,7 @@ class StackBuilder:
 
 
 def _tensors(packed: Packed) -> dict[str, Tensor]:
-    """Those that have the weight's rows or panels one after the other."""
+    """The tensors that have the weight's rows or panels one after the other."""
     if packed.data is not None:
         return {"data": packed.data}
     assert not isinstance(packed, PackedLinear)

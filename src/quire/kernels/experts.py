@@ -179,7 +179,7 @@ def combine(
 
     Args:
         y_PD: rows in the order of routing.order_P, of any of the three dtypes; rows may be strided.
-        shared_TD: of y's dtype, is added at the end; rows may be strided.
+        shared_TD: in y's dtype; it is added at the end. Rows may be strided.
         shared_gate_T1: float32; the sigmoid of it multiplies shared_TD before that (Qwen2-MoE).
     """
     T, S = _check_routing(routing, None)

@@ -21,7 +21,7 @@ StepVoid: type[Exception] = RuntimeError if C is None else C.StepVoid
 
 
 def is_used() -> bool:
-    """Ops run on the compiled kernels: they are built, and QUIRE_FORCE_REFERENCE is not set."""
+    """Whether ops run on the compiled kernels: the extension is built, and QUIRE_FORCE_REFERENCE is not set."""
     return C is not None and not envs.FORCE_REFERENCE.get()
 
 
@@ -36,7 +36,7 @@ def how_to_build() -> str:
 
 
 def require(who: str) -> Any:
-    """The extension, for what has no other form. `who` begins a sentence. ConfigError where it is not built."""
+    """The extension, for functions that have no wrapper. `who` begins a sentence. ConfigError where it is not built."""
     if C is None:
         raise ConfigError(
             f"{who} needs the compiled extension, which is not there",

@@ -53,7 +53,7 @@ class Fp8Rows:
     Attributes:
         codes_TK: float8_e4m3fn.
         scales_T1: float32.
-        dtype: of the rows before quantization.
+        dtype: the dtype of the rows before quantization.
     """
 
     codes_TK: Tensor

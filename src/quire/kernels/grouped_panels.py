@@ -48,7 +48,9 @@ def rows_of_panels(
     end = 0
 
     def numbers(count: int, names: list[str]) -> list[Tensor]:
-        """The next section: for each of `count` groups, numbers of each dtype in `names` -> [T, count] per dtype."""
+        """The next section, which has numbers of each dtype in `names` for each of `count` groups -> [T, count] per
+        dtype.
+        """
         nonlocal end
         widths = [PANEL_WIDTH * _dtype(name).itemsize for name in names]
         begin, end = end, end + count * sum(widths)

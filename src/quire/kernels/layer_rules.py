@@ -21,7 +21,7 @@ class AttentionRule:
     """The way from scores to weights.
 
     Attributes:
-        scale: of the products of q and k, above 0.
+        scale: the factor of the products of q and k, above 0.
         sliding_window: a token sees the positions > its own - sliding_window; 0: all positions before it.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0: they do not change.
         chunk: a token sees the positions before it in its own chunk of this size; 0: there are no chunks. It excludes a
@@ -86,7 +86,7 @@ class HeadRotation:
     Attributes:
         cos_sin_PR: float32 rows [R / 2 cosines, R / 2 sines], contiguous; None: no rotation.
         q_norm_weight_E, k_norm_weight_E: dtype of q, or float32; None: no norm.
-        norm_eps: of both norms.
+        norm_eps: the epsilon of both norms.
         norm_weight_offset: added to the weights.
         temperature: q at position p is multiplied by 1 + temperature * log(1 + floor((p + 1) / temperature_floor)), for
             long contexts (Llama 4; arXiv 2501.19399). 0: it is not.

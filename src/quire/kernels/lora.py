@@ -24,7 +24,7 @@ from quire.kernels.guards import check_contiguous, check_dtype, check_last_strid
 MOST_PARTS = 4  # kLoraParts
 _ALIGNMENT = 64  # bytes, of a factor
 _ROWS, _TRANSPOSED, _PANELS = range(3)  # FactorForm
-_ROWS_BEFORE_ROUNDING = 240  # that are multiplied in float32 at a time: it bounds their memory
+_ROWS_BEFORE_ROUNDING = 240  # elements that are multiplied in float32 at a time: this bounds their memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class PackedDelta:
     """scale * B A in the form that `add_lora` reads, which CPUs and GPUs share.
 
     Attributes:
-        memory: of all deltas of an adapter.
-        first_a, first_b: where A and B begin, in elements.
+        memory: the memory of all deltas of an adapter.
+        first_a, first_b: the elements where A and B begin.
     """
 
     shape: DeltaShape
@@ -122,8 +122,8 @@ def pack_factors(source: Tensor, factors: Sequence[Sequence[int]], memory: Tenso
 
     Args:
         source: uint8. A tensor in it may begin at any byte.
-        factors: from PackedDelta.a_from and b_from.
-        memory: of the deltas, on a CPU.
+        factors: results of PackedDelta.a_from and b_from.
+        memory: the memory of the deltas, on a CPU.
     """
     check_places(source=source, memory=memory)
     check_dtype("source", source, torch.uint8)
@@ -160,9 +160,9 @@ class LoraTable:
     """The additions of all adapters to one layer: a row of pointers for each slot. Rows change between steps.
 
     Args:
-        max_rank: of any delta.
+        max_rank: the largest rank of any delta.
         columns: N of each part, in order.
-        dtype: of A and B.
+        dtype: the dtype of A and B.
         looks_up: the layer is an embedding of K tokens.
     """
 

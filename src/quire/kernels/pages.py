@@ -74,7 +74,7 @@ def row_bands(weight_NX: Tensor) -> Iterator[Tensor]:
 
 
 def copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy that is made in bands; `dtype`: of the copy."""
+    """A copy that is made in bands; `dtype`: the dtype of the copy."""
     if tensor.dim() < 2:
         return tensor.to(dtype or tensor.dtype, copy=True)
     copy, begin = torch.empty_like(tensor, dtype=dtype), 0

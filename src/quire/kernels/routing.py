@@ -26,10 +26,10 @@ class RoutingRule:
             are left, weighted by a softmax over those that are near it (Phi-3.5-MoE, arXiv 2310.00811).
         num_groups: experts form groups of equal size, side by side.
         num_active_groups: a token's experts are from its best groups.
-        group_score: of a group, max: its best expert; top2: the sum of its best two.
+        group_score: the score of a group: max: its best expert; top2: the sum of its best two.
         normalizes: the weights of a token are divided by their sum.
         scale: multiplies the weights at the end.
-        jitter: of sparsemixer: "near" is (largest - x) / max(|x|, largest) <= 2 * jitter.
+        jitter: for sparsemixer: "near" is (largest - x) / max(|x|, largest) <= 2 * jitter.
 
     Raises:
         ValueError: a number or a name is out of its range.

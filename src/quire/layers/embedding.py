@@ -47,7 +47,7 @@ class Embedding(Lookup):
     """Row lookup in its own table.
 
     Args:
-        shape: with the tokens as out-features; a rank has some of them.
+        shape: a shape with the tokens as out-features. A rank has some of them.
     """
 
     held = ("weight_VD",)

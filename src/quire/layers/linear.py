@@ -31,7 +31,7 @@ class Linear:
 
     Args:
         shape: sizes, and names in the checkpoint.
-        dtype: of weight, input and output.
+        dtype: the dtype of weight, input and output.
         scheme: stores the weight and multiplies by it.
     """
 

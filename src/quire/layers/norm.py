@@ -92,5 +92,5 @@ class LayerNorm(RMSNorm):
 
 
 def make_norm(shape: NormShape, eps: float, offset: float, dtype: torch.dtype) -> RMSNorm:
-    """A norm without its weights. `offset`: of an RMS norm."""
+    """A norm without its weights. `offset`: the offset of an RMS norm."""
     return LayerNorm(shape.size, eps, dtype) if shape.is_layer_norm else RMSNorm(shape.size, eps, offset, dtype)

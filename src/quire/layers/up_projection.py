@@ -26,7 +26,7 @@ class UpProjection:
     """The weight arrives in the checkpoint's format, and is held in the model's dtype.
 
     Args:
-        stored: of one weight with the matrices of keys and of values, or one of each.
+        stored: the stored form of one weight with the matrices of keys and of values, or one form of each.
     """
 
     held = ("keys", "values")

@@ -61,13 +61,13 @@ class StackedSlots:
 
     Attributes:
         num_experts: in the checkpoint.
-        places: of the experts that are taken, by their numbers.
+        places: the places of the experts that are taken, by their numbers.
         like: a slot of one expert, whose `load` is not used.
         load: takes the tensor of the expert at a place.
         loaded: the experts whose tensor came.
         stacked: the names that a tensor may have which holds the rows of all experts, and other rows.
         rows: the place of these rows in it.
-        is_transposed: it is [num_experts, columns, rows].
+        is_transposed: whether it is [num_experts, columns, rows].
     """
 
     num_experts: int
@@ -80,7 +80,7 @@ class StackedSlots:
     loaded: set[int] = field(default_factory=set)
 
     def of_expert(self, expert: int) -> WeightSlot:
-        """The slot of one expert, as it is now."""
+        """The slot of one expert, with the layer's present state."""
         like, is_loaded = self.like, expert in self.loaded
         load = partial(self._load, expert)
         return WeightSlot(like.shape, load, like.accepts, like.is_required, like.other_shapes, like.extent, is_loaded)

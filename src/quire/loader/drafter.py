@@ -15,9 +15,10 @@ def load_drafter_config(folder: Path, speculation: SpeculativeConfig, target: Mo
     """Read config.json of a drafter, and for a head the names of its tensors if they are there.
 
     Args:
-        folder: of the drafter, or its GGUF file.
+        folder: the folder of the drafter, or its GGUF file.
 
-    Raises ModelConfigError or WeightsError: as load_model_config and read_headers, or a head does not fit the model.
+    Raises ModelConfigError or WeightsError like load_model_config and read_headers, and if a head does not fit the
+    model.
     """
     if speculation.method not in ("eagle3", "mtp"):
         return replace(load_model_config(folder), is_shared=speculation.draft_tensor_parallel_size != 1)

@@ -44,7 +44,7 @@ def load_model(
             the packed weights of an earlier start, else keep them for the next one.
         device: the model's device and attention backend.
         progress: called with ("load", fraction, text with the bytes).
-        target: of a head that drafts; a native model.
+        target: the target of a head that drafts; a native model.
         group: the ranks that share the model; the config describes this rank's part.
         before: brings the input, if the config describes a stage after the first one.
         dispatch: brings rows to experts, if lanes share them.

@@ -77,8 +77,8 @@ class StoredObject:
     Attributes:
         folder: its URL, without the last slash.
         size: in bytes.
-        etag: of this version, as an HTTP header has it; None: the store gives none.
-        modified: when it was written, for stores that give no ETag.
+        etag: the etag of this version, as an HTTP header has it; None: the store gives none.
+        modified: the time when it was written, for stores that give no ETag.
     """
 
     folder: str
@@ -192,7 +192,8 @@ def _failure(url: str, error: Exception) -> QuireError:
 
 def _without_secrets(text: str) -> str:
     """The first line of an error of the client library, without the keys in use, and of URLs without queries
-    (signatures), names and passwords."""
+    (signatures), names and passwords.
+    """
     text = re.sub(r"\?\S+", "?...", text.partition("\n")[0])
     text = re.sub(r"//[^/\s@]+@", "//...@", text)
     for name, value in os.environ.items():
@@ -280,7 +281,7 @@ def mirror(
 
     Args:
         folder: URL.
-        patterns: of file names; those that match `ignored` are left out.
+        patterns: patterns of file names; those that match `ignored` are left out.
         download_dir: the parent of the mirror; None: the user's cache.
         progress: called with ("download", fraction, text).
         with_holes: files of weights get only their headers; only in the user's cache.
@@ -422,7 +423,7 @@ def fill_ahead(source: StoredObject, parts: Iterable[tuple[int, Sequence[Bytes],
 
     Args:
         parts: (place of the first byte, buffers, what to yield when they are full). Each is taken when its request is
-            made: then those before it, but for NUM_READERS, were yielded and are done with.
+            made: then the tensors before it, but for NUM_READERS, were yielded and are done with.
 
     Raises like StoredObject.fill.
     """

@@ -60,7 +60,7 @@ class PackedCache:
     """The file of one model in one format.
 
     Args:
-        files: of the checkpoint.
+        files: the files of the checkpoint.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Parts of an object by its signed URL: from the socket straight into memory, without buffers of the client library.
+"""Parts of an object by its signed URL, read from the socket straight into memory, without buffers of the client
+library.
 
 With TLS Python reads at most 16 KiB at a time, and gives its interpreter's lock away each time. Many threads would
 fight for it. So few of them read at once, and never one whose bytes have not come (benchmarks/NOTES.md).
@@ -38,8 +39,8 @@ class SignedReads:
 
     Args:
         sign: gives an http:// or https:// URL that is valid for this many seconds; raises if that is not possible.
-        size: of the object, in bytes.
-        etag: of the version, as an HTTP header has it; None: the store gives none.
+        size: the size of the object, in bytes.
+        etag: the etag of the version, as an HTTP header has it; None: the store gives none.
     """
 
     def __init__(self, sign: Callable[[float], str], size: int, etag: str | None) -> None:
@@ -179,7 +180,7 @@ class _Body:
         answer.close()  # the answer is complete; the connection stays open
 
     def _take(self, source: socket.socket) -> None:
-        """Read what has come."""
+        """Read the bytes that have come."""
         try:
             while self._free:
                 count = source.recv_into(self._free[0], len(self._free[0]))

@@ -17,7 +17,9 @@ from quire.loader.safetensors_headers import TensorEntry
 
 HEAP_BYTES = 1 << 20  # the largest tensor in the heap: the heap would keep the memory of larger ones
 REUSE = 1.25  # the share of the bytes in memory that is memory used again
-NEAR = 4  # times the bytes that are read ahead: so near to a tensor of its size, a tensor may get its memory
+# A tensor may get the memory of an earlier tensor of its size. At most this many times the bytes that are read ahead
+# lie between them.
+NEAR = 4
 
 _Found: TypeAlias = tuple[TensorEntry, torch.Tensor]
 
@@ -83,11 +85,12 @@ def _parts(
 
 
 class _Memory:
-    """Memory for tensors. That of tensors that are gone is used again: new pages cost more than writing to them.
+    """Memory for tensors. The memory of tensors that are gone is used again, because new pages cost more than writing
+    to them.
 
     Args:
         num_bytes: the memory that is kept. More is given back when its tensor is gone.
-        sizes: of tensors whose memory is remembered.
+        sizes: the sizes of tensors whose memory is remembered.
     """
 
     def __init__(self, num_bytes: int, sizes: Collection[int]) -> None:

@@ -54,9 +54,9 @@ class AdapterModule:
     """The delta of an adapter for a weight, without its numbers.
 
     Attributes:
-        name: of a shard in Hugging Face's checkpoints: `model.layers.0.self_attn.q_proj`. EMBEDDINGS is the lookup,
-            OUTPUT the projection to logits, also in a model whose two share one weight.
-        entries: of A [R, K] and B [N, R] in the file.
+        name: the name of a shard in Hugging Face's checkpoints: `model.layers.0.self_attn.q_proj`. EMBEDDINGS is the
+            lookup, OUTPUT the projection to logits, also in a model whose two share one weight.
+        entries: the entries of A [R, K] and B [N, R] in the file.
     """
 
     name: str
@@ -125,7 +125,7 @@ class AdapterFile:
 
     Attributes:
         modules: in the order of the model.
-        stamps: of its files.
+        stamps: the stamps of its files.
         is_settled: the stamps prove from now on that the files are unchanged.
         digest: SHA-256 over names, factors and the tensors as they are in the file. Empty until all tensors are read.
             Code that knows that the content equals an earlier reading sets it first. Then nothing is checked again.
@@ -196,13 +196,13 @@ def open_adapter(
     """An adapter for a model, while its files are open.
 
     Args:
-        config: of a native model.
-        max_rank: of any module.
+        config: the config of a native model.
+        max_rank: the largest rank of any module.
         target_modules: the last parts of names that an adapter may change, for example `q_proj`; None: all.
 
     Raises:
-        AdapterError: a file is missing, malformed or changes before the end of the context; the adapter is of another
-            kind than LoRA and rsLoRA; it does not fit the model or the limits.
+        AdapterError: a file is missing or malformed, or changes before the end of the context; the adapter is not LoRA
+        or rsLoRA; or it does not fit the model or the limits.
     """
     with _open(folder, CONFIG_NAME) as (file, config_stamp):
         raw = file.read(_MAX_CONFIG_BYTES + 1)

@@ -17,7 +17,7 @@ def lora_settings(config: EngineConfig, model: ModelConfig, form: ModelSettings,
     """None: no adapters are wanted. Raises ConfigError for a model that takes none.
 
     Args:
-        form: of the model.
+        form: the form of the model.
         record: gets the chosen values.
     """
     if not config.enable_lora:

@@ -17,7 +17,8 @@ TENSORS_NAME = "adapter_model.safetensors"
 def allowed_folder(path: str, roots: Sequence[Path]) -> Path:
     """The adapter folder that a client names, without symbolic links. A relative path is looked for in every root.
 
-    Raises AdapterNotFoundError: it is in no root, leaves it by `..` or a symbolic link, is malformed, or has no files.
+    Raises AdapterNotFoundError: the path is in no root, leaves its root by `..` or a symbolic link, is malformed, or
+    has no files.
     """
     for root in roots:
         try:

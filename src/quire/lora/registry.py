@@ -1,4 +1,4 @@
-"""The adapters that an engine knows, those in memory, and the next ones to read. No torch.
+"""The adapters that an engine knows, the adapters in memory, and the next adapters to read. No torch.
 
 An adapter is its digest. It is known from the end of its LoadAdapter until it is unloaded and its last request has
 ended. Reading is the work of the workers' loader thread: nothing here waits for it.
@@ -51,7 +51,7 @@ class _Adapter:
     """A known adapter.
 
     Attributes:
-        path: where it is read again.
+        path: the folder from which it is read again.
         registrations: paths of the LoadAdapters without their UnloadAdapter.
     """
 
@@ -61,7 +61,7 @@ class _Adapter:
 
 @dataclass(slots=True)
 class _Read:
-    """The work of the loader thread: for a LoadAdapter, or for requests that wait for a digest."""
+    """The work of the loader thread: a LoadAdapter, or a digest that requests wait for."""
 
     loading: Polled[AdapterFacts]
     path: str
@@ -178,7 +178,8 @@ class AdapterRegistry:
             return False
         is_operation = bool(self._operations) and (digest is None or self._is_turn_of_operations)
         if len(self._in_memory) + len(self._reads) > self._most:
-            # What a LoadAdapter names may be no adapter: only what has been read takes another's place (_take).
+            # The path of a LoadAdapter may have no adapter: only an adapter that has been read takes another's place
+            # (_take).
             if is_operation or (unneeded := self._unneeded(requests)) is None:
                 return False
             self._drop(unneeded)
@@ -195,7 +196,7 @@ class AdapterRegistry:
         self._reads.append(_Read(loading, path, self._clock(), operation, digest))
 
     def _missing(self, requests: AdapterRequests) -> str | None:
-        """The most urgent adapter that has a right to be in memory, and neither is there nor is being read."""
+        """The most urgent adapter that has a right to be in memory, is not there, and is not being read."""
         if all(digest in self._in_memory for digest in requests.wanted[: self._most]):
             return None
         here = {read.digest for read in self._reads} | self._in_memory.keys()

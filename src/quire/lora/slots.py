@@ -33,8 +33,8 @@ class AdapterSlots:
 
     Args:
         num_slots: adapters that are in memory at the same time.
-        max_rank: of a weight's delta.
-        dtype: of the adapters' weights.
+        max_rank: the largest rank of a weight's delta.
+        dtype: the dtype of the adapters' weights.
         target_modules: last parts of the names of weights that adapters may change; none: all.
     """
 
@@ -49,7 +49,7 @@ class AdapterSlots:
         self._device, self._dtype = model.device, dtype
         self._tables: list[tuple[LoraTable, list[_Part]]] = []
         self._looks_up: dict[str, bool] = {}  # by the name of a weight that adapters may change
-        self._rows: dict[str, list[range]] = {}  # of that weight: those that are here
+        self._rows: dict[str, list[range]] = {}  # the adapters of that weight that are here
         for place in model.adaptable():
             names = tuple(name for name, _ in place.parts)
             if target_modules and not any(name.rpartition(".")[2] in target_modules for name in names):
@@ -75,7 +75,7 @@ class AdapterSlots:
         """Read an adapter into the form of the kernels. Any thread may do it.
 
         Args:
-            file: of weights that AdapterSlots knows.
+            file: a file of weights that AdapterSlots knows.
         """
         parts = [(module, rows) for module in file.modules for rows in self._rows[module.name]]
         shapes = [

@@ -59,10 +59,11 @@ def floor(
     """The floor of a set of requests that could all run side by side.
 
     Args:
-        dtype: of weights and activations, a key of model_config.DTYPE_BYTES.
+        dtype: the dtype of weights and activations, a key of model_config.DTYPE_BYTES.
         max_num_seqs: the most requests that run at once; None: all.
         kv_cache_dtype: the setting with this name.
-        quantization: of the weights, as for ModelConfig.weight_bytes. Integers are multiplied as 8-bit integers.
+        quantization: the quantization of the weights, as for ModelConfig.weight_bytes. Integers are multiplied as 8-bit
+            integers.
     """
     total_output = sum(request.num_output for request in work)
     num_steps = max((request.num_output for request in work), default=0)

@@ -25,7 +25,7 @@ class Panel:
     Args:
         unit: Grafana's name of it.
         queries: legend and expression of each.
-        names: of the metrics; their help is the description.
+        names: the names of the metrics; their help is the description.
         width: in columns of 24.
     """
 

@@ -34,7 +34,7 @@ class HttpMetrics:
         Args:
             method: the client's text; an unknown method counts as "other".
             handler: a route of the server, or "other"; never the client's path.
-            status: of the answer, 100 to 599.
+            status: the status of the answer, 100 to 599.
         """
         known = method if method in HTTP_METHODS else OTHER
         self._requests.labels(known, HTTP_STATUSES[status // 100 - 1], handler).inc()

@@ -112,14 +112,14 @@ class PrometheusMetrics:
         model_name: label of every series of the engines.
         max_model_len: last bucket of the length histograms.
         num_engines: each has its own series; the label `engine` is its index.
-        model: for estimates of work; None: there are none.
+        model: the config for estimates of work; None: there are none.
         legacy_names: show the old names too.
         kv_blocks: show the lifetimes of KV blocks.
         experts: show where tokens go.
         max_draft: tokens of the longest draft; 0: there are no drafts, and no metrics of drafts.
-        has_adapters: show what is known of adapters.
-        num_ranks: that share a model; 1: there are no metrics of ranks.
-        num_lanes: of an engine; 1: there are no metrics of lanes.
+        has_adapters: show the metrics of adapters.
+        num_ranks: the number of ranks that share a model; 1: there are no metrics of ranks.
+        num_lanes: the number of lanes of an engine; 1: there are no metrics of lanes.
 
     Attributes:
         engines: the front end's EngineMetrics of each engine, by its index.
@@ -182,7 +182,7 @@ class PrometheusMetrics:
         """Show vllm:lora_requests_info.
 
         Args:
-            names: of the adapters that requests run with, and that requests wait for.
+            names: the names of the adapters that requests run with, and that requests wait for.
         """
         self.registry.register(AdaptersInUse(names, self.engines[0]))
 
@@ -303,7 +303,7 @@ class EngineSeries:
         num_computed = finished.num_prompt_tokens - finished.num_cached_tokens
         self._observe("vllm:request_prefill_kv_computed_tokens", num_computed)
         self._observe("vllm:request_num_preemptions", finished.num_preemptions)
-        if finished.longest_num_output_tokens is not None:  # once per request: with the last continuation
+        if finished.longest_num_output_tokens is not None:  # once per request, with the last continuation
             self._observe("vllm:request_max_num_generation_tokens", finished.longest_num_output_tokens)
             self._observe("vllm:request_params_n", finished.n)
             self._observe("vllm:request_params_max_tokens", finished.max_tokens_param)

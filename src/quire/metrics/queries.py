@@ -30,7 +30,7 @@ class Queries:
     """Expressions over one window of time.
 
     Args:
-        window: of rates and quantiles, such as `5m`.
+        window: the window of rates and quantiles, such as `5m`.
         has_variables: select by the variables `$job` and `$model_name` of a dashboard.
         by: labels that sums keep.
     """

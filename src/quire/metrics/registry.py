@@ -51,7 +51,7 @@ class Metric:
     """One family.
 
     Args:
-        unit: of its values; "" for an information with the constant value 1.
+        unit: the unit of its values; "" for an information with the constant value 1.
         label: the family's own label; "": it has none. Series for all its `values` exist from the start, so a rate
             exists before the first event, and the number of series never grows.
         common: the labels before `label`.

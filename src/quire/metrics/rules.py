@@ -1,5 +1,6 @@
 """Prometheus' recording and alert rules, from the registry; docs/alerts.md says the same to people:
-`python -m quire.metrics.rules > docs/alerts.md`."""
+`python -m quire.metrics.rules > docs/alerts.md`.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +55,9 @@ class Alert:
 
     Args:
         conditions: expressions with a comparison. All must hold, for the same values of the labels `same`.
-        minutes: for which they must hold.
-        means: what has happened: a sentence.
-        remedy: what to do.
+        minutes: the minutes for which they must hold.
+        means: a sentence that says what has happened.
+        remedy: a sentence that says what to do.
     """
 
     name: str

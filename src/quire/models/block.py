@@ -161,7 +161,7 @@ class LayerBuilder:
     backend: Callable[[AttentionSpec], AttentionBackend]
     group: Group | None  # the ranks that share the layer
     dispatch: Dispatch | None  # set if lanes share the layer's experts
-    num_kv_owners: int = 1  # so many ranks have a KV cache together
+    num_kv_owners: int = 1  # the ranks that share a KV cache
     parts: list[tuple[str, Weighted]] = field(default_factory=list)  # (prefix of its tensors' names, part)
     mixtures: list[MoE] = field(default_factory=list)
 
@@ -213,7 +213,7 @@ class LayerBuilder:
         """The backend of this layer.
 
         Args:
-            share: of a linear layer that has `head_rows` rows first for each head of q.
+            share: a rank's share of a linear layer that has `head_rows` rows first for each head of q.
         """
         if self.num_kv_owners == 1:
             return self.backend(spec)
@@ -221,7 +221,7 @@ class LayerBuilder:
         return DividedAttention(spec, self.group, [rows // head_rows for rows in share.widths(0)], self.num_kv_owners)
 
     def attention(self, spec: Full) -> SelfAttention:
-        """Self-attention to all earlier tokens, or to those in a window or a chunk."""
+        """Self-attention to all earlier tokens, or to the earlier tokens in a window or a chunk."""
         qkv, output = self.linear(spec.qkv), self.joined(spec.output)
         kind, size = spec.kv_spec.kind, spec.kv_spec.window
         backend = self.attention_backend(

@@ -46,7 +46,7 @@ class Adaptable:
 
     Attributes:
         parts: the names of its weights in Llama's style, without suffix, and their out-features.
-        rows: of each part, which rows of the whole weight a rank has; None: all.
+        rows: for each part, the rows of the whole weight that a rank has; None: all.
         looks_up: the in-features are tokens.
     """
 
@@ -62,11 +62,11 @@ class Decoder:
 
     Args:
         config: `max_model_len` bounds the positions (rows of the rotary tables).
-        dtype: of weights and activations.
+        dtype: the dtype of weights and activations.
         quantization: a key of ON_LOAD; None: weights stay in the checkpoint's format.
         device: the model runs there, and `load_weights` brings the tensors there.
         attention_backend: see attention.select.
-        cache_dtype: of the KV cache; None: dtype.
+        cache_dtype: the dtype of the KV cache; None: dtype.
         group: the ranks that share the model, if the config describes a part.
         before: brings the residual stream, if the config describes a stage after the first one.
         dispatch: brings rows to experts, if lanes share them.

@@ -27,7 +27,7 @@ class Head(Decoder):
     """See Decoder.
 
     Args:
-        config: with a `head`.
+        config: a config with a `head`.
         target: has the embeddings and the output projection that the head does not bring.
     """
 
@@ -72,7 +72,7 @@ class Head(Decoder):
         """hidden_TD for the positions behind. EAGLE-3 writes it over `batch.hidden_TD`.
 
         Args:
-            residual_TD: of `embed_step`.
+            residual_TD: the residual stream of `embed_step`.
         """
         hidden_TD = batch.hidden_TD
         if hidden_TD is None:  # a step that is only measured

@@ -25,14 +25,16 @@ class CausalLM(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    mapped_bytes: int  # bytes of weights in a mapped file: they are in use, but the system counts them as free
+    mapped_bytes: int  # bytes of weights in a mapped file, which are in use, but the system counts them as free
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors that `load_weights` needs, by checkpoint name. `--load-format dummy` fills them."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take all tensors of the checkpoint by their Hugging Face names. WeightsError names those that do not fit."""
+        """Take all tensors of the checkpoint by their Hugging Face names. WeightsError names the tensors that do not
+        fit.
+        """
         ...
 
     def finalize(self) -> None:
@@ -72,7 +74,7 @@ def build_model(
     """The native model of a config, without weights yet. `quantization`: a key of ON_LOAD, or None.
 
     Args:
-        target: of a head that drafts.
+        target: the target of a head that drafts.
         group: the ranks that share the model, if the config describes a part.
         before: brings the input, if the config describes a stage after the first one.
         dispatch: brings rows to experts, if lanes share them.

@@ -178,8 +178,8 @@ def check_calls(calls: list[AttentionCall], shifted: list[AttentionCall], archit
     """Raise ModelConfigError unless every layer made one plain call with queries that depend on positions.
 
     Args:
-        calls: from a run at positions 0, 1, ...
-        shifted: from a run with the same tokens at later positions.
+        calls: the calls of a run at positions 0, 1, ...
+        shifted: the calls of a run with the same tokens at later positions.
     """
     problem = next((call.problem for call in calls if call.problem), None)
     if problem is None and sorted(call.layer for call in calls) != list(range(num_layers)):

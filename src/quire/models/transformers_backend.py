@@ -58,7 +58,7 @@ class TransformersModel:
 
     Args:
         config: sizes of the KV cache; the rest is read from config.json with the same overrides.
-        dtype: of weights, activations and KV cache.
+        dtype: the dtype of weights, activations and KV cache.
         device: the model runs there.
         attention_backend: see attention.select.
 

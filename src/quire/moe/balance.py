@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 _GOOD_ENOUGH = 1.02  # the load of the busiest rank by the mean load
 _LEAST_GAIN = 1e-5  # of a change, in squares of the mean load
-_MOST_COPIED = 8  # experts of the busiest rank that may get another copy: those with the most tokens
+_MOST_COPIED = 8  # experts of the busiest rank that may get another copy: the experts with the most tokens
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -51,7 +51,7 @@ def improved(loads_E: Floats, experts_P: Ints, firsts: Sequence[int], most_chang
 
 
 def _changed(loads_E: Floats, experts_P: Ints, firsts: Sequence[int]) -> Ints | None:
-    """The experts after the best change; None: they are good enough."""
+    """The experts after the best change; None: the places are good enough."""
     loads_R = loads_of_ranks(loads_E, experts_P, firsts)
     mean = loads_R.mean()
     busiest = int(loads_R.argmax())
@@ -70,7 +70,7 @@ def _changed(loads_E: Floats, experts_P: Ints, firsts: Sequence[int]) -> Ints | 
     return better
 
 
-_Change = tuple[float, Sequence[tuple[int, int]]]  # what it gains, and (place, expert)
+_Change = tuple[float, Sequence[tuple[int, int]]]  # the gain, and (place, expert)
 
 
 def _swaps(

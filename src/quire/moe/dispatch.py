@@ -1,7 +1,7 @@
 """Brings the rows of all lanes to every rank: lanes share experts, and each rank has some of them.
 
 A rank computes all rows of its own experts, and adds up some columns of all rows, as the ranks of one lane do. So the
-bits of a row depend neither on its neighbours nor on the number of lanes.
+bits of a row do not depend on its neighbours or on the number of lanes.
 
 Dimensions: T tokens of a lane, X tokens of all lanes, L lanes, D hidden.
 """
@@ -19,7 +19,7 @@ class Dispatch:
 
     Args:
         group: all ranks of all lanes.
-        lane: of this rank.
+        lane: the lane of this rank.
         width: ranks of a lane. All of them have its rows; the first one sends them.
     """
 

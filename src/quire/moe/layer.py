@@ -29,7 +29,7 @@ _FIRST_UNITS = 1024  # rows, more than a step has that is recorded or captured
 
 
 class ChoiceBias:
-    """What is added to the scores of experts for the choice."""
+    """The bias that is added to the scores of experts for the choice."""
 
     held = ("bias_E",)
 

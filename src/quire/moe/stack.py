@@ -1,4 +1,5 @@
-"""The same linear layer of all experts. It takes their tensors in any order and packs each expert as it is complete.
+"""The same linear layer of all experts. It takes the tensors of the experts in any order, and packs each expert when
+all its tensors are here.
 
 Dimensions: T tokens, E experts, P pairs of a token and an expert, K in-features, N out-features.
 """
@@ -34,8 +35,8 @@ class ExpertStack:
     The layer of one expert exists only while its tensors come. The packed weight lies in the stack from the start.
 
     Args:
-        stored: of all experts.
-        dtype: of weight, input and output.
+        stored: the stored form of all experts.
+        dtype: the dtype of weight, input and output.
     """
 
     held = ("stack", "bias_EN")

@@ -53,7 +53,7 @@ def cpus_of_processes(config: EngineConfig) -> list[set[int]]:
 
 
 def _on_nodes(wished: Sequence[int], count: int, nodes: Mapping[int, set[int]], name: str) -> list[set[int]]:
-    """CPUs of a NUMA node for each process. Those on the same node share its CPUs evenly."""
+    """CPUs of a NUMA node for each process. Processes on the same node share its CPUs evenly."""
     _check(bool(nodes), name, "no NUMA node", "a system that tells them, with a node whose CPUs this process may use")
     numbers = wished or [sorted(nodes)[index * len(nodes) // count] for index in range(count)]
     _check(len(numbers) == count, name, list(numbers), f"{count} nodes: one for each process")

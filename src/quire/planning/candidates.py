@@ -30,10 +30,10 @@ Part = tuple[ModelConfig, WeightBytes]  # the part of a model on a device, and t
 
 @dataclass(frozen=True)
 class Demand:
-    """The demand: what a server should reach.
+    """The demand: the goals that a server should reach.
 
     Args:
-        goals: of all copies together.
+        goals: the goals of all copies together.
         num_sequences: requests of max_model_len that all copies should hold; None: the longest request is enough.
     """
 
@@ -49,10 +49,10 @@ class Candidate:
     Args:
         degree: devices per copy.
         fit: on one device, of its part of the model.
-        max_model_len: of a start; less than the model's where a full context does not fit.
-        num_requests: of the workload that a copy runs at a time, as memory and --max-num-seqs go.
+        max_model_len: the setting of a start; it is less than the model's where a full context does not fit.
+        num_requests: requests of the workload that a copy runs at a time, within memory and --max-num-seqs.
         service: one copy's; None: it does not start.
-        origin: of the speeds, for people.
+        origin: the origin of the speeds, for people.
         is_exact: the bytes of the weights are; else they are an estimate.
     """
 
@@ -153,7 +153,9 @@ class Candidate:
         return point.tokens_per_second.over(per_hour * 1e6 / SECONDS_PER_HOUR)
 
     def rank(self) -> tuple[float, ...]:
-        """The smallest is the best: it meets the demand, runs, loses least, holds a full context, and costs least."""
+        """The candidate with the smallest rank is the best: it meets the demand, runs, loses least, holds a full
+        context, and costs least.
+        """
         price = self.price_per_million()
         cost = price.value if price else -self.requests_per_second / self.hardware.count
         if not self.meets:
@@ -343,7 +345,7 @@ class Candidates:
         return found
 
     def next_format(self, row: Candidate) -> Candidate | None:
-        """On the same devices, the formats that lose least among those that lose more; None: there are none."""
+        """On the same devices, the formats that lose least among the formats that lose more; None: there are none."""
         loss = row.fit.form.expected_loss
         others = [
             other

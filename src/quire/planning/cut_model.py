@@ -27,7 +27,7 @@ class ExpertCut:
     """Ranks have whole experts. `distributed.layout.place_experts` explains strategy and redundant experts.
 
     Attributes:
-        num_lanes: that share experts. Each has all other layers.
+        num_lanes: the number of lanes that share experts. Each has all other layers.
     """
 
     strategy: str = "linear"
@@ -298,10 +298,10 @@ def check_division(model: ModelConfig, num_parts: int, num_owners: int) -> None:
 def check_degree(
     model: ModelConfig, degree: int, num_devices: int | None = None, experts: ExpertCut | None = None
 ) -> None:
-    """ConfigError for a number of parts that the model cannot have, with those that it can have.
+    """ConfigError for a number of parts that the model cannot have. It names the possible numbers.
 
     Args:
-        num_devices: that copies of the model share; None: as many as a copy takes.
+        num_devices: the number of devices that copies of the model share; None: as many as a copy takes.
     """
     reason = None
     if num_devices is not None and num_devices % max(degree, 1):

@@ -28,7 +28,7 @@ def grid_of(config: EngineConfig) -> Grid:
 
 
 def check_cuts(model: ModelConfig, config: EngineConfig) -> None:
-    """ConfigError for degrees that the model cannot have, with those that it can have."""
+    """ConfigError for degrees that the model cannot have. It names the possible degrees."""
     if config.enable_expert_parallel and not model.experts():
         raise ConfigError(
             f"{model.architecture} has no experts that ranks could share",
@@ -98,10 +98,10 @@ def _impossible(config: EngineConfig, why: str, legal: Sequence[int]) -> ConfigE
 
 
 class _Costs:
-    """Shares that contiguous layers have of all bytes, and of the time of a step: it reads the weights of one token.
+    """Shares that contiguous layers have of all bytes, and of the time of a step, which reads the weights of one token.
 
     Args:
-        layers: of each one, bytes held and bytes read.
+        layers: the bytes held and the bytes read of each layer.
         first: the same for the parts before the layers, and `last` for the parts after them.
     """
 

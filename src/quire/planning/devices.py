@@ -97,7 +97,9 @@ def free_memory_bytes() -> int:
 
 
 def taken_memory_bytes() -> int:
-    """RAM that this process has taken, without pages of files; on macOS the most it had, files included."""
+    """RAM that this process has taken, without pages of files. On macOS it is the largest value so far, with pages of
+    files.
+    """
     for line in (_read_text(Path("/proc/self/status")) or "").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -187,7 +189,7 @@ def take_gpu(index: int, names: Sequence[str] = ()) -> None:
     """Let this process see one GPU only. Call it before torch looks for GPUs.
 
     Args:
-        index: among `names`, or without them among those it may see.
+        index: the index among `names`, or without them among the GPUs that the process may see.
         names: numbers or UUIDs, as CUDA takes them.
 
     Raises ConfigError for names in a process that uses a GPU already.
@@ -227,7 +229,7 @@ def detect(isa: str, gpu: GpuFacts | str = "none was looked for") -> DeviceFacts
 
     Args:
         isa: the choice of the CPU kernels (quire.kernels.cpu.isa()), or `torch` without them.
-        gpu: the one that can be used, or why there is none.
+        gpu: the GPU that can be used, or why there is none.
     """
     return DeviceFacts(
         kind="cpu",

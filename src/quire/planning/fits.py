@@ -27,9 +27,9 @@ class WeightsForm:
     """Weights in one format.
 
     Args:
-        dtype: of activations and of all weights that are not quantized.
+        dtype: the dtype of activations and of all weights that are not quantized.
         quantization: on-load, or the checkpoint's own method; None: all weights are in `dtype`.
-        flags: that give it.
+        flags: the flags that choose it.
     """
 
     dtype: str
@@ -46,7 +46,7 @@ class Form:
     """A pair of formats of weights and KV cache, with all settings of a start.
 
     Args:
-        flags: that give it.
+        flags: the flags that choose it.
         expected_loss: orders formats by their loss.
     """
 
@@ -66,9 +66,10 @@ class Fit:
         weight_bytes: in memory, by kind.
         kv_bytes_per_token: over all layers, scales included, of a token that all of them keep.
         pages: the pages of requests.
-        num_bytes: that there are for the KV cache; negative if weights, work and reserve already take too much.
-        why: that many, in numbers.
-        max_model_len: of a start, which cuts -1 to what fits.
+        num_bytes: the bytes that are left for the KV cache; negative if weights, work and reserve already
+            take too much.
+        why: the numbers behind `num_bytes`.
+        max_model_len: the setting of a start, which cuts -1 to what fits.
     """
 
     form: Form
@@ -158,8 +159,8 @@ def fit_of(form: Form, model: ModelConfig, device: DeviceFacts, num_bytes: Weigh
 
     Args:
         model: the whole one, or the part that a device holds.
-        num_bytes: of its weights.
-        pages: that its requests take.
+        num_bytes: bytes of its weights.
+        pages: the pages that its requests take.
     """
     memory = predict_memory(form.resolved, model, device, sum(num_bytes))
     kv_cache_bytes, why = bytes_for_kv_cache(form.engine, form.resolved, memory, pages)

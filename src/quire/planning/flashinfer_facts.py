@@ -1,4 +1,5 @@
-"""Whether FlashInfer can do a model's attention here. No torch: also for `quire explain`.
+"""Whether FlashInfer can do a model's attention here. This module does not import torch, because `quire explain` uses
+it too.
 
 Written against FlashInfer 0.6.14: docs.flashinfer.ai/api/attention.html.
 """
@@ -18,7 +19,7 @@ CODE_DTYPES = ("float8_e4m3fn", "float8_e5m2")  # dtypes of a KV cache other tha
 
 
 def flashinfer_version() -> str | None:
-    """The one that is installed, or None."""
+    """The version that is installed, or None."""
     if find_spec("flashinfer") is None:
         return None
     try:
@@ -33,9 +34,9 @@ def why_not_flashinfer(
     """Why FlashInfer does not do such attention on a GPU here, or None.
 
     Args:
-        head_dims: of all layers.
-        dtype, cache_dtype: by torch's names.
-        others: what else the layers have, of "chunks", "sinks", "latent rows".
+        head_dims: elements of a head, of all layers.
+        dtype, cache_dtype: torch's names of dtypes.
+        others: further properties of the layers: some of "chunks", "sinks", "latent rows".
     """
     if flashinfer_version() is None:
         return "it is not installed (pip install flashinfer-python)"

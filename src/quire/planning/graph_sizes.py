@@ -1,4 +1,4 @@
-"""Which sizes of steps are captured in CUDA graphs. No torch: also for `quire explain`."""
+"""The sizes of steps that are captured in CUDA graphs. It imports no torch, because `quire explain` uses it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_SHOWN = 8  # sizes in a description
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """Rows of decodes and tokens of mixed steps, ascending, and wished sizes that are neither."""
+    """Rows of decodes and tokens of mixed steps, ascending, and wished sizes that are none of both."""
 
     decodes: list[int]
     mixed: list[int]
@@ -57,7 +57,8 @@ def graph_sizes(
 
 def capture_sizes(max_num_seqs: int, wished: Sequence[int] = (), bound: int = LARGEST_BATCH) -> list[int]:
     """The batch sizes to capture, ascending: 1, 2, 4, the multiples of 8, and the largest batch itself; or the wished
-    ones up to it."""
+    ones up to it.
+    """
     largest = min(max_num_seqs, LARGEST_BATCH)
     sizes = wished or (1, 2, 4, *range(8, largest + 1, 8), largest)
     return sorted({size for size in sizes if size <= min(largest, bound)})

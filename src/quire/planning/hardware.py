@@ -29,11 +29,11 @@ class Hardware:
     """Some devices of one kind.
 
     Args:
-        facts: of a machine that has one of them.
+        facts: the facts of a machine that has one of these devices.
         described: given rates; None: rates of `gpu`, or this machine's own.
-        read_bandwidth: of this machine's memory, in bytes per second, if it was measured.
-        price_per_hour: of one device.
-        origin: of its memory and its rates, for people.
+        read_bandwidth: the read bandwidth of this machine's memory, in bytes per second, if it was measured.
+        price_per_hour: the price per hour of one device.
+        origin: the origin of its memory and its rates, for people.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Hardware:
 
 
 def listed(gpu: Gpu, count: int, here: DeviceFacts, price_per_hour: float | None = None) -> Hardware:
-    """GPUs of the table, in machines that are else like this one. Raises ConfigError for those without kernels."""
+    """GPUs of the table, in machines that are else like this one. Raises ConfigError for devices without kernels."""
     if gpu.capability < LEAST_CAPABILITY:
         major, minor = divmod(gpu.capability, 10)
         raise ConfigError(
@@ -127,7 +127,7 @@ def parse_hardware(text: str, here: DeviceFacts, prices: Sequence[float]) -> lis
 def next_larger(hardware: Hardware) -> Hardware | None:
     """The same number of the GPUs of the table that have the least memory beyond a quarter more; None: there are none.
 
-    Without a price: it is another one.
+    It has no price, because another GPU has another price.
     """
     larger = (
         gpu

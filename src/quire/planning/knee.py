@@ -1,7 +1,7 @@
 """Sizes of steps that are worth their time: the knee of a step's rate. No torch.
 
 More rows raise the rate of a step while reading the weights takes longer than products. Beyond that knee they make the
-step longer, and hardly anything faster. The constants come from data sheets and are never measured: so a machine
+step longer, and hardly anything faster. The constants come from data sheets and are never measured, so a machine
 settles the same sizes at every start.
 """
 
@@ -16,8 +16,8 @@ from quire.cost.arithmetic import Load, StepArithmetic
 from quire.cost.devices import Ceilings
 from quire.cost.step_time import Constants, prior, step_seconds
 
-# Of a data sheet's rates, assumed for devices that no step has run on: the share that good kernels reach in reads of
-# weights and in products of some hundred rows.
+# The share of a data sheet's rates that good kernels reach in reads of weights and in products of some hundred rows. It
+# is assumed for devices that no step has run on.
 REACHED_BANDWIDTH, REACHED_FLOPS = 0.75, 0.5
 # 2 us are the scheduler's and the output's (benchmarks/NOTES.md), the rest is for sampling in a batch: assumed.
 DESCRIBED_ROW_SECONDS = 5e-6

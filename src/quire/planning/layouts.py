@@ -39,8 +39,8 @@ class RankShare:
     """The part of each rank, for neighbours in a stage that hold the same amount.
 
     Args:
-        grid: of all ranks.
-        layers: of their stage.
+        grid: the grid of all ranks.
+        layers: the layers of the stage.
         num_experts: whole ones of a layer; 0: rows of all experts, or there are none.
     """
 
@@ -113,9 +113,9 @@ class Layout:
 
     Args:
         context: ranks that divide a KV cache.
-        has_whole_experts: the ranks of a stage do, and not rows of all. Several copies share them: they are lanes.
-        weight_bytes: of the rank that holds the most.
-        num_tokens: that the KV caches of all copies hold; 0: the weights do not fit.
+        has_whole_experts: the ranks of a stage do, and not rows of all. Several copies share them, as lanes.
+        weight_bytes: bytes of the weights of the rank that holds the most.
+        num_tokens: the tokens that the KV caches of all copies hold; 0: the weights do not fit.
     """
 
     form: Form
@@ -154,7 +154,7 @@ class Layout:
 
 
 def layouts(form: Form, model: ModelConfig, device: DeviceFacts, count: int) -> Iterator[Layout]:
-    """All legal ways to share `count` devices in one pair of formats, first those with the most ranks in a stage.
+    """All legal ways to share `count` devices in one pair of formats. Ways with the most ranks in a stage come first.
 
     Args:
         device: what each rank has.
@@ -206,7 +206,7 @@ class LayoutPlan:
     """A model on several devices.
 
     Args:
-        engine: with the degrees that were asked for.
+        engine: a config with the degrees that were asked for.
         memory_name: the memory of each rank, for people.
         rows: in all formats of the weights.
     """

@@ -27,7 +27,7 @@ RESERVE_SHARE = 0.05  # the share of all memory that is left to the operating sy
 GPU_RESERVE_SHARE = 0.02  # the same for a GPU: fragments of the allocator, and libraries that load kernels late
 FREE_MEMORY_MARGIN = 0.95  # advice counts this share of the free memory, which will differ at the next start
 MIN_SUGGESTED_BUDGET = 256  # tokens per step; below it prompts become slow
-CHAT_TOKENS = 4096  # tokens of a chat that is neither short nor long
+CHAT_TOKENS = 4096  # tokens of a chat of medium length
 LOGITS_COPIES = 2  # float32 rows of logits held at once: the model's, and the sampler's scratch
 # The heap of a CPU takes 2.7 to 3.8 times the buffers that live at once (benchmarks/NOTES.md). The reserve covers the
 # rest.
@@ -125,7 +125,7 @@ def predict_memory(
     """Memory as it will be after loading: weights from config.json, and the buffers of a step.
 
     Args:
-        weight_bytes: of the model alone, if they have been counted.
+        weight_bytes: bytes of the weights of the model alone, if they have been counted.
     """
     drafter = _drafter_weight_bytes(resolved, model)
     weights = planned_weight_bytes(resolved, model) if weight_bytes is None else weight_bytes + drafter
@@ -168,8 +168,8 @@ class KvPages:
     Attributes:
         step_tokens: most tokens of one request in a step.
         depth: most steps in flight.
-        page_bytes: a page is what the pool calls a block; with what a drafter has in it. Of several owners, what it
-            takes of each of them on average.
+        page_bytes: a page is what the pool calls a block; with what a drafter has in it. With several owners, the bytes
+            that it takes of each of them on average.
         num_owners: ranks that have the pages together, as many each.
     """
 

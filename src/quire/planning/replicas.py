@@ -40,7 +40,7 @@ def has_own_cores(config: EngineConfig, num_cores: int) -> bool:
     """Whether the threads of all ranks of all replicas have a core of a machine each.
 
     Args:
-        num_cores: of the machine, or of this process where processes are bound.
+        num_cores: the cores of the machine, or of this process where processes are bound.
     """
     if is_bound(config):
         return (config.num_threads or envs.NUM_THREADS.get()) <= num_cores
@@ -48,7 +48,9 @@ def has_own_cores(config: EngineConfig, num_cores: int) -> bool:
 
 
 def num_early_ranks(config: EngineConfig) -> int:
-    """The processes of ranks that an engine on this machine starts before the model's files tell what is legal."""
+    """The processes of ranks that an engine on this machine starts before the model's files tell which degrees are
+    legal.
+    """
     if config.distributed_executor_backend == "external_launcher":
         return 0
     num_own = 0 if config.headless else 1  # the first rank is in the engine's process
@@ -93,7 +95,7 @@ def share_of_memory(memory: MemoryFacts, num_replicas: int, free_bytes: int) -> 
 
     Args:
         memory: measured by the replica. Others may have taken their share by then, or not yet.
-        free_bytes: of the machine before any replica began to load.
+        free_bytes: bytes of the machine's memory that were free before any replica began to load.
     """
     own = free_bytes // num_replicas - memory.taken_bytes
     return replace(memory, total_bytes=memory.total_bytes // num_replicas, free_bytes=min(memory.free_bytes, own))

@@ -30,8 +30,8 @@ class RequestLengths:
     """A workload, as far as memory and steps see it.
 
     Args:
-        name: for people.
-        requests: at least one, with a token of each at least.
+        name: a name for people.
+        requests: at least one request, each with at least one prompt token and one answer token.
     """
 
     name: str

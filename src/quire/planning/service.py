@@ -76,7 +76,7 @@ class Service:
     """One copy of a model that serves a workload.
 
     Args:
-        sums: of the devices that share the copy.
+        sums: the times of sums over the devices that share the copy.
         step_tokens: most tokens of a step.
         room: requests that memory and settings let run.
     """
@@ -87,7 +87,8 @@ class Service:
         context = round(lengths.resident_tokens())
         self._row = cost.arithmetic.load([max(context - 1, 0)], [1], 1)
         self._whole_prompt = cost.arithmetic.load([0], [self._prompt], 1)
-        # Prompts and answers share the tokens of steps: with more requests than this they would all be prompts.
+        # Prompts and answers share the tokens of steps. With more requests than this number, all tokens would be of
+        # prompts.
         busy = int(step_tokens * self._output / (self._prompt + self._output))
         self.most = max(min(room, busy), 1)
         self._known: dict[int, Point] = {}

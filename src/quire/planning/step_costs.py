@@ -138,7 +138,7 @@ def expectation(max_num_seqs: int, cost: CostModel, origin: str, waited: float) 
     """The rates that one request, and `max_num_seqs` together, are expected to get, by name, with their numbers.
 
     Args:
-        origin: of the constants, for people.
+        origin: the origin of the constants, for people.
         waited: share of the measured time that others had the cores.
     """
     record = Record()

@@ -1,4 +1,4 @@
-"""The default numbers of requests and tokens of a step: from the knee, and from the memory. No torch.
+"""The default numbers of requests and tokens of a step, from the knee and from the memory. No torch.
 
 They are at most vLLM's. With fewer tokens a step is shorter: requests wait less for a prompt's step, and the next
 tokens of answers come sooner. Up to the knee hardly any throughput is lost.
@@ -31,8 +31,8 @@ KNEE_SHARE = 0.99
 SHARED_TIMES, SHARED_ANSWERS, SHARED_CONTEXT = 2, 8, 1024
 # Products of integers on a CPU, relative to products of floats: 1.75 for 2.59 ps, tests/planning/constants_0.6b.json.
 INTEGER_TIMES = 1.5
-SHORT_REQUEST = 256  # tokens; at most so many requests run as memory holds requests of this length
-LEAST_REQUESTS = 8  # so many requests may always run, even with little memory
+SHORT_REQUEST = 256  # tokens; no more requests run than memory holds requests of this length
+LEAST_REQUESTS = 8  # the requests that may always run, even with little memory
 THROUGHPUT_FACTOR = 2  # on both limits, as vLLM's performance mode
 # On the token budget: a long prompt then holds up the others' next token for a quarter of the time.
 INTERACTIVITY_DIVISOR = 4
@@ -62,13 +62,13 @@ class StepSizes:
         size = max(1 << max(self.fitting, 1).bit_length() - 1, LEAST_REQUESTS)
         why = f"memory holds {self.fitting:,} requests of {SHORT_REQUEST} tokens"
         if size >= most:
-            # Fewer would give the same tokens/s, but let those wait for a place who could have slow answers.
+            # Fewer would give the same tokens/s, but requests that could have slow answers would wait for a place.
             knee = self.knee.requests(KNEE_SHARE)
             why = f"{knee:,} that decode reach {KNEE_SHARE:.0%} of the tokens/s of any number (knee)"
         return self._in_mode(_at_most(size, most, why, whose), THROUGHPUT_FACTOR)
 
     def max_num_batched_tokens(self, max_num_seqs: int) -> Size:
-        """Tokens of a step: at least half of them are left for prompts while all requests decode."""
+        """Tokens of a step. At least half of them are left for prompts while all requests decode."""
         (_, most), whose = self._vllm()
         source: Source = "default"
         if self.config.performance_mode == "interactivity":

@@ -32,8 +32,8 @@ class WeightsRow:
 
     Args:
         num_bytes: in memory, by kind.
-        expert_bytes: of the largest expert of a layer; 0: there are none.
-        step: of one request in a short context; None: the speed of the device is not known.
+        expert_bytes: bytes of the largest expert of a layer; 0: there are none.
+        step: the predicted step of one request in a short context; None: the speed of the device is not known.
     """
 
     form: WeightsForm
@@ -51,7 +51,7 @@ class ModelPlan:
         fits: all pairs of formats of weights and KV cache.
         refused: formats that the model cannot have, with the reason.
         num_sequences: full contexts that are asked for.
-        speed_origin: of the predicted speeds, for people; empty: there are none.
+        speed_origin: the origin of the predicted speeds, for people; empty: there are none.
     """
 
     model_name: str
@@ -238,7 +238,7 @@ def plan(
     """The formats that `engine` leaves open, each resolved and planned as a start would.
 
     Args:
-        memory_name: where the memory of `device` is from, for people.
+        memory_name: the origin of the memory of `device`, for people.
         num_sequences: full contexts that the KV cache should hold.
         cost_of: the cost model with some settings; None: the speed of the device is not known.
 

@@ -24,7 +24,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class ShardedTensor:
     """A tensor that arrives in pieces along one dimension (q, k and v of one fused projection).
 
-    Pieces stay without a copy until the layer is packed: they may be views of a mapped file.
+    Pieces stay without a copy until the layer is packed, so they may be views of a mapped file.
 
     Args:
         pieces: their shapes, one per shard.
@@ -86,7 +86,7 @@ class ShardedTensor:
 
     @property
     def owned(self) -> Tensor:
-        """`whole` in its own memory: a kept tensor must hold neither the checkpoint's file nor scratch memory."""
+        """`whole` in its own memory: a kept tensor must not hold the checkpoint's file or scratch memory."""
         whole = self.whole
         # On a GPU the piece is a copy already, and nobody else holds it.
         return whole.clone() if whole.device.type == "cpu" else whole

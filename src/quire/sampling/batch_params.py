@@ -47,7 +47,7 @@ class SamplingState:
         stop_token_ids: Iterable[int],
         grammar: RowGrammar | None = None,
     ) -> None:
-        """Fill an empty row: with a new request, or with a resumed one and its earlier output.
+        """Fill an empty row with a new request, or with a resumed request and its earlier output.
 
         Args:
             params: verified; they have a seed unless they are greedy.
@@ -117,7 +117,7 @@ class SamplingState:
             penalties.append(token_id)
 
     def take_forced(self, row: int, most: int) -> list[int]:
-        """Take in the tokens that alone may follow those of a row, because its grammar forbids all others.
+        """Take in the tokens that must follow the tokens of a row, because its grammar forbids all others.
 
         There are none where each token is asked for its logprobs, and none from one on that the row's filter forbids:
         the sampler says so.

@@ -65,7 +65,7 @@ class SharedSampler(Sampler):
         """As Sampler.launch. An error of a rank that samples becomes an AgreedError: other stages have ended the step.
 
         Args:
-            logits_RV: of the tokens that this rank has, if it `takes_parts`.
+            logits_RV: if it `takes_parts`, the logits of the tokens that this rank has.
         """
         if self.takes_parts(rows):
             return self._launch_greedy(logits_RV, rows)

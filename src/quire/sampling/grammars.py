@@ -28,7 +28,7 @@ class GrammarMasks:
     Before this, each grammar must have got all earlier tokens. Until `apply`, none gets another.
 
     Args:
-        rows: of the call.
+        rows: the rows of the call.
         before: see Sampler.launch. The row of logits of a request come one behind the other.
         thread: computes the masks of many rows beside the caller; None: they are computed here.
     """
@@ -48,7 +48,7 @@ class GrammarMasks:
             if (grammar := grammars.get(row)) is None:
                 continue
             drafts = before[index] if before else ()
-            if drafts:  # the longest of a row counts: it comes last
+            if drafts:  # the longest mask of a row counts: it comes last
                 self._asked[-1] = (grammar, self._asked[-1][1], drafts)
             else:
                 self._asked.append((grammar, len(self._indices), ()))

@@ -54,7 +54,7 @@ def entries(
 def processed(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
     """Logits / temperature, with -inf for tokens that min-p, top-k and top-p leave out. Sampling draws from these.
 
-    Rows of temperature 0 (greedy) do not change. Only the processed_* logprob modes use it: it sorts the vocabulary.
+    Rows of temperature 0 (greedy) do not change. It sorts the vocabulary, so only the processed_* logprob modes use it.
     """
     processed_RV = logits_RV.clone()
     parameters = zip(temperature_R.tolist(), top_k_R.tolist(), top_p_R.tolist(), min_p_R.tolist(), strict=True)

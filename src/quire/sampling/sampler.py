@@ -42,7 +42,7 @@ class SampledTokens:
 
 @dataclass(slots=True)
 class _Report:
-    """Logprobs on the device: of rows that ask for the same number of tokens, or of one row that names its tokens."""
+    """Logprobs on the device, for rows that ask for the same number of tokens, or for one row that names its tokens."""
 
     indices: list[int]  # the indices of the rows in the call
     others: list[int] | None  # the named tokens
@@ -99,7 +99,7 @@ class LaunchedTokens:
 class Sampler:
     """Samples one token for each given row of a SamplingState. It does not change the state.
 
-    A row may be given several times with drafts before the token: it is sampled as if the drafts were appended.
+    A row may be given several times with drafts before the token. The token is sampled as if the drafts were appended.
 
     Args:
         logprobs_mode: raw_* reports the model's own scores; processed_* reports the scores after filters, penalties,
@@ -121,7 +121,7 @@ class Sampler:
         return launched.finish(iter([tensor.cpu() for tensor in launched.tensors()]))
 
     def owners(self, rows: Sequence[int]) -> Tensor | None:
-        """int32: which of several ranks samples each row; None: the first one samples all."""
+        """int32: the rank that samples each row; None: the first one samples all."""
         return None
 
     def takes_parts(self, rows: Sequence[int]) -> bool:
@@ -146,7 +146,7 @@ class Sampler:
             logits_RV: float32; row i belongs to `rows[i]` and may be modified.
             parameters: `host_parameters` of the rows, on the device; empty if all rows are greedy.
             before: per row of the call, the drafts that count as appended to the row's output; (): no row has drafts.
-            masks: of these rows and drafts; None: they are computed here.
+            masks: the masks of these rows and drafts; None: they are computed here.
         """
         state = self.state
         assert logits_RV.shape == (len(rows), state.vocab_size), (

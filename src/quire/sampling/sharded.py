@@ -37,7 +37,7 @@ class JoinedTokens(LaunchedTokens):
 class ShardedSampler(Sampler):
     """A Sampler of one of several ranks. A token depends on its own row alone, so any rank may sample it.
 
-    Rows with a grammar belong to the first rank: it alone has their grammars.
+    Rows with a grammar belong to the first rank, because only it has their grammars.
 
     Args:
         group: the ranks of the last stage.
@@ -66,7 +66,7 @@ class ShardedSampler(Sampler):
         """As Sampler.launch. An error becomes an AgreedError: other stages have ended the step.
 
         Args:
-            logits_RV: of the rows that this rank owns, in their order.
+            logits_RV: the logits of the rows that this rank owns, in their order.
         """
         owners_R = self._owners(rows)
         own, sampled = self._own(owners_R), SampledTokens([])

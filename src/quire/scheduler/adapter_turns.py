@@ -21,7 +21,7 @@ class AdapterTurns:
 
     Args:
         max_loras: number of places.
-        order: of the requests.
+        order: the order of the requests.
         is_in_memory: whether the adapter of this digest can be computed now.
     """
 
@@ -35,7 +35,7 @@ class AdapterTurns:
         self._last_admitted: Key | None = None  # the key of the last request that was admitted since the last step
         self._reserved_for: Key = ()
         self._draining: str | None = None
-        self.wanted: Sequence[str] = ()  # adapters of waiting requests, most urgent first, without those that run
+        self.wanted: Sequence[str] = ()  # of waiting requests, most urgent first, without adapters that run
 
     @property
     def running(self) -> Collection[str]:

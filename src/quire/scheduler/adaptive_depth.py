@@ -65,7 +65,7 @@ class DrafterTime:
     recorded takes several times as long as the same step later, so the median of the last steps counts.
 
     Args:
-        seconds: of one token, before any step.
+        seconds: the time of one token, before any step.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -101,7 +101,7 @@ def _units_of_step(depths: Sequence[int]) -> float:
 
 @dataclass(slots=True)
 class _Drafting:
-    """What is known of a request."""
+    """The measurements of a request."""
 
     depth: int
     longest: int = 0  # drafts that pay if others do not find theirs
@@ -109,7 +109,7 @@ class _Drafting:
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY, PRIOR_WEIGHT))
     num_read: int = 0  # tokens that a drafter in the worker has computed, as far as is known here
     is_read: bool = False  # it has drafted with the blocks that it has
-    is_trial: bool = False  # what it drafted last
+    is_trial: bool = False  # its last drafts were a trial
     is_over: bool = False  # it drafts no more
     wait: int = 1  # steps to the next trial, after one that failed
     next_trial: int = 0  # not before this step
@@ -120,9 +120,9 @@ class AdaptiveDepth:
 
     Args:
         step_seconds: the time of a step.
-        draft_seconds: of a drafter in the worker; None: drafts cost no time.
+        draft_seconds: the time of a drafter in the worker; None: drafts cost no time.
         steps_in_flight: with more than one, drafts cost the time of the host too, which is not hidden then.
-        reads_late: that drafter reads the tokens that it lacks of a request when it drafts for it.
+        reads_late: whether this drafter reads a request's tokens that it lacks only when it drafts for the request.
 
     Attributes:
         waits: steps with drafts are worth waiting for the tokens that they begin with.
@@ -144,7 +144,8 @@ class AdaptiveDepth:
         self.reading_seconds = 0.0
         self._gain, self._found_share = 0.0, 1.0  # of tokens per second, if all drafts are found; and how many are
         self._num_asked = self._num_found = self._num_finding = 0  # drafts of this step, and requests that have some
-        self._more_each = 0  # drafts for a request that found some, of those that others did not find in the last step
+        # further drafts for each request that found some: together as many as others did not find in the last step
+        self._more_each = 0
         self._depths: list[int] = []  # drafts of this step, of each row that has some
         self._requests: dict[str, _Drafting] = {}
         self._of_all = Acceptance(MEMORY_OF_ALL, PRIOR_WEIGHT_OF_ALL)
@@ -164,7 +165,7 @@ class AdaptiveDepth:
         """Whether any request may draft in this step.
 
         Args:
-            running: at least one.
+            running: the requests, at least one.
             most_each: drafts of a request, at least 1, and `most` of the step.
         """
         self._step += 1
@@ -281,7 +282,7 @@ class AdaptiveDepth:
         self._credit = min(max(self._credit, -MOST_OWED * base), max(MOST_SAVED * base, self._saved_for))
 
     def _trials(self, running: Sequence[Request]) -> set[str]:
-        """Requests that may try a draft now. Those whose drafter has tokens to read have a turn by themselves."""
+        """Requests that may try a draft now. Requests whose drafter has tokens to read have a turn by themselves."""
         base = self._seconds[0] if self._seconds else 0.0
         waiting = self._hidden_share * base
         if not base or not self._may_pay or self._step < self._next_search:
@@ -319,7 +320,7 @@ class AdaptiveDepth:
     def _choose(self, requests: Sequence[Request], most_each: int, most: int) -> None:
         """The depths until there is more news."""
         if not requests:
-            return  # their prompts are computed: they are still news
+            return  # their prompts are being computed, so the news is not used up
         self._num_news = 0
         most = min(most, most_each * len(requests))
         if self._step >= self._next_look or self._looked_at != (len(requests), most):

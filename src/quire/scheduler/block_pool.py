@@ -11,8 +11,8 @@ class BlockPool:
     """Blocks 0 .. num_blocks - 1 of `block_size` slots each; only their numbers live here.
 
     A block with references is in use. One without is free and stands in a doubly linked list kept in two arrays, so
-    that taking, returning and reviving a block are O(1). A free block keeps its hash until it is handed out again: it
-    can be revived by `acquire`. Blocks without a hash are handed out first, then the least recently used.
+    that taking, returning and reviving a block are O(1). A free block keeps its hash until it is handed out again, so
+    `acquire` can revive it. Blocks without a hash are handed out first, then the least recently used.
     """
 
     def __init__(self, num_blocks: int, block_size: int, residency: BlockResidency | None = None) -> None:

@@ -2,8 +2,8 @@
 
 With drafts a step gives more tokens and takes longer. The most tokens per second come from the drafts of all requests
 with the highest chances to hold, as long as each one pays. A draft's chance is the product of the acceptance rates of
-its position and those before, so it never exceeds the chance of the draft before it, and a request's drafts are taken
-from the first one on.
+its position and the positions before. So it never exceeds the chance of the draft before it, and a request's drafts are
+taken from the first one on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MIN_GAIN = 0.02  # the gain in tokens per second from which on drafts are made: 
 
 
 class Acceptance:
-    """How often drafts held, by position, given that those before them did. Older ones count less and less.
+    """How often drafts held, by position, if all drafts before them held. Older ones count less and less.
 
     Args:
         memory: drafts of a position that count, in all.

@@ -40,7 +40,7 @@ def scheduler_of(
 
     Args:
         cost: predicts the times of steps.
-        adapters: that requests may name.
+        adapters: the adapters that requests may name.
     """
     if (num_lanes := resolved.scheduler.num_lanes) > 1:
         return Lanes([_of_lane(resolved, model_config, cost, clock, adapters) for _ in range(num_lanes)])

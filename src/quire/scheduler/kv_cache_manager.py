@@ -35,10 +35,11 @@ class BlockTable:
     """Pages of one running request.
 
     Attributes:
-        pages: of its blocks, in the order of its tokens; of each block, one for each block table of the model.
+        pages: the pages of its blocks, in the order of its tokens. Each block has one page for each block table of the
+            model.
         num_tokens: tokens that the blocks have slots for.
         num_sent: entries of `pages` that the worker has been told.
-        reserved: for blocks to come, of groups that keep all.
+        reserved: pages for blocks to come, in groups that keep all.
         first_blocks: by group: the blocks before are given back.
     """
 
@@ -201,7 +202,8 @@ class KVCacheManager:
         return pages
 
     def _most_cached(self, group: KvGroup, hashes: list[bytes], num_blocks: int) -> int:
-        """The largest number of blocks, at most `num_blocks`, behind which a request finds what it reads of a group.
+        """The largest number of blocks, at most `num_blocks`, behind which a request finds all that it reads of a
+        group.
 
         Shorter ones that still end behind a missing block need it too. So the next try ends before the first block that
         is missing, and where nothing is cached there is one look per window.
@@ -272,7 +274,7 @@ class KVCacheManager:
         return list(zip(prefix.copy_from, new, strict=True))
 
     def extend(self, request: Request, num_tokens: int) -> bool:
-        """Get slots for the first `num_tokens` tokens; False: for fewer, as pages are missing or a window holds no
+        """Get slots for the first `num_tokens` tokens; False: for fewer, because pages are missing or a window holds no
         more.
 
         Blocks that no unfinished or later step reads are given back first.
@@ -311,7 +313,7 @@ class KVCacheManager:
         table.num_tokens = end * self.block_size
 
     def _give_back(self, table: BlockTable, position: int) -> None:
-        """Release the blocks that neither the token at `position` nor a later one reads."""
+        """Release the blocks that no token at `position` or later reads."""
         dead = []
         for index, group in enumerate(self._bounded):
             first = group.first_needed(position) // self.block_size
@@ -341,7 +343,7 @@ class KVCacheManager:
         self._forgotten.discard(request.request_id)
 
     def forget_cached_prefixes(self) -> None:
-        """Lookups no longer find any block computed so far, nor blocks that running requests compute from them."""
+        """Lookups no longer find the blocks computed so far, or the blocks that running requests compute from them."""
         self.pool.forget_all()
         self._forgotten = set(self._tables)
 

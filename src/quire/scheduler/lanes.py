@@ -17,7 +17,7 @@ from quire.scheduler.blame import culprits
 from quire.scheduler.limits import SchedulerLimits, check_queue
 from quire.scheduler.scheduler import Scheduler, ScheduleStats
 
-PROMPT_TOKENS_OF_A_REQUEST = 512  # computing so many tokens of a prompt counts as much as a running request
+PROMPT_TOKENS_OF_A_REQUEST = 512  # this number of prompt tokens to compute counts as much as a running request
 
 
 class Lanes:

@@ -23,7 +23,7 @@ def num_lacking(request: Request) -> int:
 
 
 def start_at(request: Request, num_tokens: int) -> None:
-    """Set how many tokens of the request have KV: it was admitted, or it has lost its blocks."""
+    """Set how many tokens of the request have KV, because it was admitted or has lost its blocks."""
     request.num_computed_tokens = request.num_settled_tokens = num_tokens
 
 
@@ -54,8 +54,8 @@ def force(request: Request, num_forced: int) -> None:
 def settle(request: Request, end: int, num_logits: int, num_sampled: int) -> int:
     """The result of a batch is here, which computed the tokens before `end`. Answers the end of those that are true.
 
-    A row with k drafts (num_logits = k + 1) has sampled one token more than drafts held: the others are taken back, and
-    their slots are written again before anybody reads them.
+    A row with k drafts (num_logits = k + 1) has sampled one token more than drafts held. The other drafts are taken
+    back, and their slots are written again before anybody reads them.
     """
     request.num_in_flight_steps -= 1
     if num_logits == 1:

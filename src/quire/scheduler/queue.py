@@ -12,13 +12,14 @@ Key = tuple[float, ...]
 OrderKey = Callable[[Request], Key]
 TurnKey = Callable[[Request, int], Key]
 
-# Requests with a smaller key are served first; unique, because `sequence` is. A preempted request keeps its key: it
-# returns to where it stood, before everything that came later.
+# Requests with a smaller key are served first; unique, because `sequence` is. A preempted request keeps its key. It
+# returns to its old place, before all requests that came later.
 ORDER_KEYS: dict[SchedulingPolicy, OrderKey] = {
     "fcfs": lambda request: (request.sequence,),
     "priority": lambda request: (request.priority, request.arrival_time, request.sequence),
 }
-# In a step that prompts share, the one that lacks the fewest tokens has the first turn; never before a more urgent one.
+# In a step that prompts share, the prompt that lacks the fewest tokens has the first turn, but never before a more
+# urgent prompt.
 TURN_KEYS: dict[SchedulingPolicy, TurnKey] = {
     "fcfs": lambda request, num_lacking: (num_lacking, request.sequence),
     "priority": lambda request, num_lacking: (request.priority, num_lacking, request.arrival_time, request.sequence),

@@ -14,8 +14,8 @@ def append_tokens(request: Request, token_ids: list[int]) -> tuple[int, FinishRe
     """Append sampled tokens up to the one that ends the request. Returns their number, and the reason of the end, if
     any.
 
-    A stop id counts once min_tokens are out, and goes before the length, as in vLLM. stop_reason is set for a stop id
-    of the user's and stays None for EOS.
+    A stop id counts once min_tokens are out, and goes before the length, as in vLLM. stop_reason is the stop id if it
+    is the user's, and stays None for EOS.
     """
     output = request.output_token_ids
     for num_taken, token_id in enumerate(token_ids, start=1):

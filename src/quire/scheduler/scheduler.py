@@ -69,12 +69,12 @@ class Scheduler:
     """Requests without phases: each has tokens that are known and not computed, and a step computes some of them.
 
     `schedule` counts the tokens that it hands out as computed at once, so it may be called again before the result is
-    there. A token that a submitted batch will sample is in flight: it can be scheduled, because the worker will know
-    it, but not hashed or streamed.
+    there. A token that a submitted batch will sample is in flight. It can be scheduled, because the worker will know
+    it, but it cannot be hashed or streamed.
 
     Args:
-        num_stages: of the workers. With several, a request waits for its own token, and the answers are spread over as
-            many batches as stages: then all stages compute.
+        num_stages: the pipeline stages of the workers. With several, a request waits for its own token, and the answers
+            are spread over as many batches as there are stages, so that all stages compute.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Scheduler:
         self._drop_stopped()
 
     def preempt_last(self) -> None:
-        """Take the blocks of the last running request: it is computed again later. One must be running."""
+        """Take the blocks of the last running request, which is computed again later. One must be running."""
         self._preempt(self._running.pop())
 
     def set_limits(self, change: SetLimits) -> None:
@@ -322,7 +322,9 @@ class Scheduler:
         self._removed = batch.removed_request_ids + self._removed
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[RequestDelta]:
-        """Take in the result of the oldest submitted batch: what each request got. Finished requests are freed."""
+        """Take in the result of the oldest submitted batch: the tokens that each request got. Finished requests are
+        freed.
+        """
         deltas: list[RequestDelta] = []
         block_size, errors = self.kv.block_size, result.errors
         rows = self._in_flight.pop(batch.step_id).rows
@@ -445,7 +447,7 @@ class Scheduler:
             budget -= self._add_prompt(step, request, count)
 
     def _share(self, step: _Step, prompts: list[Request], budget: int) -> None:
-        """Give half of the budget to the oldest prompt, and the rest to those that lack the fewest tokens.
+        """Give half of the budget to the oldest prompt, and the rest to the prompts that lack the fewest tokens.
 
         So a long prompt always progresses, a short one does not wait for the rest of long ones, and among equal ones
         the oldest gets everything. Waiting requests overtake older ones only while a still older request computes a

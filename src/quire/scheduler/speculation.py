@@ -26,7 +26,7 @@ class DraftCounts:
     num_failures: int = 0  # rows whose drafter failed
 
     def add(self, num_drafts: int, num_held: int) -> None:
-        """Count a row with drafts. `num_held`: how many of the first ones held."""
+        """Count a row with drafts. `num_held`: the number of first drafts that held."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_held
@@ -54,10 +54,11 @@ class Speculation:
         most: drafts of one request in one step; may be moved.
         most_by_rows: (first, last, most): at most `most` drafts each, while `first` to `last` requests run.
         adaptive: chooses depths; without it all requests draft as far as they may.
-        max_tokens: of a request that drafts, with all its drafts but the last: what the drafter can read. None: any.
+        max_tokens: the most tokens of a request that drafts, with all its drafts but the last: the drafter can read no
+            more. None: any.
         waits: requests that may draft are in no step before their newest token is known, unless `adaptive` says that
             this does not pay. Otherwise they draft only where it happens to be known.
-        drafter_time: of a drafter in the worker, the one that `adaptive` has. None: drafts cost no time.
+        drafter_time: the time of a drafter in the worker; `adaptive` has the same object. None: drafts cost no time.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Speculation:
             self.drafter_time.observe(seconds, depths)
 
     def fail(self, request: Request, why: str) -> None:
-        """The drafter cannot draft for this request: it goes on without drafts."""
+        """The request goes on without drafts, because the drafter cannot draft for it."""
         if request.request_id in self._stopped:
             return
         self._stop(request)

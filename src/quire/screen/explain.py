@@ -40,12 +40,12 @@ class Explanation:
     """The result of a start that does not happen.
 
     Args:
-        settings: of the engine, then of the server.
+        settings: the settings of the engine, then of the server.
         layers: the formats of the weights and their kernels.
         pages: the KV cache that requests take.
         next_costs: the cost of the next larger value, for settings where it is known.
         error: the reason why a start would fail; None: it would not.
-        ranks: what each of several holds; none: one has all of it.
+        ranks: the part that each of several ranks holds; none: one rank has the whole model.
     """
 
     model_name: str
@@ -190,7 +190,7 @@ def explain(
 ) -> Explanation:
     """The settings of a server that would start now. No weights are loaded: their bytes come from config.json.
 
-    Of several ranks it is the one that has the most, in the stage with the smallest KV cache.
+    With several ranks, it explains the rank that has the most, in the stage with the smallest KV cache.
 
     Args:
         read_bandwidth: measured bytes per second that all cores together read from memory; None: not measured.

@@ -42,9 +42,9 @@ class LayerKernel:
     """Layers with one name and one stored form.
 
     Args:
-        names: of their tensors' modules; several are fused.
+        names: the names of their tensors' modules; several are fused.
         count: number of layers.
-        num_bytes: of one weight, with all its experts.
+        num_bytes: bytes of one weight, with all its experts.
         weight: its form in memory.
         kernel: the kernel that multiplies by it.
         why: the source of the form.
@@ -136,7 +136,7 @@ def _kernel(stored: StoredLinear, dtype: str, isa: str, is_deterministic: bool) 
 
 
 def _float_kernel(kernels: dict[str, str], dtype: str, isa: str) -> tuple[str, str]:
-    """The kernel of a floating-point product and the reason. `kernels`: those for bfloat16."""
+    """The kernel of a floating-point product and the reason. `kernels`: the kernels for bfloat16."""
     if dtype != "bfloat16":
         return _FLOAT_KERNEL, f"the model computes in {dtype}"
     if isa not in kernels:

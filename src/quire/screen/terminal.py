@@ -18,7 +18,7 @@ _DIRECTIONS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")  #
 
 
 def is_terminal(stream: IO[Any] | None) -> bool:
-    """Whether a line of the stream can be drawn again: it is a terminal without `TERM=dumb`."""
+    """Whether a line of the stream can be drawn again, because it is a terminal without `TERM=dumb`."""
     return stream is not None and stream.isatty() and envs.TERM.get() != "dumb"
 
 

@@ -1,1 +1,3 @@
-"""The HTTP server: OpenAI's API with vLLM's extra fields on an AsyncEngine. Imports neither torch nor transformers."""
+"""The HTTP server: OpenAI's API with vLLM's extra fields on an AsyncEngine. It imports no torch and no
+transformers.
+"""

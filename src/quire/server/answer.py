@@ -1,4 +1,6 @@
-"""The common part of all routes that generate: from the body to the checks to the answer, whole or as events."""
+"""The common part of all routes that generate: it takes the body, checks it, and writes the answer, whole or as
+events.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +76,8 @@ async def respond(
 
     Args:
         decode: the body, and the names of the fields that were accepted without effect. Raises QuireErrors.
-        prepare: makes the requests for the engine and the writer of the answer, from the state, the body, the names of
-            the fields without effect, which it may add to, and the id of the HTTP request. Raises QuireErrors.
+        prepare: makes the requests for the engine and the writer of the answer. It gets the state, the body, the names
+            of the fields without effect, to which it may add, and the id of the HTTP request. Raises QuireErrors.
         names: the API's names of fields with another name in `B`, for errors.
     """
     return await respond_by(answer_now, request, decode, prepare, names)

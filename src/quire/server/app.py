@@ -141,7 +141,7 @@ def create_app(
 
 
 class StripPrefix:
-    """ASGI middleware around everything: it takes a proxy's prefix off the path, so that all parts see the same path.
+    """ASGI middleware around everything. It takes a proxy's prefix off the path, so that all parts see the same path.
 
     Access control too: it and the routes must never disagree about which path was asked for.
     """
@@ -208,9 +208,9 @@ class RequestContext:
 
 
 class Door:
-    """ASGI middleware: it refuses a request before its body is read, if the server cannot take it.
+    """ASGI middleware that refuses a request before its body is read, if the server cannot take it.
 
-    The rest of such a body is read and forgotten, so the connection can be used again.
+    The rest of a refused body is read and forgotten, so the connection can be used again.
     """
 
     def __init__(self, app: ASGIApp, state: ServerState, queued_paths: Collection[str]) -> None:

@@ -32,6 +32,6 @@ async def server_info(request: Request) -> Response:
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget cached prompts from the next step on, except those that running requests use."""
+    """Forget cached prompts from the next step on, except the prompts that running requests use."""
     state_of(request).engine.reset_prefix_cache()
     return Response(b'{"status":"ok"}', media_type="application/json")

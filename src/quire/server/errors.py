@@ -71,7 +71,7 @@ def is_anthropic(path: str) -> bool:
 
 
 def error_body(error: QuireError, path: str = "") -> bytes:
-    """The JSON body for an error. `path`: of the request; it decides the shape."""
+    """The JSON body for an error. `path`: the path of the request; it decides the shape."""
     status, code = _status_and_code(error)
     return _encode(path, status, code, error.message, error.param)
 

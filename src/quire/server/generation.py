@@ -30,10 +30,11 @@ class Generation:
 
     Args:
         max_tokens_is_default: the client did not choose max_tokens, so it is cut to what fits instead of refused.
-        request_id: of the HTTP request, under which its timeline is found; None: it has none.
+        request_id: the id of the HTTP request, under which its timeline is found; None: it has none.
         adapter: its name; None: the base model.
         new_parser: makes the parser of a continuation's text; None: all of it is content.
-        data_parallel_rank: of the replica that shall compute it; None: the one with the least work.
+        data_parallel_rank: the index of the replica that has to compute it; None: the one with the least
+            work.
     """
 
     response_id: str
@@ -54,7 +55,7 @@ async def start(state: ServerState, *generations: Generation) -> list[RequestStr
     """Send every prompt of one HTTP request, in order; none is left running if one is refused.
 
     Args:
-        generations: with one response id and one request id.
+        generations: generations with one response id and one request id.
     """
     check_fan_out(state, *generations)
     first = generations[0]
@@ -220,8 +221,8 @@ def of_body(
     """The engine requests of a body, with its route's choices.
 
     Args:
-        request_id: of the HTTP request.
-        prefix: of the answer's id.
+        request_id: the id of the HTTP request.
+        prefix: the prefix of the answer's id.
     """
     return Generation(
         response_id=_response_id(prefix, body, request_id),

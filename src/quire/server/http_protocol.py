@@ -34,10 +34,11 @@ class ConnectionLimits:
 
     Args:
         max_header_bytes: request line, names and values of one request.
-        header_seconds: from the connection, or the request's first byte, to the end of its headers.
-        body_seconds: from there to the end of the body, also if no code waits for it.
+        header_seconds: the time from the connection, or the request's first byte, to the end of its headers.
+        body_seconds: the time from there to the end of the body, also if no code waits for it.
         stalled_write_seconds: in which a client whose answer waits to be sent must take MIN_PROGRESS_BYTES of it.
-        max_unread_bytes: of a body that is not read any more, because its answer was complete before.
+        max_unread_bytes: the most unread bytes of a body that is not read any more, because its answer was complete
+            before.
         linger_seconds: in which a client should close a connection after we have closed our side of it.
         max_linger_bytes: bytes that it may send meanwhile.
     """
@@ -179,7 +180,7 @@ class GuardedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # the server has no other protocol: it answers the request as if there were no upgrade
+            pass  # the server has no other protocol, so it answers the request as if there were no upgrade
         except httptools.HttpParserError:
             self._refuse_malformed()
         if is_continued and self._num_header_bytes > 0:
@@ -189,7 +190,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._refuse_headers(f"at most {self.limits.max_header_bytes} bytes")
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays: it does if an answer is due. The client may have closed only its sending
+        """Whether the connection stays: it stays if an answer is due. The client may have closed only its sending
         side.
         """
         cycle = self.cycle
@@ -310,7 +311,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._await_reader()
 
     def _await_reader(self) -> None:
-        """End the connection if its client stops reading what is buffered for it."""
+        """End the connection if its client stops reading the bytes that are buffered for it."""
         self._stop_writing_timer()
         if waiting := self.transport.get_write_buffer_size():
             self._write_timer = self.loop.call_later(self.limits.stalled_write_seconds, self._check_reader, waiting)

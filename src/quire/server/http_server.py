@@ -45,7 +45,8 @@ class HttpServer(uvicorn.Server):
         """Serve what `config` says.
 
         Args:
-            drain_seconds: at most for requests that run when the end starts; then their connections are cut.
+            drain_seconds: the most seconds for requests that run when the server begins to end; then their connections
+                are cut.
             turn_away: makes new connections fail before they are made; earlier ones can still be accepted.
             hands_over: another process has the sockets too: from the beginning of the end on, it gets new connections.
         """

@@ -185,7 +185,7 @@ class _MessagesWriter:
                     yield data
 
     def _write(self, output: RequestOutput) -> bytes:
-        """Take over what is new, as events."""
+        """Take over the new part of the answer, as events."""
         data, usage = b"", self._message.usage
         if not self._has_begun:
             self._has_begun = True

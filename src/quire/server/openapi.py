@@ -66,7 +66,8 @@ class Operation:
     Args:
         request: struct of the body, whose schema `request_schemas` completes; several: one of them.
         response: struct of the answer, or several, or a media type, or a plain JSON schema.
-        events: struct of an event of a streamed answer, or several, or a union of those that have names.
+        events: the struct of an event of a streamed answer, or several structs, or a union of the events that have
+            names.
         errors: statuses besides 401, 403 and 500, which every guarded route has.
         lines: struct of a line of an answer in JSON lines.
         query: schemas of the parameters behind the path, by name; none must be given.
@@ -216,7 +217,7 @@ def build(
     """The OpenAPI 3.1 document. Every route of the app is in OPERATIONS; a test compares them.
 
     Args:
-        limits: that may move while the server runs; none before the engine is ready.
+        limits: the limits that may move while the server runs; none before the engine is ready.
     """
     absent = (
         *(() if settings.server.enable_tokenizer_info_endpoint else ("/tokenizer_info",)),

@@ -48,7 +48,7 @@ class StoredResponse:
         self._task.add_done_callback(lambda _: self.add_events(b""))
 
     async def cancel(self) -> None:
-        """End the work; returns when it has ended. A response that has finished stays as it is."""
+        """End the work; returns when it has ended. A response that has finished does not change."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

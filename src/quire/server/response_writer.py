@@ -172,7 +172,7 @@ class ResponseWriter:
         return data + self._event(ResponseInProgress, self._answer)
 
     def _write(self, output: RequestOutput) -> bytes:
-        """Take over what is new, as events."""
+        """Take over the new part of the answer, as events."""
         data = b"" if self._has_begun else self._opening()
         if self._answer.usage is None:
             details = InputTokensDetails(output.num_cached_tokens)

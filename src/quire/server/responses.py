@@ -78,7 +78,9 @@ async def _delete(request: Request) -> Response:
 
 
 async def _retrieve(request: Request) -> Response:
-    """A stored response as it is now; with ?stream=true the events of one in the background, from the first on."""
+    """The present state of a stored response; with ?stream=true the events of a response in the background, from the
+    first on.
+    """
     stored = state_of(request).responses.get(request.path_params["response_id"])
     wishes = request.query_params.getlist("stream") or ["false"]
     if wishes not in (["true"], ["false"]):
@@ -95,7 +97,7 @@ async def _retrieve(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """End a response in the background. One that has finished stays as it is."""
+    """End a response in the background. A response that has finished does not change."""
     stored = state_of(request).responses.get(request.path_params["response_id"])
     if not stored.is_in_background:
         raise InvalidRequestError("Only responses in the background can be cancelled", param="response_id")

@@ -45,7 +45,8 @@ SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 
 @dataclass(frozen=True)
 class AppSettings:
-    """What the app is told: the settings of the server, and what is known of the model before the engine is ready.
+    """What the app is told: the settings of the server, and the facts of the model that are known before the engine is
+    ready.
 
     Args:
         served_model_names: names of the one model; the first is reported.
@@ -65,7 +66,7 @@ class AppSettings:
         log_stats_interval: seconds between two statistics lines; 0: none.
         lora_dirs: folders from which clients may load adapters.
         changes_adapters: clients may load and unload adapters.
-        lora_resolver_dir: where adapters of unknown model names are looked for.
+        lora_resolver_dir: the folder where adapters of unknown model names are looked for.
         stores_responses: responses of /v1/responses are kept for later requests.
         is_development: there are routes for developers.
     """

@@ -84,7 +84,7 @@ class ToolChoice:
         return constraint if reasoning is None else reasoning.constrained(constraint, prompt)
 
     def new_parser(self, body: ChatRequest, settings: ServerSettings, prompt: str) -> Callable[[], AnswerParser] | None:
-        """Makes the parser of a continuation; None: its text is content, as it is."""
+        """Makes the parser of a continuation; None: its whole text is content."""
         reasoning = settings.reasoning_parser
         if reasoning is None and self.parser is None and self.named is None:
             return None

@@ -62,7 +62,7 @@ def simulate(
     """The rounds of a load, and facts about the engine for the result. Equal arguments give equal answers.
 
     Args:
-        name: of the model.
+        name: the name of the model.
         bar: called with the number of requests; returns an object with update() and close().
 
     Raises:

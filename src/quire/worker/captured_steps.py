@@ -19,7 +19,7 @@ class CapturedSteps(Protocol):
     num_captured: int
 
     def size_for(self, step: StepRows) -> Padding | None:
-        """The size to bring a step to, so that it can be repeated; None: it is to be run."""
+        """The size to bring a step to, so that it can be repeated; None: the step has to be run."""
         ...
 
     def run(self, size: Padding, staged: StagedStep, hidden_TD: Tensor | None = None) -> Tensor:

@@ -1,10 +1,10 @@
 """Steps as CUDA graphs: the forward pass of a size is captured once, and replayed with one call.
 
-A graph is a list of launches with their addresses: what it reads lies where it lay, and the numbers there are a step's.
-Steps between two captured sizes run on the larger one, with tokens and rows that write and read nothing. Decoding has
-graphs by the number of rows. Other steps, prompts or pieces of them beside decodes, have a few by the number of tokens:
-our attention reads lengths on the device, so no launch depends on how the tokens belong to rows. Dimensions: T tokens
-of a step, D hidden.
+A graph is a list of launches with their addresses. Its inputs stay at these addresses, and each step writes its numbers
+there. Steps between two captured sizes run on the larger one, with tokens and rows that write and read nothing.
+Decoding has graphs by the number of rows. Other steps (prompts, or pieces of them beside decodes) have a few graphs, by
+the number of tokens. Our attention reads lengths on the device, so no launch depends on the rows that the tokens belong
+to. Dimensions: T tokens of a step, D hidden.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def in_order(sizes: Sequence[Padding]) -> list[Padding]:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph, and the arrays it was captured with: they must stay where they are."""
+    """A graph, and the arrays that it was captured with, which must stay where they are."""
 
     graph: Graph
     staged: StagedStep

@@ -33,9 +33,9 @@ class DeviceInputBatch(InputBatch):
     """See InputBatch; the arrays on the host are the truth, but for tokens that are not known yet.
 
     Args:
-        max_num_rows: rows that are ever held at once; there is no growing.
-        max_tokens: of one step, padding included.
-        steps_in_flight: how many are launched before the first one's result is taken in.
+        max_num_rows: the most rows at once; the arrays never grow.
+        max_tokens: the most tokens of one step, with padding.
+        steps_in_flight: the steps that are launched before the result of the first of them is taken in.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class DeviceInputBatch(InputBatch):
         *,
         is_prepared: bool = False,
     ) -> ForwardBatch:
-        """What the forward pass reads. Launches only: it can be captured.
+        """What the forward pass reads. It only launches, so it can be captured.
 
         Args:
             is_prepared: the model's `prepare` has been called for the step.

@@ -47,7 +47,7 @@ class DraftDraws:
         -1: there is none, because a logit is NaN, or because no token can be sampled.
 
         Args:
-            earlier: what was drawn before for the same rows, and for some behind them.
+            earlier: the earlier draws for the same rows, and for some rows behind them.
         """
         group = self._group
         if group is None:

@@ -1,4 +1,4 @@
-"""A second, smaller model that drafts: it samples as the target would, from its own logits.
+"""A second, smaller model that drafts. It samples as the target would, from its own logits.
 
 Its keys and values lie in the pages of the target, and are computed when a row drafts for the first time: prompts cost
 nothing if no request speculates.
@@ -32,12 +32,12 @@ class DraftModel:
     """See Drafter.
 
     Args:
-        cache: of the target, with layers of the model.
-        inputs: of the target.
+        cache: the cache of the target, with the layers of the draft model.
+        inputs: the inputs of the target.
         captured: forward passes of the model that are repeated instead of run.
-        max_tokens: that it reads in one step.
-        max_drafts: of one row.
-        is_greedy: it drafts its likeliest token, however the request samples.
+        max_tokens: the most tokens that it reads in one step.
+        max_drafts: the most drafts of one row.
+        is_greedy: whether it drafts its likeliest token even if the request samples.
         group: the ranks that share the target.
     """
 
@@ -92,7 +92,7 @@ class DraftModel:
     def draft(self, rows: Sequence[int], counts: Sequence[int]) -> Drafted:
         """See Drafter: a forward pass per place, over all rows that have nothing left to read."""
         drafted = Drafted([[ANY_TOKEN] * count for count in counts], self._refusals(rows))
-        # The most drafts first: the rows of each pass are the first of those before.
+        # Rows with the most drafts come first, so the rows of each pass are the first rows of the pass before.
         accepted = (index for index in range(len(rows)) if index not in drafted.failures)
         indices = sorted(accepted, key=lambda index: -counts[index])
         if not indices:

@@ -1,4 +1,4 @@
-"""The contract of a drafter in a worker, with a model: it drafts in the step that verifies its drafts."""
+"""The contract of a drafter that has a model and runs in a worker. It drafts in the step that verifies its drafts."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ class Drafter(Protocol):
         """A number of tokens behind the tokens of each row. An error fails these drafts, and nothing else.
 
         Args:
-            rows: of the InputBatch, distinct. It may write their tokens after the known ones.
+            rows: distinct rows of the InputBatch. It may write their tokens after the known ones.
         """
         ...

@@ -70,10 +70,10 @@ def verify(sampled: SampledTokens, first: int, drafts: Sequence[int]) -> list[in
 
 
 class HoldAtRandom:
-    """Drafts that hold by chance, whatever the model samples. The tokens are wrong: for benchmarks only.
+    """Drafts that hold by chance, whatever the model samples. The tokens are wrong, so it is for benchmarks only.
 
     Args:
-        rates: for each position the share of the rows whose drafts hold up to there.
+        rates: the share of the rows whose drafts hold up to each position.
     """
 
     def __init__(self, rates: Sequence[float]) -> None:

@@ -51,7 +51,7 @@ class ExpertBalancer:
     """One rank's part.
 
     Args:
-        layers: with experts, and where each leaves Routing.begins of a step.
+        layers: the layers with experts, and the tensor where each leaves Routing.begins of a step.
     """
 
     def __init__(self, layers: Sequence[tuple[MoE, Tensor]], group: Group, config: EplbConfig) -> None:
@@ -64,7 +64,7 @@ class ExpertBalancer:
             counts_E = np.zeros(placement.num_experts, dtype=np.int64)
             self._layers.append(_Layer(moe, begins.numpy(), placement.firsts, experts_P, counts_E))
         self._num_steps = 0
-        self._uneven: deque[tuple[_Layer, Floats]] = deque()  # those that may still be improved, by these loads
+        self._uneven: deque[tuple[_Layer, Floats]] = deque()  # the layers that these loads may still improve
         self.num_moved = 0  # experts that have got another place
 
     @torch.inference_mode()

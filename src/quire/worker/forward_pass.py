@@ -23,7 +23,7 @@ class ForwardPass:
     """The forward passes of one model.
 
     Args:
-        captured: those that are repeated instead of run; None: every kernel is launched by itself.
+        captured: forward passes that are repeated instead of run; None: every kernel is launched by itself.
         behind: takes the hidden states to the next stage.
     """
 
@@ -68,7 +68,7 @@ class ForwardPass:
 
         Args:
             owners_R: see Decoder.compute_logits.
-            is_joined: False: of the tokens that this rank has.
+            is_joined: False: logits of the tokens that this rank has.
         """
         indices_R = staged.logits_indices_R
         everything = len(indices_R) == len(hidden_TD)

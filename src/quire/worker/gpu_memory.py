@@ -139,9 +139,9 @@ def measure_work(
     """Load all kernels, run the largest step, twice, and capture the two largest graphs.
 
     Args:
-        cache: of one page.
-        max_model_len: of the rows, which are the target's for a drafter too: kernels are compiled for the width of
-            their block tables.
+        cache: a cache of one page.
+        max_model_len: the length of the rows, which are the target's for a drafter too: kernels are compiled for the
+            width of their block tables.
     """
     before = accelerator.release()
     inputs = make_inputs(replace(settings, steps_in_flight=1), model.config, accelerator, max_model_len)

@@ -39,7 +39,7 @@ class TargetStreams:
     """The hidden states of the target's last step, which a head reads.
 
     Args:
-        max_tokens: of a step.
+        max_tokens: the most tokens of a step.
     """
 
     def __init__(self, target: Decoder, head: Head, max_tokens: int) -> None:
@@ -50,7 +50,7 @@ class TargetStreams:
         self.picked_TX = torch.empty_like(self.kept_TX)  # some of them, side by side
 
     def of(self, index_N: NDArray[np.int64]) -> Tensor:
-        """Those of these tokens; overwritten by the next call."""
+        """The streams of these tokens, in memory that the next call overwrites."""
         at_N = gpu.place(torch.from_numpy(index_N), self.kept_TX.device)
         return torch.index_select(self.kept_TX, 0, at_N, out=self.picked_TX[: len(index_N)])
 
@@ -59,12 +59,12 @@ class HeadDrafter:
     """See Drafter.
 
     Args:
-        cache: of the target, with layers of the head.
-        inputs: of the target.
+        cache: the cache of the target, with the layers of the head.
+        inputs: the inputs of the target.
         captured: forward passes of the head that are repeated instead of run.
-        max_tokens: that it reads in one pass.
+        max_tokens: the most tokens that it reads in one pass.
         num_kept: positions of a row whose hidden states may wait: at least for the newest token and all drafts.
-        is_greedy: it drafts its likeliest token, however the request samples.
+        is_greedy: whether it drafts its likeliest token even if the request samples.
         group: the ranks that share the target.
     """
 
@@ -143,7 +143,7 @@ class HeadDrafter:
         lens_S = self._inputs.num_tokens[rows_S]
         is_ready_S = (self._num_computed_C[rows_S] < lens_S - 1) & (self._num_seen_C[rows_S] >= lens_S - 1)
         drafted.unread = dict.fromkeys(np.flatnonzero(~is_ready_S).tolist(), 1)
-        # The most drafts first: the rows of each pass are the first of those before.
+        # Rows with the most drafts come first, so the rows of each pass are the first rows of the pass before.
         order_S = np.argsort(-counts_S, kind="stable")
         order_S = order_S[is_ready_S[order_S]]
         if not len(order_S):

@@ -38,7 +38,7 @@ class OnHost:
     """The CPU as a worker's device.
 
     Args:
-        ranks: that share the model, and the memory of the machine.
+        ranks: the ranks that share the model, and the memory of the machine.
     """
 
     kv_cache_knob = "VLLM_CPU_KVCACHE_SPACE"

@@ -32,7 +32,7 @@ NOBODY = -1  # the value without an occupant: the token of the row is known
 
 @dataclass(slots=True)
 class StepRows:
-    """The rows of one step: index in the persistent arrays, and which of them want logits."""
+    """The rows of one step: their indices in the persistent arrays, and which of them want logits."""
 
     rows_S: NDArray[np.int64]
     starts_S: NDArray[np.int64]  # tokens computed before this step
@@ -44,7 +44,7 @@ class StepRows:
     lane_tokens: Sequence[int] = ()  # the tokens of this step in each lane; empty: there is one lane
 
     def expecting(self) -> NDArray[np.int64]:
-        """Positions in the batch of rows that sample one token: those with drafts get one or more."""
+        """Positions in the batch of the rows that sample one token. Rows with drafts get one or more."""
         return self.sampling_R if self.drafts is None else self.sampling_R[self.drafts.plain_R]
 
 
@@ -59,7 +59,7 @@ class Padding:
 
 @dataclass(slots=True)
 class StagedStep:
-    """One step's numbers on the device. Those before `logits_indices_R` are where every step of the size has them."""
+    """One step's numbers on the device. Fields before `logits_indices_R` have one address in every step of the size."""
 
     token_ids_T: Tensor  # int64; -1 - row: the newest token of the row
     positions_T: Tensor  # int64
@@ -74,17 +74,17 @@ class StagedStep:
     parameters: tuple[Tensor, ...]  # the parameters of ops.sample; empty: all rows are greedy
     host: HostStep
     num_tokens: int  # without padding
-    padding: Padding | None  # None: it was brought to no size
+    padding: Padding | None  # None: the step was not padded to a size
     lanes: LaneRows | None = None  # None: there is one lane
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """The places of the tokens that a step samples, for the rows without drafts (N), and for those with them."""
+    """The places of the tokens that a step samples, for the rows without drafts (N) and for the rows with drafts."""
 
     at_N: NDArray[np.int64]  # positions in the batch
     rows_N: NDArray[np.int64]
-    occupants_N: NDArray[np.int64]  # the number of the request among those that had the row, or NOBODY
+    occupants_N: NDArray[np.int64]  # the number of the request among the requests that had the row, or NOBODY
     positions_N: NDArray[np.int64]
     verifying: list[tuple[int, int, int]]  # positions in the batch, rows, and their occupants
 
@@ -137,7 +137,7 @@ class InputBatch:
         num_tables: block tables of a request.
         adapters: slots by the digests of the adapters that are in memory; may change between steps.
         arrays: where a step's numbers are written; None: in the host's memory, where the step is computed too.
-        pages: that this rank has of the KV cache.
+        pages: the pages of the KV cache that this rank has.
         has_grammars: another rank samples the rows with a grammar otherwise.
     """
 
@@ -401,7 +401,7 @@ class InputBatch:
         """The tokens have come back (-1: there was none). Requests may be gone, and others have their rows."""
         is_here_N = self._occupant_C[expected.rows_N] == expected.occupants_N
         rows, token_ids = expected.rows_N[is_here_N], token_ids_N[is_here_N]
-        # A row that failed may be in a batch that is scheduled already: it computes some token, for nothing.
+        # A row that failed may be in a batch that is scheduled already. It computes a token that nobody reads.
         self.token_ids[rows, expected.positions_N[is_here_N]] = token_ids.clip(min=0)
         if self.sampling.follows_tokens:
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
@@ -430,7 +430,9 @@ class InputBatch:
         return token_ids
 
     def learn_verified(self, expected: ExpectedTokens, index: int, token_ids: Sequence[int]) -> None:
-        """The tokens have come back of row `index` of those with drafts: these held, with the one behind them."""
+        """The tokens of row `index` of the rows with drafts have come back: the drafts that held, and the token behind
+        them.
+        """
         _, row, occupant = expected.verifying[index]
         if self._occupant_C[row] != occupant:
             return

@@ -54,7 +54,7 @@ class PagedCache:
         """Copy whole pages (source, destination). Sources are read before destinations are written.
 
         Args:
-            group: of the ranks that have the cache together, which all copy.
+            group: the ranks that share the cache. All of them copy.
         """
         if not copies:
             return

@@ -15,8 +15,8 @@ class LiveBuffers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     is gone.
 
     Attributes:
-        num_bytes: that live now.
-        peak_bytes: that lived at once.
+        num_bytes: bytes that live now.
+        peak_bytes: the most bytes that lived at once.
     """
 
     def __init__(self) -> None:

@@ -95,7 +95,7 @@ class PendingStep:
         self.error: Exception | None = None
 
     def result(self) -> StepResult:
-        """Wait for it, and for those before it. Raises EngineDeadError if the device has failed."""
+        """Wait for this step, and for the steps before it. Raises EngineDeadError if the device has failed."""
         self._runner.finish_until(self)
         if self.error is not None:
             raise self.error
@@ -105,14 +105,14 @@ class PendingStep:
 class ModelRunner:
     """Launches ScheduledBatch after ScheduledBatch: on a device that runs ahead, an executor of any depth.
 
-    The device works in the order of the launches, so a block may be given to another request as soon as the host knows
-    that its owner has ended, though a step in flight still writes to it: the new owner's step comes later.
+    The device works in the order of the launches. So a block may be given to another request as soon as the host knows
+    that its owner has ended, even if a step in flight still writes to it: the new owner's step comes later.
 
     Args:
         captured: forward passes that are repeated instead of run; None: every kernel is launched by itself.
         drafter: makes the drafts that a batch leaves to the worker.
         experts: counts the tokens of experts, on a CPU.
-        ranks: that share the model.
+        ranks: the ranks that share the model.
         balancer: moves experts between ranks.
         shards_sampling: each rank samples some rows; else the first one samples all.
     """
@@ -160,7 +160,7 @@ class ModelRunner:
         return self.submit(batch).result()
 
     def shutdown(self) -> None:
-        """Nothing to stop: what is in flight ends by itself."""
+        """There is nothing to stop: steps in flight end by themselves."""
 
     @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> PendingStep:

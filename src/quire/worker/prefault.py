@@ -33,7 +33,7 @@ class Prefault:
     Args:
         pages: [pages, bytes of a page], contiguous.
         num_owners: ranks; each has one of this many pages.
-        lead_bytes: how far ahead of the pages that were in use.
+        lead_bytes: bytes ahead of the pages that were in use.
         free_bytes: the system's free memory; under twice the lead nothing more is taken.
     """
 

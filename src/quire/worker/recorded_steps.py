@@ -107,7 +107,7 @@ def _size_of(batch: ForwardBatch) -> _Size:
 
 
 def _with_own_inputs(batch: Inputs) -> Inputs | None:
-    """The batch with tensors of its own, which stay where they are; None: it has something that is no tensor."""
+    """The batch with tensors of its own, which stay where they are; None: it has a value that is no tensor."""
     own: dict[str, Any] = {}
     for name, value in _inputs_of(batch):
         if name == "tables":

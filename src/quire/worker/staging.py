@@ -26,7 +26,7 @@ class Staging:
     every step. A step's arrays are there until the next `send`, which the device does after earlier launches.
 
     Args:
-        num_bytes: of all arrays of a step, each `padded`.
+        num_bytes: bytes of all arrays of a step, each `padded`.
         num_buffers: one more than steps in flight, and no step waits for the copy of an earlier one.
     """
 

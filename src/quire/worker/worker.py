@@ -60,7 +60,7 @@ class Place(Protocol):
         """The runner of the steps, with captured ones.
 
         Args:
-            adapters: the slots of those in memory by digest, which change between steps.
+            adapters: the slots of the adapters in memory, by digest. They change between steps.
         """
         ...
 
@@ -69,10 +69,10 @@ class DeviceWorker:
     """The real life_cycle.FirstWorker, which may also be another rank.
 
     Args:
-        model_config: of the model it will load.
-        progress: how far loading and capturing are.
+        model_config: the config of the model that it will load.
+        progress: is told how far loading and capturing are.
         accelerator: makes the GPU's.
-        ranks: that share the model. The config describes this rank's part.
+        ranks: the ranks that share the model. The config describes this rank's part.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class DeviceWorker:
         """The other ranks learn about an error in the block, and do not wait for this one.
 
         Args:
-            phase: what it does, for errors.
+            phase: the name of the work, for errors.
             in_step: they leave the step too, and all of them go on with the next one.
         """
         ranks = self._ranks

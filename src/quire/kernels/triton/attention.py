@@ -385,7 +385,8 @@ class AttentionShape:
     Args:
         range_len: keys that are summed separately, for every length of a sequence; a segment then has this number. 0:
             there are no ranges.
-        max_registers: of a thread; None: the compiler's choice. It may spill some to run more programs at once.
+        max_registers: registers of a thread; None: the compiler's choice. It may spill some to run more programs at
+            once.
     """
 
     block_m: int

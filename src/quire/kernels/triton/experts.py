@@ -19,7 +19,7 @@ _BLOCK_D = 1024
 
 @triton.jit
 def _best(choice, e, is_left):
-    """The largest number among those left, and the lowest index that has it."""
+    """The largest number that is left, and the lowest index that has it."""
     largest = tl.max(tl.where(is_left, choice, float("-inf")), axis=0)
     return largest, tl.min(tl.where(is_left & (choice == largest), e, 1 << 30), axis=0)
 

@@ -103,7 +103,7 @@ def _fp8_kernel(
 
 
 def in_groups(tile: Tile, group_size: int) -> Tile:
-    """A tile with a scale for each sum: it lies within a group, and it has fewer columns to save registers."""
+    """A tile with a scale for each sum. It lies within a group, and it has fewer columns to save registers."""
     return replace(tile, block_n=64, block_k=min(tile.block_k, group_size & -group_size))
 
 

@@ -1,10 +1,10 @@
 """Latent attention on GPUs: rotation with the cache write, and causal attention over the paged rows.
 
 A program of attention takes BLOCK_M rows: BLOCK_Q query tokens of one sequence times up to HEADS heads, which all read
-the same rows. A tile of rows is loaded once: it is the key, and without its rotating end the value. Keys are summed in
-ranges of RANGE, and ranges are joined in order, by one program or by a second kernel, so a row's bits depend only on
-its own query and keys: there is one form, which is deterministic. Lengths are read on the device, so a launch can be
-captured in a CUDA graph. For the rest see attention.py.
+the same rows. A tile of rows is loaded once. A row is the key; without its rotating end it is the value. Keys are
+summed in ranges of RANGE, and ranges are joined in order, by one program or by a second kernel, so a row's bits depend
+only on its own query and keys: there is one form, which is deterministic. Lengths are read on the device, so a launch
+can be captured in a CUDA graph. For the rest see attention.py.
 
 Dimensions: T tokens, H heads, L elements of a row, V latents, R rotary dims, P block size, S sequences.
 """

@@ -127,10 +127,10 @@ class Launch:
     Attributes:
         grid: programs along M, N and, if parts get their own programs, the parts.
         part_len: elements of K in a part.
-        bias_N: for the kernel; None if there is none, or if it is added when the parts are joined.
+        bias_N: the bias that the kernel adds; None if there is none, or if it is added when the parts are joined.
         out: the kernel writes here: out_MN, or float32 [parts, M, N].
         experts: arguments of the kernel.
-        constants: of the kernel, and options of the compiler.
+        constants: constants of the kernel, and options of the compiler.
     """
 
     def __init__(

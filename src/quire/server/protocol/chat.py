@@ -102,7 +102,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """Clients read the keys that are always there; a text model never fills those from `refusal` to `function_call`.
+    """Clients read the keys that are always there. A text model never fills the keys from `refusal` to `function_call`.
 
     The reasoning has both names that clients know.
     """

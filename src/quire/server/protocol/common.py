@@ -157,7 +157,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def truncation(self) -> Truncation | None:
-        """How a prompt that is too long is cut; None: it is refused."""
+        """How a prompt that is too long is cut; None: the field is refused."""
         if self.truncate_prompt_tokens is None:
             return None
         return Truncation(self.truncate_prompt_tokens, self.truncation_side or "left")

@@ -97,7 +97,7 @@ class TokenCount(msgspec.Struct):
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """`input_tokens` are those that were computed; the others of the prompt were read from the prefix cache."""
+    """`input_tokens` are the prompt tokens that were computed; the others were read from the prefix cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0

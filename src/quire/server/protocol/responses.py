@@ -22,7 +22,7 @@ class InputText(msgspec.Struct):
 
 
 class InputItem(msgspec.Struct):
-    """A message, a call of a tool, its result, or reasoning: of a client or of an earlier answer."""
+    """A message, a call of a tool, its result, or reasoning, from a client or from an earlier answer."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | UnsetType = UNSET

@@ -32,7 +32,7 @@ class RequestTimings(msgspec.Struct, kw_only=True):
 
     time to first token: from the request's arrival. Queue: arrival to first scheduling. Generation: first token to last
     token, and mean_itl its mean between two tokens. tokens_per_second: all tokens from first scheduling to last token.
-    speculative_decoding: with --per-request-spec-decode-metrics, of an answer with one choice.
+    speculative_decoding: with --per-request-spec-decode-metrics, for an answer with one choice.
     """
 
     time_to_first_token_ms: float | None

@@ -19,7 +19,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([\w.:/-]+)")
 NEXT_MESSAGE = "<|end|><|start|>assistant"  # the end of a message, before another message of the same answer
 
-# The token that ends reasoning, and those that begin it.
+# The token that ends reasoning, and the tokens that begin it.
 REASONING_TOKENS = ("<|end|>", "<|channel|>", "analysis", "<|message|>")
 
 

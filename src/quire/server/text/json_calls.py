@@ -66,7 +66,7 @@ def read_value(
     """Read a value with all that it contains. It may be nested as deep as it likes. Raises Malformed.
 
     Args:
-        string, scalar: read what is between brackets, braces, commas and colons.
+        string, scalar: read the text between brackets, braces, commas and colons.
     """
     closers: list[str] = []
     while True:

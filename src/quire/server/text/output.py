@@ -21,7 +21,7 @@ class Output:
         self._events: list[Event] = []
         self._kind: type[Content | Reasoning] | None = Content  # the kind of the pieces; None: arguments
         self._pieces: list[str] = []
-        self._space: list[str] = []  # at the end of the text so far: it is written before the next text
+        self._space: list[str] = []  # space at the end of the text so far, which is written before the next text
         self._is_edge = False  # only spaces have come since the last tag
         self.num_calls = 0
         self.is_open = False  # the last call is not complete

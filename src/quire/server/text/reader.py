@@ -12,7 +12,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-Steps = Generator[None, None, T]  # a parser: it yields where it needs more text, and returns a T
+Steps = Generator[None, None, T]  # a parser, which yields where it needs more text, and returns a T
 
 SPACE = re.compile(r"[ \t\n\r]*")
 

@@ -15,7 +15,7 @@ _TAIL = 64  # the characters at the end of a prompt in which a tag may be
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The tags, and whether an answer begins with reasoning when neither its prompt nor itself has a tag."""
+    """The tags, and whether an answer begins with reasoning if its prompt and the answer have no tag."""
 
     opening: Tags
     closing: Tags

@@ -332,7 +332,8 @@ def _texts(name: str, schema: Schema, mark: str, root: Any) -> Form:
 
 
 def _find_alternatives(schema: Schema, root: Any, looked_at: dict[int, bool], found: list[Schema]) -> None:
-    """Find the alternatives of a schema and of those that it refers to, each once. Raises RecursionError for a cycle.
+    """Find the alternatives of a schema and of the schemas that it refers to, each once. Raises RecursionError for a
+    cycle.
 
     Args:
         looked_at: schemas, and whether all of their alternatives are found.
