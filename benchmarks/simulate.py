@@ -3,7 +3,8 @@
 `quire serve` runs on this machine and leaves one core to its API and the client. The program waits until the server has
 measured its steps. For each workload, a simulated closed loop with the number of requests that the server runs at once
 gives the saturation. Each rate is simulated and then served once (Poisson), with the same requests at the same times.
-The simulation has the costs of steps that the server's earlier runs have corrected. A good request
+The simulation has the costs that the server's earlier runs have taught: a few requests before the first rate, and the
+rates since. A good request
 has a time to first token of at most three times, and a time per token of at most twice, the median at the lowest rate
 of its workload.
 
@@ -54,7 +55,9 @@ MAX_NUM_SEQS, MAX_QUEUED = 32, 128
 CONTEXTS = 12  # of 2,048 tokens that fit in the KV cache; more run at once, so requests are preempted
 CALIBRATION_SECONDS = 120
 PAUSE_SECONDS = 1.0  # an idle server writes down within this time what its steps have corrected
-FEWEST_REQUESTS = 32
+FEWEST_REQUESTS = 24
+# Requests before the first rate: their steps and what the front end takes for them correct the costs of a start.
+TEACHING, NUM_TEACHING, TEACHING_CONCURRENCY = "chat", 12, 6
 WITHIN = {"p99": 0.2}  # by the first part of a metric's name
 OTHERS_WITHIN = 0.1
 TIMES = ("ttft", "tpot", "itl", "e2el")
@@ -131,7 +134,7 @@ class Bench:
         """Make requests with prompts that are not in the prefix cache."""
         self._seed += 1
         chosen = Workload(dataset_name="prefix_repetition") if name == "shared" else named_workload(name)
-        workload = replace(chosen, num_prompts=max(num_prompts, FEWEST_REQUESTS), seed=self._seed)
+        workload = replace(chosen, num_prompts=num_prompts, seed=self._seed)
         return self._server.prepare(workload, traffic)
 
     def serve(self, load: PreparedLoad) -> tuple[Run, dict[str, float]]:
@@ -148,6 +151,10 @@ class Bench:
         own = facts["simulated"]
         return run, {"preemptions": own["num_preemptions"], "cached tokens": own["prefix_cache_hits"]}
 
+    def teach(self) -> None:
+        """Serve requests that are not measured."""
+        self.serve(self.prepare(TEACHING, NUM_TEACHING, Traffic(max_concurrency=TEACHING_CONCURRENCY)))
+
     def cells(self, name: str, rates: list[float], seconds: float) -> list[Cell]:
         """A workload at each rate."""
         closed = Traffic(max_concurrency=MAX_NUM_SEQS, num_warmups=4)
@@ -157,7 +164,7 @@ class Bench:
         found, limits = [], dict[str, float]()
         for factor in sorted(rates):
             rate = factor * saturation
-            load = self.prepare(name, int(rate * seconds), Traffic(request_rate=rate))
+            load = self.prepare(name, max(int(rate * seconds), FEWEST_REQUESTS), Traffic(request_rate=rate))
             time.sleep(PAUSE_SECONDS)
             simulated, served = self.simulate(load), self.serve(load)
             if not limits:
@@ -239,6 +246,7 @@ def main() -> None:
     try:
         bench = Bench(EngineConfig(model=arguments.model, sources=dict.fromkeys(settings, "flag"), **settings), port)
         bench.wait_for_calibration()
+        bench.teach()
         cells = [cell for name in arguments.workloads for cell in bench.cells(name, arguments.rates, arguments.seconds)]
         bench.close()
     finally:

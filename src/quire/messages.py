@@ -111,13 +111,20 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
     path: str
 
 
+class ObservedOverhead(msgspec.Struct, tag="overhead"):
+    """What the front end took for one request besides the engine: see cost.overhead."""
+
+    num_prompt_tokens: int
+    seconds: float
+
+
 class Command(msgspec.Struct, tag="command"):
     """A rare control message: name is one of reset_prefix_cache, shutdown."""
 
     name: str
 
 
-EngineInput = AddRequest | Abort | SetLimits | UseTokenizer | LoadAdapter | UnloadAdapter | Command
+EngineInput = AddRequest | Abort | SetLimits | UseTokenizer | LoadAdapter | UnloadAdapter | ObservedOverhead | Command
 
 
 _encode_logprobs = msgspec.msgpack.Encoder().encode

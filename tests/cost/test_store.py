@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.cost.calibrate import Fit
+from quire.cost.overhead import Overhead
 from quire.cost.step_time import Constants
 from quire.cost.store import CalibrationFile
 
-FIT = Fit(Constants(1e-3, 5e-5, 4e-11, 2e-12, 5e-11, 4e-12, 4e-11, 2.0), 0.1, {1: 1.25, 9: 0.5}, 0.25)
+FIT = Fit(
+    Constants(1e-3, 5e-5, 4e-11, 2e-12, 5e-11, 4e-12, 4e-11, 2.0), 0.1, {1: 1.25, 9: 0.5}, 0.25, Overhead(5e-3, 1e-5)
+)
 KEY = {"machine": "m", "build": "b"}
 
 
@@ -33,6 +37,11 @@ def test_what_is_written_is_read(folder: Path) -> None:
     assert CalibrationFile(folder, KEY).read() == FIT
     assert folder.stat().st_mode & 0o777 == 0o700
     assert [path.suffix for path in folder.iterdir()] == [".json"], "nothing else is left"
+
+
+def test_without_an_overhead(folder: Path) -> None:
+    CalibrationFile(folder, KEY).write(replace(FIT, overhead=None))
+    assert CalibrationFile(folder, KEY).read() == replace(FIT, overhead=None)
 
 
 def test_nothing_is_there(folder: Path) -> None:
@@ -76,6 +85,10 @@ def constant(name: str, value: Any) -> Callable[[dict[str, Any]], Any]:
         change(cold=-0.1),
         change(cold=math.nan),
         change(cold=None),
+        change(overhead=3.0),
+        change(overhead={"per_request": 1e-3}),
+        change(overhead={"per_request": 1e-3, "per_prompt_token": -1e-9}),
+        change(overhead={"per_request": math.nan, "per_prompt_token": 0.0}),
         change(factors=None),
         change(factors=[1.0]),
         change(factors={"1": 0.0}),

@@ -12,7 +12,7 @@ from quire.cost.correct import HALF_COLD_SECONDS
 from quire.engine.core import EngineCore
 from quire.engine.warm_up import produce_tokens
 from quire.errors import EngineDeadError, MemoryPlanError, WeightsError
-from quire.messages import Command, SetLimits
+from quire.messages import Command, ObservedOverhead, SetLimits
 from quire.schedule import Pending, RowsFailedError, ScheduledBatch, StepResult
 from quire.scheduler.adaptive_depth import DrafterTime
 from tests.cost.models import cost_model
@@ -276,6 +276,14 @@ def test_the_first_step_after_a_pause_is_predicted_to_take_longer(is_probed: boo
     assert [b - a for a, b in zip(usual, extra, strict=True)] == pytest.approx(
         [0.0 if is_probed else 0.5, 0, 0], abs=0.02
     )
+
+
+def test_what_the_front_end_has_measured_reaches_the_cost_model() -> None:
+    driver = TimedDriver(cost_model())
+    for _ in range(100):
+        driver.core.note_overhead(ObservedOverhead(100, 0.02))
+    assert driver.cost.overhead is not None
+    assert driver.cost.overhead.seconds(100) == pytest.approx(0.02, rel=0.1)
 
 
 def test_the_predicted_time_has_that_of_a_drafter() -> None:

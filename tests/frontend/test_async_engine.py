@@ -34,6 +34,7 @@ from quire.messages import (
     EngineFailed,
     EngineOutputs,
     EngineProgress,
+    ObservedOverhead,
     RequestDelta,
     SetLimits,
 )
@@ -115,6 +116,24 @@ async def test_a_slow_reader_gets_everything_in_few_pieces():
         assert len(outputs) == 1, "unread outputs are merged"
         assert outputs[0].outputs[0].text == "abc" * 10
         assert len(outputs[0].outputs[0].token_ids) == 30
+
+
+async def test_the_engine_is_told_what_a_request_takes_besides_it():
+    """From when it came until it was sent, and from its first token until its reader came back for the next."""
+    async with Running(EchoClient()) as running:
+        stream = await running.engine.add_request("abc", params(), "r", came_time=time.monotonic() - 10)
+        assert not running.sent(ObservedOverhead)
+        async with asyncio.timeout(10), stream:
+            async for output in stream:
+                if not output.finished and not running.sent(ObservedOverhead):
+                    await asyncio.sleep(0.05)
+        (observed,) = running.sent(ObservedOverhead)
+        (request,) = running.sent(AddRequest)
+        assert observed.num_prompt_tokens == len(request.prompt_token_ids)
+        assert 10.05 <= observed.seconds < 15
+        final = params(output_kind=RequestOutputKind.FINAL_ONLY)
+        assert len([output async for output in running.engine.generate("ab", final, "f")]) == 1
+        assert running.sent(ObservedOverhead) == [observed], "nobody sees when an answer as a whole begins"
 
 
 async def test_continuations_of_one_prompt():

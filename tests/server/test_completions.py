@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from quire.frontend.echo_client import EchoClient
-from quire.messages import Abort
+from quire.messages import Abort, ObservedOverhead
 from quire.outputs import Logprob
 from quire.server.logprobs import LogprobWriter
 from tests.server.serving import ANSWER, MAX_MODEL_LEN, MODEL, TEXT, TOKENIZER, RunningServer
@@ -45,6 +47,26 @@ def test_openai_client_streamed(server):
     chunks = list(server.openai().completions.create(model=MODEL, prompt="Hi", max_tokens=100, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == TEXT
     assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_the_engine_is_told_what_a_streamed_answer_takes_besides_it(server, monkeypatch):
+    """From its complete body on; later prompts of a request wait for the ones before."""
+    came, add_request, before = [], server.engine.add_request, len(server.client.sent)
+
+    def noting(*arguments, came_time, **options):
+        came.append(came_time)
+        return add_request(*arguments, came_time=came_time, **options)
+
+    monkeypatch.setattr(server.engine, "add_request", noting)
+    start = time.monotonic()
+    list(server.openai().completions.create(model=MODEL, prompt=["Hi", "Ho"], max_tokens=100, stream=True))
+    server.complete()
+    end = time.monotonic()
+    assert start < came[0] < came[2] < end
+    assert came[1] is None
+    found = [message.seconds for message in server.client.sent[before:] if isinstance(message, ObservedOverhead)]
+    assert len(found) == 2
+    assert all(0 < seconds < end - start for seconds in found)
 
 
 async def test_async_openai_client(server):

@@ -12,6 +12,7 @@ from quire.config import EngineConfig
 from quire.cost.arithmetic import Load
 from quire.cost.calibrate import Fit
 from quire.cost.model import CostModel
+from quire.cost.overhead import Overhead
 from quire.cost.step_time import StepTime
 from quire.engine.core import EngineCore
 from quire.engine.deterministic import DeterministicExecutor
@@ -221,6 +222,30 @@ def test_who_waits_in_the_client() -> None:
     assert [outcome.start_time for outcome in run.outcomes] == [0.0, 2.0, 5.0]
     assert [outcome.queue_time for outcome in run.outcomes] == [0.0, 0.5, 0.0]
     assert [outcome.latency for outcome in run.outcomes] == [2.0, 2.0, 2.0]
+
+
+def test_what_the_front_end_takes_comes_before_the_engine() -> None:
+    """A quarter of a second, and an eighth for each token: a short prompt gets past a long one that came before."""
+    own = client(max_num_seqs=1)
+    own.overhead = Overhead(0.25, 0.125)
+    prompts = [Prompt([1, 2], 2), Prompt(list(range(8)), 1), Prompt([3], 1)]
+    run = own.run(prompts, [0.0, 1.0, 1.5])
+    # They reach the engine at 0.5, 2.25 and 1.875 s. Its steps end at 1.5, 2.5, 3.5 and 4.5 s.
+    assert [outcome.start_time for outcome in run.outcomes] == [0.0, 1.0, 1.5]
+    assert [outcome.ttft for outcome in run.outcomes] == [1.5, 3.5, 2.0]
+    assert run.outcomes[0].itl == [1.0]
+    assert [outcome.latency for outcome in run.outcomes] == [2.5, 3.5, 2.0]
+    assert run.duration == 4.5
+
+
+def test_a_place_in_the_client_is_taken_on_the_way_to_the_engine() -> None:
+    """And it is free at once if the request is refused there."""
+    own = client(max_model_len=16)
+    own.overhead = Overhead(0.5, 0.0)
+    run = own.run([Prompt([1], 1), Prompt([2], 99), Prompt([3], 1)], [0.0, 0.0, 0.0], max_concurrency=1)
+    assert [outcome.start_time for outcome in run.outcomes] == [0.0, 1.5, 2.0]
+    assert [bool(outcome.error) for outcome in run.outcomes] == [False, True, False]
+    assert run.outcomes[2].latency == 1.5
 
 
 def test_a_load_after_another_one() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from quire.cost.arithmetic import Demand
 from quire.cost.correct import possible_spread
+from quire.cost.overhead import Overhead
 from quire.cost.step_time import Constants, amounts
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -52,12 +53,14 @@ class Fit:
         spread: nine of ten measured steps lie within the ratio 1 + spread of the fit.
         factors: size of a step (see cost/correct.py) -> measured over fitted time of the steps that ran later.
         cold: seconds that a step takes longer after an endless pause (see cost/correct.py).
+        overhead: of the front end; None: no server has measured it.
     """
 
     constants: Constants
     spread: float
     factors: Mapping[int, float] = field(default_factory=dict)
     cold: float = 0.0
+    overhead: Overhead | None = None
 
 
 def points(

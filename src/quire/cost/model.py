@@ -21,6 +21,7 @@ from quire.cost.correct import (
     Tail,
     possible_spread,
 )
+from quire.cost.overhead import MAX_SECONDS, Overhead, OverheadCorrection
 from quire.cost.step_time import MIN_SPREAD, StepTime, step_time
 
 
@@ -34,19 +35,21 @@ class CostModel:
     def __init__(self, arithmetic: StepArithmetic, fit: Fit) -> None:
         self.arithmetic = arithmetic
         self.learn: Callable[[Load, float], None] | None = None
-        self._pause = Pause(fit.cold)
+        self._pause, self._overhead = Pause(fit.cold), OverheadCorrection(fit.overhead)
         self.calibrate(fit)
 
     def calibrate(self, fit: Fit) -> None:
         """Take other constants, and forget what running steps have corrected.
 
-        What a pause costs does not depend on the constants. It is kept, unless the fit brings what an earlier start has
-        learnt.
+        What a pause and the front end cost does not depend on the constants. It is kept, unless the fit brings what an
+        earlier start has learnt.
         """
         self.fit = fit
         self._correction, self._tail = Correction(fit.spread, fit.factors), Tail()
         if fit.cold:
             self._pause = Pause(fit.cold)
+        if fit.overhead is not None:
+            self._overhead = OverheadCorrection(fit.overhead)
 
     @property
     def num_corrections(self) -> int:
@@ -56,7 +59,21 @@ class CostModel:
     def corrected_fit(self) -> Fit:
         """The constants, corrected by running steps, for later starts."""
         spread, factors = possible_spread(self.spread), self._correction.factors()
-        return replace(self.fit, spread=spread, factors=factors, cold=min(self._pause.cold, MAX_COLD_SECONDS))
+        cold, overhead = min(self._pause.cold, MAX_COLD_SECONDS), self.overhead
+        if overhead is not None:
+            numbers = (overhead.per_request, overhead.per_prompt_token)
+            overhead = Overhead(*(min(each, MAX_SECONDS) for each in numbers))
+        return replace(self.fit, spread=spread, factors=factors, cold=cold, overhead=overhead)
+
+    @property
+    def overhead(self) -> Overhead | None:
+        """What the front end takes for a request; None: it has measured none."""
+        return self._overhead.overhead
+
+    def observe_overhead(self, num_prompt_tokens: int, seconds: float) -> None:
+        """The front end took `seconds` for a request. Impossible ones are ignored."""
+        if 0 <= seconds < math.inf and num_prompt_tokens > 0:
+            self._overhead.add(num_prompt_tokens, seconds)
 
     @property
     def spread(self) -> float:

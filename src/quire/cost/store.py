@@ -17,6 +17,7 @@ from typing import Any
 
 from quire.cost.calibrate import Fit
 from quire.cost.correct import MAX_COLD_SECONDS, MAX_RATIO
+from quire.cost.overhead import MAX_SECONDS, Overhead
 from quire.cost.step_time import Constants
 from quire.logs import get_logger
 from quire.private_cache import check_private, digest, open_private
@@ -60,7 +61,13 @@ class CalibrationFile:
                 raise ValueError("its factors are impossible")
             if not 0 <= (cold := float(found["cold"])) <= MAX_COLD_SECONDS:
                 raise ValueError("its time after a pause is impossible")
-            return Fit(Constants(*numbers), spread, factors, cold)
+            overhead = None
+            if found["overhead"] is not None:
+                given = [float(found["overhead"][field.name]) for field in fields(Overhead)]
+                if not all(0 <= seconds <= MAX_SECONDS for seconds in given):
+                    raise ValueError("its overhead of a request is impossible")
+                overhead = Overhead(*given)
+            return Fit(Constants(*numbers), spread, factors, cold, overhead)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -22,7 +22,7 @@ from quire.errors import (
 )
 from quire.logs import get_logger
 from quire.lora.registry import AdapterRegistry
-from quire.messages import AddRequest, Command, RequestDelta, SetLimits, UseTokenizer
+from quire.messages import AddRequest, Command, ObservedOverhead, RequestDelta, SetLimits, UseTokenizer
 from quire.request import Request
 from quire.schedule import Executor, Pending, Polled, RowsFailedError, ScheduledBatch, StepRecord, StepResult
 from quire.scheduler.lanes import Lanes
@@ -157,6 +157,11 @@ class EngineCore:
     def set_limits(self, message: SetLimits) -> None:
         """Move limits from the next step on. Raises ValueError for an illegal one, and changes none."""
         self.scheduler.set_limits(message)
+
+    def note_overhead(self, message: ObservedOverhead) -> None:
+        """The front end has measured a request."""
+        if self.cost is not None:
+            self.cost.observe_overhead(message.num_prompt_tokens, message.seconds)
 
     def command(self, message: Command) -> None:
         """Carry out reset_prefix_cache or shutdown. Raises ValueError for another name."""

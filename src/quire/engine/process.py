@@ -40,6 +40,7 @@ from quire.messages import (
     EngineOutputs,
     EngineProgress,
     LoadAdapter,
+    ObservedOverhead,
     Progress,
     RequestDelta,
     SetLimits,
@@ -194,6 +195,7 @@ class EngineProcess:
             AddRequest: core.add,
             Abort: lambda message: core.abort(message.request_ids),
             SetLimits: core.set_limits,
+            ObservedOverhead: core.note_overhead,
             Command: self._command(core),
         }
         if core.adapters is not None:

@@ -178,6 +178,7 @@ class AsyncEngine:
         *,
         adapter: str | None = None,
         data_parallel_rank: int | None = None,
+        came_time: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestStream:
         """Check, tokenize and send one request. The caller must iterate the stream to its end or close it.
@@ -186,6 +187,7 @@ class AsyncEngine:
             adapter: a name among `adapters`; None: the base model.
             data_parallel_rank: the index of the replica that shall compute it, or of a lane of the only engine;
                 None: the one with the least work.
+            came_time: when the request came to the server, for the measured time outside the engine; None: now.
 
         Raises:
             ModelNotFoundError: there is no such adapter.
@@ -207,7 +209,7 @@ class AsyncEngine:
             processed = processed.on_lane(data_parallel_rank % self._num_lanes)
         if adapter is not None:  # it may have been replaced while the prompt was read
             processed = processed.with_adapter(self.adapters.find(adapter))
-        return replica.add(processed)
+        return replica.add(processed, arrival_time if came_time is None else came_time)
 
     async def process(
         self,

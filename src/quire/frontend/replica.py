@@ -40,6 +40,7 @@ from quire.messages import (
     EngineProgress,
     EngineReady,
     LoadAdapter,
+    ObservedOverhead,
     SetLimits,
     UnloadAdapter,
 )
@@ -147,12 +148,21 @@ class Replica:
         is_late = isinstance(error, TargetMissedError)
         self.output_processor.metrics.on_rejected("ttft_target" if is_late else "queue_full")
 
-    def add(self, processed: ProcessedRequest) -> RequestStream:
-        """Send one request with an unused id. The caller must iterate the stream to its end or close it."""
+    def add(self, processed: ProcessedRequest, came_time: float) -> RequestStream:
+        """Send one request with an unused id. The caller must iterate the stream to its end or close it.
+
+        Args:
+            came_time: when it came to this process.
+        """
         self._end_idle_time()
         self.output_processor.add(processed)
+        before, num_tokens = self._clock() - came_time, len(processed.prompt_token_ids)
+
+        def on_written(seconds: float) -> None:
+            self._send(ObservedOverhead(num_tokens, before + seconds))
+
         is_delta = processed.sampling_params.output_kind is RequestOutputKind.DELTA
-        stream = RequestStream(processed.request_id, is_delta=is_delta, on_leave=self._on_leave)
+        stream = RequestStream(processed.request_id, is_delta=is_delta, on_leave=self._on_leave, on_written=on_written)
         self._streams[processed.request_id] = stream
         with suppress(EngineDeadError):  # `receive` reports it too, and the next engine gets the request
             self._send_request(processed, processed.requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from quire.errors import QuireError
@@ -13,14 +14,37 @@ class RequestStream:
     """Async iterator over one request's outputs. Iterate to the end, or close it to free the request in the engine.
 
     It has one reader, on the engine's event loop.
+
+    Args:
+        on_written: is told how many seconds after the first delta its reader came back for the next one.
     """
 
-    __slots__ = ("_error", "_is_delta", "_is_finished", "_on_leave", "_unread", "_waiter", "request_id")
+    __slots__ = (
+        "_error",
+        "_first_time",
+        "_is_delta",
+        "_is_finished",
+        "_num_read",
+        "_on_leave",
+        "_on_written",
+        "_unread",
+        "_waiter",
+        "request_id",
+    )
 
-    def __init__(self, request_id: str, *, is_delta: bool, on_leave: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        is_delta: bool,
+        on_leave: Callable[[str], None],
+        on_written: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
         self.request_id = request_id
         self._is_delta = is_delta
-        self._on_leave = on_leave
+        self._on_leave, self._on_written = on_leave, on_written
+        self._first_time = 0.0  # of the first `put`; 0: there was none
+        self._num_read = 0
         self._unread: RequestOutput | None = None
         self._error: QuireError | None = None
         self._is_finished = False  # no further `put` follows
@@ -32,6 +56,7 @@ class RequestStream:
 
     def put(self, output: RequestOutput) -> None:
         """Add an output, or merge it with an unread one."""
+        self._first_time = self._first_time or time.monotonic()
         self._unread = output if self._unread is None else merge_outputs(self._unread, output, self._is_delta)
         self._is_finished = output.finished
         self._wake()
@@ -49,6 +74,8 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
+        if self._num_read == 1 and self._is_delta:
+            self._on_written(time.monotonic() - self._first_time)
         while self._unread is None:
             if self._is_finished:
                 if self._error is not None:
@@ -56,6 +83,7 @@ class RequestStream:
                 raise StopAsyncIteration
             await self._wait()
         output, self._unread = self._unread, None
+        self._num_read += 1
         return output
 
     async def _wait(self) -> None:

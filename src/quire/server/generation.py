@@ -15,6 +15,7 @@ from quire.frontend.prompts import PromptType
 from quire.frontend.stream import RequestStream
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.server.limits import body_time
 from quire.server.protocol.common import GenerationRequest, StreamOptions
 from quire.server.state import ServerState, sane_request_id, trace_headers
 from quire.server.text.parser import AnswerParser
@@ -71,6 +72,7 @@ async def start(state: ServerState, *generations: Generation) -> list[RequestStr
                 engine_id,
                 adapter=generation.adapter,
                 data_parallel_rank=generation.data_parallel_rank,
+                came_time=None if streams else body_time.get(),
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
                 add_special_tokens=generation.add_special_tokens,

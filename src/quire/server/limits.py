@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import TypeVar
@@ -30,6 +32,9 @@ _BRACKETS = b"[]{}"
 _NOT_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
 _IS_OPENING = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
+# When the body of the HTTP request that is served was complete, on the monotonic clock.
+body_time: ContextVar[float | None] = ContextVar("body_time", default=None)
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -42,7 +47,7 @@ class Limits:
 
 
 async def read_json(request: Request, limits: Limits, decode: Callable[[bytes], T]) -> T:
-    """The decoded body.
+    """The decoded body. Sets `body_time`.
 
     Raises:
         HttpError: 415 not JSON by its content type, 413 too large, 408 too slow.
@@ -61,6 +66,7 @@ async def read_json(request: Request, limits: Limits, decode: Callable[[bytes], 
         raise HttpError(
             408, "body_timeout", f"The body did not arrive within {limits.body_timeout_seconds:g} seconds"
         ) from None
+    body_time.set(time.monotonic())
     if len(body) <= _INLINE_BODY_BYTES:
         return _checked(body, decode)
     return await asyncio.to_thread(_checked, body, decode)

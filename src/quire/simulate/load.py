@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from quire.cost.overhead import Overhead
 from quire.engine.core import EngineCore
 from quire.errors import QueueFullError
 from quire.frontend.admission import Admission
@@ -57,11 +59,14 @@ class Client:
     Attributes:
         clock: the clock of `core` and its executor.
         door: refuses requests like the front end of a server.
+        overhead: what the front end takes for a request. All of it counts before the request reaches the engine; None:
+            nothing.
     """
 
     core: EngineCore
     clock: VirtualClock
     door: Admission = field(default_factory=Admission)
+    overhead: Overhead | None = None
     totals: Totals = field(default_factory=Totals)
     num_sent: int = 0
 
@@ -83,12 +88,20 @@ class Client:
         outcomes = [Outcome(len(prompt.token_ids)) for prompt in prompts]
         in_flight: dict[str, _Sent] = {}
         coming, waiting = deque(range(len(prompts))), deque[int]()
+        entering: list[tuple[float, int]] = []  # a heap of (time, index) of requests on their way to the engine
+
+        def has_place() -> bool:
+            return max_concurrency is None or len(in_flight) + len(entering) < max_concurrency
 
         def send(index: int, now: float) -> None:
-            request_id, outcome = str(self.num_sent), outcomes[index]
-            self.num_sent += 1
+            outcome = outcomes[index]
             outcome.start_time, outcome.queue_time = now, now - (start + times[index])
-            prompt = prompts[index]
+            overhead = 0.0 if self.overhead is None else self.overhead.seconds(outcome.prompt_len)
+            heapq.heappush(entering, (now + overhead, index))
+
+        def enter(index: int) -> None:
+            request_id, outcome, prompt = str(self.num_sent), outcomes[index], prompts[index]
+            self.num_sent += 1
             if not in_flight:
                 door.on_idle()
             try:
@@ -97,22 +110,29 @@ class Client:
                 outcome.error = f"{error.code}: {error.message}"
                 on_done()
                 return
-            in_flight[request_id] = _Sent(outcome, now)
+            in_flight[request_id] = _Sent(outcome, outcome.start_time)
             core.add(AddRequest(request_id, prompt.token_ids, PARAMS, prompt.output_len))
             door.on_sent(request_id, len(prompt.token_ids), 1)
 
         def arrive() -> None:
             while coming and start + times[coming[0]] <= clock.now:
                 index = coming.popleft()
-                if max_concurrency is None or len(in_flight) < max_concurrency:
+                if has_place():
                     send(index, start + times[index])
                 else:
                     waiting.append(index)
+            while entering and entering[0][0] <= clock.now:
+                enter(heapq.heappop(entering)[1])
 
-        while coming or in_flight:
+        while coming or waiting or entering or in_flight:
+            while waiting and has_place():
+                send(waiting.popleft(), clock.now)
             if not in_flight:
-                clock.wait_until(start + times[coming[0]])
+                arrivals = [start + times[coming[0]]] if coming else []
+                clock.wait_until(min(arrivals + [time for time, _ in entering[:1]]))
             arrive()
+            if not in_flight:
+                continue
             deltas = core.step()
             arrive()  # requests that came during the step: its results are not known yet, and it has freed no place
             if core.last_record is not None:
@@ -130,8 +150,6 @@ class Client:
                     door.on_left(delta.request_id)
                     on_done()
             door.on_answers(num_ended)
-            while waiting and (max_concurrency is None or len(in_flight) < max_concurrency):
-                send(waiting.popleft(), clock.now)
         return Run(outcomes, clock.now - start, client_cpu_seconds=0.0)
 
 

@@ -46,7 +46,7 @@ def client_of(resolved: Planned, model: ModelConfig, cost: CostModel) -> Client:
         clock=clock.read,
         sleep=clock.sleep,
     )
-    client = Client(core, clock)
+    client = Client(core, clock, overhead=cost.overhead)
     client.door.on_ready(ready_message(resolved, cost, scheduler.limits))
     return client
 
@@ -109,6 +109,7 @@ def _said_of(resolved: Planned, known: KnownCost, totals: Totals) -> dict[str, A
         "is_calibrated": known.is_measured,
         "step_times": known.origin,
         "step_time_interval": [1 / ratio, ratio],  # measured / predicted of nine of ten steps lies in it
+        "overhead": None if (overhead := known.cost.overhead) is None else asdict(overhead),
         **asdict(totals),
         "settings": {
             **asdict(resolved.model),

@@ -1,0 +1,63 @@
+"""What the front end takes for a request besides the engine: reading it, tokenization, writing its first token.
+
+It is a line over the length of the prompt. Served requests teach it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NEWEST_WEIGHT = 1 / 64  # the weight of a request
+# Requests as which the expected overhead counts, and one that an earlier start has learnt.
+EXPECTED_REQUESTS, KNOWN_REQUESTS = 0.1, 16.0
+HELD_UP_RATIO = 4.0  # a request that was held up counts as if it had taken this many times as long as others
+MAX_SECONDS = 60.0  # of each number that is kept for later starts
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Seconds outside the engine, from a request's arrival at the server to its first token's departure."""
+
+    per_request: float
+    per_prompt_token: float
+
+    def seconds(self, num_prompt_tokens: int) -> float:
+        """Of a request."""
+        return self.per_request + num_prompt_tokens * self.per_prompt_token
+
+
+EXPECTED = Overhead(5e-3, 8e-6)  # on two cores of a Xeon: benchmarks/NOTES.md, 2026-11-28
+
+
+class OverheadCorrection:
+    """Fits the line by least squares, with weights that fade.
+
+    Args:
+        known: of an earlier start; None: there was none.
+
+    Attributes:
+        overhead: now; None: nothing is known.
+    """
+
+    def __init__(self, known: Overhead | None) -> None:
+        self.overhead = known
+        # Sums over requests: of 1, the tokens x, their squares, the seconds y, and the products of both.
+        self._sums = [0.0] * 5
+        expected, count = (EXPECTED, EXPECTED_REQUESTS) if known is None else (known, KNOWN_REQUESTS)
+        for num_tokens in (0, 1000):
+            self._add_point(num_tokens, expected.seconds(num_tokens), count / 2)
+
+    def add(self, num_prompt_tokens: int, seconds: float) -> None:
+        """A request took so long."""
+        most = HELD_UP_RATIO * (self.overhead or EXPECTED).seconds(num_prompt_tokens)
+        self._sums = [(1 - NEWEST_WEIGHT) * each for each in self._sums]
+        self._add_point(num_prompt_tokens, min(seconds, most), 1.0)
+        count, x, square, y, product = self._sums
+        slope = max((count * product - x * y) / (count * square - x * x), 0.0)
+        if slope * x > y:  # then the best line from zero on
+            slope = product / square
+        self.overhead = Overhead(max(y - slope * x, 0.0) / count, slope)
+
+    def _add_point(self, x: float, y: float, weight: float) -> None:
+        added = (1.0, x, x * x, y, x * y)
+        self._sums = [each + weight * more for each, more in zip(self._sums, added, strict=True)]
