@@ -70,6 +70,7 @@ def logprobs(token_ids: Sequence[int]) -> Tensor:
     return torch.log_softmax(_model()(torch.tensor([list(token_ids)])).logits[0].double(), dim=-1)
 
 
+@torch.inference_mode()
 def beam_search(prompt_ids: Sequence[int], width: int, max_tokens: int, length_penalty: float) -> list[list[int]]:
     """Beams over the whole vocabulary, by the definition: every prefix is scored anew."""
     num_prompt = len(prompt_ids)
@@ -82,13 +83,10 @@ def beam_search(prompt_ids: Sequence[int], width: int, max_tokens: int, length_p
 
     for _ in range(max_tokens):
         grown = []
-        for score, tokens in running:
-            steps = logprobs(tokens)[-1]
-            best = steps.topk(2 * width)
-            grown += [
-                (score + value, [*tokens, token])
-                for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            ]
+        logits = _model()(torch.tensor([tokens for _, tokens in running])).logits[:, -1]
+        best = torch.log_softmax(logits.double(), dim=-1).topk(2 * width)
+        for (score, tokens), values, indices in zip(running, best.values.tolist(), best.indices.tolist(), strict=True):
+            grown += [(score + value, [*tokens, token]) for value, token in zip(values, indices, strict=True)]
         finished += [item for item in grown if item[1][-1] == EOS]
         running = sorted((item for item in grown if item[1][-1] != EOS), key=rank, reverse=True)[:width]
     assert all(len(tokens) == num_prompt + max_tokens for _, tokens in running)
