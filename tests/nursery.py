@@ -47,8 +47,8 @@ LIGHT = (
     "quire.engine.bring_up",
     *BOUNDED,
 )
-# And what one with a model does.
-WITH_TORCH = (*LIGHT, "quire.engine.start", "quire.engine.ranks", "quire.engine.rank_orders", "quire.entry.llm")
+# And what one with a model does. This nursery is a child of the other one.
+WITH_TORCH = ("quire.engine.start", "quire.engine.ranks", "quire.engine.rank_orders", "quire.entry.llm")
 # Variables that are read while these are imported. Who has others than the nursery starts as an interpreter.
 READ_BY_LIGHT = re.compile("PYTHON|LD_")
 READ_WITH_TORCH = re.compile("PYTHON|LD_|OMP_|MKL_|TRITON|QUIRE_(ISA|FORCE_REFERENCE|NUM_THREADS)")
@@ -60,7 +60,8 @@ _ADOPTION_SECONDS = 10.0
 _FIRST_FREE = 100  # descriptors from here on are nobody's, unless a child was given some
 _libc = ctypes.CDLL(None)
 _Popen, _INTERPRETER = subprocess.Popen, sys.executable  # whatever tests put in their places
-_is_ordering = threading.Lock()  # a process that waits for a child adopts orphans of others meanwhile
+# A process that waits for a child adopts orphans of others meanwhile. A nursery may be a child of another one.
+_is_ordering = threading.RLock()
 
 
 class Order(TypedDict):
@@ -83,12 +84,17 @@ class Nursery:
         modules: what a process imports that is started at the first order.
         variables: names of variables that the imports depend on.
         channel: leads to a process that is there, with the imports of this one.
+        popen: starts the process; of another nursery, it has the imports of that one.
     """
 
     def __init__(
-        self, modules: Sequence[str], variables: re.Pattern[str], channel: socket.socket | None = None
+        self,
+        modules: Sequence[str],
+        variables: re.Pattern[str],
+        channel: socket.socket | None = None,
+        popen: type[subprocess.Popen[Any]] = _Popen,
     ) -> None:
-        self._modules, self._variables, self._channel = modules, variables, channel
+        self._modules, self._variables, self._channel, self._popen = modules, variables, channel, popen
         self._environment = dict(os.environ)
 
     def starts_alike(self, environment: Mapping[str, str]) -> bool:
@@ -119,7 +125,7 @@ class Nursery:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [_INTERPRETER, __file__, str(theirs.fileno())]
-            process = _Popen(
+            process = self._popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], cwd=ROOT, env=self._environment
             )
         ours.send(" ".join(self._modules).encode())
@@ -178,13 +184,13 @@ class LightPopen(Popen):
 
 
 class TorchPopen(Popen):
-    nursery = Nursery(WITH_TORCH, READ_WITH_TORCH)
+    nursery = Nursery(WITH_TORCH, READ_WITH_TORCH, popen=LightPopen)
 
 
 class BoundedPopen(Popen):
     """For processes that run templates and grammars. Everything else is started as an interpreter."""
 
-    nursery = Nursery(BOUNDED, READ_BY_LIGHT)
+    nursery = LightPopen.nursery
 
     @staticmethod
     def is_served(module: str | None) -> bool:
@@ -246,7 +252,7 @@ def run(order: Order, descriptors: list[int]) -> NoReturn:
     if order["has_session"] and os.isatty(0):
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     _open_standard_streams()
-    if name not in BOUNDED:
+    if name not in (*BOUNDED, NAME.decode()):
         _make_own_nursery(answer, free)
     os.close(answer)
     _end(_run_main(arguments))

@@ -15,6 +15,8 @@ from quire.cli import complete
 from quire.cli.main import build_parser, main
 from quire.errors import ConfigError, EngineDeadError
 from quire.kernels import extension
+from tests.e2e.serving import Program
+from tests.nursery import LightPopen
 
 # What `quire --help` must not wait for.
 HEAVY = {
@@ -180,16 +182,10 @@ sys.exit("\\n".join(errors))
         ("-c", BOTH),
     ],
 )
-def test_an_illegal_instruction_set(command: tuple[str, ...]) -> None:
+def test_an_illegal_instruction_set(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """One line with the variable, its value and the legal ones; from LLM(...) and AsyncLLM(...) a ConfigError."""
-    result = subprocess.run(
-        [sys.executable, *command],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | {"QUIRE_ISA": "sse9"},
-    )
+    monkeypatch.setenv("QUIRE_ISA", "sse9")
+    result = Program(command, LightPopen).run()
     assert result.returncode == (1 if command[0] == "-c" else 2), result.stderr
     lines = result.stderr.splitlines()
     assert len(lines) == (2 if command[0] == "-c" else 1), result.stderr

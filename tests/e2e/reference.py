@@ -45,15 +45,23 @@ def _model() -> torch.nn.Module:
     return model.eval()
 
 
-@cache
+_answers: dict[str, list[int]] = {}  # by prompt: the tokens that are known
+
+
 def greedy(prompt: str, max_tokens: int) -> list[int]:
-    """transformers' own generate(), without the prompt; ends with EOS if that comes."""
-    ids = torch.tensor([tokenizer().encode(prompt)])
-    output = _model().generate(  # type: ignore[operator]
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
-    )
-    tokens: list[int] = output[0, ids.shape[1] :].tolist()
-    return tokens
+    """transformers' own generate(), without the prompt; ends with EOS if that comes. It goes on from what is known."""
+    known = _answers.setdefault(prompt, [])
+    if len(known) < max_tokens and known[-1:] != [EOS]:
+        ids = torch.tensor([tokenizer().encode(prompt) + known])
+        output = _model().generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens - len(known),
+            do_sample=False,
+            pad_token_id=0,
+        )
+        known += output[0, ids.shape[1] :].tolist()
+    return known[:max_tokens]
 
 
 @torch.inference_mode()
@@ -62,6 +70,7 @@ def logprobs(token_ids: Sequence[int]) -> Tensor:
     return torch.log_softmax(_model()(torch.tensor([list(token_ids)])).logits[0].double(), dim=-1)
 
 
+@torch.inference_mode()
 def beam_search(prompt_ids: Sequence[int], width: int, max_tokens: int, length_penalty: float) -> list[list[int]]:
     """Beams over the whole vocabulary, by the definition: every prefix is scored anew."""
     num_prompt = len(prompt_ids)
@@ -74,13 +83,10 @@ def beam_search(prompt_ids: Sequence[int], width: int, max_tokens: int, length_p
 
     for _ in range(max_tokens):
         grown = []
-        for score, tokens in running:
-            steps = logprobs(tokens)[-1]
-            best = steps.topk(2 * width)
-            grown += [
-                (score + value, [*tokens, token])
-                for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            ]
+        logits = _model()(torch.tensor([tokens for _, tokens in running])).logits[:, -1]
+        best = torch.log_softmax(logits.double(), dim=-1).topk(2 * width)
+        for (score, tokens), values, indices in zip(running, best.values.tolist(), best.indices.tolist(), strict=True):
+            grown += [(score + value, [*tokens, token]) for value, token in zip(values, indices, strict=True)]
         finished += [item for item in grown if item[1][-1] == EOS]
         running = sorted((item for item in grown if item[1][-1] != EOS), key=rank, reverse=True)[:width]
     assert all(len(tokens) == num_prompt + max_tokens for _, tokens in running)

@@ -31,11 +31,19 @@ def _stored_bytes() -> int:
     return sum(tensor["data_offsets"][1] - tensor["data_offsets"][0] for tensor in header.values())
 
 
+# Each format, and a small and a large block.
 @pytest.mark.parametrize(
-    ("dtype", "kv_cache_dtype"),
-    [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "fp8"), ("float32", "fp8_e5m2"), ("bfloat16", "int8")],
+    ("dtype", "kv_cache_dtype", "block_size"),
+    [
+        ("bfloat16", "auto", 8),
+        ("float32", "auto", 128),
+        ("bfloat16", "fp8", 128),
+        ("float32", "fp8_e5m2", 8),
+        ("bfloat16", "int8", 128),
+        pytest.param("bfloat16", "int8", 8, marks=pytest.mark.slow),
+        pytest.param("float32", "auto", 8, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("block_size", [8, 128])
 def test_planned_kv_cache_is_allocated(dtype: str, kv_cache_dtype: str, block_size: int) -> None:
     wanted = (1 << 23) + 12345
     settings = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "block_size": block_size}

@@ -313,6 +313,6 @@ def test_a_side_that_fails_ends_the_comparison_with_its_reason(
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", TorchPopen)
     module = scripts.against_transformers
-    task = module.Task("transformers", "tiny", "cpu", 2, 4, 2, {"page_size_of_old": 1})
-    with pytest.raises(RuntimeError, match=r"(?s)transformers failed on tiny:.*page_size_of_old"):
+    task = module.Task("quire", "model_of_old", "cpu", 2, 4, 2, {})
+    with pytest.raises(RuntimeError, match=r"(?s)quire failed on model_of_old:.*KeyError: 'model_of_old'"):
         module.in_a_process(task)

@@ -100,30 +100,30 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("series", "alert", "fires"),
-    [
-        ([FULL, PREEMPTS], "QuireKvCacheFull", True),
-        ([FULL, counter("vllm:num_preemptions_total", 0)], "QuireKvCacheFull", False),
-        ([constant("vllm:kv_cache_usage_perc", 0.5), PREEMPTS], "QuireKvCacheFull", False),
-        ([*BUSY, NO_STEPS], "QuireNoStep", True),
-        ([*BUSY, STEPS], "QuireNoStep", False),
-        ([*IDLE, NO_STEPS], "QuireNoStep", False),
-        ([*queue("0.5"), TARGET], "QuireQueueLong", True),
-        ([*queue("0.2"), TARGET], "QuireQueueLong", False),
-        ([*queue("0.5"), NO_TARGET], "QuireQueueLong", False),
-        ([*SLOW, NO_TARGET], "QuireFirstTokenSlow", True),
-        ([*SLOW, TARGET], "QuireFirstTokenSlow", False),
-        ([*SLOW, TARGET], "QuireFirstTokenLate", True),
-        ([*SLOW, NO_TARGET], "QuireFirstTokenLate", False),
-        ([*IDLE, DOWN], "QuireDown", True),
-        ([*IDLE, UP], "QuireDown", False),
-        ([DOWN], "QuireDown", False),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,
-)
+# What a server's metrics are, an alert, and whether it fires.
+FIRES = [
+    ([FULL, PREEMPTS], "QuireKvCacheFull", True),
+    ([FULL, counter("vllm:num_preemptions_total", 0)], "QuireKvCacheFull", False),
+    ([constant("vllm:kv_cache_usage_perc", 0.5), PREEMPTS], "QuireKvCacheFull", False),
+    ([*BUSY, NO_STEPS], "QuireNoStep", True),
+    ([*BUSY, STEPS], "QuireNoStep", False),
+    ([*IDLE, NO_STEPS], "QuireNoStep", False),
+    ([*queue("0.5"), TARGET], "QuireQueueLong", True),
+    ([*queue("0.2"), TARGET], "QuireQueueLong", False),
+    ([*queue("0.5"), NO_TARGET], "QuireQueueLong", False),
+    ([*SLOW, NO_TARGET], "QuireFirstTokenSlow", True),
+    ([*SLOW, TARGET], "QuireFirstTokenSlow", False),
+    ([*SLOW, TARGET], "QuireFirstTokenLate", True),
+    ([*SLOW, NO_TARGET], "QuireFirstTokenLate", False),
+    ([*IDLE, DOWN], "QuireDown", True),
+    ([*IDLE, UP], "QuireDown", False),
+    ([DOWN], "QuireDown", False),
+]
+
+
 @needs_promtool
-def test_when_an_alert_fires(tmp_path, series, alert, fires):
+def test_when_an_alert_fires(tmp_path):
+    """One run of promtool, which says of each wrong case what it expected, with the number of the case."""
     tests = {
         "rule_files": [str(ROOT / "deploy" / "prometheus" / "rules.yml")],
         "tests": [
@@ -132,12 +132,13 @@ def test_when_an_alert_fires(tmp_path, series, alert, fires):
                 "input_series": series,
                 "promql_expr_test": [
                     {
-                        "expr": f'count(ALERTS{{alertname="{alert}", alertstate="firing"}}) or vector(0)',
+                        "expr": f'count(ALERTS{{alertname="{alert}", alertstate="firing"}}) or vector(0) # {number}',
                         "eval_time": f"{MINUTES}m",
                         "exp_samples": [{"labels": "{}", "value": int(fires)}],
                     }
                 ],
             }
+            for number, (series, alert, fires) in enumerate(FIRES)
         ],
     }
     path = tmp_path / "tests.yml"

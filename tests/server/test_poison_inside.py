@@ -91,7 +91,9 @@ def test_poison_in_tools_schemas_and_histories(path: str) -> None:
     bodies = [f'{{{limit}, "{name}": [{user}], {field}}}' for field in fields]
     bodies += [f'{{{limit}, "{name}": [{user}, {message}, {user}]}}' for message in history]
     settings = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
-    with RunningServer(EchoClient(None, max_model_len=MAX_MODEL_LEN), **settings) as server, four_streams(server):
+    # Streams without a pause between their tokens would take the processor from the poison.
+    client = EchoClient(None, step_seconds=0.01, max_model_len=MAX_MODEL_LEN)
+    with RunningServer(client, **settings) as server, four_streams(server):
         for body in bodies:
             assert server.ask("POST", path, body.replace("P", "{}").encode()).status_code in (200, 400)
         for (at, body), (index, poison) in itertools.product(enumerate(bodies), enumerate(POISON)):
