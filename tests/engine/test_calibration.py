@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import quire.demo
+from quire.config import EngineConfig
 from quire.cost.arithmetic import Load
 from quire.cost.calibrate import Fit, Rows, fit
 from quire.cost.model import CostModel
@@ -14,7 +16,11 @@ from quire.engine.calibration import KEPT_STEPS, MAX_SECONDS, MAX_STEP_SECONDS, 
 from quire.engine.start import StartedEngine
 from quire.formats.kv_groups import KvGroup
 from quire.messages import Command
+from quire.model_config import load_model_config
+from quire.resolve import DeviceFacts
 from quire.schedule import ScheduledBatch
+from quire.scheduler.from_settings import scheduler_of
+from quire.simulate.run import plan_engine
 from tests.cost.models import cost_model
 from tests.examples import examples
 from tests.scheduler.driver import Driver, TimedDriver, request
@@ -49,6 +55,19 @@ def test_requests_get_the_same_tokens(groups: tuple[KvGroup, ...], prompt: list[
         driver.run()
     driver.check_outputs()
     assert driver.pool.num_used_blocks == 0
+
+
+def test_measured_steps_have_tokens_of_the_whole_vocabulary() -> None:
+    """Equal tokens would go to the same experts. The real ones go to nearly all."""
+    model, device = load_model_config(quire.demo.path()), DeviceFacts("cpu", "test", "avx2", 1, 1 << 36, 1 << 36)
+    scheduler = scheduler_of(plan_engine(EngineConfig(), model, device), model, cost_model())
+    batch = scheduler.probe([(9, 1)] * 32 + [(4, 96)])
+    assert batch is not None
+    computed = zip(batch.new_rows, batch.num_computed_tokens, strict=True)
+    token_ids = [token_id for row, start in computed for token_id in row.token_ids[start:]]
+    assert len(token_ids) == 128
+    assert len(set(token_ids)) > 100
+    assert 0 <= min(token_ids) < model.vocab_size / 10 < 9 * model.vocab_size / 10 < max(token_ids) < model.vocab_size
 
 
 def test_pages_that_keep_something_are_left_alone() -> None:
