@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -135,6 +137,27 @@ def test_a_slow_machine_measures_short_steps_only() -> None:
     assert driver.now <= MAX_SECONDS + MAX_STEP_SECONDS
     assert longest <= 1.2 * MAX_STEP_SECONDS
     assert len(done) == 1
+
+
+def test_a_long_prompt_is_measured_if_a_shorter_one_was_faster_than_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constants are ten times too slow. A prompt of 16 tokens takes at most twice as long as one of 8.
+
+    One of 64 takes at most four times as long as that, which is too long.
+    """
+    driver = CalibratedDriver()
+    calibration, _ = driver.calibration([[(0, 8)], [(0, 16)], [(0, 64)]])
+    while not calibration.steps:
+        assert calibration.step()
+    monkeypatch.setattr("quire.engine.calibration.MAX_STEP_SECONDS", 3 * calibration.steps[0].seconds)
+    found = driver.cost.fit.constants
+    slower = {name: 10 * getattr(found, name) for name in found.__dataclass_fields__ if name != "overlap"}
+    wrong = replace(driver.cost.fit, constants=replace(found, **slower))
+    driver.cost.calibrate(wrong)
+    while len(calibration.steps) < 2:
+        assert calibration.step()
+    driver.cost.calibrate(wrong)
+    assert not calibration.step()
+    assert calibration.is_done
 
 
 def test_running_steps_count_until_all_points_are_measured() -> None:
