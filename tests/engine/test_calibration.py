@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import quire.demo
+from quire.config import EngineConfig
 from quire.cost.arithmetic import Load
 from quire.cost.calibrate import Fit, Rows, fit
 from quire.cost.model import CostModel
@@ -14,7 +18,11 @@ from quire.engine.calibration import KEPT_STEPS, MAX_SECONDS, MAX_STEP_SECONDS, 
 from quire.engine.start import StartedEngine
 from quire.formats.kv_groups import KvGroup
 from quire.messages import Command
+from quire.model_config import load_model_config
+from quire.resolve import DeviceFacts
 from quire.schedule import ScheduledBatch
+from quire.scheduler.from_settings import scheduler_of
+from quire.simulate.run import plan_engine
 from tests.cost.models import cost_model
 from tests.examples import examples
 from tests.scheduler.driver import Driver, TimedDriver, request
@@ -49,6 +57,19 @@ def test_requests_get_the_same_tokens(groups: tuple[KvGroup, ...], prompt: list[
         driver.run()
     driver.check_outputs()
     assert driver.pool.num_used_blocks == 0
+
+
+def test_measured_steps_have_tokens_of_the_whole_vocabulary() -> None:
+    """Equal tokens would go to the same experts. The real ones go to nearly all."""
+    model, device = load_model_config(quire.demo.path()), DeviceFacts("cpu", "test", "avx2", 1, 1 << 36, 1 << 36)
+    scheduler = scheduler_of(plan_engine(EngineConfig(), model, device), model, cost_model())
+    batch = scheduler.probe([(9, 1)] * 32 + [(4, 96)])
+    assert batch is not None
+    computed = zip(batch.new_rows, batch.num_computed_tokens, strict=True)
+    token_ids = [token_id for row, start in computed for token_id in row.token_ids[start:]]
+    assert len(token_ids) == 128
+    assert len(set(token_ids)) > 100
+    assert 0 <= min(token_ids) < model.vocab_size / 10 < 9 * model.vocab_size / 10 < max(token_ids) < model.vocab_size
 
 
 def test_pages_that_keep_something_are_left_alone() -> None:
@@ -116,6 +137,27 @@ def test_a_slow_machine_measures_short_steps_only() -> None:
     assert driver.now <= MAX_SECONDS + MAX_STEP_SECONDS
     assert longest <= 1.2 * MAX_STEP_SECONDS
     assert len(done) == 1
+
+
+def test_a_long_prompt_is_measured_if_a_shorter_one_was_faster_than_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constants are ten times too slow. A prompt of 16 tokens takes at most twice as long as one of 8.
+
+    One of 64 takes at most four times as long as that, which is too long.
+    """
+    driver = CalibratedDriver()
+    calibration, _ = driver.calibration([[(0, 8)], [(0, 16)], [(0, 64)]])
+    while not calibration.steps:
+        assert calibration.step()
+    monkeypatch.setattr("quire.engine.calibration.MAX_STEP_SECONDS", 3 * calibration.steps[0].seconds)
+    found = driver.cost.fit.constants
+    slower = {name: 10 * getattr(found, name) for name in found.__dataclass_fields__ if name != "overlap"}
+    wrong = replace(driver.cost.fit, constants=replace(found, **slower))
+    driver.cost.calibrate(wrong)
+    while len(calibration.steps) < 2:
+        assert calibration.step()
+    driver.cost.calibrate(wrong)
+    assert not calibration.step()
+    assert calibration.is_done
 
 
 def test_running_steps_count_until_all_points_are_measured() -> None:

@@ -128,8 +128,14 @@ class Calibration:
         return max(start for start, _ in self._points[0])
 
     def _predicted_seconds(self) -> float:
+        """Of the first point. A prompt takes no longer for a token than a shorter one has taken."""
         starts, counts = zip(*self._points[0], strict=True)
-        return self._cost.predict(self._cost.arithmetic.load(starts, counts, len(counts))).seconds
+        seconds = self._cost.predict(self._cost.arithmetic.load(starts, counts, len(counts))).seconds
+        for rows, step in zip(self.rows, self.steps, strict=True):
+            (start, count), *others = rows
+            if not others and starts == (start,) == (0,) and 1 < count <= counts[0]:
+                seconds = min(seconds, step.seconds * counts[0] / count)
+        return seconds
 
 
 class KeptCosts:

@@ -99,6 +99,7 @@ def _of_lane(
         room_within=cost.room_within,
         clock=clock,
         num_stages=schedule.pipeline_parallel_size,
+        vocab_size=model_config.vocab_size,
     )
 
 

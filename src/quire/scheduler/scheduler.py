@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import random
 import time
 from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -75,6 +76,7 @@ class Scheduler:
     Args:
         num_stages: the pipeline stages of the workers. With several, a request waits for its own token, and the answers
             are spread over as many batches as there are stages, so that all stages compute.
+        vocab_size: of the model.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Scheduler:
         room_within: RoomWithin | None = None,
         clock: Callable[[], float] = time.monotonic,
         num_stages: int = 1,
+        vocab_size: int = 1,
     ) -> None:
         if policy not in ORDER_KEYS:
             raise ValueError(f"Unknown scheduling policy {policy!r}, expected one of {', '.join(ORDER_KEYS)}.")
@@ -101,6 +104,7 @@ class Scheduler:
         self._rope_switches_after = rope_switches_after
         self._room_within = room_within
         self.num_stages = num_stages
+        self._vocab_size = vocab_size
         self._num_schedulable = num_schedulable if num_stages == 1 else num_schedulable_alone
         self._clock = clock
         self._key, self._turn_key = ORDER_KEYS[policy], TURN_KEYS[policy]
@@ -292,15 +296,18 @@ class Scheduler:
         The caller computes it before anything else is scheduled. Nobody is told of its results.
 
         Args:
-            rows: tokens that are taken as computed, and new ones, of each.
+            rows: tokens that are taken as computed, and new ones, of each. New tokens are drawn: equal ones would all
+                go to the same experts.
         """
+        draw = random.Random(self._next_step_id)
         pool, ends = self.kv.pool, [start + count for start, count in rows]
         if self._requests or self.kv.num_pages_at_most(ends) > pool.num_free_blocks - pool.num_cached_blocks:
             return None
         step, requests = _Step(ScheduledBatch(self._next_step_id), []), []
         for index, (start, count) in enumerate(rows):
             params = SamplingParams(temperature=0.0, max_tokens=1)
-            request = Request(f"probe {index}", [0] * (start + count), params, 1, frozenset())
+            token_ids = [0] * start + draw.choices(range(self._vocab_size), k=count)
+            request = Request(f"probe {index}", token_ids, params, 1, frozenset())
             self._choose_rope(request)
             self.kv.admit(request, NO_PREFIX, start + count, keep_watermark=False)
             start_at(request, start)
