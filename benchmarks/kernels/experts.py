@@ -5,6 +5,8 @@ the measured read bandwidth; and the operations of all its rows over the measure
 between the bursts of calls, so that a noisy machine hits numerator and denominator alike. A reading is the median over
 calls of limit / time. Each call has other hits, and layers take turns, so that weights are outside the caches. Calls
 are recorded and repeated, as the engine does with its steps: results have memory that is written again and again.
+Torch, which draws the logits of the next call, has one thread: its other threads would spin after their work and take a
+core from the kernels (NOTES.md).
 
 Routing is uniform, or by Zipf: the expert of rank r has probability ~ 1 / r. `--quantization` is the format of the
 weights (`none`: bfloat16).
@@ -193,7 +195,7 @@ def main() -> None:
     if args.isa:
         cpu.set_isa(args.isa)
     cpu.set_num_threads(args.threads)
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     print(f"isa {cpu.isa()}, {cpu.get_num_threads()} threads, torch {torch.__version__}")
     readings: list[dict[str, Any]] = []
     for name, quantization in itertools.product(args.models, args.quantization):

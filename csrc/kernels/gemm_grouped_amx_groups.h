@@ -78,6 +78,13 @@ struct ColumnBlock {
   int64_t first_group, num_groups, group_quads;
 };
 
+// The rows of a block, and what they are added to.
+struct RowTiles {
+  const QuantizedRows* input;
+  int64_t first_row, count;
+  float* totals;  // [count][16][64]
+};
+
 // Adds the finished integer sums of a super-group with `num_groups` groups to 16 columns of totals[kRows][64].
 // `factors` belong to the super-group.
 template <int kRows, Offset kOffset>
@@ -100,91 +107,102 @@ void add_super_of_tile(const FactorNumbers& factors, int64_t column, const Quant
   }
 }
 
-// sums[16][16] = codes * weights. A macro, because literals name the tiles of the sums, the input and the weights.
-#define QUIRE_DEFINE_SUM_GROUP(function, in_sums, in_input, in_weights)                                           \
-  template <bool kSigned>                                                                                         \
-  inline void function(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t pitch, int64_t quads, \
-                       int64_t step, int32_t* sums) {                                                             \
-    _tile_zero(in_sums);                                                                                          \
-    for (const int8_t* const end = codes + quads * kQuad; codes < end; codes += step) {                           \
-      _tile_loadd(in_input, codes, stride);                                                                       \
-      _tile_loadd(in_weights, weights, pitch);                                                                    \
-      weights += step / kQuad * pitch;                                                                            \
-      QUIRE_MULTIPLY_TILES(in_sums, in_input, in_weights)                                                         \
-    }                                                                                                             \
-    _tile_stored(in_sums, sums, kRowBytes);                                                                       \
+// Tile 0 = codes * weights, 16 x 16.
+template <bool kSigned>
+inline void multiply_group(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t pitch, int64_t quads,
+                           int64_t step) {
+  _tile_zero(0);
+  for (const int8_t* const end = codes + quads * kQuad; codes < end; codes += step) {
+    _tile_loadd(4, codes, stride);
+    _tile_loadd(6, weights, pitch);
+    weights += step / kQuad * pitch;
+    QUIRE_MULTIPLY_TILES(0, 4, 6)
   }
-QUIRE_DEFINE_SUM_GROUP(sum_even_group, 0, 4, 6)
-QUIRE_DEFINE_SUM_GROUP(sum_odd_group, 1, 5, 7)
+}
 
-// Adds the groups of a block to 16 columns of totals[kRows][64]. `sums` has room for two tiles. With factors the block
-// begins with a super-group, and its integer sums stay in registers; kShift: they are 2^kShift times as large, like the
-// codes.
+// Adds the groups of a block to 16 columns of rows.totals. `sums` has room for two tiles. With factors the block begins
+// with a super-group, and its integer sums stay in registers; kShift: they are 2^kShift times as large, like the codes.
+//
+// A step stores the sums of a group, multiplies the next one, and adds the one before. So it waits for no result of its
+// own, also where the next tile of the output begins. Inline, with copies of what it is given: else g++ reads these
+// again after each tile store, and the loop is slower than one that waits (benchmarks/NOTES.md).
 template <int kRows, Offset kOffset, bool kSigned, bool kFactors, int kShift>
-void add_groups(const ColumnBlock& block, const QuantizedRows& input, int64_t row, int64_t step, int32_t* sums,
-                float* totals, Fetcher& fetcher, int64_t lines_per_group) {
-  const int64_t group_quads = block.group_quads;
-  const int8_t* const codes = input.codes + row * input.stride + block.first_group * group_quads * kQuad;
-  const auto start = [&](auto sum_group, int64_t g, int32_t* to) __attribute__((always_inline)) {
+__attribute__((always_inline)) inline void add_groups(const ColumnBlock block, const RowTiles rows, int64_t step,
+                                                      int32_t* sums, Fetcher& whole_fetcher, int64_t lines_per_group) {
+  const QuantizedRows input = *rows.input;
+  Fetcher fetcher = whole_fetcher;
+  const int64_t group_quads = block.group_quads, num_groups = block.num_groups;
+  const int8_t* const codes = input.codes + rows.first_row * input.stride + block.first_group * group_quads * kQuad;
+  const int64_t first_super = block.first_group / input.scale_groups;
+  int32_t *added = sums, *stored = sums + kTileSums;
+  int64_t next_tile = 0, next_group = 0;
+
+  const auto multiply_next = [&]() __attribute__((always_inline)) {
+    if (next_tile == rows.count) return;
     fetcher.fetch(lines_per_group);
-    sum_group(codes + g * group_quads * kQuad, input.stride, block.weights + g * group_quads * block.pitch, block.pitch,
-              group_quads, step, to);
+    multiply_group<kSigned>(codes + next_tile * kTileRows * input.stride + next_group * group_quads * kQuad,
+                            input.stride, block.weights + next_group * group_quads * block.pitch, block.pitch,
+                            group_quads, step);
+    if (++next_group < num_groups) return;
+    next_group = 0;
+    ++next_tile;
   };
-  constexpr auto even = sum_even_group<kSigned>, odd = sum_odd_group<kSigned>;
-  int32_t* const odd_sums = sums + kTileSums;
+  multiply_next();
+  _tile_stored(0, added, kRowBytes);
+  multiply_next();
 
-  const int64_t at = input.at(row, block.first_group);
-  F32 total[kRows];
-  I32 super_sums[kRows];
-  FactorNumbers factors = block.factors;
-  int64_t super = block.first_group / input.scale_groups, super_begin = 0;  // with factors: the super-group, its start
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-    total[r] = kFactors || block.first_group == 0 ? zero() : load(totals + r * kPanelWidth);
-    super_sums[r] = zero_i32();
-  }
-
-  const auto add_factors = [&](int64_t g, const int32_t* from) __attribute__((always_inline)) {
-    const I32 of_group = load_factors(factors.factors + (g - super_begin) * factors.group_bytes + block.column);
+  for (int64_t tile = 0; tile < rows.count; ++tile) {
+    const int64_t row = rows.first_row + tile * kTileRows;
+    float* const totals = rows.totals + tile * kTileRows * kPanelWidth + block.column;
+    F32 total[kRows];
+    I32 super_sums[kRows];
+    FactorNumbers factors = block.factors;
+    int64_t super = first_super, super_begin = 0;  // with factors: the super-group, its first group
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const int32_t zero_sum =
-          kOffset == Offset::middle && !kSigned ? input.zero_sums[at + g * input.number_pitch + r] : 0;
-      super_sums[r] =
-          add_factor_group<kOffset, kSigned>(super_sums[r], load_i32(from + r * kTileColumns), zero_sum, of_group);
+      total[r] = kFactors || block.first_group == 0 ? zero() : load(totals + r * kPanelWidth);
+      super_sums[r] = zero_i32();
     }
-    const int64_t num_groups = g + 1 - super_begin;
-    if (num_groups < input.scale_groups && g + 1 < block.num_groups) return;
+    for (int64_t g = 0; g < num_groups; ++g) {
+      _tile_stored(0, stored, kRowBytes);
+      multiply_next();
+      const int64_t at = input.at(row, block.first_group + g);
+      if constexpr (kFactors) {
+        const I32 of_group = load_factors(factors.factors + (g - super_begin) * factors.group_bytes + block.column);
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) super_sums[r] = _mm512_srai_epi32(super_sums[r], kShift);
-    add_super_of_tile<kRows, kOffset>(factors, block.column, input, row, super, num_groups, super_sums, totals);
+        for (int r = 0; r < kRows; ++r) {
+          const int32_t zero_sum = kOffset == Offset::middle && !kSigned ? input.zero_sums[at + r] : 0;
+          super_sums[r] =
+              add_factor_group<kOffset, kSigned>(super_sums[r], load_i32(added + r * kTileColumns), zero_sum, of_group);
+        }
+        const int64_t super_groups = g + 1 - super_begin;
+        if (super_groups == input.scale_groups || g + 1 == num_groups) {
+          I32 finished[kRows];  // a copy, so that super_sums stay in registers
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) super_sums[r] = zero_i32();
-    factors.next_super(input.scale_groups);
-    super_begin = g + 1;
-    ++super;
-  };
-  const auto add = [&](int64_t g, const int32_t* from) __attribute__((always_inline)) {
-    if constexpr (kFactors) return add_factors(g, from);
-    const F32 scales = load(block.numbers[g].scales + block.column);
-    const F32 offsets = load(block.numbers[g].offsets + block.column);
+          for (int r = 0; r < kRows; ++r) {
+            finished[r] = _mm512_srai_epi32(super_sums[r], kShift);
+            super_sums[r] = zero_i32();
+          }
+          add_super_of_tile<kRows, kOffset>(factors, block.column, input, row, super, super_groups, finished, totals);
+          factors.next_super(input.scale_groups);
+          super_begin = g + 1;
+          ++super;
+        }
+      } else {
+        const F32 scales = load(block.numbers[g].scales + block.column);
+        const F32 offsets = load(block.numbers[g].offsets + block.column);
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const RowNumbers of_row(input, at + g * input.number_pitch + r);
-      total[r] = add_group<kOffset, kSigned>(total[r], load_i32(from + r * kTileColumns), of_row, scales, offsets);
+        for (int r = 0; r < kRows; ++r)
+          total[r] = add_group<kOffset, kSigned>(total[r], load_i32(added + r * kTileColumns),
+                                                 RowNumbers(input, at + r), scales, offsets);
+      }
+      std::swap(added, stored);
     }
-  };
-  start(even, 0, sums);
-  for (int64_t g = 0; g < block.num_groups; g += 2) {
-    const bool has_second = g + 1 < block.num_groups;
-    if (has_second) start(odd, g + 1, odd_sums);
-    add(g, sums);
-    if (g + 2 < block.num_groups) start(even, g + 2, sums);
-    if (has_second) add(g + 1, odd_sums);
+    if constexpr (kFactors) continue;
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) store(totals + r * kPanelWidth, total[r]);
   }
-  if constexpr (kFactors) return;
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) store(totals + r * kPanelWidth, total[r]);
+  whole_fetcher = fetcher;
 }
 
 struct Buffers {
@@ -249,11 +267,8 @@ void run_small_groups(const GemmBlock& block) {
                                   .first_group = first_group,
                                   .num_groups = num_groups,
                                   .group_quads = group_quads};
-        for (int64_t tile = 0; tile < num_tiles; ++tile) {
-          add_groups<kRows, kOffset, kSigned, kFactors, kShift>(
-              columns, input, block.row_begin + tile * kTileRows, step, buffers->sums,
-              totals + tile * kTileRows * kPanelWidth + column, fetcher, lines_per_group);
-        }
+        add_groups<kRows, kOffset, kSigned, kFactors, kShift>(columns, {&input, block.row_begin, num_tiles, totals},
+                                                              step, buffers->sums, fetcher, lines_per_group);
       }
     }
     store_finished(args, {block.row_begin, num_rows, panel, bias}, totals);
