@@ -34,12 +34,12 @@ class Demand(NamedTuple):
     weight_bytes: float  # all weights that the step reads, with the experts that its tokens are expected to hit
     kv_bytes: float  # keys and values that the step reads
     written_bytes: float  # keys and values of the new tokens
-    linear_flops: float  # of products with weights in floating point
-    linear_int8_ops: float  # of products with weights in integers
+    linear_flops: float  # FLOPs of products with weights in floating point
+    linear_int8_ops: float  # operations of products with weights in integers
     attention_flops: float
     num_logits: int
     rescanned_bytes: float = 0.0  # the part of weight_bytes that products read several times (AMX)
-    filling_ops: float = 0.0  # of products, on rows that fill up tiles (AMX); no other number contains them
+    filling_ops: float = 0.0  # operations on rows that fill up tiles (AMX); no other number contains them
 
     @property
     def flops(self) -> float:

@@ -31,7 +31,7 @@ class Constants:
     per_step: float
     per_logit_row: float  # sampling, and the host's work for a row
     per_weight_byte: float
-    per_operation: float  # of products with weights
+    per_operation: float  # seconds per operation of products with weights
     per_kv_byte: float
     per_attention_flop: float
     per_rescanned_byte: float

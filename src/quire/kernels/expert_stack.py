@@ -76,7 +76,7 @@ class StackBuilder:
     def __init__(self, E: int, N: int) -> None:
         self._E, self._N = E, N
         self._missing = set(range(E))
-        self._panels: Tensor | None = None  # of all experts
+        self._panels: Tensor | None = None  # panels of all experts
         self._stack: PackedStack | None = None  # set with the first expert
 
     @property
@@ -90,7 +90,7 @@ class StackBuilder:
     def _place(self, e: int, num_bytes: int) -> Tensor:
         if self._panels is None:
             self._panels = WEIGHTS(self._E * num_bytes)
-        if len(self._panels) != self._E * num_bytes:  # of another form: `put` decides
+        if len(self._panels) != self._E * num_bytes:  # the panels have another form: `put` decides
             return torch.empty(num_bytes, dtype=torch.uint8)
         return self._panels[e * num_bytes : (e + 1) * num_bytes]
 

@@ -110,7 +110,7 @@ def empty_deltas(shapes: Sequence[DeltaShape], dtype: torch.dtype) -> list[Packe
             end += -(-size // step) * step
     try:
         piece = mmap.mmap(-1, end * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:  # of a file it would mean something else
+    except OSError as error:  # an OSError of a file would mean something else
         raise MemoryError(f"no memory for {end} elements of an adapter") from error
     memory = torch.frombuffer(piece, dtype=dtype)
     cpu.advise_huge_pages(memory)

@@ -36,7 +36,7 @@ from quire.models.weights import renamed
 from quire.settings import ADAPTER_READ_BYTES
 
 _MAX_CONFIG_BYTES = 1 << 20
-_MAX_TEXT = 300  # of a message that quotes a file
+_MAX_TEXT = 300  # characters of a message that quotes a file
 # File systems count the time of a change in steps of at most this: two changes within one step look like one.
 _SETTLED_NS = 2_000_000_000
 _FLOATS = ("float32", "float16", "bfloat16")

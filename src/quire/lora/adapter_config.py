@@ -19,7 +19,7 @@ from quire.lora.patterns import Pattern, Steps
 CONFIG_NAME = "adapter_config.json"
 MAX_RANK = 1 << 20
 _SAVE_AGAIN = "Save the adapter again with PEFT"
-_MAX_NAME_CHARS = 64  # of a field, in an error
+_MAX_NAME_CHARS = 64  # characters of a field's name in an error
 
 # Values that leave the base's weights and the formula as they are.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")

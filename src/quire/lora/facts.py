@@ -10,5 +10,5 @@ class AdapterFacts(msgspec.Struct, frozen=True):
 
     digest: str  # SHA-256 over names, factors and tensors, hexadecimal
     rank: int  # the largest of its modules
-    num_bytes: int  # of memory that it takes
+    num_bytes: int  # bytes of memory that it takes
     num_modules: int

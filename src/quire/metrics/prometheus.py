@@ -236,7 +236,7 @@ class EngineSeries:
     """The series of one engine: the front end's EngineMetrics.
 
     Args:
-        families: by their declarations.
+        families: the families by their declarations.
         cache_config: the family vllm:cache_config_info.
         labels: values of COMMON_LABELS. Families without the label `engine` have one series for all engines.
         model: see PrometheusMetrics.

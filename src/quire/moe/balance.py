@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _GOOD_ENOUGH = 1.02  # the load of the busiest rank by the mean load
-_LEAST_GAIN = 1e-5  # of a change, in squares of the mean load
+_LEAST_GAIN = 1e-5  # the least gain of a change, in squares of the mean load
 _MOST_COPIED = 8  # experts of the busiest rank that may get another copy: the experts with the most tokens
 
 Floats = NDArray[np.float64]

@@ -87,7 +87,7 @@ def best_depths(
 
     Args:
         chances_of: per request, as `chances`: never rising.
-        step_seconds: of the step without drafts, with one, and so on: up to as many as a step may have.
+        step_seconds: the seconds of the step without drafts, with one, and so on, up to the most drafts of a step.
         draft_seconds: in which the drafter computes a step, from its number of tokens; None: it takes no time.
         least_gain: share of the tokens per second by which drafts have to raise them; below it there are none.
     """

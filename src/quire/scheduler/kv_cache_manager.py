@@ -40,7 +40,7 @@ class BlockTable:
         num_tokens: tokens that the blocks have slots for.
         num_sent: entries of `pages` that the worker has been told.
         reserved: pages for blocks to come, in groups that keep all.
-        first_blocks: by group: the blocks before are given back.
+        first_blocks: the first kept block of each group. The blocks before it are given back.
     """
 
     pages: list[int]

@@ -136,7 +136,8 @@ class InputBatch:
     Args:
         num_tables: block tables of a request.
         adapters: slots by the digests of the adapters that are in memory; may change between steps.
-        arrays: where a step's numbers are written; None: in the host's memory, where the step is computed too.
+        arrays: the arrays that a step's numbers are written to; None: in the host's memory, where the step is computed
+        too.
         pages: the pages of the KV cache that this rank has.
         has_grammars: another rank samples the rows with a grammar otherwise.
     """
@@ -412,7 +413,7 @@ class InputBatch:
         """The tokens of a step have come back that another worker has sampled.
 
         Args:
-            token_ids: by position in the batch, as in StepResult.
+            token_ids: the tokens by position in the batch, as in StepResult.
         """
         at_N = expected.at_N.tolist()
         self.learn_tokens(expected, np.array([token_ids[at][0] if token_ids[at] else -1 for at in at_N]))

@@ -54,7 +54,7 @@ def _shrink_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """sums [T, PARTS, MAX_RANK] = scale * A x. `like`: of A's dtype."""
+    """sums [T, PARTS, MAX_RANK] = scale * A x. `like`: a tensor of A's dtype."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_t = t < T
     part = tl.program_id(1) % PARTS
