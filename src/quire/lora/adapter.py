@@ -202,7 +202,7 @@ def open_adapter(
 
     Raises:
         AdapterError: a file is missing or malformed, or changes before the end of the context; the adapter is not LoRA
-        or rsLoRA; or it does not fit the model or the limits.
+            or rsLoRA; or it does not fit the model or the limits.
     """
     with _open(folder, CONFIG_NAME) as (file, config_stamp):
         raw = file.read(_MAX_CONFIG_BYTES + 1)

@@ -77,10 +77,10 @@ class KVCacheManager:
     fork that starts inside a block of its parent gets its own copy of that block when it is admitted. This is the only
     moment at which copy-on-write can be due.
 
-    A group that does not keep all, of layers with a window for example, has pages for the blocks that the steps in
-    flight and the next one read and write, and no others. Blocks before the window of the first token whose step has
-    not ended are given back when pages are needed. They have been registered before: the result of the step that
-    computed them is here.
+    A group that does not keep all, for example a group of layers with a window, has pages only for the blocks that the
+    steps in flight and the next step read and write. Blocks before the window of the first token whose step has not
+    ended are given back when pages are needed. They have been registered before: the result of the step that computed
+    them is here.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Low-rank additions to the results of products: see kernels.lora.
 
-A block of rows is taken once for each adapter that it has: program g of a block takes the g-th different slot, and ends
+A block of rows is taken once for each adapter that it has. Program g of a block takes the g-th different slot, and ends
 at once if there are fewer. A prompt has one adapter in all its blocks, and each row of a decode may have its own. A
 row's sums do not depend on the other rows of its block.
 
