@@ -78,13 +78,13 @@ class Correction:
 
 
 class Pause:
-    """What a step takes longer after a pause of the engine: meanwhile others fill the processor's caches.
+    """The further time of a step after a pause of the engine: meanwhile others fill the processor's caches.
 
     It is `cold * pause / (pause + HALF_COLD_SECONDS)` seconds, about the same for every step. `cold` is the fit to the
     measured steps. A longer step says less, since its own error is larger.
 
     Args:
-        cold: seconds, of an earlier start.
+        cold: seconds, from an earlier start.
 
     Attributes:
         cold: seconds after an endless pause.

@@ -18,10 +18,10 @@ class Ceilings:
     flops: float
 
 
-# Multiplications and additions per core and cycle with the widest instructions that the kernels use, times a clock of
-# 3 GHz: bfloat16 dot products of AVX-512 (2 x 16 lanes x 2 x 2), float32 FMA of AVX2 (2 x 8 lanes x 2), a tile product
-# of AMX (16 x 16 x 32 in 16 cycles), FMA and bfloat16 matrix products of NEON (2 x 4 lanes x 2, 2 x 16 x 2). The
-# numbers are from Intel's, AMD's and ARM's optimization manuals. A start measures what the machine really reaches.
+# Multiplications and additions per core and cycle with the widest instructions that the kernels use, times a clock of 3
+# GHz: bfloat16 dot products of AVX-512 (2 x 16 lanes x 2 x 2), float32 FMA of AVX2 (2 x 8 lanes x 2), a tile product of
+# AMX (16 x 16 x 32 in 16 cycles), FMA and bfloat16 matrix products of NEON (2 x 4 lanes x 2, 2 x 16 x 2). The numbers
+# are from Intel's, AMD's and ARM's optimization manuals. A start measures the real rates of the machine.
 _FLOPS_PER_CORE = {
     "avx512_bf16": 384e9, "amx": 3072e9, "avx512_vnni": 192e9, "avx512": 192e9, "avx_vnni": 96e9, "avx2": 96e9,
     "neon": 48e9, "neon_dotprod": 48e9, "neon_i8mm": 192e9,

@@ -113,7 +113,7 @@ class AdapterPiece:
     entries: list[tuple[TensorEntry, AdapterModule]]
 
     def tensor(self, entry: TensorEntry) -> Tensor:
-        """One of them, flat, in its own dtype. It shares the memory of the piece if it is aligned."""
+        """One of its tensors, flat, in its own dtype. It shares the memory of the piece if it is aligned."""
         dtype: torch.dtype = getattr(torch, entry.dtype)
         begin = entry.begin - self.begin
         raw = self.raw[begin : begin + entry.end - entry.begin]
@@ -140,13 +140,14 @@ class AdapterFile:
         self.digest = ""
 
     def facts(self, dtype: torch.dtype) -> AdapterFacts:
-        """Of an adapter that is read into tensors of `dtype`."""
+        """The facts of an adapter that is read into tensors of `dtype`."""
         num_elements = sum(module.rank * (module.in_features + module.out_features) for module in self.modules)
         rank = max(module.rank for module in self.modules)
         return AdapterFacts(self.digest, rank, num_elements * dtype.itemsize, len(self.modules))
 
     def pieces(self, dtype: torch.dtype) -> Iterator[AdapterPiece]:
-        """All tensors once, in the order of the file, which is the fastest for a disk. The next overwrites a piece.
+        """All tensors once, in the order of the file, which is the fastest order for a disk. The next overwrites a
+        piece.
 
         Raises AdapterError: a number is NaN or infinite in `dtype`, or the file has become shorter.
         """
@@ -387,7 +388,7 @@ def _check_limits(module: AdapterModule, max_rank: int, target_modules: Collecti
 
 
 def _is_finite(chunk: Tensor) -> bool:
-    """Of one number or more: NaN and infinity have an exponent of ones.
+    """Whether all numbers, one or more, are finite: NaN and infinity have an exponent of ones.
 
     torch's isfinite takes seven times as long (benchmarks/NOTES.md).
     """

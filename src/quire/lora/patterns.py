@@ -47,7 +47,7 @@ class Pattern:
 
     def __init__(self, source: str, steps: Steps) -> None:
         self._source, self._steps = source, steps
-        self._is_literal = _LITERAL.fullmatch(source) is not None  # a dot is a dot: no two modules differ in that
+        self._is_literal = _LITERAL.fullmatch(source) is not None  # a dot is a dot: no two modules differ only in a dot
         if len(source) > _MAX_CHARS:
             raise self._unread(f"at most {_MAX_CHARS} characters")
         self._tokens: list[str] = [] if self._is_literal else _TOKEN.findall(source)
