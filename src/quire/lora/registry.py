@@ -173,7 +173,8 @@ class AdapterRegistry:
 
     def _begin(self, requests: AdapterRequests) -> bool:
         """Read for waiting requests or for a LoadAdapter, in turns. False: there is nothing to read, or no room for
-        it."""
+        it.
+        """
         digest = self._missing(requests)
         if digest is None and not self._operations:
             return False

@@ -70,7 +70,7 @@ class DrafterTime:
         return self._seconds * _units(num_tokens)
 
     def of_step(self, depths: Sequence[int]) -> float:
-        """In which it drafts as many tokens of each row."""
+        """The seconds in which it drafts this number of tokens of each row."""
         return self._seconds * _units_of_step(depths)
 
     def observe(self, seconds: float, depths: Sequence[int]) -> None:
@@ -113,7 +113,7 @@ class AdaptiveDepth:
 
     Attributes:
         waits: steps with drafts are worth waiting for the tokens that they begin with.
-        reading_seconds: in which the drafter reads missing tokens, in the step that is being made.
+        reading_seconds: the time in which the drafter reads missing tokens, in the step that is being made.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ class AdaptiveDepth:
         return {request_id for _, request_id in due}
 
     def _more_seconds(self, depths: Sequence[int]) -> float:
-        """What these drafts add to a step."""
+        """The seconds that these drafts add to a step."""
         count = min(sum(depths), len(self._seconds) - 1)
         more = self._seconds[count] - self._seconds[0]
         return more if self._draft_seconds is None else more + self._draft_seconds.of_step(depths)
@@ -333,7 +333,7 @@ class AdaptiveDepth:
             self._tell(len(requests), prior[0])
 
     def _look(self, starts: Sequence[int], most_each: int, most: int) -> None:
-        """What steps cost now."""
+        """Ask for the present cost of steps."""
         is_first, num_requests = not self._seconds, len(starts)
         self._seconds = self._step_seconds(starts, most)
         self._next_look = self._step + self._look_steps

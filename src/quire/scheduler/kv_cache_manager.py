@@ -1,4 +1,4 @@
-"""Which pages each request owns: prefix lookup, allocation, sharing between forks, registration for reuse."""
+"""The pages that each request owns: prefix lookup, allocation, sharing between forks, registration for reuse."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class KVCacheManager:
         return self._width * sum(map(self.num_blocks_for, lengths))
 
     def table(self, request: Request) -> BlockTable:
-        """Of an admitted request; the manager's own."""
+        """The table of an admitted request; it belongs to the manager."""
         return self._tables[request.request_id]
 
     def hash_prompt(self, request: Request) -> None:

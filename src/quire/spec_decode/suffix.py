@@ -92,6 +92,7 @@ def _not_seen(request: Request, index: Any) -> list[int]:
 
 def _tenant(request: Request) -> bytes:
     """16 bytes that stand for those who may read a request's text. Nobody can find two names with the same bytes
-    (SHA-256)."""
+    (SHA-256).
+    """
     name = repr((request.adapter, request.cache_salt)).encode("utf-8", "surrogatepass")
     return hashlib.sha256(name).digest()[:16]

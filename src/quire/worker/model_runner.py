@@ -55,7 +55,7 @@ def _failed(counts: Sequence[int], error: Exception) -> Drafted:
 
 @dataclass(slots=True)
 class _PromptPiece:
-    """Logprobs on their way of some prompt tokens of one row."""
+    """Logprobs of some prompt tokens of one row, on their way to the host."""
 
     position: int  # the position of the row in the batch
     next_token_ids: Tensor  # on the host
