@@ -95,7 +95,7 @@ int64_t min_amx_rows(const GroupedForm& form) {
   return form.bits != 8 || form.group_size % kAmxKUnit != 0 ? 7 : 5;
 }
 
-// Rows that products read, and what adapters add to them, are prepared in one round of the threads.
+// Rows that products read, and the additions of adapters to them, are prepared in one round of the threads.
 void run_chunk(GemmArgs args, const GemmKernels& kernels) {
   LoraPlan lora = {};
   if (args.adapter_slots != nullptr) {
@@ -214,7 +214,7 @@ void gemm(const GemmArgs& args) {
   }
 }
 
-// A task has some heads, or a block of tokens of one head: it prepares their rows and multiplies them.
+// A task has some heads, or a block of tokens of one head. It prepares their rows and multiplies them.
 void gemm_heads(const HeadGemmArgs& args) {
   const auto element_bytes = static_cast<int64_t>(size_of(args.dtype));
   const int64_t weight_bytes = gemm_packed_bytes(args.dtype, args.weight.n, args.weight.k);

@@ -12,7 +12,7 @@
 namespace quire {
 namespace {
 
-// Of any address: a file need not keep its tensors aligned.
+// Reads from any address, because a file need not keep its tensors aligned.
 template <class To, class From>
 To converted(const char* from, int64_t index) {
   From x;

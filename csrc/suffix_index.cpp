@@ -54,7 +54,7 @@ Places find_places(const Text& text, int chain, Place newest, std::span<const in
   return found;
 }
 
-// What mostly came behind places of at least `length` tokens.
+// The tokens that mostly came behind places of at least `length` tokens.
 template <class Text>
 Draft follow(const Text& text, const Places& places, int length, int64_t most, double min_probability) {
   Draft draft;
@@ -101,8 +101,9 @@ int64_t most_behind(const SuffixRule& rule, int shortest, int longest, int64_t m
   return found;
 }
 
-// Replaces `best` by a better draft from a text, if there is one. Lengths with the same places differ only in how long
-// their drafts may be, and each draft begins the longer ones: so there is one draft for all of them.
+// Replaces `best` by a better draft from a text, if there is one. Lengths with the same places differ only in the
+// longest draft that they allow, and each draft is the beginning of the longer ones. So there is one draft for all of
+// them.
 template <class Text>
 void improve(Draft& best, const Text& text, const Newest& newest, std::span<const int32_t> context, int64_t most,
              const SuffixRule& rule) {
@@ -200,7 +201,7 @@ Place SharedTexts::append(const Tenant& tenant, Place previous, std::span<const 
   made.num_tokens = static_cast<int32_t>(tokens.size());
   std::copy(tokens.begin(), tokens.end(), made.tokens);
 
-  int32_t text[kLongestNgram - 1 + kPageTokens];  // also what the first n-grams of the page begin with
+  int32_t text[kLongestNgram - 1 + kPageTokens];  // the first n-grams of the page begin with these tokens too
   int32_t* const begin = text + kLongestNgram - 1;
   std::copy(tokens.begin(), tokens.end(), begin);
   int num_before = 0;

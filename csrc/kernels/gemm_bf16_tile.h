@@ -81,8 +81,8 @@ using DotTile = DotTiles<false>;
 
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON_I8MM
 
-// bfmmla multiplies 2 columns by 2 rows, 4 k each. One row is multiplied as two, so that its bits are those of a row
-// among others.
+// bfmmla multiplies 2 columns by 2 rows, 4 k each. One row is multiplied as two, so that it has the same bits as among
+// other rows.
 struct DotTile {
   using Input = bf16;
   using Weight = bf16;
@@ -101,7 +101,7 @@ struct DotTile {
     constexpr int kParts = Fetch::kIsSpread ? kPanelWidth / kColumns : 1;
     Spread<kParts, Fetch> share(prefetch);
     for (int64_t column = 0; column < kPanelWidth; column += kColumns) {
-      float32x4_t sums[kPairs][kVectors][2];  // of two columns each: [column][row]
+      float32x4_t sums[kPairs][kVectors][2];  // sums of two columns each: [column][row]
 #pragma GCC unroll 8
       for (int p = 0; p < kPairs; ++p)
 #pragma GCC unroll 8

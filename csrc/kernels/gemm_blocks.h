@@ -75,7 +75,7 @@ class Spread {
 constexpr int64_t kCloseBytes = 2048;
 
 struct PrefetchPlan {
-  const char* begin;   // of the next block
+  const char* begin;   // beginning of the next block
   int lines_per_call;  // `calls` calls with this number of lines fetch the block in one pass
   int64_t calls;
   int num_passes;
@@ -88,8 +88,8 @@ struct PrefetchPlan {
     // The only pass waits for memory. Without prefetching it is 1.1 to 1.3 times as fast there (Zen 4, 1 to 6 rows in 8
     // and 4 bits; benchmarks/NOTES.md).
     if (num_passes == 1 && is_in_order && follows_streams()) return {begin, 0};
-    // Early passes rather than late ones: what the last one fetches comes too late for the first rows of the next
-    // block.
+    // Early passes fetch more than late ones, because lines of the last pass come too late for the first rows of the
+    // next block.
     const auto lines_before = [&](int some) { return ceil_div(lines_per_call * some, num_passes); };
     const int first = lines_before(pass), end = lines_before(pass + 1);
     return {begin + 64 * calls * first, end - first};
@@ -134,7 +134,8 @@ inline void store_rounded(const GemmArgs& args, const Finished& f, const Number&
   });
 }
 
-// The same, plus what adapters add. Not inline: kernels have one way to finish rows, and this part of it is rarer.
+// The same, with the additions of adapters. It is not inline: kernels have one way to finish rows, and this part of it
+// is rarer.
 template <std::invocable<int64_t, int64_t> Number>
 __attribute__((noinline)) void store_with_adapters(const GemmArgs& args, const Finished& f, const Number& number) {
   LoraSpace space;
@@ -147,7 +148,7 @@ __attribute__((noinline)) void store_with_adapters(const GemmArgs& args, const F
   }
 }
 
-// sums(row, column) plus bias, plus what adapters add, rounded to the output type. sums gives a vector.
+// sums(row, column) plus bias, plus the additions of adapters, rounded to the output type. sums gives a vector.
 template <std::invocable<int64_t, int64_t> Sums>
 inline void store_finished(const GemmArgs& args, const Finished& f, const Sums& sums) {
   const auto number = [&](int64_t r, int64_t c) { return sums(r, c) + load(f.bias + c); };

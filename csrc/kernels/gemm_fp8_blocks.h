@@ -132,8 +132,8 @@ inline void add_group(const Fp8Sums& s) {
 }
 
 struct Fp8Blocking {
-  int64_t steps;   // of K that are unpacked at a time
-  int64_t panels;  // that use one block of K in turn, so that rows of x stay in the cache
+  int64_t steps;   // steps of K that are unpacked at a time
+  int64_t panels;  // panels that use one block of K in turn, so that rows of x stay in the cache
 };
 
 // The blocks of a product in the order of multiplication: panels in chunks, in a chunk blocks of K, then panels.

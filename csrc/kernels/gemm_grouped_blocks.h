@@ -162,7 +162,7 @@ constexpr bool is_packed(Codes codes) { return codes == Codes::packed || codes =
 struct GroupRun {
   const QuantizedRows* input;
   int64_t row, first_group, num_groups, group_quads;
-  int bits;                     // of a code as it is multiplied
+  int bits;                     // bits of a code in the products
   const uint8_t* weights;       // [groups][quads][64][4]
   const DecodedGroup* numbers;  // [groups]
   float* totals;                // [rows][64]
@@ -172,9 +172,9 @@ struct GroupRun {
 struct SuperRun {
   const QuantizedRows* input;
   int64_t row, first_super, num_supers, super_groups, group_quads;
-  int bits;                // of a code
+  int bits;                // bits of a code
   const uint8_t* weights;  // [supers][groups][quads][64][4]
-  FactorNumbers numbers;   // of the first
+  FactorNumbers numbers;   // numbers of the first super-group
   float* totals;           // [rows][64]
 
   int64_t first_group() const { return first_super * input->scale_groups; }
@@ -282,7 +282,7 @@ inline void run_form(const GemmBlock& block) {
   const auto passes_of = [](int64_t rows) { return kFactors ? Tile::super_passes(rows) : 1; };
   const int num_passes = static_cast<int>(num_tiles - 1) * passes_of(tile_rows) +
                          passes_of(num_rows - (num_tiles - 1) * tile_rows) + kUnpacks;
-  // with factors those of a tile and its super-groups
+  // with factors, sums of a tile and of its super-groups
   const int64_t totals_rows = num_rows + kPaddedRows, sums_rows = kFactors ? 2 * Tile::kMaxRows : totals_rows;
   constexpr int64_t kNumbersBytes = kMaxQuads / kMinGroupQuads * sizeof(DecodedGroup);
   uint8_t* const unpacked = static_cast<uint8_t*>(scratch(
@@ -291,7 +291,7 @@ inline void run_form(const GemmBlock& block) {
   int32_t* const sums = reinterpret_cast<int32_t*>(unpacked + kUnpackedQuads * kQuadBytes + kNumbersBytes);
   int32_t* const supers = sums + kPanelWidth * Tile::kMaxRows;
   float* const totals = reinterpret_cast<float*>(sums + kPanelWidth * sums_rows);
-  // what a block has whole
+  // blocks have whole units
   const int64_t unit_quads = kFactors ? group_quads * args.weight.form.super_size : group_quads;
   const int64_t block_quads = unit_quads > kMaxQuads ? kMaxQuads : kMaxQuads / unit_quads * unit_quads;
   const int64_t whole_quads = kFactors ? num_quads / unit_quads * unit_quads : num_quads;

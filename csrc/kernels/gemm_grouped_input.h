@@ -62,7 +62,7 @@ struct QuantizedRows {
     minimum_sums = reinterpret_cast<int16_t*>(offset_factors);
   }
 
-  // of the scale or the number for offsets with this index
+  // the place of the scale, or of the number for offsets, with this index
   int64_t at(int64_t row, int64_t index) const { return index * number_pitch + row; }
   int64_t num_sums() const { return num_scales * sums_per_scale; }
   static int64_t padded_rows(int64_t m) { return round_up(m, kPaddedRows); }

@@ -232,7 +232,7 @@ inline void add_eights(const Quads<kRows, false>& x, int64_t first, int64_t coun
   }
 }
 
-// sums += quads [first, first + count), kUnit at a time, of which `chunk` fit into 16 bits
+// sums += quads [first, first + count), kUnit at a time. Sums of `chunk` quads fit into 16 bits.
 template <Codes kCodes, int kUnit, int kRows, int kVectors>
 inline void add_chunks(const Quads<kRows, false>& x, int64_t first, int64_t count, int64_t chunk, const uint8_t* w,
                        Share<kVectors>& share, Sums<kRows, kVectors>& sums) {

@@ -18,15 +18,15 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int kLanes = F32::kWidth;
-constexpr int64_t kRowsPerChunk = 1024;          // added at a time: bounds the scratch memory
+constexpr int64_t kRowsPerChunk = 1024;          // rows that are added at a time: this bounds the scratch memory
 constexpr int64_t kMinMacs = 32 * 1024;          // multiply-adds worth a wake-up of another thread
 constexpr int64_t kShrinkRows = 32;              // rows of x that stay in the L2 cache while the ranks of A pass by
-constexpr int64_t kShrinkRanks = 4;              // of a unit: 8 KiB of A with k = 1024
-constexpr int kVectors = kLoraColumns / kLanes;  // of a panel
+constexpr int64_t kShrinkRanks = 4;              // ranks of a unit: 8 KiB of A with k = 1024
+constexpr int kVectors = kLoraColumns / kLanes;  // vectors in a row of a panel
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
 constexpr int64_t kRowsPerUnit = 4 * kTileRows;  // on tiles
-constexpr int64_t kFewGroups = 4;                // of rows, which get small units
+constexpr int64_t kFewGroups = 4;                // groups of rows that get small units
 constexpr int64_t kMinExpandTileRows = 3;        // fewer rows are faster in vectors
 #endif
 
@@ -51,7 +51,7 @@ inline bool takes_tiles([[maybe_unused]] const LoraInput& input) {
 #endif
 }
 
-// The size of units. On tiles: of few adapters with few rows, small ones, so that each thread has some.
+// The size of units. On tiles, few adapters with few rows get small units, so that each thread has some.
 struct UnitSize {
   int64_t rows, ranks;
 };
@@ -165,7 +165,7 @@ struct Floats {
 };
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-// A unit on tiles, see lora_amx.h. Fetches the following one's A, if it is another.
+// A unit on tiles, see lora_amx.h. It fetches the A of the next unit, if that is another A.
 void shrink_on_tiles(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& following) {
   const LoraInput& input = plan.input;
   const int64_t k = input.table.k, ranks = unit.end - unit.begin, num_rows = unit.row_end - unit.row;
@@ -233,7 +233,7 @@ inline void shrink_tile(const X* const* x, const A* a, int64_t k, float scale, f
     for (int rank = 0; rank < kRanks; ++rank) to[row][first + rank] = scale * reduce_add(sums[row][rank]);
 }
 
-// A unit, which fetches the memory of the following one meanwhile.
+// A unit, which fetches the memory of the next unit meanwhile.
 template <class Step, class X, class A>
 void shrink(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& following) {
   const LoraInput& input = plan.input;
@@ -308,8 +308,8 @@ struct Expansion {
   float* to;
 };
 
-// to[row][columns of kPanels panels] = sums[row] * panels of b, over the ranks. Meanwhile the panels of the next
-// block are fetched: products call for one after the other.
+// to[row][columns of kPanels panels] = sums[row] * panels of b, over the ranks. Meanwhile the panels of the next block
+// are fetched, because products ask for one block after the other.
 template <int kRows, int kPanels, class B>
 inline void expand_panels(const Expansion& e, int64_t first_panel) {
   constexpr int kColumns = kPanels * kVectors;
@@ -358,14 +358,14 @@ constexpr auto expansions(std::integer_sequence<int, kRows...>) {
   return std::array{expand_rows<kRows + 1, B>...};
 }
 
-// A block of rows that have one adapter or none; expand_part takes what Expansion has.
+// A block of rows that have one adapter or none. expand_part takes the fields of Expansion.
 template <class B, class ExpandPart>
 void expand_rows_of_slot(const LoraPlan& plan, const LoraBlock& block, float* to, const ExpandPart& expand_part) {
   const LoraTable& table = plan.input.table;
   const int32_t slot = plan.input.slots[block.row];
   const float* sums = plan.sums + block.row * plan.stride;
-  int64_t first = -block.column, end;  // of the part's columns, counted from the block's
-  // In this order, what a part's last panel has beyond the part is overwritten by the next part.
+  int64_t first = -block.column, end;  // first of the part's columns, counted from the block's first column
+  // In this order, the next part overwrites the columns of a part's last panel that are beyond the part.
   for (int part = 0; part < table.num_parts && first < block.num_columns; ++part, first = end) {
     end = first + table.columns[part];
     const int64_t begin = std::max<int64_t>(first, 0), count = std::min(end, block.num_columns) - begin;
@@ -395,11 +395,11 @@ inline void for_rows_of_slots(const LoraPlan& plan, const LoraBlock& block, int6
 }
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-// Tiles write all their rows. What is behind the last row of an adapter is overwritten by the next rows in this order,
-// and where tiles would write behind the block, vectors take the rows, with the same bits.
+// Tiles write all their rows. In this order, the next rows overwrite the rows behind the last row of an adapter. Where
+// tiles would write behind the block, vectors take the rows, with the same bits.
 void expand_terms(const LoraPlan& plan, const LoraBlock& block, float* to) {
   const int64_t tile_rows = std::min(plan.input.rows, kTileRows);
-  const WithoutSubnormals flushing;  // once for all rows: vectors wait for a change
+  const WithoutSubnormals flushing;  // once for all rows, because vectors wait for a change
   for_rows_of_slots(plan, block, kLoraRows, to, [&](const LoraBlock& rows, float* to_rows) {
     const int64_t written = round_up(rows.num_rows, tile_rows);
     if (rows.num_rows >= kMinExpandTileRows && rows.row - block.row + written <= kLoraRows) {

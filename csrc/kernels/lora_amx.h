@@ -1,13 +1,13 @@
 // Additions of bfloat16 on AMX tiles. A and B are read as they are packed for all instruction sets.
 //
-// A x: of few rows of x, A is the first operand of a tile's product, and a row of x is a column of the second: pairs of
-// k below each other, as they are in memory. Of more rows, x is the first operand, and each step of A is transposed for
-// all of them. Both give the same bits, because the arithmetic of TDPBF16PS is exactly defined and does not tell its
-// operands apart: sums of the first and of the second numbers of pairs, in ascending order and with one rounding for a
-// product and its addition, then one addition of both, and one to the tile. Subnormal numbers are zeros (Intel SDM,
-// volume 2, TDPBF16PS).
+// A x: for few rows of x, A is the first operand of a tile's product. A row of x is a column of the second operand:
+// pairs of k below each other, as they are in memory. For more rows, x is the first operand, and each step of A is
+// transposed once for all of them. Both give the same bits, because the arithmetic of TDPBF16PS is exactly defined and
+// does not tell its operands apart. It sums the first numbers of pairs and the second numbers of pairs, each in
+// ascending order and with one rounding for a product and its addition. Then it adds both sums, and adds the result to
+// the tile. Subnormal numbers are zeros (Intel SDM, volume 2, TDPBF16PS).
 //
-// B (A x): scale * A x is kept in two terms of bfloat16, which are a pair, and both multiply the same number of B. So a
+// B (A x): scale * A x is kept in two terms of bfloat16, which are a pair. Both multiply the same number of B, so a
 // step of a tile has 16 ranks. Tiles multiply many rows, vectors with the same arithmetic multiply few.
 #pragma once
 
@@ -23,10 +23,10 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int64_t kTileRanks = 16;
-constexpr int64_t kStepK = 32;         // of A x
+constexpr int64_t kStepK = 32;         // elements of k in a step of A x
 constexpr int64_t kRowsOfColumns = 4;  // rows of x up to which A is the first operand: a row is a column of the second
 
-// Another configuration of the tiles, and afterwards the one before.
+// Another configuration of the tiles. At its end it restores the earlier configuration.
 class TilesAs {
  public:
   explicit TilesAs(const TileConfig& wanted) {
@@ -155,7 +155,7 @@ inline void shrink_columns(const bf16* const* x, const bf16* a, int64_t k, int64
 struct TiledRows {
   const bf16* x;
   int64_t stride;        // in elements
-  const int32_t* order;  // of the rows
+  const int32_t* order;  // the order of the rows
   int64_t count;
 
   bool follow_each_other() const { return order[count - 1] - order[0] == count - 1; }
@@ -216,8 +216,8 @@ inline void shrink_rows(const TiledRows& rows, const bf16* a, int64_t k, int64_t
   if constexpr (kTiles > 3) _tile_stored(3, sums + 3 * kTileSums, kRowBytes);
 }
 
-// Each number in two terms: its bfloat16, and that of the rest, which has an error of 2^-17 of the number at most.
-// There is no rest of infinity and NaN.
+// Each number in two terms: its bfloat16, and the bfloat16 of the rest. The error is at most 2^-17 of the number.
+// Infinity and NaN have no rest.
 inline __m512i two_terms(__m512 x) {
   constexpr int kInfiniteOrNan = 0x99;  // classes of VFPCLASSPS
   const auto rounded = [](__m512 v) { return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v))); };

@@ -67,7 +67,7 @@ def for_children() -> dict[str, str]:
 
 
 CPU_KVCACHE_SPACE = Variable(
-    "VLLM_CPU_KVCACHE_SPACE", 0.0, float, "KV cache memory on CPU in GiB; 0 = what is free minus the reserve"
+    "VLLM_CPU_KVCACHE_SPACE", 0.0, float, "KV cache memory on CPU in GiB; 0 = the free memory minus the reserve"
 )
 API_KEY = Variable("VLLM_API_KEY", "", str, "API key of the server; --api-key wins")
 LOGGING_LEVEL = Variable("VLLM_LOGGING_LEVEL", "INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")

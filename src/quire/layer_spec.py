@@ -183,7 +183,7 @@ class LinearShape:
         placement: they are the experts of one rank; None: they are all experts of the layer.
         stacked: the name of one tensor [num_experts, N, K] that a checkpoint may hold instead; empty: there is none.
             Biases and the tensors of a quantized form have its name and their own behind it (moe/stack.py).
-        stacked_form: `columns`: that tensor is [num_experts, K, N]. `turns`: so too, and in all of them the outputs of
+        stacked_form: `columns`: the tensor is [num_experts, K, N]. `turns`: so too, and in all of them the outputs of
             the shards take turns.
         is_gate: its few outputs decide about others, so it stays in floating point, and adapters do not change it.
         matrices: the weight is taken apart after loading. These matrices are held in the model's dtype, whatever form
@@ -272,7 +272,7 @@ class NormShape(NamedTuple):
     """A norm: the name of its module in the checkpoint, and the number of elements with one mean.
 
     Attributes:
-        is_layer_norm: it takes the mean away and has a bias; else it is an RMS norm.
+        is_layer_norm: whether it subtracts the mean and has a bias; else it is an RMS norm.
     """
 
     name: str

@@ -9,25 +9,30 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, cast
 
 from quire import envs
-from quire.config import ATTENTION_BACKENDS, EngineConfig, ServerConfig
+from quire.config import EngineConfig, ServerConfig
 from quire.cost.arithmetic import StepArithmetic
 from quire.cost.devices import cpu_ceilings
 from quire.drafter_settings import drafter_settings
 from quire.errors import ConfigError
+from quire.execution_choices import (
+    attention_backend,
+    cudagraph_mode,
+    deterministic,
+    enforce_eager,
+    put_graph_sizes,
+)
 from quire.formats.answer_formats import AnswerFormats
 from quire.formats.kv_format import KV_CACHE_DTYPES, RANGE_POSITIONS, kv_format
 from quire.formats.kv_groups import kv_groups, page_bytes, pages_for
 from quire.formats.weight_format import ON_LOAD, packs_floats
 from quire.hf_config.quantization import QUANTIZATION_NAMES
-from quire.layer_spec import Full
 from quire.lora.from_config import lora_settings
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source, options
-from quire.planning.flashinfer_facts import flashinfer_version, why_not_flashinfer
-from quire.planning.graph_sizes import graph_sizes
 from quire.planning.knee import Knee, described_constants
 from quire.planning.step_sizes import INTEGER_TIMES, SHORT_REQUEST, StepSizes
 from quire.settings import (
+    Choice,
     DeviceSettings,
     ModelSettings,
     Record,
@@ -38,19 +43,12 @@ from quire.settings import (
 )
 
 T = TypeVar("T")
-Choice = tuple[T, Source, str]  # a value, its source, and why
 
 GIB = 1 << 30
 NO_DRIVER = "no driver of a GPU is loaded"
 NEVER_RUN = "nothing of Quire has run on a GPU yet"
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-# The values of QUIRE_ATTENTION_BACKEND beside vLLM's names.
-_SHORT_ATTENTION_BACKENDS = {
-    "triton": "TRITON_ATTN",
-    "cpu": "CPU_ATTN",
-    "reference": "reference",
-}
 GPU_MEMORY_UTILIZATION = 0.9  # the value if none is given
 
 
@@ -197,14 +195,14 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         is_async = put_or("async_scheduling", config.async_scheduling, True, "default", why)
         why = "of all memory: weights, work, graphs and KV cache together; vLLM's default"
         memory_share = put_or("gpu_memory_utilization", memory_share, GPU_MEMORY_UTILIZATION, "default", why)
-        put("enforce_eager", *_enforce_eager(config, model))
-    is_deterministic = put("deterministic", *_deterministic(config, model, gpu))
-    backend = _attention_backend(config, model, gpu, dtype, is_deterministic)
+        put("enforce_eager", *enforce_eager(config, model))
+    is_deterministic = put("deterministic", *deterministic(config, model, kind))
+    backend = attention_backend(config, model, kind, dtype, is_deterministic)
     put("attention_backend", *backend)
     mode, largest = config.cudagraph_mode, config.max_cudagraph_capture_size
     if gpu is not None:
-        mode = put("cudagraph_mode", *_cudagraph_mode(config, _enforce_eager(config, model), backend))
-        largest = _put_graph_sizes(record, config, mode, max_num_seqs, budget)
+        mode = put("cudagraph_mode", *cudagraph_mode(config, enforce_eager(config, model), backend))
+        largest = put_graph_sizes(record, config, mode, max_num_seqs, budget)
     if (speculation := config.speculative_config) is not None:
         source = config.sources["speculative_config"]
         put("speculative_config", speculation.effective(), source, speculation.describe())
@@ -299,10 +297,10 @@ def _shards_sampling(config: EngineConfig) -> tuple[bool, Source, str]:
     if not config.enable_batch_sharded_sampling:
         return False, source, ""
     if config.distributed_executor_backend == "external_launcher":
-        return False, "formula", "the first rank samples all rows: those that torchrun starts draw seeds of their own"
+        return False, "formula", "the first rank samples all rows: ranks of torchrun draw seeds of their own"
     if config.tensor_parallel_size == 1:
         return False, "formula", "there is one rank in a stage"
-    return True, source, "but for rows with a grammar, and logprobs of prompts, which are those of the first rank"
+    return True, source, "the first rank samples rows with a grammar and computes logprobs of prompts"
 
 
 def _put_rest(record: Record, config: EngineConfig | ServerConfig) -> None:
@@ -320,9 +318,9 @@ _UNSET = {
     "model": "the bundled demo model",
     "tokenizer": "the model's",
     "max_cudagraph_capture_size": "nothing is captured on a CPU",
-    "gpu_memory_utilization": "what is free decides",
-    "kv_cache_memory_bytes": "what is free decides",
-    "num_gpu_blocks_override": "what is free decides",
+    "gpu_memory_utilization": "the free memory decides",
+    "kv_cache_memory_bytes": "the free memory decides",
+    "num_gpu_blocks_override": "the free memory decides",
     "download_dir": "the hub library's cache",
     "seed": "another one at every start",
     "slo_ttft": "no target",
@@ -435,132 +433,6 @@ def _experts_of_ranks(model: ModelConfig) -> str:
     placements = {part.placement for part in model.experts()}
     counts = (" + ".join(str(len(own)) for own in placement.experts) for placement in placements if placement)
     return "; ".join(f"{count} experts of a layer, by ranks" for count in counts) or "one rank has all experts"
-
-
-def _enforce_eager(config: EngineConfig, model: ModelConfig) -> Choice[bool]:
-    """Whether decoding is not captured: a captured step may only launch kernels, and never read a result on the
-    host.
-    """
-    if config.enforce_eager:
-        return True, config.sources["enforce_eager"], "no CUDA graphs"
-    if not model.is_native or config.model_impl == "transformers":
-        return True, "model", "transformers' modelling code is not captured in CUDA graphs"
-    return False, config.sources["enforce_eager"], "decoding is captured in CUDA graphs"
-
-
-def _cudagraph_mode(config: EngineConfig, eager: Choice[bool], backend: Choice[str]) -> Choice[str]:
-    """NONE, FULL_DECODE_ONLY or FULL: graphs hold whole forward passes, attention included."""
-    chosen, source = config.cudagraph_mode, config.sources["cudagraph_mode"]
-    if eager[0]:
-        return "NONE", *eager[1:]
-    if backend[0] == "reference":
-        return "NONE", backend[1], "the reference attention waits for the device, which a graph cannot hold"
-    if chosen in ("NONE", "FULL_DECODE_ONLY"):
-        return chosen, source, ""
-    if backend[0] == "FLASHINFER":
-        return "FULL_DECODE_ONLY", "device", "FlashInfer's kernels for mixed steps are not captured"
-    return "FULL", source, "decodes by number of rows; mixed steps of few tokens, whose launches take longest"
-
-
-def _put_graph_sizes(record: Record, config: EngineConfig, mode: str, max_num_seqs: int, num_tokens: int) -> int:
-    """The sizes and their bound. As in vLLM, the settled bound is the largest size that is captured.
-
-    Raises ConfigError for a bound that nothing fits under or that contradicts the sizes.
-    """
-    wished, bound = config.cudagraph_capture_sizes, config.max_cudagraph_capture_size
-    if mode != "NONE" and bound is not None:
-        if bound < 1:
-            raise ConfigError(
-                "No CUDA graph is that small",
-                value=bound,
-                expected="a positive number",
-                fix="Use --enforce-eager to capture nothing",
-                param="max_cudagraph_capture_size",
-            )
-        largest = max((size for size in wished if size <= num_tokens), default=0)
-        if wished and bound != largest:
-            raise ConfigError(
-                "--max-cudagraph-capture-size is not the largest of --cudagraph-capture-sizes",
-                value=bound,
-                expected=f"{largest}, the largest of {', '.join(map(str, wished))} that --max-num-batched-tokens "
-                f"{num_tokens} holds",
-                fix="Leave one of the two out",
-                param="max_cudagraph_capture_size",
-            )
-    sizes = graph_sizes(mode, max_num_seqs, num_tokens, wished, bound)
-    record.put("cudagraph_capture_sizes", wished, config.sources["cudagraph_capture_sizes"], sizes.describe())
-    detail = "" if bound in (None, sizes.largest) else f"{bound} was asked for; {sizes.describe()}"
-    source = config.sources["max_cudagraph_capture_size"]
-    return record.put("max_cudagraph_capture_size", sizes.largest, source, detail)
-
-
-def _deterministic(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None) -> Choice[bool]:
-    """Whether the chosen kernels give a row the same bits in every batch."""
-    chosen, source = config.deterministic, config.sources["deterministic"]
-    if not chosen and envs.BATCH_INVARIANT.get():
-        chosen, source = True, "environment"
-    if gpu is None:
-        return chosen, source, "on CPU every path is, so it changes nothing"
-    if not chosen:
-        return False, source, "cuBLAS, _scaled_mm and the splitting of long sequences follow the number of rows"
-    if not model.is_native or config.model_impl == "transformers":
-        raise ConfigError(
-            "transformers' modelling code is not deterministic on a GPU: its norms and products follow the batch",
-            fix="Leave --deterministic out, or take a model with a native implementation",
-            param="deterministic",
-        )
-    return True, source, "products in Triton instead of cuBLAS and _scaled_mm, attention in ranges of fixed keys"
-
-
-def _attention_backend(
-    config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None, dtype: str, is_deterministic: bool
-) -> Choice[str]:
-    """By vLLM's names, or "reference". Raises ConfigError for one that does not exist or cannot be used."""
-    chosen, source = config.attention_backend, config.sources["attention_backend"]
-    fix = "Leave --attention-backend out"
-    variable = envs.ATTENTION_BACKEND
-    if chosen == "auto" and (named := variable.get()):
-        known = {backend.lower(): backend for backend in ATTENTION_BACKENDS} | _SHORT_ATTENTION_BACKENDS
-        if named.lower() not in known:
-            raise ConfigError(
-                "Unknown attention backend", value=named, expected="one of " + ", ".join(known), param=variable.name
-            )
-        chosen, source, fix = known[named.lower()], "environment", f"Unset {variable.name}"
-    cache_dtype = kv_format(config.kv_cache_dtype, dtype).torch_dtype
-    if gpu is None:
-        problem: str | None = "it runs on CUDA, and the model on the CPU"
-    elif not model.is_native or config.model_impl == "transformers":
-        problem = "transformers' modelling code runs"
-    else:
-        specs = model.kv_specs()
-        head_dims, kinds = {spec.head_dim_k for spec in specs}, {"chunked": "chunks", "latent": "latent rows"}
-        others = {kinds[spec.kind] for spec in specs if spec.kind in kinds}
-        others |= {"sinks" for layer in model.layers if isinstance(layer.attention, Full) and layer.attention.sinks}
-        problem = why_not_flashinfer(head_dims, dtype, cache_dtype, is_deterministic, others)
-    if chosen == "FLASHINFER" and problem is not None:
-        raise ConfigError(
-            f"FlashInfer cannot be used: {problem}",
-            value=chosen,
-            fix=fix,
-            param="attention_backend",
-        )
-    if chosen in ("TRITON_ATTN", "CPU_ATTN") and (chosen == "CPU_ATTN") != (gpu is None):
-        raise ConfigError(
-            f"{chosen} does not run on {'cpu' if gpu is None else 'cuda'}",
-            value=chosen,
-            fix=fix,
-            param="attention_backend",
-        )
-    if chosen == "FLASHINFER":
-        return chosen, source, f"{flashinfer_version()} is installed, and takes this model"
-    if chosen != "auto":
-        return chosen, source, variable.name if source == "environment" else ""
-    if gpu is None:
-        return chosen, source, "the CPU's kernels, or plain torch where they are not built"
-    if problem is not None:
-        return "TRITON_ATTN", "device", f"our own kernels; not FlashInfer: {problem}"
-    why = f"FlashInfer {flashinfer_version()} takes this model too, but no GPU has shown which is faster"
-    return "TRITON_ATTN", "device", f"our own kernels; {why}: --attention-backend FLASHINFER"
 
 
 def _step_sizes(

@@ -23,6 +23,7 @@ LEAST_KEPT = 8  # positions whose hidden states wait for a head, which reads the
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 T = TypeVar("T")
+Choice = tuple[T, Source, str]  # a value, its source, and why
 R = TypeVar("R", bound="Resolved")
 
 # The quantities that settings limit without being fields of EngineConfig.

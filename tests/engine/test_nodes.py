@@ -271,7 +271,7 @@ def test_who_is_let_in(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mon
         letting.join(15.0)
     close(found)
     assert "it does not know the cluster key" in caplog.text
-    assert "because its message is not that of a node" in caplog.text
+    assert "because its message is not a node's" in caplog.text
     assert waited[0] == f"waiting for node 1 at {ADDRESS}, port {port}"
 
 

@@ -68,7 +68,7 @@ def test_every_shape_gives_the_same_tokens(prompt):
         ("", InvalidRequestError, "no tokens"),
         ([], InvalidRequestError, "no tokens"),
         ({"prompt_token_ids": []}, InvalidRequestError, "no tokens"),
-        ({}, InvalidRequestError, "neither prompt nor"),
+        ({}, InvalidRequestError, "no prompt and no"),
         ({"prompt": 5}, InvalidRequestError, "wrong type, int"),
         ({"prompt_token_ids": "ab"}, InvalidRequestError, "not a list of integers"),
         ({"prompt_token_ids": [1.0]}, InvalidRequestError, "not a list of integers"),

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.config import EngineConfig
 from quire.messages import EngineReady
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.metrics.registry import CACHE_CONFIG_LABELS, METRICS, steps_up_to
@@ -247,6 +248,25 @@ def test_drafts():
 
 def test_drafts_are_shown_where_there_are_some(metrics):
     assert not [name for name in families(metrics) if "spec_decode" in name]
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({"kv_cache_metrics": True}, "vllm:kv_block_"),
+        ({"expert_metrics": True}, "expert"),
+        ({"spec_method": "ngram", "spec_tokens": 3}, "spec_decode"),
+        ({"enable_lora": True}, "lora"),
+        ({"tensor_parallel_size": 2}, "quire_rank_"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "lane"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_settings_of_an_engine_choose_its_metrics(settings, shown):
+    def names(config: EngineConfig) -> set[str]:
+        return {name for name in families(PrometheusMetrics.of_config(config, "m", 2048)) if shown in name}
+
+    assert names(EngineConfig(**settings)) > names(EngineConfig())
 
 
 def test_ranks(metrics):

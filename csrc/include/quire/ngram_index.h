@@ -7,8 +7,8 @@
 
 namespace quire {
 
-// Of one text, which grows at its end. For each length, a table holds where each n-gram of that length stood first: a
-// new token costs one lookup per length, however long the text is.
+// The index of one text, which grows at its end. For each length, a table holds the first place of each n-gram of that
+// length. A new token costs one lookup per length, in a text of any length.
 class NgramIndex {
  public:
   // Lengths of n-grams: 1 <= shortest <= longest.
@@ -31,14 +31,15 @@ class NgramIndex {
   };
 
   uint64_t hash(int64_t end, int64_t length) const;
-  // The position behind the first place of the n-gram that ends at `end`, which is put down if it has none.
+  // The position behind the first place of the n-gram that ends at `end`. If the n-gram has no place yet, this one is
+  // noted.
   int64_t first_end(Table& table, int64_t end, uint64_t hash);
-  // Room for this many more n-grams: half of the slots stay free.
+  // Makes room for this many more n-grams. Half of the slots stay free.
   void reserve(Table& table, size_t count);
 
   std::vector<int32_t> tokens_;
   std::vector<Table> tables_;  // by length, the shortest first
-  int64_t match_end_ = 0;      // of the n-gram that `following` is about; 0: there is none
+  int64_t match_end_ = 0;      // end of the n-gram of `following`; 0: there is none
 };
 
 }  // namespace quire

@@ -1,7 +1,7 @@
 // Places where the last tokens of a request stood before, newest first, and the draft that they speak for: suffix
-// decoding (arXiv 2411.04975) without a tree. Each text keeps, for four lengths of n-grams, a chain of the places where
-// the same n-gram ends, as matchers of LZ77 do: a token costs four entries, the oldest text goes without a trace, and
-// a draft looks at no more than the newest places.
+// decoding (arXiv 2411.04975) without a tree. For four lengths of n-grams, each text keeps a chain of the places where
+// the same n-gram ends, as matchers of LZ77 do. A token costs four entries, the oldest text goes without a trace, and a
+// draft looks only at the newest places.
 #pragma once
 
 #include <array>
@@ -13,15 +13,15 @@
 
 namespace quire {
 
-inline constexpr std::array<int, 4> kChainLengths = {1, 2, 4, 8};  // of n-grams
-inline constexpr int kMostPlaces = 32;                             // of a chain that a draft looks at
+inline constexpr std::array<int, 4> kChainLengths = {1, 2, 4, 8};  // lengths of n-grams
+inline constexpr int kMostPlaces = 32;                             // places of a chain that a draft looks at
 inline constexpr int kPageTokens = 32;
 
-// A place is the number of the token that an n-gram ends with, 0 is none.
+// A place is the number of the token that an n-gram ends with. 0 is no place.
 using Place = uint32_t;
-using Newest = std::array<Place, kChainLengths.size()>;  // of each chain
+using Newest = std::array<Place, kChainLengths.size()>;  // one entry of each chain
 
-// Names who may read a text.
+// The name of those who may read a text.
 struct Tenant {
   uint64_t high, low;
   bool operator==(const Tenant&) const = default;
@@ -35,7 +35,7 @@ class OwnText {
   std::span<const int32_t> tokens() const { return tokens_; }
   int64_t num_bytes() const;
 
-  // Of the n-grams that end the text, except for themselves.
+  // Places of the n-grams that end the text, without the end itself.
   Newest newest() const;
   Place older(int chain, Place place) const { return chains_[chain].older[place - 1]; }
   Place before(Place place) const { return place - 1; }
@@ -63,8 +63,8 @@ class SharedTexts {
   int64_t num_bytes() const;
   int64_t num_requests() const { return num_requests_; }
 
-  // Adds 1 to kPageTokens tokens behind the page `previous` of the same request, which was full; 0: they are its first.
-  // Returns the page: the place of its first token.
+  // Adds 1 to kPageTokens tokens behind the page `previous` of the same request, which was full; 0: they are the
+  // request's first tokens. Returns the page, as the place of its first token.
   Place append(const Tenant& tenant, Place previous, std::span<const int32_t> tokens);
 
  private:
@@ -95,17 +95,17 @@ class SharedTexts {
 
   uint32_t num_pages_;  // a power of two
   int64_t max_requests_, num_requests_ = 0;
-  Place first_ = kPageTokens, end_ = kPageTokens;  // of the pages that are there
+  Place first_ = kPageTokens, end_ = kPageTokens;  // places of the pages that are there
   Memory<Page> pages_;
   Memory<Place> newest_;  // by bucket and chain
 };
 
-// What a tenant may read of them.
+// The texts that a tenant may read.
 class TextsOfTenant {
  public:
   TextsOfTenant(const SharedTexts& texts, const Tenant& tenant) : texts_(texts), tenant_(tenant) {}
 
-  // Of the n-grams that end with these tokens.
+  // Places of the n-grams that end with these tokens.
   Newest newest(std::span<const int32_t> tokens) const;
   Place older(int chain, Place place) const;
   Place before(Place place) const { return texts_.before(place); }
@@ -129,13 +129,13 @@ struct SuffixRule {
 // One request: its own text, and the output that it shares.
 class SuffixIndex {
  public:
-  // shared: nullptr if outputs are not shared. num_prompt: tokens that are not.
+  // shared: nullptr if outputs are not shared. num_prompt: the tokens of the prompt, which are never shared.
   SuffixIndex(const SuffixRule& rule, SharedTexts* shared, const Tenant& tenant, int64_t num_prompt)
       : rule_(rule), shared_(shared), tenant_(tenant), num_not_to_share_(num_prompt) {}
 
   // Grows the text. Whole pages of output are shared.
   void append(std::span<const int32_t> tokens);
-  // The rest of the output is shared: no more tokens come.
+  // Shares the rest of the output, because no more tokens come.
   void finish();
 
   // At most `most` tokens, by the rule in spec_decode/suffix.py.
@@ -150,7 +150,7 @@ class SuffixIndex {
   SuffixRule rule_;
   SharedTexts* shared_;
   Tenant tenant_;
-  int64_t num_not_to_share_;  // tokens at the beginning that are no output, or are shared already
+  int64_t num_not_to_share_;  // tokens at the beginning that are not output, or that are shared already
   Place last_page_ = 0;
   OwnText own_;
 };

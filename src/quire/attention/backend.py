@@ -28,7 +28,7 @@ class AttentionSpec:
     chunk: int = 0  # a token sees the positions of its own chunk of this size; 0: there are no chunks
     has_sinks: bool = False  # each head has a score without a value: see ops.paged_attention
     cache_dtype: torch.dtype | None = None  # the dtype of the KV cache; None: the same as `dtype`
-    value_dim: int | None = None  # latent attention: the first elements of a key are the value; None: it has its own
+    value_dim: int | None = None  # latent attention: the first elements of a key are the value; None: it has values
 
 
 class AttentionBackend(Protocol):

@@ -54,7 +54,8 @@ class SharedBackends:
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         self._tables, self._device, self._name, self._cache_dtype = tables, device, name, cache_dtype
-        self._backends: dict[tuple[AttentionSpec, int], tuple[int, AttentionBackend]] = {}  # with one of its layers
+        # backends, each with one of its layers
+        self._backends: dict[tuple[AttentionSpec, int], tuple[int, AttentionBackend]] = {}
 
     def get(self, layer: int, spec: AttentionSpec) -> AttentionBackend:
         """The backend of a layer with this spec."""

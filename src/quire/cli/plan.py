@@ -65,7 +65,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=partial(run, parser))
 
 
-_ASKS = ("sequences", "workload", "request_rate", "price_per_hour")  # of a row, beside --check and targets
+_ASKS = ("sequences", "workload", "request_rate", "price_per_hour")  # wishes for a row, beside --check and targets
 
 
 def run(parser: Parser, args: argparse.Namespace) -> int:

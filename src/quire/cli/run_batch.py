@@ -18,7 +18,7 @@ DESCRIPTION = """
 Answers every line of OpenAI's batch format ({"custom_id", "method": "POST", "url", "body"}) from a file into another. A
 line that cannot be answered gets an entry with its error. A run that was interrupted is continued by the same command.
 """
-SERVER_SETTINGS = (  # that a file has too
+SERVER_SETTINGS = (  # settings that a file has too
     *("chat_template", "default_chat_template_kwargs", "response_role", "log_level", "log_format"),
     *("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice", "exclude_tools_when_tool_choice_none"),
     *("enable_per_request_metrics", "return_tokens_as_token_ids", "fail_on_environ_validation"),

@@ -139,9 +139,13 @@ PARALLELISM: tuple[Foreign, ...] = (
         _OWN_SERVERS,
         switches="data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb",
     ),
-    *refused("the number of ranks is that of the start", "Start again with other sizes", switches="enable_elastic_ep"),
+    *refused(
+        "the number of ranks does not change after the start",
+        "Start again with other sizes",
+        switches="enable_elastic_ep",
+    ),
     *accepted(
-        "replicas do not wait for each other, and those that Ray places connect to ports that the system chooses",
+        "replicas do not wait for each other, and replicas that Ray places connect to ports that the system chooses",
         values="data_parallel_rpc_port dp_sync_interval",
         switches="disable_nccl_for_dp_synchronization",
     ),
@@ -156,7 +160,8 @@ PARALLELISM: tuple[Foreign, ...] = (
         lambda value: {"distributed_timeout_seconds": value},
     ),
     *accepted(
-        "it belongs to --enable-elastic-ep: the number of ranks is that of the start", values="elastic_ep_max_dp_size"
+        "it belongs to --enable-elastic-ep: the number of ranks does not change after the start",
+        values="elastic_ep_max_dp_size",
     ),
     *accepted("it is for models with hyper-connections, which are not in this version", switches="enable_hc_sp"),
     *accepted(

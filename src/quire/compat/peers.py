@@ -60,7 +60,7 @@ class Peer:
     Args:
         title: its name.
         option: the option of `quire explain`.
-        program: how its command begins; None: it has a Modelfile.
+        program: the beginning of its command; None: it has a Modelfile.
     """
 
     title: str

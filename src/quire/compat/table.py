@@ -49,7 +49,7 @@ def settle(
 
     Args:
         given: settings by name, foreign ones among them.
-        spell: how messages spell a name: `as_flag` on the command line.
+        spell: gives a name as messages spell it: `as_flag` on the command line.
         foreign: the foreign names: of flags, or of keys.
 
     Raises:

@@ -34,12 +34,12 @@ class Demand(NamedTuple):
     weight_bytes: float  # all weights that the step reads, with the experts that its tokens are expected to hit
     kv_bytes: float  # keys and values that the step reads
     written_bytes: float  # keys and values of the new tokens
-    linear_flops: float  # of products with weights in floating point
-    linear_int8_ops: float  # of products with weights in integers
+    linear_flops: float  # FLOPs of products with weights in floating point
+    linear_int8_ops: float  # operations of products with weights in integers
     attention_flops: float
     num_logits: int
     rescanned_bytes: float = 0.0  # the part of weight_bytes that products read several times (AMX)
-    filling_ops: float = 0.0  # of products, on rows that fill up tiles (AMX); no other number contains them
+    filling_ops: float = 0.0  # operations on rows that fill up tiles (AMX); no other number contains them
 
     @property
     def flops(self) -> float:
@@ -64,8 +64,8 @@ class LayerKind:
     flops_per_pair: int
 
     def seen(self, starts: Sequence[int], count: int) -> int:
-        """Tokens that the last one of `count` tokens sees, with itself: the sum over sequences that go on after so many
-        tokens.
+        """Tokens that the last one of `count` tokens sees, with itself: the sum over sequences that go on after
+        `starts` tokens.
         """
         if self.kind == "state":
             return 0
@@ -103,8 +103,8 @@ def _triangle(count: int) -> int:
     return count * (count + 1) // 2
 
 
-# Rows of a tile of the matrix units that CPU kernels use. Up to two tiles of rows go past the weights, which are read
-# once. More rows go over a panel of weights in turns, while it is in the L2 cache (csrc/kernels/gemm_amx.cpp).
+# Rows of a tile of the matrix units that CPU kernels use. For up to two tiles of rows, weights are read once. More rows
+# take turns over a panel of weights, while it is in the L2 cache (csrc/kernels/gemm_amx.cpp).
 _TILE_ROWS = {"amx": 16}
 _STREAMED_TILES = 2
 
@@ -174,7 +174,7 @@ class StepArithmetic:
             if counts[row] > 1:
                 longer.append((starts[row], counts[row]))
                 num_more -= counts[row] - 1
-        # Steps of answers alone are the most: they need no other list.
+        # Most steps have answers alone: they need no other list.
         rows, count = (starts, 1) if not longer else (list(map(add, starts, counts)), 0)
         kv_tokens, pairs = [], []
         for kind in self.kinds:
@@ -223,7 +223,7 @@ class StepArithmetic:
     def same_tiles(self, num_tokens: int) -> int:
         """The most tokens of a step that has as many tiles of rows as one of `num_tokens`; without tiles any step has.
 
-        More of them can take longer at once.
+        More tokens than this can take much longer.
         """
         return num_tokens + -num_tokens % self._tile_rows if self._tile_rows else sys.maxsize
 

@@ -26,8 +26,8 @@ WILD_NOISES = 3.0  # errors beyond this many noises count less and less
 PRIOR_WIDTH = 1.5  # standard deviation of the logarithm of a constant: a factor of 4.5
 OVERLAP_WIDTH = 0.5
 GAUSS_NEWTON_STEPS = 100
-SMALLEST_STEP = 1e-6  # of a logarithm: nothing near is better
-FEW_STEPS = 4  # with this number of measured steps or fewer the interval is wide
+SMALLEST_STEP = 1e-6  # step of a logarithm: nothing near is better
+FEW_STEPS = 4  # with this number of measured steps or fewer, the interval is wide
 FEW_STEPS_SPREAD = 0.5
 SHORT_CONTEXT = 16
 LONG_CONTEXT = 2048
@@ -72,7 +72,7 @@ def points(
     The first of these prompts is short, so that a slow machine can measure it too.
 
     Args:
-        num_tokens: KV cache that the rows of a step may have together. Every row has its own blocks.
+        num_tokens: The KV cache that the rows of a step may have together. Every row has its own blocks.
     """
 
     def decodes(num_rows: int, length: int) -> Rows:
@@ -143,7 +143,7 @@ def fit(steps: Sequence[MeasuredStep], guess: Constants) -> Fit:
 
 
 def all_seconds(demands: Array, constants: Array) -> Array:
-    """What `step_seconds` gives for each step, by each set of constants.
+    """The result of `step_seconds` for each step, by each set of constants.
 
     A fit asks for thousands of times between the steps of a running engine. One by one they would take 20 ms, together
     they take 4.

@@ -18,8 +18,8 @@ RECENT_STEPS = 512  # steps that say how often a prediction is exceeded, and by 
 # A pause of this length costs half as much as an endless one: benchmarks/NOTES.md, 2026-11-28.
 HALF_COLD_SECONDS = 2.0
 SHORTEST_PAUSE = 0.1  # seconds; shorter ones teach nothing
-KNOWN_COLD_SECONDS = 2.0  # what an earlier start has learnt counts as much as a step after a pause of this length
-MAX_COLD_SECONDS = 60.0  # that are kept for later starts
+KNOWN_COLD_SECONDS = 2.0  # the knowledge of an earlier start counts like a step after a pause of this length
+MAX_COLD_SECONDS = 60.0  # the most seconds that are kept for later starts
 
 
 def possible_spread(spread: float) -> float:
@@ -78,13 +78,13 @@ class Correction:
 
 
 class Pause:
-    """What a step takes longer after a pause of the engine: meanwhile others fill the processor's caches.
+    """The further time of a step after a pause of the engine: meanwhile others fill the processor's caches.
 
     It is `cold * pause / (pause + HALF_COLD_SECONDS)` seconds, about the same for every step. `cold` is the fit to the
     measured steps. A longer step says less, since its own error is larger.
 
     Args:
-        cold: seconds, of an earlier start.
+        cold: seconds, from an earlier start.
 
     Attributes:
         cold: seconds after an endless pause.

@@ -18,15 +18,15 @@ class Ceilings:
     flops: float
 
 
-# Multiplications and additions per core and cycle with the widest instructions that the kernels use, times a clock of
-# 3 GHz: bfloat16 dot products of AVX-512 (2 x 16 lanes x 2 x 2), float32 FMA of AVX2 (2 x 8 lanes x 2), a tile product
-# of AMX (16 x 16 x 32 in 16 cycles), FMA and bfloat16 matrix products of NEON (2 x 4 lanes x 2, 2 x 16 x 2). The
-# numbers are from Intel's, AMD's and ARM's optimization manuals. A start measures what the machine really reaches.
+# Multiplications and additions per core and cycle with the widest instructions that the kernels use, times a clock of 3
+# GHz: bfloat16 dot products of AVX-512 (2 x 16 lanes x 2 x 2), float32 FMA of AVX2 (2 x 8 lanes x 2), a tile product of
+# AMX (16 x 16 x 32 in 16 cycles), FMA and bfloat16 matrix products of NEON (2 x 4 lanes x 2, 2 x 16 x 2). The numbers
+# are from Intel's, AMD's and ARM's optimization manuals. A start measures the real rates of the machine.
 _FLOPS_PER_CORE = {
     "avx512_bf16": 384e9, "amx": 3072e9, "avx512_vnni": 192e9, "avx512": 192e9, "avx_vnni": 96e9, "avx2": 96e9,
     "neon": 48e9, "neon_dotprod": 48e9, "neon_i8mm": 192e9,
 }  # fmt: skip
-_LEAST_FLOPS_PER_CORE = 24e9  # of plain torch
+_LEAST_FLOPS_PER_CORE = 24e9  # FLOP/s of plain torch
 # One core of a server's processor: all its cores share eight to twelve channels of DDR5.
 _BANDWIDTH_PER_CORE = 10e9
 
@@ -73,7 +73,7 @@ class Gpu:
         return Ceilings(self.read_bandwidth, self.fp8_flops if is_fp8 and self.fp8_flops else self.bf16_flops)
 
 
-_PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9  # of 16 lanes, in one direction
+_PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9  # bytes per second of 16 lanes, in one direction
 _NVIDIA = "https://www.nvidia.com/en-us/"
 _DATA_CENTER = _NVIDIA + "data-center/"
 _AMPERE = "https://images.nvidia.com/aem-dam/en-zz/Solutions/geforce/ampere/pdf/NVIDIA-ampere-GA102-GPU-Architecture-Whitepaper-V1.pdf"

@@ -41,8 +41,8 @@ class CostModel:
     def calibrate(self, fit: Fit) -> None:
         """Take other constants, and forget what running steps have corrected.
 
-        What a pause and the front end cost does not depend on the constants. It is kept, unless the fit brings what an
-        earlier start has learnt.
+        The costs of a pause and of the front end do not depend on the constants. They are kept, unless the fit brings
+        the costs that an earlier start has learnt.
         """
         self.fit = fit
         self._correction, self._tail = Correction(fit.spread, fit.factors), Tail()
@@ -156,7 +156,7 @@ class CostModel:
         Args:
             attainment: the share of such steps that must take no longer.
             starts, counts: computed and new tokens of each row.
-            num_logits: rows of logits of all of them.
+            num_logits: rows of logits of all rows together.
         """
         return StepRoom(self, self.arithmetic.load(starts, counts, num_logits), seconds / self.margin(attainment))
 

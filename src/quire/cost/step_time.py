@@ -5,7 +5,7 @@
 
 Weights are read while products are computed. `overlap` p says how far the shorter part hides behind the longer one
 (p = 1: not at all). This is the roofline (Williams et al. 2009) with a round knee. Keys and values that the processor's
-caches keep from step to step are read faster. Weights that many rows go over in turns (AMX) cost once more.
+caches keep from step to step are read faster. Weights cost once more if many rows take turns over them (AMX).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Constants:
     per_step: float
     per_logit_row: float  # sampling, and the host's work for a row
     per_weight_byte: float
-    per_operation: float  # of products with weights
+    per_operation: float  # seconds per operation of products with weights
     per_kv_byte: float
     per_attention_flop: float
     per_rescanned_byte: float
@@ -80,7 +80,7 @@ def step_time(
     Args:
         spread: the interval is from seconds / (1 + spread) to seconds * (1 + spread).
         factor: a known correction of the constants' answer.
-        further: seconds that come on top.
+        further: seconds that are added.
     """
     host, linear_bytes, linear_ops, again, kv, attention = _parts(demand, constants)
     linear = _overlapped(linear_bytes, linear_ops, constants.overlap)
@@ -95,7 +95,7 @@ def step_time(
 
 
 def amounts(demand: Demand) -> tuple[float, float, float, float, float, float, float]:
-    """What the constants are multiplied by, in their order: each but the overlap."""
+    """The factors of the constants, in their order: each but the overlap."""
     return (
         1.0,
         demand.num_logits,

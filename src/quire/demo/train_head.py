@@ -1,7 +1,8 @@
 """Trains an EAGLE-3 head (arXiv 2503.01840) that drafts for the demo model: `quire.demo.train --size eagle3`.
 
-The target's tokens are known everywhere, so all positions learn at once. The head is run up to DEPTH times: first on
-hidden states of the target, then on its own hidden states of the run before, one position further, as in drafting.
+The target's tokens are known everywhere, so all positions learn at once. The head is run up to DEPTH times. It first
+runs on hidden states of the target, then on its own hidden states of the run before, one position further, as in
+drafting.
 
 Dimensions: N rows, T positions, D hidden, H heads, E head dim.
 """

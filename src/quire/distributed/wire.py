@@ -89,7 +89,7 @@ def accept(listener: socket.socket, key: bytes, until: float) -> socket.socket:
             peer, place = listener.accept()
         except TimeoutError:
             raise
-        except OSError as error:  # of a peer that has gone again, or of the network: accept(2) says to try again
+        except OSError as error:  # a peer has gone again, or the network failed: accept(2) says to try again
             if time.monotonic() > until:
                 raise TimeoutError(f"no connection can be accepted: {error}") from error
             logger.warning("a connection could not be accepted: %s", error)

@@ -90,7 +90,7 @@ class EngineCore:
         self._refused: list[RequestDelta] = []
         self._preparer = preparer
         self._preparing: dict[str, Polled[object]] = {}  # the key is the request id
-        self._last_end_time = 0.0  # of a step; 0: there was none
+        self._last_end_time = 0.0  # the end of the last step; 0: there was none
 
     def add(self, message: AddRequest, is_ready: Callable[[], bool] | None = None) -> None:
         """Queue a request. If it is refused, the next step answers with its error.

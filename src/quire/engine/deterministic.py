@@ -82,9 +82,9 @@ class DeterministicExecutor:
     """Runs batches as a worker does, on integers.
 
     Each computed token writes a fingerprint of (token, position, all tokens before) into the slot that each block table
-    names, and each next token depends on what it reads back from the slots that layers of the table's group read. A
-    wrong block, a missed copy, a stale or an overwritten slot changes the output. Tokens of the output are comparable
-    with `expected_tokens`.
+    names. Each next token depends on the fingerprints in the slots that layers of the table's group read. A wrong
+    block, a missed copy, a stale or an overwritten slot changes the output. Tokens of the output are comparable with
+    `expected_tokens`.
     """
 
     def __init__(

@@ -291,7 +291,7 @@ def _first_message(peer: socket.socket, kind: type[T]) -> T | None:
             return message
         raise wire.WireError(f"{type(message).__name__} where {kind.__name__} comes first")
     except (wire.WireError, OSError, msgspec.MsgspecError) as error:
-        logger.warning("a connection is closed, because its message is not that of a node: %s", error)
+        logger.warning("a connection is closed, because its message is not a node's: %s", error)
         peer.close()
         return None
 

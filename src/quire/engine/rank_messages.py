@@ -98,7 +98,7 @@ class LoadAdapter(msgspec.Struct, tag=True):
 class AddAdapter(msgspec.Struct, tag=True):
     """One that was read. Adapters are added in the order in which they were read."""
 
-    number: int  # of its LoadAdapter among those of the rank, from 0 on: an adapter may be read twice
+    number: int  # the number of its LoadAdapter on the rank, from 0 on: an adapter may be read twice
 
 
 class DropAdapter(msgspec.Struct, tag=True):

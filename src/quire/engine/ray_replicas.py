@@ -104,7 +104,7 @@ class RayReplicas:
         count = max(machines.count(machines[index]), 1) if machines[index] else 1
         launch.config = replace(self._config, data_parallel_size_local=count, hf_token=None)
         launch.free_memory_bytes = self._free_bytes.get(machines[index])
-        num_ranks = min(self._config.num_local_ranks, self._needs["CPU"]) - 1  # which load their libraries meanwhile
+        num_ranks = min(self._config.num_local_ranks, self._needs["CPU"]) - 1  # they load their libraries meanwhile
         actor, run = self._cluster.run(
             index // self._bundle_size, (*REPLICA_PROGRAM, str(num_ranks)), msgspec.json.encode(launch), self._needs
         )

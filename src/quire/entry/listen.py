@@ -30,7 +30,9 @@ SOCKET_UMASK = 0o177  # a Unix socket is its owner's alone: mode 0600
 
 @dataclass(frozen=True)
 class Address:
-    """How the server is reached. `name`: for people; `url`: what clients ask; `curl`: what curl needs besides."""
+    """How the server is reached. `name`: a name for people; `url`: the URL that clients ask; `curl`: further options
+    that curl needs.
+    """
 
     name: str
     url: str

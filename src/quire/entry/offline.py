@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from quire.config import EngineConfig, max_draft
+from quire.config import EngineConfig
 from quire.demo import DEMO_MODEL_NAME
 from quire.engine.core import EngineCore
 from quire.entry.interrupt import interrupts_between_steps
@@ -37,17 +37,8 @@ def engine_metrics(config: EngineConfig, engine: StartedEngine) -> PrometheusMet
     from quire.metrics.prometheus import PrometheusMetrics  # slow to import, and few ask for it
 
     name = config.served_model_name[0] if config.served_model_name else config.model or DEMO_MODEL_NAME
-    metrics = PrometheusMetrics(
-        name,
-        engine.resolved.model.max_model_len,
-        model=engine.model_config,
-        kv_blocks=config.kv_cache_metrics,
-        experts=config.expert_metrics,
-        max_draft=max_draft(config),
-        has_adapters=config.enable_lora,
-        num_ranks=config.num_ranks,
-        num_lanes=config.num_lanes,
-    )
+    max_model_len = engine.resolved.model.max_model_len
+    metrics = PrometheusMetrics.of_config(config, name, max_model_len, model=engine.model_config)
     metrics.engines[0].on_ready(engine.ready_message())
     return metrics
 

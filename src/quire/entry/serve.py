@@ -16,7 +16,7 @@ from types import FrameType
 import uvloop
 
 from quire import envs, logs
-from quire.config import EngineConfig, ServerConfig, max_draft
+from quire.config import EngineConfig, ServerConfig
 from quire.demo import DEMO_MODEL_NAME
 from quire.entry import systemd
 from quire.entry.interrupt import end_at_once, interrupts_between_steps
@@ -220,18 +220,13 @@ class ServingProcess:
     ) -> None:
         self._parts, self._listener, self._display = parts, listener, display
         self._drain_seconds = server_config.shutdown_timeout
-        metrics = PrometheusMetrics(
+        metrics = PrometheusMetrics.of_config(
+            engine_config,
             settings.served_model_names[0],
             parts.model_config.max_model_len,
             engine_config.num_replicas,
-            model=parts.model_config,
+            parts.model_config,
             legacy_names=server_config.legacy_metric_names,
-            kv_blocks=engine_config.kv_cache_metrics,
-            experts=engine_config.expert_metrics,
-            max_draft=max_draft(engine_config),
-            has_adapters=engine_config.enable_lora,
-            num_ranks=engine_config.num_ranks,
-            num_lanes=engine_config.num_lanes,
         )
         self._refreshes_tls = server_config.enable_ssl_refresh
         self._needs_key = bool(settings.api_keys)

@@ -53,7 +53,7 @@ class BoundedPool(ABC):
     """
 
     module: ClassVar[str]  # the module that the processes run
-    task: ClassVar[str]  # what the processes do, for messages: "renders chats"
+    task: ClassVar[str]  # the work of the processes, for messages: "renders chats"
     culprit: ClassVar[str]  # the part to blame if a process ends: "chat template"
     lost: ClassVar[type[ProcessLostError]]
 

@@ -59,7 +59,7 @@ def normalise_messages(
         messages: `{"role": ..., "content": ...}` and other keys for the template. Content is a string or a list of text
             parts. In an assistant message it may be None or missing and becomes "".
         content_as_parts: the template reads lists of parts; otherwise parts are joined by newlines.
-        keep_strings: with `content_as_parts`, do not turn strings into parts.
+        keep_strings: strings are not turned into parts, even with `content_as_parts`.
 
     Raises:
         InvalidRequestError: malformed messages; `param` is the path. UnsupportedFieldError: a part is not text.

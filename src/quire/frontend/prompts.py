@@ -82,7 +82,7 @@ def read_prompt(prompt: PromptType) -> tuple[str | None, list[int] | None, str |
         )
     if text is None and ids is None:
         raise InvalidRequestError(
-            "A prompt dictionary has neither prompt nor prompt_token_ids", expected=_SHAPES, param="prompt"
+            "A prompt dictionary has no prompt and no prompt_token_ids", expected=_SHAPES, param="prompt"
         )
     return text, None if ids is None else plain_token_ids(ids), check_cache_salt(prompt.get("cache_salt"))
 

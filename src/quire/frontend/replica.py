@@ -76,7 +76,8 @@ class Replica:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index, self.output_processor = index, output_processor
-        self.facts: EngineReady | None = None  # of the last engine that was ready, with limits that were changed since
+        # from the last engine that was ready, with limits that were changed since
+        self.facts: EngineReady | None = None
         self.is_ready = False  # whether its engine has produced a real token and has not failed
         self.progress: EngineProgress | None = None  # the progress of a start, until the engine is ready
         self.error: QuireError | None = None  # the reason why no engine is left

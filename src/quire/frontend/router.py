@@ -11,9 +11,9 @@ distributed server system" (Journal of Parallel and Distributed Computing 59, 19
 - step(rows, tokens): the predicted seconds of a step with one token of each answer (Pace.answer_step).
 - A: the steps that recent answers took, the mean over all replicas.
 
-A and the step times are the same for all replicas, which have the same model and settings: a difference by chance
-between their recent answers or their calibrations would weigh more than a request. A replica that is slower than the
-others ends its requests later, so it has more of them left.
+A and the step times are the same for all replicas, which have the same model and settings. Otherwise a difference by
+chance between their recent answers or their calibrations would weigh more than a request. A replica that is slower than
+the others ends its requests later, so it has more of them left.
 
 The prompt of the new request is left out, because it takes the same time everywhere. Everything is a count or a sum
 that the replica keeps anyway: a choice takes time in proportion to the replicas, not to the requests.

@@ -59,7 +59,7 @@ class FinishedRequest:
     prefill_seconds: float | None
     decode_seconds: float | None
     has_met_targets: bool | None = None  # None: there are no targets, or it did not end by itself
-    longest_num_output_tokens: int | None = None  # of all n; only the last one that ends has it
+    longest_num_output_tokens: int | None = None  # the longest of all n; only the last one that ends has it
 
     @property
     def inference_seconds(self) -> float | None:

@@ -291,7 +291,7 @@ class _Header:
         if kind != _BOOL:
             return value
         if value > 1:
-            raise self._wrong(f"has a boolean that is neither ({key})", value, "0 or 1")
+            raise self._wrong(f"has a boolean that is not 0 or 1 ({key})", value, "0 or 1")
         return bool(value)
 
     def _array(self, key: str, depth: int) -> Any:

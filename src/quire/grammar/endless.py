@@ -5,8 +5,8 @@ goes on until max_tokens. So these parts are taken out of a schema, and a schema
 
 A state is a set of schemas that hold for one value together. It can end in one of its ways: with one alternative of
 each `anyOf`, `oneOf` and `enum`, as one kind of value, in which each part that has to be there is in a state that can
-end. The states that can end are the least fixed point of this, which is how the emptiness of an alternating tree
-automaton is decided (Comon et al., Tree Automata Techniques and Applications, chapter 7).
+end. The states that can end are the least fixed point of this rule. The emptiness of an alternating tree automaton is
+decided in this way (Comon et al., Tree Automata Techniques and Applications, chapter 7).
 """
 
 from __future__ import annotations

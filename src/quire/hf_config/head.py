@@ -130,7 +130,7 @@ def mtp(
 
     Args:
         raw: config.json of the target.
-        names: as for eagle3.
+        names: the names, as for eagle3.
 
     Raises ModelConfigError: the model has no such layer.
     """

@@ -175,14 +175,16 @@ def packed_weight(
 def gemm(x_MK: Tensor, weight: Any, bias_N: Tensor | None, out_MN: Tensor, adapters: RowAdapters | None = None) -> None:
     """out = x @ weight.T + bias, plus the additions of adapters. Rows of x and out may be strided.
 
-    The last dimension is contiguous. `weight`: from `packed_weight`.
+    The last dimension is contiguous. `weight`: a result of `packed_weight`.
     """
     table, slots_M = (None, None) if adapters is None else (adapters.table.compiled, adapters.slots_T)
     _C.Gemm(x=x_MK, weight=weight, bias=bias_N, out=out_MN, adapters=table, adapter_slots=slots_M).run()
 
 
 def gemm_heads(x_THK: Tensor, weight: Any, out_THN: Tensor) -> None:
-    """out[:, h] = x[:, h] @ weight[h].T. The last dimension of x and out is contiguous; `weight`: of the first head."""
+    """out[:, h] = x[:, h] @ weight[h].T. The last dimension of x and out is contiguous; `weight`: the weight of the
+    first head.
+    """
     _C.HeadGemm(x=x_THK, weight=weight, out=out_THN).run()
 
 
@@ -250,7 +252,7 @@ def expert_linear(
     out_PN: Tensor,
     first_place: int = 0,
 ) -> None:
-    """See experts.expert_linear. Rows of x and out may be strided. `stack`: from `expert_stack`."""
+    """See experts.expert_linear. Rows of x and out may be strided. `stack`: a result of `expert_stack`."""
     _C.ExpertProduct(
         x=x,
         stack=stack,
@@ -504,7 +506,8 @@ def shared_attention(
     """See distributed.group.Group.attend. Raises GroupError or StepVoid.
 
     Args:
-        members: the rank of the first owner, the number of owners, which one this rank is, and its first head of q.
+        members: the rank of the first owner, the number of owners, the place of this rank among them, and its first
+            head of q.
     """
     first_member, num_owners, owner, first_result = members
     _C.SharedAttention(

@@ -47,7 +47,7 @@ class PackedStack:
 
     @property
     def tensor(self) -> Tensor:
-        """One of its tensors."""
+        """One tensor of the weight."""
         return self.weight.data if isinstance(self.weight, PackedLinear) else self.weight.tensor
 
     @cached_property
@@ -70,13 +70,14 @@ class PackedStack:
 class StackBuilder:
     """Takes the packed weights of E experts [N, K], in any order. They have one form.
 
-    A CPU weight that is packed in the memory of its place is not copied. Others are: drop them after `put`.
+    A CPU weight that is packed in the memory of its place is not copied. Other weights are copied: drop them after
+    `put`.
     """
 
     def __init__(self, E: int, N: int) -> None:
         self._E, self._N = E, N
         self._missing = set(range(E))
-        self._panels: Tensor | None = None  # of all experts
+        self._panels: Tensor | None = None  # panels of all experts
         self._stack: PackedStack | None = None  # set with the first expert
 
     @property
@@ -90,7 +91,7 @@ class StackBuilder:
     def _place(self, e: int, num_bytes: int) -> Tensor:
         if self._panels is None:
             self._panels = WEIGHTS(self._E * num_bytes)
-        if len(self._panels) != self._E * num_bytes:  # of another form: `put` decides
+        if len(self._panels) != self._E * num_bytes:  # the panels have another form: `put` decides
             return torch.empty(num_bytes, dtype=torch.uint8)
         return self._panels[e * num_bytes : (e + 1) * num_bytes]
 
@@ -184,7 +185,7 @@ def _with_tensors(packed: Packed, tensors: dict[str, Any], N: int, order: Tensor
 
 
 def _form(packed: Packed, scales: str | None = None) -> str:
-    """`scales`: their dtype in place of float16 or float32."""
+    """`scales`: the dtype of scales, in place of float16 or float32."""
     match packed:
         case PackedLinear():
             form = str(packed.dtype)

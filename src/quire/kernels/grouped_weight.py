@@ -33,7 +33,7 @@ class GroupedWeight:
         bits: 2 to 6 or 8.
         group_size: elements along K that share a scale: a multiple of 16, at most MAX_GROUP_SIZE. With 3 and 5 bits it
             is 16 or a multiple of 32, and the number of elements of a super-group is a multiple of 32.
-        scales_NG: float32 or float16, int8 factors of `super_scales_NS`, or, of MXFP4, uint8: s above; 255 is NaN.
+        scales_NG: float32 or float16, int8 factors of `super_scales_NS`, or, for MXFP4, uint8: s above; 255 is NaN.
         zeros_NG: uint8, the codes of the value 0; None: 2^(bits - 1), unless there are minima.
         minima_NG: float32 or float16, or int8 factors of `super_minima_NS`; they exclude zeros.
         super_scales_NS: float16.

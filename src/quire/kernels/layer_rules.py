@@ -89,7 +89,7 @@ class HeadRotation:
         norm_eps: the epsilon of both norms.
         norm_weight_offset: added to the weights.
         temperature: q at position p is multiplied by 1 + temperature * log(1 + floor((p + 1) / temperature_floor)), for
-            long contexts (Llama 4; arXiv 2501.19399). 0: it is not.
+            long contexts (Llama 4; arXiv 2501.19399). 0: it is not multiplied.
         temperature_floor: tokens, above 0.
     """
 

@@ -22,7 +22,7 @@ from quire.kernels import cpu, gpu, reference
 from quire.kernels.guards import check_contiguous, check_dtype, check_last_stride, check_places, check_shape
 
 MOST_PARTS = 4  # kLoraParts
-_ALIGNMENT = 64  # bytes, of a factor
+_ALIGNMENT = 64  # bytes of a factor
 _ROWS, _TRANSPOSED, _PANELS = range(3)  # FactorForm
 _ROWS_BEFORE_ROUNDING = 240  # elements that are multiplied in float32 at a time: this bounds their memory
 
@@ -58,7 +58,7 @@ class PackedDelta:
 
     @property
     def a(self) -> Tensor:
-        """[R, K]; of embeddings [K, R], so that a token's numbers lie side by side."""
+        """[R, K]; for embeddings [K, R], so that a token's numbers lie side by side."""
         R, K = self.shape.rank, self.shape.K
         sizes = (K, R) if self.shape.looks_up else (R, K)
         return self.memory[self.first_a : self.first_a + R * K].view(sizes)
@@ -83,7 +83,7 @@ class PackedDelta:
         return [begin, cpu.DTYPE_CODES[dtype], self.rank, self.shape.K, form, self.first_a]
 
     def b_from(self, begin: int, dtype: torch.dtype) -> list[int]:
-        """The same of B [N, R]."""
+        """The same for B [N, R]."""
         return [begin, cpu.DTYPE_CODES[dtype], self.shape.N, self.rank, _PANELS, self.first_b]
 
     def words(self) -> list[int]:
@@ -96,9 +96,9 @@ class PackedDelta:
 def empty_deltas(shapes: Sequence[DeltaShape], dtype: torch.dtype) -> list[PackedDelta]:
     """Memory for deltas, side by side in one piece that goes back to the system when all of them are gone.
 
-    `pack_factors` fills it. malloc would keep parts of it: an adapter has hundreds of small factors. The piece has huge
-    pages where the system has them: a step reads a few KB of each adapter in turns, and most of the time would go to
-    looking up pages.
+    `pack_factors` fills it. malloc would not give all of it back, because an adapter has hundreds of small factors. The
+    piece has huge pages where the system has them: a step reads a few KB of each adapter in turns, and most of the time
+    would go to looking up pages.
 
     Raises MemoryError.
     """
@@ -110,7 +110,7 @@ def empty_deltas(shapes: Sequence[DeltaShape], dtype: torch.dtype) -> list[Packe
             end += -(-size // step) * step
     try:
         piece = mmap.mmap(-1, end * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:  # of a file it would mean something else
+    except OSError as error:  # an OSError of a file would mean something else
         raise MemoryError(f"no memory for {end} elements of an adapter") from error
     memory = torch.frombuffer(piece, dtype=dtype)
     cpu.advise_huge_pages(memory)
@@ -194,7 +194,7 @@ class LoraTable:
 
     @property
     def is_empty(self) -> bool:
-        """No slot adds anything."""
+        """Whether no slot adds anything."""
         return not self._filled
 
     def row(self, deltas: Sequence[PackedDelta | None]) -> SlotRow:
@@ -246,7 +246,7 @@ class RowAdapters:
     slots_T: Tensor
 
     def check(self, T: int, K: int, N: int) -> None:
-        """Check that they are for a product of T rows."""
+        """Check that the slots fit a product of T rows."""
         if (self.table.K, self.table.N) != (K, N):
             raise ValueError(f"the adapters' table is of [{self.table.N}, {self.table.K}], expected [{N}, {K}]")
         if self.table.looks_up:
@@ -280,9 +280,9 @@ def add_lora(
 
     Args:
         base_TN: float32; rows may be strided.
-        x: [T, K] of any of the three dtypes, rows may be strided; of embeddings token ids (int64) [T], in [0, K).
+        x: [T, K] of any of the three dtypes, rows may be strided; for embeddings, token ids (int64) [T], in [0, K).
         slots_T: int32 in [-1, S); -1: no adapter, and base is only rounded.
-        out: [T, N] of `out_dtype`, takes the result; rows may be strided. Of float32 it may be base.
+        out: [T, N] of `out_dtype`, takes the result; rows may be strided. If it is float32, it may be base.
     """
     _check(base_TN, x, slots_T, table, out_dtype, out)
     if cpu.available() and base_TN.is_cpu and not gpu.takes(base_TN):

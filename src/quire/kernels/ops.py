@@ -250,9 +250,9 @@ def latent_rope_and_cache(
     """Latent attention between its projections and attention: rotary embedding, write to the KV cache.
 
     q holds the parts of the heads that rotate. A row of L elements holds the normed latents and, in the last R
-    elements, the part of the key that rotates; it goes to its slot of a cache with one KV head whose values are the
-    beginnings of its keys. `out` gets the rotated q, in the order of dimensions of the rotated keys: halves. All may be
-    strided (last dimension contiguous). For the rest see `rope_and_cache`.
+    elements, the part of the key that rotates; it goes to its slot of a cache with one KV head. The values of this
+    cache are the beginnings of its keys. `out` gets the rotated q, in the order of dimensions of the rotated keys:
+    halves. All may be strided (last dimension contiguous). For the rest see `rope_and_cache`.
     """
     cos_sin_PR = rotation.cos_sin_PR
     check_filled("q", q_THR, "THR")
@@ -402,7 +402,7 @@ def forbid_tokens(logits_RV: Tensor, masks_MW: Tensor, rows_M: Tensor) -> None:
     """Set float32 logits to -inf in place where a mask forbids the token.
 
     Bit i of word w of an int32 mask is 1 if token 32 w + i is allowed. rows: int32, the row of logits of each mask, in
-    [0, R); a row may have several masks, and a token is allowed if all of them allow it.
+    [0, R). A row may have several masks; then a token is allowed if all of them allow it.
     """
     _check_logits(logits_RV)
     M = rows_M.shape[0]

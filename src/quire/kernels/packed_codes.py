@@ -41,7 +41,7 @@ class PackedCodes(Generic[W]):
 
     @property
     def tensor(self) -> Tensor:
-        """One of its tensors."""
+        """One tensor of the weight."""
         if self.data is not None:
             return self.data
         assert self.weight is not None

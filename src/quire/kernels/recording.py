@@ -61,7 +61,7 @@ _HARMLESS = {
 }
 
 
-# What torch computes in place is recorded as kernels are.
+# Computations of torch in place are recorded like kernels.
 _IN_PLACE = {Tensor.add_, Tensor.clamp_, Tensor.copy_, Tensor.mul_}
 
 

@@ -77,7 +77,7 @@ def _sparsemixer(logits_TE: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
     left_TE, experts, weights = logits_TE, [], []
     for _ in range(rule.num_active):
         largest_T1, expert_T1 = left_TE.max(1, keepdim=True)
-        expert_T1 = (left_TE == largest_T1).long().argmax(1, keepdim=True)  # the lowest of equal ones
+        expert_T1 = (left_TE == largest_T1).long().argmax(1, keepdim=True)  # the lowest of equal experts
         is_far_TE = (largest_T1 - left_TE) / torch.maximum(logits_TE.abs(), largest_T1) > 2 * rule.jitter
         near_TE = left_TE.masked_fill(is_far_TE, -math.inf)
         experts.append(expert_T1)

@@ -1,4 +1,4 @@
-"""Which experts a token goes to: the rule of a model, and its result for the tokens of a step.
+"""The experts that a token goes to: the rule of a model, and its result for the tokens of a step.
 
 Dimensions: T tokens, E experts, S slots (active experts of a token), P = T * S pairs of a token and a slot.
 """

@@ -93,7 +93,7 @@ class OutputProjection(Linear):
         return self(hidden_RD, torch.float32, out_RV, slots_R)
 
     def memory(self, num_rows: int, num_tokens: int) -> Tensor:
-        """For logits [num_rows, num_tokens] on a CPU, in float32: see keep_memory."""
+        """Memory for logits [num_rows, num_tokens] on a CPU, in float32: see keep_memory."""
         size = num_rows * num_tokens
         if self._kept_N is None:
             return torch.empty((num_rows, num_tokens), dtype=torch.float32)

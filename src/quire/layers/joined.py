@@ -17,7 +17,7 @@ from quire.layers.norm import RMSNorm
 
 
 class JoinedLinear:
-    """Each rank brings some in-features and computes some out-features; all ranks get all of them.
+    """Each rank brings some in-features and computes some out-features; all ranks get all out-features.
 
     Args:
         keeps_part: a rank goes on with its own out-features.

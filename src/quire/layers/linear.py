@@ -182,7 +182,7 @@ class Linear:
 
     @property
     def own_rows(self) -> tuple[range, ...] | None:
-        """Of each shard: the rows of its tensor that a rank has; None: all."""
+        """For each shard, the rows of its tensor that a rank has; None: all."""
         share = self._share
         return None if share is None else tuple(share.own_rows(index) for index in range(len(self.shards)))
 
@@ -220,7 +220,7 @@ class SplitLinear:
         return out_TN
 
     def quantizes(self, x: Tensor) -> bool:
-        """Whether all parts do: see Linear."""
+        """Whether all parts quantize: see Linear."""
         return all(part.quantizes(x) for part in self.parts)
 
     def slots(self) -> WeightSlots:

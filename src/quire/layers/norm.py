@@ -73,7 +73,7 @@ class LayerNorm(RMSNorm):
         return layer_norm(x_TD, self.weight_D, self.bias_D, self.eps, out)
 
     def feed(self, x_TD: Tensor) -> Rows:
-        """The norm. Its reader quantizes it, where it does."""
+        """The norm. The reader of the result quantizes it, if it quantizes rows."""
         return self(x_TD)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor, multiplier: float = 1.0) -> Rows:

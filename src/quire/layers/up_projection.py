@@ -1,6 +1,6 @@
 """The up-projection of latent attention, taken apart into a matrix per head for keys and one for values.
 
-Keys of a head are `k = W_k c` for latents c, so q.k is `(W_k^T q).c`: queries go to the space of the latents, attention
+Keys of a head are `k = W_k c` for latents c, so q.k is `(W_k^T q).c`. Queries go to the space of the latents, attention
 runs there, and its result goes through W_v (DeepSeek-V2, arXiv 2405.04434, section 2.1.2: absorbed matrices).
 Dimensions: T tokens, H heads, L latents, K elements of a key that do not rotate, V of a value.
 """

@@ -17,7 +17,7 @@ class Extent:
     """The part of a tensor that a rank reads.
 
     Attributes:
-        num_rows: the tensor has as many parts of equal size, one after the other.
+        num_rows: the number of parts of equal size that the tensor has, one after the other.
         own: the parts that are read.
     """
 
@@ -60,7 +60,7 @@ class StackedSlots:
     """The slots of one tensor of each expert of a layer. A slot is made when it is asked for.
 
     Attributes:
-        num_experts: in the checkpoint.
+        num_experts: the number of experts in the checkpoint.
         places: the places of the experts that are taken, by their numbers.
         like: a slot of one expert, whose `load` is not used.
         load: takes the tensor of the expert at a place.

@@ -1,8 +1,8 @@
 """Packed weights in a file. The next start maps it instead of reading, converting and packing the checkpoint.
 
-A file is used only if nobody else can write to its folder, its header is whole, and it has the expected key:
-identities of the checkpoint's files, the model's config, the format, and the code that packed. Another file is ignored
-and written anew. There is one file per model folder and format.
+A file is used only if nobody else can write to its folder, its header is whole, and it has the expected key. The key
+has the identities of the checkpoint's files, the model's config, the format, and the code that packed. Another file is
+ignored and written anew. There is one file per model folder and format.
 
 File: 8 bytes magic; length of the header (8 bytes, little endian) and its SHA-256; the header, JSON; then, from the
 next multiple of HUGE_PAGE, the tensors, each at a multiple of ALIGNMENT from there.

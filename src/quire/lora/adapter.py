@@ -36,7 +36,7 @@ from quire.models.weights import renamed
 from quire.settings import ADAPTER_READ_BYTES
 
 _MAX_CONFIG_BYTES = 1 << 20
-_MAX_TEXT = 300  # of a message that quotes a file
+_MAX_TEXT = 300  # characters of a message that quotes a file
 # File systems count the time of a change in steps of at most this: two changes within one step look like one.
 _SETTLED_NS = 2_000_000_000
 _FLOATS = ("float32", "float16", "bfloat16")
@@ -113,7 +113,7 @@ class AdapterPiece:
     entries: list[tuple[TensorEntry, AdapterModule]]
 
     def tensor(self, entry: TensorEntry) -> Tensor:
-        """One of them, flat, in its own dtype. It shares the memory of the piece if it is aligned."""
+        """One of its tensors, flat, in its own dtype. It shares the memory of the piece if it is aligned."""
         dtype: torch.dtype = getattr(torch, entry.dtype)
         begin = entry.begin - self.begin
         raw = self.raw[begin : begin + entry.end - entry.begin]
@@ -140,13 +140,14 @@ class AdapterFile:
         self.digest = ""
 
     def facts(self, dtype: torch.dtype) -> AdapterFacts:
-        """Of an adapter that is read into tensors of `dtype`."""
+        """The facts of an adapter that is read into tensors of `dtype`."""
         num_elements = sum(module.rank * (module.in_features + module.out_features) for module in self.modules)
         rank = max(module.rank for module in self.modules)
         return AdapterFacts(self.digest, rank, num_elements * dtype.itemsize, len(self.modules))
 
     def pieces(self, dtype: torch.dtype) -> Iterator[AdapterPiece]:
-        """All tensors once, in the order of the file, which is the fastest for a disk. The next overwrites a piece.
+        """All tensors once, in the order of the file, which is the fastest order for a disk. The next overwrites a
+        piece.
 
         Raises AdapterError: a number is NaN or infinite in `dtype`, or the file has become shorter.
         """
@@ -202,7 +203,7 @@ def open_adapter(
 
     Raises:
         AdapterError: a file is missing or malformed, or changes before the end of the context; the adapter is not LoRA
-        or rsLoRA; or it does not fit the model or the limits.
+            or rsLoRA; or it does not fit the model or the limits.
     """
     with _open(folder, CONFIG_NAME) as (file, config_stamp):
         raw = file.read(_MAX_CONFIG_BYTES + 1)
@@ -387,7 +388,7 @@ def _check_limits(module: AdapterModule, max_rank: int, target_modules: Collecti
 
 
 def _is_finite(chunk: Tensor) -> bool:
-    """Of one number or more: NaN and infinity have an exponent of ones.
+    """Whether all numbers, one or more, are finite: NaN and infinity have an exponent of ones.
 
     torch's isfinite takes seven times as long (benchmarks/NOTES.md).
     """

@@ -1,6 +1,6 @@
 """adapter_config.json of a PEFT adapter: the rank and the scale of each module. No torch.
 
-Which modules an adapter changes follows from its tensors. The fields that chose them for training (target_modules,
+The tensors of an adapter tell which modules it changes. The fields that chose them for training (target_modules,
 exclude_modules, layers_to_transform, layers_pattern) are not read: PEFT itself saves tensors of modules that they do
 not name, for example of an lm_head that shares the embeddings' adapter (ensure_weight_tying).
 Source: peft.LoraConfig and peft.tuners.lora, version 0.21.
@@ -19,7 +19,7 @@ from quire.lora.patterns import Pattern, Steps
 CONFIG_NAME = "adapter_config.json"
 MAX_RANK = 1 << 20
 _SAVE_AGAIN = "Save the adapter again with PEFT"
-_MAX_NAME_CHARS = 64  # of a field, in an error
+_MAX_NAME_CHARS = 64  # characters of a field's name in an error
 
 # Values that leave the base's weights and the formula as they are.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")

@@ -9,6 +9,6 @@ class AdapterFacts(msgspec.Struct, frozen=True):
     """A valid adapter. Its identity is its content: other weights have another digest, under any name."""
 
     digest: str  # SHA-256 over names, factors and tensors, hexadecimal
-    rank: int  # the largest of its modules
-    num_bytes: int  # of memory that it takes
+    rank: int  # the largest rank of its modules
+    num_bytes: int  # bytes of memory that it takes
     num_modules: int

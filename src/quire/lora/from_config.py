@@ -10,7 +10,8 @@ from quire.model_config import ModelConfig
 from quire.option import Source
 from quire.settings import LoraSettings, ModelSettings, Record
 
-MOST_LORAS = 8  # different ones of a step, where adapters may come later: vLLM's 1 lets their requests take turns
+# Different adapters of a step, if adapters may come later. With vLLM's 1 their requests would take turns.
+MOST_LORAS = 8
 
 
 def lora_settings(config: EngineConfig, model: ModelConfig, form: ModelSettings, record: Record) -> LoraSettings | None:
@@ -29,7 +30,7 @@ def lora_settings(config: EngineConfig, model: ModelConfig, form: ModelSettings,
             fix="Merge the adapter into the model, or take a model with a native implementation",
             param="enable_lora",
         )
-    names = tuple(parse_module(word).name for word in config.lora_modules)  # their paths are not for everybody
+    names = tuple(parse_module(word).name for word in config.lora_modules)  # paths of adapters are not for everybody
     record.put("lora_modules", names, config.sources["lora_modules"])
     most, source, why = _max_loras(config)
     record.put("max_loras", most, source, why)

@@ -33,8 +33,8 @@ class _Proof:
 class AdapterLoader(Generic[T]):
     """One daemon thread that reads, checks and packs adapters in the order of the calls.
 
-    Content that was read before is proved by the stamps of its files where they are the same and were settled then,
-    and else by its digest.
+    Content that was read before is proved by the stamps of its files, if they are the same and were settled then.
+    Otherwise its digest proves it.
 
     Args:
         open_file: the adapter in a folder; raises AdapterError.

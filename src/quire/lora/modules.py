@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from quire.errors import ConfigError, InvalidRequestError
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of --max-lora-rank, as vLLM's
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank, as in vLLM
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/+~-]{0,199}", re.ASCII)
 NAME = "a letter or digit, then up to 199 letters, digits and . _ : @ / + ~ -"
 

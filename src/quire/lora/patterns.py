@@ -15,12 +15,12 @@ Positions = frozenset[int]
 Match = Callable[[str, Positions], Positions]  # (name, starts) -> ends of all matches
 
 _MAX_CHARS = 2048
-_MAX_DEPTH = 20  # of groups
-_MAX_STEPS = 2_000_000  # of all patterns together: seconds
+_MAX_DEPTH = 20  # depth of groups
+_MAX_STEPS = 2_000_000  # steps of all patterns together: they take seconds
 _LITERAL = re.compile(r"\^?[\w.]+")
 _TOKEN = re.compile(r"\(\?:?|\[[^\]]*\]|\\.|[*+?]\??|.", re.DOTALL)
 _SET = r"\[\^?(?:\\?[\w.](?:-\w)?)+-?\]"
-_CHARACTER = re.compile(rf"\\[^A-Zb0-9]|\\[DWS]|{_SET}|[^\\(|)*+?{{^$\[]", re.DOTALL)  # what matches one character
+_CHARACTER = re.compile(rf"\\[^A-Zb0-9]|\\[DWS]|{_SET}|[^\\(|)*+?{{^$\[]", re.DOTALL)  # a pattern for one character
 
 
 class Steps:
@@ -47,7 +47,7 @@ class Pattern:
 
     def __init__(self, source: str, steps: Steps) -> None:
         self._source, self._steps = source, steps
-        self._is_literal = _LITERAL.fullmatch(source) is not None  # a dot is a dot: no two modules differ in that
+        self._is_literal = _LITERAL.fullmatch(source) is not None  # a dot is a dot: no two modules differ only in a dot
         if len(source) > _MAX_CHARS:
             raise self._unread(f"at most {_MAX_CHARS} characters")
         self._tokens: list[str] = [] if self._is_literal else _TOKEN.findall(source)
@@ -100,7 +100,7 @@ class Pattern:
         if not _CHARACTER.fullmatch(token):
             raise self._unread("letters, groups, alternatives and repetitions")
         try:
-            fits = re.compile(token).fullmatch  # of one character: it takes no time
+            fits = re.compile(token).fullmatch  # a pattern for one character takes no time
         except re.error:
             raise self._unread("a regular expression") from None
 

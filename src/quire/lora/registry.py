@@ -33,7 +33,7 @@ class AdapterMemory(Protocol):
 
 
 class AdapterRequests(Protocol):
-    """The requests that have adapters: scheduler.adapter_turns.AdapterTurns."""
+    """The requests that have adapters. The class is scheduler.adapter_turns.AdapterTurns."""
 
     @property
     def running(self) -> Collection[str]: ...
@@ -138,11 +138,11 @@ class AdapterRegistry:
         """Between two steps: take in loaded adapters, forget unneeded ones, and begin to read the next.
 
         Args:
-            requests: their adapters.
+            requests: gives the adapters of requests.
         """
         for digest in [digest for digest in self._unregistered if digest not in requests]:
             self._forget(digest)
-        for digest in requests.running:  # they were used last
+        for digest in requests.running:  # these adapters were used last
             self._in_memory[digest] = self._in_memory.pop(digest)
         while self._reads and self._reads[0].loading.done():
             if (lost := self._take(self._reads.popleft(), requests)) is not None:
@@ -152,7 +152,7 @@ class AdapterRegistry:
         return None
 
     def take_states(self) -> list[AdapterState]:
-        """What became of reading since the last call."""
+        """The results of reading since the last call."""
         states, self._states = self._states, []
         return states
 
@@ -163,7 +163,7 @@ class AdapterRegistry:
         self._unregistered.discard(digest)
 
     def _forget(self, digest: str) -> None:
-        """Unless it is being read: then it is forgotten after that."""
+        """Forget an adapter. If it is being read, it is forgotten when it has been read."""
         if any(read.digest == digest for read in self._reads):
             return
         self._unregistered.remove(digest)
@@ -172,7 +172,9 @@ class AdapterRegistry:
             self._drop(digest)
 
     def _begin(self, requests: AdapterRequests) -> bool:
-        """Read for waiting requests or for a LoadAdapter, in turns. False: nothing is to be read, or has room."""
+        """Read for waiting requests or for a LoadAdapter, in turns. False: there is nothing to read, or no room for
+        it.
+        """
         digest = self._missing(requests)
         if digest is None and not self._operations:
             return False
@@ -218,7 +220,7 @@ class AdapterRegistry:
         return digest in requests.running or (digest in self._unregistered and requests.has_preempted(digest))
 
     def _take(self, read: _Read, requests: AdapterRequests) -> Unreadable | None:
-        """What was read is here, or an error."""
+        """The adapter that was read is here, or an error."""
         state = AdapterState(path=read.path, operation=read.operation, seconds=self._clock() - read.start_time)
         self._states.append(state)
         try:

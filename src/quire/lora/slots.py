@@ -1,7 +1,7 @@
 """The adapters that a model holds: each has a slot, which is a row of pointers in a table of every layer.
 
-To add or remove an adapter writes these rows between steps. On a CPU it copies no weights, and on a GPU the weights
-were brought there when the adapter was packed.
+An adapter is added or removed by writing these rows between steps. On a CPU it copies no weights, and on a GPU the
+weights were brought there when the adapter was packed.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class AdapterSlots:
         return PackedAdapter(file.facts(self._dtype), rows_of_tables)
 
     def add(self, adapter: PackedAdapter) -> None:
-        """Give an adapter a slot, between steps. One that has a slot keeps it."""
+        """Give an adapter a slot, between steps. An adapter that has a slot keeps it."""
         digest = adapter.facts.digest
         if digest in self._slots:
             return

@@ -25,7 +25,8 @@ class Summary:
     """The numbers of one metric, in seconds.
 
     Args:
-        intervals: of "mean", "median" and "pXX", if `has_interval` is true for the percentile. It is empty with fewer
+        intervals: confidence intervals of "mean", "median" and "pXX", if `has_interval` is true for the percentile. It
+        is empty with fewer
             than 10 values, because these do not show their spread.
     """
 

@@ -12,7 +12,7 @@ from quire.metrics.registry import CACHE_CONFIG_INFO, COMMON_LABELS, LORA_REQUES
 from quire.metrics.rules import rules_file
 
 GRAFANA, RULES = "grafana/quire.json", "prometheus/rules.yml"
-_COLUMNS = 24  # of Grafana's grid
+_COLUMNS = 24  # columns of Grafana's grid
 _HEIGHTS = {"stat": 4, "timeseries": 8, "table": 6}
 _QUANTILES = (0.5, 0.9, 0.99)
 _Q = Queries("$__rate_interval", has_variables=True)

@@ -21,6 +21,7 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from quire.config import EngineConfig, max_draft
 from quire.cost.arithmetic import Load, StepArithmetic
 from quire.messages import AdapterState, EngineReady
 from quire.metrics.http import HttpMetrics
@@ -168,6 +169,32 @@ class PrometheusMetrics:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
 
+    @classmethod
+    def of_config(
+        cls,
+        config: EngineConfig,
+        model_name: str,
+        max_model_len: int,
+        num_engines: int = 1,
+        model: ModelConfig | None = None,
+        *,
+        legacy_names: bool = False,
+    ) -> PrometheusMetrics:
+        """The metrics of engines with these settings. The constructor explains the other arguments."""
+        return cls(
+            model_name,
+            max_model_len,
+            num_engines,
+            model,
+            legacy_names=legacy_names,
+            kv_blocks=config.kv_cache_metrics,
+            experts=config.expert_metrics,
+            max_draft=max_draft(config),
+            has_adapters=config.enable_lora,
+            num_ranks=config.num_ranks,
+            num_lanes=config.num_lanes,
+        )
+
     def _add(self, metric: Metric) -> Family:
         """Make a family without series."""
         labels = (*metric.common, metric.label) if metric.label else metric.common
@@ -209,7 +236,7 @@ class EngineSeries:
     """The series of one engine: the front end's EngineMetrics.
 
     Args:
-        families: by their declarations.
+        families: the families by their declarations.
         cache_config: the family vllm:cache_config_info.
         labels: values of COMMON_LABELS. Families without the label `engine` have one series for all engines.
         model: see PrometheusMetrics.

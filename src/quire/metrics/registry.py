@@ -311,7 +311,7 @@ METRICS: tuple[Metric, ...] = (
         "vllm:request_prefill_kv_computed_tokens",
         "histogram",
         "tokens",
-        "Prompt tokens whose keys and values were neither cached nor shared, per continuation.",
+        "Prompt tokens whose keys and values were computed, not cached or shared, per continuation.",
         buckets=UP_TO_MODEL_LEN,
     ),
     Metric(
@@ -412,7 +412,13 @@ EXPERT_METRICS = (
 # Only where several ranks share a model. Values of the label are their numbers.
 RANK = "rank"
 RANK_METRICS = (
-    Metric("quire_rank_step_seconds", "counter", "seconds", "Time of a rank's steps, with what it waited.", label=RANK),
+    Metric(
+        "quire_rank_step_seconds",
+        "counter",
+        "seconds",
+        "Time of a rank's steps, with its waits for other ranks.",
+        label=RANK,
+    ),
     Metric(
         "quire_rank_waiting_seconds",
         "counter",

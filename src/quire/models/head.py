@@ -1,7 +1,7 @@
 """A head that drafts from the hidden states of a decoder, its target: EAGLE-3 (arXiv 2503.01840), and MiMo's.
 
 A pass takes at each position the hidden state there and the token behind it, and gives a hidden state for the next
-position: for the first draft it takes the target's, and then its own.
+position. For the first draft it takes the target's hidden state, and then its own.
 
 Dimensions: T tokens, R rows with logits, D hidden, X hidden states of the target, V vocabulary, K tokens it can draft.
 """

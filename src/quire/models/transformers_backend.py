@@ -272,7 +272,7 @@ def _classes(config: ModelConfig) -> tuple[Any, Any]:
                 fix="Take a checkpoint of its text part alone, or another model",
             )
         raise ModelConfigError(
-            f"{path} names an architecture that neither Quire nor transformers {transformers.__version__} knows "
+            f"{path} names an architecture that Quire and transformers {transformers.__version__} do not know "
             "as a causal language model",
             value=f"{config.architecture} (model_type {config.model_type})",
             fix="Code in a checkpoint is never run. A newer transformers may know it: pip install -U transformers",
@@ -314,7 +314,7 @@ def _check_activation(hf_config: Any, path: Path) -> None:
         name = getattr(hf_config, field, None)
         if isinstance(name, str) and name not in ACT2FN:
             raise ModelConfigError(
-                f"{path} has a {field} that neither Quire nor transformers knows",
+                f"{path} has a {field} that Quire and transformers do not know",
                 value=name,
                 expected="one of " + ", ".join(ACT2FN),
                 fix="Use the config.json that belongs to the checkpoint",

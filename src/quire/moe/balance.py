@@ -1,4 +1,5 @@
-"""The experts of each rank, so that all ranks get about the same number of tokens. Numbers only: no torch.
+"""The experts of each rank, so that all ranks get about the same number of tokens. It works on numbers alone, without
+torch.
 
 It searches for small changes, because each moves weights: two experts change places, or a copy of an expert gives its
 place to a copy of another one. The change that is taken makes the sum of squares of the loads of ranks least, so the
@@ -14,8 +15,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-_GOOD_ENOUGH = 1.02  # the load of the busiest rank by the mean load
-_LEAST_GAIN = 1e-5  # of a change, in squares of the mean load
+_GOOD_ENOUGH = 1.02  # the load of the busiest rank divided by the mean load
+_LEAST_GAIN = 1e-5  # the least gain of a change, in squares of the mean load
 _MOST_COPIED = 8  # experts of the busiest rank that may get another copy: the experts with the most tokens
 
 Floats = NDArray[np.float64]
@@ -76,7 +77,7 @@ _Change = tuple[float, Sequence[tuple[int, int]]]  # the gain, and (place, exper
 def _swaps(
     loads_E: Floats, experts_P: Ints, ranks_P: Ints, loads_R: Floats, has_RE: NDArray[np.bool_], busiest: int
 ) -> Iterator[_Change]:
-    """The best exchange of an expert of the busiest rank with one of another rank."""
+    """The best exchange of an expert of the busiest rank with an expert of another rank."""
     shares_P = (loads_E / np.maximum(has_RE.sum(0), 1))[experts_P]
     own, others = np.flatnonzero(ranks_P == busiest), np.flatnonzero(ranks_P != busiest)
     more = shares_P[own][:, None] - shares_P[others]
@@ -91,7 +92,7 @@ def _swaps(
 def _copies(
     loads_E: Floats, experts_P: Ints, ranks_P: Ints, loads_R: Floats, has_RE: NDArray[np.bool_], busiest: int
 ) -> Iterator[_Change]:
-    """Copies of busy experts of the busiest rank in places of experts that have several."""
+    """Copies of busy experts of the busiest rank, in places of experts that have several copies."""
     copies_E = has_RE.sum(0)
     shares_E = loads_E / np.maximum(copies_E, 1)
     busy = sorted(experts_P[ranks_P == busiest].tolist(), key=lambda expert: -shares_E[expert])[:_MOST_COPIED]

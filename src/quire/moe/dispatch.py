@@ -25,7 +25,7 @@ class Dispatch:
 
     def __init__(self, group: Group, lane: int, width: int) -> None:
         self.group, self._lane = group, lane
-        self._firsts = [-(-rank // width) for rank in range(group.size + 1)]  # the others send none
+        self._firsts = [-(-rank // width) for rank in range(group.size + 1)]  # the other ranks send no rows
 
     def to_all(self, x_TD: Tensor, lanes: LaneRows) -> Tensor:
         """The rows of all lanes, one lane after the other, [X, D]. Raises as Group.exchange."""

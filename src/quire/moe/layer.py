@@ -25,7 +25,7 @@ from quire.moe.dispatch import Dispatch
 from quire.moe.stack import ExchangedStack, ExpertStack, JoinedStack, SplitStack
 
 _EVEN_COPIES = 6  # copies of an expert that get equal numbers of tokens
-_FIRST_UNITS = 1024  # rows, more than a step has that is recorded or captured
+_FIRST_UNITS = 1024  # rows: more than a recorded or captured step has
 
 
 class ChoiceBias:

@@ -71,7 +71,7 @@ class ExpertStack:
             shard, _, tensor = name.rpartition(".")
             rows, num_rows = self._rows[shard], like.shape[0]
             has_stack = bool(shape.stacked)
-            if num_rows != len(rows):  # a row is of a block of outputs, or the only one
+            if num_rows != len(rows):  # a row belongs to a block of outputs, or is the only row
                 has_stack = has_stack and (like.takes_number or self._has_whole_blocks)
                 begin = rows.start * num_rows // len(rows)
                 rows = range(begin, begin + num_rows)
@@ -109,7 +109,7 @@ class ExpertStack:
 
     def _loader(self, name: str, like: WeightSlot) -> Callable[[int, Tensor], None]:
         def load(expert: int, tensor: Tensor) -> None:
-            if not like.is_required:  # it is only checked, and may come when the expert is complete
+            if not like.is_required:  # the tensor is only checked, and may come when the expert is complete
                 like.load(tensor)
                 return
             if expert not in self._arriving:

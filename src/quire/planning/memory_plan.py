@@ -84,7 +84,8 @@ def _buffer_width(model: ModelConfig, layer: LayerSpec) -> int:
             inner += part.output.in_features + max(part.num_heads * part.rank, model.hidden_size)
         elif isinstance(part, Dense):  # both inputs of the activation, and its result
             inner = part.width + part.down.in_features
-        elif isinstance(part, Experts):  # of each active expert; then their results beside the shared expert's, and out
+        elif isinstance(part, Experts):
+            # inputs of each active expert; then the results beside the shared expert's, and out
             inner = part.num_active * _of_mlp(part.expert, model.hidden_size)
             results = part.num_active * model.hidden_size
             if part.placement is not None:  # its columns of all experts' results beside the results of its own experts

@@ -26,8 +26,9 @@ LARGE_GPU_BYTES = 70 * GIB
 LONGEST_CPU_STEP = 2048
 # Of the rate of endless steps.
 KNEE_SHARE = 0.99
-# While several requests are there, prompts make a step about this many times as long as these answers alone do: fewer
-# tokens delay prompts, more delay answers. benchmarks/defaults.py has the goodput of other settings.
+# While several requests are there, a step with prompts takes about this many times as long as a step of these answers
+# alone. Fewer tokens would delay prompts, more would delay answers. benchmarks/defaults.py has the goodput of other
+# settings.
 SHARED_TIMES, SHARED_ANSWERS, SHARED_CONTEXT = 2, 8, 1024
 # Products of integers on a CPU, relative to products of floats: 1.75 for 2.59 ps, tests/planning/constants_0.6b.json.
 INTEGER_TIMES = 1.5

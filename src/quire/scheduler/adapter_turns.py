@@ -35,7 +35,7 @@ class AdapterTurns:
         self._last_admitted: Key | None = None  # the key of the last request that was admitted since the last step
         self._reserved_for: Key = ()
         self._draining: str | None = None
-        self.wanted: Sequence[str] = ()  # of waiting requests, most urgent first, without adapters that run
+        self.wanted: Sequence[str] = ()  # adapters of waiting requests that do not run, most urgent first
 
     @property
     def running(self) -> Collection[str]:

@@ -29,15 +29,15 @@ logger = get_logger(__name__)
 # Drafts of a position that count in the rates of a request, and in the rates of all requests: a text changes sooner.
 MEMORY, MEMORY_OF_ALL = 32, 256
 PRIOR_WEIGHT, PRIOR_WEIGHT_OF_ALL = 8, 16
-TRIAL_SHARE = 1 / 128  # of the time of steps, added to the credit
+TRIAL_SHARE = 1 / 128  # the share of the time of steps that is added to the credit
 READING_SHARE = 1 / 72  # at most, if a drafter in the worker needs it to read missing tokens
 MOST_SAVED, MOST_OWED = 16, 4  # bounds of the credit, in steps; it may be saved for one trial that takes longer
 FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start, in steps; or in trials, where these take less
-MOST_TRIALS = 8  # of a step: a drafter reads its weights for several at once
+MOST_TRIALS = 8  # trials of a step: a drafter reads its weights for several at once
 DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by a standard deviation
 SEARCH_STEPS = 16  # steps between two searches for a request that may try, if none may
 MOST_WAITED = 64  # steps of a request between two trials that failed
-NEWS_SHARE = 1 / 4  # of the running requests: after results of this share, depths are chosen anew
+NEWS_SHARE = 1 / 4  # share of the running requests: after results of this share, depths are chosen anew
 # Between two looks at what steps cost: at first the engine learns what steps with drafts take, and later contexts grow.
 FIRST_COST_STEPS, COST_STEPS = 4, 64
 LEAST_MISSED = 32  # tokens that a drafter has not read: fewer it reads beside its drafts
@@ -45,7 +45,7 @@ READ_TOKENS = 16  # a 0.6B model with two cores: 17 ms a token, and 1.1 ms for e
 # The first pass of a drafter reads the tokens of a request that held in the last step too: about this number more.
 READ_MORE = 2
 DRAFTER_MEMORY = 9  # steps that count in what a drafter takes
-HIDDEN_SHARE = 0.1  # of a step: the host's work meanwhile, with two steps in flight
+HIDDEN_SHARE = 0.1  # share of a step: the host's work meanwhile, with two steps in flight
 FOUND_MEMORY = 8  # steps that count in the share of drafts that are found where they are asked for
 HORIZON = 1024  # tokens of a request, at most, that have to pay for what its drafter must read first
 
@@ -81,7 +81,7 @@ class DrafterTime:
         return self._seconds * READ_MORE * num_requests / READ_TOKENS
 
     def of_step(self, depths: Sequence[int]) -> float:
-        """In which it drafts as many tokens of each row."""
+        """The seconds in which it drafts this number of tokens of each row."""
         return self._seconds * _units_of_step(depths)
 
     def observe(self, seconds: float, depths: Sequence[int]) -> None:
@@ -126,7 +126,7 @@ class AdaptiveDepth:
 
     Attributes:
         waits: steps with drafts are worth waiting for the tokens that they begin with.
-        reading_seconds: in which the drafter reads missing tokens, in the step that is being made.
+        reading_seconds: the time in which the drafter reads missing tokens, in the step that is being made.
     """
 
     def __init__(
@@ -142,7 +142,8 @@ class AdaptiveDepth:
         self._hidden_share = HIDDEN_SHARE if steps_in_flight > 1 else 0.0
         self.waits = self._is_reading = False
         self.reading_seconds = 0.0
-        self._gain, self._found_share = 0.0, 1.0  # of tokens per second, if all drafts are found; and how many are
+        # the gain of tokens per second if all drafts are found, and the share of drafts that is found
+        self._gain, self._found_share = 0.0, 1.0
         self._num_asked = self._num_found = self._num_finding = 0  # drafts of this step, and requests that have some
         # further drafts for each request that found some: together as many as others did not find in the last step
         self._more_each = 0
@@ -152,7 +153,7 @@ class AdaptiveDepth:
         self._due: set[str] = set()  # requests that may try a draft
         self._num_running = self._num_news = self._step = 0
         self._depth_of_new, self._most_depth = 0, 0
-        self._seconds: list[float] = []  # of a step, by its drafts
+        self._seconds: list[float] = []  # seconds of a step, by its drafts
         self._looked_at, self._next_look = (0, 0), 0  # requests and drafts; in which step again
         self._look_steps = FIRST_COST_STEPS  # between the last look and the next one
         self._next_search = 0  # for requests that may try: not before this step
@@ -312,7 +313,7 @@ class AdaptiveDepth:
         return {request_id for _, request_id in due}
 
     def _more_seconds(self, depths: Sequence[int]) -> float:
-        """What these drafts add to a step."""
+        """The seconds that these drafts add to a step."""
         count = min(sum(depths), len(self._seconds) - 1)
         more = self._seconds[count] - self._seconds[0]
         return more if self._draft_seconds is None else more + self._draft_seconds.of_step(depths)
@@ -345,7 +346,7 @@ class AdaptiveDepth:
             self._tell(len(requests), prior[0])
 
     def _look(self, starts: Sequence[int], most_each: int, most: int) -> None:
-        """What steps cost now."""
+        """Ask for the present cost of steps."""
         is_first, num_requests = not self._seconds, len(starts)
         self._seconds = self._step_seconds(starts, most)
         self._next_look = self._step + self._look_steps

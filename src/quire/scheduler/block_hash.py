@@ -15,7 +15,7 @@ class BlockHasher:
     rope offset).
 
     Equal hash means equal everything before and in the block, under the same of these, so one lookup compares a
-    whole prefix. Tokens are not compared again on a hit: nobody can construct two token lists of one SHA-256 digest
+    whole prefix. Tokens are not compared again on a hit. Nobody can construct two token lists of one SHA-256 digest
     (FIPS 180-4), and a chance collision among 2**64 blocks has a probability below 2**-128.
     """
 

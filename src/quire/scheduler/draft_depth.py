@@ -87,9 +87,10 @@ def best_depths(
     The best of all depths, if draft_seconds is a constant and an amount per token.
 
     Args:
-        chances_of: per request, as `chances`: never rising.
-        step_seconds: of the step without drafts, with one, and so on: up to as many as a step may have.
-        draft_seconds: in which the drafter computes a step, from its number of tokens; None: it takes no time.
+        chances_of: the chances of each request, as `chances` gives them: they never rise.
+        step_seconds: the seconds of the step without drafts, with one, and so on, up to the most drafts of a step.
+        draft_seconds: gives the seconds in which the drafter computes a step, from its number of tokens; None: it takes
+            no time.
         least_gain: share of the tokens per second by which drafts have to raise them; below it there are none.
         first_seconds: of a step with any drafts, beside the others.
     """

@@ -1,4 +1,4 @@
-"""Which pages each request owns: prefix lookup, allocation, sharing between forks, registration for reuse."""
+"""The pages that each request owns: prefix lookup, allocation, sharing between forks, registration for reuse."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BlockTable:
         num_tokens: tokens that the blocks have slots for.
         num_sent: entries of `pages` that the worker has been told.
         reserved: pages for blocks to come, in groups that keep all.
-        first_blocks: by group: the blocks before are given back.
+        first_blocks: the first kept block of each group. The blocks before it are given back.
     """
 
     pages: list[int]
@@ -77,10 +77,10 @@ class KVCacheManager:
     fork that starts inside a block of its parent gets its own copy of that block when it is admitted. This is the only
     moment at which copy-on-write can be due.
 
-    A group that does not keep all, of layers with a window for example, has pages for the blocks that the steps in
-    flight and the next one read and write, and no others. Blocks before the window of the first token whose step has
-    not ended are given back when pages are needed. They have been registered before: the result of the step that
-    computed them is here.
+    A group that does not keep all, for example a group of layers with a window, has pages only for the blocks that the
+    steps in flight and the next step read and write. Blocks before the window of the first token whose step has not
+    ended are given back when pages are needed. They have been registered before: the result of the step that computed
+    them is here.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class KVCacheManager:
         return self._width * sum(map(self.num_blocks_for, lengths))
 
     def table(self, request: Request) -> BlockTable:
-        """Of an admitted request; the manager's own."""
+        """The table of an admitted request; it belongs to the manager."""
         return self._tables[request.request_id]
 
     def hash_prompt(self, request: Request) -> None:

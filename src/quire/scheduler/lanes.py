@@ -59,7 +59,7 @@ class Lanes:
 
     @property
     def num_blocks_ever_used(self) -> int:
-        """In the lane that has used the most."""
+        """The blocks of the lane that has used the most."""
         return max(lane.num_blocks_ever_used for lane in self.lanes)
 
     def has_requests(self) -> bool:
@@ -83,7 +83,7 @@ class Lanes:
         return [*chain(*found)] if found else None
 
     def uses(self, batch: ScheduledBatch) -> tuple[LaneUse, ...]:
-        """Of each lane after a step."""
+        """The state of each lane after a step."""
         return tuple(
             LaneUse(own.num_tokens, lane.num_running, lane.num_waiting, lane.num_blocks_in_use)
             for lane, own in zip(self.lanes, batch.lanes, strict=True)

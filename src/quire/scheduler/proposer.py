@@ -1,4 +1,4 @@
-"""Where drafts come from: the contract."""
+"""The contract of sources of drafts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.request import Request
 class Proposer(Protocol):
     """Guesses the next tokens of requests, on the scheduler's side, where tokens are integers.
 
-    A proposer that searches text works here. One that needs a model leaves the drafts to the worker, which drafts
+    A proposer that searches text works here. A method that needs a model leaves the drafts to the worker, which drafts
     within the step that verifies: its proposer answers schedule.UNDRAFTED in place of tokens.
 
     The scheduler asks for a running request that lacks only its newest token, and only if that one is known. While its

@@ -174,7 +174,7 @@ class Scheduler:
         return stats
 
     def take_evicted_blocks(self) -> list[EvictedBlock] | None:
-        """Of the sample since the last call; None: blocks are not followed."""
+        """Evictions of the sample since the last call; None: blocks are not followed."""
         return None if self.kv.pool.residency is None else self.kv.pool.residency.take_evicted()
 
     # What the caller does

@@ -17,7 +17,7 @@ MOST_ERRORS = 6  # steps without drafts in which the drafter raised, before a re
 
 @dataclass(slots=True)
 class DraftCounts:
-    """What became of the drafts of some steps."""
+    """The fate of the drafts of some steps."""
 
     num_drafts: int = 0  # rows with drafts
     num_draft_tokens: int = 0
@@ -38,7 +38,7 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class _Errors:
-    """Of a request whose drafter raised."""
+    """The state of a request whose drafter raised."""
 
     count: int = 0
     next_step: int = 0  # the next step in which it drafts

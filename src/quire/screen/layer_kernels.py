@@ -71,7 +71,7 @@ class LayerKernel:
 def layer_kernels(
     model: ModelConfig, dtype: str, quantization: str | None, isa: str, is_deterministic: bool = False
 ) -> list[LayerKernel]:
-    """All linear layers of a model; equal ones are counted together. `isa`: as in DeviceFacts."""
+    """All linear layers of a model; equal ones are counted together. `isa`: the name that DeviceFacts has."""
     if not model.is_native:
         return []
     counts: Counter[LayerKernel] = Counter()

@@ -106,7 +106,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         code = "unknown_route"
-        message = "No such route. GET /docs lists those there are, POST /v1/chat/completions is one."
+        message = "No such route. GET /docs lists all routes. One is POST /v1/chat/completions."
     elif error.status_code == 405:
         code = "method_not_allowed"
         message = f"This route does not take this method. Use {(error.headers or {}).get('Allow', 'another method')}."

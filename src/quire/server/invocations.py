@@ -30,7 +30,7 @@ def _decode(data: bytes) -> tuple[ChatRequest | CompletionRequest, list[str]]:
         return chat.decoder.decode(data)
     if "prompt" in names:
         return completions.decoder.decode(data)
-    raise InvalidRequestError("The body has neither messages nor a prompt", fix="Send one of them", param="messages")
+    raise InvalidRequestError("The body has no messages and no prompt", fix="Send one of them", param="messages")
 
 
 async def _prepare(

@@ -73,7 +73,7 @@ _REFUSED: dict[type[msgspec.Struct], Mapping[str, Refusal]] = {
     TokenizeRequest: REFUSED_IN_TOKENIZE,
     DetokenizeRequest: REFUSED_IN_DETOKENIZE,
 }
-_DURATION = "^(?=.*[1-9])[0-9]{1,5}([.][0-9]{1,3})?(ms|s)?$"  # of what is taken, those without an exponent
+_DURATION = "^(?=.*[1-9])[0-9]{1,5}([.][0-9]{1,3})?(ms|s)?$"  # of the accepted texts, those without an exponent
 _NULL: Schema = {"type": "null"}
 _TRUE: Schema = {"const": True}
 _EMPTY: Schema = {"enum": [None, False, [], {}]}

@@ -42,9 +42,9 @@ class UntaughtCost(CostModel):
 class PredictedExecutor:
     """Runs batches one after the other. A batch begins when it is submitted and the batch before it has ended.
 
-    With several stages each takes an equal part of the time, and begins with a batch when the batch before has left it.
-    The cost model was fitted to whole steps, so the predicted time includes the host's part, and scheduling takes no
-    extra time. The number of the step serves as token.
+    With several stages, each takes an equal part of the time. A stage begins with a batch when the batch before has
+    left it. The cost model was fitted to whole steps, so the predicted time includes the host's part, and scheduling
+    takes no extra time. The number of the step serves as token.
     """
 
     def __init__(self, cost: CostModel, clock: VirtualClock, num_stages: int = 1) -> None:
@@ -60,7 +60,7 @@ class PredictedExecutor:
         return _Predicted(batch, end, self._clock)
 
     def shutdown(self) -> None:
-        """Nothing to stop."""
+        """There is nothing to stop."""
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-"""Where drafts come from: the proposers of scheduler/proposer.py, one file a method. No torch."""
+"""The sources of drafts: the proposers of scheduler/proposer.py, one file for each method. No torch."""

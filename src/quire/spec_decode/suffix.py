@@ -91,6 +91,8 @@ def _not_seen(request: Request, index: Any) -> list[int]:
 
 
 def _tenant(request: Request) -> bytes:
-    """16 bytes for who may read a request's text: nobody can find two names with the same (SHA-256)."""
+    """16 bytes that stand for those who may read a request's text. Nobody can find two names with the same bytes
+    (SHA-256).
+    """
     name = repr((request.adapter, request.cache_salt)).encode("utf-8", "surrogatepass")
     return hashlib.sha256(name).digest()[:16]

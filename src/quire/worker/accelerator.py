@@ -24,7 +24,7 @@ def device_failed(error: BaseException) -> EngineDeadError:
 
 
 class Event(Protocol):
-    """Something the device will have done."""
+    """A point in the device's work, which it will have passed."""
 
     def synchronize(self) -> None:
         """Wait for it."""
@@ -35,7 +35,9 @@ class Download(Protocol):
     """Tensors on their way to the host."""
 
     def wait(self) -> Iterator[Tensor]:
-        """The tensors on the host, in the order given. Once; raises EngineDeadError if the device has failed."""
+        """The tensors on the host, in the order given. Call it once. Raises EngineDeadError if the device has
+        failed.
+        """
         ...
 
 

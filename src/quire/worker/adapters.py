@@ -37,7 +37,7 @@ class WorkerAdapters:
 
     @property
     def slots(self) -> Mapping[str, int]:
-        """Of the adapters in memory, by digest."""
+        """The slots of the adapters in memory, by digest."""
         return self._slots.slots
 
     def load(self, path: str, digest: str | None) -> LoadingAdapter:

@@ -105,7 +105,7 @@ class StepGraphs:
         """Capture every size.
 
         Args:
-            on_captured: called with how many are captured, and how many there are.
+            on_captured: called with the number of captured sizes, and the number of all sizes.
         """
         none = np.zeros(0, np.int64)
         nothing = StepRows(none, none, none, none)

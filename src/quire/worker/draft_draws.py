@@ -29,7 +29,7 @@ class DraftDraws:
     """Draws tokens for the rows of an InputBatch.
 
     Args:
-        is_greedy: the likeliest token, however the request samples.
+        is_greedy: whether it draws the likeliest token even if the request samples.
         group: ranks that draft together: the first one draws, and sends the draws to the others.
     """
 

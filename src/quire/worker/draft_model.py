@@ -133,7 +133,7 @@ class DraftModel:
         return refused
 
     def _reusable(self, rows_S: NDArray[np.int64], lens_S: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many of each row's tokens are computed: the drafts of the time before count as far as they held."""
+        """The number of each row's tokens that are computed. Earlier drafts count as far as they held."""
         inputs, drafts_SK = self._inputs, self._computed_drafts_CK[rows_S]
         places_SK = self._num_computed_C[rows_S, None] + np.arange(drafts_SK.shape[1])
         within_SK = places_SK.clip(max=inputs.token_ids.shape[1] - 1)
@@ -144,7 +144,8 @@ class DraftModel:
     def _catch_up(
         self, rows_S: NDArray[np.int64], starts_S: NDArray[np.int64], lens_S: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """How many tokens each row has left to read: those with the fewest are read in this step, by their drafts.
+        """The number of tokens that each row has left to read. Rows with the fewest are read in this step, by their
+        drafts.
 
         The remaining room is for tokens of the next row, which are computed now.
         """

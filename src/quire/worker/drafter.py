@@ -31,7 +31,7 @@ class Drafter(Protocol):
     """
 
     def follow(self, batch: ScheduledBatch) -> None:
-        """The InputBatch has applied a batch: rows are others', and pages are handed out anew."""
+        """The InputBatch has applied a batch: rows have other requests, and pages are handed out anew."""
         ...
 
     def learn(self, step: StepRows) -> None:

@@ -38,7 +38,9 @@ def drafter_of(
     settings: WorkerSettings,
     group: Group | None = None,
 ) -> Drafter:
-    """With the limits and the way to draft of the settings, which have a drafter. `group`: shares the target."""
+    """A drafter with the limits and the way to draft of the settings, which have a drafter. `group`: shares the
+    target.
+    """
     drafter = settings.drafter
     assert drafter is not None
     how: dict[str, Any] = {

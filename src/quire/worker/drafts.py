@@ -1,6 +1,6 @@
 """Drafts to verify: which logits they need, and how many of them hold.
 
-The tokens of a row are drawn at fixed places of its stream of random numbers, so a draft holds if and only if it is the
+The tokens of a row are drawn at fixed places of its stream of random numbers. So a draft holds if and only if it is the
 token that would have been sampled in its place. Dimensions: S rows of a step, R rows of logits.
 """
 

@@ -154,6 +154,6 @@ class ExpertBalancer:
                     begin += memory.nbytes
 
     def _memory(self, layer: _Layer, place: int) -> list[Tensor]:
-        """Of an expert of this rank."""
+        """The tensors of an expert of this rank."""
         own = place - layer.firsts[self._group.rank]
         return [memory for stack in layer.moe.stacks for memory in stack.memory(own)]

@@ -35,7 +35,7 @@ class ExpertCounter:
         self._num_steps = self._num_moved = 0
 
     def count(self) -> ExpertUse:
-        """Of the last step."""
+        """The counts of the last step."""
         experts = self._experts if self._balancer is None else self._balancer.experts_at_places()
         # Copies of an expert are one expert.
         counts = [

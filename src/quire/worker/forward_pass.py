@@ -39,7 +39,7 @@ class ForwardPass:
         self._caches, self._inputs = caches, inputs
 
     def stage(self, step: StepRows, parameters: Sequence[NDArray[Any]] = ()) -> StagedStep:
-        """See InputBatch.stage; brought to the size of a captured pass, if there is one that holds it."""
+        """See InputBatch.stage. The step is padded to the size of a captured pass, if there is one that holds it."""
         return self._inputs.stage(step, parameters, None if self.captured is None else self.captured.size_for(step))
 
     @property

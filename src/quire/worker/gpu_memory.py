@@ -73,7 +73,7 @@ class OnGpu:
         self._accelerator.release()
         free_bytes, total_bytes = self._accelerator.memory()
         num_tokens, seconds = work.largest_step
-        further = logits_bytes(model.config, settings.num_logits_rows - settings.max_num_seqs)  # that step had fewer
+        further = logits_bytes(model.config, settings.num_logits_rows - settings.max_num_seqs)  # the step had fewer
         memory = MemoryFacts(
             total_bytes=total_bytes,
             free_bytes=free_bytes,

@@ -1,6 +1,6 @@
 """A head that drafts: it reads hidden states of the target, one position behind, and its own behind those.
 
-What the head computes at a position needs the target's hidden state there and the token behind it. So the newest
+To compute a position, the head needs the target's hidden state there and the token behind it. So the newest
 positions of a row wait: their hidden states are kept until the next drafts, or until there are too many of them. Longer
 pieces are computed when the target has computed them. After the true positions the head goes on with its own hidden
 states; its keys and values there are computed again when the target has computed these positions.
@@ -96,7 +96,7 @@ class HeadDrafter:
 
     @property
     def num_bytes(self) -> int:
-        """Of all hidden states that are kept."""
+        """Bytes of all hidden states that are kept."""
         return sum(each.nbytes for each in (self._kept_CWX, self._streams.kept_TX, self._streams.picked_TX))
 
     def follow(self, batch: ScheduledBatch) -> None:

@@ -93,13 +93,13 @@ class ExpectedTokens:
         return set(self.at_N[self.occupants_N == NOBODY].tolist())
 
     def owners(self) -> Iterator[tuple[int, int, int]]:
-        """Of each row that samples: its position in the batch, the row, and its occupant."""
+        """For each row that samples: its position in the batch, the row, and its occupant."""
         yield from zip(self.at_N.tolist(), self.rows_N.tolist(), self.occupants_N.tolist(), strict=True)
         yield from self.verifying
 
 
 class StepArrays(Protocol):
-    """Where a step's numbers are written by the host so that the device has them: worker.staging, or host memory."""
+    """The memory where the host writes a step's numbers for the device: worker.staging, or host memory."""
 
     def begin(self) -> None:
         """Before the arrays of a step."""
@@ -136,9 +136,10 @@ class InputBatch:
     Args:
         num_tables: block tables of a request.
         adapters: slots by the digests of the adapters that are in memory; may change between steps.
-        arrays: where a step's numbers are written; None: in the host's memory, where the step is computed too.
+        arrays: the arrays that a step's numbers are written to; None: in the host's memory, where the step is computed
+            too.
         pages: the pages of the KV cache that this rank has.
-        has_grammars: another rank samples the rows with a grammar otherwise.
+        has_grammars: whether this rank samples the rows with a grammar; otherwise another rank does.
     """
 
     def __init__(
@@ -412,7 +413,7 @@ class InputBatch:
         """The tokens of a step have come back that another worker has sampled.
 
         Args:
-            token_ids: by position in the batch, as in StepResult.
+            token_ids: the tokens by position in the batch, as in StepResult.
         """
         at_N = expected.at_N.tolist()
         self.learn_tokens(expected, np.array([token_ids[at][0] if token_ids[at] else -1 for at in at_N]))

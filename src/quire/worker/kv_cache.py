@@ -34,9 +34,9 @@ class PagedCache:
 
     Attributes:
         pages: uint8 [B, bytes of a page]. A block of tokens is one piece of memory.
-        layers: views of it, by layer that keeps something. What a layer has in a page lies side by side: K, V, and
+        layers: views of it, by layer that keeps something. The parts of a layer in a page lie side by side: K, V, and
             scales of both.
-        drafter_layers: the same of a drafter, whose layers lie behind the model's layers in the pages of one table.
+        drafter_layers: the same for a drafter, whose layers lie behind the model's layers in the pages of one table.
         num_owners: ranks that have the cache together: see PageShare. `pages` are the pages of this rank.
     """
 
@@ -97,7 +97,7 @@ def allocate(
     drafter: DrafterLayers | None = None,
     num_owners: int = 1,
 ) -> PagedCache:
-    """An empty cache of `dtype`, int8 with scales. Of several owners each has a part of the pages.
+    """An empty cache of `dtype`, int8 with scales. If there are several owners, each has a part of the pages.
 
     It is zero, because a head that drafts may read what nobody wrote: see HeadDrafter. On CPU the memory, in huge pages
     where there are some, is taken by the operating system when first written.

@@ -55,7 +55,7 @@ def _failed(counts: Sequence[int], error: Exception) -> Drafted:
 
 @dataclass(slots=True)
 class _PromptPiece:
-    """Logprobs on their way of some prompt tokens of one row."""
+    """Logprobs of some prompt tokens of one row, on their way to the host."""
 
     position: int  # the position of the row in the batch
     next_token_ids: Tensor  # on the host
@@ -106,7 +106,7 @@ class ModelRunner:
     """Launches ScheduledBatch after ScheduledBatch: on a device that runs ahead, an executor of any depth.
 
     The device works in the order of the launches. So a block may be given to another request as soon as the host knows
-    that its owner has ended, even if a step in flight still writes to it: the new owner's step comes later.
+    that its owner has ended. A step in flight may still write to the block, but the new owner's step comes later.
 
     Args:
         captured: forward passes that are repeated instead of run; None: every kernel is launched by itself.

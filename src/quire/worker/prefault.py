@@ -1,8 +1,8 @@
 """Takes the memory of KV pages that will be handed out soon, while the engine is idle.
 
 Fresh memory costs at its first write: 0.1 to 2 ms for each huge page, in the middle of a step. So it is taken while no
-request waits. Only a lead over the pages that were ever in use is taken, so that a cache planned for many requests does
-not hold the memory of the machine for a few.
+request waits. It takes only a lead over the pages that were ever in use. So a cache that is planned for many requests
+does not hold the memory of the machine for a few.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ Inputs = TypeVar("Inputs", ForwardBatch, StepTable)
 
 MAX_TOKENS = 64  # Python takes about a quarter of such a step of 28 small layers: benchmarks/NOTES.md, 2026-11-28
 _MIN_TABLE_WIDTH = 64
-# Fields of ForwardBatch that may be no tensors: then they must be the object that was there when the calls were
+# Fields of ForwardBatch that may be no tensors. Then they must be the object that was there when the calls were
 # recorded. All others are copied.
 _UNCOPIED_FIELDS = frozenset({"adapter_slots_T", "caches", "host", "hidden_TD"})
 _MOST_RECORDINGS = 256  # with lanes; without, there are 128: each number of tokens, with and without adapters

@@ -40,14 +40,14 @@ inline constexpr int64_t kBf16TileElements = kBf16KUnit * kBf16TileColumns;
 struct PackedWeight {
   const void* data;
   int64_t n, k;
-  GroupedForm form = {};           // of a grouped weight
-  const int32_t* order = nullptr;  // of a grouped weight: its column i belongs to x[order[i]]; nullptr: to x[i]
-  int64_t fp8_group_size = 0;      // of an FP8 weight (gemm_fp8.h): elements of K that share a scale, a multiple of 32
+  GroupedForm form = {};           // the form of a grouped weight
+  const int32_t* order = nullptr;  // for a grouped weight: its column i belongs to x[order[i]]; nullptr: to x[i]
+  int64_t fp8_group_size = 0;      // for an FP8 weight (gemm_fp8.h): elements of K that share a scale, a multiple of 32
 };
 
 struct GemmArgs {
   StridedRows<const void> x;  // [m, k]
-  DType dtype;                // of x, and of the packed weight if it is neither grouped nor FP8
+  DType dtype;                // dtype of x, and of a packed weight that is not grouped and not FP8
   int64_t m;
   PackedWeight weight;
   const void* bias;  // [n] of bias_dtype, or nullptr
@@ -62,13 +62,13 @@ struct GemmArgs {
   const LoraPlan* lora = nullptr;  // set by the driver if there are slots
 };
 
-// Rows of a packed weight, each in [0, weight.n), rounded to dtype. A weight that is neither grouped nor FP8 has this
+// Rows of a packed weight, each in [0, weight.n), rounded to dtype. A weight that is not grouped and not FP8 has this
 // dtype.
 struct WeightRowsArgs {
   PackedWeight weight;
   const int64_t* rows;  // [count]
   int64_t count;
-  DType dtype;  // of out
+  DType dtype;  // dtype of out
   void* out;    // [count, k]
 };
 
@@ -79,7 +79,7 @@ struct PlainWeight {
   int64_t n, k;
 };
 
-inline constexpr int64_t kAmxKUnit = 64;        // of 8-bit codes: a tile row
+inline constexpr int64_t kAmxKUnit = 64;        // 8-bit codes of a tile row
 inline constexpr int64_t kAmxSmallGroup = 512;  // AMX takes groups up to this size, and larger ones of whole tile rows
 
 int64_t gemm_packed_bytes(DType dtype, int64_t n, int64_t k);
@@ -98,9 +98,9 @@ void gemm(const GemmArgs& args);
 // Products of each head of x with a matrix of its own: out[t, h, :] = weight[h] * x[t, h, :]. T tokens, H heads.
 struct HeadGemmArgs {
   StridedHeads<const void> x;  // [T, H, k]
-  DType dtype;                 // of x, out and the weights
+  DType dtype;                 // dtype of x, out and the weights
   int64_t num_tokens, num_heads;
-  PackedWeight weight;     // [n, k] of the first head, in the model's dtype; those of the others follow
+  PackedWeight weight;     // [n, k] of the first head, in the model's dtype; the other heads' weights follow
   StridedHeads<void> out;  // [T, H, n]
 };
 void gemm_heads(const HeadGemmArgs& args);
@@ -127,11 +127,11 @@ struct GemmKernels {
 
 // The kernels for a product on the active instruction set.
 const GemmKernels& gemm_kernels_for(const GemmArgs& args);
-// `dtype`: of a weight that is neither grouped nor FP8.
+// `dtype`: the dtype of a weight that is not grouped and not FP8.
 int64_t gemm_panel_bytes(const PackedWeight& weight, DType dtype);
 
 const GemmKernels& gemm_f32_kernels();          // every dtype, by float arithmetic
-const GemmKernels& gemm_bf16_kernels();         // vdpbf16ps or bfmmla; run == nullptr if the active ISA has neither
+const GemmKernels& gemm_bf16_kernels();         // vdpbf16ps or bfmmla; run == nullptr if the active ISA lacks both
 const GemmKernels& gemm_amx_kernels();          // AMX tiles; run == nullptr if the active ISA lacks them
 const GemmKernels& gemm_grouped_kernels();      // grouped weights
 const GemmKernels& gemm_grouped_amx_kernels();  // grouped weights on AMX tiles, same bits; run == nullptr without AMX

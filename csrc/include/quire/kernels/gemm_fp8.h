@@ -23,7 +23,7 @@ inline constexpr int64_t kFp8LineCodes = 64;
 // Steps of 32 k, and sizes in the packed layout.
 struct Fp8Layout {
   int64_t num_steps, group_steps, num_groups;
-  int64_t scale_bytes, panel_bytes;  // of the scales of a panel; of a whole panel
+  int64_t scale_bytes, panel_bytes;  // bytes of the scales of a panel; bytes of a whole panel
 
   Fp8Layout(int64_t k, int64_t group_size)
       : num_steps(ceil_div(k, kBf16KUnit)),

@@ -33,7 +33,7 @@ from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma, nex
 
 # A launch should give work to this number of streaming multiprocessors; an H100 has 132.
 _PROGRAMS_WANTED = 264
-_MAX_REGISTERS = 224  # of a thread: enough for the compiler, and two programs of 128 threads still fit
+_MAX_REGISTERS = 224  # registers of a thread: enough for the compiler, and two programs of 128 threads still fit
 # For the deterministic form: keys in a range, and the most ranges of a sequence that get their own programs.
 _SHORTEST_RANGE, _MOST_RANGES = 1024, 32
 
@@ -454,7 +454,7 @@ def choose_fixed_shape(
 
     Args:
         max_keys: room of the block tables, the same in all calls.
-        is_wgmma: of 16-bit types, see launch.has_wgmma.
+        is_wgmma: whether 16-bit types use wgmma, see launch.has_wgmma.
         is_float32: of q.
     """
     is_wide = head_dim > 128

@@ -1,6 +1,6 @@
 """Products with integer weights in groups along K, read in the panel layout of the CPU kernels.
 
-This layout is good for a GPU too: a word of 32 bits holds 8 codes of 4 bits (or 4 of 8) of one output column, and the
+This layout is good for a GPU too. A word of 32 bits holds 8 codes of 4 bits (or 4 of 8) of one output column, and the
 64 words of a panel lie side by side. So a tile is read in whole lines, and a thread splits the words it has loaded.
 Codes of 3, 5 and 6 bits are words of 2-bit or 4-bit codes; after every few of them comes a word with the upper bits.
 csrc/include/quire/kernels/grouped_layout.h describes the layout.

@@ -1,6 +1,6 @@
 """Low-rank additions to the results of products: see kernels.lora.
 
-A block of rows is taken once for each adapter that it has: program g of a block takes the g-th different slot, and ends
+A block of rows is taken once for each adapter that it has. Program g of a block takes the g-th different slot, and ends
 at once if there are fewer. A prompt has one adapter in all its blocks, and each row of a decode may have its own. A
 row's sums do not depend on the other rows of its block.
 
@@ -54,7 +54,7 @@ def _shrink_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """sums [T, PARTS, MAX_RANK] = scale * A x. `like`: of A's dtype."""
+    """sums [T, PARTS, MAX_RANK] = scale * A x. `like`: a tensor of A's dtype."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_t = t < T
     part = tl.program_id(1) % PARTS
