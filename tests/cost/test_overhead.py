@@ -41,6 +41,10 @@ def test_requests_of_one_length_say_what_that_length_takes() -> None:
         assert seconds(correction, length) == pytest.approx(TRUE.seconds(length), rel=0.1)
         assert seconds(correction, 1) > 0
         assert seconds(correction, 4 * length) < 5 * TRUE.seconds(length)
+        for _ in range(5000):
+            correction.add(length, TRUE.seconds(length))
+        assert seconds(correction, length) == pytest.approx(TRUE.seconds(length), rel=0.02)
+        assert seconds(correction, 4 * length) < 5 * TRUE.seconds(length)
 
 
 @pytest.mark.parametrize("true", [Overhead(2e-2, -5e-6), Overhead(-5e-4, 1e-4)], ids=["falls", "below zero"])

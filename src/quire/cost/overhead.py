@@ -6,6 +6,7 @@ It is a line over the length of the prompt. Served requests teach it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add
 
 NEWEST_WEIGHT = 1 / 64  # the weight of a request
 # Requests as which the expected overhead counts, and one that an earlier start has learnt.
@@ -41,23 +42,30 @@ class OverheadCorrection:
 
     def __init__(self, known: Overhead | None) -> None:
         self.overhead = known
-        # Sums over requests: of 1, the tokens x, their squares, the seconds y, and the products of both.
-        self._sums = [0.0] * 5
-        expected, count = (EXPECTED, EXPECTED_REQUESTS) if known is None else (known, KNOWN_REQUESTS)
-        for num_tokens in (0, 1000):
-            self._add_point(num_tokens, expected.seconds(num_tokens), count / 2)
+        # The expected line never fades: requests of one length alone give none.
+        self._expected = _sums_of(known or EXPECTED, EXPECTED_REQUESTS)
+        self._sums = _sums_of(known or EXPECTED, 0.0 if known is None else KNOWN_REQUESTS)
 
     def add(self, num_prompt_tokens: int, seconds: float) -> None:
         """A request took so long."""
         most = HELD_UP_RATIO * (self.overhead or EXPECTED).seconds(num_prompt_tokens)
-        self._sums = [(1 - NEWEST_WEIGHT) * each for each in self._sums]
-        self._add_point(num_prompt_tokens, min(seconds, most), 1.0)
-        count, x, square, y, product = self._sums
+        kept = [(1 - NEWEST_WEIGHT) * each for each in self._sums]
+        self._sums = _with_point(kept, num_prompt_tokens, min(seconds, most), 1.0)
+        count, x, square, y, product = map(add, self._sums, self._expected)
         slope = max((count * product - x * y) / (count * square - x * x), 0.0)
         if slope * x > y:  # then the best line from zero on
             slope = product / square
         self.overhead = Overhead(max(y - slope * x, 0.0) / count, slope)
 
-    def _add_point(self, x: float, y: float, weight: float) -> None:
-        added = (1.0, x, x * x, y, x * y)
-        self._sums = [each + weight * more for each, more in zip(self._sums, added, strict=True)]
+
+def _sums_of(overhead: Overhead, num_requests: float) -> list[float]:
+    """Of requests on this line: see _with_point."""
+    sums = [0.0] * 5
+    for num_tokens in (0, 1000):
+        sums = _with_point(sums, num_tokens, overhead.seconds(num_tokens), num_requests / 2)
+    return sums
+
+
+def _with_point(sums: list[float], x: float, y: float, weight: float) -> list[float]:
+    """Sums over requests with one more: of 1, the tokens x, their squares, the seconds y, and the products of both."""
+    return [each + weight * more for each, more in zip(sums, (1.0, x, x * x, y, x * y), strict=True)]
