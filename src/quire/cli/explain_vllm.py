@@ -246,7 +246,7 @@ class _Reading:
             return Answer(given.flag, given.shown, "never existed", does)
         name = given.name
         if any(later.name == name != "" for later in self._given[at + 1 :]):
-            return self._repeated(at, given)
+            return self._repeated(given)
         if name in self._table:
             return None
         if name == "help":
@@ -271,7 +271,7 @@ class _Reading:
             return replace(answer, status="translated", does=f"taken as {same}. {answer.does}")
         return answer
 
-    def _repeated(self, at: int, given: _Given) -> Answer:
+    def _repeated(self, given: _Given) -> Answer:
         """One of two: the last one counts. The two ways to name a model must agree."""
         last = next(later for later in reversed(self._given) if later.name == given.name)
         if given.name == "model" and (given.flag == "MODEL") != (last.flag == "MODEL") and given.words != last.words:
