@@ -293,14 +293,14 @@ def test_against_transformers(
         found = module.RUN[task.side](replace(task, device="cpu"))
         return dict(json.loads(json.dumps(found)))
 
-    words = ("--models", "tiny", "--requests", "9", "--prompt-tokens", "12", "--output-tokens", "6")
+    words = ("--models", "tiny", "--requests", "9", "--prompt-tokens", "12", "--output-tokens", "6", "--rounds", "1")
     peer = '{"num_blocks": 32, "max_batch_tokens": 64}'
     run_main(module, monkeypatch, *words, "--transformers", peer, "--save", "test-machine", run=run)
-    assert devices == ["cuda"] * 7, "the limits, and three rounds of two sides"
+    assert devices == ["cuda"] * 3, "the limits, and a round of two sides"
     result, text = saved(tmp_path, "gpu_against_transformers")
     assert_says_what_ran(result, text, "against_transformers")
     (found,) = result["models"]
-    assert len(found["rounds_seconds"]) == 3
+    assert len(found["rounds_seconds"]) == 1
     assert (found["requests"], found["prompt_tokens"], found["output_tokens"]) == (9, 12, 6)
     assert all(0 < percent < 100 for percent in found["percent_of_limit"].values())
     assert found["settings"]["transformers"]["max_batch_tokens"] == 64
