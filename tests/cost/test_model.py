@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quire.cost.arithmetic import Load
 from quire.cost.calibrate import FEW_STEPS_SPREAD, Fit, MeasuredStep, fit
-from quire.cost.correct import HALF_COLD_SECONDS, SHORTEST_PAUSE
+from quire.cost.correct import HALF_COLD_SECONDS, SHORTEST_PAUSE, Correction
 from quire.cost.model import CostModel
 from quire.cost.step_time import MIN_SPREAD, Constants, prior, step_seconds
 from quire.cost.store import CalibrationFile
@@ -219,6 +219,14 @@ def test_the_tokens_that_fit_in_a_time(num_decodes: int, start: int, most: int, 
 )
 def test_what_binds_is_named(constants: Constants, bound: str) -> None:
     assert cost_model(constants).predict(ARITHMETIC.load([500], [1], 1)).bound == bound
+
+
+def test_a_step_that_fills_its_tiles_has_the_size_of_those_with_fewer_rows() -> None:
+    correction = Correction(0.03, {})
+    correction.add(24, 1.0, 2.0)
+    correction.add(40, 1.0, 0.5)
+    assert correction.factor(32) == correction.factor(17) > correction.factor(33) == correction.factor(64)
+    assert correction.factor(1) == correction.factor(16), "no step is nearer than 24"
 
 
 def test_a_size_that_nobody_asks_for_any_more_is_not_believed_to_be_slow_for_ever() -> None:

@@ -287,4 +287,4 @@ def test_what_running_steps_correct_is_kept() -> None:
         costs.keep()
     assert len(kept) == 2
     assert kept[-1].constants == driver.cost.fit.constants
-    assert kept[-1].factors[1] == pytest.approx(2.0, rel=0.1)
+    assert kept[-1].factors[0] == pytest.approx(2.0, rel=0.1), "steps of one token"

@@ -28,7 +28,7 @@ def possible_spread(spread: float) -> float:
 
 
 class Correction:
-    """Factors by the size of a step: steps between two powers of two in tokens have one size.
+    """Factors by the size of a step: steps between two powers of two in tokens, with the larger one, have one size.
 
     A size without steps has the factor of the nearest size with steps.
 
@@ -42,7 +42,7 @@ class Correction:
     """
 
     def __init__(self, spread: float, factors: Mapping[int, float]) -> None:
-        # bit length of the tokens -> mean log of the factor, steps
+        # size -> mean log of the factor, steps
         self._logs: dict[int, tuple[float, int]] = {size: (math.log(each), 0) for size, each in factors.items()}
         self._factors: dict[int, float] = {}  # size -> factor, for every size that was asked for
         self._variance = (math.log1p(spread) / SPREAD_QUANTILE) ** 2
@@ -55,7 +55,7 @@ class Correction:
 
     def factor(self, num_tokens: int) -> float:
         """The factor of a prediction for a step of `num_tokens` tokens."""
-        size = num_tokens.bit_length()
+        size = _size(num_tokens)
         if (known := self._factors.get(size)) is None:
             nearest = min(self._logs, key=lambda other: abs(other - size), default=None)
             known = self._factors[size] = 1.0 if nearest is None else math.exp(self._logs[nearest][0])
@@ -63,7 +63,7 @@ class Correction:
 
     def add(self, num_tokens: int, predicted: float, measured: float) -> None:
         """A step took `measured` seconds. `predicted` includes the factor before this call. Both are positive."""
-        size, error = num_tokens.bit_length(), _log_error(predicted, measured)
+        size, error = _size(num_tokens), _log_error(predicted, measured)
         before, count = self._logs.get(size, (math.log(self.factor(num_tokens)), 0))
         weight = max(1 / (count + PRIOR_STEPS), NEWEST_WEIGHT)
         self._logs[size] = before + weight * error, count + 1
@@ -109,6 +109,11 @@ class Pause:
         self._weighted = kept * self._weighted + ratio * cooled / predicted
         self._weights = kept * self._weights + (cooled / predicted) ** 2
         self.cold = max(self._weighted / self._weights, 0.0)
+
+
+def _size(num_tokens: int) -> int:
+    """Of a step. Tiles have 2^n rows: 32 tokens take as long as 24, and 33 need another tile."""
+    return (num_tokens - 1).bit_length()
 
 
 def _cooled(pause: float) -> float:
