@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -147,10 +148,24 @@ def test_rows_depend_on_themselves_alone(isa: str, dtype: torch.dtype, set_num_t
         assert torch.equal(of_one, alone[rows])
 
 
-@pytest.mark.parametrize("rank", [1, 3, 8, 16, 17, 256])
-@pytest.mark.parametrize("K", [1, 31, 96, 515])
+RANKS, WIDTHS = [1, 3, 8, 16, 17, 256], [1, 31, 96, 515]
+# On AMX, ranks and widths meet in tiles; elsewhere each is a loop of its own.
+IN_TILES = [isa for isa in cpu.isas() if isa == "amx"]
+
+
+@pytest.mark.parametrize(
+    ("isa", "rank", "K"),
+    [
+        *covering([isa for isa in cpu.isas() if isa not in IN_TILES], RANKS, WIDTHS),
+        *product(IN_TILES, RANKS, WIDTHS),
+    ],
+    indirect=["isa"],
+)
 def test_any_number_of_rows_with_one_adapter(isa: str, rank: int, K: int) -> None:
-    """Kernels take few rows and many in different ways, which give the same bits."""
+    """Kernels take few rows and many in different ways, which give the same bits.
+
+    Every rank and every width on every instruction set, and with each other on some; with AMX all of them.
+    """
     made = layer(K, (70, 33, 5), ((rank, 16, 0), (2, rank, 9)), BF16)
     T, N = 100, made.table.N
     base, x = inputs(T, K, N, BF16)
