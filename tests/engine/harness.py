@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -10,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 import quire.demo
 from quire.engine.core import EngineCore
@@ -43,27 +46,56 @@ from quire.worker.input_batch import InputBatch, Padding
 from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
 from quire.worker.recorded_steps import RecordedSteps
+from tests.examples import IS_FULL
 from tests.loading import load_model
 from tests.quantization.checkpoints import Format, write_quantized
 from tests.worker.fake_accelerator import FakeAccelerator
 
 EOS = 2
 MOST_DRAFTS = 9  # of a request in a step
+LAYERS = (0, 4)  # of the demo model, which do without the others
 CHECKPOINT = "gptq"  # the demo model as a quantized checkpoint, of the form with the most parts
 CHECKPOINT_FORMAT = Format(method="gptq", group_size=32, has_zeros=True, has_order=True)
 
 
 @cache
-def demo_model(precision: str, max_model_len: int | None) -> tuple[ModelConfig, CausalLM]:
+def demo_model(precision: str, max_model_len: int | None, is_whole: bool = True) -> tuple[ModelConfig, CausalLM]:
     """The bundled model, loaded once per precision, context length (None: its own) and test process.
 
     Precision is a dtype, a format that the weights are brought to on load, or CHECKPOINT; with bfloat16 for the rest.
     """
+    source = quire.demo.path("target") if is_whole else two_layers()
     if precision == CHECKPOINT:
         with TemporaryDirectory() as folder:
-            write_quantized(quire.demo.path("target"), Path(folder), CHECKPOINT_FORMAT)
+            write_quantized(source, Path(folder), CHECKPOINT_FORMAT)
             return load_with(Path(folder), precision, max_model_len)
-    return load_with(quire.demo.path("target"), precision, max_model_len)
+    return load_with(source, precision, max_model_len)
+
+
+@cache
+def two_layers() -> Path:
+    """A folder with a model of two layers of the demo model, until the process ends. Its answers are as long and as
+    different as those of all six.
+    """
+    source, folder = quire.demo.path("target"), Path(_folder().name)
+    for file in source.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            (folder / file.name).symlink_to(file)
+    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": len(LAYERS)}
+    (folder / "config.json").write_text(json.dumps(config))
+    own = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if (match := re.match(r"model[.]layers[.](\d)[.]", name)) is None:
+            own[name] = tensor
+        elif int(match[1]) in LAYERS:
+            own[f"model.layers.{LAYERS.index(int(match[1]))}.{name[match.end() :]}"] = tensor
+    save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@cache
+def _folder() -> TemporaryDirectory[str]:
+    return TemporaryDirectory()
 
 
 @cache
@@ -116,11 +148,12 @@ class Schedule:
     draft: tuple[ModelConfig, CausalLM] | None = None  # a model or head that drafts in the worker
     drafts_greedily: bool = False
     adapters: Mapping[str, int] = field(default_factory=dict)  # slots by digest
+    is_whole: bool = IS_FULL  # all layers of the demo model, which the bundled drafters need; else two
 
 
 def build_core(schedule: Schedule, precision: str) -> EngineCore:
     """A core over the demo model with an empty cache."""
-    return core_over(*demo_model(precision, schedule.max_model_len), schedule, precision)
+    return core_over(*demo_model(precision, schedule.max_model_len, schedule.is_whole), schedule, precision)
 
 
 def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precision: str) -> EngineCore:

@@ -177,7 +177,7 @@ def load(folder: Path, method: str, target: Path | None = None, dtype: torch.dty
 
 def load_for(max_model_len: int, precision: str) -> tuple[ModelConfig, CausalLM]:
     """The bundled head, for the demo model as `demo_model` has it."""
-    return _head("eagle3", quire.demo.path("eagle3"), *demo_model(precision, max_model_len), precision)
+    return _head("eagle3", quire.demo.path("eagle3"), *demo_model(precision, max_model_len, True), precision)
 
 
 def load_mimo_for(max_model_len: int, precision: str, layer: Mapping[str, Tensor]) -> Pair:
@@ -224,9 +224,15 @@ class Twin:
         self._tensors = {name.removeprefix(MTP): tensor for name, tensor in self._tensors.items()}
         self._tensors = {name: t.float() if t.is_floating_point() else t for name, t in self._tensors.items()}
         self._norm_before_residual = norm_before_residual
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def drafts(self, token_ids: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """The likeliest tokens behind these, one after the other."""
+        """The likeliest tokens behind these, one after the other. Schedules ask about the same tokens again."""
+        if len(self._known.get(token_ids, ())) < count:
+            self._known[token_ids] = self._drafts(token_ids, count)
+        return self._known[token_ids][:count]
+
+    def _drafts(self, token_ids: tuple[int, ...], count: int) -> tuple[int, ...]:
         of = self._tensors
         layers = [TARGET["num_hidden_layers"]] if self._is_mtp else self._layers
         hidden_TD = torch.cat([streams(token_ids)[layer] for layer in layers], dim=-1)[:-1]

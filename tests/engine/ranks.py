@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 import quire.demo
 from quire.config import EngineConfig
@@ -32,28 +27,6 @@ LIMITS: dict[str, Any] = {
     "max_model_len": 512,
     "num_gpu_blocks_override": 100,
 }
-
-
-@cache
-def two_layers() -> Path:
-    """A folder with the demo model without its other layers, until the process ends."""
-    source, folder = quire.demo.path("target"), Path(_folder().name)
-    for file in source.iterdir():
-        (folder / file.name).symlink_to(file)
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).unlink()
-    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": 2}
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = load_file(source / "model.safetensors")
-    own = {name: tensor for name, tensor in tensors.items() if not re.match(r"model\.layers\.[2-9]\.", name)}
-    assert len(own) < len(tensors) / 2
-    save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-@cache
-def _folder() -> TemporaryDirectory[str]:
-    return TemporaryDirectory()
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, number: int, error: Exception) -> list[int]:

@@ -31,6 +31,7 @@ from quire.worker.drafter import Drafted
 from quire.worker.input_batch import InputBatch, StagedStep, StepRows
 from quire.worker.model_runner import ModelRunner
 from quire.worker.recorded_steps import MAX_TOKENS as RECORDED_TOKENS
+from tests.covering import in_turn
 from tests.engine.harness import EOS, MOST_DRAFTS, Prompt, Schedule, build_core, demo_draft, run
 from tests.engine.test_drafts import (
     GREEDY,
@@ -58,8 +59,8 @@ class ByWorker(DraftedByWorker):
         return super().propose(request, most if self._random is None else self._random.randint(0, most))
 
 
-@pytest.mark.parametrize("is_greedy", [False, True])
-@pytest.mark.parametrize("name", KINDS)
+# How the drafter samples and how the target does share no code.
+@pytest.mark.parametrize(("name", "is_greedy"), in_turn([[(name,)] for name in KINDS], [False, True]))
 def test_every_kind_of_sampling(name: str, is_greedy: bool) -> None:
     core = build_core(Schedule(proposer=ByWorker(), draft=demo_draft(), drafts_greedily=is_greedy), "bfloat16")
     assert answers(core, [name])[name] == expected(name)
@@ -146,8 +147,7 @@ def test_drafts_are_those_of_the_model_alone(name: str) -> None:
         assert proposal.drafts == drafted_plainly(proposal, len(prompts()[4].token_ids), params()[name])
 
 
-@pytest.mark.parametrize("drafts_greedily", [False, True])
-@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize(("block_size", "drafts_greedily"), in_turn([[(8,), (16,)]], [False, True]))
 def test_drafts_are_the_same_under_any_schedule(block_size: int, drafts_greedily: bool) -> None:
     """Preempted and resumed, with prefix hits and forks, and with room for few: no page has rows of another one."""
     sampling = [

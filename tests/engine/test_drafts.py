@@ -20,9 +20,10 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import ScheduledBatch
 from quire.worker.model_runner import ModelRunner, PendingStep
 from quire.worker.recorded_steps import MAX_TOKENS, RecordedSteps
+from tests.covering import in_turn
 from tests.engine.harness import EOS, Schedule, build_core, demo_model, run
 from tests.engine.test_sameness import PRECISIONS, prompts
-from tests.examples import examples
+from tests.examples import IS_FULL, examples
 from tests.guesser import Guesser
 from tests.worker.fake_accelerator import FakeAccelerator
 
@@ -119,9 +120,11 @@ def test_the_kinds_of_sampling_differ() -> None:
     assert expected("stop")[3] == "stop"
 
 
-@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "right"), [*((name, 0.7) for name in KINDS), *in_turn([[(name,)] for name in KINDS], [0.0, 1.0])]
+)
 def test_every_kind_of_sampling(name: str, right: float) -> None:
+    """With drafts that are sometimes right, and with drafts that always are or never."""
     proposer = guesser(right)
     assert answers(build_core(Schedule(proposer=proposer), "bfloat16"), [name])[name] == expected(name)
     assert proposer.num_right + proposer.num_wrong > 5
@@ -180,7 +183,7 @@ def test_any_schedule(case: Interfered, right: float, longest: int, seed: int) -
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_logits_of_a_verifying_step_are_those_of_single_steps(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To a bit: with right drafts the rows of logits, one behind the other, are the rows of a run without drafts."""
-    _, model = demo_model(precision, None)
+    _, model = demo_model(precision, None, IS_FULL)
     compute_logits, seen = model.compute_logits, []
 
     def noted(hidden_RD: torch.Tensor, adapter_slots_R: torch.Tensor | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ from quire.sampling_params import SamplingParams
 from quire.worker.model_runner import ModelRunner
 from tests.covering import covering
 from tests.engine.harness import EOS, Prompt, Schedule, build_core, run
-from tests.engine.test_sameness import QUESTIONS, prompts
+from tests.engine.test_sameness import NUM_BRIEF, QUESTIONS, brief, prompts
 from tests.examples import IS_FULL
 from tests.worker.fake_accelerator import FakeAccelerator
 
@@ -112,15 +112,15 @@ def test_aborts_free_blocks_that_a_step_in_flight_writes_to(
             core.abort(["gone 1", "gone 2"])
 
     deltas: dict[str, list[int]] = {}
-    for index, prompt in enumerate(prompts()):
-        core.add(AddRequest(f"r{index}", list(prompt.token_ids), prompt.params, 24, stop_token_ids=[EOS]))
+    for index, prompt in enumerate(brief()):
+        core.add(AddRequest(f"r{index}", list(prompt.token_ids), prompt.params, NUM_BRIEF, stop_token_ids=[EOS]))
     step = 0
     while core.has_work():
         abort(core, step)
         for delta in core.step():
             deltas.setdefault(delta.request_id, []).extend(delta.token_ids)
         step += 1
-    assert [deltas[f"r{index}"] for index in range(len(prompts()))] == expected()
+    assert [deltas[f"r{index}"] for index in range(len(prompts()))] == [tokens[:NUM_BRIEF] for tokens in expected()]
     core.scheduler.kv.check()
 
 

@@ -81,12 +81,16 @@ def core_of(schedule: Schedule) -> EngineCore:
     return core
 
 
-@cache
-def expected() -> list[list[int]]:
+def expected(drafter: str) -> list[list[int]]:
     """By the plain path, with a step for each token."""
+    return _expected(schedule_for(drafter).is_whole)
+
+
+@cache
+def _expected(is_whole: bool) -> list[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowGrammar, "forced_token", lambda grammar: None)
-        core = core_of(Schedule(max_model_len=MAX_MODEL_LEN))
+        core = core_of(Schedule(max_model_len=MAX_MODEL_LEN, is_whole=is_whole))
         tokens = run(core, prompts())
         assert core.scheduler._next_step_id > 40
         return tokens
@@ -111,7 +115,12 @@ def core_on(device: str, drafter: str, **limits: Any) -> EngineCore:
     """On the CPU, or on a GPU that does its work early or late."""
     if device != "cpu":
         limits |= {"accelerator": FakeAccelerator(is_late=device == "late"), "graph_sizes": SIZES}
-    return core_of(Schedule(max_model_len=MAX_MODEL_LEN, **drafting(drafter), **limits))
+    return core_of(schedule_for(drafter, **limits))
+
+
+def schedule_for(drafter: str, **limits: Any) -> Schedule:
+    is_whole = IS_FULL or drafter == "eagle3"  # which reads six layers
+    return Schedule(max_model_len=MAX_MODEL_LEN, is_whole=is_whole, **drafting(drafter), **limits)
 
 
 DEVICES = ("cpu", "late", "early")
@@ -129,7 +138,7 @@ DEVICES = ("cpu", "late", "early")
 def test_any_schedule(
     drafter: str, device: str, depth: int, limits: dict[str, Any], num_forced: Callable[[], int]
 ) -> None:
-    assert run(core_on(device, drafter, depth=depth, **limits), prompts()) == expected()
+    assert run(core_on(device, drafter, depth=depth, **limits), prompts()) == expected(drafter)
     assert num_forced() > 60
 
 
@@ -147,7 +156,7 @@ def test_preemption_at_any_step(
         while step == at_step and core.scheduler.num_running:
             core.scheduler.preempt_last()
 
-    assert run(core_on(device, drafter, depth=depth), prompts(), before_step=preempt) == expected()
+    assert run(core_on(device, drafter, depth=depth), prompts(), before_step=preempt) == expected(drafter)
     assert num_forced() > 40
 
 
@@ -162,8 +171,9 @@ def test_a_row_that_is_given_again(drafter: str, depth: int, num_forced: Callabl
             core.abort([ids.pop(0)])
 
     tokens = run(core, [*prompts()[:7], *prompts()[:7]], before_step=abort)
-    assert [found == wanted[: len(found)] for found, wanted in zip(tokens[:7], expected(), strict=False)] == [True] * 7
-    assert tokens[7:] == expected()[:7]
+    wanted = expected(drafter)[:7]
+    assert tokens[:7] == [each[: len(found)] for each, found in zip(wanted, tokens, strict=False)]
+    assert tokens[7:] == wanted
     assert num_forced() > 20
 
 

@@ -250,7 +250,7 @@ def test_a_request_the_worker_cannot_take_fails_alone(depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_row_without_numbers_fails_alone(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in one row's logits, while at depth 2 the batch behind it already computes that row's next token."""
-    _, model = demo_model("bfloat16", None)
+    _, model = demo_model("bfloat16", None, IS_FULL)
     compute_logits, num_steps = model.compute_logits, count()
 
     def poisoned(hidden_RD: torch.Tensor, adapter_slots_R: torch.Tensor | None) -> torch.Tensor:

@@ -61,7 +61,7 @@ def core_of(schedule: Schedule, precision: str, is_mimo: bool) -> EngineCore:
 
 
 def schedule_of(**fields: Any) -> Schedule:
-    return Schedule(max_num_seqs=len(KINDS), max_model_len=MODEL_LEN, **fields)
+    return Schedule(max_num_seqs=len(KINDS), max_model_len=MODEL_LEN, is_whole=True, **fields)
 
 
 def knowing(right: float) -> Callable[[dict[str, Answer], str], dict[str, Any]]:
@@ -97,7 +97,7 @@ DRAFTERS: dict[str, Callable[[dict[str, Answer], str], dict[str, Any]]] = {
 }
 
 
-REST = ([None, -1, 0, 1], [7, 2048], [1, 2])
+REST = ([None, -1, 0, 1], [17, 2048], [1, 2])
 
 
 @pytest.mark.parametrize(

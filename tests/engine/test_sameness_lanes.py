@@ -5,7 +5,7 @@ Ranks are threads here; tests/engine/test_rank_processes.py has processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 from msgspec import structs
 
 from quire.engine.core import EngineCore
+from quire.engine.start import StartedEngine
 from quire.errors import ConfigError
 from quire.kernels import cpu
 from quire.messages import AddRequest
@@ -174,6 +175,14 @@ def test_an_aborted_request_frees_its_lane(lanes: Any, wanted: list[list[int]]) 
     assert run(core, brief(), prefix="behind-") == wanted
 
 
+@pytest.fixture(scope="module")
+def lanes_of_two(folder_of: Callable[[str], Path]) -> Iterator[StartedEngine]:
+    """Two lanes of two ranks."""
+    engine = started(2, folder_of("qwen2_moe"), async_scheduling=True, **LIMITS, **TWO)
+    yield engine
+    engine.core.shutdown()
+
+
 @pytest.mark.parametrize(
     ("rank", "where", "error"),
     [
@@ -188,12 +197,13 @@ def test_ranks_of_all_lanes_agree_on_errors_in_a_step(
     rank: int,
     where: str,
     error: Exception,
-    folder_of: Callable[[str], Path],
+    lanes_of_two: StartedEngine,
     wanted: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two lanes of two ranks. Guilty requests end, the step is computed again by all lanes, and the engine goes on."""
-    engine = started(2, folder_of("qwen2_moe"), async_scheduling=True, **LIMITS, **TWO)
+    """Guilty requests end, the step is computed again by all lanes, and the engine goes on."""
+    engine = lanes_of_two
+    engine.core.scheduler.reset_prefix_cache()
     *path, name = where.split(".")
     owner = engine.executor.workers[rank].runner  # type: ignore[attr-defined]
     for each in path:
@@ -211,7 +221,6 @@ def test_ranks_of_all_lanes_agree_on_errors_in_a_step(
         assert f"r{index}" in failed or found[f"r{index}"] == tokens
     monkeypatch.undo()
     assert run(engine.core, brief(), prefix="again") == wanted
-    engine.core.shutdown()
 
 
 def test_experts_that_move_between_lanes(

@@ -5,6 +5,7 @@ Ranks are threads here; test_sameness_ranks_lora.py has processes, with a drafte
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,12 @@ def speculation(method: Any, model: Path | None, **more: Any) -> dict[str, Any]:
     name = None if model is None else str(model)
     config = SpeculativeConfig(method=method, model=name, num_speculative_tokens=3, adaptive=False, **more)
     return {"speculative_config": config}
+
+
+@cache
+def of_one() -> list[list[int]]:
+    """Tokens of the brief prompts from one rank, without drafts."""
+    return run(started(1).core, brief())
 
 
 def drafted(engine: StartedEngine) -> tuple[list[list[int]], int, int]:
@@ -59,7 +66,7 @@ def test_a_draft_model(num_ranks: int, more: dict[str, Any]) -> None:
     one = started(1, drafter_folder=folder, **arguments | speculation("draft_model", folder, **greedily))
     several = started(num_ranks, drafter_folder=folder, **arguments)
     found, wanted = drafted(several), drafted(one)
-    assert found[0] == wanted[0] == run(started(1).core, brief())
+    assert found[0] == wanted[0] == of_one()
     assert wanted[2] > 5
     assert found[2] > 5, "the drafts hold as with one rank"
     several.core.shutdown()
@@ -87,7 +94,7 @@ def test_an_error_of_the_drafter_ends_no_engine(monkeypatch: pytest.MonkeyPatch)
     engine = started(2, drafter_folder=folder, **speculation("draft_model", folder))
     drafter = engine.executor.workers[1].runner.drafter  # type: ignore[attr-defined]
     calls = fail_at(monkeypatch, drafter, "_draft_one", 2, OSError("once"))
-    assert drafted(engine)[0] == run(started(1).core, brief())
+    assert drafted(engine)[0] == of_one()
     assert len(calls) > 2
     engine.core.shutdown()
 

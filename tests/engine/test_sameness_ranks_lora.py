@@ -23,7 +23,7 @@ from tests.engine.harness import Prompt, run
 from tests.engine.ranks import started
 from tests.engine.test_rank_processes import in_processes, process_of
 from tests.engine.test_sameness import brief
-from tests.engine.test_sameness_ranks_drafters import drafted, speculation
+from tests.engine.test_sameness_ranks_drafters import drafted, of_one, speculation
 from tests.lora.adapters import random_tensors, write_adapter
 from tests.models.tiny_models import SIZES
 
@@ -86,7 +86,7 @@ def two() -> Iterator[StartedEngine]:
 def test_every_form(num_ranks: int, form: dict[str, Any], adapters: list[Path]) -> None:
     one, several = started(1, **LORA, **form), started(num_ranks, **LORA, **form)
     want = tokens(one, adapters)
-    assert want != run(started(1, **form).core, brief()), "the adapters change nothing"
+    assert want != run(one.core, brief(), prefix="base"), "the adapters change nothing"
     assert tokens(several, adapters) == want
     several.core.shutdown()
 
@@ -110,7 +110,7 @@ def test_processes(two: StartedEngine, adapters: list[Path], tmp_path: Path) -> 
     assert f"no {CONFIG_NAME}" in state.error
     assert tokens(two, adapters) == tokens(started(1, **LORA), adapters)
     of_base, num_drafts, num_held = drafted(two)
-    assert of_base == run(started(1).core, brief())
+    assert of_base == of_one()
     assert 0 < num_held < num_drafts
 
 

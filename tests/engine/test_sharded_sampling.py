@@ -18,7 +18,7 @@ from quire.kernels import cpu
 from quire.messages import AddRequest, UseTokenizer
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.speculative_config import SpeculativeConfig
-from tests.engine.harness import EOS, run, tokens_and_logprobs
+from tests.engine.harness import EOS, run, tokens_and_logprobs, two_layers
 from tests.engine.ranks import fail_at, started
 from tests.engine.test_rank_processes import in_processes
 from tests.engine.test_sameness import brief
@@ -60,7 +60,7 @@ KINDS = {"free": FREE, "constrained": (CONSTRAINED, *FREE[:3], CONSTRAINED | {"s
 
 @cache
 def expected(kinds: str) -> Answer:
-    return answers(started(1, **LIMITS), KINDS[kinds])
+    return answers(started(1, two_layers(), **LIMITS), KINDS[kinds])
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def expected(kinds: str) -> Answer:
 )
 def test_sameness(kinds: str, num_ranks: int, more: dict[str, Any]) -> None:
     """With every option of a row; with drafts to verify; with stages; with fewer rows than ranks."""
-    engine = started(num_ranks, **LIMITS | more, enable_batch_sharded_sampling=True)
+    engine = started(num_ranks, two_layers(), **LIMITS | more, enable_batch_sharded_sampling=True)
     shares = [_note_rows(engine, rank) for rank in range(num_ranks)]
     assert answers(engine, KINDS[kinds]) == expected(kinds)
     counts = [sum(share) for share in shares]
@@ -85,6 +85,11 @@ def test_sameness(kinds: str, num_ranks: int, more: dict[str, Any]) -> None:
         assert min(counts) > 0.6 * max(counts), "each samples its share"
     if kinds == "one":
         assert counts[1:] == [0, 0]
+
+
+@cache
+def of_one() -> list[list[int]]:
+    return run(started(1, two_layers(), **LIMITS).core, brief())
 
 
 def _note_rows(engine: StartedEngine, rank: int) -> list[int]:
@@ -101,7 +106,7 @@ def _note_rows(engine: StartedEngine, rank: int) -> list[int]:
 
 
 def test_processes() -> None:
-    engine = in_processes(tensor_parallel_size=2, **LIMITS, enable_batch_sharded_sampling=True)
+    engine = in_processes(two_layers(), tensor_parallel_size=2, **LIMITS, enable_batch_sharded_sampling=True)
     assert answers(engine, KINDS["constrained"]) == expected("constrained")
 
 
@@ -109,10 +114,10 @@ def test_processes() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_sample_voids_the_step(rank: int, num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks of all stages compute it again: the tokens are the same as without a failure."""
-    engine = started(2, num_stages=num_stages, **LIMITS, enable_batch_sharded_sampling=True)
+    engine = started(2, two_layers(), num_stages=num_stages, **LIMITS, enable_batch_sharded_sampling=True)
     sampler = engine.executor.workers[rank].runner.sampler  # type: ignore[attr-defined]
     calls = fail_at(monkeypatch, sampler, "choose", 3, OSError("no numbers today"))
-    assert run(engine.core, brief()) == run(started(1, **LIMITS).core, brief())
+    assert run(engine.core, brief()) == of_one()
     assert len(calls) > 3
     engine.core.shutdown()
 
@@ -120,7 +125,7 @@ def test_a_rank_that_cannot_sample_voids_the_step(rank: int, num_stages: int, mo
 @pytest.mark.parametrize("row", [0, 1])
 def test_a_row_that_fails_is_known_to_all_ranks(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits that are not numbers end one request, with the reason, whichever rank samples it."""
-    engine = started(2, **LIMITS, enable_batch_sharded_sampling=True)
+    engine = started(2, two_layers(), **LIMITS, enable_batch_sharded_sampling=True)
     core, runner = engine.core, engine.executor.workers[row].runner  # type: ignore[attr-defined]
     choose, calls = runner.sampler.choose, list[int]()
 

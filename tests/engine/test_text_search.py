@@ -46,7 +46,7 @@ def questions() -> tuple[Prompt, ...]:
 @cache
 def answers() -> list[list[int]]:
     """Without the token that ends them."""
-    found = run(build_core(Schedule(), "bfloat16"), questions())
+    found = run(build_core(Schedule(is_whole=True), "bfloat16"), questions())
     return [[token for token in answer if token != EOS] for answer in found]
 
 
@@ -74,7 +74,7 @@ class Counted:
 
 
 def core_with(proposer: Proposer | None, **schedule: Any) -> EngineCore:
-    return build_core(Schedule(proposer=proposer, max_num_seqs=32, **schedule), "bfloat16")
+    return build_core(Schedule(is_whole=True, proposer=proposer, max_num_seqs=32, **schedule), "bfloat16")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3])

@@ -38,7 +38,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> object:
     model = load_model(config, torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
 
-        def demo_model(precision: str, max_model_len: int | None) -> tuple[ModelConfig, CausalLM]:
+        def demo_model(precision: str, max_model_len: int | None, is_whole: bool) -> tuple[ModelConfig, CausalLM]:
             return config, model
 
         patch.setattr(harness, "demo_model", demo_model)

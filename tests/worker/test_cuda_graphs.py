@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import gc
 import re
+import subprocess
+import sys
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,8 +37,11 @@ from quire.worker.cuda_graphs import StepGraphs, in_order, paddings
 from quire.worker.device_inputs import DeviceInputBatch
 from quire.worker.input_batch import Padding, StepRows
 from tests.engine.harness import demo_model
+from tests.examples import IS_FULL
+from tests.nursery import TorchPopen
 from tests.worker.fake_accelerator import FakeAccelerator
 
+ROOT = Path(__file__).parents[2]
 BLOCK_SIZE, MAX_MODEL_LEN = 8, 64
 SIZES = [Padding(size, size) for size in (8, 4, 2, 1)]
 WITH_MIXED = in_order([*SIZES, Padding(16, 8), Padding(6, 5)])
@@ -205,7 +211,7 @@ class Setup:
     """The demo model with rows that hold one prompt each, and every block of the cache poisoned."""
 
     def __init__(self, num_rows: int = 8, sizes: list[Padding] = SIZES) -> None:
-        config, self.model = demo_model("float32", None)
+        config, self.model = demo_model("float32", None, IS_FULL)
         self.accelerator = FakeAccelerator()
         cache = kv_cache.allocate(kv_groups(config), 64, BLOCK_SIZE, torch.float32, torch.device("cpu"))
         self.caches = cache.layers
@@ -243,38 +249,29 @@ def test_the_largest_is_captured_first_into_one_pool() -> None:
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-@pytest.fixture
-def nothing_frozen() -> Iterator[None]:
-    """The objects that tests/conftest.py has frozen do not count. The captures thaw them too: to look at all of them
-    takes seconds, so that is done once, by the test.
-    """
-    count = gc.get_freeze_count.__wrapped__  # type: ignore[attr-defined]
-    num_before = count()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "get_freeze_count", lambda: max(0, count() - num_before))
-        gc.disable()
-        yield
-        gc.enable()
-    gc.freeze()
-
-
 @pytest.mark.parametrize("is_frozen_by_others", [False, True])
-def test_what_is_captured_is_freed_with_its_owner(
-    is_frozen_by_others: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also from a reference cycle; objects that others have frozen stay frozen."""
-    if not is_frozen_by_others:
-        request.getfixturevalue("nothing_frozen")
-    monkeypatch.setitem(globals(), "demo_model", demo_model.__wrapped__)  # a model of its own
-    setup = Setup()
+def test_what_is_captured_is_freed_with_its_owner(is_frozen_by_others: bool) -> None:
+    """Also from a reference cycle; objects that others have frozen stay frozen.
+
+    In a process of its own: to look at all objects of the tests takes seconds.
+    """
+    program = f"from tests.worker.test_cuda_graphs import check_freed; check_freed({is_frozen_by_others})"
+    with TorchPopen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True) as child:
+        _, shown = child.communicate(timeout=60)
+    assert child.returncode == 0, shown
+
+
+def check_freed(is_frozen_by_others: bool) -> None:
+    (gc.freeze if is_frozen_by_others else gc.unfreeze)()
+    setup = Setup(sizes=SIZES[-2:])
+    demo_model.cache_clear()
     cycle = [setup, setup.graphs]
     cycle.append(cycle)
     alive = [weakref.ref(each) for each in (setup, setup.model, setup.graphs, setup.inputs, setup.caches[0].k_BGPE)]
     counts: list[int] = []
     if is_frozen_by_others:
-        monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)
-        monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("what others have frozen is mixed with the engine"))
-        monkeypatch.setattr(gc, "unfreeze", lambda: pytest.fail("what others have frozen is thawed"))
+        gc.freeze = lambda: pytest.fail("what others have frozen is mixed with the engine")
+        gc.unfreeze = lambda: pytest.fail("what others have frozen is thawed")
         setup.graphs.capture()
     else:
         setup.graphs.capture(lambda done, total: counts.append(gc.get_freeze_count()))
@@ -315,13 +312,22 @@ def test_dispatch(lens: list[int], size: int | None, mixed: tuple[int, int] | No
     rows = np.arange(len(lens))
     step = StepRows(rows, np.zeros_like(rows), np.array(lens), rows)
     want = None if size is None else Padding(size, size)
-    assert Setup().graphs.size_for(step) == want
-    assert Setup(sizes=WITH_MIXED).graphs.size_for(step) == (want if mixed is None else Padding(*mixed))
+    decodes, all_sizes = graphs_of_both_kinds()
+    assert decodes.size_for(step) == want
+    assert all_sizes.size_for(step) == (want if mixed is None else Padding(*mixed))
 
 
-@pytest.mark.parametrize("num_rows", range(1, 9))
+@cache
+def graphs_of_both_kinds() -> tuple[StepGraphs, StepGraphs]:
+    """For steps of decodes alone, and for mixed ones too."""
+    return Setup().graphs, Setup(sizes=WITH_MIXED).graphs
+
+
+@pytest.mark.parametrize(
+    "num_rows", [pytest.param(rows, marks=pytest.mark.slow if rows in (6, 7) else ()) for rows in range(1, 9)]
+)
 def test_a_padded_replay_gives_what_the_rows_alone_give(num_rows: int) -> None:
-    """To a bit, and padding writes to no block."""
+    """To a bit, and padding writes to no block. Sizes with their own number of rows, and with fewer."""
     setup, plain = Setup(), Setup()
     setup.graphs.capture()
     assert all(bool(cache.k_BGPE.isnan().all()) for cache in setup.caches), "a capture wrote to the cache"
