@@ -88,6 +88,8 @@ def steps_of(rows: Sequence[int], costs: Sequence[float]) -> StepSeconds:
 # Seconds of a 0.6B model with two cores, by rows, about: bfloat16 and int4. And a batch bound by arithmetic.
 BFLOAT16 = steps_of([1, 8, 16, 32, 128], [18.6e-3, 19.3e-3, 22e-3, 40e-3, 141e-3])
 INT4 = steps_of([1, 8, 16, 32, 128], [8.7e-3, 10.6e-3, 14e-3, 27e-3, 100e-3])
+# Int4 without a matrix unit: the time follows the rows from the second one on.
+VECTORS = steps_of([1, 8, 16, 32, 128], [11e-3, 18e-3, 30e-3, 55.5e-3, 225e-3])
 ARITHMETIC = steps_of([1, 1000], [1e-3, 1.0])
 CHEAP = steps_of([1, 1000], [20e-3, 120e-3])
 LOST = 0.1  # of a step that waits for the tokens of the one before, with two steps in flight
@@ -222,6 +224,21 @@ def test_depths_are_nearly_as_fast_as_the_best_fixed_one(
     found = adaptive_rate(num_steps, case)
     assert found > 0.95 * best
     assert found > 0.98 * fixed_rate(num_steps, case, 0)
+
+
+@pytest.mark.parametrize("acceptance", [0.6, 0.7, 0.77, 0.8])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_what_drafts_have_gained_is_not_lost_where_they_do_not_pay(drafter: str, acceptance: float) -> None:
+    """Drafts of one request pay, and then eight requests come whose drafts do not."""
+    rates = [acceptance] * MOST
+    alone = Stream(1, rates, VECTORS, DRAFTERS[drafter])
+    adaptive = AdaptiveDepth(VECTORS, DRAFTERS[drafter])
+    alone.run(200, alone.adaptive(adaptive), adaptive.settle)
+    adaptive.forget(alone.requests[0].request_id)
+    case = 8, rates, VECTORS, DRAFTERS[drafter]
+    together = Stream(*case)
+    found = together.run(64, together.adaptive(adaptive), adaptive.settle)
+    assert found > 0.98 * fixed_rate(64, case, 0)
 
 
 @pytest.mark.parametrize("num_requests", [1, 8, 64])

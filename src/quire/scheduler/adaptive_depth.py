@@ -3,7 +3,7 @@
 Drafts are on where they probably pay (draft_depth.py), and off where they do not. Either may be wrong, and becomes so
 when texts change. So there is a credit, in seconds, which bounds what drafts lose to no drafts:
 
-- A small share of the time is added to it, and for each draft that held the time of a token.
+- A small share of the time is added to it, and for each draft that held the time of a token, up to a small amount.
 - The cost of drafts, and of waiting for them, is subtracted, whether they are on or tried.
 - While it lasts, drafts stay on also where they pay only if the chances are a little better than measured.
 - Where drafts are off, some requests try one together as soon as it suffices for all of them.
@@ -32,6 +32,8 @@ PRIOR_WEIGHT, PRIOR_WEIGHT_OF_ALL = 8, 16
 TRIAL_SHARE = 1 / 128  # the share of the time of steps that is added to the credit
 READING_SHARE = 1 / 72  # at most, if a drafter in the worker needs it to read missing tokens
 MOST_SAVED, MOST_OWED = 16, 4  # bounds of the credit, in steps; it may be saved for one trial that takes longer
+# Drafts that hold add no further credit, in steps: where more requests come and drafts no longer pay, it is soon lost.
+MOST_EARNED = 2
 FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start, in steps; or in trials, where these take less
 MOST_TRIALS = 8  # trials of a step: a drafter reads its weights for several at once
 DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by a standard deviation
@@ -235,7 +237,8 @@ class AdaptiveDepth:
         drafting.acceptance.add(num_drafts, num_held)
         self._of_all.add(num_drafts, num_held)
         self._num_news += 1
-        self._credit += num_held * self._seconds[0] / self._num_running
+        earned = self._credit + num_held * self._seconds[0] / self._num_running
+        self._credit = max(self._credit, min(earned, MOST_EARNED * self._seconds[0]))
         if num_held:
             drafting.wait = 1
         elif drafting.is_trial:
