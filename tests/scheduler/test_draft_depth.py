@@ -241,6 +241,23 @@ def test_what_drafts_have_gained_is_not_lost_where_they_do_not_pay(drafter: str,
     assert found > 0.98 * fixed_rate(64, case, 0)
 
 
+def test_a_small_gain_is_no_reason_to_draft_for_more_requests() -> None:
+    """Drafts of one request pay. With eight requests, one draft each would gain 2 to 3 %."""
+    rates = [0.71] * MOST
+    alone, adaptive, num_drafts = Stream(1, rates, VECTORS), AdaptiveDepth(VECTORS), 0
+    alone.run(200, alone.adaptive(adaptive), adaptive.settle)
+    adaptive.forget(alone.requests[0].request_id)
+
+    def settle(request: Request, depth: int, held: int) -> None:
+        nonlocal num_drafts
+        num_drafts += depth
+        adaptive.settle(request, depth, held)
+
+    together = Stream(8, rates, VECTORS)
+    together.run(64, together.adaptive(adaptive), settle)
+    assert num_drafts < 0.1 * 8 * 64
+
+
 @pytest.mark.parametrize("num_requests", [1, 8, 64])
 def test_drafts_that_cannot_pay_are_not_tried(num_requests: int) -> None:
     """Where a step takes as long as it has tokens."""

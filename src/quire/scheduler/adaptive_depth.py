@@ -155,6 +155,7 @@ class AdaptiveDepth:
         self._due: set[str] = set()  # requests that may try a draft
         self._num_running = self._num_news = self._step = 0
         self._depth_of_new, self._most_depth = 0, 0
+        self._chosen_for = 0  # the requests of the last choice
         self._seconds: list[float] = []  # seconds of a step, by its drafts
         self._looked_at, self._next_look = (0, 0), 0  # requests and drafts; in which step again
         self._look_steps = FIRST_COST_STEPS  # between the last look and the next one
@@ -344,7 +345,7 @@ class AdaptiveDepth:
         least = min((row[depth - 1] for row, depth in zip(chances_of, depths, strict=True) if depth), default=2.0)
         self._depth_of_new = sum(chance >= least for chance in chances(prior)) if not self._reads_late else 0
         self._gain = self._gain_of(chances_of, depths)
-        was_on, self._most_depth = self._most_depth > 0, max(depths)
+        was_on, self._most_depth, self._chosen_for = self._most_depth > 0, max(depths), len(requests)
         if was_on != (self._most_depth > 0):
             self._tell(len(requests), prior[0])
 
@@ -368,7 +369,8 @@ class AdaptiveDepth:
     ) -> tuple[list[int], list[list[float]]]:
         """The depths, and the chances that they are chosen for: higher by `doubt` standard deviations."""
         chances_of = [[] if each.is_over else chances(each.acceptance.rates(prior, doubt)) for each in known]
-        gain = self._hidden_share + (0.0 if self._most_depth else MIN_GAIN)
+        stays_on = self._most_depth > 0 and len(requests) == self._chosen_for
+        gain = self._hidden_share + (0.0 if stays_on else MIN_GAIN)
         depths = self._best_depths(chances_of, gain)
         if self._reads_late and any(depths):
             for index in self._too_far_behind(requests, known, chances_of, depths):
