@@ -241,21 +241,37 @@ def test_what_drafts_have_gained_is_not_lost_where_they_do_not_pay(drafter: str,
     assert found > 0.98 * fixed_rate(64, case, 0)
 
 
-def test_a_small_gain_is_no_reason_to_draft_for_more_requests() -> None:
-    """Drafts of one request pay. With eight requests, one draft each would gain 2 to 3 %."""
-    rates = [0.71] * MOST
-    alone, adaptive, num_drafts = Stream(1, rates, VECTORS), AdaptiveDepth(VECTORS), 0
-    alone.run(200, alone.adaptive(adaptive), adaptive.settle)
-    adaptive.forget(alone.requests[0].request_id)
+@pytest.mark.parametrize(("share", "is_on"), [(0.7, False), (0.9, True)])
+def test_a_small_gain_is_no_reason_to_draft_for_more_requests(share: float, is_on: bool) -> None:
+    """Drafts of one request pay. With eight requests, one draft each would gain 2 % or 14 %."""
+    adaptive, (alone,) = AdaptiveDepth(VECTORS), Stream(1, [], VECTORS).requests
+    for number in range(200):
+        assert adaptive.begin_step([alone], 1, 1)
+        assert adaptive.depth(alone, 1) == 1
+        adaptive.drafted(alone, 1)
+        adaptive.settle(alone, 1, int(number * share % 1 < share))
+    adaptive.forget(alone.request_id)
+    adaptive._credit = 0.0
+    adaptive.begin_step(Stream(8, [], VECTORS).requests, 1, 8)
+    assert (adaptive._most_depth > 0) == is_on
+
+
+@pytest.mark.parametrize("acceptance", [0.7, 0.85])
+def test_trials_are_rare_where_their_outcome_is_known(acceptance: float) -> None:
+    """Most of them hold, as expected, and yet drafts do not pay."""
+    drafter, num_drafts = DrafterTime(1.6e-3), 0
+    stream, adaptive = Stream(8, [acceptance] * MOST, VECTORS, drafter), AdaptiveDepth(VECTORS, drafter)
 
     def settle(request: Request, depth: int, held: int) -> None:
         nonlocal num_drafts
         num_drafts += depth
         adaptive.settle(request, depth, held)
 
-    together = Stream(8, rates, VECTORS)
-    together.run(64, together.adaptive(adaptive), settle)
-    assert num_drafts < 0.1 * 8 * 64
+    choose = stream.adaptive(adaptive)
+    stream.run(200, choose, settle)
+    num_drafts = 0
+    stream.run(1000, choose, settle)
+    assert 0 < num_drafts < 40
 
 
 @pytest.mark.parametrize("num_requests", [1, 8, 64])

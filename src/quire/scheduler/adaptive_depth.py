@@ -38,7 +38,8 @@ FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start, in steps; or in tr
 MOST_TRIALS = 8  # trials of a step: a drafter reads its weights for several at once
 DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by a standard deviation
 SEARCH_STEPS = 16  # steps between two searches for a request that may try, if none may
-MOST_WAITED = 64  # steps of a request between two trials that failed
+MOST_WAITED = 64  # steps of a request between two trials that say nothing new
+LIKELY, FEW_TRIED = 0.5, 32  # a trial that holds with this chance or a higher one, after so many, says nothing new
 NEWS_SHARE = 1 / 4  # share of the running requests: after results of this share, depths are chosen anew
 # Between two looks at what steps cost: at first the engine learns what steps with drafts take, and later contexts grow.
 FIRST_COST_STEPS, COST_STEPS = 4, 64
@@ -235,12 +236,13 @@ class AdaptiveDepth:
     def settle(self, request: Request, num_drafts: int, num_held: int) -> None:
         """This number of its drafts was verified; the first `num_held` of them held."""
         drafting = self._requests[request.request_id]
+        (chance,) = drafting.acceptance.rates(self._of_all.rates_of_all(1))
         drafting.acceptance.add(num_drafts, num_held)
         self._of_all.add(num_drafts, num_held)
         self._num_news += 1
         earned = self._credit + num_held * self._seconds[0] / self._num_running
         self._credit = max(self._credit, min(earned, MOST_EARNED * self._seconds[0]))
-        if num_held:
+        if num_held and (not drafting.is_trial or chance < LIKELY or self._of_all.num_tried < FEW_TRIED):
             drafting.wait = 1
         elif drafting.is_trial:
             drafting.wait = min(2 * drafting.wait, MOST_WAITED)
