@@ -21,6 +21,7 @@ from quire.kernels import cpu
 from quire.messages import AddRequest, UseTokenizer
 from quire.model_config import load_model_config
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.speculative_config import SpeculativeConfig
 from tests.engine.harness import EOS, Prompt, run
 from tests.engine.ranks import fail_at, started
 from tests.engine.test_kv_groups import CONFIG as WINDOWS
@@ -95,13 +96,21 @@ def test_too_few_blocks_for_all() -> None:
 
 
 def test_drafts_of_text() -> None:
-    """Drafts that hold come back to all stages."""
-    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    """Drafts that hold come back to all stages: the tokens behind them depend on it."""
+    ngram = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, adaptive=False)
     repeated = [Prompt(prompt.token_ids * 3, prompt.params) for prompt in brief()]
+    # An answer that repeats its beginning, until its last tokens: drafts hold, and then other tokens come.
+    few = SamplingParams(temperature=0.0, max_tokens=24, allowed_token_ids=[5, 7], frequency_penalty=2.0)
+    repeated.append(Prompt((5, 7) * 6, few))
     wanted = run(started(1).core, repeated)
     for width in (1, 2):
-        engine = started(width, num_stages=2, speculative_config=ngram)
-        assert run(engine.core, repeated) == wanted
+        engine, held = started(width, num_stages=2, speculative_config=ngram), list[int]()
+
+        def note(core: EngineCore, step: int, held: list[int] = held) -> None:
+            held.append(0 if core.last_record is None else core.last_record.num_accepted_tokens)
+
+        assert run(engine.core, repeated, before_step=note) == wanted
+        assert sum(held) > 8
         engine.core.shutdown()
 
 
