@@ -39,15 +39,16 @@ MOST_TRIALS = 8  # trials of a step: a drafter reads its weights for several at 
 DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by a standard deviation
 SEARCH_STEPS = 16  # steps between two searches for a request that may try, if none may
 MOST_WAITED = 64  # steps of a request between two trials that say nothing new
+FIRST_WAIT = 16  # steps of a new request to its first trial, if others have tried some
 LIKELY, FEW_TRIED = 0.5, 32  # a trial that holds with this chance or a higher one, after so many, says nothing new
 NEWS_SHARE = 1 / 4  # share of the running requests: after results of this share, depths are chosen anew
 # Between two looks at what steps cost: at first the engine learns what steps with drafts take, and later contexts grow.
 FIRST_COST_STEPS, COST_STEPS = 4, 64
 LEAST_MISSED = 32  # tokens that a drafter has not read: fewer it reads beside its drafts
-READ_TOKENS = 16  # a 0.6B model with two cores: 17 ms a token, and 1.1 ms for each more in a prompt
+READ_TOKENS = 16  # before any step: a 0.6B model with two cores takes 17 ms a token, and 1.1 ms for a further one
 # The first pass of a drafter reads the tokens of a request that held in the last step too: about this number more.
 READ_MORE = 2
-DRAFTER_MEMORY = 9  # steps that count in what a drafter takes
+DRAFTER_MEMORY, READING_MEMORY = 9, 5  # steps that count in what a drafter takes
 HIDDEN_SHARE = 0.1  # share of a step: the host's work meanwhile, with two steps in flight
 FOUND_MEMORY = 8  # steps that count in the share of drafts that are found where they are asked for
 HORIZON = 1024  # tokens of a request, at most, that have to pay for what its drafter must read first
@@ -64,42 +65,48 @@ class StepSeconds(Protocol):
 class DrafterTime:
     """Seconds in which a drafter in the worker computes a step of a number of tokens, learned from its steps.
 
-    Reading `READ_TOKENS` tokens at once takes about twice the time of one token: weights are read once. A step that is
-    recorded takes several times as long as the same step later, so the median of the last steps counts.
+    Weights are read once for all tokens of a step, so a further token takes only a share of the time of one. A step
+    that is recorded takes several times as long as the same step later, so the median of the last steps counts.
 
     Args:
         seconds: the time of one token, before any step.
     """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._last = deque([seconds], maxlen=DRAFTER_MEMORY)
+        self._seconds, self._further = seconds, 1 / READ_TOKENS  # of one token; of a further one, over that
+        self._last = deque([self._seconds], maxlen=DRAFTER_MEMORY)
+        self._last_further = deque([self._further], maxlen=READING_MEMORY)
 
     def __call__(self, num_tokens: int) -> float:
         """The time of one pass."""
-        return self._seconds * _units(num_tokens)
+        return self._seconds * self._units(num_tokens)
 
     def reading(self, num_requests: int) -> float:
         """What the first pass of a step takes longer than the others, if it drafts for this number of requests."""
-        return self._seconds * READ_MORE * num_requests / READ_TOKENS
+        return self._seconds * READ_MORE * num_requests * self._further
 
     def of_step(self, depths: Sequence[int]) -> float:
         """The seconds in which it drafts this number of tokens of each row."""
-        return self._seconds * _units_of_step(depths)
+        return self._seconds * self._units_of_step(depths)
 
     def observe(self, seconds: float, depths: Sequence[int]) -> None:
         """Learn how long it took to draft these numbers of tokens, one for each row."""
-        self._last.append(seconds / _units_of_step(depths))
+        self._last.append(seconds / self._units_of_step(depths))
         self._seconds = median_low(self._last)
 
+    def observe_reading(self, seconds: float, depths: Sequence[int], num_tokens: int) -> None:
+        """Learn how long it took to read this number of missing tokens too."""
+        further = (seconds - self.of_step(depths)) / num_tokens
+        self._last_further.append(max(further, 0.0) / self._seconds)
+        self._further = median_low(self._last_further)
 
-def _units(num_tokens: int) -> float:
-    return (READ_TOKENS - 1 + num_tokens) / READ_TOKENS
+    def _units(self, num_tokens: int) -> float:
+        return 1 + (num_tokens - 1) * self._further
 
-
-def _units_of_step(depths: Sequence[int]) -> float:
-    passes = [sum(depth > at for depth in depths) for at in range(max(depths, default=0))]
-    return sum(map(_units, passes)) + READ_MORE * (passes[0] if passes else 0) / READ_TOKENS
+    def _units_of_step(self, depths: Sequence[int]) -> float:
+        passes = [sum(depth > at for depth in depths) for at in range(max(depths, default=0))]
+        more = READ_MORE * passes[0] * self._further if passes else 0.0
+        return sum(map(self._units, passes)) + more
 
 
 @dataclass(slots=True)
@@ -144,6 +151,7 @@ class AdaptiveDepth:
         self._reads_late = draft_seconds is not None and reads_late
         self._hidden_share = HIDDEN_SHARE if steps_in_flight > 1 else 0.0
         self.waits = self._is_reading = False
+        self._num_missed = 0  # tokens that the drafter reads in this step
         self.reading_seconds = 0.0
         # the gain of tokens per second if all drafts are found, and the share of drafts that is found
         self._gain, self._found_share = 0.0, 1.0
@@ -211,6 +219,7 @@ class AdaptiveDepth:
         drafting = self._requests[request.request_id]
         read_seconds = self._read_seconds(request, drafting)
         self._is_reading |= read_seconds > 0 or not drafting.is_read
+        self._num_missed += (request.num_tokens - drafting.num_read) * (read_seconds > 0)
         self.reading_seconds += read_seconds
         self._depths.append(num_drafts)
         drafting.is_trial = not drafting.depth
@@ -252,6 +261,7 @@ class AdaptiveDepth:
         """Its drafter has made no drafts, because it has yet to read this number of its tokens."""
         drafting = self._requests[request.request_id]
         drafting.num_read, drafting.is_read = drafting.num_read - num_unread, False
+        self._num_missed -= num_unread
         self._credit += self._read_seconds(request, drafting)
 
     def stop(self, request: Request) -> None:
@@ -263,9 +273,12 @@ class AdaptiveDepth:
 
     def settle_drafter(self, seconds: float, depths: Sequence[int]) -> None:
         """Learn how long the worker's drafter took for a step with these numbers of drafts, one for each row."""
-        if self._draft_seconds is not None and not self._is_reading:
-            self._draft_seconds.observe(seconds, depths)
-        self._is_reading = False
+        if self._draft_seconds is not None:
+            if not self._is_reading:
+                self._draft_seconds.observe(seconds, depths)
+            elif self._num_missed >= READ_TOKENS:
+                self._draft_seconds.observe_reading(seconds, depths, self._num_missed)
+        self._is_reading, self._num_missed = False, 0
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
@@ -421,6 +434,8 @@ class AdaptiveDepth:
         drafting = self._requests.get(request.request_id)
         if drafting is None:
             drafting = self._requests[request.request_id] = _Drafting(self._depth_of_new)
+            if self._of_all.num_tried >= FEW_TRIED:
+                drafting.next_trial = self._step + FIRST_WAIT
         return drafting
 
     def _read_seconds(self, request: Request, drafting: _Drafting) -> float:
@@ -428,7 +443,8 @@ class AdaptiveDepth:
         count.
         """
         num_missed = request.num_tokens - drafting.num_read
-        if self._draft_seconds is None or not self._reads_late or num_missed <= LEAST_MISSED:
+        is_beside = num_missed <= LEAST_MISSED and (drafting.is_read or num_missed <= READ_MORE)
+        if self._draft_seconds is None or not self._reads_late or is_beside:
             return 0.0
         return self._draft_seconds(num_missed)
 
