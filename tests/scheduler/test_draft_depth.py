@@ -474,11 +474,11 @@ def test_a_drafter_is_known_by_its_steps() -> None:
 def test_what_reading_costs_is_learned() -> None:
     """Here 124 tokens take 28 ms, which is far more than one token would suggest."""
     drafter = DrafterTime(1.7e-3)
-    for number in range(9):
-        drafter.observe_reading(28e-3 if number % 2 else 80e-3, [1, 1, 1, 1], 124)  # some are recorded
+    for number in range(60):
+        drafter.observe_reading(28e-3 if number % 3 else 80e-3, [1, 1, 1, 1], 124)  # some are recorded
         drafter.observe(2.9e-3, [1, 1, 1, 1])
     assert drafter(124) == pytest.approx(28e-3, rel=0.15)
-    assert drafter.of_step([1, 1, 1, 1]) == pytest.approx(2.9e-3)
+    assert drafter.of_step([1, 1, 1, 1]) == pytest.approx(2.9e-3, rel=0.05)
 
 
 def test_what_is_read_of_a_prompt_counts_as_a_cost() -> None:
