@@ -13,6 +13,7 @@ from quire.config import EngineConfig
 from quire.cost.arithmetic import Load
 from quire.cost.calibrate import Fit, Rows, fit
 from quire.cost.model import CostModel
+from quire.cost.overhead import Overhead
 from quire.cost.step_time import prior, step_seconds
 from quire.engine.calibration import KEPT_STEPS, MAX_SECONDS, MAX_STEP_SECONDS, MOST_REPEATS, Calibration, KeptCosts
 from quire.engine.start import StartedEngine
@@ -91,6 +92,28 @@ def test_all_points_are_measured_and_their_constants_are_kept() -> None:
         assert step_seconds(step.demand, driver.cost.fit.constants) == pytest.approx(step.seconds, rel=0.02)
     assert len(driver.batches) == len(POINTS) * (1 + MOST_REPEATS), "the first one is not timed"
     assert not driver.core.has_work()
+
+
+def test_what_an_earlier_start_has_learnt_is_not_lost() -> None:
+    """The costs of a pause and of the front end, if the machine is much faster than at the earlier start."""
+    driver = CalibratedDriver()
+    known = replace(driver.cost.fit, cold=0.25, overhead=Overhead(4e-3, 1e-5))
+    driver.cost.calibrate(known)
+    calibration, done = driver.calibration()
+    while calibration.step():
+        pass
+    assert [(each.cold, each.overhead) for each in done] == [(known.cold, known.overhead)]
+
+
+def test_running_steps_with_equal_tiles_count_together() -> None:
+    """Two steps of 17 to 32 tokens, after the first one, and no third one."""
+    driver = CalibratedDriver()
+    calibration, _ = driver.calibration()
+    arithmetic = driver.cost.arithmetic
+    loads = {count: arithmetic.load([300], [count], 1) for count in (17, 24, 31, 32, 33)}
+    for count in (17, 32, 24, 31, 33, 33):
+        driver.cost.observe(loads[count], driver.cost.predict(loads[count]).seconds, 1.0)
+    assert [step.demand for step in calibration._running] == [arithmetic.demand(loads[n]) for n in (32, 24, 33)]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.004, 0.02, 1.0])

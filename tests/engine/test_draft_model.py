@@ -59,7 +59,8 @@ class ByWorker(DraftedByWorker):
         return super().propose(request, most if self._random is None else self._random.randint(0, most))
 
 
-# How the drafter samples and how the target does share no code.
+# Each kind with one way to draw drafts. Another test has all kinds with a drafter that draws like the target:
+# test_drafts_are_those_of_the_model_alone.
 @pytest.mark.parametrize(("name", "is_greedy"), in_turn([[(name,)] for name in KINDS], [False, True]))
 def test_every_kind_of_sampling(name: str, is_greedy: bool) -> None:
     core = build_core(Schedule(proposer=ByWorker(), draft=demo_draft(), drafts_greedily=is_greedy), "bfloat16")

@@ -105,6 +105,27 @@ def test_threads_do_not_take_the_same_scratch_memory(monkeypatch: pytest.MonkeyP
     assert len({tensor.data_ptr() for tensor in taken}) == 4
 
 
+def test_a_thread_that_has_loaded_takes_no_scratch_memory_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives memory back while another one looks for some."""
+    others: list[threading.Thread] = []
+
+    class Watched(MemoryPiece):
+        @property
+        def is_free(self) -> bool:
+            others.append(threading.Thread(target=pages.trim))
+            others[-1].start()
+            others[-1].join(0.05)
+            return super().is_free
+
+    monkeypatch.setattr(pages, "MemoryPiece", Watched)
+    monkeypatch.setattr(pages, "_scratch", [])
+    pages.scratch((64,), torch.int32)  # a free piece, which is too small
+    assert pages.scratch((1 << 20,), torch.int32).shape == (1 << 20,)
+    assert len(others) == 1
+    others[0].join()
+    assert not pages._scratch
+
+
 def test_what_is_kept_holds_no_scratch_memory() -> None:
     """A fused bias would else keep memory that was made for a weight, one for each layer."""
     pages.trim()

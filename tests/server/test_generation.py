@@ -52,3 +52,15 @@ async def test_all_outputs_arrive():
         finals = await collect(streams)
     assert [final.request_id for final in finals] == ["0", "1", "2"]
     assert left == []
+
+
+async def test_the_first_delta_is_written_once():
+    """A reader may ask again behind the end, or after it has left."""
+    told: list[float] = []
+    stream = RequestStream("r", is_delta=True, on_leave=lambda request_id: None, on_written=told.append)
+    output(stream, finished=True)
+    assert not told
+    assert [each.request_id async for each in stream] == ["r"]
+    assert len(told) == 1
+    assert not [each async for each in stream]
+    assert len(told) == 1

@@ -53,7 +53,7 @@ class Fit:
         spread: nine of ten measured steps lie within the ratio 1 + spread of the fit.
         factors: size of a step (see cost/correct.py) -> measured over fitted time of the steps that ran later.
         cold: seconds that a step takes longer after an endless pause (see cost/correct.py).
-        overhead: of the front end; None: no server has measured it.
+        overhead: the time of a request outside the engine; None: no server has measured it.
     """
 
     constants: Constants

@@ -55,7 +55,7 @@ class Correction:
 
     def factor(self, num_tokens: int) -> float:
         """The factor of a prediction for a step of `num_tokens` tokens."""
-        size = _size(num_tokens)
+        size = size_of_step(num_tokens)
         if (known := self._factors.get(size)) is None:
             nearest = min(self._logs, key=lambda other: abs(other - size), default=None)
             known = self._factors[size] = 1.0 if nearest is None else math.exp(self._logs[nearest][0])
@@ -63,7 +63,7 @@ class Correction:
 
     def add(self, num_tokens: int, predicted: float, measured: float) -> None:
         """A step took `measured` seconds. `predicted` includes the factor before this call. Both are positive."""
-        size, error = _size(num_tokens), _log_error(predicted, measured)
+        size, error = size_of_step(num_tokens), _log_error(predicted, measured)
         before, count = self._logs.get(size, (math.log(self.factor(num_tokens)), 0))
         weight = max(1 / (count + PRIOR_STEPS), NEWEST_WEIGHT)
         self._logs[size] = before + weight * error, count + 1
@@ -111,8 +111,11 @@ class Pause:
         self.cold = max(self._weighted / self._weights, 0.0)
 
 
-def _size(num_tokens: int) -> int:
-    """Of a step. Tiles have 2^n rows: 32 tokens take as long as 24, and 33 need another tile."""
+def size_of_step(num_tokens: int) -> int:
+    """n for steps of more than 2^(n-1) and at most 2^n tokens, which have one size.
+
+    Tiles have 2^n rows: 32 tokens take as long as 24, and 33 need another tile.
+    """
     return (num_tokens - 1).bit_length()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 from quire.cost.arithmetic import Load
 from quire.cost.calibrate import SHORT_CONTEXT, Fit, MeasuredStep, Rows, fit
+from quire.cost.correct import size_of_step
 from quire.cost.model import CostModel
 from quire.cost.step_time import Constants
 from quire.engine.core import EngineCore
@@ -36,7 +37,7 @@ class Calibration:
     Args:
         guess: constants before anything is measured.
         points: the steps to measure, in this order.
-        done: is told the constants that all of them gave.
+        done: is told the constants that all of them gave, with the costs that do not depend on constants.
     """
 
     def __init__(
@@ -105,9 +106,9 @@ class Calibration:
 
     def _learn(self, load: Load, seconds: float) -> None:
         """A running step took `seconds`."""
-        size = load.num_tokens.bit_length(), sum(load.kv_tokens).bit_length()
+        size = size_of_step(load.num_tokens), sum(load.kv_tokens).bit_length()
         self._running_sizes[size] += 1
-        if 1 < self._running_sizes[size] <= 1 + RUNNING_REPEATS:  # the first one takes memory, and is recorded
+        if 1 < self._running_sizes[size] <= 1 + RUNNING_REPEATS:  # the first one takes memory
             self._running.append(MeasuredStep(self._cost.arithmetic.demand(load), seconds))
             ratio = seconds / self._cost.predict(load).seconds
             if not 1 / WELL_PREDICTED <= ratio <= WELL_PREDICTED:  # a fit takes some 4 ms
@@ -122,13 +123,16 @@ class Calibration:
         if not self._points:
             self._cost.learn = None
             if self.steps:
-                self._done(self._cost.fit)
+                self._done(self._cost.corrected_fit())
 
     def _context(self) -> int:
         return max(start for start, _ in self._points[0])
 
     def _predicted_seconds(self) -> float:
-        """Of the first point. A prompt takes no longer for a token than a shorter one has taken."""
+        """The expected time of the first point.
+
+        A prompt is expected to take no longer for a token than a shorter one has taken: constants may be too slow.
+        """
         starts, counts = zip(*self._points[0], strict=True)
         seconds = self._cost.predict(self._cost.arithmetic.load(starts, counts, len(counts))).seconds
         for rows, step in zip(self.rows, self.steps, strict=True):

@@ -16,15 +16,15 @@ class RequestStream:
     It has one reader, on the engine's event loop.
 
     Args:
-        on_written: is told how many seconds after the first delta its reader came back for the next one.
+        on_written: called once, with the seconds from the first delta until its reader came back for the next one.
     """
 
     __slots__ = (
         "_error",
         "_first_time",
+        "_has_read",
         "_is_delta",
         "_is_finished",
-        "_num_read",
         "_on_leave",
         "_on_written",
         "_unread",
@@ -42,9 +42,10 @@ class RequestStream:
     ) -> None:
         self.request_id = request_id
         self._is_delta = is_delta
-        self._on_leave, self._on_written = on_leave, on_written
-        self._first_time = 0.0  # of the first `put`; 0: there was none
-        self._num_read = 0
+        self._on_leave = on_leave
+        self._on_written: Callable[[float], None] | None = on_written if is_delta else None  # None: nothing to tell
+        self._first_time = 0.0  # the time of the first `put`; 0: there was none
+        self._has_read = False
         self._unread: RequestOutput | None = None
         self._error: QuireError | None = None
         self._is_finished = False  # no further `put` follows
@@ -74,8 +75,9 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        if self._num_read == 1 and self._is_delta:
-            self._on_written(time.monotonic() - self._first_time)
+        if self._has_read and self._on_written is not None:
+            on_written, self._on_written = self._on_written, None
+            on_written(time.monotonic() - self._first_time)
         while self._unread is None:
             if self._is_finished:
                 if self._error is not None:
@@ -83,7 +85,7 @@ class RequestStream:
                 raise StopAsyncIteration
             await self._wait()
         output, self._unread = self._unread, None
-        self._num_read += 1
+        self._has_read = True
         return output
 
     async def _wait(self) -> None:

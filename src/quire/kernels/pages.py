@@ -109,7 +109,8 @@ _scratch: list[MemoryPiece] = []
 
 def trim() -> None:
     """Give back the scratch memory, and the heap's freed memory if the C library can do that (glibc)."""
-    _scratch.clear()
+    with _lock:
+        _scratch.clear()
     trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim_heap is not None:
         trim_heap(0)

@@ -99,7 +99,7 @@ def best_depths(
         draft_seconds: gives the seconds in which the drafter computes a step, from its number of tokens; None: it takes
             no time.
         least_gain: share of the tokens per second by which drafts have to raise them; below it there are none.
-        first_seconds: of a step with any drafts, beside the others.
+        first_seconds: the seconds that a step with any drafts takes in addition.
     """
     num_requests, most_drafts = len(chances_of), len(step_seconds) - 1
     drafts = sorted(

@@ -76,7 +76,7 @@ class Scheduler:
     Args:
         num_stages: the pipeline stages of the workers. With several, a request waits for its own token, and the answers
             are spread over as many batches as there are stages, so that all stages compute.
-        vocab_size: of the model.
+        vocab_size: the size of the model's vocabulary, for the tokens of `probe`.
     """
 
     def __init__(
