@@ -44,7 +44,7 @@ class _Layer:
         return sum(memory.nbytes for stack in self.moe.stacks for memory in stack.memory(0))
 
     def form(self) -> int:
-        """A checksum of the sizes of all parts of an expert. It is equal on ranks that hold experts in the same form."""
+        """A checksum of the sizes of an expert's parts. It is equal on ranks that hold experts in the same form."""
         return hash(tuple(memory.nbytes for stack in self.moe.stacks for memory in stack.memory(0)))
 
 
