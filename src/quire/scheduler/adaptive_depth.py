@@ -1,14 +1,21 @@
-"""Depths of drafts that follow acceptance and the times of steps, while a scheduler runs. No torch.
+"""Adapts the number of drafts of each request (its depth) to acceptance and to the times of steps. No torch.
 
-Drafts are on where they probably pay (draft_depth.py), and off where they do not. Either may be wrong, and becomes so
-when texts change. So there is a credit, in seconds, which bounds what drafts lose to no drafts:
+Drafts are on if they probably save time (draft_depth.py), and off otherwise. Such a decision may be wrong, and it may
+become wrong when texts change. So there is a credit, in seconds. It limits the time that is lost by drafting:
 
+<<<<<<< HEAD
 - A small share of the time is added to it, and for each draft that held the time of a token, up to a small amount.
 - The cost of drafts, and of waiting for them, is subtracted, whether they are on or tried.
 - While it lasts, drafts stay on also where they pay only if the chances are a little better than measured.
 - Where drafts are off, some requests try one together as soon as it suffices for all of them.
+=======
+- A small share of the time of steps is added to the credit. For each draft that held, the time of a token is added.
+- The cost of drafts, and of waiting for them, is subtracted from it. This holds for drafts that are on and for trials.
+- While there is credit, drafts may stay on even if they pay only with slightly higher chances than the measured ones.
+- While drafts are off, some requests try one draft together as soon as the credit covers all these trials.
+>>>>>>> w6
 
-A drafter that is right pays for its trials by itself. One that is always wrong has the share.
+A drafter that is often right pays for its own trials. A drafter that is always wrong costs no more than the share.
 """
 
 from __future__ import annotations
@@ -26,10 +33,12 @@ from quire.scheduler.draft_depth import MIN_GAIN, Acceptance, best_depths, chanc
 
 logger = get_logger(__name__)
 
-# Drafts of a position that count in the rates of a request, and in the rates of all requests: a text changes sooner.
+# The number of drafts of a position that count in the rates of one request, and in the rates of all requests. One text
+# changes sooner than all texts together.
 MEMORY, MEMORY_OF_ALL = 32, 256
 PRIOR_WEIGHT, PRIOR_WEIGHT_OF_ALL = 8, 16
 TRIAL_SHARE = 1 / 128  # the share of the time of steps that is added to the credit
+<<<<<<< HEAD
 READING_SHARE = 1 / 72  # at most, if a drafter in the worker needs it to read missing tokens
 MOST_SAVED, MOST_OWED = 16, 4  # bounds of the credit, in steps; it may be saved for one trial that takes longer
 # Drafts that hold add no further credit, in steps: where more requests come and drafts no longer pay, it is soon lost.
@@ -52,24 +61,57 @@ DRAFTER_MEMORY, READING_MEMORY = 9, 5  # steps that count in what a drafter take
 HIDDEN_SHARE = 0.1  # share of a step: the host's work meanwhile, with two steps in flight
 FOUND_MEMORY = 8  # steps that count in the share of drafts that are found where they are asked for
 HORIZON = 1024  # tokens of a request, at most, that have to pay for what its drafter must read first
+=======
+READING_SHARE = 1 / 72  # the largest share, for a drafter in the worker that must read missing tokens
+# The upper and the lower limit of the credit, in steps. It may exceed the upper one to save for one longer trial.
+MOST_SAVED, MOST_OWED = 16, 4
+FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start: this number of steps or of trials, whichever is less time
+MOST_TRIALS = 8  # the most trials of a step: a drafter reads its weights once for all of them
+DOUBT_SAVED = 4  # with this credit, in steps, chances are taken to be one standard deviation higher
+SEARCH_STEPS = 16  # if no request may try a draft, the next search comes after this number of steps
+MOST_WAITED = 64  # the most steps that a request waits between two trials that failed
+NEWS_SHARE = 1 / 4  # depths are chosen anew when this share of the running requests has new results
+# Steps between two questions about the time of steps. At first the engine learns the time of steps with drafts quickly;
+# later, only contexts grow.
+FIRST_COST_STEPS, COST_STEPS = 4, 64
+LEAST_MISSED = 32  # a drafter reads fewer missing tokens than this beside its drafts, at no extra cost
+# The number of tokens whose reading adds the time of one token. Measured with a 0.6B model on two cores: 17 ms for one
+# token, and 1.1 ms for each further token of a prompt.
+READ_TOKENS = 16
+# In the first pass, a drafter also reads the tokens of each request that held in the last step: about this number.
+READ_MORE = 2
+DRAFTER_MEMORY = 9  # the number of last steps that count in the time of a drafter
+HIDDEN_SHARE = 0.1  # the host's share of the time of a step, which two steps in flight hide
+FOUND_MEMORY = 8  # the number of steps that count in the share of requests for which drafts are found
+HORIZON = 1024  # the most coming tokens of a request that may pay for the tokens that its drafter must read first
+>>>>>>> w6
 
 
 class StepSeconds(Protocol):
-    """Speculation's question about the time of steps: CostModel.with_drafts."""
+    """Predicts the time of steps for speculation: see CostModel.with_drafts."""
 
     def __call__(self, starts: Sequence[int], most: int, /) -> list[float]:
-        """The seconds of a step with one token of each request behind `starts`, alone and with 1 to `most` drafts."""
+        """The seconds of a step with 0, 1, ..., `most` drafts in all.
+
+        Args:
+            starts: for each request, the number of tokens before the one token that it computes.
+        """
         ...
 
 
 class DrafterTime:
-    """Seconds in which a drafter in the worker computes a step of a number of tokens, learned from its steps.
+    """The seconds that a drafter in the worker needs for a step. They are learned from its steps.
 
+<<<<<<< HEAD
     Weights are read once for all tokens of a step, so a further token takes only a share of the time of one. A step
     that is recorded takes several times as long as the same step later, so the median of the last steps counts.
+=======
+    To read `READ_TOKENS` further tokens takes as long as one token, because weights are read once. A step that is being
+    recorded takes several times as long as the same step later. So the median of the last steps counts.
+>>>>>>> w6
 
     Args:
-        seconds: the time of one token, before any step.
+        seconds: the assumed time of one token, until the first step.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -78,6 +120,7 @@ class DrafterTime:
         self._last_further = deque([self._further], maxlen=READING_MEMORY)
 
     def __call__(self, num_tokens: int) -> float:
+<<<<<<< HEAD
         """The time of one pass."""
         return self._seconds * self._units(num_tokens)
 
@@ -92,6 +135,22 @@ class DrafterTime:
     def observe(self, seconds: float, depths: Sequence[int]) -> None:
         """Learn how long it took to draft these numbers of tokens, one for each row."""
         self._last.append(seconds / self._units_of_step(depths))
+=======
+        """The seconds of one pass over this number of tokens."""
+        return self._seconds * _units(num_tokens)
+
+    def reading(self, num_requests: int) -> float:
+        """The additional seconds of the first pass of a step that drafts for this number of requests."""
+        return self._seconds * READ_MORE * num_requests / READ_TOKENS
+
+    def of_step(self, depths: Sequence[int]) -> float:
+        """The seconds of a step that drafts these numbers of tokens, one number for each row."""
+        return self._seconds * _units_of_step(depths)
+
+    def observe(self, seconds: float, depths: Sequence[int]) -> None:
+        """Learn from a step: it has drafted these numbers of tokens, one for each row, in `seconds`."""
+        self._last.append(seconds / _units_of_step(depths))
+>>>>>>> w6
         self._seconds = median_low(self._last)
 
     def observe_reading(self, seconds: float, depths: Sequence[int], num_tokens: int) -> None:
@@ -111,32 +170,33 @@ class DrafterTime:
 
 @dataclass(slots=True)
 class _Drafting:
-    """The measurements of a request."""
+    """The state of a request."""
 
     depth: int
-    longest: int = 0  # drafts that pay if others do not find theirs
-    is_finding: bool = False  # drafts were found when it was last asked for them
+    longest: int = 0  # the most drafts that pay if no drafts are found for other requests
+    is_finding: bool = False  # whether the last search found drafts for it
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY, PRIOR_WEIGHT))
-    num_read: int = 0  # tokens that a drafter in the worker has computed, as far as is known here
-    is_read: bool = False  # it has drafted with the blocks that it has
-    is_trial: bool = False  # its last drafts were a trial
-    is_over: bool = False  # it drafts no more
-    wait: int = 1  # steps to the next trial, after one that failed
-    next_trial: int = 0  # not before this step
+    num_read: int = 0  # the number of its tokens that a drafter in the worker has computed, as far as is known here
+    is_read: bool = False  # whether the drafter has drafted with its present blocks
+    is_trial: bool = False  # whether its last drafts were a trial
+    is_over: bool = False  # whether it drafts no more
+    wait: int = 1  # the steps between a failed trial and the next one
+    next_trial: int = 0  # the first step in which it may try again
 
 
 class AdaptiveDepth:
     """Chooses how many tokens each request drafts.
 
     Args:
-        step_seconds: the time of a step.
+        step_seconds: predicts the time of a step.
         draft_seconds: the time of a drafter in the worker; None: drafts cost no time.
-        steps_in_flight: with more than one, drafts cost the time of the host too, which is not hidden then.
-        reads_late: whether this drafter reads a request's tokens that it lacks only when it drafts for the request.
+        steps_in_flight: if there are several, they hide the time of the host. A step with drafts cannot hide it,
+            because it waits for the tokens of the step before.
+        reads_late: whether the drafter reads missing tokens of a request only when it drafts for this request.
 
     Attributes:
-        waits: steps with drafts are worth waiting for the tokens that they begin with.
-        reading_seconds: the time in which the drafter reads missing tokens, in the step that is being made.
+        waits: whether the next step should wait for the tokens of the step before, so that it can have drafts.
+        reading_seconds: the time in which the drafter reads missing tokens in the step that is being made.
     """
 
     def __init__(
@@ -153,17 +213,19 @@ class AdaptiveDepth:
         self.waits = self._is_reading = False
         self._num_missed = 0  # tokens that the drafter reads in this step
         self.reading_seconds = 0.0
-        # the gain of tokens per second if all drafts are found, and the share of drafts that is found
+        # The gain of tokens per second if all drafts are found, and the share of drafts that is found.
         self._gain, self._found_share = 0.0, 1.0
-        self._num_asked = self._num_found = self._num_finding = 0  # drafts of this step, and requests that have some
-        # further drafts for each request that found some: together as many as others did not find in the last step
+        # In this step: drafts that were asked for, drafts that were found, and requests for which some were found.
+        self._num_asked = self._num_found = self._num_finding = 0
+        # Further drafts for each request for which drafts are found. They replace drafts not found in the last step.
         self._more_each = 0
-        self._depths: list[int] = []  # drafts of this step, of each row that has some
+        self._depths: list[int] = []  # for each row of this step with drafts, their number
         self._requests: dict[str, _Drafting] = {}
         self._of_all = Acceptance(MEMORY_OF_ALL, PRIOR_WEIGHT_OF_ALL)
         self._due: set[str] = set()  # requests that may try a draft
         self._num_running = self._num_news = self._step = 0
         self._depth_of_new, self._most_depth = 0, 0
+<<<<<<< HEAD
         self._chosen_for = 0  # the requests of the last choice
         self._seconds: list[float] = []  # seconds of a step, by its drafts
         self._looked_at, self._next_look = (0, 0), 0  # requests and drafts; in which step again
@@ -172,14 +234,25 @@ class AdaptiveDepth:
         self._may_pay = True  # if all drafts held
         self._credit, self._share = 0.0, TRIAL_SHARE  # see the module
         self._saved_for = 0.0  # seconds of a trial that somebody lacks
+=======
+        self._seconds: list[float] = []  # the seconds of a step, by its number of drafts
+        # The numbers of requests and drafts of the last look at the times of steps, and the step of the next look.
+        self._looked_at, self._next_look = (0, 0), 0
+        self._look_steps = FIRST_COST_STEPS  # the number of steps from the last look to the next one
+        self._next_search = 0  # the first step in which requests that may try are searched again
+        self._may_pay = True  # whether drafts would pay if all of them held
+        self._credit, self._share = 0.0, TRIAL_SHARE  # see the module's docstring
+        self._saved_for = 0.0  # the seconds of the trial for which credit is being saved
+>>>>>>> w6
         self._log = RateLimited(logger)
 
     def begin_step(self, running: Sequence[Request], most_each: int, most: int) -> bool:
-        """Whether any request may draft in this step.
+        """Begin a step. Returns whether any request may draft in it.
 
         Args:
-            running: the requests, at least one.
-            most_each: drafts of a request, at least 1, and `most` of the step.
+            running: the running requests, at least one.
+            most_each: the most drafts of one request, at least 1.
+            most: the most drafts of the step.
         """
         self._step += 1
         has_waited = self.waits
@@ -204,7 +277,7 @@ class AdaptiveDepth:
         return self.waits or has_waited
 
     def depth(self, request: Request, most: int) -> int:
-        """The number of tokens to draft for this request now, of the `most` that there is room for: at least 1."""
+        """The number of tokens to draft for this request now, at most `most`. There is room for at least one."""
         drafting = self._drafting(request)
         if drafting.depth:
             longest = max(drafting.longest, drafting.depth)
@@ -225,7 +298,7 @@ class AdaptiveDepth:
         drafting.is_trial = not drafting.depth
         if drafting.is_trial:
             self._due.discard(request.request_id)
-            self.waits = True  # for what becomes of it
+            self.waits = True  # the next step waits for the result of the trial
         else:
             self._num_found += num_drafts
             self._num_finding += 1
@@ -233,9 +306,9 @@ class AdaptiveDepth:
         drafting.num_read, drafting.is_read = request.num_tokens, True
 
     def admit(self, request: Request, num_cached: int) -> None:
-        """The request has new blocks. Blocks of its first tokens come from others, whose drafter has read them too.
+        """Note that a request has new blocks. Other requests have computed its first `num_cached` tokens.
 
-        Where nobody drafts, it has not.
+        If drafts are on, the drafter has read these tokens too.
         """
         if not self._reads_late:
             return
@@ -243,7 +316,7 @@ class AdaptiveDepth:
         drafting.num_read, drafting.is_read = num_cached if self._most_depth else 0, False
 
     def settle(self, request: Request, num_drafts: int, num_held: int) -> None:
-        """This number of its drafts was verified; the first `num_held` of them held."""
+        """Note that this number of a request's drafts was verified, and that the first `num_held` of them held."""
         drafting = self._requests[request.request_id]
         (chance,) = drafting.acceptance.rates(self._of_all.rates_of_all(1))
         drafting.acceptance.add(num_drafts, num_held)
@@ -258,14 +331,14 @@ class AdaptiveDepth:
             drafting.next_trial = self._step + drafting.wait
 
     def read_later(self, request: Request, num_unread: int) -> None:
-        """Its drafter has made no drafts, because it has yet to read this number of its tokens."""
+        """Note that the drafter made no drafts for a request, because it must first read this number of its tokens."""
         drafting = self._requests[request.request_id]
         drafting.num_read, drafting.is_read = drafting.num_read - num_unread, False
         self._num_missed -= num_unread
         self._credit += self._read_seconds(request, drafting)
 
     def stop(self, request: Request) -> None:
-        """It drafts no more."""
+        """End the drafts of a request."""
         drafting = self._drafting(request)
         drafting.depth, drafting.is_over = 0, True
         self._num_news += 1
@@ -281,16 +354,16 @@ class AdaptiveDepth:
         self._is_reading, self._num_missed = False, 0
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._requests.pop(request_id, None)
         self._due.discard(request_id)
 
     def _pays(self) -> bool:
-        """Whether drafts gain more than the time of the host that waiting for their requests' newest tokens costs."""
+        """Whether drafts gain more than the host's time, which is not hidden when a step waits for its tokens."""
         return self._gain * self._found_share > self._hidden_share
 
     def _account(self, has_waited: bool) -> None:
-        """Subtract the cost of drafts in the last step from the credit, and add the share of its time."""
+        """Subtract the cost of the last step's drafts from the credit, and add the share of the step's time."""
         if not self._seconds:
             return
         base = self._seconds[0]
@@ -302,7 +375,7 @@ class AdaptiveDepth:
         self._credit = min(max(self._credit, -MOST_OWED * base), max(MOST_SAVED * base, self._saved_for))
 
     def _trials(self, running: Sequence[Request]) -> set[str]:
-        """Requests that may try a draft now. Requests whose drafter has tokens to read have a turn by themselves."""
+        """The requests that may try a draft now. A request with tokens that the drafter must read first tries alone."""
         base = self._seconds[0] if self._seconds else 0.0
         waiting = self._hidden_share * base
         if not base or not self._may_pay or self._step < self._next_search:
@@ -338,9 +411,9 @@ class AdaptiveDepth:
         return more if self._draft_seconds is None else more + self._draft_seconds.of_step(depths)
 
     def _choose(self, requests: Sequence[Request], most_each: int, most: int) -> None:
-        """The depths until there is more news."""
+        """Choose the depths, which stay until there is more news."""
         if not requests:
-            return  # their prompts are being computed, so the news is not used up
+            return  # all requests compute their prompts now; the news is still used later
         self._num_news = 0
         most = min(most, most_each * len(requests))
         if self._step >= self._next_look or self._looked_at != (len(requests), most):
@@ -365,11 +438,11 @@ class AdaptiveDepth:
             self._tell(len(requests), prior[0])
 
     def _look(self, starts: Sequence[int], most_each: int, most: int) -> None:
-        """Ask for the present cost of steps."""
+        """Ask for the present times of steps."""
         is_first, num_requests = not self._seconds, len(starts)
         self._seconds = self._step_seconds(starts, most)
         self._next_look = self._step + self._look_steps
-        if self._reads_late and self._draft_seconds is not None:  # there is more and more to read
+        if self._reads_late and self._draft_seconds is not None:  # each step adds tokens that the drafter must read
             needed = 1.1 * (self._draft_seconds(2) - self._draft_seconds(1)) / self._seconds[0]
             self._share = max(needed, TRIAL_SHARE) if needed <= READING_SHARE else TRIAL_SHARE
         if is_first:
@@ -382,7 +455,7 @@ class AdaptiveDepth:
     def _best(
         self, requests: Sequence[Request], known: Sequence[_Drafting], prior: Sequence[float], doubt: float
     ) -> tuple[list[int], list[list[float]]]:
-        """The depths, and the chances that they are chosen for: higher by `doubt` standard deviations."""
+        """The best depths, and the chances from which they follow: higher by `doubt` standard deviations."""
         chances_of = [[] if each.is_over else chances(each.acceptance.rates(prior, doubt)) for each in known]
         stays_on = self._most_depth > 0 and len(requests) == self._chosen_for
         gain = self._hidden_share + (0.0 if stays_on else MIN_GAIN)
@@ -394,7 +467,7 @@ class AdaptiveDepth:
         return depths, chances_of
 
     def _best_depths(self, chances_of: Sequence[Sequence[float]], gain: float) -> list[int]:
-        """The depths for these chances, or none if they gain less."""
+        """The best depths for these chances. They are 0 if the gain is below `gain`."""
         drafter = self._draft_seconds
         first_seconds = 0.0 if drafter is None else drafter.reading(len(chances_of))
         return best_depths(chances_of, self._seconds, drafter, gain, first_seconds)
@@ -406,10 +479,10 @@ class AdaptiveDepth:
         chances_of: Sequence[Sequence[float]],
         depths: Sequence[int],
     ) -> list[int]:
-        """The requests whose drafts gain less time than their drafter needs to read missing tokens."""
+        """Indices of requests whose drafts would save less time than the drafter needs to read their missing tokens."""
         num_drafts, found = sum(depths), []
         more = self._more_seconds(depths)
-        price = len(requests) / self._seconds[0]  # tokens of a second
+        price = len(requests) / self._seconds[0]  # tokens per second without drafts
         for index, (request, depth) in enumerate(zip(requests, depths, strict=True)):
             held = sum(chances_of[index][:depth])
             gain = held - price * more * depth / num_drafts
@@ -419,13 +492,13 @@ class AdaptiveDepth:
         return found
 
     def _gain_of(self, chances_of: Sequence[Sequence[float]], depths: Sequence[int]) -> float:
-        """The share by which these depths raise the tokens per second."""
+        """The share by which these depths raise the tokens per second. It is negative for a loss."""
         held = sum(sum(row[:depth]) for row, depth in zip(chances_of, depths, strict=True))
         base = self._seconds[0]
         return (1 + held / len(depths)) * base / (base + self._more_seconds(depths)) - 1
 
     def _price(self, chances_of: Sequence[Sequence[float]], depths: Sequence[int]) -> float:
-        """The chance with which one of these drafts pays for its time in the step."""
+        """The chance at which the last of these drafts just pays for its time in the step."""
         count = max(sum(depths), 1)
         tokens = len(depths) + sum(sum(row[:depth]) for row, depth in zip(chances_of, depths, strict=True))
         return tokens * (self._seconds[count] - self._seconds[count - 1]) / self._seconds[count]
@@ -439,9 +512,7 @@ class AdaptiveDepth:
         return drafting
 
     def _read_seconds(self, request: Request, drafting: _Drafting) -> float:
-        """Seconds in which the drafter reads missing tokens of a request; tokens that it reads at every turn do not
-        count.
-        """
+        """The seconds in which the drafter reads the missing tokens of a request; 0 if it lacks only a few."""
         num_missed = request.num_tokens - drafting.num_read
         is_beside = num_missed <= LEAST_MISSED and (drafting.is_read or num_missed <= READ_MORE)
         if self._draft_seconds is None or not self._reads_late or is_beside:
