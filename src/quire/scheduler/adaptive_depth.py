@@ -3,17 +3,11 @@
 Drafts are on if they probably save time (draft_depth.py), and off otherwise. Such a decision may be wrong, and it may
 become wrong when texts change. So there is a credit, in seconds. It limits the time that is lost by drafting:
 
-<<<<<<< HEAD
-- A small share of the time is added to it, and for each draft that held the time of a token, up to a small amount.
-- The cost of drafts, and of waiting for them, is subtracted, whether they are on or tried.
-- While it lasts, drafts stay on also where they pay only if the chances are a little better than measured.
-- Where drafts are off, some requests try one together as soon as it suffices for all of them.
-=======
-- A small share of the time of steps is added to the credit. For each draft that held, the time of a token is added.
+- A small share of the time of steps is added to the credit. For each draft that held, the time of a token is added,
+  up to a small amount.
 - The cost of drafts, and of waiting for them, is subtracted from it. This holds for drafts that are on and for trials.
 - While there is credit, drafts may stay on even if they pay only with slightly higher chances than the measured ones.
 - While drafts are off, some requests try one draft together as soon as the credit covers all these trials.
->>>>>>> w6
 
 A drafter that is often right pays for its own trials. A drafter that is always wrong costs no more than the share.
 """
@@ -38,7 +32,6 @@ logger = get_logger(__name__)
 MEMORY, MEMORY_OF_ALL = 32, 256
 PRIOR_WEIGHT, PRIOR_WEIGHT_OF_ALL = 8, 16
 TRIAL_SHARE = 1 / 128  # the share of the time of steps that is added to the credit
-<<<<<<< HEAD
 READING_SHARE = 1 / 72  # at most, if a drafter in the worker needs it to read missing tokens
 MOST_SAVED, MOST_OWED = 16, 4  # bounds of the credit, in steps; it may be saved for one trial that takes longer
 # Drafts that hold add no further credit, in steps: where more requests come and drafts no longer pay, it is soon lost.
@@ -61,30 +54,6 @@ DRAFTER_MEMORY, READING_MEMORY = 9, 5  # steps that count in what a drafter take
 HIDDEN_SHARE = 0.1  # share of a step: the host's work meanwhile, with two steps in flight
 FOUND_MEMORY = 8  # steps that count in the share of drafts that are found where they are asked for
 HORIZON = 1024  # tokens of a request, at most, that have to pay for what its drafter must read first
-=======
-READING_SHARE = 1 / 72  # the largest share, for a drafter in the worker that must read missing tokens
-# The upper and the lower limit of the credit, in steps. It may exceed the upper one to save for one longer trial.
-MOST_SAVED, MOST_OWED = 16, 4
-FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start: this number of steps or of trials, whichever is less time
-MOST_TRIALS = 8  # the most trials of a step: a drafter reads its weights once for all of them
-DOUBT_SAVED = 4  # with this credit, in steps, chances are taken to be one standard deviation higher
-SEARCH_STEPS = 16  # if no request may try a draft, the next search comes after this number of steps
-MOST_WAITED = 64  # the most steps that a request waits between two trials that failed
-NEWS_SHARE = 1 / 4  # depths are chosen anew when this share of the running requests has new results
-# Steps between two questions about the time of steps. At first the engine learns the time of steps with drafts quickly;
-# later, only contexts grow.
-FIRST_COST_STEPS, COST_STEPS = 4, 64
-LEAST_MISSED = 32  # a drafter reads fewer missing tokens than this beside its drafts, at no extra cost
-# The number of tokens whose reading adds the time of one token. Measured with a 0.6B model on two cores: 17 ms for one
-# token, and 1.1 ms for each further token of a prompt.
-READ_TOKENS = 16
-# In the first pass, a drafter also reads the tokens of each request that held in the last step: about this number.
-READ_MORE = 2
-DRAFTER_MEMORY = 9  # the number of last steps that count in the time of a drafter
-HIDDEN_SHARE = 0.1  # the host's share of the time of a step, which two steps in flight hide
-FOUND_MEMORY = 8  # the number of steps that count in the share of requests for which drafts are found
-HORIZON = 1024  # the most coming tokens of a request that may pay for the tokens that its drafter must read first
->>>>>>> w6
 
 
 class StepSeconds(Protocol):
@@ -102,13 +71,8 @@ class StepSeconds(Protocol):
 class DrafterTime:
     """The seconds that a drafter in the worker needs for a step. They are learned from its steps.
 
-<<<<<<< HEAD
     Weights are read once for all tokens of a step, so a further token takes only a share of the time of one. A step
     that is recorded takes several times as long as the same step later, so the median of the last steps counts.
-=======
-    To read `READ_TOKENS` further tokens takes as long as one token, because weights are read once. A step that is being
-    recorded takes several times as long as the same step later. So the median of the last steps counts.
->>>>>>> w6
 
     Args:
         seconds: the assumed time of one token, until the first step.
@@ -120,7 +84,6 @@ class DrafterTime:
         self._last_further = deque([self._further], maxlen=READING_MEMORY)
 
     def __call__(self, num_tokens: int) -> float:
-<<<<<<< HEAD
         """The time of one pass."""
         return self._seconds * self._units(num_tokens)
 
@@ -135,22 +98,6 @@ class DrafterTime:
     def observe(self, seconds: float, depths: Sequence[int]) -> None:
         """Learn how long it took to draft these numbers of tokens, one for each row."""
         self._last.append(seconds / self._units_of_step(depths))
-=======
-        """The seconds of one pass over this number of tokens."""
-        return self._seconds * _units(num_tokens)
-
-    def reading(self, num_requests: int) -> float:
-        """The additional seconds of the first pass of a step that drafts for this number of requests."""
-        return self._seconds * READ_MORE * num_requests / READ_TOKENS
-
-    def of_step(self, depths: Sequence[int]) -> float:
-        """The seconds of a step that drafts these numbers of tokens, one number for each row."""
-        return self._seconds * _units_of_step(depths)
-
-    def observe(self, seconds: float, depths: Sequence[int]) -> None:
-        """Learn from a step: it has drafted these numbers of tokens, one for each row, in `seconds`."""
-        self._last.append(seconds / _units_of_step(depths))
->>>>>>> w6
         self._seconds = median_low(self._last)
 
     def observe_reading(self, seconds: float, depths: Sequence[int], num_tokens: int) -> None:
@@ -225,7 +172,6 @@ class AdaptiveDepth:
         self._due: set[str] = set()  # requests that may try a draft
         self._num_running = self._num_news = self._step = 0
         self._depth_of_new, self._most_depth = 0, 0
-<<<<<<< HEAD
         self._chosen_for = 0  # the requests of the last choice
         self._seconds: list[float] = []  # seconds of a step, by its drafts
         self._looked_at, self._next_look = (0, 0), 0  # requests and drafts; in which step again
@@ -234,16 +180,6 @@ class AdaptiveDepth:
         self._may_pay = True  # if all drafts held
         self._credit, self._share = 0.0, TRIAL_SHARE  # see the module
         self._saved_for = 0.0  # seconds of a trial that somebody lacks
-=======
-        self._seconds: list[float] = []  # the seconds of a step, by its number of drafts
-        # The numbers of requests and drafts of the last look at the times of steps, and the step of the next look.
-        self._looked_at, self._next_look = (0, 0), 0
-        self._look_steps = FIRST_COST_STEPS  # the number of steps from the last look to the next one
-        self._next_search = 0  # the first step in which requests that may try are searched again
-        self._may_pay = True  # whether drafts would pay if all of them held
-        self._credit, self._share = 0.0, TRIAL_SHARE  # see the module's docstring
-        self._saved_for = 0.0  # the seconds of the trial for which credit is being saved
->>>>>>> w6
         self._log = RateLimited(logger)
 
     def begin_step(self, running: Sequence[Request], most_each: int, most: int) -> bool:

@@ -13,15 +13,10 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 
-<<<<<<< HEAD
 FIRST_RATE = 0.6  # the assumed rate of untried drafts: high enough to try them wherever they may save time
 # The gain in tokens per second from which on drafts are made. Two losses are not counted: the best of many estimated
 # chances is too good, by about 3 % with eight requests, and requests with drafts end one after the other, not together.
 MIN_GAIN = 0.04
-=======
-FIRST_RATE = 0.6  # the assumed acceptance rate before any trial: high enough to try drafts wherever they may save time
-MIN_GAIN = 0.02  # drafts need this gain in tokens per second, because some of their costs are not counted
->>>>>>> w6
 
 
 class Acceptance:
@@ -101,18 +96,11 @@ def best_depths(
 
     Args:
         chances_of: the chances of each request, as `chances` gives them: they never rise.
-<<<<<<< HEAD
         step_seconds: the seconds of the step without drafts, with one, and so on, up to the most drafts of a step.
         draft_seconds: gives the seconds in which the drafter computes a step, from its number of tokens; None: it takes
             no time.
         least_gain: share of the tokens per second by which drafts have to raise them; below it there are none.
         first_seconds: the seconds that a step with any drafts takes in addition.
-=======
-        step_seconds: the seconds of the step with 0, 1, ... drafts, up to the most drafts of a step.
-        draft_seconds: gives the seconds of one pass of the drafter, from its number of tokens; None: it takes no time.
-        least_gain: the least share by which drafts must raise the tokens per second. Below it, all numbers are 0.
-        first_seconds: the additional seconds of any step with drafts.
->>>>>>> w6
     """
     num_requests, most_drafts = len(chances_of), len(step_seconds) - 1
     drafts = sorted(
