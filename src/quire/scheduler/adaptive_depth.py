@@ -34,8 +34,8 @@ PRIOR_WEIGHT, PRIOR_WEIGHT_OF_ALL = 8, 16
 TRIAL_SHARE = 1 / 128  # the share of the time of steps that is added to the credit
 READING_SHARE = 1 / 72  # at most, if a drafter in the worker needs it to read missing tokens
 MOST_SAVED, MOST_OWED = 16, 4  # bounds of the credit, in steps; it may be saved for one trial that takes longer
-# Drafts that hold add no further credit, in steps: where more requests come and drafts no longer pay, it is soon lost.
-MOST_EARNED = 2
+# Drafts that gain time add no further credit, in steps. It would be lost where more requests come and drafts do not pay.
+MOST_EARNED = 0.5
 FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start, in steps; or in trials, where these take less
 MOST_TRIALS = 8  # trials of a step: a drafter reads its weights for several at once
 DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by a standard deviation
@@ -179,6 +179,7 @@ class AdaptiveDepth:
         self._next_search = 0  # for requests that may try: not before this step
         self._may_pay = True  # if all drafts held
         self._credit, self._share = 0.0, TRIAL_SHARE  # see the module
+        self._earned = 0.0  # the worth of the drafts that held since the last step began
         self._saved_for = 0.0  # seconds of a trial that somebody lacks
         self._log = RateLimited(logger)
 
@@ -258,8 +259,7 @@ class AdaptiveDepth:
         drafting.acceptance.add(num_drafts, num_held)
         self._of_all.add(num_drafts, num_held)
         self._num_news += 1
-        earned = self._credit + num_held * self._seconds[0] / self._num_running
-        self._credit = max(self._credit, min(earned, MOST_EARNED * self._seconds[0]))
+        self._earned += num_held * self._seconds[0] / self._num_running
         if num_held and (not drafting.is_trial or chance < LIKELY or self._of_all.num_tried < FEW_TRIED):
             drafting.wait = 1
         elif drafting.is_trial:
@@ -304,9 +304,11 @@ class AdaptiveDepth:
             return
         base = self._seconds[0]
         self._credit += self._share * base - has_waited * self._hidden_share * base
+        gain, self._earned = self._earned, 0.0
         if self._depths:
-            self._credit -= self._more_seconds(self._depths) + self.reading_seconds
+            gain -= self._more_seconds(self._depths) + self.reading_seconds
             self._depths.clear()
+        self._credit = min(self._credit + gain, max(self._credit, MOST_EARNED * base))
         self.reading_seconds = 0.0
         self._credit = min(max(self._credit, -MOST_OWED * base), max(MOST_SAVED * base, self._saved_for))
 
