@@ -34,7 +34,7 @@ PRIOR_WEIGHT, PRIOR_WEIGHT_OF_ALL = 8, 16
 TRIAL_SHARE = 1 / 128  # the share of the time of steps that is added to the credit
 READING_SHARE = 1 / 72  # at most, if a drafter in the worker needs it to read missing tokens
 MOST_SAVED, MOST_OWED = 16, 4  # bounds of the credit, in steps; it may be saved for one trial that takes longer
-# Drafts that gain time add no further credit, in steps. It would be lost where more requests come and drafts do not pay.
+# Drafts that gain time add credit up to this, in steps. More would be lost if more requests come and drafts do not pay.
 MOST_EARNED = 0.5
 FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start, in steps; or in trials, where these take less
 MOST_TRIALS = 8  # trials of a step: a drafter reads its weights for several at once
