@@ -24,9 +24,11 @@ from tests.examples import IS_FULL, examples
 # Torch's threads wait for each other by spinning: with several, on a machine that does other things too, the many small
 # operations of these tests take ten times as long. The engine sets its own number, and the kernels have their own pool.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Files that engines keep for later starts go to a folder of this run.
-os.environ.setdefault("QUIRE_CACHE_DIR", tempfile.mkdtemp(prefix="quire-tests-"))
-atexit.register(shutil.rmtree, os.environ["QUIRE_CACHE_DIR"], ignore_errors=True)
+# Files that engines keep for later starts go to a folder of this run. Its first process makes it and removes it: the
+# processes that run tests end at different times.
+if "QUIRE_CACHE_DIR" not in os.environ:
+    os.environ["QUIRE_CACHE_DIR"] = tempfile.mkdtemp(prefix="quire-tests-")
+    atexit.register(shutil.rmtree, os.environ["QUIRE_CACHE_DIR"], ignore_errors=True)
 # Without a GPU, Triton kernels are interpreted.
 if not devices.has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"

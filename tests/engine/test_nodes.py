@@ -128,6 +128,7 @@ def test_another_machine_ends_when_machine_0_is_killed() -> None:
             first.kill()
         assert node.wait(5) == 0
         assert not any(map(is_there, pids))
+    socket.create_server((ADDRESS, port)).close()
 
 
 @pytest.mark.slow

@@ -263,6 +263,41 @@ def test_a_rank_that_is_stuck_in_the_start_is_named(monkeypatch: pytest.MonkeyPa
     assert wait_for(lambda: not _children())
 
 
+RAISING = """
+from quire.distributed.shared_memory import SharedMemoryGroup
+from quire.engine import rank_process
+from quire.worker.worker import DeviceWorker
+execute, join, steps = DeviceWorker.execute, SharedMemoryGroup.gather_to, []
+def count(worker, batch):
+    steps.append(batch.step_id)
+    return execute(worker, batch)
+def join_or_raise(group, *arguments):
+    if len(steps) == 20:
+        steps.append(None)
+        raise OSError("no memory today")
+    return join(group, *arguments)
+DeviceWorker.execute, SharedMemoryGroup.gather_to = count, join_or_raise
+rank_process.main()
+"""
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_rank_that_raises_where_others_wait_for_it(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the limit of 600 s. Ranks of one stage compute the step again. With stages, the engine ends and
+    says why.
+    """
+    monkeypatch.setattr(rank_spawn, "PROGRAM", ("-c", RAISING))
+    engine = in_processes(**{share: 2})
+    if share == "tensor_parallel_size":
+        assert run(engine.core, brief()) == expected()[: len(brief())]
+    else:
+        with pytest.raises(EngineDeadError, match=r"Rank 1 of 2 failed in a step: OSError: no memory today"):
+            run(engine.core, [ENDLESS])
+    process = process_of(engine)
+    engine.core.shutdown()
+    assert process.returncode is not None
+
+
 PARENT = """
 import sys, time
 from quire import LLM

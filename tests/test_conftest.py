@@ -1,0 +1,34 @@
+"""The folder for files that engines keep for later starts, in a run of tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def imported(environment: dict[str, str]) -> Path:
+    """The folder of a process that has imported the settings of tests, and has ended."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import os, tests.conftest; print(os.environ['QUIRE_CACHE_DIR'])"],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "QUIRE_CACHE_DIR"} | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return Path(done.stdout.strip())
+
+
+def test_a_process_removes_no_folder_that_it_was_given(tmp_path: Path) -> None:
+    """It is the user's, or other processes of the run still use it."""
+    (tmp_path / "kept").touch()
+    assert imported({"QUIRE_CACHE_DIR": str(tmp_path)}) == tmp_path
+    assert (tmp_path / "kept").exists()
+
+
+def test_its_own_folder_goes_with_it() -> None:
+    assert not imported({}).exists()
