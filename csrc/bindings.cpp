@@ -1,6 +1,6 @@
-// The Python module quire._C. A kernel is called by a struct with fields that are given by name: tensors and numbers.
-// Sizes and strides of tensors are trusted (kernels/ops.py checks them). Numbers that lead to memory are checked
-// (checks.h), and the GIL is released.
+// The Python module quire._C. Python calls a kernel by making a struct: its fields are tensors and numbers, given by
+// name. Shapes and strides of tensors are trusted, because kernels/ops.py checks them. Numbers in tensors that lead to
+// memory are checked here (checks.h). The GIL is released while a kernel runs.
 #include "bindings.h"
 
 #include <nanobind/stl/string.h>
@@ -54,7 +54,7 @@ std::vector<int> thread_pool_probe(int num_tasks) {
 
 NB_MODULE(_C, m) {
   m.doc() = "CPU kernels of Quire";
-  nb::set_leak_warnings(false);  // a model that lives until the interpreter ends keeps its packed weights and caches
+  nb::set_leak_warnings(false);  // a model may live until the interpreter ends, and it keeps its weights and caches
   m.def("isas", isas, "Names of the instruction sets this CPU can run, worst first");
   m.def("isa", [] { return std::string(quire::isa_name(quire::active_isa())); }, "Name of the active instruction set");
   m.def("set_isa", set_isa, nb::arg("name"));

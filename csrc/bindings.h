@@ -9,8 +9,8 @@ namespace quire {
 
 using namespace nanobind::literals;
 
-// One call of a kernel with all its arguments, made from named tensors and numbers. It never changes. It may be run
-// again while its tensors keep their addresses; numbers in tensors that lead to memory are checked each time.
+// One call of a kernel with all its arguments, made from named tensors and numbers. It never changes. It may run again
+// as long as its tensors keep their addresses. Each run checks the numbers in tensors that lead to memory.
 class KernelCall {
  public:
   virtual ~KernelCall() = default;
@@ -27,8 +27,7 @@ class CallOf final : public KernelCall {
   const Args args_;
 };
 
-// Makes a Python class from `construct`. The arguments of `construct` after the first are fields that are given by
-// name.
+// Makes a Python class from `construct`. All arguments of `construct` after the first one are fields, given by name.
 template <class Class, class... Base, class Construct, class... Fields>
 void bind_struct(nanobind::module_& m, const char* name, const Construct& construct, const Fields&... fields) {
   nanobind::class_<Class, Base...>(m, name).def("__init__", construct, nanobind::kw_only(), fields...);

@@ -19,8 +19,8 @@ template <class... Parts>
   throw std::invalid_argument((text_of(parts) + ...));
 }
 
-// Checks that q has the query tokens of every sequence, its table the positions, and the cache the blocks that it sees:
-// a part of them, if several ranks have the cache together.
+// Checks that q has the query tokens of every sequence, that the tables have all positions, and that the cache has all
+// blocks that the sequences see. If several ranks share the cache, it has only a part of these blocks.
 void check(const AttentionArgs& a, int num_owners = 1) {
   const int32_t* const cu = a.cu_seqlens_q;
   if (cu[0] < 0) refuse("cu_seqlens_q[0] is ", cu[0], ", expected 0 or more");
@@ -45,7 +45,8 @@ void run(const AttentionArgs& args) {
 }
 using PagedAttention = CallOf<AttentionArgs, run>;
 
-// Turns of a group. `first_member` is the rank of the group that is owner 0; the others follow.
+// The turns of a group. `first_member` is the rank of the group that is owner 0. The ranks after it are the other
+// owners.
 class GroupTurns final : public Turns {
  public:
   GroupTurns(SharedGroup& group, int first_member) : group_(group), first_member_(first_member) {}

@@ -21,8 +21,8 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// The best bytes per second of reading a buffer in huge pages. The first pass is not timed, because it writes back the
-// lines that memset left in the caches.
+// The best rate of reading a buffer in huge pages, in bytes per second. The first pass is not timed, because it also
+// writes the lines back that memset has left in the caches.
 double read_bandwidth(int64_t bytes, int repeats) {
   const LimitKernels& kernels = limit_kernels();
   constexpr int64_t kPiece = 1 << 20;
@@ -42,7 +42,8 @@ double read_bandwidth(int64_t bytes, int repeats) {
   return best;
 }
 
-// Operations per second of multiply-adds on registers. run() does some on one thread and returns their number.
+// The rate of multiply-adds on registers, in operations per second. run() does some on one thread and returns their
+// number.
 template <class Run>
 double operations_per_second(const Run& run) {
   std::atomic<int64_t> operations{0};

@@ -11,7 +11,7 @@ namespace nb = nanobind;
 namespace quire {
 namespace {
 
-// One number for each row. Comparisons are false for NaN.
+// Checks one number for each row. `legal` must be false for NaN, as comparisons are.
 template <class T, class Legal>
 void check_rows(const Logits& logits, const char* what, const T* values, const char* expected, const Legal& legal) {
   check_each<std::invalid_argument>({what}, values, logits.num_rows, legal, [expected] { return expected; });

@@ -1,4 +1,4 @@
-// Python names of the indexes that drafts are looked up in.
+// Python names of the indexes in which drafts are looked up.
 #include <nanobind/stl/vector.h>
 
 #include <cstring>

@@ -1,5 +1,5 @@
-// Checks of numbers in tensors that lead to memory or set the length of a loop. Python checks shapes, dtypes and
-// strides (kernels/ops.py). Numbers are checked here at every call, also when a call is recorded.
+// Checks of the numbers in tensors that lead to memory or set the length of a loop. Python checks shapes, dtypes and
+// strides (kernels/ops.py). The numbers are checked here at every call, also if a recorded call is repeated.
 //
 // std::out_of_range becomes IndexError, std::invalid_argument ValueError.
 #pragma once
@@ -14,7 +14,8 @@
 
 namespace quire {
 
-// A text or a number in words. Not a stream, whose constructor would need a newer libstdc++ (QUIRE_PORTABLE).
+// A text or a number as text. It uses no stream, because the constructor of a stream needs a newer libstdc++
+// (QUIRE_PORTABLE).
 template <class Part>
 std::string text_of(const Part& part) {
   if constexpr (std::is_floating_point_v<Part>) {
@@ -28,14 +29,14 @@ std::string text_of(const Part& part) {
   }
 }
 
-// The owner of the numbers: a tensor, or one row of it.
+// The name of the numbers in an error: a tensor, or one row of it.
 struct NumbersOf {
   const char* tensor;
   int64_t row = -1;
 };
 
-// Throws an Error about the first illegal number among `values`, from `first` on: tensor[row, i] is v, expected
-// expected(). A first pass looks at all numbers without branches, so that the compiler vectorises it.
+// Throws an Error for the first illegal number among `values`, from index `first` on. Its text is "tensor[row, i] is v,
+// expected ...". A first pass looks at all numbers without branches, so that the compiler vectorises it.
 template <class Error, class T, class Legal, class Expected>
 void check_each(NumbersOf of, const T* values, int64_t count, const Legal& legal, const Expected& expected,
                 int64_t first = 0) {
@@ -48,7 +49,7 @@ void check_each(NumbersOf of, const T* values, int64_t count, const Legal& legal
               text_of(expected()));
 }
 
-// Throws IndexError for a value from `first` on that is not in [0, end).
+// Throws IndexError for a value, from index `first` on, that is not in [0, end).
 template <class T>
 void check_indices(NumbersOf of, const T* values, int64_t count, int64_t end, int64_t first = 0) {
   using Unsigned = std::make_unsigned_t<T>;
@@ -59,7 +60,7 @@ void check_indices(NumbersOf of, const T* values, int64_t count, int64_t end, in
       [end] { return "0 or more, and less than " + std::to_string(end); }, first);
 }
 
-// Throws IndexError for a slot of an adapter that is not in [-1, num_slots).
+// Throws IndexError for an adapter's slot that is not in [-1, num_slots).
 inline void check_slots(const int32_t* slots, int64_t count, int64_t num_slots) {
   check_each<std::out_of_range>(
       {"slots"}, slots, count, [num_slots](int32_t slot) { return slot >= -1 && slot < num_slots; },

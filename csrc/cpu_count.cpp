@@ -1,5 +1,5 @@
-// The number of threads for this process: on Linux physical cores of its CPU affinity, limited by the cgroup CPU quota;
-// performance cores where there are two kinds.
+// The number of threads for this process. On Linux it is the number of physical cores in its CPU affinity, limited by
+// the cgroup CPU quota. On CPUs with two kinds of cores, only performance cores count.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -53,8 +53,8 @@ int physical_cores_of_affinity(const std::string& root) {
   return static_cast<int>(cores.size());
 }
 
-// CPUs that one cgroup directory grants, or infinity without a limit. v2: "cpu.max" holds "<quota|max> <period>" in
-// microseconds. v1: cpu.cfs_quota_us (-1 = none) and cpu.cfs_period_us.
+// The number of CPUs that one cgroup directory grants; infinity: there is no limit. In cgroup v2, "cpu.max" holds
+// "<quota|max> <period>" in microseconds. In v1, there are cpu.cfs_quota_us (-1: no limit) and cpu.cfs_period_us.
 double quota_of(const std::string& directory) {
   double quota = -1, period = 0;
   if (std::ifstream v2(directory + "/cpu.max"); v2) {
@@ -68,7 +68,7 @@ double quota_of(const std::string& directory) {
   return quota > 0 && period > 0 ? quota / period : INFINITY;
 }
 
-// The smallest quota on the way from this process's cgroup to the root.
+// The smallest quota on the path from this process's cgroup to the root.
 double cgroup_quota(const std::string& root) {
   double quota = INFINITY;
   std::ifstream membership(root + "/proc/self/cgroup");
@@ -90,7 +90,7 @@ double cgroup_quota(const std::string& root) {
 
 #elif defined(__APPLE__)
 
-// 0: macOS does not know this name.
+// A number of macOS by its name; 0: this macOS does not know the name.
 int system_number(const char* name) {
   int value = 0;
   size_t size = sizeof(value);
@@ -108,7 +108,7 @@ int num_threads_described_in([[maybe_unused]] const std::string& root) {
   const double cores = std::min<double>(physical_cores_of_affinity(root), std::floor(cgroup_quota(root)));
   return std::max(1, static_cast<int>(cores));
 #elif defined(__APPLE__)
-  // Level 0 has the performance cores. Macs with Intel's CPUs have no levels.
+  // Performance cores are level 0. Macs with Intel's CPUs have no levels.
   const int fast = system_number("hw.perflevel0.physicalcpu");
   return std::max(1, fast > 0 ? fast : system_number("hw.physicalcpu"));
 #else

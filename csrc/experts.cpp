@@ -1,5 +1,5 @@
-// The drivers of mixture-of-experts layers: sort pairs of a token and a slot by expert, and cut the products of all
-// experts that a step hits into blocks for the threads.
+// The drivers of mixture-of-experts layers. They sort pairs of a token and a slot by expert, and cut the products of
+// all experts in use into tasks for the threads.
 #include "quire/kernels/experts.h"
 
 #include <algorithm>
@@ -11,29 +11,30 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kMostRows = 1024;          // of all experts together that are prepared at a time: bounds the scratch
-constexpr int64_t kTasksPerThread = 8;       // leaves something to take over from a thread that lost its core
-constexpr int64_t kMinTaskMacs = 64 * 1024;  // multiply-adds worth a wake-up of another thread, some microseconds
+constexpr int64_t kMostRows = 1024;     // rows of all experts that are prepared at a time: it limits scratch memory
+constexpr int64_t kTasksPerThread = 8;  // so that other threads can take tasks over from a thread that lost its core
+// With fewer multiply-adds, waking another thread costs more time than it saves (some microseconds).
+constexpr int64_t kMinTaskMacs = 64 * 1024;
 constexpr int64_t kMinPrepareElements = 16 * 1024;
 constexpr int64_t kMinRouteElements = 16 * 1024;
 constexpr int64_t kMinCombineElements = 16 * 1024;
-// A panel costs as much as its bytes, and as this number of rows: about where arithmetic takes as long as reading.
+// The cost of reading a panel, as a number of rows: at about this number, arithmetic takes as long as reading.
 constexpr int64_t kRowsOfBytes = 16;
 
-// Some rows of one expert, as a product of their own.
+// Some rows of one expert. They form a product of their own.
 struct Piece {
   GemmArgs args;
   const GemmKernels* kernels;
   void* input;
 };
 
-// What a thread computes at a time.
+// The work of a thread at a time.
 struct Task {
   const Piece* piece;
   int64_t row_begin, row_end, panel_begin, panel_end;
 };
 
-// The pieces of some experts with their prepared rows, and the tasks.
+// The pieces of some experts, with their prepared rows, and the tasks that compute them.
 struct Plan {
   Piece* pieces;
   int64_t num_pieces = 0, num_rows = 0, input_bytes = 0, cost = 0;
@@ -104,7 +105,7 @@ int64_t cut(const Plan& plan, Task* tasks) {
   return num_tasks;
 }
 
-// An upper limit of the tasks of a plan.
+// An upper limit for the number of tasks of a plan.
 int64_t most_tasks(const Plan& plan) {
   int64_t row_blocks = 0;
   for (int64_t i = 0; i < plan.num_pieces; ++i)
@@ -146,7 +147,7 @@ void route(const RouteArgs& args) {
   std::fill_n(args.begins, args.num_places + 1, 0);
   for (int64_t pair = 0; pair < num_pairs; ++pair) ++args.begins[place_of(pair) + 1];
   for (int64_t e = 0; e < args.num_places; ++e) args.begins[e + 1] += args.begins[e];
-  // begins[e] moves to the end of place e while its pairs are placed, and then back.
+  // While pairs are placed, begins[e] moves to the end of place e. Then it moves back.
   for (int64_t pair = 0; pair < num_pairs; ++pair)
     args.order[args.begins[place_of(pair)]++] = static_cast<int32_t>(pair);
   std::copy_backward(args.begins, args.begins + args.num_places, args.begins + args.num_places + 1);
@@ -184,7 +185,7 @@ void multiply_experts(const ExpertProductArgs& args) {
 void combine_experts(const CombineArgs& args) {
   const int64_t num_pairs = args.rows * args.num_slots;
   int32_t* const places = static_cast<int32_t*>(scratch(Scratch::expert_places, num_pairs * sizeof(int32_t)));
-  std::fill_n(places, num_pairs, 0);  // of a pair that `order` lacks
+  std::fill_n(places, num_pairs, 0);  // 0 is the place of a pair that `order` lacks
   for (int64_t p = 0; p < num_pairs; ++p) places[args.order[p]] = static_cast<int32_t>(p);
   const int64_t rows_per_task = std::max<int64_t>(1, kMinCombineElements / (args.columns * args.num_slots));
   parallel_for(static_cast<int>(ceil_div(args.rows, rows_per_task)), [&](int task, int) {

@@ -1,4 +1,4 @@
-// Packs grouped integer weights, and unpacks rows of them, see quire/kernels/grouped_layout.h.
+// Packs grouped integer weights, and unpacks rows of them: see quire/kernels/grouped_layout.h.
 #include <algorithm>
 #include <cstring>
 
@@ -54,7 +54,7 @@ struct PlacedQuad {
   }
 };
 
-// Writes into a panel of zeros. Bands of 16 columns are copied at a time, so that writes fill cache lines.
+// Writes codes into a panel of zeros. It copies bands of 16 columns at a time, so that writes fill cache lines.
 void pack_codes(const uint8_t* codes, int64_t stride, int64_t columns, int64_t k, int bits, uint8_t* panel) {
   constexpr int64_t kBand = 16;
   const CodePlanes planes(bits);
@@ -65,7 +65,7 @@ void pack_codes(const uint8_t* codes, int64_t stride, int64_t columns, int64_t k
       for (int64_t c = band; c < std::min(band + kBand, columns); ++c) {
         const uint8_t* const from = codes + c * stride + first;
         uint32_t word = 0;
-        if (count == kQuad) {  // the compiler knows the size: four times as fast
+        if (count == kQuad) {  // the compiler knows the size here, which makes the copy four times as fast
           std::memcpy(&word, from, kQuad);
         } else {
           std::memcpy(&word, from, count);

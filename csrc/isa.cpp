@@ -1,5 +1,5 @@
-// Detects the features that CPU and operating system allow: on x86-64 CPUID, XCR0, and Linux's permission for AMX tile
-// data; on ARM64 what Linux or macOS says.
+// Detects the features that CPU and operating system allow. On x86-64 it reads CPUID and XCR0, and asks Linux for the
+// permission to use AMX tile data. On ARM64 it asks Linux or macOS.
 #include "quire/isa.h"
 
 #include <atomic>
@@ -101,7 +101,7 @@ bool has_bf16() { return (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0; }
 
 #elif defined(__APPLE__)
 
-// Apple names features after the manual; a name that an older macOS does not know is a feature that it does not have.
+// Apple takes the names of features from Arm's manual. If an older macOS does not know a name, the feature is missing.
 bool has_feature(const char* name) {
   int value = 0;
   size_t size = sizeof(value);
@@ -123,7 +123,7 @@ IsaSet detect() {
   IsaSet found = only(Isa::scalar) | only(Isa::neon);  // every ARM64 CPU has it
   if (!has_dotprod()) return found;
   found |= only(Isa::neon_dotprod);
-  // From Armv8.6 on both are mandatory, and no CPU so far has only one of them.
+  // Both are mandatory from Armv8.6 on, and no CPU so far has only one of them.
   return has_i8mm() && has_bf16() ? found | only(Isa::neon_i8mm) : found;
 }
 

@@ -1,4 +1,4 @@
-// Growing thread-local buffers.
+// The growing thread-local buffers.
 #include "quire/scratch.h"
 
 #include <cstdlib>

@@ -30,7 +30,7 @@ struct GroupWords {
   std::atomic<int32_t> aborted;  // the number of a rank + 1; 0: none
 };
 
-// A rank's report. Its turn and its signatures of two turns lie on one line, which the others read.
+// The report of a rank. Its turn and its signatures of two turns lie on one cache line, which the others read.
 struct alignas(128) RankWords {
   std::atomic<uint32_t> turn;
   std::atomic<uint32_t> num_sleepers;  // ranks that sleep until this one arrives
@@ -40,7 +40,7 @@ struct alignas(128) RankWords {
   std::atomic<uint32_t> void_step;  // only in the first rank: the last step that a rank has left; 0: none
 };
 
-// A rank's place in its step: only the rank writes it, and others look when they have waited for long.
+// The progress of a rank in its step. Only this rank writes it. Others read it when they have waited too long.
 struct alignas(64) WhereWords {
   std::atomic<int32_t> pid;
   std::atomic<uint32_t> begun, ended, turns;
@@ -52,10 +52,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kPageBytes = 4096;
-constexpr auto kNap = std::chrono::milliseconds(100);   // a sleeper looks whether somebody has failed
+constexpr auto kNap = std::chrono::milliseconds(100);   // the time after which a sleeper looks for failed ranks
 constexpr auto kLook = std::chrono::microseconds(100);  // the time between two checks whether all have left a void step
 constexpr int kPausesPerClockRead = 64;
-constexpr int64_t kMinCopyBytes = 256 * 1024;  // from here on, waking another thread is worth its cost
+constexpr int64_t kMinCopyBytes = 256 * 1024;  // with fewer bytes, waking another thread costs more than it saves
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
 
@@ -71,7 +71,7 @@ timespec timespec_of(std::chrono::nanoseconds duration) {
   return {static_cast<time_t>(duration.count() / 1'000'000'000), static_cast<long>(duration.count() % 1'000'000'000)};
 }
 
-// Sleeps while the word has this value, at most for kNap.
+// Sleeps as long as the word has this value, at most for kNap.
 void sleep_on(std::atomic<uint32_t>& word, uint32_t value) {
 #if defined(__linux__)
   const timespec nap = timespec_of(kNap);
@@ -164,7 +164,7 @@ char* SharedGroup::slot(int rank) const {
   return memory_ + begin_ + num_bytes(size_, 0) + (2 * rank + turn_ % 2) * slot_bytes_;
 }
 
-// Ranks that sleep in other groups look after a nap.
+// Ranks that sleep in other groups notice it after their nap.
 void SharedGroup::abort(int number) {
   int32_t none = 0;
   reinterpret_cast<GroupWords*>(memory_)->aborted.compare_exchange_strong(none, number + 1);
@@ -179,8 +179,9 @@ void SharedGroup::end_step() { words(rank_).done.store(step_, std::memory_order_
 
 bool SharedGroup::is_void() const { return step_ != 0 && words(0).void_step.load() == step_; }
 
-// Whether a rank is no longer in this step. A rank that has ended it has seen all ranks in its last turn, so all of
-// them end it or have failed behind that turn. Otherwise all leave it, and the next turn comes after the turns of all.
+// Whether a rank is no longer in this step. If a rank has ended the step, it has seen all ranks in its last turn. So
+// all of them end the step, or have failed after that turn. Otherwise all leave the step, and the number of the next
+// turn is higher than the turns of all ranks.
 bool SharedGroup::has_left(int rank) {
   const uint64_t left = words(rank).left[step_ % 2].load(std::memory_order_acquire);
   if (static_cast<uint32_t>(left >> 32) == step_) {
@@ -215,7 +216,8 @@ void SharedGroup::leave_step() {
   }
 }
 
-// A rank of the group has not come. If it waits for a rank in another group, that rank is to blame.
+// Throws for a rank of the group that has not come. If this rank waits for a rank in another group, that one is to
+// blame.
 void SharedGroup::give_up(int rank) {
   int late = members_[rank];
   for (int hops = 0; hops < Whereabouts::kMostRanks; ++hops) {
@@ -224,7 +226,7 @@ void SharedGroup::give_up(int rank) {
     late = awaited;
   }
   abort(late);
-  if (aborted() != late) check();  // another rank has blamed somebody before
+  if (aborted() != late) check();  // another rank has named the rank to blame before
   throw RankLate("rank " + std::to_string(late) + " did not come within " +
                  std::to_string(static_cast<int64_t>(timeout_seconds_)) + " s (--distributed-timeout-seconds)");
 }
@@ -237,7 +239,7 @@ void SharedGroup::check() const {
   if (is_void()) throw StepVoid("another rank has left the step");
 }
 
-// Turns wrap around.
+// The numbers of turns wrap around.
 bool SharedGroup::has_arrived(int rank) const {
   return static_cast<int32_t>(words(rank).turn.load(std::memory_order_acquire) - turn_) >= 0;
 }
@@ -247,7 +249,7 @@ void SharedGroup::arrive(uint64_t signature) {
   own.signatures[turn_ % 2].store(signature, std::memory_order_relaxed);
   std::atomic<uint32_t>& turns = where(memory_, members_[rank_]).turns;
   turns.store(turns.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-  // Ordered with the look for sleepers, so that a rank that is about to sleep does not miss it.
+  // This store comes before the check for sleepers, so that a rank that is about to sleep does not miss it.
   own.turn.store(turn_, std::memory_order_seq_cst);
   if (own.num_sleepers.load(std::memory_order_seq_cst) != 0) wake_all(own.turn);
 }
@@ -299,7 +301,7 @@ void SharedGroup::end_turn(uint64_t signature) {
     if (rank != rank_) wait_for(rank, signature);
 }
 
-// Columns of this rank go straight to its result, and through its slot where another rank wants them.
+// The columns of this rank go straight to its own result. They go through its slot if another rank gets them.
 void SharedGroup::gather(const GatherArgs& args) {
   check();
   const int64_t widest = *std::max_element(args.widths.begin(), args.widths.begin() + size_);
@@ -331,7 +333,7 @@ void SharedGroup::gather(const GatherArgs& args) {
       const auto take = [&](int rank, const char* from, int64_t stride) {
         if (args.out.data == nullptr) return;
         char* to = args.out.data + out_row * args.out.stride + columns[rank] + first;
-        if (to == from) return;  // this rank has computed them there
+        if (to == from) return;  // this rank has computed its columns in their place
         if (owners == nullptr) return copy_rows(from, stride, to, args.out.stride, width_of(rank), rows);
         for (int64_t i = 0; i < rows; ++i) {
           if (owners[i] != rank_) continue;

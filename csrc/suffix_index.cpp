@@ -14,7 +14,7 @@ namespace {
 constexpr int kNumChains = static_cast<int>(kChainLengths.size());
 constexpr int kLongestNgram = kChainLengths.back();
 
-// use(chain, hash) for each n-gram of a chain's length that ends these tokens.
+// Calls use(chain, hash) for each n-gram that ends these tokens and has the length of a chain.
 template <class Use>
 void for_each_ngram(uint64_t hash, std::span<const int32_t> tokens, const Use& use) {
   const int num_tokens = static_cast<int>(tokens.size());
@@ -29,10 +29,10 @@ uint64_t seed_of(const Tenant& tenant) { return token_hash_seed() ^ tenant.low; 
 
 struct Draft {
   std::vector<int32_t> tokens;
-  double score = 0;  // tokens that are expected to hold
+  double score = 0;  // the expected number of tokens that hold
 };
 
-// Where the last tokens stood before, newest first, and how many of them.
+// Earlier places of the last tokens, the newest first, and the number of these tokens.
 struct Places {
   int count = 0;
   Place place[kMostPlaces];
@@ -54,7 +54,7 @@ Places find_places(const Text& text, int chain, Place newest, std::span<const in
   return found;
 }
 
-// The tokens that mostly came behind places of at least `length` tokens.
+// The draft of tokens that came most often after places that match at least `length` tokens.
 template <class Text>
 Draft follow(const Text& text, const Places& places, int length, int64_t most, double min_probability) {
   Draft draft;
@@ -94,7 +94,7 @@ int64_t most_behind(const SuffixRule& rule, int length, int64_t most) {
   return std::min({most, static_cast<int64_t>(by_length), int64_t{rule.max_depth} - length});
 }
 
-// The most for matches of `shortest` to `longest` tokens.
+// The most tokens of a draft, for matches of `shortest` to `longest` tokens.
 int64_t most_behind(const SuffixRule& rule, int shortest, int longest, int64_t most) {
   int64_t found = 0;
   for (int length = shortest; length <= longest; ++length) found = std::max(found, most_behind(rule, length, most));
@@ -102,7 +102,7 @@ int64_t most_behind(const SuffixRule& rule, int shortest, int longest, int64_t m
 }
 
 // Replaces `best` by a better draft from a text, if there is one. Lengths with the same places differ only in the
-// longest draft that they allow, and each draft is the beginning of the longer ones. So there is one draft for all of
+// longest draft that they allow, and a shorter draft is the beginning of a longer one. So one draft is made for all of
 // them.
 template <class Text>
 void improve(Draft& best, const Text& text, const Newest& newest, std::span<const int32_t> context, int64_t most,
@@ -164,7 +164,7 @@ int64_t OwnText::num_bytes() const {
 
 namespace {
 
-// Zeros, which take no memory before they are written.
+// An array of zeros. It takes no memory before it is written.
 template <class T>
 T* allocate_zeros(size_t count) {
   void* memory = std::calloc(count, sizeof(T));
@@ -175,7 +175,7 @@ T* allocate_zeros(size_t count) {
 }  // namespace
 
 SharedTexts::SharedTexts(int64_t max_bytes, int64_t max_requests) : max_requests_(max_requests) {
-  constexpr int64_t kMostPages = int64_t{1} << 26;  // places of all pages are told apart by 32 bits
+  constexpr int64_t kMostPages = int64_t{1} << 26;  // with more pages, 32 bits could not tell all places apart
   constexpr int64_t kPageBytes = sizeof(Page) + kPageTokens * kNumChains * sizeof(Place);
   num_pages_ = std::bit_floor(static_cast<uint32_t>(std::clamp<int64_t>(max_bytes / kPageBytes, 1, kMostPages)));
   pages_.reset(allocate_zeros<Page>(num_pages_));

@@ -8,7 +8,7 @@ namespace nb = nanobind;
 namespace quire {
 namespace {
 
-// The first part of DLPack's table of C functions, version 1, up to the function that is used here.
+// The beginning of DLPack's table of C functions, version 1, up to the function that is used here.
 struct ExchangeApi {
   uint32_t major, minor;
   ExchangeApi* previous;
@@ -21,7 +21,7 @@ struct ExchangeApi {
 // Type codes of DLPack.
 enum Code : uint8_t { kInt = 0, kFloat = 2, kBfloat = 4, kFloat8E4m3 = 10, kFloat8E5m2 = 12 };
 
-// nullptr: objects of this type are not tensors.
+// DLPack's functions for a type; nullptr: objects of this type are no tensors.
 const ExchangeApi* exchange_api(PyTypeObject* type) noexcept {
   static PyTypeObject* last_type = nullptr;  // nearly always torch.Tensor; guarded by the GIL
   static const ExchangeApi* last_api = nullptr;

@@ -1,6 +1,6 @@
-// A torch tensor as an argument of a binding. Only this file reads its address, sizes, strides and dtype, through the C
-// functions that torch offers for this purpose (DLPack's exchange API, github.com/dmlc/dlpack). It needs no Torch
-// headers, and takes a fraction of the time of data_ptr(), shape and stride() in Python.
+// A torch tensor as an argument of a binding. Only this class reads the address, sizes, strides and dtype of a tensor.
+// It uses the C functions that torch offers for this purpose (DLPack's exchange API, github.com/dmlc/dlpack). It needs
+// no Torch headers, and takes a fraction of the time of data_ptr(), shape and stride() in Python.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -11,15 +11,15 @@
 
 namespace quire {
 
-// It is valid during the call. An argument that may be None has the address nullptr for None.
+// A view is valid during the call. If an argument may be None, None has the address nullptr.
 class TensorView {
  public:
-  // False: the object is no tensor.
+  // Reads an object. False: it is no tensor.
   bool read(PyObject* object) noexcept;
 
   bool is_given() const { return tensor_.ndim > 0; }
 
-  // Throws TypeError for a dtype that the kernels do not have.
+  // Throws TypeError if the kernels do not have the dtype.
   DType dtype() const;
   CacheType cache_type() const;
 

@@ -1,7 +1,7 @@
-// The worker threads behind parallel_for. Each thread has a range of consecutive tasks and takes them in order, so that
-// it uses the data that it fetched ahead for the next task. A thread without tasks takes half of another thread's
-// range. A range is one atomic word with the number of its job. While it holds claims it is changed only by
-// compare-and-swap, so a worker that wakes up late can never touch the next job by mistake.
+// The worker threads of parallel_for. Each thread has a range of consecutive tasks and takes them in order, so that it
+// uses the data that it has prefetched for the next task. A thread without tasks takes half of another thread's range.
+// A range is one atomic word, which contains the number of its job. As long as it holds tasks, it changes only by
+// compare-and-swap. So a worker that wakes up late can never touch the next job by mistake.
 #include "quire/thread_pool.h"
 
 #include <pthread.h>
@@ -36,7 +36,7 @@ inline void pause_cpu() {
 #endif
 }
 
-// macOS runs threads of a lower class on efficiency cores, and a job waits for its slowest thread.
+// macOS may run threads of a lower class on efficiency cores, and a job waits for its slowest thread.
 inline void ask_for_fast_core() {
 #if defined(__APPLE__)
   pthread_set_qos_class_self_np(QOS_CLASS_USER_INITIATED, 0);
@@ -65,7 +65,7 @@ struct alignas(64) Slot {
 
 class Pool {
  public:
-  std::mutex mutex;  // one job at a time, and guards the members used outside jobs
+  std::mutex mutex;  // lets one job run at a time, and guards the members that are used outside of jobs
 
   int num_threads() const { return num_threads_; }
 
@@ -87,7 +87,7 @@ class Pool {
       const auto end = static_cast<uint32_t>(num_claims * (t + 1) / num_threads_);
       slots_[t].range.store(Range{generation, begin, end}.packed(), std::memory_order_release);
     }
-    // Ordered with the look for sleepers, so that a worker that is about to sleep does not miss it.
+    // This store comes before the check for sleepers, so that a worker that is about to sleep does not miss it.
     epoch_.store(static_cast<int>(generation), std::memory_order_seq_cst);
     epoch_.notify_all();
     work(generation, 0);
@@ -95,7 +95,7 @@ class Pool {
       if (++spins < 4096) {
         pause_cpu();
       } else {
-        sched_yield();  // a worker lost its core in the middle of a task
+        sched_yield();  // a worker has lost its core in the middle of a task
       }
     }
   }
@@ -209,8 +209,9 @@ class Pool {
 
 std::atomic<Pool*> g_pool{nullptr};
 
-// The child of a fork has no threads of the parent and perhaps a locked mutex, so it gets a new pool. Neither the old
-// pool nor a pool at process exit is ever destroyed, so workers never outlive the data that they read.
+// The child of a fork has none of the parent's threads, and its mutex may be locked. So it gets a new pool. No pool is
+// ever destroyed, neither the old one after a fork nor any pool at the end of the process. So workers never outlive the
+// data that they read.
 void replace_pool_after_fork() {
   const Pool* parent = g_pool.load(std::memory_order_relaxed);
   Pool* child = new Pool;

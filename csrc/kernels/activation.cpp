@@ -11,7 +11,7 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int64_t kLanes = F32::kWidth;
-constexpr int64_t kElementsPerTask = 16384;  // below this, waking other threads costs more than it saves
+constexpr int64_t kElementsPerTask = 16384;  // with fewer elements, waking other threads costs more than it saves
 
 struct Silu {
   static F32 of(F32 x) { return x / (broadcast(1.0f) + exp(zero() - x)); }
@@ -56,7 +56,7 @@ struct ClampedSwiglu {
   }
 };
 
-// The function of a gate and an up that were multiplied by the factor of their row.
+// A function of gate and up, which are first multiplied by the factor of their row.
 template <class Function>
 struct Scaled {
   F32 factor;

@@ -1,4 +1,5 @@
-// The use of AMX tiles in all matrix product kernels: 0 to 3 hold sums, 4 and 5 rows of the input, 6 and 7 weights.
+// The use of AMX tiles in all kernels of matrix products: tiles 0 to 3 hold sums, 4 and 5 rows of the input, 6 and 7
+// weights.
 #pragma once
 
 #include <immintrin.h>
@@ -41,19 +42,20 @@ inline void configure_tiles(int64_t input_rows, int64_t step_bytes = kRowBytes) 
   load_config(config_of(input_rows, step_bytes));
 }
 
-// g++ 12's tile loads do not declare that they read memory. Before them this makes earlier writes happen before them,
-// and after them later writes after them.
+// The tile loads of g++ 12 do not declare that they read memory. Before tile loads, this keeps earlier writes before
+// them. After tile loads, it keeps later writes after them.
 inline void written_for_tiles() { __asm__ volatile("" : : : "memory"); }
 
-// For loops of tile products without other float instructions. After about 0.7 us of them the next tile store takes 0.3
-// us longer, as if a unit of the core had gone to sleep (Granite Rapids; benchmarks/NOTES.md). One addition of floats
-// every 16 steps is enough to prevent it, and one in each step costs nothing; integers do not help.
+// It is for loops of tile products without other float instructions. After about 0.7 us of such a loop, the next tile
+// store takes 0.3 us longer, as if a unit of the core had gone to sleep (Granite Rapids; benchmarks/NOTES.md). One
+// addition of floats every 16 steps prevents this, and one in each step costs nothing. Additions of integers do not
+// help.
 inline void keep_float_unit_awake() {
   __m128 sum;
   __asm__ volatile("vaddps %1, %1, %0" : "=x"(sum) : "x"(_mm_setzero_ps()));
 }
 
-// Memory of the four tiles of sums, rows `pitch` bytes apart.
+// The memory for the four tiles of sums. Its rows are `pitch` bytes apart.
 struct SumTiles {
   void *first, *second, *third, *fourth;
   int64_t pitch;

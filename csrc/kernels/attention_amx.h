@@ -1,7 +1,7 @@
 // Products of bfloat16 tiles on AMX: 16 rows x 32 k times 32 k x 16 columns, kept in float32 tiles over all steps of k.
 //
-// The left operand has a row of 32 k per tile row, the right one a row of 16 columns of pairs of k. All functions here
-// sum every element over k in the same order. They need tiles of 16 rows of 64 bytes.
+// A tile row of the left operand has 32 k. A tile row of the right operand has pairs of k for 16 columns. All functions
+// here sum every element over k in the same order. They need tiles of 16 rows of 64 bytes.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// At the first step, the 16 rows of an operand are `stride` bytes apart. The next step begins `step` bytes further.
+// In the first step, the 16 rows of an operand are `stride` bytes apart. The next step begins `step` bytes further.
 struct TileOperand {
   const char* data;
   int64_t stride, step;

@@ -1,7 +1,7 @@
 // Attention arithmetic on bfloat16 caches: dot products of pairs (vdpbf16ps) or AMX tiles, float32 accumulation.
 // Probabilities are rounded to bfloat16 for the second product, after they are summed.
 //
-// Codes of a quantized cache become bfloat16 when rows are converted to the form of the products. Only keys in bfloat16
+// Codes of a quantized cache become bfloat16 when rows are converted to the form for products. Only keys in bfloat16
 // may be used in place.
 //
 // A dword holds two neighbours in the summed dimension: head_dim for queries and keys, positions for probabilities and
@@ -33,8 +33,8 @@ struct PairLanes {
   static void store(float* p, Vector x) { _mm512_store_ps(p, x); }
 };
 
-// The first 8 lanes, if the others are 0: the same arithmetic, twice as fast on CPUs that split 512-bit operations (Zen
-// 4).
+// The arithmetic for the first 8 lanes only, if the other lanes are 0. It gives the same bits, and is twice as fast on
+// CPUs that split 512-bit operations (Zen 4).
 struct PairHalfLanes {
   using Element = uint32_t;
   using Vector = __m256;
@@ -47,7 +47,7 @@ struct PairHalfLanes {
   static void store(float* p, Vector x) { _mm512_store_ps(p, _mm512_zextps256_ps512(x)); }
 };
 
-// Arithmetic of the row kernels on caches of C, in dot products of pairs.
+// The arithmetic of the row kernels on caches of C, in dot products of pairs.
 template <class C>
 struct Bf16Rows {
   using Query = uint32_t;  // [pair][lane]
@@ -57,7 +57,7 @@ struct Bf16Rows {
   static constexpr bool kIsFp8 = std::is_same_v<C, e4m3> || std::is_same_v<C, e5m2>;
   static constexpr int kWordsAtOnce = kIsFp8 ? kMostWords : kLanes;
 
-  // words[word][stride] of kLanes rows, from element e on.
+  // Writes words[word][stride] of kLanes rows, from element e on.
   template <int kWords>
     requires(kWords == kLanes)
   [[gnu::always_inline]] static void load_words(Rows<C> rows, int e, float* words, int stride) {
@@ -66,7 +66,7 @@ struct Bf16Rows {
     transpose(x);
     for (int i = 0; i < kLanes; ++i) store(words + i * stride, x[i]);
   }
-  // 64 FP8 codes are transposed in groups of four, and then become two words per group: half of the work.
+  // 64 FP8 codes are transposed in groups of four, and then become two words per group. This halves the work.
   template <int kWords>
     requires(kWords == kMostWords)
   [[gnu::noinline]] static void load_words(Rows<C> rows, int e, float* words, int stride) {
@@ -90,7 +90,8 @@ struct Bf16Rows {
     }
   }
 
-  // out[row][column] = probabilities x values for kVectors vectors of columns, see Bf16Path::width for their order.
+  // Computes out[row][column] = probabilities x values for kVectors vectors of columns. Bf16Path::width says their
+  // order.
   template <int kRows, int kVectors>
   [[gnu::noinline]] static void multiply_values(Rows<C> rows, Range range, int column, const float* probabilities,
                                                 float* out, int stride, Prefetcher& prefetcher) {
@@ -121,7 +122,7 @@ struct Bf16Rows {
   }
 
  private:
-  // Values of positions p and p + 1 from column e on, interleaved.
+  // Loads the values of positions p and p + 1, from column e on, interleaved.
   static void load_pairs(Rows<C> rows, int p, int e, __m512 (&pairs)[2]) {
     const __m512i even = rows.load_bf16(p, e, 32), odd = rows.load_bf16(p + 1, e, 32);
     pairs[0] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(even, odd));
@@ -151,14 +152,14 @@ class Bf16Path {
   static constexpr int kMaxRows = kAmx ? 256 : 128;
   static constexpr int kTilesTogether = kAmx ? 2 : 1;  // row tiles that need the same range of positions
 
-  // Whether the functions for a range of lanes accept these sizes of keys and values, and whether they are faster for
-  // this number of rows of one KV head.
+  // has_lanes() says whether the functions for a range of lanes accept these sizes of keys and values. wants_lanes()
+  // says whether these functions are faster for this number of rows of one KV head.
   static bool has_lanes(int head_dim, int value_dim) {
     return kAmx || (is_whole<Bf16Rows<C>>(head_dim) && is_whole<Bf16Rows<C>>(value_dim));
   }
   static bool wants_lanes(int rows) { return !kAmx && rows <= kLanes / 2; }
 
-  // It lives as long as one task.
+  // The object lives as long as one task.
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
   struct Session {
     Session() { configure_tiles(kTileRows); }
@@ -173,9 +174,9 @@ class Bf16Path {
                                kMostPanelDwords + kBlockFloats) +
            256;
   }
-  // Floats per row of an output tile: the size of values, and padding. In 32 columns, the first 16 places hold the low
-  // halves of the 8-column groups (columns 0-3, 8-11, 16-19, 24-27), because interleaving two rows inside 128-bit lanes
-  // leaves them so. The other places hold the rest.
+  // The floats in a row of an output tile: the size of values, and padding. In each 32 columns, the first 16 places
+  // hold the low halves of the 8-column groups (columns 0-3, 8-11, 16-19, 24-27), because two rows are interleaved
+  // inside 128-bit lanes. The other 16 places hold the other columns.
   static int width(int value_dim) { return round_up(value_dim, 2 * kTile); }
 
   // Writes a row of an output tile, times scale.
@@ -216,8 +217,8 @@ class Bf16Path {
     }
   }
 
-  // Softmax gives the probabilities of two positions, which replace their scores as [pair][lane]. They are rounded to
-  // nearest, halves up.
+  // Replaces the scores of two positions by their probabilities, as [pair][lane]. They are rounded to nearest, and
+  // halves are rounded up.
   static void store_probabilities(float* tile_scores, int position, F32 p0, F32 p1) {
     const __m512i half = _mm512_set1_epi32(0x8000);
     const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(p0.v), half), 16);
@@ -270,7 +271,7 @@ class Bf16Path {
     }
   }
 
-  // Reorders probabilities from [pair][lane] to [lane][pair] in every step, for weighted_values.
+  // Reorders the probabilities of every step from [pair][lane] to [lane][pair], for weighted_values.
   void arrange_probabilities(float* probabilities, const Range* tile_ranges) const {
     for (int t = 0; t * kLanes < num_rows_; ++t) {
       float* tile = probabilities + static_cast<size_t>(t) * kSplit * kLanes;
@@ -341,7 +342,7 @@ class Bf16Path {
   void weighted_values(Rows<C> value_rows, Range range, const float* probabilities, const Range* tile_ranges,
                        float* out, Prefetcher& prefetcher) {
     const int stride = width(value_dim_), panels = stride / kTile, row_tiles = ceil_div(num_rows_, kLanes);
-    constexpr int kMostPanels = 2;  // a cache line of the values
+    constexpr int kMostPanels = 2;  // they hold a cache line of the values
     for (int panel = 0; panel < panels; panel += kMostPanels) {
       const int count = std::min(panels - panel, kMostPanels);
       load_values(value_rows, range, panel * kTile, count, prefetcher);
@@ -389,7 +390,7 @@ class Bf16Path {
   static constexpr int kBlockFloats = (kAmx ? 4 : 2) * kTile * kLanes;
   static constexpr int kKeyDwords = (kAmx ? 4 : 1) * kTile * kKeyStride;
 
-  // Dwords per query row, a whole number of vectors.
+  // The dwords of a query row, in whole vectors.
   static int query_pairs(int head_dim) { return round_up(head_dim, 2 * kPairs) / 2; }
 
   // The place of the values at positions position and position + 1 in panel `panel`.
@@ -397,7 +398,7 @@ class Bf16Path {
     return values_ + (panel * (kSplit / 2) + position / 2) * kTile;
   }
 
-  // Fills `count` panels (an even number) with the columns from e on, and zeros after value_dim.
+  // Fills `count` panels (an even number) with the columns from e on. Columns from value_dim on are zeros.
   void load_values(Rows<C> rows, Range range, int e, int count, Prefetcher& prefetcher) {
     for (int p = range.begin; p < range.end; p += 2) {
       prefetcher.follow(2 * count * kTile * static_cast<int>(sizeof(C)));
@@ -419,10 +420,10 @@ class Bf16Path {
   }
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-  // An operand with tiles that follow each other without gaps.
+  // An operand whose tiles follow each other without gaps.
   static TileOperand tile_of(const void* data) { return {static_cast<const char*>(data), 64, 64 * 16}; }
 
-  // Columns of one row tile, or of two consecutive row tiles, from `count` panels of values.
+  // Computes columns of one row tile, or of two consecutive row tiles, from `count` panels of values.
   void multiply(const float* probabilities, Range range, int count, bool two_tiles, float* out, int out_stride) const {
     constexpr int64_t kTileDistance = sizeof(float) * kSplit * kLanes,
                       kPanelDistance = sizeof(uint32_t) * kSplit / 2 * kTile;
@@ -436,7 +437,7 @@ class Bf16Path {
                       : multiply_row<4>(a, b, kPanelDistance, steps, out, row_bytes);
   }
 
-  // Keys of 16 positions each. Keys that lie in the cache in tile form are read from there.
+  // Tiles with the keys of 16 positions each. Keys that lie in the cache in the form of tiles are read from there.
   void key_tiles(Rows<C> rows, int count, TileOperand* tiles) const {
     for (int t = 0; t < count; ++t, rows = rows.from(kTile)) {
       bool in_place = std::is_same_v<C, bf16> && head_dim_ % 32 == 0;
@@ -448,8 +449,8 @@ class Bf16Path {
     }
   }
 #else
-  // outer() of one row tile, or of two if `next` is not 0: the second a lies `next` dwords further, and its out
-  // `out_next` floats further.
+  // Calls outer() for one row tile, or for two if `next` is not 0. The second `a` lies `next` dwords further, and its
+  // `out` lies `out_next` floats further.
   template <bool kAlongK>
   void product(const uint32_t* a, int64_t next, const uint32_t* b, int64_t stride, int size, float* out,
                int64_t out_next) const {
@@ -458,7 +459,7 @@ class Bf16Path {
     outer<PairLanes, kAlongK>(a, b, stride, size, out);
   }
 
-  // An element of b serves both tiles: there are half as many loads as products.
+  // Each element of b is loaded once for both tiles.
   template <bool kAlongK>
   static void outer_of_two(const uint32_t* a, int64_t next, const uint32_t* b, int64_t stride, int size, float* out,
                            int64_t out_next) {

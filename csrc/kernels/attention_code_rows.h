@@ -1,8 +1,8 @@
 // Both products of attention for a few rows (decode) on caches of 8-bit codes, in float32 FMAs on AVX2.
 //
-// Codes are transposed as bytes, before they become numbers: keys of 8 positions by 32 elements take 24 instructions, a
-// fourth of what the same keys take in float32. Elements are summed in the same order as in row tiles, so the bits are
-// the same. Numbers are those of Rows::load: without the scale of their row, and in units of kUnit.
+// Codes are transposed as bytes, before they become numbers. So keys of 8 positions by 32 elements take 24
+// instructions; in float32 they would take four times as many. Elements are summed in the same order as in row tiles,
+// so the bits are the same. Numbers are as from Rows::load: without the scale of their row, and in units of kUnit.
 #pragma once
 
 #include "attention_rows.h"
@@ -14,9 +14,9 @@ namespace {
 
 template <class C>
 struct CodeRows {
-  static constexpr int kMostRows = 4;  // the most rows at once, with two vectors of sums each; up to 2 rows have four
+  static constexpr int kMostRows = 4;  // the most rows at once; 3 or 4 rows have two vectors of sums each, fewer four
 
-  // scores[position][lane] = q . k, times the scales of the keys; the other lanes are kept. `words` is memory for
+  // Computes scores[position][lane] = q . k, times the scales of the keys. Other lanes are kept. `words` is memory for
   // kWordFloats floats.
   static void scores(Rows<C> keys, Range range, int head_dim, const float* query, LaneRange lanes, float* words,
                      float* scores, Prefetcher& prefetcher) {
@@ -49,7 +49,7 @@ struct CodeRows {
     }
   }
 
-  // out[row][stride] = probabilities x values for `rows` rows.
+  // Computes out[row][stride] = probabilities x values for `rows` rows.
   static void values(Rows<C> values, Range range, int head_dim, const float* probabilities, int rows, float* out,
                      int stride, Prefetcher& prefetcher) {
     in_groups_of_rows<kMostRows>(rows, [&]<int kRows>(int row) {
@@ -73,13 +73,13 @@ struct CodeRows {
 
  private:
   static constexpr bool kIsFp8 = !std::is_same_v<C, int8_t>;
-  static constexpr bool kHasNan = std::is_same_v<C, e4m3>;  // that f16 have to be given
-  // Transposed keys: 32 elements x 8 positions, as halves of f16 for FP8. A register has elements 2 j and 2 j + 1 in
-  // its lower half, and those 16 further in its upper half.
+  static constexpr bool kHasNan = std::is_same_v<C, e4m3>;  // a NaN code does not become a NaN of f16 by itself
+  // Transposed keys: 32 elements x 8 positions; FP8 codes are f16. A register has the elements 2 j and 2 j + 1 in its
+  // lower half, and the elements 2 j + 16 and 2 j + 17 in its upper half.
   static constexpr int kElementBytes = kIsFp8 ? 16 : 8, kVectorBytes = 32 * kElementBytes;
   static_assert(kStep / kLanes * kVectorBytes <= kWordFloats * static_cast<int>(sizeof(float)));
 
-  // Follows the largest codes of e4m3 without their sign: twice the code, in 8 bits.
+  // Notes the largest codes of e4m3 without their sign, as twice the code in 8 bits.
   static void note(__m256i& largest, __m256i codes) {
     if constexpr (kHasNan) largest = _mm256_max_epu8(largest, _mm256_add_epi8(codes, codes));
   }
@@ -87,10 +87,10 @@ struct CodeRows {
     return kHasNan && _mm256_movemask_epi8(_mm256_cmpeq_epi8(largest, _mm256_set1_epi8(static_cast<char>(0xfe)))) != 0;
   }
 
-  // The lower bytes of words with these codes in the upper bytes.
+  // The lower bytes for words that have these codes in their upper bytes.
   static __m256i below(__m256i codes) { return kHasNan ? codes : _mm256_setzero_si256(); }
 
-  // Writes the keys of kStep positions, elements e to e + kElements - 1.
+  // Writes the elements e to e + kElements - 1 of the keys of kStep positions.
   template <int kElements>
   static void load_keys(Rows<C> keys, int e, uint8_t* out, Prefetcher& prefetcher) {
     __m256i largest = _mm256_setzero_si256();
@@ -172,7 +172,7 @@ struct CodeRows {
     }
   }
 
-  // False: there are NaNs, and the result lacks them.
+  // Returns false if there are NaNs; then the result is wrong, because it lacks them.
   template <int kRows, int kVectors, bool kMayHaveNan>
   [[gnu::noinline]] static bool multiply_values(Rows<C> rows, Range range, int column, const float* probabilities,
                                                 float* out, int stride, Prefetcher& prefetcher) {
@@ -181,7 +181,7 @@ struct CodeRows {
     for (auto& of_row : sums) {
       for (F32& sum : of_row) sum = zero();
     }
-    __m256i largest = _mm256_setzero_si256();  // of e4m3 as f16 without their sign: twice the bits
+    __m256i largest = _mm256_setzero_si256();  // e4m3 codes as f16 without their sign: twice the bits
     alignas(32) __m128i f16[kTogether][std::max(kVectors, 2)];
     for (int p = range.begin; p < range.end; p += kTogether) {
       prefetcher.follow(kTogether * kVectors * kLanes);

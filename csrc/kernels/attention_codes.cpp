@@ -1,5 +1,5 @@
-// Paged attention over caches that hold codes of 8 bits. A row's result does not depend on the step that wrote its keys
-// and values: tokens of the present call are read from the cache too.
+// Paged attention over caches that hold codes of 8 bits. The tokens of the present call are read from the cache too. So
+// the result of a row does not depend on which step has written its keys and values.
 #include "attention_bf16.h"
 #include "attention_f32.h"
 #include "attention_run.h"

@@ -18,8 +18,8 @@ struct F32Lanes {
 };
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-// The first 8 lanes, if the others are 0: the same arithmetic, twice as fast on CPUs that split 512-bit operations (Zen
-// 4).
+// The arithmetic for the first 8 lanes only, if the other lanes are 0. It gives the same bits, and is twice as fast on
+// CPUs that split 512-bit operations (Zen 4).
 struct F32HalfLanes {
   using Element = float;
   using Vector = __m256;
@@ -32,7 +32,7 @@ struct F32HalfLanes {
 };
 #endif
 
-// The products of a few rows, as of CodeRows.
+// The products of a few rows, with the interface of CodeRows.
 template <class T>
 struct WordRows {
   static void scores(Rows<T> keys, Range range, int head_dim, const float* query, LaneRange lanes, float* words,
@@ -47,9 +47,10 @@ struct WordRows {
   }
 };
 
-// T is the element type of the cache; the type of queries and results is an argument.
+// T is the element type of the cache. The type of queries and results is an argument.
 //
-// A scale that a row of keys or values has multiplies the row's scores, or its probabilities, and not its elements.
+// If rows of keys or values have scales, a scale multiplies the scores or the probabilities of its row, and not the
+// elements of the row.
 template <class T>
 class F32Path {
  public:
@@ -59,8 +60,8 @@ class F32Path {
 
   struct Session {};
 
-  // Whether the functions for a range of lanes accept these sizes of keys and values, and whether they are faster for
-  // this number of rows of one KV head.
+  // has_lanes() says whether the functions for a range of lanes accept these sizes of keys and values. wants_lanes()
+  // says whether these functions are faster for this number of rows of one KV head.
   static bool has_lanes(int head_dim, int value_dim) {
     return is_whole<F32Rows<T>>(head_dim) && is_whole<F32Rows<T>>(value_dim);
   }
@@ -71,7 +72,7 @@ class F32Path {
                             kTile * kLanes) +
            256;
   }
-  // Floats per row of an output tile: the size of values, and padding.
+  // The floats in a row of an output tile: the size of values, and padding.
   static int width(int value_dim) { return round_up(value_dim, kTile); }
 
   // Writes a row of an output tile, times scale.
@@ -123,7 +124,7 @@ class F32Path {
     Few::scores(key_rows, range, head_dim_, queries_, lanes, values_, scores, prefetcher);
   }
 
-  // Softmax gives the probabilities of two positions in place of their scores.
+  // Replaces the scores of two positions by their probabilities.
   static void store_probabilities(float* tile_scores, int position, F32 p0, F32 p1) {
     store(tile_scores + position * kLanes, p0);
     store(tile_scores + (position + 1) * kLanes, p1);
@@ -178,7 +179,7 @@ class F32Path {
     outer<F32Lanes, kAlongK>(a, b, stride, size, out);
   }
 
-  // Columns e to e + kTile - 1 of the values, and zeros after value_dim.
+  // Loads the columns e to e + kTile - 1 of the values. Columns from value_dim on are zeros.
   void load_values(Rows<T> rows, Range range, int e, Prefetcher& prefetcher) {
     for (int p = range.begin; p < range.end; ++p) {
       if (p % 2 == 0) prefetcher.follow(2 * kTile * sizeof(T));

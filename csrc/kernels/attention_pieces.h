@@ -1,4 +1,4 @@
-// The places of keys and values of a unit, piece by piece. The next piece is fetched ahead.
+// The addresses of the keys and values of a unit, piece by piece. The next piece is prefetched.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ inline Range range_in_split(int first, int last, int start) {
           round_up(std::clamp(last + 1 - start, 0, kSplit), kStep)};
 }
 
-// The keys or the values of one KV head at the positions of one split that the rows of an item see.
+// The keys or the values of one KV head, at those positions of one split that the rows of an item see.
 template <class C>
 class Piece {
  public:
@@ -34,8 +34,8 @@ class Piece {
   const void* const* addresses() const { return reinterpret_cast<const void* const*>(rows_); }
 
  private:
-  // Slots before the first position that the rows see, and after the end of the sequence, read as zeros. They may hold
-  // any data, and the table may name no block there.
+  // Slots before the first position that the rows see, and slots after the end of the sequence, are read as zeros. They
+  // may hold any data, and the table may have no block for them.
   void fill(const AttentionArgs& a, const StridedBlocks<void>& source, const StridedBlocks<float>& scales,
             const Item& item, int64_t kv_head, int start) {
     alignas(64) static const C zeros[kMaxHeadDim] = {};
@@ -63,8 +63,8 @@ class Piece {
   float scales_[Rows<C>::kHasScales ? kSplit : 1];
 };
 
-// The pieces of a unit in the order of use: for each split the keys of all its KV heads, then their values. During the
-// work on a piece the following piece is fetched; after the last piece this is the first piece of `next`.
+// The pieces of a unit in the order of use: for each split, the keys of all its KV heads and then their values. During
+// the work on a piece, the following piece is prefetched. After the last piece, it is the first piece of `next`.
 template <class C>
 class Pieces {
  public:
@@ -84,7 +84,7 @@ class Pieces {
     } else {
       return now;
     }
-    // Values that are beginnings of keys have just been used.
+    // If values are beginnings of keys, they have just been used as keys, so they are in the caches.
     const bool is_near = split < unit_.num_splits && part >= heads_ && a_.cache.v.data == a_.cache.k.data;
     if (!is_near) {
       prefetcher.start(then.addresses(), then.range, now.addresses(), now.range,

@@ -1,4 +1,4 @@
-// The division of a call's work: items of query rows, units of items; a task takes several items or a part of one.
+// Divides the work of a call. Query rows form items, and an item is cut into units. A task takes several units.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Query rows of one sequence, side by side in the lanes of the row tiles. Row r of a KV head is token r / group and
-// head r % group of the query tokens of the sequence. If a KV head has few rows (decode), one tile takes all rows of
-// several KV heads: the first `head_rows` lanes belong to kv_head, the next lanes to the next KV head.
+// Query rows of one sequence. They lie side by side in the lanes of row tiles. Row r of a KV head is query token r /
+// group of the sequence, with query head r % group of the KV head. If a KV head has few rows (decode), one tile takes
+// all rows of several KV heads: the first `head_rows` lanes belong to kv_head, and the next lanes to the next KV head.
 struct Item {
   int sequence, kv_head;
   int first_row, num_rows;
@@ -25,7 +25,7 @@ struct Item {
   int num_heads() const { return num_rows / head_rows; }
 };
 
-// A run of splits of an item: the work of one task.
+// Some consecutive splits of an item.
 struct Unit {
   int item, first_split, num_splits;
 };
@@ -45,12 +45,13 @@ inline int first_query_position(const AttentionArgs& a, int sequence) {
   return a.seq_lens[sequence] - (a.cu_seqlens_q[sequence + 1] - a.cu_seqlens_q[sequence]);
 }
 
-// Floats of the result of one split of an item: per row tile maxima, sums, and the rows of values.
+// The floats of the result of one split of an item: maxima, sums and rows of values for each row tile.
 inline int64_t partial_size(const Item& item, int width) {
   return round_up(item.num_rows, kLanes) * 2 + static_cast<int64_t>(item.num_rows) * width;
 }
 
-// Rows per item: up to max_rows, so that keys and values are read rarely, but few enough to keep all threads busy.
+// The rows of an item: up to max_rows, so that keys and values are read rarely, but few enough to keep all threads
+// busy.
 inline int choose_rows(const AttentionArgs& a, int max_rows, int wanted_items) {
   const int group = query_group(a);
   int rows = max_rows;
@@ -64,12 +65,12 @@ inline int choose_rows(const AttentionArgs& a, int max_rows, int wanted_items) {
   return rows;
 }
 
-// KV heads per item of a sequence with few query rows: all that fit into a row tile, but at most `most`.
+// The KV heads of an item of a sequence with few query rows: all that fit into a row tile, but at most `most`.
 inline int heads_together(const AttentionArgs& a, int head_rows, int most) {
   return std::clamp(kLanes / head_rows, 1, std::min(most, a.cache.num_kv_heads));
 }
 
-// The largest number of KV heads per item that leaves work for all threads.
+// The largest number of KV heads of an item with which all threads have work.
 inline int choose_heads(const AttentionArgs& a, int wanted_units) {
   const int group = query_group(a);
   int most = kLanes;
@@ -140,7 +141,7 @@ inline void make_plan(const AttentionArgs& a, Plan& plan) {
       plan.units.push_back({i, item.first_split + split, std::min(unit_splits, item.num_splits - split)});
     }
   }
-  // Long units come first, so that no thread starts one when the others are done.
+  // Long units come first, so that no thread starts a long unit when the other threads have finished.
   constexpr int kRowsOfOneHead = 32;  // reading the keys and values of a head costs as much as this number of rows
   const auto cost = [&](const Unit& u) {
     const Item& item = plan.items[u.item];

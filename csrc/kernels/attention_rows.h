@@ -1,6 +1,6 @@
-// Both products of attention for a few rows (decode). Vectors run over positions for the scores and over columns for
-// the values, because the rows of one KV head would fill a vector of rows only in part. Elements are summed in the same
-// order as in row tiles, so the bits are the same.
+// Both products of attention for a few rows (decode). The rows of one KV head would fill a vector only in part. So
+// vectors run over positions for the scores, and over columns for the values. Elements are summed in the same order as
+// in row tiles, so the bits are the same.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,12 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int kRowsAtOnce = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 ? 4 : 2;  // as many as the registers can hold
-// Steps of positions that are summed together: enough sums to hide the latency of a multiply-add for two rows.
+// The steps of positions that are summed side by side: enough sums to hide the latency of a multiply-add for two rows.
 constexpr int kMostSteps = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 ? 2 : 1;
 constexpr int kMostWords = 2 * kLanes;  // words of a row of keys at once
 constexpr int kWordFloats = kMostWords * kMostSteps * kStep;
 
-// g++ 12 keeps vectors on the stack around a call of Prefetcher::follow() (sums of the values) and of transpose()
-// (rows), unless the two are inlined.
+// g++ 12 keeps vectors on the stack around a call of Prefetcher::follow() or transpose(), unless these are inlined.
 
 // x[j][i] becomes x[i][j].
 [[gnu::always_inline]] inline void transpose(F32 (&x)[kLanes]) {
@@ -55,7 +54,7 @@ constexpr int kWordFloats = kMostWords * kMostSteps * kStep;
 #endif
 }
 
-// The given lanes at each position, times the scale of the position's row, if rows have scales.
+// Multiplies the given lanes at each position by the scale of the position's row, if rows have scales.
 template <class C>
 inline void multiply_by_scales(float* tile, Rows<C> rows, Range range, LaneRange lanes) {
   if constexpr (Rows<C>::kHasScales) {
@@ -86,8 +85,8 @@ inline void in_groups_of_rows(int rows, const Run& run) {
   if (row < rows) run.template operator()<1>(row);
 }
 
-// Arithmetic of the row kernels on caches of T in float32 FMAs. Keys are transposed by words: pairs of bfloat16, or
-// single elements of the other types as float32.
+// The arithmetic of the row kernels on caches of T, in float32 FMAs. Keys are transposed word by word. A word is a pair
+// of bfloat16, or a single element of another type as float32.
 template <class T>
 struct F32Rows {
   using Query = float;  // [element][lane]
@@ -152,14 +151,14 @@ struct F32Rows {
   }
 };
 
-// Head sizes that the functions below accept.
+// Whether the functions below accept a head size.
 template <class Arithmetic>
 inline bool is_whole(int head_dim) {
   return head_dim % (kLanes * std::max(Arithmetic::kElementsPerWord, Arithmetic::kFewestVectors)) == 0;
 }
 
-// scores[position][row] = q . k for `rows` rows, at most kLanes, and kVectors vectors of positions. `words` is memory
-// for kMostWords words of these keys.
+// Computes scores[position][row] = q . k for `rows` rows, at most kLanes, and kVectors vectors of positions. `words` is
+// memory for kMostWords words of these keys.
 template <class Arithmetic, int kVectors, class C>
 inline void scores_of_positions(Rows<C> keys, int head_dim, const typename Arithmetic::Query* query, int rows,
                                 float* words, float* scores, Prefetcher& prefetcher) {
@@ -199,7 +198,7 @@ inline void scores_of_positions(Rows<C> keys, int head_dim, const typename Arith
   }
 }
 
-// scores[position][row] = q . k for `rows` rows, at most kLanes; `words` is memory for kWordFloats floats.
+// Computes scores[position][row] = q . k for `rows` rows, at most kLanes. `words` is memory for kWordFloats floats.
 template <class Arithmetic, class C>
 inline void scores_of_rows(Rows<C> key_rows, Range range, int head_dim, const typename Arithmetic::Query* query,
                            int rows, float* words, float* scores, Prefetcher& prefetcher) {
@@ -227,7 +226,7 @@ inline void values_of_rows(Rows<C> value_rows, Range range, int head_dim, const 
                                                             out + row * stride, stride, prefetcher);
     };
     int column = 0;
-    // Whole rows of usual sizes at a time, if the registers hold them.
+    // Rows of usual sizes are computed as a whole, if the registers can hold them.
     if constexpr (kRowsAtOnce >= 4 && kRows <= 2) {
       for (; column + 8 * kLanes <= head_dim; column += 8 * kLanes) multiply.template operator()<8>(column);
     }

@@ -1,6 +1,6 @@
-// Paged attention for one arithmetic path: its units on all threads, then the merge of items that were cut. The
-// products are in attention_f32.h and attention_bf16.h. attention_tile.h explains why results do not depend on batch,
-// chunk and threads.
+// Paged attention for one arithmetic path. All threads compute units, and then items that were cut are merged. The
+// products are in attention_f32.h and attention_bf16.h. attention_tile.h explains why results do not depend on the
+// batch, on the chunks of prompts, and on threads.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// One unit of work. `next` is probably the following unit of this thread.
+// Computes one unit. `next` is probably the following unit of this thread.
 template <class Path>
 void run_unit(const AttentionArgs& a, const Plan& plan, const Unit& unit, const Unit* next, float* partials) {
   using C = typename Path::Cache;
@@ -120,10 +120,10 @@ void merge_item(const AttentionArgs& a, const Item& item, float* partials) {
   }
 }
 
-// The units of a plan on all threads.
+// Computes the units of a plan on all threads.
 template <class Path>
 void run_units(const AttentionArgs& a, const Plan& plan, float* partials) {
-  // Many short units share a task: starting one (tiles, the claim) costs a part of a microsecond.
+  // Many short units share a task, because the start of a task (tiles, the claim) takes a part of a microsecond.
   constexpr int kTasksPerThread = 8, kMostUnitsPerTask = 8;
   const int num_units = static_cast<int>(plan.units.size()), threads = num_threads();
   const int per_task = std::clamp(num_units / (threads * kTasksPerThread), 1, kMostUnitsPerTask);

@@ -16,20 +16,20 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// One range of an item: `item` is cut to it, and its partials are the offset in the owner's slot.
+// One range of an item. `item` is cut to this range, and its `partials` is the offset in the owner's slot.
 struct Part {
   Item item;
   int owner;
   bool is_first, is_last;  // whether it is the first or the last of the item's ranges
 };
 
-// Consecutive parts of one item in a turn.
+// The consecutive parts of one item in a turn.
 struct Joint {
   int begin, end;
   int state;  // which state is kept between turns; -1: the turn has all parts of the item
 };
 
-// The memory of a call, kept for the next one.
+// The memory of a call. It is kept for the next call.
 struct SharedWork {
   Plan own;  // items and units of this rank in a turn
   std::vector<Part> parts;
@@ -39,7 +39,7 @@ struct SharedWork {
 template <class Path>
 class SharedRun {
  public:
-  // `a` has the tables of this rank's own pages.
+  // `a` has the block tables with this rank's numbers of its pages.
   SharedRun(const SharedAttentionArgs& shared, const AttentionArgs& a, Turns& turns, SharedWork& work)
       : shared_(shared),
         a_(a),
@@ -78,7 +78,7 @@ class SharedRun {
   }
 
  private:
-  // False: the call ends.
+  // Adds the ranges [first, last) of an item. False: a turn has failed, and the call ends.
   bool add(Item item, int first, int last) {
     const auto& tables = shared_.attention.block_tables;
     const int32_t page = tables.data[item.sequence * tables.stride + item.first_split * kSplit / a_.cache.block_size];
@@ -173,7 +173,7 @@ void run_shared(const SharedAttentionArgs& shared, Turns& turns) {
       quire::scratch(Scratch::attention_tables, sizeof(int32_t) * static_cast<size_t>(a.num_seqs * stride)));
   for (int s = 0; s < a.num_seqs; ++s) {
     const int32_t* const pages = a.block_tables.data + s * a.block_tables.stride;
-    // Entries for pages of other ranks are not read.
+    // Entries for pages of other ranks become meaningless, but they are not read.
     for (int64_t b = 0; b < stride; ++b) tables[s * stride + b] = pages[b] / shared.num_owners;
   }
   a.block_tables = {tables, stride};

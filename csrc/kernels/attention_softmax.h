@@ -1,6 +1,7 @@
 // Softmax of one row tile over a split, and the merge of splits.
 //
-// Online softmax: Milakov and Gimelshein, arXiv 1805.02867; splits merged by their maxima and sums: FlashDecoding.
+// The softmax is online (Milakov and Gimelshein, arXiv 1805.02867). Splits are merged by their maxima and sums, as in
+// FlashDecoding.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +24,7 @@ struct RowLimits {
   bool all_visible(int begin, int end) const { return begin >= max_first && end - 1 <= min_last; }
 };
 
-// Whether a head of q has results on this rank.
+// Whether a query head has results on this rank.
 inline bool has_result(const AttentionArgs& a, int head) {
   return head >= a.first_result && head < a.first_result + a.num_results;
 }
@@ -67,8 +68,8 @@ inline RowLimits row_limits(const AttentionArgs& a, const Item& item, int first_
   return limits;
 }
 
-// State of the online softmax of one row tile: maximum score times log2(e), sum of the probabilities relative to it,
-// and the values weighted with them, [lane][width].
+// The state of the online softmax of one row tile: the maximum score times log2(e), the sum of the probabilities
+// relative to it, and the values weighted with these probabilities, [lane][width].
 struct TileState {
   float *max, *sum, *values;
 };
@@ -114,8 +115,8 @@ TileResult softmax(float* scores, Range range, int start, const RowLimits& limit
   return {top, sum};
 }
 
-// Adds the result of one split to the state. A split in which a row sees nothing (max -infinity) does not change its
-// state. The values of a row are added if wanted(row).
+// Adds the result of one split to the state. If a row sees nothing in a split (its maximum is -infinity), its state
+// does not change. The values of a row are added if wanted(row) is true.
 template <class Wanted>
 inline void merge(const TileState& state, TileResult split, const float* values, int num_rows, int width,
                   const Wanted& wanted) {
@@ -146,8 +147,8 @@ inline void reset(const TileState& state, int num_rows, int width) {
   std::fill_n(state.values, static_cast<size_t>(num_rows) * width, 0.0f);
 }
 
-// Adds the sinks of the rows' heads to the sums. `weights` of the rows' values become smaller where a sink is the
-// largest score.
+// Adds the sinks of the rows' heads to the sums. If a sink is the largest score of a row, the `weights` of the row's
+// values become smaller.
 inline void add_sinks(const AttentionArgs& a, const Item& item, int first_row, const TileState& state, int num_rows,
                       float* weights) {
   alignas(64) float sinks[kLanes] = {};

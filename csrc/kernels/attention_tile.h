@@ -1,10 +1,10 @@
 // Shared parts of the arithmetic paths of attention: sizes, rows of a query tile, scratch memory, small matrix helpers.
 //
-// A tile of query rows meets the KV positions in splits of kSplit, aligned to position 0 of the sequence, and inside a
-// split in aligned steps of kStep. Rows are vector lanes: a score matrix is stored as [position][lane]. So a row is
-// never summed together with another one, and its result does not depend on its neighbours. Positions that a row must
-// not see get the probability 0, which adds nothing; skipping them gives the same bits. So the choice of tile, chunk,
-// batch and thread does not change the result.
+// A tile of query rows goes over the KV positions in splits of kSplit positions, aligned to position 0 of the sequence.
+// Inside a split, it goes in aligned steps of kStep. Rows are vector lanes: a score matrix is stored as
+// [position][lane]. So a row is never summed together with another row, and its result does not depend on its
+// neighbours. Positions that a row must not see get the probability 0, which adds nothing, and skipping them gives the
+// same bits. So the choice of tile, chunk, batch and thread does not change the result.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +44,7 @@ inline void store_part(T* p, F32 x, int left) {
   }
 }
 
-// Keys or values of consecutive positions in the form of the cache.
+// Keys or values of consecutive positions, in the form of the cache.
 template <class C>
 struct Rows {
   static constexpr bool kHasScales = std::is_same_v<C, int8_t>;
@@ -58,8 +58,8 @@ struct Rows {
     return 1.0f;
   }
   Rows from(int row) const { return {data + row, kHasScales ? scales + row : nullptr}; }
-  // kLanes elements from e on, without the scale of the row and divided by kUnit. With `left`, elements after the end
-  // of the row are zeros.
+  // Loads kLanes elements from e on, without the scale of the row and divided by kUnit. With `left`, elements after the
+  // end of the row are zeros.
   F32 load(int row, int e) const { return QUIRE_ISA::load(data[row] + e); }
   F32 load(int row, int e, int left) const {
     if (left >= kLanes) return load(row, e);
@@ -67,7 +67,7 @@ struct Rows {
     return load_n(data[row] + e, left) * broadcast(1.0f / kUnit<C>);
   }
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
-  // 32 elements from e on as bfloat16, times the scale of the row. With `left` as above.
+  // Loads 32 elements from e on as bfloat16, times the scale of the row. `left` is as above.
   __m512i load_bf16(int row, int e, int left) const {
     const C* p = data[row] + e;
     const __mmask32 mask = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
@@ -96,11 +96,12 @@ class Carver {
   char* next_;
 };
 
-// Fetches the next rows of keys or values into the caches, a few at a time during the work on the present rows, so that
-// memory never waits for arithmetic.
+// Prefetches the next rows of keys or values during the work on the present rows, a few at a time, so that memory never
+// waits for arithmetic.
 //
 // CPUs drop a prefetch if their buffers for missing lines are full, and values are used faster than memory delivers
-// them. So rows are fetched once more shortly before their use. AMX does not do this, because it was not measured.
+// them. So rows are prefetched once more shortly before their use (benchmarks/NOTES.md, 2026-11-22, Zen 5). With AMX
+// this is not done, because it was not measured.
 class Prefetcher {
  public:
   // `rows` are needed after the rows of `now`.
@@ -109,8 +110,8 @@ class Prefetcher {
     again_end_ = now + now_range.end, again_ = std::min(now + now_range.begin + kRowsAhead, again_end_);
     first_ = next_, first_end_ = std::min(next_ + kRowsAhead, end_);
   }
-  // Fetches the number of bytes that have just been used, in whole rows. Callers should call it often for a few bytes:
-  // a burst fills the buffers and then stops the arithmetic after it.
+  // Prefetches as many bytes as have just been used, in whole rows. Callers should call it often, for a few bytes each
+  // time: a burst fills the buffers and then stops the arithmetic after it.
   [[gnu::always_inline]] void follow(int bytes) {  // in loops that use all registers
     for (due_ += bytes; due_ >= row_bytes_ && next_ < end_; due_ -= row_bytes_) {
       fetch(*next_++);
@@ -172,7 +173,7 @@ struct LaneRange {
 }
 #endif
 
-// dst[lane * stride + i] = src[i * kLanes + lane] for kTile values of i.
+// Writes dst[lane * stride + i] = src[i * kLanes + lane] for kTile values of i.
 inline void transpose_lanes(const float* src, float* dst, int stride) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
   __m512i x[16];
@@ -186,9 +187,9 @@ inline void transpose_lanes(const float* src, float* dst, int stride) {
 #endif
 }
 
-// out[j][lane] = sum over k in order of a[k][lane] * b(j, k): the kernel of both products of attention on vector units.
-// Lanes is the arithmetic: element type, vector type, load, multiply-add with a broadcast element, store to kLanes
-// floats. b(j, k) is b[j * stride + k] if kAlongK, else b[k * stride + j].
+// Computes out[j][lane] = sum over k, in order, of a[k][lane] * b(j, k). It is the kernel of both products of attention
+// on vector units. `Lanes` is the arithmetic: element type, vector type, load, multiply-add with a broadcast element,
+// and store to kLanes floats. b(j, k) is b[j * stride + k] if kAlongK, else b[k * stride + j].
 template <class Lanes, int kCount, bool kAlongK>
 inline void outer_block(const typename Lanes::Element* a, const typename Lanes::Element* b, int64_t stride, int size,
                         float* out) {
@@ -203,7 +204,7 @@ inline void outer_block(const typename Lanes::Element* a, const typename Lanes::
   for (int j = 0; j < kCount; ++j) Lanes::store(out + j * kLanes, acc[j]);
 }
 
-// The same for kTile values of j, in blocks that fit the register file.
+// Computes the same for kTile values of j, in blocks that fit into the registers.
 template <class Lanes, bool kAlongK>
 inline void outer(const typename Lanes::Element* a, const typename Lanes::Element* b, int64_t stride, int size,
                   float* out) {

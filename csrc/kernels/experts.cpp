@@ -13,9 +13,9 @@ namespace {
 
 constexpr int64_t kLanes = F32::kWidth;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kSmallestSum = 1e-20f;  // added to sums of weights: the weights of scores that are all zero stay zero
+constexpr float kSmallestSum = 1e-20f;  // added to sums of weights, so that weights stay zero if all scores are zero
 
-// Calls fn(first, count) for each vector of a row; count < kLanes in the last one.
+// Calls fn(first, count) for each vector of a row. In the last vector, count may be below kLanes.
 template <class Fn>
 inline void for_vectors(int64_t columns, const Fn& fn) {
   int64_t i = 0;
@@ -35,7 +35,7 @@ inline void store_some(T* p, F32 x, int count) {
 
 inline float exp_of(float x) { return reduce_max(exp(broadcast(x))); }
 
-// Memory for one row: scores and choice [num_experts], best [num_active], and whether a group is active [num_groups].
+// The memory for one row: scores and choice [num_experts], best [num_active], is_active of groups [num_groups].
 struct RowMemory {
   float *scores, *choice, *best;
   bool* is_active;
@@ -74,7 +74,7 @@ inline void sigmoid(const float* x, int64_t count, float* out) {
               [&](int64_t i, int n) { store_some(out + i, one / (one + exp(zero() - load_some(x + i, n))), n); });
 }
 
-// Marks the best groups; the lower of equal ones comes first.
+// Marks the best groups. Of equal groups, the one with the lower number comes first.
 void choose_groups(const RoutingRule& rule, const float* choice, bool* is_active) {
   const int64_t size = rule.num_experts / rule.num_groups;
   const auto score_of = [&](int64_t group) {
@@ -104,7 +104,7 @@ void choose_groups(const RoutingRule& rule, const float* choice, bool* is_active
   }
 }
 
-// The best experts of the active groups, in descending order.
+// Finds the best experts of the active groups, in descending order.
 void choose_experts(const RoutingRule& rule, const RowMemory& memory, const float* choice, int32_t* experts) {
   const int64_t size = rule.num_experts / rule.num_groups;
   int64_t count = 0;
@@ -148,7 +148,7 @@ void choose_by_scores(const RouteArgs& args, const float* x, const RowMemory& me
   } else {
     scores = x;
   }
-  // Without a bias, scores have the order of the logits, but rounding can make them equal.
+  // Without a bias, scores have the same order as logits, but rounding can make scores equal.
   const float* choice = rule.num_groups == 1 || rule.group_score == GroupScore::max ? x : scores;
   if (args.bias != nullptr) {
     for (int64_t e = 0; e < rule.num_experts; ++e) memory.choice[e] = scores[e] + args.bias[e];

@@ -1,4 +1,4 @@
-// FP8 weights from float ones, see quire/kernels/gemm_fp8.h.
+// Quantizes weights to FP8: see quire/kernels/gemm_fp8.h.
 #include <algorithm>
 
 #include "quire/kernels/gemm_fp8.h"
@@ -9,8 +9,8 @@ namespace {
 
 constexpr float kLargestCode = 448;
 
-// The nearest code of a value in [-448, 448], ties to even. Below 2^-6 codes are multiples of 2^-9, and 8 of them are
-// 2^-6. From 2^-6 on the float is rounded to 3 bits of mantissa.
+// The nearest code of a value in [-448, 448], ties to even. Below 2^-6, numbers of codes are multiples of 2^-9, and 8
+// of these steps are 2^-6. From 2^-6 on, the float is rounded to 3 bits of mantissa.
 inline uint8_t code_of(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value), magnitude = bits & 0x7fffffffu;
   const uint32_t normal = ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);

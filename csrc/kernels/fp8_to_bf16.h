@@ -1,4 +1,4 @@
-// FP8 codes to bfloat16, which represents all of them exactly, by lookups of its two bytes (AVX-512 VBMI).
+// Converts FP8 codes to bfloat16, which is exact. Both bytes of a bfloat16 are looked up (AVX-512 VBMI).
 #pragma once
 
 #include "quire/simd.h"
@@ -23,7 +23,7 @@ struct Bf16Bytes {
 template <class C>
 constexpr Bf16Bytes<C> kBf16Bytes;
 
-// The lowest 7 bits of an element of `indices` name an entry.
+// Looks entries up. The lowest 7 bits of an element of `indices` are the index of an entry.
 inline __m512i look_up(const uint8_t (&entries)[128], __m512i indices) {
   return _mm512_permutex2var_epi8(_mm512_load_si512(entries), indices, _mm512_load_si512(entries + 64));
 }

@@ -1,4 +1,4 @@
-// Codes of a quantized KV cache: rows of float32 to codes, and codes to vectors, float32 or bfloat16.
+// Codes of a quantized KV cache: conversion of float32 rows to codes, and of codes to vectors of float32 or bfloat16.
 //
 // e4m3 and e5m2 have no scale. Numbers above the range become the largest number. Infinities stay infinite in e5m2 and
 // become NaN in e4m3. int8 has one scale per row, its largest magnitude / 127. A row that is not finite gets the scale
@@ -25,7 +25,7 @@ inline constexpr float kUnit = 1.0f;
 
 inline F32 decode(__m128i x, int8_t) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x))}; }
 inline F32 decode(__m128i x, e5m2) { return {_mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(x), 8))}; }
-// Read as an f16, the bits mean 2^-8 of the number, because the exponent bias is 15, but 7 in e4m3.
+// Read as an f16, the bits mean the number * 2^-8, because the exponent bias of f16 is 15, and of e4m3 it is 7.
 inline F32 decode(__m128i x, e4m3) {
   const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(x), 7), _mm256_set1_epi16(~0x4000));
   const __m512 y = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
@@ -46,12 +46,12 @@ inline F32 load_n(const C* p, int n) {
 
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 
-// The numbers of FP8 codes as f16. Read as an f16, the bits of e4m3 mean 2^-8 of the number, because the exponent bias
-// is 15, but 7 in e4m3.
+// The numbers of FP8 codes as f16. Read as an f16, the bits of e4m3 mean the number * 2^-8, because the exponent bias
+// of f16 is 15, and of e4m3 it is 7.
 template <>
 inline constexpr float kUnit<e4m3> = 256.0f;
 
-// 16 codes to f16. NaN of e4m3 becomes kNanHalf, which with_nans() makes NaN.
+// Converts 16 codes to f16. NaN of e4m3 becomes kNanHalf, and with_nans() turns kNanHalf into NaN.
 constexpr int16_t kHalfBits = ~0x407f, kNanHalf = 0x3f80;
 inline __m256i halves(__m128i codes, e5m2) { return _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 8); }
 inline __m256i halves(__m128i codes, e4m3) {
@@ -62,7 +62,7 @@ inline __m256i with_nans(__m256i halves) {
   const __m256i is_nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(kNanHalf));
   return _mm256_or_si256(halves, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00)));
 }
-// The same for words with a code in the upper byte. The lower byte is 0 for e5m2, and any for e4m3.
+// Does the same for words with a code in the upper byte. The lower byte is 0 for e5m2; for e4m3 it may be any.
 inline __m256i halves_of_words(__m256i words, e5m2) { return words; }
 inline __m256i halves_of_words(__m256i words, e4m3) {
   return _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16(kHalfBits));
@@ -83,7 +83,7 @@ inline F32 decode(uint8x8_t x, int8_t) {
   return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(x)))))};
 }
 inline F32 decode(uint8x8_t x, e5m2) { return {vcvt_f32_f16(vget_low_f16(vreinterpretq_f16_u16(vshll_n_u8(x, 8))))}; }
-// Read as an f16, the bits mean 2^-8 of the number, because the exponent bias is 15, but 7 in e4m3.
+// Read as an f16, the bits mean the number * 2^-8, because the exponent bias of f16 is 15, and of e4m3 it is 7.
 inline F32 decode(uint8x8_t x, e4m3) {
   const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(x));
   const int16x8_t half = vandq_s16(vshlq_n_s16(wide, 7), vdupq_n_s16(~0x4000));
@@ -102,7 +102,7 @@ inline F32 load(const C* p) {
 // ---- codes to bfloat16 ----
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
 
-// 32 codes; FP8 has no scale.
+// Converts 32 codes. FP8 codes have no scale.
 template <class C>
 inline __m512i to_bf16(__m256i x, C, float) {
   const __m512i every_8_twice = _mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3);
@@ -147,9 +147,9 @@ inline void encode_row(const float* x, int dim, e5m2* out, float*, int64_t) {
     out[i].bits = static_cast<uint8_t>(small_float_bits<2, 15>(x[i], 57344.0f, 0x7c, 0x7e));
   }
 }
-// The scale goes to scales[row]. x is read in whole vectors, so zeros must follow its end.
+// Encodes a row. The scale goes to scales[row]. x is read in whole vectors, so zeros must follow its end.
 inline void encode_row(const float* x, int dim, int8_t* out, float* scales, int64_t row) {
-  constexpr float kSmallestRow = 1e-30f;  // below it 127 / largest could overflow: codes are 0
+  constexpr float kSmallestRow = 1e-30f;  // rows of smaller numbers get codes 0, because 127 / largest could overflow
   F32 magnitudes = zero(), zeros = zero();
   for (int i = 0; i < dim; i += F32::kWidth) {
     const F32 y = load(x + i);
@@ -161,7 +161,7 @@ inline void encode_row(const float* x, int dim, int8_t* out, float* scales, int6
   scales[row] = is_used ? largest / 127.0f : is_finite ? 0.0f : kNaN;
   const F32 inverse = broadcast(is_used ? 127.0f / largest : 0.0f);
   for (int i = 0; i < dim; i += F32::kWidth) {
-    // this order of operands turns NaN into a number
+    // This order of operands turns NaN into a number.
     const F32 y = min(max(round(load(x + i) * inverse), broadcast(-127.0f)), broadcast(127.0f));
     if (i + F32::kWidth <= dim) {
       store(out + i, y);

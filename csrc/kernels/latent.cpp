@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kLanes = F32::kWidth;
 
-// Elements as float32. `to` has room for whole vectors.
+// Converts elements to float32. `to` has room for whole vectors.
 template <class T>
 inline void load_row(const T* from, int64_t count, float* to) {
   for (int64_t i = 0; i < count; i += kLanes) store(to + i, load_part(from + i, count - i));
@@ -22,7 +22,7 @@ inline void store_row(const float* from, int64_t count, T* to) {
   for (int64_t i = 0; i < count; i += kLanes) store_part(to + i, load(from + i), count - i);
 }
 
-// out[i], out[i + R / 2] = the rotated pair i of x. `out` is not x.
+// Writes the rotated pair i of x to out[i] and out[i + R / 2]. `out` must not be x.
 inline void rotate(const LatentCacheArgs& a, const float* x, const float* cos_sin, float* out) {
   const int64_t half = a.rotary_dim / 2, step = a.is_interleaved ? 2 : 1, second = a.is_interleaved ? 1 : half;
   for (int64_t i = 0; i < half; ++i) {

@@ -35,7 +35,7 @@ inline void keep(Vector& x) {
 #endif
 }
 
-// sum = multiply_add(sum, x) on every chain, `rounds` times.
+// Computes sum = multiply_add(sum, x) on every chain, `rounds` times.
 template <class Vector, class MultiplyAdd>
 inline void run_chains(int64_t rounds, Vector x, const MultiplyAdd& multiply_add) {
   Vector sums[kChains];
@@ -109,14 +109,14 @@ inline Integers all_ones() { return _mm256_set1_epi8(1); }
 
 #if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX512 || QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2
 
-// Assembly keeps the multiplication of each chain, though all chains have the same operands.
+// It is assembly, so that the compiler keeps the multiplication of each chain, although all chains have equal operands.
 inline Integers add_pair_products(Integers sum, Integers x) {
   Integers products;
   __asm__ volatile("vpmaddwd %2, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(products) : "v"(x));
   return sum;
 }
 
-// vpmaddubsw for quads of codes whose sums fit into 16 bits, and one vpmaddwd for all of them.
+// One vpmaddubsw for each of kQuads quads of codes, as long as their sums fit into 16 bits, and one vpmaddwd for all.
 template <int kQuads>
 inline int64_t multiply_quads(int64_t rounds) {
   rounds /= kQuads;
@@ -132,8 +132,8 @@ inline int64_t multiply_quads(int64_t rounds) {
 
 #endif
 
-// The instructions of gemm_grouped: vpdpbusd of 512 or 256 bits, or else (gemm_grouped_words.h) vpmaddwd for 8 bits and
-// vpmaddubsw for fewer; on ARM64 smmla, sdot, or products of 16 bits.
+// It uses the instructions of gemm_grouped: vpdpbusd of 512 or 256 bits. Without vpdpbusd, it uses vpmaddwd for 8 bits
+// and vpmaddubsw for fewer bits (gemm_grouped_words.h). On ARM64 it uses smmla, sdot, or products of 16 bits.
 int64_t multiply_codes([[maybe_unused]] int bits, int64_t rounds) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_VNNI
   run_chains(rounds, _mm512_set1_epi8(1), [](__m512i sum, __m512i x) { return _mm512_dpbusd_epi32(sum, x, x); });
@@ -149,7 +149,7 @@ int64_t multiply_codes([[maybe_unused]] int bits, int64_t rounds) {
   return rounds * kChains * static_cast<int64_t>(sizeof(Integers));
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON
   run_chains(rounds, vreinterpretq_s32_s8(vdupq_n_s8(1)), [](int32x4_t sum, int32x4_t ones) {
-    keep(ones);  // each chain has products of its own
+    keep(ones);  // so that the compiler computes the products of each chain anew
     const int8x16_t x = vreinterpretq_s8_s32(ones);
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON_I8MM
     return vmmlaq_s32(sum, x, x);

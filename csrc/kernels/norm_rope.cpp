@@ -1,5 +1,5 @@
-// RMS and layer norm (with and without residual), and per-head norm + rotary embedding + KV cache write. float32
-// inside, rounded once.
+// RMS norm and layer norm, with and without residual; and the norm of each head, rotary embedding and the KV cache
+// write. All are computed in float32 and rounded once.
 #include "quire/kernels/norm_rope.h"
 
 #include <algorithm>
@@ -13,8 +13,8 @@ namespace {
 
 constexpr int kLanes = F32::kWidth;
 
-// The sum of a row by add(sum, x). next(i, left) gives kLanes values from i on, and zeros after the end. Four sums hide
-// the latency of the addition; their order depends only on dim.
+// The sum of a row, by add(sum, x). next(i, left) gives kLanes values from i on, and zeros after the end. Four sums
+// hide the latency of an addition. Their order depends only on dim.
 template <class Next, class Add>
 inline float sum_of_row(int64_t dim, const Next& next, const Add& add) {
   F32 sums[4] = {zero(), zero(), zero(), zero()};
@@ -106,8 +106,8 @@ void norm(const NormArgs& a) {
   with_type_of(a.dtype, [&]<class T>(T) { a.weight_dtype == a.dtype ? norm_rows<T, T>(a) : norm_rows<T, float>(a); });
 }
 
-// Norm (weight not null) and rotation (cos_sin not null) of one head. write(i, x, left) takes kLanes elements from i
-// on; only the first `left` belong there.
+// Computes the norm (if weight is not null) and the rotation (if cos_sin is not null) of one head. write(i, x, left)
+// takes kLanes elements from i on; only the first `left` of them are valid.
 template <class T, class W, class Write>
 inline void rotate_head(const RopeCacheArgs& a, const T* head, const W* weight, float inverse_rms, const float* cos_sin,
                         const Write& write) {
@@ -127,8 +127,8 @@ inline void rotate_head(const RopeCacheArgs& a, const T* head, const W* weight, 
   for (int64_t i = 2 * half; i < a.head_dim; i += kLanes) write(i, normed(i, a.head_dim - i), a.head_dim - i);
 }
 
-// Calls run(h, head, inverse RMS of the head if `normed`) for all heads of a token. The norms of several heads are
-// computed first, side by side, because each is a chain of slow instructions.
+// Calls run(h, head, inverse) for all heads of a token, where inverse is 1 / RMS of the head if `normed`. The norms of
+// several heads are computed first, side by side, because each norm is a chain of slow instructions.
 template <class T, class Run>
 inline void for_heads(const RopeCacheArgs& a, T* heads, int64_t stride, int64_t count, bool normed, const Run& run) {
   constexpr int64_t kTogether = 8;

@@ -1,4 +1,4 @@
-// Grouped integer weights from float ones, see quire/kernels/gemm.h.
+// Quantizes weights to integers in groups: see quire/kernels/gemm.h.
 #include <algorithm>
 
 #include "quire/kernels/gemm.h"
@@ -19,7 +19,8 @@ void quantize(const T* weight, int64_t count, int bits, uint8_t* codes, float* s
   }
   const float up = reduce_max(highest), down = reduce_max(zero() - lowest);
   const float zero_code = static_cast<float>(1 << (bits - 1));
-  // 8 bits: codes 1 to 255 around 128. 4 bits: 0 to 15 around 8; code 0 is on the side of the largest magnitude.
+  // With 8 bits, codes are 1 to 255 around 128. With 4 bits, codes are 0 to 15 around 8, and the element of the largest
+  // magnitude gets code 0.
   const float step = bits == 8 ? std::fmax(up, down) / 127 : up > down ? up / -8 : down / 8;
   const float inverse = step == 0 ? 0 : 1 / step;
   *scale = step;

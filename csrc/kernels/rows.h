@@ -1,4 +1,4 @@
-// Rows of elements: their beginnings and ends in vectors, and tasks of whole rows.
+// Rows of elements: vectors at the ends of rows, and tasks of whole rows.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// With fewer elements, waking other threads costs more than it saves (a few microseconds of work).
+// With fewer elements (a few microseconds of work), waking other threads costs more than it saves.
 constexpr int64_t kElementsPerTask = 16384;
 
 // Runs row(i) for every row, in tasks of at least kElementsPerTask elements.
@@ -29,7 +29,8 @@ void for_rows(int64_t rows, int64_t elements_per_row, const Fn& row) {
   });
 }
 
-// A vector of which the first `left` elements exist (at least one, or more than it has). Loads zeros for the others.
+// Loads a vector. Only its first `left` elements exist, and the others become zeros. `left` is at least 1, and may
+// exceed the number of elements.
 template <class T>
 inline F32 load_part(const T* p, int64_t left) {
   return left >= F32::kWidth ? load(p) : load_n(p, static_cast<int>(left));

@@ -1,8 +1,8 @@
-// Choice of the next token. One pass reduces a row to the maxima of its blocks. Then blocks below a threshold are
-// skipped. Thresholds are found by weighted selection, see sampling_threshold.h.
+// Chooses the next token. One pass reduces a row to the maxima of its blocks. After that, blocks below a threshold are
+// skipped. Thresholds are found by weighted selection: see sampling_threshold.h.
 //
-// Probabilities are counted in whole units of 2^-44 of the largest one, so sums are exact: they do not depend on order,
-// threads or skipped tokens, and "the smallest set with a mass of at least p" has one answer.
+// Probabilities count in whole units of 2^-44 of the largest one. So sums are exact, and they do not depend on order,
+// threads or skipped tokens. The smallest set with a mass of at least p has only one answer.
 #include "quire/kernels/sampling.h"
 
 #include <algorithm>
@@ -27,7 +27,7 @@ struct Candidate {
   int32_t id;
 };
 
-// One row of logits and the memory to work on it, one per thread, reused.
+// One row of logits, and the memory to work on it. There is one object per thread, which is used again.
 class Row {
  public:
   void scan(const float* logits, int64_t size) {
@@ -45,7 +45,7 @@ class Row {
 
   float max() const { return max_; }
   bool has_nan() const { return has_nan_; }
-  // False if softmax is not defined: NaN or +infinity in the row, or only -infinity.
+  // Whether the softmax of the row is defined. It is not if the row has NaN or +infinity, or only -infinity.
   bool has_softmax() const { return !has_nan_ && std::isfinite(max_); }
 
   int64_t first_maximum() const {
@@ -58,7 +58,7 @@ class Row {
     const Units units{broadcast(max_), broadcast(1.0f / temperature)};
     float floor = min_p > 0 ? logit_at(temperature, min_p) : -kInfinity;
     if (top_k > 0 && top_k < size_) floor = std::max(floor, kth_largest(top_k));
-    // Below: less than a unit, e^-31 * 2^44 < 1.
+    // Lower logits have less than a unit, because e^-31 * 2^44 < 1.
     floor = std::max({floor, max_ - 31.0f * temperature, -FLT_MAX});
     const uint64_t total = sum_units(units, floor);
     Threshold kept{next_down(floor), total};
@@ -72,7 +72,7 @@ class Row {
     return draw(units, kept, num_tied, tied_units, uniform);
   }
 
-  // log of the sum of exp(logit - max).
+  // The logarithm of the sum of exp(logit - max).
   double log_sum() {
     sums_.resize(num_ranges());
     for_ranges([&](int64_t range, int64_t begin, int64_t end) {
@@ -96,7 +96,7 @@ class Row {
     return static_cast<int64_t>(std::accumulate(counts_.begin(), counts_.end(), uint64_t{0}));
   }
 
-  // The k tokens with the highest logits, descending, ties by ascending id.
+  // The k tokens with the highest logits, in descending order. Ties come in ascending order of ids.
   const std::vector<Candidate>& top(int64_t k) {
     collect(k < size_ ? kth_largest(k) : -kInfinity);
     const auto before = [](const Candidate& x, const Candidate& y) {
@@ -110,8 +110,7 @@ class Row {
  private:
   int64_t num_ranges() const { return ceil_div(size_, kRange); }
 
-  // Calls fn(range, begin, end) for each range of the row. Threads share the ranges, unless they share the rows
-  // already.
+  // Calls fn(range, begin, end) for each range of the row. Threads share the ranges, unless they share the rows.
   template <class Fn>
   void for_ranges(const Fn& fn) const {
     parallel_for(static_cast<int>(num_ranges()),
@@ -131,7 +130,7 @@ class Row {
     return reduce_max(top);
   }
 
-  // The lowest logit with a probability of at least `ratio` times the largest one.
+  // The lowest logit whose probability is at least `ratio` times the largest one.
   float logit_at(float temperature, float ratio) const {
     const double exact =
         static_cast<double>(max_) + static_cast<double>(temperature) * std::log(static_cast<double>(ratio));
@@ -143,7 +142,7 @@ class Row {
     return static_cast<uint64_t>(static_cast<int64_t>(reduce_max(units(broadcast(logit)))));
   }
 
-  // Units of the logits from `floor` up, also per range.
+  // The sum of the units of all logits from `floor` up. The sums of ranges are kept too.
   uint64_t sum_units(const Units& units, float floor) {
     above_.resize(num_ranges());
     inside_size_.assign(num_ranges(), 0);
@@ -193,8 +192,7 @@ class Row {
     return end - open_.data();
   }
 
-  // The lowest block maximum for which the maxima from it up already have the needed weight; -infinity if there is
-  // none.
+  // The highest block maximum m for which the block maxima from m up have the needed weight; -infinity: there is none.
   template <class Weight>
   float bound_by_maxima(const Weight& weight, Interval bounds, uint64_t needed) {
     const auto blocks = static_cast<int64_t>(block_max_.size());
@@ -230,18 +228,18 @@ class Row {
     }
   }
 
-  // -FLT_MAX if fewer than k logits are finite.
+  // The k-th largest logit; -FLT_MAX if fewer than k logits are finite.
   float kth_largest(int64_t k) {
     const auto needed = static_cast<uint64_t>(k);
     const auto blocks = static_cast<int64_t>(block_max_.size());
-    // If the maxima bound the threshold, the total does not matter.
+    // If block maxima give a bound for the threshold, the total is not needed.
     const bool is_bounded = weight_above(Ones(), block_max_.data(), blocks, -kInfinity) >= needed;
     const auto num_finite = static_cast<uint64_t>(is_bounded ? size_ : count_above(-kInfinity));
     if (num_finite <= needed) return -FLT_MAX;
     return threshold(Ones(), {-FLT_MAX, max_}, needed, num_finite).value;
   }
 
-  // Candidates: the tokens with logits from `floor` up, by ascending id.
+  // Collects the candidates: the tokens with logits from `floor` up, in ascending order of ids.
   void collect(float floor) {
     candidates_.clear();
     const F32 limit = broadcast(floor);
@@ -264,8 +262,8 @@ class Row {
     return std::clamp<uint64_t>(needed, 1, total);
   }
 
-  // Inverse CDF over the tokens with logits above kept.value, which weigh `kept.above` units, and the first num_tied
-  // tokens with that logit.
+  // Draws by inverse CDF over the kept tokens: those with logits above kept.value, which have `kept.above` units, and
+  // the first num_tied tokens with exactly this logit.
   int64_t draw(const Units& units, Threshold kept, uint64_t num_tied, uint64_t tied_units, double uniform) const {
     uint64_t target = scaled(uniform, kept.above + num_tied * tied_units);
     // True if the target lies in these values with `more` units; if not, the search steps over them.
@@ -302,8 +300,8 @@ class Row {
   std::vector<Candidate> candidates_;
 };
 
-// Calls fn(row index, row) for each row: one thread per row, or all threads for one row after the other if rows are
-// few.
+// Calls fn(row index, row) for each row. Each thread takes rows of its own. If there are few rows, all threads share
+// one row after the other.
 template <class Fn>
 void for_rows(const Logits& a, const Fn& fn) {
   const auto run = [&](int64_t r) {
@@ -363,7 +361,7 @@ void logprobs(const LogprobsArgs& a) {
 void forbid_tokens(const ForbidTokensArgs& a) {
   constexpr int64_t kBits = 32;
   const int64_t num_words = ceil_div(a.vocab_size, kBits);
-  // Threads share the columns, so masks of one row do not meet.
+  // Threads share the columns, so that two threads never write to one logit, even if a row has several masks.
   parallel_for(static_cast<int>(ceil_div(a.vocab_size, kRange)), [&](int range, int) {
     const int64_t begin = range * kRange, end = std::min(begin + kRange, a.vocab_size);
     for (int64_t m = 0; m < a.num_masks; ++m) {

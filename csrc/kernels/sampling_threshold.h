@@ -1,8 +1,8 @@
 // Weighted selection: the value above which a set of logits has a given weight, without sorting the set.
 //
-// A small sorted sample gives a bracket for this value. One pass sums the weights above the bracket and moves values
-// inside it to a buffer. The buffer, a tenth of the set, is narrowed in the same way until it is small enough to sort.
-// A bad sample costs another pass, but the result is always exact.
+// A small sorted sample gives an interval that probably contains this value. One pass sums the weights above the
+// interval, and moves the values inside it to a buffer. The buffer has about a tenth of the set. It is narrowed in the
+// same way until it is small enough to sort. A bad sample costs another pass, but the result is always exact.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ inline F32 load_part(const float* p, int64_t left) {
 inline float next_up(float x) { return std::nextafter(x, kInfinity); }
 inline float next_down(float x) { return std::nextafter(x, -kInfinity); }
 
-// Integer order of the key is float order; -0 and 0 are one value.
+// A key whose integer order is the order of the floats. -0 and 0 have the same key.
 inline uint32_t order_key(float x) {
   const uint32_t u = std::bit_cast<uint32_t>(x + 0.0f);
   return u ^ (static_cast<uint32_t>(static_cast<int32_t>(u) >> 31) | 0x80000000u);
@@ -40,7 +40,7 @@ inline uint32_t order_key(float x) {
 
 inline float value_of_key(uint32_t key) { return std::bit_cast<float>(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
 
-// The sum over lanes of the whole part of non-negative floats.
+// Sums the whole parts of non-negative floats over all lanes.
 class WholeSum {
  public:
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
@@ -65,7 +65,7 @@ class WholeSum {
   }
 
  private:
-  // Whole numbers below 2^52: adding 2^52 leaves them in the mantissa.
+  // It takes whole numbers below 2^52. When 2^52 is added, the number is in the mantissa.
   static __m256i to_int64(__m128 x) {
     const __m256d magic = _mm256_set1_pd(0x1p52);
     return _mm256_castpd_si256(_mm256_xor_pd(_mm256_add_pd(_mm256_cvtps_pd(x), magic), magic));
@@ -91,7 +91,7 @@ class WholeSum {
 #endif
 };
 
-// Weight of a logit: its probability in units. Sums are exact in any order.
+// The weight of a logit is its probability in units. Sums are exact in any order.
 struct Units {
   F32 top, scale;  // the row's maximum, 1 / temperature
 
@@ -107,7 +107,7 @@ struct Units {
   };
 };
 
-// Weight of a logit: 1.
+// The weight of a logit is 1.
 struct Ones {
   F32 operator()(F32) const { return broadcast(1.0f); }
 
@@ -139,20 +139,20 @@ inline uint64_t count_equal(const float* values, int64_t n, float x) {
   return static_cast<uint64_t>(round_up(n, kLanes)) - different;
 }
 
-// Both ends belong to it; no end is infinite.
+// An interval of values. Both ends belong to it, and no end is infinite.
 struct Interval {
   float low, high;
 };
 
-// Sums the weight of the values above the interval, and appends values inside it to `inside`, which must have room for
-// kLanes more floats than these. Returns the new end of `inside`.
+// Sums the weights of the values above the interval, and appends the values inside it to `inside`. The memory must have
+// room for kLanes further floats. Returns the new end of `inside`.
 template <class Weight>
 inline float* split(const Weight& weight, const float* values, int64_t n, Interval interval,
                     typename Weight::Sum& above, float* inside) {
   constexpr int64_t kChunk = 256;
   const F32 low = broadcast(interval.low), high = broadcast(interval.high);
   for (; n > 0; n -= kChunk, values += kChunk) {
-    // Weights cost most, so they are computed only for values that are not below, side by side.
+    // Weights cost the most time. So they are computed only for values that are not below the interval, side by side.
     float kept[kChunk + kLanes];
     float* kept_end = kept;
     for (int64_t i = 0; i < std::min(n, kChunk); i += kLanes) {
@@ -170,10 +170,10 @@ inline float* split(const Weight& weight, const float* values, int64_t n, Interv
 }
 
 constexpr int64_t kSample = 256;  // the most values of a sample
-constexpr int64_t kSorted = 64;   // so many values are sorted
+constexpr int64_t kSorted = 64;   // at most this number of values is sorted
 
-// An interval for the value that has `below` of the weight of the n values under it: between two values of a sample,
-// three standard deviations to either side, or one value of the sample. Only values in `bounds` count.
+// Estimates an interval for the value that has the weight `below` under it. Its ends are values of a sample, three
+// standard deviations to either side. Or it is a single value of the sample (is_point). Only values in `bounds` count.
 template <class Weight>
 inline Interval estimate(const Weight& weight, const float* values, int64_t n, Interval bounds, uint64_t below,
                          bool is_point) {
@@ -207,17 +207,17 @@ inline Interval estimate(const Weight& weight, const float* values, int64_t n, I
 
 struct Threshold {
   float value;
-  uint64_t above;  // weight of everything higher than value
+  uint64_t above;  // the weight of all higher values
 };
 
-// The highest value with a weight of at least `needed` at or above it. `above` is the weight higher than all values.
-// The answer is among the values, and all of them are in `bounds`. Both vectors are changed; they need kLanes spare
-// floats.
+// The highest value with a weight of at least `needed` at or above it. `above` is the weight of what lies above all
+// values. The answer must be among the values, and all values must be in `bounds`. Both vectors change, and they need
+// kLanes spare floats.
 template <class Weight>
 inline Threshold find_threshold(const Weight& weight, std::vector<float>& values, std::vector<float>& scratch,
                                 int64_t n, Interval bounds, uint64_t above, uint64_t needed) {
   uint64_t total = weight_above(weight, values.data(), n, -kInfinity);
-  int stalled = 0;           // passes in a row that kept more than half: many values are equal
+  int stalled = 0;           // consecutive passes that kept more than half of the values, because many are equal
   bool has_outside = false;  // some values are outside bounds
   while (n > kSorted && (has_outside || bounds.low < bounds.high)) {
     Interval guess = bounds;

@@ -1,5 +1,5 @@
-// Included before everything with QUIRE_PORTABLE: names of functions as glibc 2.28 has them. glibc 2.29 has a `log`
-// that leaves errno alone; both compute the same.
+// With QUIRE_PORTABLE, this file is included before everything else. It chooses the functions that glibc 2.28 has.
+// glibc 2.29 has a new `log` that does not set errno; both compute the same.
 #pragma once
 
 #if defined(__x86_64__)

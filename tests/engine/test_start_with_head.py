@@ -123,7 +123,7 @@ D2T = eagle3_tensors()["d2t"]
         (changed(eagle3_tensors(), lm_head__weight=None), ["draft_vocab_size = 500", "no lm_head.weight"]),
         (
             changed(eagle3_tensors(), d2t=D2T.index_fill(0, torch.tensor([499]), 4000)),
-            ["d2t", "place 499 is token 4499, and the model has 4096 tokens"],
+            ["d2t", "entry 499 is token 4499, but the model has 4096 tokens"],
         ),
         (changed(eagle3_tensors(), fc_norm__weight=torch.ones(HIDDEN)), ["1 unexpected (fc_norm.weight)"]),
     ],

@@ -1,5 +1,5 @@
-// Storage types of tensors (float, bfloat16, IEEE half, codes of a quantized KV cache), and their scalar conversions to
-// float and from float. Conversions from float round to nearest even.
+// Storage types of tensors (float, bfloat16, IEEE half, codes of a quantized KV cache), and their scalar conversions
+// from and to float. Conversions from float round to nearest even.
 #pragma once
 
 #include <bit>
@@ -20,22 +20,22 @@ struct bf16 {
 struct f16 {
   uint16_t bits;
 };
-// 8-bit floating point of the Open Compute Project (OFP8): e4m3 has no infinity and one NaN. e5m2 is the upper half of
-// an f16.
+// 8-bit floating point of the Open Compute Project (OFP8). e4m3 has no infinity, and one NaN for each sign. e5m2 is the
+// upper half of an f16.
 struct e4m3 {
   uint8_t bits;
 };
 struct e5m2 {
   uint8_t bits;
 };
-// The exponent of a power of two (OCP MX formats); 255 is NaN.
+// A power of two, stored as its exponent + 127 (OCP Microscaling Formats 1.0). 255 is NaN.
 struct e8m0 {
   uint8_t bits;
 };
 
 inline constexpr size_t size_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-// Internal linkage on purpose: this header is compiled for several instruction sets, and a variant must never use a
+// Internal linkage is needed: this header is compiled for several instruction sets, and a variant must never use the
 // copy of another variant.
 namespace {
 
@@ -61,7 +61,7 @@ namespace {
   return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(static_cast<float>(magnitude) * 0x1p-9f));
 }
 
-// 2^-127, of the bits 0, is subnormal.
+// The bits 0 mean 2^-127, which is subnormal.
 [[maybe_unused]] inline float to_f32(e8m0 x) {
   if (x.bits == 255) return std::bit_cast<float>(0x7fc00000u);
   return std::bit_cast<float>(x.bits == 0 ? 0x00400000u : static_cast<uint32_t>(x.bits) << 23);

@@ -1,5 +1,5 @@
-// Advice to the operating system about large buffers. Fresh memory costs a page fault per page, and reads of many pages
-// miss the TLB. Both are cheaper with 2 MiB pages.
+// Asks the system for pages of 2 MiB for large buffers. Fresh memory costs a page fault per page, and reads of many
+// pages miss the TLB. Both cost less with large pages.
 #pragma once
 
 #include <cstddef>

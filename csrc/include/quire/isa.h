@@ -1,4 +1,4 @@
-// Instruction sets: detection, run-time override, and the choice of a variant in each kernel family.
+// Instruction sets: their detection, the choice of one at run time, and the choice of a variant in each kernel family.
 //
 // Every file of csrc/kernels is compiled once per instruction set with QUIRE_ISA (the name) and QUIRE_ISA_LEVEL (its
 // place on the ladder) defined. A family is written like this:
@@ -20,7 +20,8 @@
 
 namespace quire {
 
-// The ladder of this architecture; each step includes those before it, but avx512 does not include avx_vnni.
+// The ladder of this architecture. Each step includes the steps before it, except that avx512 does not include
+// avx_vnni.
 #if defined(__aarch64__)
 enum class Isa : int { scalar = 0, neon = 1, neon_dotprod = 2, neon_i8mm = 3 };
 inline constexpr int kNumIsas = 4;
@@ -34,11 +35,12 @@ bool has_isa(Isa isa);         // this CPU and operating system can run it
 Isa best_isa();                // the best instruction set that this CPU and operating system can run
 Isa active_isa();              // best_isa() until set_active_isa
 bool set_active_isa(Isa isa);  // returns false and changes nothing if the CPU cannot run it
-// Where a thread reads memory in order, the CPU's own prefetching is as fast as memory, and instructions that prefetch
-// slow it down. True for Zen 4, and for no other CPU that was measured.
+// Whether the CPU prefetches as fast as memory delivers when a thread reads memory in order. Then instructions that
+// prefetch only cost time. It is true for Zen 4 (benchmarks/NOTES.md, 2026-11-23), and for no other CPU that was
+// measured.
 bool follows_streams();
-// Where a thread reads memory in order, fetching 2 KiB ahead is faster than fetching a whole block ahead. True for CPUs
-// with AMX, and not measured on others.
+// Whether prefetching 2 KiB ahead is faster than prefetching a whole block ahead when a thread reads memory in order.
+// It is true for CPUs with AMX (benchmarks/NOTES.md, 2026-11-28), and was not measured on others.
 bool fetches_close();
 
 template <class Kernels>
@@ -50,7 +52,8 @@ inline const Kernels& select_variant(const Kernels* const (&variants)[kNumIsas])
 
 }  // namespace quire
 
-// Ladder steps for `#if QUIRE_ISA_LEVEL >= ...` in kernels. No level reaches the steps of the other architecture.
+// The steps of the ladder, for `#if QUIRE_ISA_LEVEL >= ...` in kernels. No level reaches a step of another
+// architecture.
 #define QUIRE_LEVEL_SCALAR 0
 #if defined(__aarch64__)
 #define QUIRE_LEVEL_NEON 1
@@ -138,7 +141,7 @@ inline const Kernels& select_variant(const Kernels* const (&variants)[kNumIsas])
 #define QUIRE_DECLARE_neon_i8mm(type, table)
 #define QUIRE_VARIANT_neon_i8mm(table) nullptr
 #endif
-// Of all steps above scalar, in the order of the ladder.
+// Applies a macro to all steps above scalar, in the order of the ladder.
 #if defined(__aarch64__)
 #define QUIRE_DECLARE_VARIANTS(type, table) \
   QUIRE_DECLARE_neon(type, table) QUIRE_DECLARE_neon_dotprod(type, table) QUIRE_DECLARE_neon_i8mm(type, table)
@@ -153,7 +156,7 @@ inline const Kernels& select_variant(const Kernels* const (&variants)[kNumIsas])
 #endif
 // clang-format on
 
-// Defines `const type& function()` once, in the translation unit of the scalar variant, which every build has.
+// Defines `const type& function()` once: in the translation unit of the scalar variant, which every build has.
 #if defined(QUIRE_ISA_LEVEL) && QUIRE_ISA_LEVEL == QUIRE_LEVEL_SCALAR
 #define QUIRE_DEFINE_DISPATCH(type, function, table)                                           \
   namespace quire {                                                                            \

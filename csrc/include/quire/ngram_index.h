@@ -1,4 +1,4 @@
-// Where the last tokens of a text stood before, for prompt lookup.
+// Finds earlier places of the last tokens of a text, for prompt lookup.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,8 @@
 
 namespace quire {
 
-// The index of one text, which grows at its end. For each length, a table holds the first place of each n-gram of that
-// length. A new token costs one lookup per length, in a text of any length.
+// The index of one text, which grows at its end. For each length of n-grams, a table holds the first place of each
+// n-gram. A new token costs one lookup per length, however long the text is.
 class NgramIndex {
  public:
   // Lengths of n-grams: 1 <= shortest <= longest.
@@ -16,14 +16,15 @@ class NgramIndex {
 
   void append(const std::vector<int32_t>& tokens);
 
-  // At most `most` tokens that follow the first place of the longest n-gram that ends the text and stood before.
+  // Let g be the longest n-gram that ends the text and also stands earlier in it. Returns at most `most` tokens that
+  // follow the first place of g.
   std::vector<int32_t> following(int64_t most) const;
 
   int64_t num_tokens() const { return static_cast<int64_t>(tokens_.size()); }
   int64_t num_bytes() const;
 
  private:
-  // Open addressing. An n-gram is known by the position behind its first place: 0 is none.
+  // A hash table with open addressing. An entry is the position after the first place of an n-gram; 0: it is empty.
   struct Table {
     int64_t length;
     size_t num_used = 0;
@@ -31,8 +32,7 @@ class NgramIndex {
   };
 
   uint64_t hash(int64_t end, int64_t length) const;
-  // The position behind the first place of the n-gram that ends at `end`. If the n-gram has no place yet, this one is
-  // noted.
+  // The position after the first place of the n-gram that ends at `end`. If the n-gram is new, `end` is noted.
   int64_t first_end(Table& table, int64_t end, uint64_t hash);
   // Makes room for this many more n-grams. Half of the slots stay free.
   void reserve(Table& table, size_t count);

@@ -1,11 +1,11 @@
-// Thread-local scratch memory that grows and is kept. A kernel may get no other memory on the hot path.
+// Thread-local scratch memory, which grows and is kept. Kernels allocate no other memory while they run.
 #pragma once
 
 #include <cstddef>
 
 namespace quire {
 
-// There is one buffer per thread and use, so that nested uses never overlap.
+// There is one buffer for each thread and use, so that nested uses never overlap.
 enum class Scratch : int {
   gemm_input,
   gemm_tiles,
@@ -26,8 +26,8 @@ enum class Scratch : int {
   count
 };
 
-// 64-byte aligned, at least `bytes` long, content undefined. It is valid until this thread asks for more with the same
-// use.
+// Memory of at least `bytes`, aligned to 64 bytes, with undefined content. It is valid until this thread asks for more
+// memory with the same use.
 void* scratch(Scratch use, size_t bytes);
 
 }  // namespace quire

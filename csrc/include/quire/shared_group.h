@@ -1,10 +1,10 @@
-// Ranks of one model on one machine, which join their results through memory that they share.
+// Ranks of one model on one machine. They exchange their results through shared memory.
 //
-// The memory begins with a part for all ranks, which says who has failed, and where each rank is in its step. Then come
-// the parts of the groups: a rank may be in several. A part has a cache line pair per rank, and then two slots per
-// rank. In turn n a rank writes to its slot n % 2, says so, and reads the slots of the others. No slot is written while
-// it is still read: a rank that is in turn n + 2 has seen all others in turn n + 1, and they have read the slots of
-// turn n before.
+// The memory begins with a part for all ranks. It says which rank has failed, and where each rank is in its step. Then
+// come the parts of the groups; a rank may be in several groups. The part of a group has a pair of cache lines for each
+// rank, and then two slots for each rank. In turn n, a rank writes to its slot n % 2, announces this, and reads the
+// slots of the others. No slot is written while it is still read: a rank in turn n + 2 has seen all others in turn
+// n + 1, and they had read the slots of turn n before.
 #pragma once
 
 #include <array>
@@ -19,7 +19,7 @@ namespace quire {
 
 inline constexpr int kMaxRanks = 64;
 
-// A rank has failed, is late, or does something else than this one.
+// Another rank has failed, is late, or calls something other than this rank.
 class GroupError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -31,7 +31,7 @@ class RankLate : public GroupError {
   using GroupError::GroupError;
 };
 
-// Another rank has left the step. The ranks go on with the next one.
+// Another rank has left the step. All ranks go on with the next step.
 class StepVoid : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -43,10 +43,10 @@ struct ExchangeArgs;
 
 class SharedGroup {
  public:
-  // Maps `fd`, which has zeros when the first rank comes. The group's part of num_bytes(size, slot_bytes) begins at
-  // `begin`, which is kFirstPart or behind other parts. `members` are the numbers of its ranks among all ranks, and
-  // `rank` is the place of this one in them. A rank that waits looks for `spin_microseconds` before it sleeps. After
-  // `timeout_seconds` it raises RankLate. Throws std::system_error if the memory cannot be mapped.
+  // Maps `fd`. Its memory is zero when the first rank maps it. The part of the group has num_bytes(size, slot_bytes)
+  // and begins at `begin`, which is kFirstPart or the end of other parts. `members` are the numbers of its ranks among
+  // all ranks, and `rank` is the index of this rank among them. A waiting rank spins for `spin_microseconds` before it
+  // sleeps. After `timeout_seconds` it throws RankLate. Throws std::system_error if the memory cannot be mapped.
   SharedGroup(int fd, int64_t begin, std::vector<int> members, int rank, int64_t slot_bytes, int spin_microseconds,
               double timeout_seconds);
   ~SharedGroup();
@@ -56,34 +56,34 @@ class SharedGroup {
   static constexpr int64_t kFirstPart = 65536;
   static int64_t num_bytes(int size, int64_t slot_bytes);
 
-  // Columns of all ranks side by side. Throws GroupError, or StepVoid. Every rank calls it with the same number of
-  // rows, widths and owners.
+  // Brings the columns of all ranks side by side. Every rank calls it with the same number of rows, widths and owners.
+  // Throws GroupError or StepVoid.
   void gather(const GatherArgs& args);
 
-  // Every rank has some rows, which come one after the other, and gets some columns of the rows of all ranks. Throws
-  // GroupError, or StepVoid. All ranks have the same numbers of rows.
+  // Every rank has some consecutive rows, and gets some columns of the rows of all ranks. All ranks give the same
+  // numbers of rows. Throws GroupError or StepVoid.
   void exchange(const ExchangeArgs& args);
 
-  // A turn whose slots the caller fills and reads. begin_turn gives this rank's slot of slot_bytes(), in whole cache
-  // lines. end_turn returns when all ranks have filled theirs. slot_of(rank) may be read until the next turn begins.
-  // All ranks give the same signature, which says what they do. Both throw GroupError, or StepVoid.
+  // A turn in which the caller fills and reads the slots. begin_turn gives the slot of this rank, slot_bytes() in whole
+  // cache lines. end_turn returns when all ranks have filled their slots. slot_of(rank) may be read until the next turn
+  // begins. All ranks must give the same signature, which says what they do. Both throw GroupError or StepVoid.
   char* begin_turn();
   void end_turn(uint64_t signature);
   const char* slot_of(int rank) const { return slot(rank); }
   int64_t slot_bytes() const { return slot_bytes_; }
 
-  // Around the turns of a step. All ranks take the same steps in the same order.
+  // Begin and end a step around its turns. All ranks take the same steps in the same order.
   void begin_step();
   void end_step();
-  // Before leave_step, by a rank of several groups: the ranks of this group learn that the step is void while the rank
-  // still leaves the step of another group.
+  // Tells the ranks of this group that the step is void. A rank of several groups calls it in all of them before
+  // leave_step, because leave_step waits, group by group.
   void void_step();
-  // In place of end_step, by a rank that cannot end the step, or that has got StepVoid. Returns when no rank of the
-  // group is in the step any more: each has left it, or has ended it before. Throws GroupError.
+  // Leaves a step in place of end_step: the rank cannot end the step, or it has got StepVoid. Returns when no rank of
+  // the group is in the step any more: each has left it, or has ended it before. Throws GroupError.
   void leave_step();
 
-  // Says that a rank has failed, by its number among all ranks. All ranks of all groups stop waiting, now and later.
-  // The first one counts.
+  // Tells that a rank has failed, by its number among all ranks. All ranks of all groups stop waiting, now and later.
+  // Only the first rank that fails is remembered.
   void abort(int number);
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -116,7 +116,7 @@ class SharedGroup {
   double waited_seconds_ = 0;
 };
 
-// Where the ranks of a machine are, in the first part of their memory. Any thread may look.
+// The progress of the ranks of a machine, in the first part of their memory. Any thread may read it.
 class Whereabouts {
  public:
   struct Place {
@@ -135,7 +135,7 @@ class Whereabouts {
 
   static constexpr int kMostRanks = 1023;
 
-  // What this rank does. A step that it leaves has ended too.
+  // Report what this rank does. A step that the rank leaves has ended too.
   void begin_step();
   void end_step();
   void await(int number);  // -1: it waits for no rank
@@ -165,7 +165,8 @@ struct ExchangeArgs {
   const int32_t* begins;                      // read when it runs
   int64_t num_begins;
   int64_t rows, row_bytes;  // the rows of all ranks; the bytes of all columns
-  // [own_rows, row_bytes], strides in bytes: all rows, and other ranks' rows are not read; or fewer: this rank's alone.
+  // [own_rows, row_bytes], strides in bytes. It has all rows, and the rows of other ranks are not read; or it has only
+  // the rows of this rank.
   StridedRows<const char> own;
   int64_t own_rows;
   int64_t first_byte;  // the place of the columns that this rank gets

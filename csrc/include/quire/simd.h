@@ -1,5 +1,5 @@
-// One float vector type per instruction set, for every kernel: F32 with loads and stores that convert from and to
-// float, bfloat16 and half, arithmetic, reductions and exp. The width is F32::kWidth (4, 8 or 16).
+// One float vector type per instruction set, for every kernel. F32 has loads and stores that convert from and to float,
+// bfloat16 and half, arithmetic, reductions and exp. Its width is F32::kWidth (4, 8 or 16).
 //
 // load(p) / store(p, v) move kWidth elements. load_n(p, n, fill) / store_n(p, v, n) move the first n elements (0 <= n
 // <= kWidth) and touch no other memory. Stores to int8_t round to the nearest integers of [-128, 127]. Include this
@@ -21,7 +21,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// With 32 vector registers, kernels hold more sums.
+// With 32 vector registers, kernels hold more sums in registers.
 constexpr bool kHas32Registers = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 || QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON;
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
@@ -43,7 +43,7 @@ inline F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F32 round(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline F32 ldexp(F32 a, F32 n) { return {_mm512_scalef_ps(a.v, n.v)}; }  // a * 2^n, n integral
-// Lane by lane a < b ? yes : no.
+// In each lane: a < b ? yes : no.
 inline F32 select_less(F32 a, F32 b, F32 yes, F32 no) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
 }
@@ -100,7 +100,7 @@ inline void store_n(float* p, F32 a, int n) { _mm512_mask_storeu_ps(p, first_lan
 inline void store_n(bf16* p, F32 a, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_bf16(a.v)); }
 inline void store_n(f16* p, F32 a, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_f16(a.v)); }
 inline void store_n(int8_t* p, F32 a, int n) { _mm_mask_storeu_epi8(p, first_lanes(n), narrow_int8(a.v)); }
-// Stores the lanes with a set bit side by side and returns their number. May overwrite up to kWidth floats at p.
+// Stores the lanes with a set bit side by side, and returns their number. It may overwrite up to kWidth floats at p.
 inline int store_compressed(float* p, F32 a, uint32_t mask) {
   _mm512_storeu_ps(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(mask), a.v));
   return __builtin_popcount(mask);
@@ -183,7 +183,7 @@ inline void store(int8_t* p, F32 a) {
 }
 
 #if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX_VNNI
-// sums + the products of four bytes without sign and four with a sign, in each lane
+// In each lane: sums + the products of four bytes without sign and four bytes with sign.
 inline __m256i dot_bytes(__m256i sums, __m256i unsigned_bytes, __m256i signed_bytes) {
 #ifdef __AVXVNNI__
   return _mm256_dpbusd_avx_epi32(sums, unsigned_bytes, signed_bytes);
@@ -193,7 +193,7 @@ inline __m256i dot_bytes(__m256i sums, __m256i unsigned_bytes, __m256i signed_by
 }
 #endif
 
-// For every mask the numbers of its set bits, one byte each.
+// For every mask: the numbers of its set bits, one byte each.
 struct SetBits {
   uint64_t of[256] = {};
   constexpr SetBits() {
@@ -298,7 +298,7 @@ inline void store(int8_t* p, F32 a) {
   std::memcpy(p, &bytes, 4);
 }
 
-// For every mask the bytes of its set lanes.
+// For every mask: the bytes of its set lanes.
 struct SetLanes {
   uint8_t of[16][16] = {};
   constexpr SetLanes() {

@@ -1,5 +1,4 @@
-// Tensors as kernels get them: an address and the strides of this tensor, in elements. The last dimension is
-// contiguous.
+// Tensors in the form for kernels: an address, and the strides in elements. The last dimension is contiguous.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
-// Places where the last tokens of a request stood before, newest first, and the draft that they speak for: suffix
-// decoding (arXiv 2411.04975) without a tree. For four lengths of n-grams, each text keeps a chain of the places where
-// the same n-gram ends, as matchers of LZ77 do. A token costs four entries, the oldest text goes without a trace, and a
-// draft looks only at the newest places.
+// Suffix decoding (arXiv 2411.04975) without a tree: it finds the newest earlier places of the last tokens of a
+// request, and makes a draft from the tokens that follow there. For four lengths of n-grams, each text keeps a chain of
+// the places where the same n-gram ends, like matchers of LZ77. A token costs four entries. Old text can be dropped at
+// any time. A draft looks only at the newest places.
 #pragma once
 
 #include <array>
@@ -17,11 +17,11 @@ inline constexpr std::array<int, 4> kChainLengths = {1, 2, 4, 8};  // lengths of
 inline constexpr int kMostPlaces = 32;                             // places of a chain that a draft looks at
 inline constexpr int kPageTokens = 32;
 
-// A place is the number of the token that an n-gram ends with. 0 is no place.
+// A place is the number of the last token of an n-gram. 0 means that there is no place.
 using Place = uint32_t;
 using Newest = std::array<Place, kChainLengths.size()>;  // one entry of each chain
 
-// The name of those who may read a text.
+// The name of a tenant. Only requests of the same tenant may read a text.
 struct Tenant {
   uint64_t high, low;
   bool operator==(const Tenant&) const = default;
@@ -35,7 +35,7 @@ class OwnText {
   std::span<const int32_t> tokens() const { return tokens_; }
   int64_t num_bytes() const;
 
-  // Places of the n-grams that end the text, without the end itself.
+  // The newest earlier places of the n-grams that end the text.
   Newest newest() const;
   Place older(int chain, Place place) const { return chains_[chain].older[place - 1]; }
   Place before(Place place) const { return place - 1; }
@@ -53,18 +53,19 @@ class OwnText {
   std::array<Chain, kChainLengths.size()> chains_;
 };
 
-// Texts of many requests, in pages of a fixed amount of memory. The oldest pages make room for new ones, and for new
-// requests where there are too many.
+// Texts of many requests, in pages of a fixed amount of memory. The oldest pages make room for new pages, and also for
+// new requests if there are too many requests.
 class SharedTexts {
  public:
-  // At most `max_bytes`, and at least one page; num_bytes() gives the exact limit. They are taken as text comes in.
+  // Takes at most `max_bytes` of memory, but at least one page. num_bytes() gives the exact limit. Memory is taken when
+  // text comes in.
   SharedTexts(int64_t max_bytes, int64_t max_requests);
 
   int64_t num_bytes() const;
   int64_t num_requests() const { return num_requests_; }
 
-  // Adds 1 to kPageTokens tokens behind the page `previous` of the same request, which was full; 0: they are the
-  // request's first tokens. Returns the page, as the place of its first token.
+  // Adds 1 to kPageTokens tokens as a new page after the page `previous` of the same request, which must be full. 0:
+  // they are the first tokens of the request. Returns the page, as the place of its first token.
   Place append(const Tenant& tenant, Place previous, std::span<const int32_t> tokens);
 
  private:
@@ -82,7 +83,8 @@ class SharedTexts {
   Place& newest(int chain, uint64_t hash) const {
     return newest_[(hash & (num_pages_ * kPageTokens - 1)) * kChainLengths.size() + chain];
   }
-  // The place, if its page is there and it is before `end`. Places are numbered on and on, and begin anew after 2^32.
+  // The place, if its page still exists and it is before `end`; else 0. The numbers of places grow, and wrap after
+  // 2^32.
   Place live(Place place, Place end) const { return place - first_ < end - first_ ? place : 0; }
   Place before(Place place) const;
   void drop_oldest();
@@ -105,7 +107,7 @@ class TextsOfTenant {
  public:
   TextsOfTenant(const SharedTexts& texts, const Tenant& tenant) : texts_(texts), tenant_(tenant) {}
 
-  // Places of the n-grams that end with these tokens.
+  // The newest places of the n-grams that end with these tokens.
   Newest newest(std::span<const int32_t> tokens) const;
   Place older(int chain, Place place) const;
   Place before(Place place) const { return texts_.before(place); }
@@ -113,7 +115,7 @@ class TextsOfTenant {
   int32_t token(Place place) const { return texts_.page(place).tokens[place % kPageTokens]; }
 
  private:
-  // The first place of a chain, from `place` on, that is the tenant's and before `end`.
+  // The first place of a chain, from `place` on, that belongs to the tenant and is before `end`.
   Place readable(int chain, Place place, Place end) const;
 
   const SharedTexts& texts_;
@@ -126,7 +128,7 @@ struct SuffixRule {
   double min_token_prob;
 };
 
-// One request: its own text, and the output that it shares.
+// The index of one request: its own text, and the output that it shares with others.
 class SuffixIndex {
  public:
   // shared: nullptr if outputs are not shared. num_prompt: the tokens of the prompt, which are never shared.
@@ -135,10 +137,10 @@ class SuffixIndex {
 
   // Grows the text. Whole pages of output are shared.
   void append(std::span<const int32_t> tokens);
-  // Shares the rest of the output, because no more tokens come.
+  // Shares the rest of the output. No more tokens will come.
   void finish();
 
-  // At most `most` tokens, by the rule in spec_decode/suffix.py.
+  // A draft of at most `most` tokens, by the rule in spec_decode/suffix.py.
   std::vector<int32_t> draft(int64_t most) const;
 
   int64_t num_tokens() const { return static_cast<int64_t>(own_.tokens().size()); }

@@ -1,18 +1,18 @@
-// One pool of worker threads for all kernels: parallel_for over task numbers. The caller takes part.
+// One pool of worker threads for all kernels. parallel_for runs over task numbers, and the caller takes part.
 //
-// Workers spin for about 50 microseconds after a job, because the gaps between the kernels of one forward pass are
-// shorter, and then sleep. Jobs from different callers run one after the other. A parallel_for inside a task runs in
-// place. After a fork the child starts its own workers on first use.
+// After a job, workers spin for about 50 microseconds before they sleep, because the gaps between the kernels of one
+// forward pass are shorter. Jobs of different callers run one after the other. A parallel_for inside a task runs in the
+// thread of this task. After a fork, the child starts workers of its own at the first use.
 #pragma once
 
 #include <string>
 
 namespace quire {
 
-// Physical cores this process may use: CPU affinity without hyper-thread siblings, limited by the cgroup CPU quota.
-// Performance cores where there are two kinds (Intel's CPUs on Linux, macOS).
+// The number of physical cores that this process may use: its CPU affinity without hyper-thread siblings, limited by
+// the cgroup CPU quota. On CPUs with two kinds of cores, only performance cores count (Intel's CPUs on Linux; macOS).
 int default_num_threads();
-// The same with /proc and /sys under `root`, where tests describe other machines.
+// The same number, but /proc and /sys are read under `root`. Tests describe other machines there.
 int num_threads_described_in(const std::string& root);
 
 int num_threads();
@@ -24,7 +24,7 @@ void parallel_run(int num_tasks, void (*run)(void*, int, int), void* context);
 
 namespace {
 
-// fn(int task_index, int thread_index) must not throw. Internal linkage, see dtype.h.
+// fn(int task_index, int thread_index) must not throw. Internal linkage is needed: see dtype.h.
 template <class Fn>
 inline void parallel_for(int num_tasks, const Fn& fn) {
   auto run = [](void* context, int task, int thread) { (*static_cast<const Fn*>(context))(task, thread); };

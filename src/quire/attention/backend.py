@@ -28,7 +28,7 @@ class AttentionSpec:
     chunk: int = 0  # a token sees the positions of its own chunk of this size; 0: there are no chunks
     has_sinks: bool = False  # each head has a score without a value: see ops.paged_attention
     cache_dtype: torch.dtype | None = None  # the dtype of the KV cache; None: the same as `dtype`
-    value_dim: int | None = None  # latent attention: the first elements of a key are the value; None: it has values
+    value_dim: int | None = None  # latent attention: the first value_dim elements of a key are its value; else None
 
 
 class AttentionBackend(Protocol):
@@ -37,17 +37,25 @@ class AttentionBackend(Protocol):
     name: str
 
     def prepare(self, step: HostStep, cache: LayerCache) -> None:
-        """Do the host's work for a step on a GPU, once, before the layers run. The backend keeps the result.
+        """Do the host's work for one step on a GPU, before the layers run. The backend keeps the result.
 
         Args:
-            cache: the cache of any layer that the backend serves.
+            step: the lengths and block tables of the step, as numpy arrays on the host.
+            cache: the KV cache of any layer that the backend serves.
         """
         ...
 
     def forward(self, q_THE: Tensor, cache: LayerCache, batch: ForwardBatch, sinks_H: Tensor | None = None) -> Tensor:
-        """Attention of the step's tokens -> [T, H, V], contiguous. q is rotated. K and V are in the cache already.
+        """Compute causal attention of the step's tokens. The keys and values of these tokens are in the cache already.
 
-        `sinks_H`: the sinks of the heads in q's dtype, given if the spec has sinks.
+        Args:
+            q_THE: queries after the rotation (RoPE), in the spec's dtype.
+            cache: the KV cache of the layer.
+            batch: block tables and lengths of the step.
+            sinks_H: the sink of each head, in q's dtype. It is given if and only if the spec has sinks.
+
+        Returns:
+            [T, H, V] in q's dtype, contiguous.
         """
         ...
 

@@ -16,11 +16,13 @@ from quire.forward_batch import ForwardBatch, LayerCache
 
 
 class DividedAttention(PagedAttention):
-    """PagedAttention of ranks that each have some pages of one cache: every rank gets the queries of all ranks.
+    """PagedAttention for ranks that share one KV cache: each rank has some pages of it (context parallelism).
+
+    Every rank gets the queries of all its neighbours and attends to its own pages. `Group.attend` joins the results.
 
     Args:
-        heads: the number of q's heads of each rank of the group.
-        num_owners: neighbours that have a cache together.
+        heads: the number of query heads of each rank of the group.
+        num_owners: the number of neighbouring ranks that share one cache.
     """
 
     def __init__(self, spec: AttentionSpec, group: Group, heads: Sequence[int], num_owners: int) -> None:

@@ -52,7 +52,7 @@ def _installation() -> Iterator[None]:
 
 @dataclass
 class _Wrapper:
-    """One of FlashInfer's wrappers. Its plan passes through its own pinned memory, and the GPU reads that later."""
+    """One of FlashInfer's wrappers. It writes its plan into its own pinned memory, and the GPU reads it later."""
 
     flashinfer: Any
     copied: Any = None  # the event after the copies of the last plan
@@ -80,7 +80,11 @@ class _Pages:
 
 
 class FlashInferAttention:
-    """FlashInfer's decode wrapper if each row computes one token, else its prefill wrapper."""
+    """Uses FlashInfer's decode wrapper if each row computes one token, else its prefill wrapper.
+
+    Raises:
+        ConfigError: FlashInfer cannot be loaded, or it cannot build its kernels.
+    """
 
     name = "FLASHINFER"
 
@@ -108,7 +112,7 @@ class FlashInferAttention:
         return why_not_flashinfer([spec.head_dim], dtype, cache_dtype, gpu.is_deterministic(), others)
 
     def prepare(self, step: HostStep, cache: LayerCache) -> None:
-        """Plan the step."""
+        """Plan the step: see AttentionBackend. Raises ConfigError if the first plan cannot build the kernels."""
         device = cache.k_BGPE.device
         pages = _pages(step, cache.table, cache.k_BGPE.shape[2], self._spec.sliding_window, device)
         is_decode = bool((step.query_lens_S <= 1).all())
@@ -147,7 +151,9 @@ class FlashInferAttention:
         return _workspace(device, max(_WORKSPACE_BYTES, split_bytes(self._spec, num_sms, padded_rows)))
 
     def _captured_wrapper(self, step: HostStep, device: torch.device) -> _Wrapper:
-        """The wrapper of a graph: its tensors never move. Graphs run one after the other, so they share scratch."""
+        """The wrapper of one CUDA graph. Its tensors never move. Graphs run one after the other, so they share scratch
+        memory.
+        """
         size = step.padded_rows
         assert size is not None
         if size not in self._captured:
@@ -179,8 +185,13 @@ class FlashInferAttention:
 def split_bytes(spec: AttentionSpec, num_sms: int, padded_rows: int = 0) -> int:
     """Bytes that FlashInfer's prefill kernel, which also decodes on tensor cores, needs for split sequences.
 
-    Its planner (PrefillPlan in attention/scheduler.cuh of 0.6.14) refuses a step with less. It reserves a float32
-    output and a sum for every row of every tile: two tiles for each multiprocessor, or what captured rows take.
+    FlashInfer's planner (PrefillPlan in attention/scheduler.cuh of 0.6.14) refuses a step with less. It reserves a
+    float32 output and a float32 sum for every row of every tile. There are two tiles for each multiprocessor, or more
+    if the captured rows need more.
+
+    Args:
+        num_sms: the multiprocessors of the GPU.
+        padded_rows: the number of rows of the captured step; 0: the step is not captured.
     """
     group = spec.num_q_heads // spec.num_kv_heads
     rows_of_a_token = 16 if group <= 16 else 64  # the rows of a tile that holds one token
@@ -199,7 +210,7 @@ def _sums(counts_S: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _pinned(values: NDArray[np.int64], device: torch.device) -> Tensor:
-    """int32 on the host: `plan` reads it there, and a copy to the device does not wait."""
+    """The values as int32 in pinned memory: `plan` reads them on the host, and a copy to the device does not wait."""
     tensor = torch.from_numpy(values.astype(np.int32))
     return tensor if device.type == "cpu" else tensor.pin_memory()
 

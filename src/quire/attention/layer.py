@@ -20,10 +20,13 @@ from quire.layers.weight_slot import WeightSlot, WeightSlots
 
 
 class Sinks:
-    """A learned score of each query head, which takes a part of the weights and has no value.
+    """The attention sinks of a layer: each query head has one learned score that joins its softmax without a value.
+
+    `scores_H` has the dtype of the activations. The source is gpt-oss; see ops.paged_attention.
 
     Args:
-        share: the share of a rank; None: it has all heads.
+        num_heads: the number of query heads of this rank.
+        share: the rank's share of the heads; None: it has all heads.
     """
 
     held = ("scores_H",)
@@ -36,25 +39,27 @@ class Sinks:
         self._shape = (total_heads,)
 
     def slots(self) -> WeightSlots:
+        """The checkpoint's tensor `sinks` [all query heads]."""
         yield "sinks", WeightSlot(self._shape, self._load)
 
     def _load(self, scores_H: Tensor) -> None:
         self.scores_H = scores_H[self._own.start : self._own.stop].to(self.scores_H.dtype, copy=True)
 
     def weight_bytes(self) -> int:
+        """Bytes of the scores of this rank."""
         return self.scores_H.nbytes
 
 
 class Attention:
-    """Everything between the projections of one layer.
+    """The part of a layer between its projections: norms of heads, rotation, the write to the cache, attention.
 
     Args:
-        layer: index of the layer's cache in ForwardBatch.caches.
+        layer: the index of the layer's cache in ForwardBatch.caches.
         backend: the backend for the AttentionSpec of this layer.
-        cos_sin_LR: rotary table, float32; None for a layer without position encoding.
-        q_norm, k_norm: norms of single heads (weights of E), applied before the rotation.
-        sinks: the sinks of the heads; None: they have none.
-        temperature, temperature_floor: the numbers for the queries, see HeadRotation.
+        cos_sin_LR: the rotary table, float32; None: the layer has no position encoding.
+        q_norm, k_norm: norms of single heads (their weights have E elements). They come before the rotation.
+        sinks: the sinks of the heads; None: the heads have none.
+        temperature, temperature_floor: they scale the queries by position; see HeadRotation.
     """
 
     def __init__(
@@ -75,7 +80,10 @@ class Attention:
         self._rotation = HeadRotation(cos_sin_LR, temperature=temperature, temperature_floor=temperature_floor)
 
     def __call__(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, batch: ForwardBatch) -> Tensor:
-        """[T, H, E], contiguous. q, k, v may be views of one fused tensor; q and k may change in place."""
+        """The result of attention, [T, H, E], contiguous, in q's dtype.
+
+        q, k and v may be views of one fused tensor. q and k may change in place.
+        """
         cache = batch.caches[self._layer]
         slots_T = batch.tables[cache.table].slot_mapping_T
         rope_and_cache(q_THE, k_TGE, v_TGE, batch.positions_T, slots_T, cache, self._head_rotation())
@@ -84,7 +92,7 @@ class Attention:
         return self._attend(q_THE, cache, batch, self._sinks.scores_H)
 
     def _head_rotation(self) -> HeadRotation:
-        """The rotation. It is made again after the norms got other weights."""
+        """The rotation with the present weights of the norms. It is made again when the norms have other tensors."""
         q_norm, k_norm, made = self._q_norm, self._k_norm, self._rotation
         if q_norm is None or k_norm is None:
             return made

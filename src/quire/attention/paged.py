@@ -20,7 +20,7 @@ from quire.kernels.ops import paged_attention
 
 
 class PagedAttention:
-    """One call for any mix of prompts and decodes. The op uses the kernels of the device, else plain torch."""
+    """One call serves any mix of prompts and decodes. The op uses the kernels of the device, else plain torch."""
 
     name = "auto"
     attend: ClassVar[Callable[..., Tensor]] = staticmethod(paged_attention)
@@ -43,7 +43,7 @@ class PagedAttention:
 
 
 class CpuAttention(PagedAttention):
-    """PagedAttention, refused where the kernels of csrc/kernels/attention* would not run."""
+    """PagedAttention that insists on the compiled CPU kernels (csrc/kernels/attention*)."""
 
     name = "CPU_ATTN"
 
@@ -59,7 +59,7 @@ class CpuAttention(PagedAttention):
 
 
 class TritonAttention(PagedAttention):
-    """PagedAttention, refused where the kernels of kernels/triton/attention.py would not run."""
+    """PagedAttention that insists on the Triton kernels (kernels/triton/attention.py)."""
 
     name = "TRITON_ATTN"
 

@@ -1,4 +1,7 @@
-"""Attention in plain torch, one sequence after the other: gather its blocks, dense softmax in float32."""
+"""Attention in plain torch: for one sequence after the other it gathers the blocks and computes a dense softmax.
+
+Sums and softmax are float32. See kernels/reference.py.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from quire.kernels.reference import paged_attention
 
 
 class ReferenceAttention(PagedAttention):
-    """Runs on any device and for any spec."""
+    """PagedAttention in plain torch. It runs on any device and for any spec."""
 
     name = "reference"
     attend = staticmethod(paged_attention)

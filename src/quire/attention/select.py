@@ -1,4 +1,4 @@
-"""The choice of the attention backend of a layer, by the settings (resolve.py)."""
+"""Chooses the attention backend of a layer by its name, which resolve.py has settled."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ def select_backend(spec: AttentionSpec, device: torch.device, name: str = "auto"
 
 
 class SharedBackends:
-    """The backends of one model.
+    """The attention backends of one model.
 
-    Layers with the same spec and block table share an instance, so its prepare() runs once for all of them.
+    Layers with the same spec and the same block table share an instance. So its `prepare` runs once for all of them.
 
     Args:
-        tables: the number of each layer's block table.
-        cache_dtype: the dtype of the KV cache; None: each layer's own.
+        tables: for each layer, the index of its block table.
+        name: the name of the backend, as in `select_backend`.
+        cache_dtype: the dtype of the KV cache; None: it is the dtype of the layer.
     """
 
     def __init__(
@@ -54,11 +55,11 @@ class SharedBackends:
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         self._tables, self._device, self._name, self._cache_dtype = tables, device, name, cache_dtype
-        # backends, each with one of its layers
+        # Each backend is stored with one of the layers that use it.
         self._backends: dict[tuple[AttentionSpec, int], tuple[int, AttentionBackend]] = {}
 
     def get(self, layer: int, spec: AttentionSpec) -> AttentionBackend:
-        """The backend of a layer with this spec."""
+        """The backend of a layer with this spec. Raises ConfigError like `select_backend`."""
         spec = replace(spec, cache_dtype=self._cache_dtype)
         key = spec, self._tables[layer]
         if key not in self._backends:
@@ -66,6 +67,6 @@ class SharedBackends:
         return self._backends[key][1]
 
     def prepare(self, step: HostStep, caches: Sequence[LayerCache]) -> None:
-        """Once per step on a GPU, before the first layer. `caches`: the caches by layer."""
+        """Do the host's work of one step on a GPU, before the first layer. `caches`: the KV caches by layer."""
         for layer, backend in self._backends.values():
             backend.prepare(step, caches[layer])

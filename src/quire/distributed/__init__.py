@@ -1,4 +1,4 @@
-"""Ranks that share one model. Here is also what vLLM's scripts call between two engines in one process."""
+"""Ranks that share one model. It also has a function that vLLM's scripts call between two engines in one process."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""The common operations of ranks that share one model. Everything else a rank computes alone.
+"""The collective operations of ranks that share one model. A rank computes everything else alone.
 
-The ranks of a stage join columns: every rank has some, and all ranks, or the first one, get all of them. Nothing is
-added up on the way, so a joined result has the bits of one rank that computes everything. Attention over a shared KV
-cache is joined in an order that does not depend on the ranks. Dimensions: T rows, N columns of all ranks.
+The ranks of a stage gather columns: every rank has some columns, and all ranks, or only the first one, get all columns.
+Nothing is summed over ranks. So a result has the same bits as if one rank had computed everything. Partial results of
+attention over a shared KV cache are joined in an order that does not depend on the ranks.
+
+Dimensions: T rows, N columns of all ranks.
 """
 
 from __future__ import annotations
@@ -22,64 +24,69 @@ if TYPE_CHECKING:
     from quire.forward_batch import ForwardBatch, LayerCache
     from quire.kernels.layer_rules import AttentionRule
 
-GroupError = extension.GroupError  # another rank has failed, is late, or does something else: the group cannot go on
+GroupError = extension.GroupError  # another rank has failed, is late or has called another method: the group is broken
 RankLate = extension.RankLate  # a GroupError: another rank is late
-StepVoid = extension.StepVoid  # another rank has left the step: all ranks leave it, and go on with the next one
+StepVoid = extension.StepVoid  # another rank has left the step: all ranks leave it, and go on with the next step
 
 
 class AgreedError(Exception):
-    """A rank cannot end this step, and no other stage waits for it. The cause is the error."""
+    """An error with which a rank leaves a step, while no rank of another stage waits for it. See its cause."""
 
 
 class Group(Protocol):
-    """The ranks of a stage. All of them call the same methods in the same order, with the same widths and rows."""
+    """The ranks that share a stage. All of them must call the same methods in the same order, with the same shapes."""
 
     rank: int
     size: int
 
     @property
     def waited_seconds(self) -> float:
-        """For other ranks, so far."""
+        """The seconds that this rank has waited for other ranks so far."""
         ...
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
-        """The columns of all ranks side by side, [T, N], in memory of its own.
+        """Gather the columns of all ranks, side by side: [T, N], in new memory.
 
         Args:
-            part: [T, widths[rank]]; rows may be strided.
+            part: the columns of this rank, [T, widths[rank]]. Rows may be strided.
+            widths: the number of columns of each rank.
 
-        Raises GroupError within two seconds after another rank has failed, and StepVoid after one has left the step.
+        Raises:
+            GroupError: another rank has failed or is late. It comes within two seconds after a failure.
+            StepVoid: another rank has left the step.
         """
         ...
 
     def gather_to_first(self, part: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
-        """The same for the first rank alone; others get [T, 0].
+        """Like `gather`, but only the first rank gets the columns. Other ranks get [T, 0].
 
         Args:
-            out: takes the result, on the first rank. `part` may lie in it already.
+            out: memory for the result on the first rank. `part` may lie in its own place of `out` already.
         """
         ...
 
     def gather_rows(self, part: Tensor, widths: Sequence[int], owners_T: Tensor) -> Tensor:
-        """The same for each rank of its own rows, in their order. The next call overwrites them.
+        """Like `gather`, but each rank gets only some rows, in their order. The next call overwrites the result.
 
         Args:
-            owners_T: int32: the rank that wants the row, equal on all ranks.
+            owners_T: for each row, the rank that gets it, int32. It must be equal on all ranks.
         """
         ...
 
     def exchange(
         self, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], columns: range, num_rows: int | None = None
     ) -> Tensor:
-        """Some columns of the rows of all ranks, [P, C], in memory of its own.
+        """Get some columns of the rows of all ranks: [P, C], in new memory. Each rank has all columns of its own rows.
 
         Args:
-            num_rows: P, if `rows_PN` has only the rows of this rank. None: it has filled its own among all rows.
-            rows_PN: Rank r has rows begins[firsts[r]] to begins[firsts[r + 1]].
-            begins: int32, ascending from 0 to P, and equal on all ranks.
-            columns: the columns that this rank wants.
+            rows_PN: the rows of this rank: rank r has rows begins[firsts[r]] to begins[firsts[r + 1]] of P rows.
+            begins: int32, ascending from 0 to P. It must be equal on all ranks.
+            firsts: for each rank, the index of its first entry of `begins`.
+            columns: the C columns that this rank gets.
+            num_rows: P, if `rows_PN` has only the rows of this rank; None: `rows_PN` has P rows, and this rank has
+                filled its own.
 
-        Raises as `gather`.
+        Raises the errors of `gather`.
         """
         ...
 
@@ -93,59 +100,64 @@ class Group(Protocol):
         num_owners: int,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Attention over a cache whose pages this rank and its neighbours have together, [T, own heads, V].
+        """Compute attention over a KV cache that neighbouring ranks share: [T, own heads, V] in q's dtype.
 
-        Each computes the partial results of the ranges that it has. Then it joins the partial results of its own heads.
+        Each rank computes partial results over the ranges of keys in its own pages. Then it joins the partial results
+        of its own heads.
 
         Args:
-            q_THE: the queries of the heads of these neighbours, side by side.
-            cache: the pages of this rank, in blocks of whole ranges.
+            q_THE: the queries of all heads of these neighbours, side by side.
+            cache: the pages of this rank. A block holds whole ranges.
             batch: its block tables name the pages of all owners: see layout.PageShare.
-            heads: the number of q's heads of each rank of the group. All groups of neighbours have the same number.
-            sinks_H: the sinks of this rank's heads.
+            heads: the number of query heads of each rank of the group. All groups of neighbours have the same sum.
+            num_owners: the number of neighbours that share the cache.
+            sinks_H: the sinks of this rank's heads; None: heads have no sinks.
 
-        Raises as `gather`.
+        Raises the errors of `gather`.
         """
         ...
 
     def begin_step(self) -> None:
-        """Before what ranks do together in a step. All of them take the same steps in the same order."""
+        """Begin a step, before its first collective operation. All ranks take the same steps in the same order."""
         ...
 
     def end_step(self) -> None:
-        """Behind it."""
+        """End a step, after its last collective operation."""
         ...
 
     def void_step(self) -> None:
-        """Before `leave_step`, by a rank of several groups: it waits in one of them while others learn of it."""
+        """Tell the group that this rank will leave the step, without waiting. `leave_step` must follow.
+
+        A rank of several groups needs it: while it waits in one group, the ranks of its other groups must know.
+        """
         ...
 
     def leave_step(self) -> None:
-        """In place of `end_step`, after an error or StepVoid. Waits until no rank is in the step any more.
+        """Leave a step, in place of `end_step`, after an error or StepVoid. Waits until all ranks have left the step.
 
-        A rank that has ended the step before does not learn of it. Raises GroupError.
+        A rank that has ended the step already does not learn of this. Raises GroupError.
         """
         ...
 
 
 class Link(Protocol):
-    """From a rank of a stage to one of the next stage. Rows are received in the order in which they are sent."""
+    """The link from a rank of a stage to a rank of the next stage. Rows arrive in the order in which they are sent."""
 
     @property
     def waited_seconds(self) -> float:
-        """For the other rank, so far."""
+        """The seconds that this rank has waited for the other rank so far."""
         ...
 
     def send(self, rows_TD: Tensor) -> None:
-        """Returns once they are received, or on their way. Raises GroupError."""
+        """Send rows. It may return before they are received. Raises GroupError."""
         ...
 
     def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """[num_rows, width], in memory of its own. Raises GroupError."""
+        """Wait for the next rows: [num_rows, width] of `dtype`, in new memory. Raises GroupError."""
         ...
 
     def close(self) -> None:
-        """Nothing is sent or received any more."""
+        """Close the link. Nothing is sent or received any more."""
         ...
 
 
@@ -153,27 +165,28 @@ class Failing(Protocol):
     """Tells ranks that one of them has failed."""
 
     def fail_for(self, rank: int) -> None:
-        """This rank cannot go on. Nor can the others."""
+        """Tell all ranks that `rank` cannot go on. Then the others cannot go on either."""
         ...
 
     @property
     def failed_rank(self) -> int | None:
-        """The first one on this machine that cannot go on."""
+        """The first rank of this machine that could not go on; None: no rank has failed."""
         ...
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A rank's view of the others.
+    """One rank's connections to the other ranks.
 
     Attributes:
-        rank: its number among all of them.
-        failing: tells all of them.
-        whereabouts: the whereabouts of the ranks on its machine.
-        group: the ranks that share its stage, or its lane; None: it has that alone.
+        grid: the places of all ranks.
+        rank: the number of this rank among all ranks.
+        failing: tells all ranks that one of them has failed.
+        whereabouts: the progress of the ranks on this machine.
+        group: the ranks that share this rank's stage or lane; None: this rank has the stage or lane alone.
         everyone: the ranks of all lanes, which share experts; None: there are no lanes.
-        before: brings the input; None: it is in the first stage.
-        behind: takes the output; None: it is in the last stage.
+        before: the link that brings the input; None: this is the first stage.
+        behind: the link that takes the output; None: this is the last stage.
     """
 
     rank: int
@@ -187,34 +200,34 @@ class Ranks:
 
     @property
     def samples(self) -> bool:
-        """Others learn the tokens. The first rank of each lane does, or the first one of the last stage."""
+        """Whether this rank samples: the first rank of each lane or of the last stage does. Others learn the tokens."""
         return self.behind is None and self.grid.place(self.rank) == 0
 
     @property
     def groups(self) -> list[Group]:
-        """Whose steps it takes."""
+        """The groups in which this rank takes steps."""
         return [group for group in (self.group, self.everyone) if group is not None]
 
     def fail(self) -> None:
-        """This rank cannot go on. Nor can the others."""
+        """Tell all ranks that this rank cannot go on. Then the others cannot go on either."""
         self.failing.fail_for(self.rank)
 
     def begin_step(self) -> None:
-        """Before all that it does in a step."""
+        """Begin a step, before anything else in it."""
         self.whereabouts.begin_step()
         for group in self.groups:
             group.begin_step()
 
     def end_step(self) -> None:
-        """Behind what ranks do together in it."""
+        """End a step, after its last collective operation."""
         for group in self.groups:
             group.end_step()
         self.whereabouts.end_step()
 
     def leave_step(self) -> None:
-        """In place of `end_step`. Raises GroupError."""
-        # All of them first: ranks of each group may wait for this one, and the group that is left first may wait for a
-        # rank that waits in another group.
+        """Leave a step, in place of `end_step`: see Group.leave_step. Raises GroupError."""
+        # All groups are told first. Otherwise this rank would wait in one group for a rank that waits for this rank in
+        # another group.
         for group in self.groups:
             group.void_step()
         for group in self.groups:
@@ -223,11 +236,11 @@ class Ranks:
 
     @property
     def waited_seconds(self) -> float:
-        """For others, so far."""
+        """The seconds that this rank has waited for other ranks so far."""
         return sum(each.waited_seconds for each in (*self.groups, self.before, self.behind) if each is not None)
 
     def close(self) -> None:
-        """Leave the others."""
+        """Close the links to other ranks."""
         for link in (self.before, self.behind):
             if link is not None:
                 link.close()

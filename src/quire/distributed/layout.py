@@ -1,4 +1,4 @@
-"""The places of ranks, and the units of each rank in something that ranks share. Integers only."""
+"""The places of ranks, and how ranks share layers, experts, heads and pages. Integers only."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Grid:
-    """All ranks: stages one after the other, each shared by ranks side by side. Or lanes, which share only experts.
+    """The places of all ranks, in pipeline stages or in lanes. A model may have stages or lanes, but not both.
 
-    The first rank is in the last stage. It samples, and the engine is in its process.
+    Rank 0 is in the last stage. It samples, and the engine runs in its process.
 
     Attributes:
-        width: ranks that share a stage.
-        num_stages: each has some of the layers.
-        num_nodes: machines, each with as many whole stages.
-        num_lanes: the lanes of a stage, which lie one after the other; `width` ranks share each. There are lanes,
-            stages, or none of both.
+        width: the number of ranks that share a stage or a lane (tensor parallelism).
+        num_stages: the number of pipeline stages. Each has some of the layers.
+        num_nodes: the number of machines. All have the same number of whole stages.
+        num_lanes: the number of lanes (data parallelism). Lanes share only experts. Their ranks lie one lane after the
+            other.
     """
 
     width: int = 1
@@ -26,16 +26,16 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return self.width * self.num_stages * self.num_lanes
 
     @property
     def num_local(self) -> int:
-        """Ranks on each machine."""
+        """The number of ranks on each machine."""
         return self.size // self.num_nodes
 
     def node(self, rank: int) -> int:
-        """The machine of a rank. The first one has the last stages."""
+        """The machine of a rank. Machine 0 has the last stages."""
         return rank // self.num_local
 
     def ranks_of(self, node: int) -> range:
@@ -43,7 +43,7 @@ class Grid:
         return range(node * self.num_local, (node + 1) * self.num_local)
 
     def stage(self, rank: int) -> int:
-        """The stage of a rank; 0 has the first layers."""
+        """The stage of a rank. Stage 0 has the first layers."""
         return self.num_stages - 1 - rank // (self.width * self.num_lanes)
 
     def lane(self, rank: int) -> int:
@@ -51,25 +51,26 @@ class Grid:
         return rank // self.width % self.num_lanes
 
     def place(self, rank: int) -> int:
-        """Which part of its stage, or lane, a rank has."""
+        """The index of a rank among the ranks of its stage or lane."""
         return rank % self.width
 
     def stage_members(self, rank: int) -> tuple[int, ...]:
-        """The ranks of a rank's stage, or lane."""
+        """All ranks of the stage or lane of a rank."""
         first = rank - self.place(rank)
         return tuple(range(first, first + self.width))
 
     def before(self, rank: int) -> int | None:
-        """The rank of the stage before, from which a rank gets its input; None: it is in the first stage."""
+        """The rank of the previous stage that sends the input to this rank; None: this is the first stage."""
         return rank + self.width if self.num_stages > 1 and rank + self.width < self.size else None
 
     def behind(self, rank: int) -> int | None:
-        """The rank of the stage behind; None: it is in the last one."""
+        """The rank of the next stage that gets the output of this rank; None: this is the last stage."""
         return rank - self.width if self.num_stages > 1 and rank >= self.width else None
 
     def groups(self, node: int = 0) -> list[tuple[int, ...]]:
-        """The ranks of a machine that exchange something: the ranks of a stage, of a lane, of all lanes; a sender and a
-        receiver.
+        """All groups of ranks of a machine that exchange something.
+
+        They are the ranks of a stage, of a lane, or of all lanes, and pairs of a sender and a receiver.
         """
         here = self.ranks_of(node)
         stages = [self.stage_members(rank) for rank in here[:: self.width] if self.width > 1]
@@ -80,14 +81,13 @@ class Grid:
 
 @dataclass(frozen=True)
 class PageShare:
-    """The part of a rank of a KV cache that neighbours in a stage have together.
+    """A rank's share of a KV cache that neighbouring ranks of a stage have together.
 
-    Page p is page p // num_owners of the owner p % num_owners. So a rank has one of num_owners pages, whichever pages a
-    request gets.
+    Page p is page p // num_owners of owner p % num_owners. So each owner has one page in every num_owners pages.
 
     Attributes:
-        num_owners: 1: the rank has all pages.
-        owner: this rank's number among them.
+        num_owners: the number of ranks that share the cache; 1: the rank has all pages.
+        owner: the index of this rank among them.
     """
 
     num_owners: int = 1
@@ -95,18 +95,19 @@ class PageShare:
 
     @classmethod
     def of(cls, num_owners: int, place: int) -> PageShare:
-        """Of the rank in this place of its stage."""
+        """The share of the rank at this place of its stage: see Grid.place."""
         return cls(num_owners, place % num_owners)
 
     def num_pages(self, total: int) -> int:
-        """That each owner has memory for."""
+        """The number of pages for which each owner has memory, if the cache has `total` pages."""
         return -(-total // self.num_owners)
 
 
 def shares(size: int, num_ranks: int, unit: int = 1) -> list[range]:
-    """Ranges of whole units side by side, one per rank. They differ by at most one unit, the first are the largest.
+    """Cut `size` elements into ranges of whole units, one for each rank.
 
-    The last unit may be short. A range is empty if there are fewer units than ranks.
+    Ranges differ by at most one unit, and the first ones are the largest. The last unit may be short. Some ranges are
+    empty if there are fewer units than ranks.
     """
     num_units = -(-size // unit)
     least, more = divmod(num_units, num_ranks)
@@ -118,11 +119,12 @@ def shares(size: int, num_ranks: int, unit: int = 1) -> list[range]:
 def place_experts(
     num_experts: int, num_ranks: int, strategy: str = "linear", num_redundant: int = 0
 ) -> tuple[tuple[int, ...], ...]:
-    """The experts of each rank; ranks differ by at most one, and the first ones have the most.
+    """The experts of each rank. The numbers of experts differ by at most one, and the first ranks have the most.
 
     Args:
-        strategy: `linear`: neighbours are on one rank. `round_robin`: they are on different ones.
-        num_redundant: the first experts, in turns, are there once more. They are placed linearly.
+        strategy: `linear`: neighbouring experts are on one rank. `round_robin`: they are on different ranks.
+        num_redundant: the number of additional copies of experts. Copies are of experts 0, 1, 2, ... in turn, and the
+            places are linear then.
     """
     if strategy == "round_robin" and not num_redundant:
         return tuple(tuple(range(rank, num_experts, num_ranks)) for rank in range(num_ranks))
@@ -131,11 +133,11 @@ def place_experts(
 
 
 def head_shares(num_q_heads: int, num_kv_heads: int, num_ranks: int, unit: int = 1) -> list[tuple[range, range]]:
-    """Of each rank: its heads of q, and the heads of k and v that these read.
+    """For each rank: its query heads, and the KV heads that they read.
 
-    Ranks have whole groups of `unit` heads of k and v, unless there are fewer groups than ranks. Then several ranks
-    have the same head of k and v, and share its heads of q. The first rank has the most. A range of q is empty if there
-    are fewer heads than ranks.
+    A rank has whole groups of `unit` KV heads, unless there are fewer groups than ranks. Then several ranks have the
+    same KV head, and share its query heads. The first rank has the most. A range of query heads is empty if there are
+    fewer heads than ranks.
     """
     queries = num_q_heads // num_kv_heads
     if num_ranks <= -(-num_kv_heads // unit):

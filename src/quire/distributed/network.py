@@ -17,11 +17,12 @@ from quire.distributed.whereabouts import Whereabouts
 
 
 class SocketLink:
-    """A Link.
+    """A Link over a TCP connection. Rows go as raw bytes, in their dtype.
 
     Args:
-        peer: the connection, authenticated.
-        whereabouts: learns that this rank waits.
+        peer: the connection, which is authenticated already.
+        peer_rank: the rank at the other end.
+        whereabouts: is told when this rank waits.
     """
 
     def __init__(self, peer: socket.socket, peer_rank: int, whereabouts: Whereabouts) -> None:

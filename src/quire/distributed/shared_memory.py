@@ -1,5 +1,6 @@
-"""Ranks on one machine, processes or threads, that share memory. The memory has no name, so it ends with its last
-owner.
+"""Groups of ranks on one machine, which exchange tensors through shared memory. Ranks are processes or threads.
+
+The memory has no name. So the system frees it when its last owner ends.
 
 Dimensions: T rows, N columns of all ranks.
 """
@@ -27,13 +28,16 @@ from quire.forward_batch import ForwardBatch, LayerCache
 from quire.kernels import cpu, extension
 from quire.kernels.layer_rules import AttentionRule
 
-SLOT_BYTES = 1 << 20  # bytes of a rank in one turn; larger results take several turns
-# How long a waiting rank looks before it sleeps, if it has a core of its own; and if others need the core.
+SLOT_BYTES = 1 << 20  # the bytes of a rank in one turn; larger results take several turns
+# The time that a waiting rank spins before it sleeps: if it has a core of its own, and if others need the core.
 SPIN_MICROSECONDS, SHORT_SPIN_MICROSECONDS = 200, 5
 
 
 def make_memory(grid: Grid) -> int:
-    """A file descriptor of memory for the ranks of a node. Whoever has it closes it. Raises ConfigError or OSError."""
+    """Make memory for the ranks of a node. Returns a file descriptor, which the caller closes.
+
+    Raises ConfigError if the compiled kernels are not in use, and OSError.
+    """
     group = extension.require("A model that ranks share").SharedGroup
     num_bytes = group.first_part + sum(
         group.num_bytes(size=len(members), slot_bytes=SLOT_BYTES) for members in grid.groups()
@@ -56,14 +60,16 @@ def ranks_on(
     has_own_cores: bool,
     timeout_seconds: float,
 ) -> Ranks:
-    """A rank's view of the others. It may use the memory only once: later ranks need other memory.
+    """Connect a rank to the others. A rank may use the memory only once: later ranks need new memory.
 
     Args:
-        memory: the result of `make_memory`, which the caller may close afterwards.
-        links: file descriptors of the connections to ranks of other machines, by rank. They belong to the result, and
-            are closed if there is none.
-        has_own_cores: no other rank needs the core that this one waits on.
-        timeout_seconds: the most time for one turn, in which another rank may still be computing.
+        memory: the result of `make_memory`. The caller may close it afterwards.
+        links: file descriptors of the connections to ranks of other machines, by rank. The result closes them. They are
+            closed too if this function raises.
+        has_own_cores: whether no other rank needs the core on which this rank waits.
+        timeout_seconds: the longest wait for one turn. Another rank may still be computing during this time.
+
+    Raises ConfigError if the compiled kernels are not in use.
     """
     with ExitStack() as on_error:
         peers = {other: on_error.enter_context(socket.socket(fileno=descriptor)) for other, descriptor in links.items()}
@@ -124,7 +130,7 @@ def _groups(
 
 
 class _Failing:
-    """Failing of a rank's memory, and of its links. All groups have one memory, so it is enough to tell one group."""
+    """A Failing over shared memory and links. All groups of a machine share one memory, so one group is told."""
 
     def __init__(self, groups: list[SharedMemoryGroup], peers: list[socket.socket]) -> None:
         self._groups, self._peers = groups, peers
@@ -141,17 +147,18 @@ class _Failing:
 
 
 class SharedMemoryGroup:
-    """A Group.
+    """A Group of ranks of one machine.
 
     Args:
+        shared: the group in the compiled extension (csrc/shared_group.cpp).
         members: the numbers of its ranks among all ranks.
-        number: the number of this rank.
+        number: the number of this rank among all ranks.
     """
 
     def __init__(self, shared: Any, members: tuple[int, ...], number: int) -> None:
         self.rank, self.size = members.index(number), len(members)
         self._shared = shared
-        self._rows = torch.empty(0)  # the buffer of gather_rows
+        self._rows = torch.empty(0)  # the memory of the results of gather_rows
 
     @property
     def waited_seconds(self) -> float:
@@ -164,7 +171,7 @@ class SharedMemoryGroup:
         return self.gather_to(0, part, widths, out)
 
     def gather_to(self, reader: int | None, part: Tensor, widths: Sequence[int], out: Tensor | None = None) -> Tensor:
-        """See `gather` and `gather_to_first`. With a reader, that rank alone gets the columns; others get [T, 0]."""
+        """Like `gather`, but if `reader` is given, only this rank gets the columns. The others get [T, 0]."""
         if reader not in (None, self.rank):
             cpu.gather(self._shared, part, widths, None, reader=reader)
             return part[:, :0]
@@ -175,7 +182,7 @@ class SharedMemoryGroup:
 
     def gather_rows(self, part: Tensor, widths: Sequence[int], owners_T: Tensor) -> Tensor:
         num_rows, width = int((owners_T == self.rank).sum()), sum(widths)
-        # Kept: in each step fresh memory of this size would cost more than the exchange (benchmarks/NOTES.md).
+        # The memory is kept. Fresh memory of this size in each step costs more than the exchange (benchmarks/NOTES.md).
         if self._rows.dtype != part.dtype or self._rows.numel() < num_rows * width:
             self._rows = torch.empty(num_rows * width, dtype=part.dtype)
         out = self._rows[: num_rows * width].view(num_rows, width)
@@ -221,20 +228,21 @@ class SharedMemoryGroup:
         self._shared.leave_step()
 
     def fail_for(self, rank: int) -> None:
-        """A rank, by its number among all ranks, has failed: all ranks of all groups stop waiting."""
+        """Note that a rank (its number among all ranks) has failed. All ranks of all groups stop waiting."""
         self._shared.abort(rank)
 
     @property
     def failed_rank(self) -> int | None:
-        """The number of the first one that failed."""
+        """The number of the rank that failed first; None: no rank has failed."""
         rank = int(self._shared.aborted)
         return None if rank < 0 else rank
 
 
 class SharedMemoryLink:
-    """A Link: a group of sender and receiver, in which only the sender has columns. The sender waits for the receiver.
+    """A Link between two ranks of one machine: a group of sender and receiver in which only the sender has columns.
 
-    With as many batches in flight as stages this costs nothing: the receiver is done with the batch before.
+    The sender waits for the receiver. With as many batches in flight as stages, this costs no time: the receiver has
+    finished the batch before.
     """
 
     def __init__(self, pair: SharedMemoryGroup) -> None:
@@ -251,4 +259,4 @@ class SharedMemoryLink:
         return self._pair.gather_to(1, torch.empty((num_rows, 0), dtype=dtype), (width, 0))
 
     def close(self) -> None:
-        """The memory goes with its last owner."""
+        """There is nothing to close: the system frees the memory with its last owner."""

@@ -1,6 +1,4 @@
-"""The places of a machine's ranks in their steps: a rank that has waited for too long can name the late rank and its
-work.
-"""
+"""The progress of the ranks of a machine in their steps. A rank that has waited too long can name the late rank."""
 
 from __future__ import annotations
 
@@ -12,14 +10,14 @@ from quire.kernels import extension
 
 
 class Place(NamedTuple):
-    """Of a rank.
+    """The progress of a rank.
 
     Attributes:
-        pid: the id of its process; 0: it is on another machine, or has not come.
-        begun: the number of its last step, from 1 on; 0: none.
-        ended: the last step that it has ended, or left.
-        turns: exchanges that it has come to since its last step began.
-        awaited: the rank that it waits for; -1: none.
+        pid: the id of its process; 0: it is on another machine, or it has not come yet.
+        begun: the number of its last step, from 1 on; 0: it has begun no step.
+        ended: the number of the last step that it has ended or left.
+        turns: the number of exchanges that it has reached since its last step began.
+        awaited: the rank for which it waits; -1: it waits for none.
     """
 
     pid: int
@@ -30,10 +28,10 @@ class Place(NamedTuple):
 
 
 class Whereabouts:
-    """A rank's report about itself, and its view of the others on its machine. Any thread may look.
+    """Reports the progress of this rank, and shows the progress of all ranks of its machine. Any thread may read it.
 
     Args:
-        memory: file descriptor of shared_memory.make_memory.
+        memory: the file descriptor from shared_memory.make_memory.
         rank: the rank of this process.
         others: the ranks of this machine.
     """
@@ -46,32 +44,35 @@ class Whereabouts:
         self._shared.begin_step()
 
     def end_step(self) -> None:
-        """It has ended the step, or left it."""
+        """Note that this rank has ended or left the step."""
         self._shared.end_step()
 
     def wait_for(self, rank: int | None) -> None:
-        """On another machine. In the memory that ranks share, they tell this themselves."""
+        """Note that this rank waits for a rank of another machine; None: it waits no more.
+
+        For ranks of this machine, the groups note it themselves.
+        """
         self._shared.wait_for(-1 if rank is None else rank)
 
     def all(self) -> tuple[Place, ...]:
-        """Of the ranks of this machine. It changes while any of them makes progress."""
+        """The progress of all ranks of this machine. It changes as long as any of them makes progress."""
         return tuple(self._of(rank) for rank in self._others)
 
     def _of(self, rank: int) -> Place:
         return Place(*self._shared.of(rank))
 
     def late(self, pending: Sequence[int]) -> dict[int, str]:
-        """The ranks that others wait for, and their work.
+        """The ranks for which others wait, and what each of them is doing.
 
         Args:
-            pending: ranks that have not ended what they were told to do.
+            pending: the ranks that have not ended their work.
         """
         here = [rank for rank in pending if rank in self._others]
         to_blame = sorted({self._last(rank) for rank in here or pending})
         return {rank: self.doing(rank) for rank in to_blame}
 
     def _last(self, rank: int) -> int:
-        """The last one of ranks that wait for each other. It waits for nobody, or for a rank that has been seen."""
+        """The last rank of a chain of waiting ranks. It waits for nobody, or for a rank that the chain has already."""
         seen: set[int] = set()
         while rank in self._others and rank not in seen and (awaited := self._of(rank).awaited) >= 0:
             seen.add(rank)
@@ -79,12 +80,12 @@ class Whereabouts:
         return rank
 
     def name(self, rank: int) -> str:
-        """Where its process is, for people."""
+        """The place of the rank's process, as text for people."""
         pid = self._of(rank).pid if rank in self._others else 0
         return f"process {pid} on {platform.node()}" if pid else "on another machine"
 
     def doing(self, rank: int) -> str:
-        """The work of the rank, for people."""
+        """What the rank is doing, as text for people."""
         if rank not in self._others:
             is_awaited = any(each.awaited == rank for each in self.all())
             return "has sent nothing" if is_awaited else "does not answer"

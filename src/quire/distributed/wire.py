@@ -1,7 +1,7 @@
-"""Connections between machines: a peer must know the cluster key. No torch.
+"""Connections between machines. A peer must know the cluster key. No torch.
 
-The key is checked on connecting, in both directions, by HMAC-SHA256 of fresh random numbers. Later messages are not
-encrypted and not signed, so these machines need a network of their own.
+Both sides check the key when they connect, by HMAC-SHA256 of fresh random numbers. Later messages are neither encrypted
+nor signed. So these machines need a network of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RETRY_SECONDS = 0.2
 MOST_FRAME_BYTES = 1 << 20  # the largest frame before ranks are connected
 MOST_MESSAGE_BYTES = 1 << 30  # the largest message between a server and an engine on another machine
 NONCE_BYTES = 32
-# A machine that is gone sends nothing. After these seconds the system reports it.
+# A lost machine sends nothing. After this number of seconds without an answer, the system reports it.
 LOST_SECONDS = 5
 _LENGTH = struct.Struct(">Q")
 HEADER_BYTES = _LENGTH.size  # each frame begins with its length
@@ -34,11 +34,11 @@ logger = get_logger(__name__)
 
 
 class WireError(Exception):
-    """The peer is gone, or sends what it must not send."""
+    """The peer is gone, or it has sent an illegal message."""
 
 
 def cluster_key() -> bytes:
-    """The key that all machines share. Raises ConfigError if there is none, or a short one."""
+    """The key that all machines share. Raises ConfigError if it is missing or too short."""
     key = envs.CLUSTER_KEY.get()
     if len(key) < LEAST_KEY_LENGTH:
         raise ConfigError(
@@ -52,7 +52,7 @@ def cluster_key() -> bytes:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket at one address; port 0: any. Raises ConfigError."""
+    """A socket that listens at one address. Port 0: the system chooses a port. Raises ConfigError."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         if ip_address(str(place[0])).is_unspecified:
@@ -82,14 +82,18 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def accept(listener: socket.socket, key: bytes, until: float) -> socket.socket:
-    """The next peer that knows the key. Others are dropped, and logged. Raises TimeoutError at `until`."""
+    """Wait for the next peer that knows the key. Other peers are logged and dropped. Raises TimeoutError at `until`.
+
+    Args:
+        until: the time of the monotonic clock at which the wait ends.
+    """
     while True:
         listener.settimeout(max(until - time.monotonic(), 0.001))
         try:
             peer, place = listener.accept()
         except TimeoutError:
             raise
-        except OSError as error:  # a peer has gone again, or the network failed: accept(2) says to try again
+        except OSError as error:  # a peer has gone, or the network has failed: accept(2) says to try again
             if time.monotonic() > until:
                 raise TimeoutError(f"no connection can be accepted: {error}") from error
             logger.warning("a connection could not be accepted: %s", error)
@@ -113,7 +117,12 @@ def accept(listener: socket.socket, key: bytes, until: float) -> socket.socket:
 
 
 def connect(address: str, port: int, key: bytes, until: float) -> socket.socket:
-    """To a listener that knows the key, as soon as there is one. Raises TimeoutError at `until`, and WireError."""
+    """Connect to a listener that knows the key, as soon as there is one.
+
+    Raises:
+        TimeoutError: no program listens until `until`, a time of the monotonic clock.
+        WireError: the listener does not know the key, or does not accept this machine.
+    """
     while True:
         try:
             host = socket.create_connection((address, port), timeout=max(until - time.monotonic(), 0.001))
@@ -123,7 +132,7 @@ def connect(address: str, port: int, key: bytes, until: float) -> socket.socket:
                 raise TimeoutError(f"no program listens at {address}, port {port}: {error}") from error
             time.sleep(RETRY_SECONDS)
     try:
-        end = max(until, time.monotonic() + HANDSHAKE_SECONDS)  # the other side may be busy with another peer
+        end = max(until, time.monotonic() + HANDSHAKE_SECONDS)  # the listener may be busy with another peer
         challenge, own = receive(host, NONCE_BYTES, end), secrets.token_bytes(NONCE_BYTES)
         send(host, own + _proof(key, b"peer", challenge + own))
         if not hmac.compare_digest(receive(host, 32, end), _proof(key, b"host", own + challenge)):
@@ -135,18 +144,18 @@ def connect(address: str, port: int, key: bytes, until: float) -> socket.socket:
 
 
 def send(peer: socket.socket, frame: bytes | memoryview) -> None:
-    """Raises OSError."""
+    """Send one frame. Raises OSError."""
     peer.sendall(header(frame))
     peer.sendall(frame)
 
 
 def header(frame: bytes | memoryview) -> bytes:
-    """The bytes before a frame."""
+    """The header of a frame: its length."""
     return _LENGTH.pack(len(frame))
 
 
 def length_of(header: bytes | bytearray, most: int) -> int:
-    """Bytes of the frame behind it. Raises WireError for more than `most`."""
+    """The length in bytes of the frame after this header. Raises WireError if it is more than `most`."""
     length: int = _LENGTH.unpack(header)[0]
     if length > most:
         raise WireError(f"a frame has {length} bytes, and {most} are allowed")
@@ -154,17 +163,17 @@ def length_of(header: bytes | bytearray, most: int) -> int:
 
 
 def receive(peer: socket.socket, most: int = MOST_FRAME_BYTES, until: float | None = None) -> bytes:
-    """A frame of at most `most` bytes. Raises WireError and OSError.
+    """Receive a frame of at most `most` bytes. Raises WireError and OSError.
 
     Args:
-        until: the time when all of it must be here; None: each piece may take as long as the peer's timeout says.
+        until: the time at which the whole frame must be here; None: the socket's timeout holds for each piece.
     """
     length = length_of(_exactly(peer, HEADER_BYTES, until), most)
     return bytes(_exactly(peer, length, until))
 
 
 def receive_into(peer: socket.socket, memory: memoryview) -> None:
-    """A frame that fills the memory. Raises WireError and OSError."""
+    """Receive a frame that fills the memory exactly. Raises WireError and OSError."""
     (length,) = _LENGTH.unpack(_exactly(peer, _LENGTH.size))
     if length != len(memory):
         raise WireError(f"a frame has {length} bytes, and {len(memory)} are expected")
@@ -172,7 +181,7 @@ def receive_into(peer: socket.socket, memory: memoryview) -> None:
 
 
 def end(peer: socket.socket) -> None:
-    """Both sides stop waiting for their peer."""
+    """Shut the connection down, so that both sides stop waiting."""
     with suppress(OSError):
         peer.shutdown(socket.SHUT_RDWR)
 
@@ -182,7 +191,7 @@ def _ready(peer: socket.socket) -> socket.socket:
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": LOST_SECONDS}
     for name, value in (options | {"TCP_USER_TIMEOUT": 1000 * LOST_SECONDS}).items():
-        if hasattr(socket, name):  # no system has all of these options
+        if hasattr(socket, name):  # a system has only some of these options
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return peer
 

@@ -1,4 +1,4 @@
-"""The engine core: schedules a batch, submits it, and turns its result into one delta per request."""
+"""The engine core. It schedules a batch, submits it, and turns its result into one delta for each request."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from quire.scheduler.scheduler import Scheduler, ScheduleStats
 
 logger = get_logger(__name__)
 
-DEFERRED_SECONDS = 0.001  # seconds between two checks of requests that wait, if there is nothing else to do
+DEFERRED_SECONDS = 0.001  # the time between two checks of deferred requests, if there is nothing else to do
 
 
 class Preparer(Protocol):
-    """Prepares resources of requests beside steps: see life_cycle.WorkerExecutor."""
+    """Prepares resources of requests at the same time as steps run: see life_cycle.WorkerExecutor."""
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None: ...
 
@@ -43,7 +43,7 @@ class Preparer(Protocol):
 
 @dataclass(slots=True)
 class _Step:
-    """A submitted batch."""
+    """A submitted batch without a result."""
 
     batch: ScheduledBatch
     pending: Pending[StepResult]
@@ -52,16 +52,22 @@ class _Step:
     schedule_seconds: float
     load: Load | None
     predicted: StepTime | None
-    predicted_seconds: float  # with the drafter's: at most, nine times in ten; 0 without a cost model
-    pause: float  # seconds before it in which the engine did nothing
+    predicted_seconds: float  # with the drafter's time; nine of ten steps take at most this time; 0: no cost model
+    pause: float  # the seconds before this step in which the engine was idle
 
 
 class EngineCore:
-    """One scheduler, or one for each lane; one executor; up to `depth` batches in flight.
+    """Connects a scheduler (or one for each lane) with an executor. It is not thread-safe: one loop calls everything.
 
-    One is plain, two hide scheduling behind compute.
+    Args:
+        depth: the most batches in flight. With two, the engine schedules while the executor computes.
+        cost: predicts the times of steps, and learns from them; None: there are no predictions.
+        clock: gives monotonic seconds.
+        sleep: waits for a number of seconds.
+        preparer: compiles grammars; None: there are no grammars.
+        adapters: the adapters of the engine; None: there are none.
 
-    Not thread-safe: one loop calls everything.
+    Raises ValueError if the depth is below 1.
     """
 
     def __init__(
@@ -82,18 +88,18 @@ class EngineCore:
         self.depth = depth
         self.cost = cost
         self.adapters = adapters
-        # The predicted time of the batches in flight; other threads may read it.
+        # The predicted seconds of the batches in flight. Other threads may read it.
         self.predicted_seconds = 0.0
-        self.last_record: StepRecord | None = None  # for the batch whose result the last step() took, if it took one
+        self.last_record: StepRecord | None = None  # of the batch that the last step() took in; None: it took in none
         self._clock, self._sleep = clock, sleep
         self._in_flight: deque[_Step] = deque()
         self._refused: list[RequestDelta] = []
         self._preparer = preparer
-        self._preparing: dict[str, Polled[object]] = {}  # the key is the request id
-        self._last_end_time = 0.0  # the end of the last step; 0: there was none
+        self._preparing: dict[str, Polled[object]] = {}  # request id -> its grammar that is being compiled
+        self._last_end_time = 0.0  # the time at which the last step ended; 0: there was none
 
     def add(self, message: AddRequest, is_ready: Callable[[], bool] | None = None) -> None:
-        """Queue a request. If it is refused, the next step answers with its error.
+        """Queue a request. If the request is refused, the next step returns its error.
 
         Args:
             is_ready: see Scheduler.add.
@@ -134,12 +140,12 @@ class EngineCore:
         self._refused.append(delta)
 
     def use_tokenizer(self, message: UseTokenizer) -> None:
-        """The vocabulary of the grammars of later requests."""
+        """Take the tokenizer whose vocabulary the grammars of later requests use."""
         assert self._preparer is not None, "nobody compiles grammars"
         self._preparer.use_tokenizer(message.tokenizer, message.eos_token_ids)
 
     def _end_unprepared(self) -> None:
-        """Refuse the requests whose resources cannot be prepared."""
+        """Refuse requests if their resources could not be prepared."""
         for request_id in [name for name, preparation in self._preparing.items() if preparation.done()]:
             try:
                 self._preparing.pop(request_id).result()
@@ -151,15 +157,15 @@ class EngineCore:
                 self._refuse(request_id, error)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Free these requests now. Nothing more is answered for them."""
+        """Free these requests now. There are no more deltas for them."""
         self.scheduler.abort(request_ids)
 
     def set_limits(self, message: SetLimits) -> None:
-        """Move limits from the next step on. Raises ValueError for an illegal one, and changes none."""
+        """Change limits from the next step on. Raises ValueError for an illegal limit; then nothing changes."""
         self.scheduler.set_limits(message)
 
     def note_overhead(self, message: ObservedOverhead) -> None:
-        """The front end has measured a request."""
+        """Take in the overhead that the front end has measured for a request."""
         if self.cost is not None:
             self.cost.observe_overhead(message.num_prompt_tokens, message.seconds)
 
@@ -179,12 +185,13 @@ class EngineCore:
         self.executor.shutdown()
 
     def probe(self, rows: Sequence[tuple[int, int]]) -> tuple[Load, float] | None:
-        """Compute a step without a request: its load, and its seconds. None while there are requests, or too few pages.
-
-        Raises the executor's errors.
+        """Compute a step without a request, to measure it. Raises the executor's errors.
 
         Args:
-            rows: tokens that are taken as computed, and new ones, of each.
+            rows: see Scheduler.probe.
+
+        Returns:
+            The load of the step and its seconds. None: there are requests, or too few pages are free.
         """
         assert self.cost is not None
         if self._in_flight or (batch := self.scheduler.probe(rows)) is None:
@@ -200,15 +207,17 @@ class EngineCore:
         return self.cost.arithmetic.load(starts, counts, len(rows)), self._last_end_time - start
 
     def has_work(self) -> bool:
-        """Whether step() has something to do."""
+        """Whether `step` has something to do."""
         is_reading = self.adapters is not None and self.adapters.is_busy
         return bool(self._in_flight or self._refused) or self.scheduler.has_requests() or is_reading
 
     def step(self) -> list[RequestDelta]:
-        """Submit the next batch. If `depth` batches are in flight, or no further one is possible, take in the oldest
-        result.
+        """Submit the next batch. If `depth` batches are in flight, or no batch can be made, take in the oldest result.
 
-        An error of the executor ends requests, not the loop, unless it is EngineDeadError.
+        An error of the executor ends requests and not the loop, unless it is an EngineDeadError.
+
+        Returns:
+            The deltas of requests.
         """
         self.last_record = None
         if self._preparing:
@@ -239,7 +248,7 @@ class EngineCore:
         return refused + self._update(step, result)
 
     def _step_adapters(self, adapters: AdapterRegistry) -> list[RequestDelta]:
-        """Let adapters come and go. Requests with a lost adapter end."""
+        """Load and drop adapters. Requests end if their adapter is lost."""
         assert self.scheduler.adapters is not None
         lost = adapters.step(self.scheduler.adapters)
         if lost is None:
@@ -272,7 +281,7 @@ class EngineCore:
             pending = self.executor.submit(batch)
         except EngineDeadError:
             raise
-        except Exception as error:  # handled in its turn, as if result() had raised it
+        except Exception as error:  # handled in the order of the batches, as if result() had raised it
             pending = Future()
             pending.set_exception(error)
 
@@ -288,17 +297,17 @@ class EngineCore:
         end = self._clock()
         self.last_record = self._record(step, result, end - arrived, end)
         if self.cost is not None and step.load is not None and step.predicted is not None and not result.has_captured:
-            # The prediction covers all stages, also for a step that passes them beside others.
+            # The prediction covers all stages, and with several stages steps overlap.
             seconds = end - step.start_time if self.scheduler.num_stages > 1 else self.last_record.step_seconds
             seconds -= self.last_record.draft_seconds
             self.cost.observe(step.load, step.predicted.seconds, seconds, step.pause)
-        self._last_end_time = self._clock()  # the time for the cost model's fit belongs to no step
+        self._last_end_time = self._clock()  # the fit of the cost model takes time that belongs to no step
         return deltas
 
     def _fail(self, step: _Step, error: Exception) -> list[RequestDelta]:
-        """End the requests that made the executor raise; the others are computed again.
+        """End the requests that made the executor raise. The other requests are computed again.
 
-        If memory was missing and the request to blame is not known, the newest one ends.
+        If memory was missing and the request to blame is not known, the newest request ends.
         """
         logger.error("step %d failed: %s", step.batch.step_id, error, exc_info=error)
         steps = [step, *self._in_flight]
@@ -346,7 +355,7 @@ class EngineCore:
             forward_seconds=result.forward_seconds,
             sample_seconds=result.sample_seconds,
             output_seconds=output_seconds,
-            # With two batches in flight a step begins where the one before ended.
+            # With two batches in flight, a step begins when the step before it has ended.
             step_seconds=end - max(step.start_time, self._last_end_time),
             draft_seconds=result.draft_seconds,
             has_captured=result.has_captured,
@@ -370,7 +379,7 @@ class EngineCore:
 
 
 def _wait_for_void(step: _Step) -> None:
-    """Let a batch behind a failed one end: the executor must be idle before its requests are computed again."""
+    """Wait for a batch that comes after a failed one. The executor must be idle before requests are computed again."""
     try:
         step.pending.result()
     except EngineDeadError:

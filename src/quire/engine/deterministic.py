@@ -1,4 +1,4 @@
-"""An executor without a model: the next token is a hash of the tokens before it, read from a simulated KV cache."""
+"""An executor without a model. The next token is a hash of the tokens before it, read from a simulated KV cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MASK = (1 << 61) - 1
 
 
 def _mix(*values: int) -> int:
-    """A 61-bit hash of integers, the same in every process: Knuth's multiplicative step over a Mersenne prime."""
+    """A 61-bit hash of integers, equal in every process: Knuth's multiplicative step modulo a Mersenne prime."""
     state = 1
     for value in values:
         state = (state * 6364136223846793005 + value + 1) % _MASK
@@ -25,7 +25,10 @@ def _mix(*values: int) -> int:
 
 
 def _next_token(state: int, num_output: int, params: SamplingParams, stop_ids: frozenset[int], vocab_size: int) -> int:
-    """Depends on everything read and on the seed. Stop ids are masked while fewer than min_tokens are out."""
+    """The next token. It depends on everything that was read, and on the seed.
+
+    Stop ids are not chosen before there are min_tokens tokens.
+    """
     token = _mix(state, params.seed or 0) % vocab_size
     while num_output < params.min_tokens and token in stop_ids:
         token = (token + 1) % vocab_size
@@ -54,20 +57,20 @@ def expected_tokens(
 
 @dataclass(slots=True)
 class _Row:
-    """What a worker knows of a request."""
+    """The state of a request in a worker."""
 
     new: NewRow
     token_ids: list[int]
     block_ids: list[int]
-    states: list[int]  # the state before each token and the state after the last token
-    num_forced: int = 0  # how many of its last tokens are forced
-    corruption: int = 0  # damage of what the row has read; 0: no damage
-    error: str | None = None  # it failed: batches submitted before the scheduler knew skip it
+    states: list[int]  # the state before each token, and the state after the last token
+    num_forced: int = 0  # the number of its last tokens that are forced
+    corruption: int = 0  # a hash of wrong content that the row has read; 0: all content was right
+    error: str | None = None  # why the row failed; batches that were submitted before this was known skip the row
 
 
 @dataclass(slots=True)
 class _PendingStep:
-    """A result that is computed when it is waited for, after the results submitted before."""
+    """A step that is computed when its result is asked for, after all earlier steps."""
 
     executor: DeterministicExecutor
     batch: ScheduledBatch
@@ -79,11 +82,11 @@ class _PendingStep:
 
 
 class DeterministicExecutor:
-    """Runs batches as a worker does, on integers.
+    """Runs batches like a worker, but computes with integers only.
 
-    Each computed token writes a fingerprint of (token, position, all tokens before) into the slot that each block table
-    names. Each next token depends on the fingerprints in the slots that layers of the table's group read. A wrong
-    block, a missed copy, a stale or an overwritten slot changes the output. Tokens of the output are comparable with
+    For each computed token, a fingerprint of (token, position, all earlier tokens) is written to its slot in each block
+    table. Each next token depends on the fingerprints in the slots that layers of the table's group read. So a
+    wrong block, a missing copy, and a stale or overwritten slot change the output. The right output is that of
     `expected_tokens`.
     """
 
@@ -99,12 +102,13 @@ class DeterministicExecutor:
         row_failure: Callable[[str], str | None] = lambda request_id: None,
         forces: Callable[[int], bool] = lambda token_id: False,
     ) -> None:
-        """
+        """Make an executor with an empty cache.
+
         Args:
-            is_delayed: compute a batch when its result is asked for, not when it is submitted.
-            failure: asked for an exception before anything of a batch is applied, and again when it is computed.
-            row_failure: an error message for a request.
-            forces: whether a token alone decides which one follows it, as in a grammar.
+            is_delayed: whether a batch is computed when its result is asked for, and not when it is submitted.
+            failure: gives an exception to raise. It is called before a batch is applied, and again when it is computed.
+            row_failure: gives an error message for a request; None: the request does not fail.
+            forces: whether a token alone decides which token follows it, as a grammar may do.
         """
         self.block_size = block_size
         self.vocab_size = vocab_size
@@ -132,14 +136,14 @@ class DeterministicExecutor:
             step = self._waiting.popleft()
             try:
                 step.future.set_result(self._execute(step.batch))
-            except Exception as error:  # delivered by result(), as from any executor
+            except Exception as error:  # result() raises it, as with any executor
                 step.future.set_exception(error)
 
     def _execute(self, batch: ScheduledBatch) -> StepResult:
         self._raise_failure(batch, is_computed=False)
         self._apply(batch)
         result = StepResult(batch.step_id, [])
-        for row in range(len(batch.request_ids)):  # a layer writes the keys of all rows, and then it reads
+        for row in range(len(batch.request_ids)):  # as in a layer, the keys of all rows are written before any is read
             self._write(batch, row, result)
         for row in range(len(batch.request_ids)):
             self._compute(batch, row, result)
@@ -151,7 +155,7 @@ class DeterministicExecutor:
             raise error
 
     def _apply(self, batch: ScheduledBatch) -> None:
-        """The worker's order: removals, new rows, new blocks, copies."""
+        """Apply a batch in the order of a worker: removals, new rows, new blocks, copies."""
         for request_id in batch.removed_request_ids:
             self.rows.pop(request_id, None)
         for new in batch.new_rows:
@@ -168,7 +172,7 @@ class DeterministicExecutor:
             ]
 
     def _write(self, batch: ScheduledBatch, index: int, result: StepResult) -> None:
-        """One row: the fingerprints of its new tokens."""
+        """Write the fingerprints of one row's new tokens."""
         row = self.rows[batch.request_ids[index]]
         result.token_ids.append([])
         row.error = row.error or self._row_failure(row.new.request_id)
@@ -196,7 +200,7 @@ class DeterministicExecutor:
                 self._slots[self._slot(row, column, position)] = row.states[position + 1] ^ row.corruption
 
     def _compute(self, batch: ScheduledBatch, index: int, result: StepResult) -> None:
-        """One row: read what its tokens see, and sample behind its tokens and behind the drafts that hold."""
+        """Compute one row: read what its tokens see, and sample after its tokens and after the drafts that hold."""
         row = self.rows[batch.request_ids[index]]
         new, params = row.new, row.new.sampling_params
         if row.error is not None:
@@ -243,7 +247,7 @@ class DeterministicExecutor:
             result.forced[index] = forced
 
     def _read(self, row: _Row, slot: int, expected: int) -> None:
-        """If a row reads other content than was written for it, all its later results change."""
+        """Read a slot. If it has other content than the row expects, all later results of the row change."""
         if (found := self._slots[slot]) != expected:
             row.corruption = _mix(row.corruption, found)
 
@@ -255,6 +259,6 @@ class DeterministicExecutor:
 
 
 def _logprobs(token: int, state: int, count: int) -> TokenLogprobs:
-    """Made up, but a function of the read content: the token itself and `count` others."""
+    """Invented logprobs of the token and of `count` others. They are a function of the content that was read."""
     others = [_mix(state, rank) % 1000 for rank in range(count)]
     return TokenLogprobs([token, *others], [-(state % 1000) / 100] * (count + 1), [1, *range(1, count + 1)])

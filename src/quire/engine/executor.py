@@ -29,7 +29,10 @@ T = TypeVar("T")
 
 
 class InlineExecutor:
-    """Tells each phase to all workers, in the caller's thread. A step needs one worker, whose device may run ahead."""
+    """Calls all workers in the caller's thread, phase by phase. Steps work only with one worker.
+
+    The device of this worker may run ahead.
+    """
 
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
@@ -88,23 +91,23 @@ class InlineExecutor:
         task()
 
     def _tell(self, step: Callable[[Worker], T], phase: str = "") -> list[T]:
-        """The answers of all workers.
+        """Call all workers, and return their answers.
 
         Args:
-            phase: the phase of a start; all of them have answered by its end.
+            phase: the name of a phase of the start, for errors; empty: it is no phase of the start.
         """
         return [step(worker) for worker in self.workers]
 
 
 class ThreadExecutor(InlineExecutor):
-    """Each worker on a thread of its own, in order: side by side, while the caller schedules the next step.
+    """Calls each worker on a thread of its own. Workers compute side by side while the caller schedules the next step.
 
-    With several workers, a start that takes longer than an engine may is an EngineDeadError. So is a step in which no
-    rank makes progress for longer than a rank may wait.
+    With several workers there are two time limits. If the start takes longer than ENGINE_READY_TIMEOUT_S, or if no rank
+    makes progress in a step for `timeout_seconds`, it raises EngineDeadError.
 
     Args:
-        start_time: the time when the engine started, on the monotonic clock; None: now.
-        timeout_seconds: the seconds that a rank may wait for another one.
+        start_time: the time of the start of the engine, on the monotonic clock; None: now.
+        timeout_seconds: the most seconds that a rank may wait for another one.
     """
 
     def __init__(self, workers: Workers, start_time: float | None = None, timeout_seconds: float = 600.0) -> None:
@@ -133,7 +136,7 @@ class ThreadExecutor(InlineExecutor):
         super().shutdown()
 
     def _await(self, steps: Sequence[Future[StepResult]]) -> None:
-        """Until the step has ended on all ranks. Raises EngineDeadError if it does not."""
+        """Wait until the step has ended on all ranks. Raises EngineDeadError if it does not end."""
         self._awaited = steps
         patience: _Patience | None = None
         for step in steps:
@@ -147,7 +150,7 @@ class ThreadExecutor(InlineExecutor):
         self._awaited = ()
 
     def _give_up(self, steps: Sequence[Future[StepResult]]) -> None:
-        """Raises EngineDeadError for a rank that has failed, or for ranks that are late."""
+        """Raise EngineDeadError for a rank that has failed, or for ranks that are late."""
         late = self.late_ranks()
         self._given_up = {rank for rank, step in enumerate(steps) if not step.done()}
         if not self._given_up:
@@ -160,7 +163,7 @@ class ThreadExecutor(InlineExecutor):
         )
 
     def _let_go(self) -> None:
-        """Wait no more for the ranks that are given up: the program may end before the engine is closed."""
+        """Stop waiting for the ranks that are given up, because the program may end before the engine is closed."""
         for rank in sorted(self._given_up):
             self.workers[rank].give_up()
             self._threads[rank].shutdown(wait=False)
@@ -175,7 +178,7 @@ class ThreadExecutor(InlineExecutor):
         return _results(pending)
 
     def _wait(self, pending: Sequence[Future[T]], phase: str) -> None:
-        """Until all of them are done. Raises EngineDeadError when the start takes too long."""
+        """Wait until all are done. Raises EngineDeadError when the start takes too long."""
         late = wait(pending, self._ready_by - time.monotonic()).not_done
         if not late:
             return
@@ -187,9 +190,9 @@ class ThreadExecutor(InlineExecutor):
 
 
 class PipelineExecutor(ThreadExecutor):
-    """Workers of several stages. Ranks that do not sample learn the tokens of a step with a later batch.
+    """Executes on the workers of several pipeline stages. Other ranks learn the sampled tokens with a later batch.
 
-    A row waits for its own token, so its next batch comes later.
+    This is early enough, because a row waits for its own token before it is scheduled again.
     """
 
     def __init__(self, workers: Workers, start_time: float | None = None, timeout_seconds: float = 600.0) -> None:
@@ -205,7 +208,7 @@ class PipelineExecutor(ThreadExecutor):
 
 
 class LanesExecutor(ThreadExecutor):
-    """Workers of several lanes of equal size. Each gets the batch of its lane."""
+    """Executes on the workers of several lanes of equal size. Each worker gets the batch of its lane."""
 
     def __init__(
         self, workers: Workers, num_lanes: int, start_time: float | None = None, timeout_seconds: float = 600.0
@@ -222,7 +225,7 @@ class LanesExecutor(ThreadExecutor):
 
 
 class _Noted:
-    """A step whose result is also handed to a function."""
+    """A pending step that also passes its result to a function."""
 
     def __init__(self, pending: Pending[StepResult], note: Callable[[StepResult], None]) -> None:
         self._pending, self._note = pending, note
@@ -234,11 +237,11 @@ class _Noted:
 
 
 class _AllRanks:
-    """A step of several ranks. The first one of each lane has a result. The joined one gets the times of all.
+    """A step of several ranks. The first rank of each lane has a result. The joined result has the times of all ranks.
 
     Args:
         await_all: returns when the step has ended on all ranks.
-        width: ranks of a lane; None: there is one lane.
+        width: the number of ranks of a lane; None: there is one lane.
     """
 
     def __init__(
@@ -260,7 +263,7 @@ class _AllRanks:
 
 
 class _Patience:
-    """Waits for a step of several ranks as long as any of them makes progress."""
+    """Decides how long a step of several ranks is waited for: as long as any of them makes progress."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds, self._since = timeout_seconds, time.monotonic()
@@ -279,7 +282,7 @@ def _is_dead(step: Future[StepResult]) -> bool:
 
 
 class _AllLoads:
-    """An adapter that all ranks read, and keep when all of them have read it."""
+    """An AdapterLoad of all ranks: they add the adapter when all of them have read it."""
 
     def __init__(self, loads: Sequence[AdapterLoad], run_on: Callable[[int, Callable[[], None]], None]) -> None:
         self._loads, self._run_on = loads, run_on
@@ -300,13 +303,13 @@ class _AllLoads:
 
 
 def _log_failure(future: Future[None]) -> None:
-    """Nobody asks for its result."""
+    """Log the error of a task. Nobody else asks for its result."""
     if (error := future.exception()) is not None:
         logger.error("a worker's task between steps failed", exc_info=error)
 
 
 def _results(pending: Sequence[Pending[T]]) -> list[T]:
-    """The results of all ranks, once all of them are done. Raises one error, the most informative one."""
+    """Wait for the results of all ranks. If some failed, the most informative error is raised and the others logged."""
     results: list[T] = []
     errors: list[tuple[int, Exception]] = []
     for rank, each in enumerate(pending):
@@ -326,7 +329,11 @@ def _results(pending: Sequence[Pending[T]]) -> list[T]:
 
 
 def _weight(error: Exception) -> int:
-    """0: nothing goes on; 1: because of another rank; 2: the error is fit for the user; 3: another one; 4: see 1."""
+    """The rank of an error; the error with the lowest number is raised.
+
+    0: the engine is dead. 1: the same, because of another rank. 2: the error is meant for the user. 3: any other error.
+    4: another rank has left the step.
+    """
     if isinstance(error, EngineDeadError):
         return int(isinstance(error, PeerLostError))
     if isinstance(error, (QuireError, RowsFailedError)):

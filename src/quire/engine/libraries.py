@@ -1,4 +1,4 @@
-"""Loads the libraries of an engine: torch, which is most of a start."""
+"""Loads the libraries of an engine. The import of torch takes most of the time of a start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def load(module: str) -> ModuleType:
-    """Import a module that imports torch."""
+    """Import a module that imports torch, without garbage collections."""
     is_collected = gc.isenabled()
     gc.disable()  # an import leaves no garbage, and collecting takes up to a fifth of the time
     try:

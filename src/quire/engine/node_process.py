@@ -1,4 +1,4 @@
-"""`quire serve --headless`: the ranks of a node that has no engine. They obey node 0, and end with it."""
+"""Runs the ranks of a node that has no engine (`quire serve --headless`). They obey node 0, and end with it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ logger = get_logger(__name__)
 
 
 def run_node(config: EngineConfig, model_folder: Path, interpreters: list[RankInterpreter]) -> int:
-    """Compute for node 0 until it ends. Answers with the exit code: 0, or 1 if a rank of this node was lost.
+    """Compute for node 0 until it ends. Returns the exit code: 0, or 1 if a rank of this node was lost.
 
     Args:
-        interpreters: interpreters for the ranks; see ranks.start_ranks.
+        interpreters: interpreters for the ranks: see ranks.start_ranks.
 
-    Raises ConfigError if node 0 does not come, or refuses this node.
+    Raises ConfigError if node 0 cannot be reached, or refuses this node.
     """
     with ExitStack() as opened:
         return _run(config, model_folder, interpreters, opened)
@@ -45,9 +45,9 @@ class Connected:
     """The connections of a node that computes for node 0.
 
     Attributes:
-        home: over which the node says why it ends.
-        controls: the connections of each rank of this node to node 0.
-        links: the connections of ranks of this node to ranks of other nodes: {own: {other: connection}}.
+        home: the connection of the node. Over it, the node says why it ends.
+        controls: the connection of each rank of this node to node 0.
+        links: the connections between ranks of this node and of other nodes: {own rank: {other rank: connection}}.
     """
 
     home: socket.socket
@@ -56,12 +56,12 @@ class Connected:
 
 
 def connect_node(config: EngineConfig, model_folder: Path, opened: ExitStack) -> Connected:
-    """Come to node 0, and connect all ranks of this node.
+    """Connect this node and all its ranks to node 0.
 
     Args:
-        opened: closes the connections.
+        opened: closes the connections at its end.
 
-    Raises ConfigError if node 0 does not come, or refuses this node.
+    Raises ConfigError if node 0 cannot be reached, or refuses this node.
     """
     key, grid = wire.cluster_key(), grid_of(config)
     until = time.monotonic() + envs.ENGINE_READY_TIMEOUT_S.get()
@@ -135,7 +135,7 @@ def _run(config: EngineConfig, model_folder: Path, interpreters: list[RankInterp
 
 
 def _watch(processes: dict[int, subprocess.Popen[bytes]], home: socket.socket, names: dict[int, str]) -> int:
-    """Until node 0 is gone, or a rank is lost. Then node 0 is told."""
+    """Wait until node 0 is gone, or until a rank of this node is lost. Node 0 is told about a lost rank."""
     is_over = threading.Event()
 
     def listen() -> None:

@@ -1,7 +1,7 @@
-"""The nodes of an engine that is spread over machines: node 0 lets the others in, and connects all ranks.
+"""Connects the nodes of an engine that is spread over several machines. Node 0 waits for the others.
 
-A node describes itself. If it fits, and all others have come, it is told the ends of its links: each rank in its last
-stage sends to a rank of the node before. Then it connects every rank of its own to node 0.
+Each node describes itself to node 0. If it fits, and when all nodes have come, node 0 tells it where its links go: each
+rank of its last stage sends to a rank of another node. Then the node connects each of its ranks to node 0.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from quire.planning.cut_stages import grid_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-MOST_WAIT_SECONDS = 60.0  # the most seconds between two steps of nodes that are connected
+MOST_WAIT_SECONDS = 60.0  # the most seconds that connected nodes take for one step of their start
 MOST_NAMED = 5  # the most differences of two nodes that an error names
 LOOK_SECONDS = 1.0  # seconds between two checks of nodes that are started from here
-# Settings that may differ: the places of files, the number of the node, and the address at which it has reached node 0.
+# These settings may differ: the places of files, the number of the node, and the address at which it reaches node 0.
 _OWN_SETTINGS = {"model", "tokenizer", "download_dir", "node_rank", "headless", "served_model_name"}
 _OWN_SETTINGS |= {"master_addr", "master_port", "numa_bind", "numa_bind_nodes", "numa_bind_cpus", "device_ids"}
 
@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 
 
 class Hello(msgspec.Struct, tag=True):
-    """The first message of a node. `port`: the port where it listens for the links of the next node."""
+    """The first message of a node. `port` is the port at which it listens for the links of another node."""
 
     node: int
     version: str
@@ -51,20 +51,23 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """The node does not fit."""
+    """The answer of node 0 to a node that does not fit."""
 
     why: str
 
 
 class Welcome(msgspec.Struct, tag=True):
-    """All nodes are here: the links of this one go there."""
+    """The message of node 0 when all nodes have come. It says where the links of the node go."""
 
     address: str
     port: int
 
 
 class RankConnects(msgspec.Struct, tag=True):
-    """The connection over which node 0 tells a rank what to do; or, with `is_link`, the link that the rank sends to."""
+    """The first message on the connection of a rank. With `is_link`, it is a link, over which the rank sends rows.
+
+    Without it, node 0 tells the rank what to do over this connection.
+    """
 
     rank: int
     is_link: bool
@@ -82,7 +85,7 @@ decode: Callable[[bytes], Message] = msgspec.msgpack.Decoder(Message).decode
 
 
 def hello(config: EngineConfig, model_folder: Path, port: int = 0) -> Hello:
-    """What this node is."""
+    """The description of this node."""
     shown = {f.name: getattr(config, f.name) for f in options(EngineConfig) if not f.metadata["secret"]}
     settings: dict[str, Any] = {name: value for name, value in shown.items() if name not in _OWN_SETTINGS}
     settings[envs.PP_LAYER_PARTITION.name] = envs.PP_LAYER_PARTITION.get()
@@ -91,13 +94,13 @@ def hello(config: EngineConfig, model_folder: Path, port: int = 0) -> Hello:
         __version__,
         extension.chosen_isa(),
         checkpoint(model_folder, is_dummy=config.load_format == "dummy"),
-        msgspec.json.decode(msgspec.json.encode(settings)),  # in the form in which it arrives
+        msgspec.json.decode(msgspec.json.encode(settings)),  # the form in which the settings of other nodes arrive
         port,
     )
 
 
 def checkpoint(folder: Path, *, is_dummy: bool) -> str:
-    """Tells checkpoints apart: their files and sizes, and the content of config.json."""
+    """A digest that tells checkpoints apart, from the names and sizes of their files and the content of config.json."""
     found = hashlib.sha256()
     files = [folder] if folder.is_file() else [] if is_dummy else sorted(folder.glob("*.safetensors"))
     for path in files:
@@ -108,7 +111,7 @@ def checkpoint(folder: Path, *, is_dummy: bool) -> str:
 
 
 def misfit(own: Hello, other: Hello) -> str | None:
-    """Why another node does not fit this one, with both values."""
+    """The reason why another node does not fit this one, with both values; None: it fits."""
     facts = [(name, getattr(own, name), getattr(other, name)) for name in ("version", "isa", "checkpoint")]
     names = sorted(own.settings.keys() | other.settings.keys())
     facts += [(name, own.settings.get(name), other.settings.get(name)) for name in names]
@@ -126,9 +129,9 @@ class Joined:
     """The connections of node 0.
 
     Attributes:
-        homes: the connections to each other node; a connection ends with its node.
-        ranks: the connections to each rank of another node.
-        links: the connections from each rank of another node that sends to a rank here.
+        homes: the connection to each other node. It ends with its node.
+        ranks: the connection to each rank of another node.
+        links: the connection from each rank of another node that sends rows to a rank here.
     """
 
     homes: dict[int, socket.socket] = field(default_factory=dict)
@@ -136,38 +139,41 @@ class Joined:
     links: dict[int, socket.socket] = field(default_factory=dict)
 
     def peers(self) -> list[socket.socket]:
-        """All of them."""
+        """All connections."""
         return [*self.homes.values(), *self.ranks.values(), *self.links.values()]
 
 
 class Starting(Protocol):
-    """Starts the other nodes. They come to `address`, and know the key."""
+    """Starts the other nodes. They connect to `address`, and know the key."""
 
     address: str
-    port: int  # 0: any
+    port: int  # the port of node 0; 0: the system chooses one
     key: str
 
     def start(self, address: str, port: int) -> None:
-        """Node 0 listens there."""
+        """Start the other nodes. Node 0 listens at this address and port."""
         ...
 
     def check(self) -> None:
-        """Raises ConfigError if a node will not come."""
+        """Raise ConfigError if a node has ended and so will not come."""
         ...
 
     def close(self) -> None:
-        """The nodes end."""
+        """Let the nodes end."""
         ...
 
 
 def let_in(
     config: EngineConfig, model_folder: Path, waiting: Callable[[str], None], starting: Starting | None = None
 ) -> Joined:
-    """Wait for all other nodes, and connect their ranks. Raises ConfigError: the port is taken, or nobody comes.
+    """Wait for all other nodes, and connect their ranks.
 
     Args:
-        waiting: is told for whom.
-        starting: starts them; None: people do.
+        waiting: is called with a text that says which nodes are still missing.
+        starting: starts the nodes; None: people start them.
+
+    Raises:
+        ConfigError: the port is in use, or a node does not come in time.
     """
     key = wire.cluster_key() if starting is None else starting.key.encode()
     place = (config.master_addr, config.master_port) if starting is None else (starting.address, starting.port)
@@ -194,7 +200,7 @@ def _gather(
     waiting: Callable[[str], None],
     starting: Starting | None,
 ) -> dict[int, int]:
-    """Wait for all nodes. Answers with the ports where they listen."""
+    """Wait for all nodes. Returns the ports at which they listen."""
     until, ports = time.monotonic() + envs.ENGINE_READY_TIMEOUT_S.get(), dict[int, int]()
     address, port = listener.getsockname()[:2]
     while missing := set(range(1, config.nnodes)) - _present(homes):
@@ -230,7 +236,7 @@ def _gather(
 
 
 def _present(homes: dict[int, socket.socket]) -> set[int]:
-    """The nodes that are still there. Others have ended, and may come again."""
+    """The nodes that are still connected. Other nodes have ended, and may connect again."""
     for node, home in list(homes.items()):
         if _has_ended(home):
             logger.warning("node %d has ended; node 0 waits for it to connect again", node)
@@ -250,7 +256,7 @@ def _has_ended(home: socket.socket) -> bool:
 def _connect(
     config: EngineConfig, listener: socket.socket, key: bytes, ports: Mapping[int, int], joined: Joined
 ) -> None:
-    """Tell the nodes that all are here, and wait for the connections of their ranks."""
+    """Tell all nodes that everybody has come, and wait for the connections of their ranks."""
     grid, until = grid_of(config), time.monotonic() + MOST_WAIT_SECONDS
     others, senders = set(range(grid.num_local, grid.size)), set(links_in(config, grid).values())
     try:
@@ -283,7 +289,7 @@ def take(
 
 
 def _first_message(peer: socket.socket, kind: type[T]) -> T | None:
-    """None: it is of another kind, and the peer is dropped."""
+    """The first message of a peer; None: it is of another kind, and the peer was dropped."""
     try:
         message = decode(wire.receive(peer, until=time.monotonic() + wire.HANDSHAKE_SECONDS))
         peer.settimeout(None)
@@ -297,12 +303,12 @@ def _first_message(peer: socket.socket, kind: type[T]) -> T | None:
 
 
 def links_out(config: EngineConfig, grid: Grid) -> dict[int, int]:
-    """The ranks of this node that send to another one, and to which rank."""
+    """For each rank of this node that sends rows to another node: the rank to which it sends."""
     here = grid.ranks_of(config.node_rank)
     return {rank: to for rank in here if (to := grid.behind(rank)) is not None and to not in here}
 
 
 def links_in(config: EngineConfig, grid: Grid) -> dict[int, int]:
-    """The ranks of this node that receive from another one, and from which rank."""
+    """For each rank of this node that receives rows from another node: the rank from which it receives."""
     here = grid.ranks_of(config.node_rank)
     return {rank: sender for rank in here if (sender := grid.before(rank)) is not None and sender not in here}

@@ -1,8 +1,9 @@
-"""The engine process: reads messages from the API process, steps the core, answers with one message per step.
+"""The engine process. It reads messages from the API process, steps the core, and sends one message per step.
 
-Started as `python -m quire.engine.process RANKS` with one JSON line on standard input (EngineLaunch), which may come
-while the libraries are still being loaded. Beside it, RANKS processes of further ranks load theirs. The parent keeps
-the pipe open and writes no more: the pipe ends with the parent in every case, and then the engine ends too.
+It is started as `python -m quire.engine.process RANKS`, with one JSON line (EngineLaunch) on its standard input. The
+line may come while the libraries are still being loaded. At the same time, RANKS processes of further ranks load their
+libraries. The parent keeps the pipe open and writes nothing more. So the pipe ends when the parent ends, in every case,
+and then the engine ends too.
 """
 
 from __future__ import annotations
@@ -54,22 +55,23 @@ if TYPE_CHECKING:
     from quire.engine.start import StartedEngine  # loads torch
 
 PAUSE_SECONDS = 1.0
-BEAT_SECONDS = 1.0  # seconds between two signs of life; the front end waits for ten of them
+BEAT_SECONDS = 1.0  # the time between two signs of life; the front end gives up after ten missing ones
 
-# Where the model is on this machine: its folder, and the drafter's. Raises ConfigErrors.
+# Finds the folder of the model and the folder of the drafter on this machine. It raises ConfigErrors.
 FindModel = Callable[[EngineLaunch, Progress], tuple[Path, Path | None]]
 
-logger = logs.get_logger("quire.engine.process")  # run as a program, its own name is __main__
+logger = logs.get_logger("quire.engine.process")  # __name__ is __main__ if this module is run as a program
 
 
 class EngineProcess:
     """The message loop around one EngineCore.
 
     Args:
+        launch: the config, the folders of models, and the address of the server.
         interpreters, start_time: see start.start_engine.
-        find_model: finds the model of a launch that names no folder.
+        find_model: finds the model if the launch names no folder.
 
-    Raises OSError and WireError: a server on another machine is not reached.
+    Raises OSError or WireError if a server on another machine cannot be reached.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class EngineProcess:
         if isinstance(launch.link, UnixSockets):
             self._link = UnixLink(launch.link)
         else:
-            self._link = TcpLink(launch.link, lambda: os._exit(0))  # the server has gone
+            self._link = TcpLink(launch.link, lambda: os._exit(0))  # the process ends when the server is gone
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineInput)
         self._stopping = False
@@ -95,12 +97,12 @@ class EngineProcess:
         self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
 
     def run(self) -> int:
-        """Start the engine, serve until told to stop, answer with the exit code."""
+        """Start the engine, serve until a message says to stop, and return the exit code."""
         from quire.engine.start import start_engine
 
         self._beats.start()
         config, folder, drafter = self._launch.config, self._launch.model_folder, self._launch.drafter_folder
-        # Where Ray places replicas, it has chosen their GPUs.
+        # If Ray places the replicas, Ray has chosen their GPUs already.
         if config.device != "cpu" and (config.num_replicas > 1 or config.gpu_ids) and not config.has_ray_replicas:
             devices.take_gpu(self._launch.engine_index, config.gpu_ids)
         try:
@@ -146,7 +148,10 @@ class EngineProcess:
         return 0
 
     def _take_tokenizer(self, core: EngineCore) -> None:
-        """The first message. Its tables hold Python's lock for up to 0.8 s, so they are made before steps matter."""
+        """Take in the first message, the tokenizer.
+
+        Python's lock is held for up to 0.8 s while its tables are made. So they are made before there are requests.
+        """
         message = self._decoder.decode(self._link.receive())
         assert isinstance(message, UseTokenizer)
         try:
@@ -155,14 +160,14 @@ class EngineProcess:
             logger.warning("requests with a constraint are refused: %s", error.message)
 
     def fail(self, error: Exception) -> int:
-        """Tell why the libraries could not be loaded, and answer with the exit code."""
+        """Report why the libraries could not be loaded, and return the exit code."""
         what = str(error).partition("\n")[0]
         self._send(EngineFailed(f"The engine's libraries cannot be loaded: {type(error).__name__} {what}".rstrip()))
         return 1
 
     def _serve(self, started: StartedEngine) -> None:
         self._started, core = started, started.core
-        self._send(self._sign_of_life())  # the first message that names ranks
+        self._send(self._sign_of_life())  # it is the first message that names the ranks
         while not self._stopping:
             if not core.has_work():
                 self._wait(started)
@@ -178,10 +183,10 @@ class EngineProcess:
         started.keep_costs()
 
     def _wait(self, started: StartedEngine) -> None:
-        """Wait for a message; deferred work is done meanwhile."""
+        """Wait for a message. Idle work is done meanwhile."""
         while not self._link.wait(0.0) and started.take_memory():
             pass
-        # A request that comes while a step is measured has to wait, so steps are measured only in longer pauses.
+        # A request that comes while a step is measured must wait. So steps are measured only in longer pauses.
         if not self._link.wait(PAUSE_SECONDS):
             while not self._link.wait(0.0) and started.calibrate():
                 pass
@@ -190,7 +195,7 @@ class EngineProcess:
             started.check_alive()
 
     def _receive(self, core: EngineCore) -> None:
-        """Take in every message that is there."""
+        """Take in all messages that have come."""
         handlers: dict[type, Callable[..., None]] = {
             AddRequest: core.add,
             Abort: lambda message: core.abort(message.request_ids),
@@ -204,7 +209,7 @@ class EngineProcess:
             try:
                 message = self._decoder.decode(frame)
                 handlers[type(message)](message)
-            except Exception as error:  # only this message fails: running requests go on
+            except Exception as error:  # only this message fails, and running requests go on
                 logger.exception("a message could not be handled")
                 self._refuse(frame, error)
 
@@ -213,7 +218,7 @@ class EngineProcess:
         try:
             fields = msgspec.msgpack.decode(frame)
         except msgspec.MsgspecError:
-            return  # logged; the message names no request
+            return  # the error is logged, and the message names no request
         request_id = fields.get("request_id") if isinstance(fields, dict) else None
         if isinstance(request_id, str):
             message = f"The engine could not take the request ({type(error).__name__})"
@@ -239,7 +244,7 @@ class EngineProcess:
         self._send(EngineProgress(phase, fraction, detail, now - self._phase_start_time))
 
     def _beat(self) -> None:
-        """Tell every BEAT_SECONDS that this process runs, and how long its step may take. On a thread of its own."""
+        """Send a sign of life every BEAT_SECONDS, with the predicted time of the step, on a thread of its own."""
         with self._link.beats() as send:
             encoder = msgspec.msgpack.Encoder()
             while True:
@@ -265,8 +270,8 @@ class EngineProcess:
 
 
 def _watch_parent(lines: SimpleQueue[bytes]) -> None:
-    """Hand on the parent's line, then wait for the end of standard input and leave at once: the parent is gone."""
-    # Not through sys.stdin: the interpreter may end, in the main thread, while this one holds its lock.
+    """Pass the parent's line on. Then wait for the end of standard input, and end the process: the parent is gone."""
+    # sys.stdin is not used, because the main thread may end the interpreter while this thread holds its lock.
     line = b""
     while not line.endswith(b"\n"):
         if not (piece := os.read(0, 65_536)):
@@ -275,7 +280,7 @@ def _watch_parent(lines: SimpleQueue[bytes]) -> None:
     lines.put(line)
     while os.read(0, 1):
         pass
-    # A parent that was killed could not remove the folder of its sockets.
+    # If the parent was killed, it could not remove the folder of its sockets.
     link = msgspec.json.decode(line, type=EngineLaunch).link
     if isinstance(link, UnixSockets):
         shutil.rmtree(Path(link.input_address.removeprefix("ipc://")).parent, ignore_errors=True)
@@ -283,27 +288,27 @@ def _watch_parent(lines: SimpleQueue[bytes]) -> None:
 
 
 def _import_engine() -> Exception | None:
-    """It takes a second or two, in which the parent gets ready. Returns the error, such as too little memory."""
+    """Import the engine's modules, which takes a second or two. Returns the error, for example too little memory."""
     try:
         load("quire.engine.start")
     except Exception as error:
         return error
-    gc.freeze()  # the garbage collector need not look at the loaded objects again
+    gc.freeze()  # so the garbage collector does not look at the loaded objects again
     return None
 
 
 def main(num_ranks: int = 0, find_model: FindModel | None = None) -> int:
-    """Answers with the exit code.
+    """Run an engine process until it is told to stop. Returns the exit code.
 
     Args:
-        num_ranks: processes of further ranks that load their libraries meanwhile.
+        num_ranks: the number of processes of further ranks that load their libraries at the same time.
         find_model: see EngineProcess.
     """
     # The parent decides when to stop: a Ctrl-C in the terminal, or a service manager's SIGTERM, reaches both processes,
     # and the parent drains first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # log lines come from the background of the terminal
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a background process of the terminal may write log lines
     logs.configure()
     start_time = time.monotonic()
     lines: SimpleQueue[bytes] = SimpleQueue()

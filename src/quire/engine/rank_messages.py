@@ -1,4 +1,7 @@
-"""Messages from the first rank of an engine to the other processes of its ranks, and their answers. Never pickled."""
+"""Messages from the first rank of an engine to the processes of its other ranks, and their answers.
+
+They are msgspec structs, and never pickled.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,16 @@ MOST_MESSAGE_BYTES = 1 << 30
 
 
 class RankLaunch(msgspec.Struct, tag=True):
-    """The first message to a new process. File descriptors go along with it.
+    """The first message to a new process. File descriptors are sent along with it.
 
     Attributes:
         connection: file descriptor of the connection from the first rank.
-        memory: file descriptor of distributed.shared_memory.
-        adapters: file descriptor of a connection for LoadAdapter. The answer comes there when the adapter is read.
-            None: there are no adapters, as with stages.
-        dies_with_parent: the system kills it when the thread ends that has started it.
+        memory: file descriptor of the shared memory: see distributed.shared_memory.
+        adapters: file descriptor of a connection for LoadAdapter. It carries the answer when the adapter has been read.
+            None: there are no adapters; with pipeline stages there are never any.
+        dies_with_parent: whether the system kills the process when the thread that has started it ends.
         links: file descriptors of connections to ranks of other machines, by rank.
-        cpus: the CPUs on which it computes; empty: the CPUs of its parent.
+        cpus: the CPUs on which the process computes; empty: the CPUs of its parent.
     """
 
     config: EngineConfig
@@ -44,12 +47,12 @@ class RankLaunch(msgspec.Struct, tag=True):
     cpus: set[int]
 
     def descriptors(self) -> list[int]:
-        """The file descriptors of the sender."""
+        """All file descriptors of this launch, with the sender's numbers."""
         adapters = [] if self.adapters is None else [self.adapters]
         return [self.connection, self.memory, *adapters, *self.links.values()]
 
     def with_descriptors(self, received: Sequence[int]) -> RankLaunch:
-        """The launch with the numbers of `descriptors` in the process that has received them."""
+        """The launch with the receiver's numbers of the file descriptors, in the order of `descriptors`."""
         own = dict(zip(self.descriptors(), received, strict=True))
         return msgspec.structs.replace(
             self,
@@ -61,52 +64,64 @@ class RankLaunch(msgspec.Struct, tag=True):
 
 
 class AskFacts(msgspec.Struct, tag=True):
-    """See life_cycle.Worker.facts; likewise for the next ones."""
+    """Asks for life_cycle.Worker.facts."""
 
     wants_gpu: bool
 
 
 class Load(msgspec.Struct, tag=True):
+    """Asks for life_cycle.Worker.load."""
+
     settings: WorkerSettings
 
 
 class Measure(msgspec.Struct, tag=True):
-    pass
+    """Asks for life_cycle.Worker.measure."""
 
 
 class Allocate(msgspec.Struct, tag=True):
+    """Asks for life_cycle.Worker.allocate."""
+
     size: CacheSize
 
 
 class Capture(msgspec.Struct, tag=True):
-    pass
+    """Asks for life_cycle.Worker.capture."""
 
 
 class Execute(msgspec.Struct, tag=True):
+    """Asks for life_cycle.Worker.execute."""
+
     batch: ScheduledBatch
 
 
 class UseIdleTime(msgspec.Struct, tag=True):
+    """Asks for life_cycle.Worker.use_idle_time."""
+
     num_blocks_ever_used: int
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
+    """Asks for life_cycle.Worker.load_adapter."""
+
     path: str
     digest: str | None
 
 
 class AddAdapter(msgspec.Struct, tag=True):
-    """One that was read. Adapters are added in the order in which they were read."""
+    """Asks to add an adapter that was read. Adapters are added in the order in which they were read."""
 
-    number: int  # the number of its LoadAdapter on the rank, from 0 on: an adapter may be read twice
+    number: int  # the number of its LoadAdapter on this rank, from 0 on, because an adapter may be read twice
 
 
 class DropAdapter(msgspec.Struct, tag=True):
+    """Asks for life_cycle.Worker.drop_adapter."""
+
     digest: str
 
 
 class Answer(msgspec.Struct, tag=True, omit_defaults=True):
-    """The result of a method, if the first rank wants it."""
+    """The answer to a message: the result of a method, if the first rank uses it."""
 
     facts: DeviceFacts | None = None
     measured: Measured | None = None
@@ -125,10 +140,10 @@ class Report(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """An error of a rank: the name and the fields of a QuireError, or the text of another one.
+    """An error of a rank: the name and the fields of a QuireError, or the text of another error.
 
     Attributes:
-        value: for a RowsFailedError, the requests.
+        value: the value in the error; for a RowsFailedError, the ids of the requests.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""The work of a rank's process: it carries out the orders of the first rank."""
+"""The work of the process of a rank: it carries out the orders of the first rank."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _worker(launch: RankLaunch, progress: Progress) -> DeviceWorker:
     return DeviceWorker(part, progress, ranks=ranks)
 
 
-_Loads = deque[tuple[int, AdapterLoad]]  # adapters that were read, oldest first, with their numbers
+_Loads = deque[tuple[int, AdapterLoad]]  # the numbers and loads of adapters that were read; the oldest is first
 
 
 def _answer(worker: DeviceWorker, loads: _Loads, message: ToRank) -> Answer:
@@ -83,7 +83,7 @@ def _answer(worker: DeviceWorker, loads: _Loads, message: ToRank) -> Answer:
             result = worker.execute(batch)
             return Answer(result=result) if worker.samples else Answer(ranks=result.ranks)
         case AddAdapter(number):
-            while loads[0][0] < number:  # another rank could not read it
+            while loads[0][0] < number:  # another rank could not read this adapter, so it is dropped
                 loads.popleft()
             _, load = loads.popleft()
             load.add()
@@ -97,7 +97,7 @@ def _answer(worker: DeviceWorker, loads: _Loads, message: ToRank) -> Answer:
 
 
 def _read_adapters(worker: DeviceWorker, loads: _Loads, connection: Connection) -> None:
-    """Beside the steps, one after the other."""
+    """Read adapters one after the other, at the same time as steps run."""
     with suppress(EOFError, OSError):
         for number in count():
             message = decode_to_rank(connection.recv_bytes(MOST_MESSAGE_BYTES))
@@ -112,7 +112,10 @@ def _read_adapters(worker: DeviceWorker, loads: _Loads, connection: Connection) 
 
 
 def _listen(connection: Connection, frames: SimpleQueue[bytes]) -> None:
-    """Hand on the orders of the first rank, and leave at once when it is gone: the main thread may wait for it."""
+    """Pass the orders of the first rank on. End the process when the first rank is gone.
+
+    The main thread cannot end it, because it may wait for the first rank.
+    """
     while True:
         try:
             frames.put(connection.recv_bytes(MOST_MESSAGE_BYTES))
@@ -121,7 +124,7 @@ def _listen(connection: Connection, frames: SimpleQueue[bytes]) -> None:
 
 
 def obey(launch: RankLaunch) -> None:
-    """Until the first rank is gone: then the process ends."""
+    """Carry out orders until the first rank is gone. Then the process ends."""
     connection, frames = Connection(launch.connection), SimpleQueue[bytes]()
     threading.Thread(target=_listen, args=(connection, frames), name="first rank", daemon=True).start()
     if launch.dies_with_parent:

@@ -1,7 +1,7 @@
-"""Starts the interpreters of further ranks, which load their libraries until they get a launch.
+"""Starts the interpreters of further ranks early. They load their libraries while they wait for a RankLaunch.
 
-Most of a start is the import of torch. An interpreter that is started before this import imports torch beside the first
-rank.
+The import of torch takes most of the time of a start. An interpreter that starts early imports torch at the same time
+as the first rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class RankInterpreter:
-    """A process that waits for a RankLaunch on its standard input, and ends if none comes. Raises OSError."""
+    """A process that waits for a RankLaunch on its standard input. It ends if none comes.
+
+    Raises OSError if the process cannot be started.
+    """
 
     def __init__(self) -> None:
         # -P: a module of the current folder must not stand in for one of ours or of the standard library.
@@ -42,15 +45,15 @@ class RankInterpreter:
             raise
 
     def launch(self, launch: RankLaunch) -> subprocess.Popen[bytes]:
-        """Let it become a rank. The caller may close the descriptors afterwards."""
+        """Let the process become a rank. The caller may close the launch's descriptors afterwards."""
         frame = encode(launch)
-        with suppress(ConnectionError), self._orders:  # the error of a later message says how the rank ended
+        with suppress(ConnectionError), self._orders:  # a later message will raise an error that says how it ended
             sent = socket.send_fds(self._orders, [frame], launch.descriptors())
             self._orders.sendall(frame[sent:])
         return self.process
 
     def end(self) -> None:
-        """End it at once, and wait until it is gone."""
+        """End the process at once, and wait until it is gone."""
         self._orders.close()
         self.process.kill()
         self.process.wait()
@@ -58,12 +61,13 @@ class RankInterpreter:
 
 @contextmanager
 def spawned_ranks(count: int) -> Iterator[list[RankInterpreter]]:
-    """This number of interpreters, or as many as the system allows. At the end of the block, the interpreters that are
-    still in the list end.
+    """Start this number of interpreters, or fewer if the system allows no more.
+
+    At the end of the block, the interpreters that are still in the list are ended.
     """
     interpreters: list[RankInterpreter] = []
     try:
-        with suppress(OSError):  # a caller whose descriptor is missing tries again and reports the reason
+        with suppress(OSError):  # start_ranks starts missing interpreters itself, and reports the error
             interpreters.extend(RankInterpreter() for _ in range(count))
         yield interpreters
     finally:
@@ -72,13 +76,13 @@ def spawned_ranks(count: int) -> Iterator[list[RankInterpreter]]:
 
 
 def die_with_parent() -> None:
-    """Even where this process is stopped."""
+    """Let the system kill this process when its parent ends, even while this process is stopped. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def receive_launch() -> RankLaunch | None:
-    """In the process of a rank. None: the first rank has ended, or does not need it."""
+    """Wait for the launch, in the process of a rank. None: the first rank has ended, or does not need the process."""
     with socket.socket(fileno=os.dup(0)) as orders:
         frame, descriptors, _, _ = socket.recv_fds(orders, _PIECE_BYTES, MOST_DESCRIPTORS)
         while piece := orders.recv(_PIECE_BYTES):

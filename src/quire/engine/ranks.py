@@ -1,4 +1,4 @@
-"""The workers of an engine: the first rank is a worker of this process, each other rank is a process."""
+"""The workers of an engine. The first rank is a worker in this process; each other rank is a process."""
 
 from __future__ import annotations
 
@@ -77,14 +77,16 @@ def start_ranks(
     engine_index: int,
     interpreters: list[RankInterpreter],
 ) -> Workers:
-    """The ranks of an engine, on this machine and on others. The processes load their libraries when this returns.
-
-    Raises ConfigError: other nodes have not come, or Ray cannot start them.
+    """Start the ranks of an engine, on this machine and on others. They still load their libraries when this returns.
 
     Args:
         model_config: the config of the whole model.
+        drafter_folder: the folder of the model that drafts; None: no model drafts.
         engine_index: the index of the replica.
-        interpreters: interpreters for ranks of this machine. Used ones are taken out; missing ones are started.
+        interpreters: interpreters for ranks of this machine. Used ones are removed, and missing ones are started.
+
+    Raises:
+        ConfigError: other nodes have not come, or Ray cannot start them.
     """
     grid = grid_of(config)
     cpus = cpus_of_processes(config)[engine_index * grid.num_local :]
@@ -110,7 +112,7 @@ def start_ranks(
             for peer in joined.peers():
                 on_error.callback(peer.close)
                 on_error.callback(wire.end, peer)
-        with ExitStack() as given:  # the descriptors that the processes get
+        with ExitStack() as given:  # it closes the descriptors that the processes have got
             memory = make_memory(grid)
             given.callback(os.close, memory)
             links = {rank: {sender: joined.links[sender].fileno()} for rank, sender in links_in(config, grid).items()}
@@ -145,7 +147,7 @@ def start_ranks(
 
 
 def _starting(config: EngineConfig) -> Starting | None:
-    """Who starts the other nodes; None: people do. Raises ConfigError."""
+    """The object that starts the other nodes; None: people start them. Raises ConfigError."""
     if config.distributed_executor_backend != "ray":
         return None
     from quire.engine.ray_nodes import RayNodes
@@ -154,16 +156,16 @@ def _starting(config: EngineConfig) -> Starting | None:
 
 
 def rank_name(rank: int, grid: Grid) -> str:
-    """For people."""
+    """The name of a rank, as text for people."""
     name = f"Rank {rank} of {grid.size}"
     return name if grid.num_stages == 1 else f"{name}, in stage {grid.stage(rank)} of {grid.num_stages}"
 
 
 class OtherRank(ABC):
-    """A Worker at the other end of a connection. Each method waits for its answer.
+    """A life_cycle.Worker at the other end of a connection. Each method waits for its answer.
 
     Args:
-        failing: learns that the rank is lost.
+        failing: is told if the rank is lost.
     """
 
     def __init__(self, rank: int, grid: Grid, failing: Failing, connection: Connection) -> None:
@@ -176,7 +178,7 @@ class OtherRank(ABC):
 
     @abstractmethod
     def _end(self) -> str:
-        """Who has ended, where, and how."""
+        """A text for people that says which rank has ended, where, and how."""
 
     def check_alive(self) -> None:
         if self._is_lost():
@@ -187,7 +189,7 @@ class OtherRank(ABC):
 
     @abstractmethod
     def _place(self) -> str:
-        """Where it is."""
+        """The place of the rank, as text for people."""
 
     def give_up(self) -> None:
         self._failing.fail_for(self._rank)
@@ -216,7 +218,7 @@ class OtherRank(ABC):
         self.ask(Capture())
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        """The result has no tokens if the rank does not sample."""
+        """See Worker. The result has no tokens if the rank does not sample."""
         answer = self.ask(Execute(batch))
         return answer.result or StepResult(batch.step_id, [], ranks=answer.ranks)
 
@@ -257,11 +259,11 @@ class OtherRank(ABC):
 
 
 class RankProcess(OtherRank):
-    """A rank of this machine.
+    """A rank of this machine, in a process of its own.
 
     Args:
-        launch: without its connections.
-        interpreter: becomes its process.
+        launch: the launch, without its connections.
+        interpreter: the process, which becomes the rank.
     """
 
     def __init__(self, launch: RankLaunch, grid: Grid, failing: Failing, interpreter: RankInterpreter) -> None:
@@ -279,14 +281,14 @@ class RankProcess(OtherRank):
         self._watching.start()
 
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
-        """Results are asked for in the order of the loads, and only the oldest is asked whether it is done."""
+        """See Worker. Results come in the order of the loads. Only the oldest load may be asked whether it is done."""
         self.say(self.adapters, LoadAdapter(path, digest))
         load = _LoadOfRank(self, self._num_loads)
         self._num_loads += 1
         return load
 
     def give_up(self) -> None:
-        """It may hang, so it is ended too."""
+        """See Worker. The process may hang, so it is ended too."""
         super().give_up()
         self._is_closing.set()
         self._process.kill()
@@ -312,7 +314,7 @@ class RankProcess(OtherRank):
 
 
 class _LoadOfRank:
-    """An AdapterLoad of another process.
+    """An AdapterLoad in another process.
 
     Args:
         number: see AddAdapter.
@@ -336,7 +338,7 @@ class _LoadOfRank:
 
 
 class Home:
-    """The connection to another node, over which it says why it ends."""
+    """The connection to another node. Over it, the node says why it ends."""
 
     def __init__(self, peer: socket.socket) -> None:
         self._peer, self.host = peer, peer.getpeername()[0]
@@ -359,7 +361,7 @@ class Home:
         self._peer.close()
 
     def give_up(self) -> None:
-        """Nobody waits for the node any more."""
+        """Stop waiting for the node."""
         wire.end(self._peer)
 
     def is_lost(self) -> bool:
@@ -367,16 +369,17 @@ class Home:
         return not self._thread.is_alive()
 
     def end(self, name: str) -> str:
-        """Why a rank of the node is lost."""
+        """The reason why a rank of the node is lost, as text for people."""
         self._thread.join(2 * LOOK_SECONDS + SAY_SECONDS)
         return self._why or f"{name} (on {self.host}) is lost: the connection to its node has ended"
 
 
 class RemoteRank(OtherRank):
-    """A rank of another node. The node watches its process.
+    """A rank of another node, which watches the rank's process.
 
     Args:
-        starting: who has started the nodes, for the rank that is closed last.
+        home: the connection to the node.
+        starting: the object that has started the nodes. Only the rank that is closed last has it.
     """
 
     def __init__(
@@ -417,7 +420,7 @@ class RemoteRank(OtherRank):
 def _watch(
     process: subprocess.Popen[bytes], rank: int, name: str, failing: Failing, is_closing: threading.Event
 ) -> None:
-    """Tell the others when the process ends, or has been stopped for two looks."""
+    """Tell the other ranks when the process has ended, or when two checks have found it stopped."""
     num_stopped = 0
     while process.poll() is None and num_stopped < 2:
         num_stopped = num_stopped + 1 if is_stopped(process.pid) else 0
@@ -425,12 +428,12 @@ def _watch(
     if process.returncode != 0 and not is_closing.is_set():
         failing.fail_for(rank)
         logger.error("%s", end_of(process, name))
-        process.kill()  # a stopped process ends only in this way
+        process.kill()  # a stopped process does not react to other signals
         process.wait()
 
 
 def is_stopped(pid: int) -> bool:
-    """By a signal."""
+    """Whether a process was stopped by a signal (SIGSTOP, for example)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):
@@ -438,12 +441,12 @@ def is_stopped(pid: int) -> bool:
 
 
 def place_of(process: subprocess.Popen[bytes]) -> str:
-    """For people."""
+    """The place of a process, as text for people."""
     return f"process {process.pid} on {platform.node()}"
 
 
 def end_of(process: subprocess.Popen[bytes], name: str) -> str:
-    """Who has ended, where, and how."""
+    """A text for people that says which process has ended, where, and how."""
     who = f"{name} ({place_of(process)})"
     if is_stopped(process.pid):
         return f"{who} was stopped by a signal"

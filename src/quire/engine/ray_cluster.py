@@ -1,7 +1,7 @@
-"""A Ray cluster that runs already: places on its machines, and our processes there.
+"""Runs our processes on the machines of a running Ray cluster.
 
-Ray reserves the resources of a process and starts it. It also brings the process its settings and the cluster key. It
-does not see later messages.
+Ray reserves resources for a process and starts it. It also brings the settings and the cluster key to the process.
+Later messages do not go through Ray.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from quire.logs import get_logger
 
 CONNECT_SECONDS = 20.0  # the time in which Ray must reach its cluster
 PLACE_SECONDS = 8.0  # the time in which Ray must find machines
-HERE = 0.001  # the amount of the resource by which Ray names a machine
-# Variables that must be the same in all processes. Users set others, such as HF_TOKEN, where they start Ray.
+HERE = 0.001  # the amount to ask for of the resource with which Ray marks a machine
+# These variables must be the same in all processes. Users set others, such as HF_TOKEN, where they start Ray.
 _SHARED = (envs.PP_LAYER_PARTITION, envs.ISA, envs.NUM_THREADS, envs.ENGINE_READY_TIMEOUT_S, envs.LOGGING_LEVEL)
 
 logger = get_logger(__name__)
@@ -37,31 +37,35 @@ class QuireProcess:
     """An actor: a process of the Ray cluster, which runs one of ours."""
 
     def run(self, program: Sequence[str], settings: bytes, environment: dict[str, str], version: str) -> int:
-        """Its exit code. Raises RuntimeError where Quire has another version.
+        """Run a program until it ends, and return its exit code. Raises RuntimeError if Quire has another version here.
 
         Args:
-            program: arguments of the interpreter.
-            settings: a line on its standard input, which then stays open: its end is the end of the actor.
+            program: the arguments of the interpreter.
+            settings: a line for the program's standard input. Then the input stays open until the actor ends.
+            version: the version of Quire that the caller has.
         """
         if version != __version__:
             raise RuntimeError(f"Quire {__version__} is installed there, and {version} here")
         command, environment = [sys.executable, "-P", *program], {**os.environ, **environment}
         with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=environment) as process:
             assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it has ended already, and its exit code says how
+            with suppress(BrokenPipeError):  # the program has ended already, and its exit code says how
                 process.stdin.write(settings + b"\n")
             return process.wait()
 
 
 class RayCluster:
-    """Raises ConfigError: no Ray, or no cluster.
+    """The connection to a running Ray cluster.
 
     Args:
-        param: the setting that asks for Ray.
+        param: the setting that asks for Ray. Errors name it.
 
     Attributes:
         key: the cluster key.
-        address: the address of this machine in the network of the others: as Ray knows it, or --master-addr.
+        address: the address at which other machines reach this one: the one that Ray knows, or --master-addr.
+
+    Raises:
+        ConfigError: Ray is not installed, or there is no cluster.
     """
 
     def __init__(self, config: EngineConfig, param: str) -> None:
@@ -76,13 +80,14 @@ class RayCluster:
     def take_places(
         self, bundles: Sequence[Mapping[str, float]], strategy: str, *, is_first_here: bool, whom: str, expected: str
     ) -> None:
-        """Raises ConfigError if Ray has no room.
+        """Reserve resources. Raises ConfigError if Ray has no room.
 
         Args:
-            bundles: the reservations. Reservations of other machines need no more than the first one.
-            is_first_here: the first bundle is on this machine.
-            whom: is to be placed, for people.
-            expected: the expected state of the cluster, for people.
+            bundles: the reservations, each on one machine. None of them is larger than the first one.
+            strategy: Ray's name of a placement strategy.
+            is_first_here: whether the first bundle must be on this machine.
+            whom: names what is to be placed, as text for people.
+            expected: the expected state of the cluster, as text for people.
         """
         first = {**bundles[0], f"node:{self._here}": HERE} if is_first_here else bundles[0]
         self._places = self.ray.util.placement_group([dict(each) for each in (first, *bundles[1:])], strategy=strategy)
@@ -90,22 +95,23 @@ class RayCluster:
             raise self._no_room(bundles[0], whom, expected)
 
     def machines(self) -> dict[int, str]:
-        """Where each bundle is now, by Ray's names of machines. A bundle whose machine is lost may have none."""
+        """The machine of each bundle, by Ray's name. A bundle has no entry while its machine is lost."""
         found: dict[int, str] = self.ray.util.placement_group_table(self._places)["bundles_to_node_id"]
         return found
 
     def in_bundle(self, bundle: int, work: Any, **options: Any) -> Any:
-        """A class or a function as Ray runs it there."""
+        """Ray's version of a class or a function, which runs in a bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=bundle)
         return self.ray.remote(work).options(scheduling_strategy=place, **options)
 
     def run(self, bundle: int, program: Sequence[str], settings: bytes, needs: Mapping[str, float]) -> tuple[Any, Any]:
-        """Start one of our processes -> the actor around it, and its future exit code.
+        """Start one of our processes. Returns the actor around it, and a future of its exit code.
 
         Args:
-            needs: CPU, and GPU if it uses some, of what its bundle has.
+            program, settings: see QuireProcess.run.
+            needs: the resources of the bundle that the process uses: CPU, and GPU if it uses some.
         """
         shared = {variable.name: text for variable in _SHARED if (text := os.environ.get(variable.name))}
         environment = {**shared, envs.CLUSTER_KEY.name: self.key}
@@ -114,14 +120,14 @@ class RayCluster:
         return actor, actor.run.remote(tuple(program), settings, environment, __version__)
 
     def end(self, actor: Any) -> None:
-        """End an actor at once, with its process. If Ray is not reached, it has ended already."""
+        """End an actor and its process at once. If Ray cannot be reached, they have ended already."""
         try:
             self.ray.kill(actor)
         except Exception as error:  # Ray may raise errors of any class
             logger.warning("Ray has not ended a process: %s", last_line(error))
 
     def close(self) -> None:
-        """Give the places back. If Ray is not reached, they are lost already."""
+        """Give the reserved places back. If Ray cannot be reached, they are lost already."""
         places, self._places = self._places, None
         if places is not None:
             try:
@@ -156,7 +162,7 @@ class RayCluster:
 
 
 def last_line(error: BaseException) -> str:
-    """The reason, from Ray's error about a process that was not started or is lost."""
+    """The reason in Ray's error about a process that was not started, or was lost: its last line."""
     return _lines(error)[-1]
 
 
@@ -165,7 +171,7 @@ def _lines(error: BaseException) -> list[str]:
 
 
 def _connected(param: str) -> tuple[Any, bool]:
-    """Ray, connected to its cluster, and whether this is new. Raises ConfigError."""
+    """The module ray, connected to a cluster, and whether this call has connected it. Raises ConfigError."""
     try:
         import ray
     except ImportError:
@@ -193,7 +199,7 @@ T = TypeVar("T")
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """Runs on a daemon thread: Ray may wait without an end for a machine that does not answer."""
+    """Run work on a daemon thread, because Ray may wait for ever for a machine that does not answer."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -207,8 +213,8 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
 
 def _connect(ray: Any) -> None:
-    """Raises what Ray raises, and TimeoutError."""
-    # Ray would take the handler of SIGTERM. Outside the main thread it does not, and warns about it.
+    """Connect to the cluster. Raises Ray's errors, and TimeoutError."""
+    # In the main thread, Ray would replace the handler of SIGTERM. In another thread it only warns that it cannot.
     logging.getLogger("ray._private.worker").addFilter(lambda record: "SIGTERM handler" not in record.getMessage())
     connection = in_background(partial(ray.init, address="auto", configure_logging=False))
     try:

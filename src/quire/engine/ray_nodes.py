@@ -1,6 +1,6 @@
-"""Ray starts the other nodes of an engine: each on a machine of its own, the first one here.
+"""Lets Ray start the other nodes of an engine, each on a machine of its own. Node 0 is on this machine.
 
-They connect as the ranks of --nnodes do.
+The nodes connect in the same way as with --nnodes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ logger = get_logger(__name__)
 
 
 class RayNodes:
-    """Places for all nodes, and the nodes that run there. Raises ConfigError: no Ray, no cluster, or no room.
+    """Reserves places for all nodes in a Ray cluster, and starts nodes there.
 
     Attributes:
         key: the cluster key.
-        address: the address where node 0 listens.
-        port: 0: any.
+        address: the address at which node 0 listens.
+        port: the port at which node 0 listens; 0: the system chooses one.
+
+    Raises:
+        ConfigError: Ray is not installed, there is no cluster, or it has no room.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -57,7 +60,7 @@ class RayNodes:
             raise
 
     def start(self, address: str, port: int) -> None:
-        """Start the other nodes, which will come to this address."""
+        """Start the other nodes. They will connect to this address."""
         logger.info("Ray starts %d nodes, which connect to %s, port %d", self._config.nnodes - 1, address, port)
         for node in range(1, self._config.nnodes):
             config = replace(
@@ -82,7 +85,7 @@ class RayNodes:
             )
 
     def close(self) -> None:
-        """Let the nodes end, and give the places back."""
+        """Let the nodes end, and give the reserved places back."""
         if self._runs:
             self._cluster.ray.wait(list(self._runs), num_returns=len(self._runs), timeout=END_SECONDS)
         for actor in self._actors:

@@ -1,7 +1,7 @@
-"""Ray places the replicas of a server on machines of its cluster, and starts an engine process for each there.
+"""Lets Ray place the replicas of a server on the machines of its cluster, and starts an engine process for each.
 
-A placement group holds the places for as long as the server runs. Each process is the child of an actor of its own: a
-replica that starts again gets a new actor in the same place. The process connects to the server.
+A placement group holds the places as long as the server runs. Each engine process is the child of an actor of its own.
+A replica that is restarted gets a new actor in the same place. The engine process connects to the server.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ logger = get_logger(__name__)
 
 
 class RayReplicas:
-    """Places for all replicas. Raises ConfigError: no Ray, no cluster, or no room.
+    """Reserves places for all replicas.
 
-    Without --data-parallel-size-local Ray spreads the replicas over its machines. With it, each bundle holds this
-    number of replicas, on a machine of its own, the first one here; the last bundle may hold fewer.
+    Without --data-parallel-size-local, Ray spreads the replicas over its machines. With it, each bundle holds this
+    number of replicas on a machine of its own, and the last bundle may hold fewer. The first bundle is on this machine.
 
     Attributes:
         key: the cluster key.
-        address: the address of this machine, where engines find it.
+        address: the address at which engines reach this machine.
+
+    Raises:
+        ConfigError: Ray is not installed, there is no cluster, or it has no room.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -60,7 +63,7 @@ class RayReplicas:
         sizes = [min(size, count - first) for first in range(0, count, size)]
         bundles = [{name: each * number for name, number in self._needs.items()} for each in sizes]
         room = " and ".join(f"{name} {number}" for name, number in self._needs.items())
-        where = f": {size} here, and so many or fewer on each of {len(sizes) - 1} other machines" if is_local else ""
+        where = f": {size} here, and at most {size} on each of {len(sizes) - 1} other machines" if is_local else ""
         self._cluster.take_places(
             bundles,
             "STRICT_SPREAD" if is_local else "SPREAD",
@@ -74,7 +77,7 @@ class RayReplicas:
         logger.info("replicas connect to this machine at %s", self.address)
 
     def _machines(self) -> list[str]:
-        """Of each replica now; "": its machine is lost, and Ray looks for another one."""
+        """The present machine of each replica. It is "" if the machine is lost and Ray looks for another one."""
         machines = self._cluster.machines()
         return [machines.get(each // self._bundle_size) or "" for each in range(self._config.data_parallel_size)]
 
@@ -95,10 +98,11 @@ class RayReplicas:
         return dict(zip(asked, found, strict=True))
 
     def start(self, index: int, launch: EngineLaunch) -> tuple[Any, Future[int]]:
-        """Start an engine -> its actor, and the future exit code of its process.
+        """Start an engine. Returns its actor, and a future of the exit code of its process.
 
         Args:
-            launch: without the fields that depend on the machine.
+            index: the index of the replica.
+            launch: the launch, without the fields that depend on the machine.
         """
         machines = self._machines()
         count = max(machines.count(machines[index]), 1) if machines[index] else 1
@@ -112,9 +116,9 @@ class RayReplicas:
         return actor, ended
 
     def end(self, actor: Any) -> None:
-        """At once, and with its process."""
+        """End an actor and its process at once."""
         self._cluster.end(actor)
 
     def close(self) -> None:
-        """Give the places back."""
+        """Give the reserved places back."""
         self._cluster.close()

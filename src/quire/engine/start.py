@@ -1,4 +1,4 @@
-"""From a config to an engine core that has produced a token: model facts, worker, scheduler, executor."""
+"""Starts an engine: from a config to an engine core that has produced a token."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ from quire.planning.step_costs import (
 from quire.scheduler.from_settings import scheduler_of
 from quire.settings import Planned
 
-MOST_OVERESTIMATE = 1.5  # the largest ratio by which a kept calibration may be slower than a step is now
-CALIBRATION_SHARE = 0.1  # measuring may make a start longer by this share; the rest is measured while no request waits
+MOST_OVERESTIMATE = 1.5  # a kept calibration may predict at most this multiple of the time that a step takes now
+CALIBRATION_SHARE = 0.1  # the share by which calibration may make a start longer; later it goes on in idle time
 
 
 @dataclass(frozen=True)
 class StartedEngine:
-    """A core that is ready to serve, and its resolved settings."""
+    """An engine core that is ready to serve, with its resolved settings."""
 
     core: EngineCore
     resolved: Planned
     model_config: ModelConfig
     executor: WorkerExecutor
-    calibration: Calibration | None  # the steps that are left to measure
+    calibration: Calibration | None  # the steps that must still be measured; None: there are none
     kept_costs: KeptCosts
 
     def take_memory(self) -> bool:
-        """Take a little of the memory that will be needed; False: there is nothing to take now."""
+        """Touch some memory of the KV cache that will be needed; False: there is nothing to do now. See Prefault."""
         return self.executor.use_idle_time(self.core.scheduler.num_blocks_ever_used)
 
     def check_alive(self) -> None:
-        """Raise EngineDeadError if a rank is lost. A step finds out by itself; an engine without requests looks."""
+        """Raise EngineDeadError if a rank is lost. A step notices this by itself; an idle engine must call this."""
         self.executor.check_alive()
 
     def calibrate(self) -> bool:
@@ -67,7 +67,7 @@ class StartedEngine:
         return self.calibration is not None and self.calibration.step()
 
     def keep_costs(self) -> None:
-        """Keep the corrections by running steps for later starts."""
+        """Store the corrections that running steps have given, for later starts."""
         self.kept_costs.keep()
 
     def ready_message(self) -> EngineReady:
@@ -88,18 +88,21 @@ def start_engine(
     interpreters: list[RankInterpreter] | None = None,
     start_time: float | None = None,
 ) -> StartedEngine:
-    """Load the model in `model_folder` and make it answer once. Raises QuireErrors fit for the user.
+    """Load the model in `model_folder`, and let it answer once.
 
     Args:
-        make_workers: makes the workers from the whole model; None: one worker of this process, and a process for each
-            further rank.
-        is_first: refuse targets that cannot be reached. An engine that takes over from one that failed keeps them.
-        drafter_folder: the folder of the model that drafts for it.
+        make_workers: makes the workers from the config of the whole model; None: one worker is in this process, and
+            each further rank is a process.
+        is_first: whether targets that cannot be reached are refused. An engine that replaces a failed one keeps them.
+        drafter_folder: the folder of the model that drafts; None: no model drafts.
         free_memory_bytes: the bytes of the machine's memory that were free before the first replica began to load;
             None: there is one replica.
         engine_index: the index of the replica.
-        interpreters: for further ranks; see start_ranks.
-        start_time: since when ranks are awaited; see ThreadExecutor.
+        interpreters: interpreters for further ranks: see start_ranks.
+        start_time: the time of the start of the engine: see ThreadExecutor.
+
+    Raises:
+        QuireError: the engine cannot start. All these errors are meant for the user.
     """
     started = time.monotonic()
     if is_external := config.distributed_executor_backend == "external_launcher":
@@ -161,11 +164,12 @@ def _answering(
     is_first: bool,
     has_clock: bool,
 ) -> StartedEngine:
-    """An engine that has produced tokens.
+    """Make an engine and let it produce some tokens.
 
     Args:
-        started: the time when the start began.
-        has_clock: its decisions may depend on times. Engines that must schedule alike know none.
+        started: the time at which the start began.
+        has_clock: whether the engine's decisions may depend on times. If several engines must schedule alike, they may
+            not.
     """
     resolved, measured = running.resolved, running.measured
     schedule = resolved.scheduler
@@ -186,7 +190,7 @@ def _answering(
     progress(WARM_UP, 2 / 3, "producing a token")
     laps = produce_tokens(core, has_time_limit=has_clock)
     calibration = None
-    # Steps that are much faster than an earlier start has found: the earlier start ran on a busy machine.
+    # If steps are much faster now than in the earlier start, then that start ran on a busy machine.
     is_slower = known is None or MOST_OVERESTIMATE * min(lap.seconds for lap in laps) < predicted
     if is_slower and has_clock:
         calibration = Calibration(core, cost, guess, _points(core, running, model_config), file.write)
@@ -208,7 +212,7 @@ def _answering(
 
 
 def _points(core: EngineCore, running: RunningWorkers, model: ModelConfig) -> Iterator[Rows]:
-    """The steps to measure of an engine."""
+    """The steps that calibration measures."""
     resolved, limits = running.resolved, core.scheduler.limits
     form = resolved.model
     kv_bytes = max(model.kv_bytes_per_token(kv_format(form.kv_cache_dtype, form.dtype)), 1)

@@ -1,4 +1,4 @@
-"""The first tokens of an engine: ready means that a real one has come out of the whole path."""
+"""Produces the first tokens of an engine. An engine is ready when a real token has come out of the whole path."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from quire.messages import AddRequest
 from quire.metrics.stopwatch import Lap, Stopwatch, busy_machine
 from quire.sampling_params import SamplingParams
 
-MOST_TOKENS = 7  # with the prompt of one token they fit into the smallest block
-MOST_SECONDS = 0.05  # after it no further token is started
-MOST_DISTURBED_SECONDS = 0.5  # the same, while no step ran undisturbed by other programs
+MOST_TOKENS = 7  # together with the prompt of one token, they fit into the smallest block
+MOST_SECONDS = 0.05  # no further token is started after this time
+MOST_DISTURBED_SECONDS = 0.5  # the same limit, as long as other programs have disturbed every step
 
 
 def produce_tokens(core: EngineCore, watch: Stopwatch | None = None, *, has_time_limit: bool = True) -> list[Lap]:
-    """Run one request, and keep nothing of it. Returns the times of its steps, of one token each.
+    """Run one request, and keep nothing of it.
 
-    The wait of a step for a core is known only if this thread computes the step: with one batch in flight, and one
-    rank.
+    Args:
+        watch: measures the steps; None: a new one.
+        has_time_limit: whether the time limits above hold.
 
-    Raises WeightsError if the model gives no token for it.
+    Returns:
+        The times of its steps; each step computes one token. The time that a step has waited for a core is known only
+        if this thread computes the step: with one batch in flight and one rank.
+
+    Raises:
+        WeightsError: the model gives no token.
     """
     max_tokens = min(MOST_TOKENS, core.scheduler.limits.max_model_len - 1)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, skip_reading_prefix_cache=True, seed=0)

@@ -1,4 +1,4 @@
-"""The thread of a worker. One that hangs does not keep the program from ending."""
+"""The thread of a worker. A thread that hangs does not keep the program from ending."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, ParamSpec, TypeVar
 
-END_SECONDS = 5.0  # the time that a thread has at the end of the program: its work may hang
+END_SECONDS = 5.0  # the time that the end of the program waits for a thread, because its work may hang
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -21,9 +21,9 @@ _at_work: weakref.WeakSet[WorkerThread] = weakref.WeakSet()
 
 
 class WorkerThread:
-    """Calls functions in order, as an executor of concurrent.futures with one thread does.
+    """Calls functions in order, like an executor of concurrent.futures with one thread.
 
-    The end of the program waits for it, at most END_SECONDS, unless it was given up.
+    The end of the program waits for the thread, at most END_SECONDS, unless the thread was given up.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,7 +35,7 @@ class WorkerThread:
         _at_work.add(self)
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Raises RuntimeError behind shutdown."""
+        """Let the thread call a function. Raises RuntimeError after `shutdown`."""
         future: Future[T] = Future()
         with self._lock:
             if self not in _at_work:
@@ -52,7 +52,7 @@ class WorkerThread:
             self._thread.join()
 
     def join(self, seconds: float) -> None:
-        """Wait until it has ended, at most so long."""
+        """Wait until the thread has ended, at most `seconds`."""
         self._thread.join(seconds)
 
 
@@ -64,7 +64,7 @@ def _work(tasks: SimpleQueue[_Task | None]) -> None:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
-        del task, future, function  # an error keeps this frame alive
+        del task, future, function  # an error keeps this frame alive, and with it these objects
 
 
 @atexit.register

@@ -1,4 +1,4 @@
-"""How models write tool calls and reasoning: the names of the formats, and which one a chat template means."""
+"""The formats in which models write tool calls and reasoning: their names, and how a chat template shows the format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REASONING_PARSERS = ("deepseek_r1", "glm45", "granite", "mistral", "openai_gptos
 NO_PARSER = "none"
 HARMONY_TOOLS, HARMONY_REASONING = "openai", "openai_gptoss"  # one format with both
 
-# Texts in the template of a format, the rarer ones first.
+# Texts by which the template of a format is recognized. The rarer texts come first.
 _TOOL_MARKS = (
     (("<|channel|>", "functions."), HARMONY_TOOLS),
     (("<|tool_calls_section_begin|>",), "kimi_k2"),
@@ -44,7 +44,10 @@ _REASONING_MARKS = (
 
 @dataclass(frozen=True)
 class AnswerFormats:
-    """The formats that answers are parsed by; None: none. `why_...` is the reason, if the chat template decided."""
+    """The formats by which answers are parsed; None: there is no such format.
+
+    `why_...` is the reason, if the chat template has decided.
+    """
 
     tools: str | None
     reasoning: str | None
@@ -53,7 +56,10 @@ class AnswerFormats:
 
     @classmethod
     def choose(cls, tools: str | None, reasoning: str | None, template: str) -> AnswerFormats:
-        """What the user names, else what the chat template means. Raises ConfigError if the two do not go together."""
+        """Choose the formats that the user names, or else those of the chat template.
+
+        Raises ConfigError if the chosen formats do not go together.
+        """
         tools, why_tools = _chosen(tools, template, _TOOL_MARKS)
         reasoning, why_reasoning = _chosen(reasoning, template, _REASONING_MARKS)
         if None not in (tools, reasoning) and (tools == HARMONY_TOOLS) != (reasoning == HARMONY_REASONING):

@@ -20,12 +20,13 @@ _MOST_TOKENS = 1 << 24  # the limit of one request: attention counts positions i
 
 @dataclass(frozen=True)
 class KvGroup:
-    """Layers with one spec. A block of tokens takes a page in each of the group's `num_tables` block tables.
+    """Layers with the same spec. A block of tokens takes one page in each of the group's `num_tables` block tables.
 
     Attributes:
-        layers: numbers of the layers, in order. Only layers that keep keys, values or states are numbered.
-        layers_per_page: a page holds these layers one after the other.
-        least_tables: the stages of a pipeline have the same tables. Some may hold nothing of this stage.
+        layers: the numbers of the layers, in order. Only layers that keep keys, values or states are numbered.
+        layers_per_page: the number of layers in a page. They lie one after the other.
+        least_tables: the least number of tables. All pipeline stages have the same number, so some tables may be empty
+            in this stage.
     """
 
     spec: KvSpec
@@ -39,11 +40,11 @@ class KvGroup:
 
     @property
     def keeps_all(self) -> bool:
-        """A request holds a block for all of its tokens."""
+        """Whether a request holds the blocks of all its tokens."""
         return self.spec.kind in ("full", "latent")
 
     def tables(self) -> Iterator[tuple[int, ...]]:
-        """The layers of each table."""
+        """For each table, its layers."""
         for table in range(self.num_tables):
             yield self.layers[table * self.layers_per_page : (table + 1) * self.layers_per_page]
 
@@ -88,7 +89,10 @@ def kv_groups(model: ModelConfig) -> tuple[KvGroup, ...]:
 
 
 def _layers_per_page(counts: Sequence[int]) -> int:
-    """The largest number with which no group pads its pages by more than MAX_PADDING: few tables are cheap."""
+    """The largest number of layers per page with which no group pads its pages by more than MAX_PADDING.
+
+    Few tables cost less.
+    """
 
     def padding(count: int, per_page: int) -> float:
         return -(-count // per_page) * per_page / count - 1
@@ -98,7 +102,7 @@ def _layers_per_page(counts: Sequence[int]) -> int:
 
 
 def num_tables(groups: Sequence[KvGroup]) -> int:
-    """Block tables of one request."""
+    """The number of block tables of one request."""
     return sum(group.num_tables for group in groups)
 
 
@@ -110,10 +114,10 @@ def table_of_layer(groups: Sequence[KvGroup]) -> list[int]:
 
 
 def page_bytes(groups: Sequence[KvGroup], kv: KvFormat, block_size: int, num_owners: int = 1) -> int:
-    """Bytes of a page, which holds a block of tokens, or the state of a sequence, for the layers of one table.
+    """The bytes of a page. It holds a block of tokens, or the state of a sequence, for the layers of one table.
 
     Args:
-        num_owners: ranks that have the pages together. A page has as many bytes for each of them.
+        num_owners: the number of ranks that share the pages. Each rank has whole pages.
     """
 
     def of_layer(spec: KvSpec) -> int:
@@ -125,12 +129,13 @@ def page_bytes(groups: Sequence[KvGroup], kv: KvFormat, block_size: int, num_own
 
 @dataclass(frozen=True)
 class DrafterLayers:
-    """The layers of a drafter that keep something. They lie behind the model's layers, in the pages of one table.
+    """The layers of a drafter that keep something. They lie after the model's layers in the pages of one table.
 
-    So the block copies, forks and prefix hits of the model are theirs. The pages of other tables have the room too.
+    So block copies, forks and prefix hits of the model also hold for the drafter. The pages of other tables have the
+    same size, and leave this room unused.
 
     Attributes:
-        table: a table of a group that keeps all, whose pages hold a block for every token of a request.
+        table: a table of a group that keeps the blocks of all tokens of a request.
     """
 
     specs: tuple[KvSpec, ...]
@@ -138,7 +143,7 @@ class DrafterLayers:
     table: int
 
     def page_bytes(self, block_size: int) -> int:
-        """What a page grows by."""
+        """The bytes by which a page grows."""
         return block_size * self.bytes_per_token()
 
     def bytes_per_token(self) -> int:
@@ -146,7 +151,7 @@ class DrafterLayers:
 
 
 def full_table(groups: Sequence[KvGroup]) -> int | None:
-    """The first block table whose pages hold a block for every token of a request; None: each group forgets some."""
+    """The first block table of a group that keeps the blocks of all tokens; None: every group forgets some blocks."""
     tables = (group for group in groups for _ in range(group.num_tables))
     return next((table for table, group in enumerate(tables) if group.keeps_all), None)
 
@@ -161,7 +166,7 @@ def pages_for(groups: Sequence[KvGroup], num_tokens: int, block_size: int, step_
 
 
 def longest_request(groups: Sequence[KvGroup], num_pages: int, block_size: int, step_tokens: int) -> int:
-    """Tokens of the longest request that fits into `num_pages` pages."""
+    """The number of tokens of the longest request that fits into `num_pages` pages."""
 
     def needed(num_blocks: int) -> int:
         return pages_for(groups, num_blocks * block_size, block_size, step_tokens)
@@ -170,9 +175,9 @@ def longest_request(groups: Sequence[KvGroup], num_pages: int, block_size: int, 
 
 
 def pages_alone(groups: Sequence[KvGroup], num_tokens: int, block_size: int, step_tokens: int) -> list[int]:
-    """Block ids in NewRow's form for a request that has the first `pages_for` pages for itself.
+    """Block ids, in the form of NewRow, for a request that has the first `pages_for` pages for itself.
 
-    A group that does not keep all tokens uses its pages in turn.
+    A group that does not keep all blocks uses its pages again and again, in turn.
     """
     ids: list[int] = []
     num_blocks = -(-num_tokens // block_size)

@@ -22,11 +22,11 @@ TAKEN_APART = "taken apart into matrices of heads in the model's dtype"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredLinear:
-    """A layer, or a shard of one.
+    """The stored form of a linear layer, or of a shard of one.
 
     Attributes:
         source: the format of its tensors in the checkpoint; None: one weight in floating point.
-        held: the format of its weight in memory; None: the model's dtype, in which a quantized one is unpacked.
+        held: the format of its weight in memory; None: the model's dtype. A quantized weight is unpacked to it.
         reason: explains the choice.
     """
 
@@ -103,7 +103,7 @@ def _stored(shape: LinearShape, checkpoint: QuantizedCheckpoint) -> StoredLinear
 
 
 def _stored_from_gguf(shape: LinearShape, weights: GgufWeights) -> tuple[StoredLinear, ...]:
-    """Fuse neighbouring shards that have one type. Many files store v in a better type than q and k."""
+    """Fuse neighbouring shards of the same type. Many files store v in a better type than q and k."""
     parts = []
     for tensor_type, shards in groupby(range(len(shape.shards)), key=lambda index: weights.type_of(shape.names[index])):
         is_float = tensor_type is None or tensor_type.name in FLOAT_TYPES
@@ -126,7 +126,7 @@ def _stored_from_gguf(shape: LinearShape, weights: GgufWeights) -> tuple[StoredL
 
 
 def held_form(source: LayerFormat, K: int) -> WeightFormat:
-    """The form in memory of a quantized weight of a checkpoint, with K in-features."""
+    """The form in memory of a checkpoint's quantized weight with K in-features."""
     if source.layout == "fp8":
         columns = K if source.block is None else source.block[1]
         return Fp8Format(columns if columns < K else None)

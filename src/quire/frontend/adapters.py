@@ -36,7 +36,7 @@ class AdapterHolder(Protocol):
 
 
 def absolute(path: str) -> str:
-    """The path as an engine in another folder needs it. Raises AdapterNotFoundError for the home of nobody."""
+    """The absolute path, for an engine that runs in another folder. Raises AdapterNotFoundError for an unknown home."""
     try:
         return str(Path(path).expanduser().absolute())
     except RuntimeError:
@@ -53,7 +53,7 @@ def _check_enabled(is_enabled: bool) -> None:
 
 
 def check_request(request: Any, *, is_enabled: bool) -> None:
-    """Raises UnsupportedFieldError if adapters are not computed, InvalidRequestError for something else."""
+    """Raise UnsupportedFieldError if adapters are not computed, InvalidRequestError if it is no LoRARequest."""
     _check_enabled(is_enabled)
     if not isinstance(request, LoRARequest):
         raise InvalidRequestError(
@@ -76,11 +76,11 @@ class Adapters:
 
     @property
     def by_name(self) -> Mapping[str, Registration]:
-        """What requests may name, in the order of the first registrations."""
+        """The adapters that requests may name, in the order of their first registration."""
         return MappingProxyType(self._by_name)
 
     def find(self, name: str) -> Registration:
-        """Raises ModelNotFoundError, which names the nearest name."""
+        """The adapter with this name. Raises ModelNotFoundError, which suggests the most similar name."""
         if (registration := self._by_name.get(name)) is None:
             near = difflib.get_close_matches(name[:256], self._by_name, n=1, cutoff=0.5)
             raise ModelNotFoundError(
@@ -148,7 +148,7 @@ class Adapters:
         )
 
     async def unload(self, name: str) -> None:
-        """No new request finds it. Raises ModelNotFoundError."""
+        """Remove a name: no new request finds the adapter. Raises ModelNotFoundError."""
         async with self._lock(name):
             registration = self._by_name.pop(name, None)
             if registration is None:

@@ -35,7 +35,7 @@ ANSWERS_REMEMBERED = 64
 FIRST_ANSWER_TOKENS = 128  # the start counts as one ended answer of this length
 RECENT_WEIGHT = 1 / 16  # the weight of the newest step
 MAX_RETRY_SECONDS = 600
-# The factor of predictions: its first value, its change by one request (in logarithms), and its bounds.
+# The factor of predictions: its first value, its change by one request (of its logarithm), and its limits.
 FIRST_FACTOR = 1.3
 FACTOR_STEP = 0.1
 FACTOR_BOUNDS = 0.5, 4.0
@@ -49,7 +49,7 @@ MAX_REFUSAL_DELAY_SECONDS = 10.0
 
 
 class _Sent(NamedTuple):
-    """A prompt without a first token: its tokens that are probably not cached, and their time."""
+    """A prompt that has no first token yet: the number of its tokens that are probably not cached, and their time."""
 
     num_tokens: float
     seconds: float
@@ -81,7 +81,7 @@ class Admission:
         self._factor = FIRST_FACTOR
 
     def on_ready(self, ready: EngineReady) -> None:
-        """The engine is ready: take its settings."""
+        """Take the settings of an engine that is ready."""
         settings = {name: ready.resolved.get(name) for name in SetLimits.__struct_fields__}
         self.limits = {name: found.get("value") for name, found in settings.items() if isinstance(found, dict)}
         self.limits |= {
@@ -94,7 +94,7 @@ class Admission:
         self._set_targets()
 
     def on_limits(self, limits: SetLimits) -> None:
-        """Limits were moved."""
+        """Take limits that were changed."""
         given = {name: getattr(limits, name) for name in limits.__struct_fields__}
         self.limits |= {name: value for name, value in given.items() if value is not None}
         self._set_targets()
@@ -104,7 +104,7 @@ class Admission:
         self.targets = Targets(ttft or 0.0, itl or 0.0, attainment or Targets().attainment)
 
     def on_step(self, record: StepRecord) -> None:
-        """The engine did a step."""
+        """Take the report of a step of the engine."""
         self._num_waiting, self._num_running, self._num_sent = record.num_waiting, record.num_running, 0
         self._num_kv_tokens = max(record.kv_tokens, default=0)
         self._answer_steps += record.num_sampled_tokens - record.num_accepted_tokens
@@ -126,7 +126,7 @@ class Admission:
             self._cache_hits += record.prefix_cache_hits - RECENT_WEIGHT * self._cache_hits
 
     def on_sent(self, request_id: str, num_prompt_tokens: int, count: int) -> None:
-        """`count` continuations of one prompt were sent to the engine. They wait there until its next step."""
+        """Note that `count` continuations of one prompt were sent to the engine. They wait until its next step."""
         self._num_sent += count
         num_tokens = self._num_new(num_prompt_tokens)
         sent = _Sent(num_tokens, self.pace.prompt_seconds(num_tokens), self._predicted_ttft(num_prompt_tokens))
@@ -135,7 +135,7 @@ class Admission:
         self._prompt_seconds += sent.seconds
 
     def on_first_token(self, request_id: str, seconds: float) -> None:
-        """A request got its first token `seconds` after its arrival."""
+        """Note that a request got its first token `seconds` after its arrival."""
         sent, target = self._prompts.get(request_id), self.targets.ttft
         if sent is not None and target and self._factor * sent.predicted_ttft > NEAR_TARGET * target:
             is_late = seconds > self._factor * sent.predicted_ttft
@@ -147,7 +147,7 @@ class Admission:
         self.on_left(request_id)
 
     def on_left(self, request_id: str) -> None:
-        """A request has ended or has its first token; unknown ids are ignored."""
+        """Note that a request has ended or has its first token. Unknown ids are ignored."""
         if (sent := self._prompts.pop(request_id, None)) is None:
             return
         self._prompt_tokens -= sent.num_tokens
@@ -157,7 +157,7 @@ class Admission:
         self._computed_tokens = min(self._computed_tokens, self._prompt_tokens)
 
     def on_answers(self, num_ended: int) -> None:
-        """`num_ended` continuations ended in a step."""
+        """Note that `num_ended` continuations ended in a step."""
         rest = (1 - 1 / ANSWERS_REMEMBERED) ** num_ended
         self._answer_steps, self._num_ended = rest * self._answer_steps, rest * self._num_ended + num_ended
 
@@ -173,7 +173,7 @@ class Admission:
         return self._num_waiting + self._num_sent
 
     def predicted_ttft(self, num_prompt_tokens: int) -> float:
-        """Seconds from now to the first token of a new request: see the module's text."""
+        """The predicted seconds from now to the first token of a new request: see the module's docstring."""
         return self._factor * self._predicted_ttft(num_prompt_tokens)
 
     @property
@@ -183,22 +183,22 @@ class Admission:
 
     @property
     def recent_answers(self) -> tuple[float, float]:
-        """Steps that recent answers took, and how many answers these are."""
+        """The number of steps that recent answers took, and the number of these answers."""
         return self._answer_steps, self._num_ended
 
     def backlog(self, num_rows: int) -> Backlog:
-        """What the engine has yet to compute. `num_rows`: continuations without an end."""
+        """The work that is left for the engine. `num_rows`: the number of continuations without an end."""
         num_kv_tokens = self._num_kv_tokens + self._prompt_tokens - self._computed_tokens
         return Backlog(self._prompts_left(), num_rows, max(self._num_places, 1), num_kv_tokens)
 
     def refusal(self, num_prompt_tokens: int = 1, waited: float = 0.0) -> QueueFullError | None:
-        """Why a request is refused by the front end's knowledge; the engine checks its queue again.
+        """The reason to refuse a request, as far as the front end knows. The engine checks its queue again.
 
-        A request is accepted if there is no other, because no later moment is better.
+        If there is no other request, it is accepted, because no later moment is better.
 
         Args:
-            num_prompt_tokens: 1 if it is not known yet.
-            waited: seconds since the arrival.
+            num_prompt_tokens: the number of prompt tokens; 1: it is not known yet.
+            waited: the seconds since the arrival.
 
         Returns:
             QueueFullError: the queue is full. TargetMissedError: the first token would come too late. None: it is
@@ -276,13 +276,13 @@ def _whole(seconds: float) -> int:
 
 
 class Refusals:
-    """The pace of refusals. All engines share it, because this process refuses."""
+    """The pace of refusals. All engines share it, because this process refuses requests for all of them."""
 
     def __init__(self) -> None:
         self._next = 0.0  # the turn of the next refusal, or an earlier time if it is free
 
     def delay(self, now: float) -> float:
-        """Count a refusal at `now` (monotonic seconds) -> seconds until its turn."""
+        """Count a refusal at `now` (monotonic seconds). Returns the seconds until its turn."""
         earliest = now - FREE_REFUSALS / REFUSALS_PER_SECOND
         self._next = max(self._next, earliest) + 1 / REFUSALS_PER_SECOND
         latest = now + MAX_REFUSAL_DELAY_SECONDS - REFUSAL_TURN_SECONDS  # its turn may come that much later

@@ -30,18 +30,18 @@ INLINE_PROMPT_CHARS = 4096  # about 1 ms of tokenization; longer texts are token
 
 
 class AsyncEngine:
-    """Requests in, streams of outputs out, over one or more engines of the same model and settings.
+    """Takes requests and gives streams of outputs, over one or more engines of the same model and settings.
 
     The first start ends when all replicas are ready. If one cannot start, all end. After it, requests are taken while
     any replica is ready. If an engine fails, its replica starts the next one. Other replicas take the requests that
     have no output yet. A replica that gives up leaves its work to the others; without any replica the server ends.
 
     Args:
-        replicas: one or more, by their index; AsyncEngine owns them.
+        replicas: one or more replicas, by their index. AsyncEngine owns them.
         input_processor: it is replaced when the engines' context length is known.
         modules: adapters that are read before requests are taken; None: the engines compute no adapters.
-        clock: monotonic seconds, the same as the replicas'.
-        tracer: the replicas', which ends with the engine.
+        clock: gives monotonic seconds; the replicas have the same clock.
+        tracer: the tracer of the replicas. It is closed with AsyncEngine.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class AsyncEngine:
 
     @property
     def ready(self) -> EngineReady | None:
-        """The engine's facts from the first replica that takes requests; None: no replica does."""
+        """The facts of an engine, from the first replica that takes requests; None: no replica takes any."""
         if self.error is not None or not self._has_started:
             return None
         return next((replica.facts for replica in self.replicas if replica.is_ready), None)
 
     @property
     def _has_started(self) -> bool:
-        """Every replica has been ready once, and the adapters of the start are there."""
+        """Whether every replica has been ready once, and the adapters of the start were read."""
         return not self._modules and self._have_replicas_started
 
     @property
@@ -125,20 +125,20 @@ class AsyncEngine:
 
     @property
     def is_ready(self) -> bool:
-        """Requests are taken: each engine has produced a token, and at least one is alive."""
+        """Whether requests are taken: each engine has produced a token, and at least one is alive."""
         return self.ready is not None
 
     @property
     def is_healthy(self) -> bool:
-        """Requests are taken, and the engine of at least one replica sends beats and ends its steps in time.
+        """Whether requests are taken, and at least one engine sends signs of life and ends its steps in time.
 
-        An engine that does not is replaced. This must not cost the requests of the healthy ones.
+        An unhealthy engine is replaced. This must not cost requests of the healthy engines.
         """
         return self.is_ready and any(replica.is_healthy for replica in self.replicas)
 
     @property
     def is_restarting(self) -> bool:
-        """Every replica's engine has failed, and no new one is ready yet."""
+        """Whether the engines of all replicas have failed, and no new one is ready yet."""
         return self.error is None and self._has_started and not self.is_ready
 
     @property
@@ -149,16 +149,16 @@ class AsyncEngine:
 
     @property
     def failure(self) -> str | None:
-        """Why the last engine was lost, while the next one starts."""
+        """The reason why the last engine was lost, while the next one starts; else None."""
         return next((replica.failure for replica in self.replicas if replica.failure is not None), None)
 
     @property
     def num_unfinished(self) -> int:
-        """Requests without their last output."""
+        """The number of requests without their last output."""
         return sum(replica.num_unfinished for replica in self.replicas)
 
     def adapter_names(self) -> tuple[set[str], set[str]]:
-        """Names of the adapters of unfinished requests: of requests with a token, and of requests without one alone."""
+        """The adapters of unfinished requests: of requests that have a token, and of requests that have none yet."""
         running: set[str] = set()
         waiting: set[str] = set()
         for replica in self.replicas:
@@ -219,7 +219,7 @@ class AsyncEngine:
         arrival_time: float,
         **options: Unpack[RequestOptions],
     ) -> ProcessedRequest:
-        """What a request asks of an engine: see InputProcessor.process, and GrammarPool.grammar for other errors."""
+        """Check and tokenize a request: see InputProcessor.process. GrammarPool.grammar names further errors."""
         params = sampling_params if isinstance(sampling_params, SamplingParams) else None
         grammar = None
         if params is not None and params.structured_outputs is not None and self.grammars is not None:
@@ -260,7 +260,7 @@ class AsyncEngine:
 
     @property
     def _num_lanes(self) -> int:
-        """Of each engine."""
+        """The number of lanes of each engine."""
         return next((replica.facts.num_lanes for replica in self.replicas if replica.facts is not None), 1)
 
     def check_rank(self, rank: int) -> None:
@@ -340,7 +340,7 @@ class AsyncEngine:
             self.on_progress(progress)
 
     def _on_change(self) -> None:
-        """A replica became ready, lost its engine, or gave up."""
+        """React to a replica that became ready, lost its engine, or gave up."""
         errors = [replica.error for replica in self.replicas if replica.error is not None]
         if self.error is None and errors and (len(errors) == len(self.replicas) or not self._has_started):
             self._give_up(errors[0])  # the others wait for the replica that could not start
@@ -356,9 +356,7 @@ class AsyncEngine:
             self._settled.clear()
 
     def _move_requests(self) -> None:
-        """Give the requests of replicas without an engine to replicas that have one, if these requests have no output
-        yet.
-        """
+        """Move requests without output from replicas that have no engine to replicas that have one."""
         if not any(replica.is_ready and replica.client.is_alive for replica in self.replicas):
             return  # the others are dead as well, and it is not noticed yet
         for replica in self.replicas:

@@ -1,4 +1,4 @@
-"""A few processes that compute what strangers ask for, and are killed if they take too long: see bounded_process.
+"""A few processes for work that comes from unknown clients. They are killed if they take too long: see bounded_process.
 
 The event loop never does such work itself.
 """
@@ -46,7 +46,7 @@ _FAULTS = {
 
 
 class BoundedPool(ABC):
-    """Texts from processes.
+    """Gets texts from a few processes.
 
     Args:
         preparation: makes the first message to each process, in a thread.
@@ -151,7 +151,7 @@ class BoundedPool(ABC):
         return process
 
     async def _discard(self, process: _BoundedProcess) -> str | None:
-        """End a process -> the work's fault in its end, if any."""
+        """End a process. Returns in which way its work was at fault; None: the work was not at fault."""
         process.kill()
         fault = await asyncio.to_thread(process.wait)
         self._processes.discard(process)
@@ -240,7 +240,7 @@ class _BoundedProcess:
             self._look_later()
 
     def _stands_still(self) -> bool:
-        """Look once at the process -> whether it has used no processor time for too long."""
+        """Look once at the process. Returns whether it has used no processor time for too long."""
         seconds = _cpu_seconds(self._process.pid)
         self._still_looks = self._still_looks + 1 if seconds == self._cpu_seconds else 0
         self._cpu_seconds = seconds
@@ -259,7 +259,7 @@ class _BoundedProcess:
         self._process.kill()
 
     def wait(self) -> str | None:
-        """Wait for the end of the process -> the work's fault in it; None: the work has none."""
+        """Wait for the end of the process. Returns in which way its work was at fault; None: it was not at fault."""
         return _FAULTS.get(self._process.wait())
 
 

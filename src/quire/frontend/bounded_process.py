@@ -1,4 +1,4 @@
-"""A process that computes with what strangers sent and may be killed at any moment, and the messages of its socket.
+"""A process that computes with data from unknown clients, and the messages of its socket. It may be killed at any time.
 
 The system bounds its processor time and its memory. The first message says what to prepare; each further one asks for
 one text. The process answers each with one Answer, or it ends. It ends by SIGPROF after too much processor time, or
@@ -60,7 +60,7 @@ class Answer(msgspec.Struct):
 
 
 def text_of(answer: bytes) -> str:
-    """The text of an encoded Answer. Raises its error. One that nobody expected is logged."""
+    """The text of an encoded Answer. If it has an error, the error is raised; an unexpected one is logged first."""
     decoded = msgspec.json.decode(answer, type=Answer)
     if (failure := decoded.failure) is not None:
         if failure.trace:
@@ -72,9 +72,9 @@ def text_of(answer: bytes) -> str:
 
 
 def _failed(error: BaseException) -> Answer:
-    """The answer that stands for an error. One that nobody expected is the server's.
+    """The answer for an error. An unexpected error is a defect of the server.
 
-    This process cannot write to files, so the server logs where it was.
+    This process cannot write to files. So the answer says where the error was, and the server logs it.
     """
     trace = ""
     if not isinstance(error, QuireError):
@@ -116,7 +116,8 @@ def run(first: type[P], prepare: Callable[[P], Callable[[bytes], str]]) -> None:
 
     Args:
         first: the type of the first message.
-        prepare: makes of it what answers further ones. Both may raise QuireErrors.
+        prepare: makes a function from the first message; the function answers further messages. Both may raise
+            QuireErrors.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # these are for the server, which ends this process when it is done
         signal.signal(number, signal.SIG_IGN)

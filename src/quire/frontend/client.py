@@ -22,7 +22,7 @@ class EngineClient(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """False if the engine is known to be gone."""
+        """Whether the engine may be alive. False: it is known to be gone."""
         ...
 
     def send(self, message: EngineInput) -> None:
@@ -30,14 +30,17 @@ class EngineClient(Protocol):
         ...
 
     async def receive(self) -> EngineMessage:
-        """The next message; EngineProgress and EngineReady come first. Raises EngineDeadError if no message follows."""
+        """Wait for the next message. EngineProgress and EngineReady come first.
+
+        Raises EngineDeadError if no message follows.
+        """
         ...
 
     def mark_dead(self, message: str) -> None:
         """Give the engine up. Its earlier messages are still received; then receive and send raise EngineDeadError.
 
         Args:
-            message: the event, for the user.
+            message: says what has happened, as text for the user.
         """
         ...
 
@@ -53,7 +56,7 @@ class ProcessClient:
         link: the client owns it.
         is_process_alive: called every LIFE_CHECK_SECONDS while receiving; False counts as `mark_dead`.
         engine_index: the index in the engine's messages.
-        first: leaves before every other message, once something is received.
+        first: a message that is sent before all others, when the first message has been received.
     """
 
     def __init__(

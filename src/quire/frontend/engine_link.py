@@ -1,4 +1,4 @@
-"""What connects the front end to an engine process: Unix sockets of the machine, or a connection from another one."""
+"""The link from the front end to an engine process: Unix sockets, or a TCP connection from another machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EngineLink(Protocol):
     """Messages to and from an engine process as frames, in order. One event loop uses it."""
 
     def send(self, frame: bytes) -> None:
-        """Queue a frame without waiting. It leaves once something is received and the engine has connected."""
+        """Queue a frame without waiting. It is sent when `receive` runs and the engine has connected."""
         ...
 
     async def receive(self) -> bytes:

@@ -33,7 +33,7 @@ def error_of(code: str | None, message: str) -> QuireError:
 
 
 def draft_metrics(config: EngineConfig) -> Callable[[], SpecDecodeMetrics] | None:
-    """A function that makes the counts of a request's drafts, if the setting asks for them."""
+    """A function that makes the counters of a request's drafts, if the setting asks for them; else None."""
     if config.per_request_spec_decode_metrics == "none":
         return None
     return partial(SpecDecodeMetrics, max_draft(config), config.per_request_spec_decode_metrics == "detailed")
@@ -83,12 +83,12 @@ class OutputProcessor:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests (not continuations) without their last output."""
+        """The number of requests (not of continuations) without their last output."""
         return len(self._requests)
 
     @property
     def num_continuations(self) -> int:
-        """Continuations without an end."""
+        """The number of continuations that have not ended."""
         return len(self._continuations)
 
     def add(self, processed: ProcessedRequest) -> None:
@@ -122,7 +122,7 @@ class OutputProcessor:
         return result
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = "abort") -> list[str]:
-        """Forget these requests -> the engine's request ids to abort. Unknown ids are ignored."""
+        """Forget these requests. Returns the engine's request ids to abort. Unknown ids are ignored."""
         now = self._clock()
         engine_ids = []
         for request_id in request_ids:
@@ -153,7 +153,7 @@ class OutputProcessor:
         return free
 
     def take_over(self, request: RequestState) -> list[AddRequest]:
-        """Follow a request that was released -> the messages for the engine. Its id must not be in use."""
+        """Follow a request that was released. Returns the messages for the engine. Its id must not be in use."""
         self._requests[request.request_id] = request
         messages = self._again(request)
         running = {child.request_id: child for child in request.continuations if child.finish_reason is None}
@@ -167,9 +167,7 @@ class OutputProcessor:
         return {(adapter.path, adapter.digest) for adapter in found if adapter is not None}
 
     def add_adapter_names(self, running: set[str], waiting: set[str]) -> None:
-        """Add the names of the adapters of unfinished requests, apart for requests with a token and requests without
-        one.
-        """
+        """Add the names of the adapters of unfinished requests: of requests with a token, and of requests without."""
         for request in self._requests.values():
             if (adapter := request.processed.adapter) is not None:
                 (waiting if request.metrics.first_token_time is None else running).add(adapter.name)
@@ -239,7 +237,7 @@ class OutputProcessor:
         result.outputs.append(request.failed_output(error.message))
 
     def _end_all(self, request: RequestState, reason: FinishReason, now: float) -> list[str]:
-        """End the running continuations -> their engine ids."""
+        """End the running continuations. Returns their engine ids."""
         running = [child for child in request.continuations if child.request_id in self._continuations]
         for child in running:
             self._end(child, reason, now)

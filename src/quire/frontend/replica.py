@@ -54,7 +54,7 @@ MAX_RECORDS = 1024  # the most records of steps, about 1 KB each
 
 
 class Replica:
-    """A sequence of engines. Each replaces the engine that failed before it. Other replicas do not notice it.
+    """One engine and the engines that replace it after failures. Other replicas do not notice a replacement.
 
     Args:
         client: the connection to the first engine; the replica owns it.
@@ -111,13 +111,13 @@ class Replica:
 
     @property
     def is_healthy(self) -> bool:
-        """The engine is ready, sends beats, and ends its steps in time."""
+        """Whether the engine is ready, sends signs of life, and ends its steps in time."""
         verdict = self._supervisor.watch.verdict(self._clock(), has_work=self.num_unfinished > 0)
         return self.is_ready and self.client.is_alive and verdict is None
 
     @property
     def is_restarting(self) -> bool:
-        """An engine has failed, and the next one is not ready yet."""
+        """Whether an engine has failed, and the next one is not ready yet."""
         return self.facts is not None and not self.is_ready and self.error is None
 
     @property
@@ -142,7 +142,7 @@ class Replica:
 
     @property
     def backlog(self) -> Backlog:
-        """What its engine has yet to compute, for the router."""
+        """The work that is left for its engine, for the router."""
         return self.admission.backlog(self.output_processor.num_continuations)
 
     def _count_refusal(self, error: QueueFullError) -> None:
@@ -170,7 +170,7 @@ class Replica:
         return stream
 
     def release(self) -> list[tuple[RequestState, RequestStream]]:
-        """Give up the requests whose answers have not begun: another replica will take them over."""
+        """Forget and return the requests whose answers have not begun. Another replica will take them over."""
         return [(request, self._streams.pop(request.request_id)) for request in self.output_processor.release()]
 
     def take_over(self, request: RequestState, stream: RequestStream) -> None:
@@ -189,7 +189,7 @@ class Replica:
                 self.client.send(UnloadAdapter(adapter.digest, adapter.path))
 
     def _end_idle_time(self) -> None:
-        """A request comes: until now there may have been no steps."""
+        """End a time without requests, because a request comes. The engine need not have done steps in this time."""
         if self.num_unfinished == 0:
             self._supervisor.watch.on_step(self._clock())
 
@@ -250,7 +250,7 @@ class Replica:
             self._reading.pop(operation, None)
 
     def register_adapter(self, path: str, digest: str) -> None:
-        """Requests may name an adapter that another replica has read. This engine and later ones read it for them."""
+        """Let requests name an adapter that another replica has read. This engine and later ones will read it too."""
         self._adapters.append((path, digest))
         if self.is_ready:
             self._send(_known(path, digest))
@@ -262,7 +262,7 @@ class Replica:
             self._send(UnloadAdapter(digest, path))
 
     def _on_adapter(self, state: AdapterState) -> None:
-        """An adapter was read, or not."""
+        """Take the answer about an adapter: it was read, or it could not be read."""
         self.output_processor.metrics.on_adapter_read(state)
         if state.operation is None:
             return
@@ -379,7 +379,7 @@ class Replica:
         self._send_abort(result.abort_ids)
 
     def _completed(self, error: QuireError) -> QuireError:
-        """The error with a time to retry. The engine knows only the length of its queue."""
+        """Add a time to retry to an engine's error. The engine knows only the length of its queue."""
         if isinstance(error, QueueFullError):
             error.retry_after_seconds = self.admission.retry_after_seconds
             self._count_refusal(error)
@@ -415,7 +415,7 @@ class Replica:
 
 
 def _known(path: str, digest: str) -> LoadAdapter:
-    """An adapter that an engine has read: this one is not asked for an answer."""
+    """A message about an adapter that an engine has read before. No answer is expected."""
     return LoadAdapter(-1, path, digest)
 
 

@@ -70,7 +70,7 @@ class Continuation:
         self.start_again(message, tokenizer)
 
     def start_again(self, message: AddRequest, tokenizer: Tokenizer | None) -> None:
-        """Forget all output, which was not handed on and comes again. Times stay."""
+        """Forget all output, because it will be computed again. None of it was handed on. Times are kept."""
         params = self.request.processed.sampling_params
         self.pipeline: TextPipeline | None = None
         if params.detokenize and tokenizer is not None:
@@ -115,7 +115,7 @@ class Continuation:
                 self.cumulative_logprob += entry.logprobs[0]
 
     def _take_text(self, pipeline: TextPipeline, token_ids: list[int]) -> int:
-        """Take the text of the tokens -> the number of tokens that count: all, or the tokens up to a stop string."""
+        """Take the text of the tokens. Returns the number of tokens that count: all, or those up to a stop string."""
         params = self.request.processed.sampling_params
         ends_with_token = self.finish_reason == "stop" and not params.include_stop_str_in_output
         text_ids = token_ids[:-1] if ends_with_token else token_ids  # the text of EOS or a stop token is left out

@@ -1,4 +1,4 @@
-"""Which replica gets a request: the one with the least work left, in seconds that the cost model predicts.
+"""Chooses the replica for a request: the one with the least work left, in seconds that the cost model predicts.
 
 Least-work-left is the policy of Harchol-Balter, Crovella and Murta, "On choosing a task assignment policy for a
 distributed server system" (Journal of Parallel and Distributed Computing 59, 1999). The work of a replica is
@@ -28,13 +28,13 @@ from quire.messages import Pace
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What a replica has yet to compute.
+    """The work that is left for a replica.
 
     Args:
         prompt_seconds: the time of prompts that are not computed yet.
-        num_rows: continuations without an end.
-        num_places: continuations that may run at once.
-        num_kv_tokens: tokens of context that a step of all running answers reads.
+        num_rows: the number of continuations that have not ended.
+        num_places: the number of continuations that may run at the same time.
+        num_kv_tokens: the tokens of context that a step of all running answers reads.
     """
 
     prompt_seconds: float

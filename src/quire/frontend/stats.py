@@ -12,11 +12,11 @@ from quire.schedule import StepRecord
 if TYPE_CHECKING:
     from quire.frontend.input_processor import ProcessedRequest
 
-# The reason to refuse a well-formed request. The set is closed, because it becomes a metric's label.
+# The reasons to refuse a well-formed request. The set is closed, because it becomes a metric's label.
 RejectionReason = Literal["queue_full", "ttft_target"]
-# The reason to replace an engine: it ended or reported a failure, sent no beat, did not end a step, or did not start.
+# The reasons to replace an engine: it ended or reported a failure, sent no beat, did not end a step, or did not start.
 FailureReason = Literal["crash", "silent", "stuck", "start"]
-# The reason why a request ended with its engine: some output was sent, it was the second engine, or no other started.
+# The reasons why a request ends with its engine: some output was sent, it was the second engine, or no other started.
 UnsavedReason = Literal["streaming", "retried", "gave_up"]
 
 
@@ -32,7 +32,7 @@ class Targets:
         """Whether a continuation met the targets; None: there are no targets.
 
         Args:
-            num_late: the number of its tokens that came later than `itl` after the token before. One is always allowed.
+            num_late: the number of its tokens with a gap of more than `itl` before them. One is always allowed.
         """
         if not self.ttft and not self.itl:
             return None

@@ -24,12 +24,12 @@ START_GRACE_SECONDS = 5.0  # the time in which an engine itself can say which of
 
 
 def start_seconds() -> float:
-    """How long a process may take until its first token."""
+    """The seconds that a process may take until its first token."""
     return envs.ENGINE_READY_TIMEOUT_S.get() + START_GRACE_SECONDS
 
 
 def ready_seconds() -> float:
-    """How long to wait for an engine. A supervisor that gives it up says so before."""
+    """The seconds to wait for an engine. If a supervisor gives the engine up, it says so earlier."""
     return start_seconds() + START_GRACE_SECONDS
 
 
@@ -60,14 +60,14 @@ class RecoveryLimits:
 
 
 class Watch:
-    """The engine's signs of life, and a verdict about them. The caller gives the times."""
+    """Follows an engine's signs of life and judges them. The caller gives the times."""
 
     def __init__(self, limits: RecoveryLimits, now: float) -> None:
         self._limits = limits
         self.on_start(now)
 
     def on_start(self, now: float) -> None:
-        """A new process starts."""
+        """Note that a new process starts."""
         self._start_time = self._beat_time = self._step_time = now
         self._ready_time: float | None = None
         self._sends_beats = False
@@ -81,11 +81,11 @@ class Watch:
         self._sends_beats, self._beat_time, self._beat = True, now, beat
 
     def on_step(self, now: float) -> None:
-        """The engine ended a step, or it had no work until now."""
+        """Note that the engine has ended a step, or that it had no work until now."""
         self._step_time = now
 
     def forgive(self, now: float) -> None:
-        """This process stood still itself, so it could not receive beats."""
+        """Excuse missing beats, because this process stood still itself and could not receive them."""
         self._beat_time = self._step_time = now
 
     @property
@@ -94,7 +94,7 @@ class Watch:
         return self._ready_time is not None
 
     def good_seconds(self, now: float) -> float:
-        """The time for which it has served."""
+        """The seconds for which the engine has served."""
         return 0.0 if self._ready_time is None else now - self._ready_time
 
     def verdict(self, now: float, *, has_work: bool) -> FailureReason | None:
@@ -113,7 +113,7 @@ class Watch:
 
     @property
     def _allowed_seconds(self) -> float:
-        """For a step."""
+        """The seconds that a step may take."""
         return max(self._limits.min_step_seconds, self._limits.slow_step_factor * self._beat.predicted_seconds)
 
     def describe(self, verdict: FailureReason, now: float, *, has_work: bool) -> str:
@@ -235,7 +235,7 @@ class Supervisor:
                 checking.cancel()
 
     async def _receive(self) -> QuireError:
-        """Hand messages on until the engine is lost -> the reason."""
+        """Pass messages on until the engine is lost. Returns the reason."""
         failed: QuireError | None = None
         while True:
             try:
@@ -274,13 +274,13 @@ class Supervisor:
                 self.client.mark_dead(what + (self._place() if reason == "start" else ""))
 
     def _place(self) -> str:
-        """Where a start was the last time that the engine told."""
+        """The phase of the start in the engine's last report, as text for people."""
         if self._progress is None:
             return ", before it sent anything"
         return f", and was at {self._progress.phase}, {self._progress.fraction:.0%} {self._progress.detail}".rstrip()
 
     async def _replace(self, starter: EngineStarter, error: QuireError) -> QuireError | None:
-        """End the engine's process and start the next one -> the reason if there is no next one."""
+        """End the engine's process, and start the next one. Returns the reason if there is no next one."""
         if not self.watch.is_ready and self._policy.num_failures == 0:
             return error  # the engine has never served, so the user must see the error at once
         while True:

@@ -277,7 +277,10 @@ def _incomplete_end(table: TokenBytes, token_ids: Sequence[int]) -> bytes:
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raises ConfigError with the first id that means other tokens to the two. Further tokens of one are padding."""
+    """Raise ConfigError for the first id that has different tokens in the two vocabularies.
+
+    If one vocabulary is larger, its further tokens are padding.
+    """
     names = [{token_id: token for token, token_id in each.backend.get_vocab(True).items()} for each in (target, draft)]
     differing = (token_id for token_id in names[0].keys() & names[1].keys() if names[0][token_id] != names[1][token_id])
     if (first := min(differing, default=None)) is not None:

@@ -111,7 +111,7 @@ def _exporter(endpoint: str) -> SpanExporter:
 
 
 def _attributes(request: RequestState, model_name: str) -> Mapping[str, str | int | float | list[str]]:
-    """Sizes in tokens, times in seconds; without what the request did not get to."""
+    """The attributes of a span: sizes in tokens, times in seconds. Times that a request did not reach are left out."""
     processed, times = request.processed, request.metrics
     params = processed.sampling_params
     known: dict[str, str | int | float | list[str] | None] = {

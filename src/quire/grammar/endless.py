@@ -115,7 +115,7 @@ class EndlessParts:
         return dead
 
     def _endless_path(self) -> str | None:
-        """Of a part that the whole schema needs, and that needs itself; None: there is none."""
+        """The path of a part that the whole schema needs, and that needs itself; None: there is none."""
         state, seen = self._first, set[State]()
         while state not in self._contradictory:
             way = next(way for way in self._ways[state] if not self._contradicts(way))
@@ -291,7 +291,7 @@ class EndlessParts:
         way.is_possible = least <= most and len(required) <= most
 
     def _of_name(self, schema: Schema, name: str) -> list[Any]:
-        """What a schema asks of a property."""
+        """The schemas that a schema demands of a property."""
         parts = [properties[name]] if name in (properties := _named(schema, "properties")) else []
         patterns = _named(schema, "patternProperties").items()
         parts += [part for pattern, part in patterns if self._is_satisfied({"const": name, "pattern": pattern})]
@@ -342,5 +342,5 @@ def _named(schema: Schema, keyword: str) -> Mapping[str, Any]:
 
 
 def _further(schema: Schema) -> Any:
-    """What a schema asks of properties that it does not name."""
+    """The schemas that a schema demands of properties that it does not name."""
     return schema.get("additionalProperties", True)

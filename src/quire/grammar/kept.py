@@ -1,4 +1,4 @@
-"""What was made of the grammars that were asked for last."""
+"""Keeps what was made of the grammars that were asked for last."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class RowGrammar:
         self.matcher.consume_token(token_id)
 
     def forced_token(self) -> int | None:
-        """The token that alone may come next, as a mask would say; None: there are several, or none."""
+        """The only token that may come next, as a mask would show; None: there are several such tokens, or none."""
         if not self._forces or self.matcher.is_stopped():
             return None
         forced = self.matcher.compute_ff_tokens()  # after the first token, the text may be cut into tokens differently
@@ -85,7 +85,7 @@ class RowGrammar:
 
     @property
     def error(self) -> str | None:
-        """Why no token is allowed any more; None: the grammar goes on, or allows the end."""
+        """The reason why no token is allowed any more; None: the grammar goes on, or allows the end."""
         return f"The grammar cannot go on: {first_line(self.matcher.get_error())}" if self.matcher.is_error() else None
 
 
@@ -98,7 +98,7 @@ class Preparation:
 
     @property
     def num_bytes(self) -> int:
-        """That are kept for it."""
+        """The bytes that are kept for it."""
         is_compiled = self.work is not None and self.work.done() and self.work.exception() is None
         return _num_bytes(self.text, self.work.result() if is_compiled and self.work is not None else None)
 
@@ -108,7 +108,7 @@ class Preparation:
         return self.work is not None and self.work.done()
 
     def result(self) -> object:
-        """Wait for it, once it was begun. Raises InvalidRequestError if it cannot be used."""
+        """Wait for the grammar, after it was begun. Raises InvalidRequestError if it cannot be used."""
         assert self.work is not None, "others are in the way"
         return self.work.result()
 
@@ -183,7 +183,7 @@ class Grammars:
         return compiled
 
     def row(self, text: str, output_token_ids: Sequence[int]) -> RowGrammar:
-        """The place behind an output in a grammar that was prepared."""
+        """The place after an output, in a grammar that was prepared."""
         return RowGrammar(self, text, output_token_ids)
 
     def drop(self, text: str, compiled: _Compiled) -> None:
@@ -211,7 +211,7 @@ def _num_bytes(text: str, compiled: _Compiled | None) -> int:
 def token_masks(
     rows: Sequence[tuple[RowGrammar, int, Sequence[int]]], num_masks: int, vocab_size: int
 ) -> NDArray[np.int32]:
-    """masks_MW: a bit for each token, 1: it is allowed.
+    """The masks [M, W], int32, with a bit for each token. 1: the token is allowed.
 
     Args:
         rows: a grammar, the first of its masks, and its drafts: the j-th mask behind the first is made as if j drafts

@@ -9,7 +9,7 @@ from quire.grammar.limits import parser_limits
 
 
 def objections(grammar: str) -> list[str]:
-    """All that it says against a grammar in its own form."""
+    """All objections to a grammar in llguidance's own form."""
     from llguidance import LLMatcher
 
     _, found = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
@@ -17,7 +17,7 @@ def objections(grammar: str) -> list[str]:
 
 
 def objections_to_schema(schema: dict[str, Any]) -> list[str]:
-    """The same of a schema. Raises ValueError if it cannot be read: half of a surrogate pair, NaN."""
+    """All objections to a schema. Raises ValueError if it cannot be read: half of a surrogate pair, NaN."""
     from llguidance import LLMatcher
 
     return objections(LLMatcher.grammar_from_json_schema(json.dumps(schema)))

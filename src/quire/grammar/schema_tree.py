@@ -1,4 +1,4 @@
-"""Where schemas stand in a JSON Schema."""
+"""Finds the schemas in a JSON Schema."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def listed(value: Any) -> list[Any]:
 
 
 def referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a `$ref` leads to; None: nothing within the schema."""
+    """The target of a `$ref`; None: it leads to nothing within the schema."""
     if not reference.startswith("#"):
         return None
     at: Any = root

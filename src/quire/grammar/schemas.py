@@ -1,5 +1,6 @@
-"""Schemas that llguidance 1.9 holds to. Keywords that it would take without holding to them are rewritten, or
-refused.
+"""Brings schemas to a form that llguidance 1.9 enforces.
+
+It would accept some keywords without enforcing them. These keywords are rewritten or refused.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class UnusableError(ValueError):
 
 
 def usable(schema: Schema) -> Schema:
-    """The schema in a form that llguidance holds to. Raises UnusableError."""
+    """The schema in a form that llguidance enforces. Raises UnusableError."""
     checked = _Checked(schema)
     if nothing := checked.references_to_false():
         checked = _Checked(replaced(checked.root, nothing))

@@ -212,7 +212,7 @@ def _read_schema(schema: str | dict[str, Any] | bool) -> Any:
 
 
 def _checked(schema: Any) -> Any:
-    """The schema in a form that the grammar engine holds to."""
+    """The schema in a form that the grammar engine enforces."""
     try:
         return usable(schema)
     except UnusableError as error:

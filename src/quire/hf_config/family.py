@@ -50,7 +50,7 @@ def always(fields: Fields, layer: int) -> bool:
 
 
 def by_layer_types(default: LayerRule) -> LayerRule:
-    """The rule of `layer_types` if the file has it, else `default`."""
+    """The rule that follows `layer_types` if the file has this field, else the rule `default`."""
 
     def has_window(fields: Fields, layer: int) -> bool:
         layer_types = fields.sequence("layer_types", str, fields.integer("num_hidden_layers"))

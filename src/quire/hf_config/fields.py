@@ -49,7 +49,7 @@ class Fields:
         return value
 
     def text(self, name: str, choices: tuple[str, ...], default: str | None = None) -> str:
-        """One of `choices`."""
+        """A text that must be one of `choices`."""
         value = self.values[name] if self.has(name) else default
         if value not in choices:
             raise self.illegal(name, "one of " + ", ".join(choices))
@@ -69,7 +69,7 @@ class Fields:
         return value
 
     def numbers(self, name: str, length: int, minimum: float, maximum: float) -> tuple[float, ...]:
-        """Exactly `length` numbers."""
+        """A list of exactly `length` numbers."""
         value = self.values.get(name)
         if not isinstance(value, list) or len(value) != length:
             raise self.illegal(name, f"a list of {length} numbers")

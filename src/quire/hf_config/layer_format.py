@@ -127,7 +127,7 @@ class QuantizedCheckpoint:
         return {}
 
     def formats_of(self, name: str, num_experts: int) -> tuple[LayerFormat | None, ...]:
-        """The formats of the experts of a layer, in whose name `{}` is the expert; 0 experts: an ordinary layer."""
+        """The formats of a layer's experts. In its name, `{}` stands for the expert. 0 experts: an ordinary layer."""
         if num_experts == 0:
             return (self.format_of(name),)
         known, key = self._formats_of_experts, (name, num_experts)

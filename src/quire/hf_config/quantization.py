@@ -204,7 +204,7 @@ def _compressed_format(group: Fields, layout: str) -> LayerFormat | None:
 
 
 def _has_input_scale(group: Fields, layout: str) -> bool:
-    """Whether a scale for activations is stored: only FP8 may have one. Integer layers compute their own scales."""
+    """Whether a scale for activations is stored. Only FP8 may have one, because integer layers compute their scales."""
     if group.object("output_activations").values:
         raise _unread(group, "with quantized outputs", "output_activations", "null")
     activations = group.object("input_activations")
@@ -245,7 +245,7 @@ def _fp8(fields: Fields) -> Iterable[Rule]:
 
 
 def _fbgemm_fp8(fields: Fields) -> Iterable[Rule]:
-    """Llama 4 and Llama 3.1 405B by Meta. `activation_scale_ub` is for activations, which stay in floating point."""
+    """The format of Meta's Llama 4 and Llama 3.1 405B. `activation_scale_ub` is not used: activations stay floats."""
     yield _left_out(fields, "modules_to_not_convert")
     yield _output_left_out("FP8 checkpoints leave the output projection")
     layer_format = LayerFormat(layout="fp8", bits=8, scales="channel", scale_name="weight_scale")
@@ -253,7 +253,7 @@ def _fbgemm_fp8(fields: Fields) -> Iterable[Rule]:
 
 
 def _modelopt(fields: Fields) -> Iterable[Rule]:
-    """NVIDIA's Model Optimizer: its own file has an object `quantization`, config.json has the fields themselves."""
+    """The format of NVIDIA's Model Optimizer. Its own file has an object `quantization`; config.json has its fields."""
     is_own_file = fields.has("quantization")
     own = fields.object("quantization") if is_own_file else fields
     algorithm = str(own.get("quant_algo")).upper()

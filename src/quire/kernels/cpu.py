@@ -1,12 +1,11 @@
 """The compiled CPU kernels. Only this file calls them.
 
-A call is a struct of the extension, which is made from tensors and numbers by name, and then run. Arguments that are
-constant for a layer have their own struct, which is made once and given to each call. The extension reads address,
+A call is a struct of the extension. It is made from tensors and numbers by name, and then it runs. Arguments that are
+constant for a layer have a struct of their own, which is made once and given to each call. The extension reads address,
 sizes, strides and dtype from each tensor (csrc/tensor_view.h).
 
-The functions trust the shapes, dtypes and strides of their arguments: ops, dense, grouped, fp8, experts and lora
-check them.
-csrc/bindings_*.cpp refuses numbers that lead out of memory.
+The functions trust the shapes, dtypes and strides of their arguments, because ops, dense, grouped, fp8, experts and
+lora check them. csrc/bindings_*.cpp refuses indices that lead out of memory (IndexError) and other illegal numbers.
 
 Dimensions: M rows, N out-features, K in-features; for the other ops see ops.py.
 """
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from quire.kernels.lora import RowAdapters
     from quire.kernels.routing import Routing, RoutingRule
 
-_C: Any = extension.C  # None: installed without a compiler, so ops run on plain torch
+_C: Any = extension.C  # None: Quire was installed without a compiler, so ops run on plain torch
 
 # enum class DType of csrc/include/quire/dtype.h
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -43,9 +42,9 @@ SCORING_CODES: dict[str, int] = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen"
 GROUP_SCORE_CODES: dict[str, int] = {"max": 0, "top2": 1}
 # enum class GroupNumbers of csrc/include/quire/kernels/grouped_layout.h
 GROUP_NUMBERS_CODES: dict[str | None, int] = {None: 0, "float32": 1, "float16": 2, "int8": 3, "uint8": 4, "e8m0": 5}
-# kMaxHeadDim of csrc/kernels/attention_tile.h; above it ops run on plain torch
+# kMaxHeadDim of csrc/kernels/attention_tile.h. Larger heads run on plain torch.
 MAX_HEAD_DIM = 576
-_PEAK_ROUNDS = 20_000  # rounds of multiply-adds in a measurement, which takes less than a millisecond
+_PEAK_ROUNDS = 20_000  # rounds of multiply-adds in one measurement; they take less than a millisecond
 
 
 def _load() -> bool:
@@ -63,17 +62,20 @@ _recording = threading.Lock()  # held by threads that begin or end a recording
 
 
 def available() -> bool:
-    """True if ops on CPU tensors run on the compiled kernels (built, and QUIRE_FORCE_REFERENCE not set at import)."""
+    """Whether ops on CPU tensors run on the compiled kernels.
+
+    They do if the kernels are built, and QUIRE_FORCE_REFERENCE was not set at the import.
+    """
     return _available
 
 
 def takes(x: Tensor) -> bool:
-    """True if ops on this tensor run on the compiled kernels."""
+    """Whether ops on this tensor run on the compiled kernels."""
     return _available and x.device.type == "cpu" and x.dtype in DTYPE_CODES
 
 
 class _RecordedExtension:
-    """Replaces the extension while threads record their kernel calls. Calls of other threads only run."""
+    """Replaces the extension while some threads record their kernel calls. Calls of other threads only run."""
 
     def __init__(self, recorded: Any) -> None:
         self._recorded = recorded
@@ -95,9 +97,10 @@ class _RecordedExtension:
 
 @contextmanager
 def recorded_calls() -> Iterator[list[Callable[[], Any]]]:
-    """Run the block and append all kernel calls of this thread to a list, for repetition on the same addresses.
+    """Record all kernel calls that this thread makes in the block. They also run.
 
-    A call owns its addresses, sizes and numbers, and nothing changes them. It does not keep tensors alive.
+    The calls can be repeated on the same addresses. A call has its own copy of addresses, sizes and numbers, and
+    nothing changes them. It does not keep tensors alive.
     """
     global _C
     calls: list[Callable[[], Any]] = []
@@ -117,29 +120,32 @@ def recorded_calls() -> Iterator[list[Callable[[], Any]]]:
 
 
 def isas() -> list[str]:
-    """Names of the instruction sets that this CPU can run, worst first; empty without the extension."""
+    """The names of the instruction sets that this CPU can run, the slowest first. Empty without the extension."""
     return list(_C.isas()) if _available else []
 
 
 def isa() -> str:
-    """Name of the active instruction set; "none" without the extension."""
+    """The name of the active instruction set; "none" without the extension."""
     return str(_C.isa()) if _available else "none"
 
 
 def set_isa(name: str) -> None:
-    """Run every kernel on instruction set `name` from now on. ValueError if this CPU does not have it."""
+    """Use instruction set `name` for every kernel from now on. Raises ValueError if this CPU does not have it."""
     if not _available:
         raise ValueError(f"cannot select instruction set {name!r}: the compiled kernels are not in use")
     _C.set_isa(name)
 
 
 def get_num_threads() -> int:
-    """Threads of the kernels' pool, with the calling one."""
+    """The number of threads of the kernels' pool. The calling thread counts too."""
     return int(_C.num_threads()) if _available else torch.get_num_threads()
 
 
 def set_num_threads(n: int) -> None:
-    """Set the size of the kernels' pool (the default is the physical cores allowed by affinity and cgroup quota)."""
+    """Set the number of threads of the kernels' pool. Raises ValueError if it is below 1.
+
+    The default is `default_num_threads`.
+    """
     if n < 1:
         raise ValueError(f"number of kernel threads must be at least 1, got {n}")
     if _available:
@@ -147,49 +153,55 @@ def set_num_threads(n: int) -> None:
 
 
 def default_num_threads() -> int:
-    """Physical cores for this process: its affinity without hyper-thread siblings, limited by the cgroup CPU quota."""
+    """The physical cores for this process: its affinity without hyper-thread siblings, limited by the cgroup quota."""
     return int(_C.default_num_threads()) if _available else torch.get_num_threads()
 
 
 def gemm_packed_bytes(dtype: torch.dtype, N: int, K: int) -> int:
-    """Bytes of N rows in the panel layout of csrc/include/quire/kernels/gemm.h."""
+    """The bytes of N rows in the panel layout of csrc/include/quire/kernels/gemm.h."""
     return int(_C.gemm_packed_bytes(dtype=DTYPE_CODES[dtype], n=N, k=K))
 
 
 def gemm_pack(weight_NK: Tensor, packed: Tensor) -> None:
-    """Copy a weight (rows may be strided) into that layout, to the beginning of `packed`."""
+    """Copy a weight into the layout of `gemm_packed_bytes`, to the beginning of `packed`. Its rows may be strided."""
     _C.gemm_pack(weight=weight_NK, packed=packed)
 
 
 def packed_weight(
     data: Tensor, N: int, K: int, form: Any = None, order_K: Tensor | None = None, fp8_group_size: int = 0
 ) -> Any:
-    """A weight in its panel layout for `gemm` and `weight_rows`, made once. The caller keeps the tensors alive.
+    """The struct of a weight in its panel layout, for `gemm` and `weight_rows`. The caller keeps the tensors alive.
 
-    `form` (from `grouped_form`) and `order_K` (int32) are for a grouped integer weight, `fp8_group_size` for an FP8
-    weight. Without them the weight has the dtype of x.
+    Args:
+        data: the packed weight, uint8.
+        form: the result of `grouped_form`, for a grouped integer weight.
+        order_K: the order of the columns of a grouped weight, int32.
+        fp8_group_size: the group size of an FP8 weight; 0: it is no FP8 weight.
+
+    Without `form` and `fp8_group_size`, the weight has the dtype of x.
     """
     return _C.PackedWeight(data=data, n=N, k=K, form=form, order=order_K, fp8_group_size=fp8_group_size)
 
 
 def gemm(x_MK: Tensor, weight: Any, bias_N: Tensor | None, out_MN: Tensor, adapters: RowAdapters | None = None) -> None:
-    """out = x @ weight.T + bias, plus the additions of adapters. Rows of x and out may be strided.
+    """Compute out = x @ weight.T + bias, plus the additions of adapters. `weight` is a result of `packed_weight`.
 
-    The last dimension is contiguous. `weight`: a result of `packed_weight`.
+    Rows of x and out may be strided, and their last dimension is contiguous.
     """
     table, slots_M = (None, None) if adapters is None else (adapters.table.compiled, adapters.slots_T)
     _C.Gemm(x=x_MK, weight=weight, bias=bias_N, out=out_MN, adapters=table, adapter_slots=slots_M).run()
 
 
 def gemm_heads(x_THK: Tensor, weight: Any, out_THN: Tensor) -> None:
-    """out[:, h] = x[:, h] @ weight[h].T. The last dimension of x and out is contiguous; `weight`: the weight of the
-    first head.
+    """Compute out[:, h] = x[:, h] @ weight[h].T. The last dimension of x and out is contiguous.
+
+    `weight` is the `packed_weight` of the first head. The weights of the other heads follow it in memory.
     """
     _C.HeadGemm(x=x_THK, weight=weight, out=out_THN).run()
 
 
 def weight_rows(weight: Any, rows_T: Tensor, out_TK: Tensor) -> None:
-    """Rows of a `packed_weight`, dequantized if necessary. rows (int64) and out are contiguous.
+    """Copy rows of a `packed_weight` to `out`, dequantized if necessary. rows (int64) and out are contiguous.
 
     Raises IndexError for a row that the weight does not have.
     """
@@ -197,7 +209,7 @@ def weight_rows(weight: Any, rows_T: Tensor, out_TK: Tensor) -> None:
 
 
 def grouped_form(grouped_format: GroupedFormat) -> Any:
-    """A format with a group size as struct GroupedForm of csrc/include/quire/kernels/grouped_layout.h."""
+    """A weight format as struct GroupedForm of csrc/include/quire/kernels/grouped_layout.h."""
     return _C.GroupedForm(
         bits=grouped_format.bits,
         group_size=grouped_format.group_size,
@@ -208,7 +220,7 @@ def grouped_form(grouped_format: GroupedFormat) -> Any:
 
 
 def routing_rule(rule: RoutingRule) -> Any:
-    """A rule as struct RoutingRule of csrc/include/quire/kernels/experts.h."""
+    """A routing rule as struct RoutingRule of csrc/include/quire/kernels/experts.h."""
     return _C.RoutingRule(
         num_experts=rule.num_experts,
         num_active=rule.num_active,
@@ -239,7 +251,7 @@ def route(
 
 
 def expert_stack(first: Any, num_experts: int) -> Any:
-    """Weights of experts that lie one after the other; `first`: a `packed_weight`, with the number of its own rows."""
+    """The struct of experts' weights that follow each other in memory. `first` is the `packed_weight` of expert 0."""
     return _C.ExpertStack(first=first, num_experts=num_experts)
 
 
@@ -269,7 +281,7 @@ def expert_linear(
 def combine(
     y_PD: Tensor, routing: Routing, shared_TD: Tensor | None, shared_gate_T1: Tensor | None, out_TD: Tensor
 ) -> None:
-    """See experts.combine. Rows of all but the routing may be strided."""
+    """See experts.combine. Rows of all tensors except the routing may be strided."""
     _C.CombineExperts(
         y=y_PD,
         order=routing.order_P,
@@ -286,12 +298,12 @@ def fp8_quantize(weight_NK: Tensor, codes_NK: Tensor, scales_N: Tensor) -> None:
 
 
 def fp8_packed_bytes(N: int, K: int, group_size: int) -> int:
-    """Bytes of N rows in the panel layout of csrc/include/quire/kernels/gemm_fp8.h."""
+    """The bytes of N rows in the panel layout of csrc/include/quire/kernels/gemm_fp8.h."""
     return int(_C.gemm_fp8_packed_bytes(n=N, k=K, group_size=group_size))
 
 
 def fp8_pack(codes_NK: Tensor, scales_NG: Tensor, group_size: int, packed: Tensor) -> None:
-    """Copy an FP8 weight into that layout, to the beginning of `packed`."""
+    """Copy an FP8 weight into the layout of `fp8_packed_bytes`, to the beginning of `packed`."""
     _C.gemm_fp8_pack(codes=codes_NK, scales=scales_NG, group_size=group_size, packed=packed)
 
 
@@ -301,14 +313,14 @@ def grouped_quantize(weight_NK: Tensor, bits: int, group_size: int, codes_NK: Te
 
 
 def grouped_packed_bytes(N: int, K: int, form: Any) -> int:
-    """Bytes of N rows in the panel layout of csrc/include/quire/kernels/grouped_layout.h; `form` of `grouped_form`."""
+    """The bytes of N rows in the panel layout of csrc/include/quire/kernels/grouped_layout.h. See `grouped_form`."""
     return int(_C.gemm_grouped_packed_bytes(n=N, k=K, form=form))
 
 
 def grouped_pack(weight: GroupedWeight, packed: Tensor) -> None:
-    """Copy a grouped weight into that layout, to the beginning of `packed`.
+    """Copy a grouped weight into the layout of `grouped_packed_bytes`, to the beginning of `packed`.
 
-    Its tensors are contiguous, except the rows of the codes.
+    The weight's tensors are contiguous; only rows of the codes may be strided.
     """
     _C.gemm_grouped_pack(
         codes=weight.codes_NK,
@@ -322,23 +334,28 @@ def grouped_pack(weight: GroupedWeight, packed: Tensor) -> None:
 
 
 def read_bandwidth(num_bytes: int = 1 << 29, repeats: int = 3) -> float:
-    """Best measured bytes per second of reading memory once, over all kernel threads. It needs the extension."""
+    """Measure the rate of reading memory with all kernel threads, in bytes per second: the best of `repeats`.
+
+    It needs the extension.
+    """
     return float(_C.read_bandwidth(num_bytes, repeats))
 
 
 def peak_flops(dtype: torch.dtype, repeats: int = 3) -> float:
-    """Best measured multiply-add rate (FLOP/s) of the active instruction set, in registers, over all kernel threads.
+    """Measure the rate of multiply-adds in registers with all kernel threads, in FLOP/s: the best of `repeats`.
 
-    bfloat16 uses AMX tiles or vdpbf16ps if they are active; other dtypes use float32. It needs the extension.
+    It uses the active instruction set. bfloat16 uses AMX tiles or vdpbf16ps if they are active, and other dtypes use
+    float32. It needs the extension.
     """
     return max(float(_C.peak_flops(DTYPE_CODES[dtype], _PEAK_ROUNDS)) for _ in range(repeats))
 
 
 def peak_int8_ops(bits: int = 8, repeats: int = 3) -> float:
-    """The same for codes times 8-bit integers (multiplications and additions per second), as with grouped weights.
+    """Measure the rate of integer products, as with grouped weights: multiplications and additions per second.
 
     Args:
-        bits: the bits of a code: 2 to 6 or 8. Only AVX2, and AVX-512 without VNNI, multiply fewer bits faster.
+        bits: the bits of a code, 2 to 6 or 8, which is multiplied by an 8-bit integer. Only AVX2, and AVX-512 without
+            VNNI, are faster with fewer bits.
     """
     return max(float(_C.peak_int8_ops(bits, _PEAK_ROUNDS)) for _ in range(repeats))
 
@@ -351,12 +368,12 @@ def gather(
     owners: Tensor | None = None,
     reader: int | None = None,
 ) -> None:
-    """See distributed.group.Group. Raises GroupError or StepVoid.
+    """See distributed.group.Group.gather. Raises GroupError or StepVoid.
 
     Args:
-        out: None if this rank does not want the result.
+        out: memory for the result; None: this rank does not get it.
         owners: see Group.gather_rows; None: the result has all rows.
-        reader: the only rank that wants the result; None: all ranks do.
+        reader: the only rank that gets the result; None: all ranks get it.
     """
     reader = -1 if reader is None else reader
     _C.Gather(group=group, widths=widths, owners=owners, reader=reader, part=part, out=out).run()
@@ -365,14 +382,14 @@ def gather(
 def exchange(
     group: Any, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], first_column: int, out_PC: Tensor
 ) -> None:
-    """See distributed.group.Group. Raises GroupError or StepVoid."""
+    """See distributed.group.Group.exchange. Raises GroupError or StepVoid."""
     _C.Exchange(group=group, firsts=firsts, begins=begins, own=rows_PN, first_column=first_column, out=out_PC).run()
 
 
 def advise_huge_pages(x: Tensor) -> None:
-    """Ask the operating system for huge pages for a large contiguous CPU tensor that is not written yet.
+    """Ask the system for huge pages for a large contiguous CPU tensor that has not been written yet.
 
-    The system may ignore this hint. Without the extension nothing happens.
+    The system may ignore this request. Without the extension, nothing happens.
     """
     if _available:
         _C.advise_huge_pages(x)
@@ -388,7 +405,7 @@ def norm(
     weight_offset: float,
     out_TD: Tensor,
 ) -> None:
-    """See ops.rms_norm, ops.layer_norm (with a bias), and their forms with a residual. Rows may be strided."""
+    """See ops.rms_norm, ops.layer_norm (with a bias) and their forms with a residual. Rows may be strided."""
     _C.Norm(
         x=x_TD,
         residual=residual_TD,
@@ -407,7 +424,7 @@ def attention_rule(scale: float, sliding_window: int, soft_cap: float, chunk: in
 
 
 def head_rotation(rotation: HeadRotation) -> Any:
-    """The extension's form. The caller keeps the tensors alive."""
+    """The extension's struct of a HeadRotation. The caller keeps the tensors alive."""
     return _C.HeadRotation(
         cos_sin=rotation.cos_sin_PR,
         q_norm_weight=rotation.q_norm_weight_E,
@@ -420,7 +437,7 @@ def head_rotation(rotation: HeadRotation) -> Any:
 
 
 def _kv_cache(cache: LayerCache) -> Any:
-    """The cache in the extension's form, made at the first call: tensors of a LayerCache are never replaced."""
+    """The extension's struct of a cache. It is made only once, because a LayerCache never gets other tensors."""
     if cache.compiled is None:
         made = _C.KvCache(k=cache.k_BGPE, v=cache.v_BGPE, k_scales=cache.k_scales_BGP, v_scales=cache.v_scales_BGP)
         object.__setattr__(cache, "compiled", made)  # the dataclass is frozen
@@ -506,8 +523,8 @@ def shared_attention(
     """See distributed.group.Group.attend. Raises GroupError or StepVoid.
 
     Args:
-        members: the rank of the first owner, the number of owners, the place of this rank among them, and its first
-            head of q.
+        members: the rank of the first owner, the number of owners, the index of this rank among them, and its first
+            query head.
     """
     first_member, num_owners, owner, first_result = members
     _C.SharedAttention(
@@ -535,7 +552,7 @@ def gated_activation(
     order_T: Tensor | None = None,
     begins: Tensor | None = None,
 ) -> None:
-    """See ops.gated_activation; `name` is a key of ACTIVATION_CODES. Rows may be strided."""
+    """See ops.gated_activation. `name` is a key of ACTIVATION_CODES. Rows may be strided."""
     code = ACTIVATION_CODES[name]
     _C.GatedActivation(activation=code, x=x_T2I, factors=factors_F, order=order_T, out=out_TI, begins=begins).run()
 
@@ -553,7 +570,7 @@ def pack_factors(source: Tensor, factors_F6: Tensor, memory: Tensor) -> None:
 def add_lora(
     table: Any, x_TK: Tensor | None, token_ids_T: Tensor | None, slots_T: Tensor, base_TN: Tensor, out_TN: Tensor
 ) -> None:
-    """See lora.add_lora. Either x or token_ids is given."""
+    """See lora.add_lora. Exactly one of x and token_ids is given."""
     _C.AddLora(table=table, x=x_TK, token_ids=token_ids_T, slots=slots_T, base=base_TN, out=out_TN).run()
 
 

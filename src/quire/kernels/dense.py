@@ -1,8 +1,9 @@
 """Products with floating-point weights that are packed once.
 
-CPU tensors use the compiled kernels, other tensors plain torch, which is cuBLAS on a GPU. On a GPU, Triton replaces it
-if results must be deterministic. The arithmetic of one row never depends on the other rows of a call or on the number
-of threads, except with cuBLAS.
+CPU tensors use the compiled kernels. Other tensors use plain torch, which is cuBLAS on a GPU; if results must be
+deterministic, Triton replaces cuBLAS. The arithmetic of one row never depends on the other rows of a call or on the
+number of threads, except with cuBLAS.
+
 Dimensions: T tokens, K in-features, N out-features.
 """
 
@@ -28,9 +29,10 @@ from quire.kernels.weight_memory import WEIGHTS, Memory
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """A weight in the form that `linear` reads. Only the code that packed it knows the layout.
+    """A weight in the form that `linear` reads. Only the code that has packed it knows the layout.
 
-    `data` is the kernels' panel layout (uint8) if `is_packed`, else the weight [N, K].
+    Attributes:
+        data: the kernels' panel layout, uint8, if `is_packed`; else the weight [N, K].
     """
 
     data: Tensor
@@ -41,7 +43,7 @@ class PackedLinear:
 
     @cached_property
     def panels(self) -> Any:
-        """`data` in the form of the kernels."""
+        """The weight as the kernels take it: see cpu.packed_weight."""
         return cpu.packed_weight(self.data, self.N, self.K)
 
     @property
@@ -50,15 +52,19 @@ class PackedLinear:
 
 
 def packs(device: torch.device) -> bool:
-    """Whether weights on this device are packed: only the compiled kernels on a CPU do it."""
+    """Whether weights on this device are packed. Only the compiled kernels on a CPU need packed weights."""
     return cpu.available() and device.type == "cpu" and not gpu.serves(device)
 
 
 def pack_linear(weight_NK: Tensor, memory: Memory = WEIGHTS) -> PackedLinear:
     """Turn a weight [N, K] of dtype float32, bfloat16 or float16 into the form that `linear` reads.
 
-    With the compiled kernels this is a multi-threaded copy, which releases pages of a mapped file on the way. The
-    caller may free `weight_NK`. Rows may be strided.
+    Rows may be strided. With the compiled kernels, the weight is copied by several threads, and pages of a mapped file
+    are released after they are read. Then the caller may free `weight_NK`. Raises TypeError for another dtype, and
+    ValueError for a weight without rows or columns.
+
+    Args:
+        memory: provides the memory of the packed weight.
     """
     check_weight(weight_NK)
     N, K = weight_NK.shape
@@ -68,9 +74,9 @@ def pack_linear(weight_NK: Tensor, memory: Memory = WEIGHTS) -> PackedLinear:
 
 
 def pack_linear_bands(bands: Iterable[Tensor], N: int, memory: Memory = WEIGHTS) -> PackedLinear:
-    """The packed form of a weight of N rows that comes in bands, on a device that `packs`, in `memory`.
+    """Like `pack_linear`, for a weight of N rows that comes in bands of rows. The device must be one that `packs`.
 
-    Rows are in order. Each band except the last has a multiple of PANEL_WIDTH rows.
+    The bands come in the order of rows. Each band except the last has a multiple of PANEL_WIDTH rows.
     """
     bands = iter(bands)
     first = next(bands)
@@ -100,8 +106,17 @@ def linear(
 ) -> Tensor:
     """y_TN = x_TK @ weight.T + bias_N, plus the additions of adapters, in float32, rounded once to the output dtype.
 
-    x has the weight's dtype. The output has the dtype of `out`, or `out_dtype`, or else x's. Rows of x and of `out` may
-    be strided. The bias may have any of the three dtypes. Plain torch rounds to x's dtype first.
+    Plain torch rounds to x's dtype first.
+
+    Args:
+        x_TK: has the weight's dtype; rows may be strided.
+        bias_N: float32, bfloat16 or float16; None: there is no bias.
+        out: memory for the result; rows may be strided. None: new memory.
+        out_dtype: the dtype of the result without `out`; None: x's.
+        adapters: see lora.RowAdapters; None: no row has an adapter.
+
+    Raises:
+        ValueError, TypeError: a shape, a stride, a device or a dtype does not fit.
     """
     check_product(x_TK, packed.data, packed.N, packed.K, bias_N, adapters)
     check_dtype("x", x_TK, packed.dtype)
@@ -127,9 +142,12 @@ def _plain(x_TK: Tensor, packed: PackedLinear, bias_N: Tensor | None) -> Tensor:
 
 
 def packed_rows(packed: PackedLinear, rows_T: Tensor) -> Tensor:
-    """weight[rows_T] -> [T, K] from the packed form: embedding lookup in the matrix of the output projection.
+    """weight[rows_T], [T, K] in the weight's dtype, from the packed form.
 
-    rows_T: int64, each in [0, N); on a CPU, IndexError for other values.
+    It is the embedding lookup of models whose embeddings are the weight of the output projection.
+
+    Args:
+        rows_T: int64, each in [0, N). On a CPU, other values raise IndexError.
     """
     check_rows(rows_T, packed.data, packed.dtype)
     if not packed.is_packed:

@@ -1,6 +1,6 @@
-"""The weights of all experts of a layer in one packed weight, which is filled expert by expert in any order.
+"""The weights of all experts of a layer in one packed weight. It is filled expert by expert, in any order.
 
-Dimensions: E experts, N out-features and K in-features of each.
+Dimensions: E experts, N out-features and K in-features of each expert.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class PackedStack:
     """Weights of E experts in the form that `expert_linear` reads.
 
     Attributes:
-        weight: one packed weight with the rows of all experts. In panels, each expert begins with a new panel. An order
-            of columns is int32 [E, K].
-        E: experts.
-        N, K: out-features and in-features of one expert.
+        weight: one packed weight with the rows of all experts. In the panel layout, each expert begins with a new
+            panel. If it has an order of columns, the order is int32 [E, K].
+        E: the number of experts.
+        N, K: the out-features and in-features of one expert.
     """
 
     weight: Packed
@@ -47,16 +47,16 @@ class PackedStack:
 
     @property
     def tensor(self) -> Tensor:
-        """One tensor of the weight."""
+        """Any tensor of the weight. It shows the device."""
         return self.weight.data if isinstance(self.weight, PackedLinear) else self.weight.tensor
 
     @cached_property
     def panels(self) -> Any:
-        """The stack in the form of the CPU kernels."""
+        """The stack as the CPU kernels take it: see cpu.expert_stack."""
         return cpu.expert_stack(replace(self.weight, N=self.N).panels, self.E)
 
     def tensors(self, e: int) -> list[Tensor]:
-        """All data of one expert, without a copy. Writing to it changes the expert."""
+        """All tensors of one expert, without a copy. Whoever writes to them changes the expert."""
         order_EK = _order(self.weight)
         return [*_tensors(self.expert(e)).values(), *([] if order_EK is None else [order_EK[e]])]
 
@@ -68,10 +68,10 @@ class PackedStack:
 
 
 class StackBuilder:
-    """Takes the packed weights of E experts [N, K], in any order. They have one form.
+    """Takes the packed weights of E experts [N, K], in any order. All of them must have one form.
 
-    A CPU weight that is packed in the memory of its place is not copied. Other weights are copied: drop them after
-    `put`.
+    If a CPU weight was packed in the memory of its place (see `memory`), it is not copied. Other weights are copied, so
+    the caller may drop them after `put`.
     """
 
     def __init__(self, E: int, N: int) -> None:
@@ -85,22 +85,22 @@ class StackBuilder:
         return not self._missing
 
     def memory(self, e: int) -> Memory:
-        """The place of the panels of expert `e`, for the function that packs them."""
+        """The memory for the panels of expert `e`. Give it to the function that packs them."""
         return partial(self._place, e)
 
     def _place(self, e: int, num_bytes: int) -> Tensor:
         if self._panels is None:
             self._panels = WEIGHTS(self._E * num_bytes)
-        if len(self._panels) != self._E * num_bytes:  # the panels have another form: `put` decides
+        if len(self._panels) != self._E * num_bytes:  # these panels have another form, and `put` will refuse or widen
             return torch.empty(num_bytes, dtype=torch.uint8)
         return self._panels[e * num_bytes : (e + 1) * num_bytes]
 
     def put(self, e: int, packed: Packed) -> None:
         """Take the weight of expert `e`.
 
-        If some experts have scales in float16 and others in float32, all get float32.
+        If some experts have scales in float16 and others in float32, all of them get float32 scales.
 
-        Raises ValueError if it has another form than the experts before it, or came already.
+        Raises ValueError if the weight has another form than earlier ones, or if the expert has its weight already.
         """
         if e not in self._missing:
             raise ValueError(f"expert {e} came already, or is not in [0, {self._E})")
@@ -117,7 +117,7 @@ class StackBuilder:
         self._missing.remove(e)
 
     def _widen(self, stack: PackedStack) -> None:
-        """Pack the experts that are there with scales in float32."""
+        """Pack the experts that have come again, with scales in float32."""
         self._stack = self._panels = None
         for e in set(range(self._E)) - self._missing:
             self._copy(e, _widened(stack.expert(e), self.memory(e)))
@@ -144,13 +144,13 @@ class StackBuilder:
         return PackedStack(_with_tensors(packed, stacked, self._E * self._N, order_EK), self._E, self._N, packed.K)
 
     def finished(self) -> PackedStack:
-        """The stack, which must be complete."""
+        """The complete stack. All experts must have come."""
         assert self._stack is not None and self.is_complete
         return self._stack
 
 
 def _tensors(packed: Packed) -> dict[str, Tensor]:
-    """The tensors that have the weight's rows or panels one after the other."""
+    """The tensors that hold rows or panels of the weight, one after the other."""
     if packed.data is not None:
         return {"data": packed.data}
     assert not isinstance(packed, PackedLinear)
@@ -158,14 +158,14 @@ def _tensors(packed: Packed) -> dict[str, Tensor]:
 
 
 def _order(packed: Packed) -> Tensor | None:
-    """The order of columns, of one expert or of all."""
+    """The order of columns, of one expert or of all experts; None: there is none."""
     if not isinstance(packed, PackedGrouped):
         return None
     return packed.order_K if packed.weight is None or packed.order_K is not None else packed.weight.order_K
 
 
 def _with_tensors(packed: Packed, tensors: dict[str, Any], N: int, order: Tensor | None) -> Packed:
-    """The same form with other tensors."""
+    """A weight of the same form with other tensors."""
     match packed:
         case PackedLinear():
             return replace(packed, data=tensors["data"], N=N)
@@ -175,7 +175,7 @@ def _with_tensors(packed: Packed, tensors: dict[str, Any], N: int, order: Tensor
         case PackedFp8():
             return replace(packed, data=tensors["data"], N=N)
         case PackedGrouped(data=None):
-            # A GroupedWeight has one order. Orders of many experts are beside it.
+            # A GroupedWeight has only one order. So the orders of many experts are kept beside it.
             assert packed.weight is not None
             order_K = order.long() if order is not None and order.dim() == 1 else None
             weight = replace(packed.weight, **tensors, order_K=order_K)
@@ -185,7 +185,7 @@ def _with_tensors(packed: Packed, tensors: dict[str, Any], N: int, order: Tensor
 
 
 def _form(packed: Packed, scales: str | None = None) -> str:
-    """`scales`: the dtype of scales, in place of float16 or float32."""
+    """The form of a weight, as text. `scales`: a text in place of the scales' dtype float16 or float32."""
     match packed:
         case PackedLinear():
             form = str(packed.dtype)

@@ -1,7 +1,7 @@
 """The ops of mixture-of-experts layers: compiled kernels on CPU, Triton on GPU, plain torch otherwise.
 
-A row's bits depend on the row alone: its expert's product has the same bits as `linear` with that expert's weight.
-Arguments are checked as in ops.py.
+The bits of a row depend only on the row: the product with an expert has the same bits as `linear` with the weight of
+this expert. Arguments are checked as in ops.py.
 
 Dimensions: T tokens, E experts, S slots (active experts of a token), P = T * S pairs of a token and a slot, K
 in-features, N out-features, D hidden.
@@ -32,15 +32,21 @@ def route(
     places_EC: Tensor | None = None,
     num_places: int | None = None,
 ) -> Routing:
-    """The experts of each token and their weights, by the router's logits (float32, rows may be strided).
+    """Choose the experts of each token and their weights.
 
-    Equal scores: the lower expert comes first. A row with a logit that is not finite gets experts 0 to S - 1 and
-    NaN weights; other rows do not change.
+    If scores are equal, the expert with the lower number comes first. A row with a logit that is not finite gets the
+    experts 0 to S - 1 and NaN weights; other rows do not change.
 
     Args:
-        bias_E: float32, is added to the scores for the choice, not for the weights (DeepSeek-V3, arXiv 2412.19437).
-        places_EC: int32 in [0, num_places): where the C copies of each expert are; some may be equal. Tokens
-            take turns with them: token t goes to copy t % C. None: each expert has the place of its number.
+        logits_TE: the router's logits, float32; rows may be strided.
+        bias_E: float32. It is added to the scores for the choice, but not for the weights (DeepSeek-V3, arXiv
+            2412.19437).
+        places_EC: int32 in [0, num_places): the places of the C copies of each expert; some may be equal. Token t goes
+            to copy t % C. None: the place of an expert is its number.
+        num_places: the number of places, given together with `places_EC`.
+
+    Raises:
+        ValueError, TypeError: a shape, a stride, a device or a dtype does not fit.
     """
     E = rule.num_experts
     check_places(logits=logits_TE, bias=bias_E)
@@ -90,18 +96,22 @@ def expert_linear(
     out: Tensor | None = None,
     first_place: int | None = None,
 ) -> Tensor:
-    """y_PN = a row of x @ weight.T + bias of the expert of each pair, in the order of routing.order_P.
+    """For each pair of a token and an expert: a row of x times the expert's weight, plus its bias.
 
-    A row has the arithmetic of `linear`, `fp8_linear` and `grouped_linear`. The output has x's dtype or `out_dtype`,
-    rounded once.
+    The result is [P, N], in the order of routing.order_P. A row has the arithmetic of `linear`, `fp8_linear` or
+    `grouped_linear`. It is rounded once, to `out_dtype` or x's dtype.
 
     Args:
-        x: any of the three dtypes, for a dense stack its dtype; rows may be strided.
-        of_tokens: x is [T, K], and a pair reads the row of its token; else x is [P, K] in that order.
-        bias_EN: any of the three dtypes.
-        out: takes the result; rows may be strided.
-        first_place: expert e of the stack has the place first_place + e, and rows of other places are left alone.
+        x: float32, bfloat16 or float16; for a dense stack, the dtype of the stack. Rows may be strided.
+        of_tokens: True: x is [T, K], and a pair reads the row of its token. False: x is [P, K], in the order of the
+            result.
+        bias_EN: float32, bfloat16 or float16; None: there is no bias.
+        out: memory for the result; rows may be strided. None: new memory.
+        first_place: expert e of the stack has the place first_place + e, and rows of other places are not written.
             None: the stack has all experts.
+
+    Raises:
+        ValueError, TypeError: a shape, a stride, a device or a dtype does not fit.
     """
     T, S = _check_routing(routing, stack.E if first_place is None else None)
     first = first_place or 0
@@ -175,12 +185,15 @@ def _product(x_TK: Tensor, packed: Packed, bias_N: Tensor | None, dtype: torch.d
 def combine(
     y_PD: Tensor, routing: Routing, shared_TD: Tensor | None = None, shared_gate_T1: Tensor | None = None
 ) -> Tensor:
-    """out_TD: the weighted sum of the rows of each token in the order of its slots, in float32, rounded once.
+    """The weighted sum of the rows of each token, [T, D]. Sums are float32, in the order of slots, and rounded once.
 
     Args:
-        y_PD: rows in the order of routing.order_P, of any of the three dtypes; rows may be strided.
-        shared_TD: in y's dtype; it is added at the end. Rows may be strided.
-        shared_gate_T1: float32; the sigmoid of it multiplies shared_TD before that (Qwen2-MoE).
+        y_PD: rows in the order of routing.order_P, float32, bfloat16 or float16; rows may be strided.
+        shared_TD: the result of the shared expert, in y's dtype. It is added at the end. Rows may be strided.
+        shared_gate_T1: float32. Its sigmoid multiplies shared_TD (Qwen2-MoE); None: nothing multiplies it.
+
+    Raises:
+        ValueError, TypeError: a shape, a stride, a device or a dtype does not fit.
     """
     T, S = _check_routing(routing, None)
     if y_PD.dim() != 2 or y_PD.shape[0] != T * S or y_PD.shape[1] == 0:
@@ -206,7 +219,11 @@ def combine(
 
 
 def _check_routing(routing: Routing, num_experts: int | None) -> tuple[int, int]:
-    """Check the tensors of a routing among this number of experts. Their numbers are T and S."""
+    """Check the tensors of a routing. Returns T and S.
+
+    Args:
+        num_experts: the number of experts or places; None: it is not checked.
+    """
     experts_TS, weights_TS, order_P, begins = vars(routing).values()
     check_places(experts=experts_TS, weights=weights_TS, order=order_P, begins=begins)
     if experts_TS.dim() != 2:

@@ -1,4 +1,4 @@
-"""The compiled extension, without torch: whether it exists, the reason if not, and its instruction sets here."""
+"""The compiled extension, without torch: whether it exists, why not, and which instruction sets this CPU has."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ def how_to_build() -> str:
 
 
 def require(who: str) -> Any:
-    """The extension, for functions that have no wrapper. `who` begins a sentence. ConfigError where it is not built."""
+    """The extension, for functions without a wrapper. Raises ConfigError if it is not built.
+
+    Args:
+        who: the beginning of the error's first sentence.
+    """
     if C is None:
         raise ConfigError(
             f"{who} needs the compiled extension, which is not there",
@@ -48,7 +52,7 @@ def require(who: str) -> Any:
 
 
 def wished_isa() -> str | None:
-    """The value of QUIRE_ISA, or None. Raises ConfigError for an instruction set that cannot run here."""
+    """The value of QUIRE_ISA; None: it is not set. Raises ConfigError for an instruction set that cannot run here."""
     name = envs.ISA.get()
     if not name:
         return None
@@ -65,9 +69,9 @@ def wished_isa() -> str | None:
 
 
 def read_bandwidth(num_threads: int) -> float | None:
-    """Bytes per second that this number of cores reads from memory now, the best of 8 readings; None without kernels.
+    """The bytes per second that this number of cores can read from memory now; None: there are no kernels.
 
-    It takes 0.2 s and 256 MiB.
+    It is the best of 8 measurements, which take 0.2 s and 256 MiB.
     """
     if not is_used():
         return None
@@ -76,7 +80,7 @@ def read_bandwidth(num_threads: int) -> float | None:
 
 
 def chosen_isa() -> str:
-    """The instruction set of an engine that would start now; "torch" without the kernels. Raises ConfigError."""
+    """The instruction set of an engine that would start now; "torch" if it has no kernels. Raises ConfigError."""
     if not is_used():
         return "torch"
     return wished_isa() or str(C.isa())

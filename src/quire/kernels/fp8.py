@@ -1,8 +1,9 @@
 """Products with FP8 weights (e4m3) and float32 scales.
 
 They use the compiled kernels on CPU, Triton and cuBLAS on GPU, and plain torch otherwise. Activations are not quantized
-("weight-only"), unless `quantizes_activations` is true. Only this choice depends on the number of rows; else the
-arithmetic of one row never depends on the other rows of a call or on the number of threads.
+("weight-only"), unless `quantizes_activations` is true. Only this choice depends on the number of rows. Apart from it,
+the arithmetic of one row never depends on the other rows of a call or on the number of threads.
+
 Dimensions: T tokens, K in-features, N out-features, G groups along K.
 """
 
@@ -28,8 +29,8 @@ from quire.kernels.product import check_product, check_result_dtype, check_rows,
 from quire.kernels.strides import contiguous_rows
 from quire.kernels.weight_memory import WEIGHTS, Memory
 
-# Below some hundreds of rows, reading the weight takes longer than multiplying, so activations need not be FP8. The
-# limit is above the largest CUDA graph, 256 rows, because padding must not change the arithmetic of a row.
+# With fewer rows, reading the weight takes longer than multiplying, so activations need not be FP8. The limit is above
+# the largest CUDA graph (256 rows), because padding must not change the arithmetic of a row.
 _FEWEST_QUANTIZED_ROWS = 257
 
 
@@ -48,7 +49,7 @@ class PackedFp8(PackedCodes[Fp8Weight]):
 
 @dataclass(frozen=True)
 class Fp8Rows:
-    """Rows of activations that are quantized already.
+    """Rows of activations that were quantized already, by the norm or the activation before the layer.
 
     Attributes:
         codes_TK: float8_e4m3fn.
@@ -65,9 +66,12 @@ Rows = Tensor | Fp8Rows  # the input of a linear layer
 
 
 def quantize_fp8(weight_NK: Tensor) -> Fp8Weight:
-    """The nearest codes (ties to even) with one scale per row: max |w| / 448. The largest element becomes 448.
+    """Quantize a weight to FP8 (e4m3) with one scale per row: max |w| / 448. So the largest element becomes 448.
 
-    A row with an element that is not finite gets the scale NaN.
+    Codes are the nearest ones (ties to even). A row with an element that is not finite gets the scale NaN.
+
+    Args:
+        weight_NK: float32, bfloat16 or float16; rows may be strided.
     """
     check_weight(weight_NK)
     on_gpu = gpu.takes(weight_NK)
@@ -84,14 +88,15 @@ def quantize_fp8(weight_NK: Tensor) -> Fp8Weight:
 
 
 def pack_fp8(weight: Fp8Weight, memory: Memory = WEIGHTS) -> PackedFp8:
-    """Turn a weight into the form that `fp8_linear` reads; on the CPU kernels this is a copy in `memory`."""
+    """Turn a weight into the form that `fp8_linear` reads. For the CPU kernels it is copied to `memory`."""
     return pack_fp8_bands([weight], weight.shape[0], memory)
 
 
 def pack_fp8_bands(bands: Iterable[Fp8Weight], N: int, memory: Memory = WEIGHTS) -> PackedFp8:
-    """The same for a weight of N rows that comes in bands. The CPU kernels need one band at a time.
+    """Like `pack_fp8`, for a weight of N rows that comes in bands of rows. The CPU kernels need one band at a time.
 
-    Rows are in order. Each band except the last has a multiple of PANEL_WIDTH rows.
+    The bands come in the order of rows. Each band except the last has a multiple of PANEL_WIDTH rows. Raises ValueError
+    if the bands do not fit each other.
     """
     bands = iter(bands)
     first = next(bands)
@@ -121,14 +126,17 @@ def pack_fp8_bands(bands: Iterable[Fp8Weight], N: int, memory: Memory = WEIGHTS)
 def rms_norm_to_fp8(
     x_TD: Tensor, residual_TD: Tensor | None, multiplier: float, weight_D: Tensor, eps: float, weight_offset: float
 ) -> Fp8Rows:
-    """On a GPU: ops.rms_norm, or ops.add_rms_norm with a residual (changed in place), and quantization: equal bits."""
+    """On a GPU: ops.rms_norm (with a residual, ops.add_rms_norm, which changes it) and quantization in one kernel.
+
+    The bits are those of the two steps.
+    """
     check_norm(x_TD, residual_TD, weight_D, None)
     codes_TD, scales_T1 = gpu.kernels().rms_norm_to_fp8(x_TD, residual_TD, multiplier, weight_D, eps, weight_offset)
     return Fp8Rows(codes_TD, scales_T1, x_TD.dtype)
 
 
 def gated_activation_to_fp8(name: str, x_T2I: Tensor) -> Fp8Rows:
-    """On a GPU: ops.gated_activation and quantization, with equal bits."""
+    """On a GPU: ops.gated_activation and quantization in one kernel, with the bits of the two steps."""
     check_gated(name, x_T2I)
     check_last_stride(x=x_T2I)
     codes_TI, scales_T1 = gpu.kernels().gated_activation_to_fp8(name, x_T2I)
@@ -143,10 +151,19 @@ def fp8_linear(
     out: Tensor | None = None,
     adapters: RowAdapters | None = None,
 ) -> Tensor:
-    """y_TN = x @ weight.T + bias_N, plus the additions of adapters. Groups are summed in float32, then scaled.
+    """y_TN = x @ weight.T + bias_N, plus the additions of adapters. Groups are summed in float32 and then scaled.
 
-    If `quantizes_activations` is true, x is quantized first, with a scale per row. It comes as Fp8Rows if the caller
-    has done that. The output has x's dtype or `out_dtype`, rounded once. `out` takes the result if x is not quantized.
+    The result is rounded once. If `quantizes_activations` is true, x is quantized first, with one scale per row.
+
+    Args:
+        x_TK: float32, bfloat16 or float16 rows, which may be strided; or Fp8Rows, if the caller has quantized them.
+        bias_N: float32, bfloat16 or float16; None: there is no bias.
+        out_dtype: the dtype of the result; None: x's.
+        out: memory for the result, if x is not quantized; None: new memory.
+        adapters: see lora.RowAdapters; None: no row has an adapter.
+
+    Raises:
+        ValueError, TypeError: a shape, a stride, a device or a dtype does not fit.
     """
     if isinstance(x_TK, Fp8Rows):
         assert adapters is None, "rows that are quantized already"
@@ -175,13 +192,14 @@ def fp8_linear(
 
 
 def quantizes_activations(x_TK: Tensor, packed: PackedFp8, out_dtype: torch.dtype) -> bool:
-    """Whether `fp8_linear` on a GPU rounds rows of x to FP8 and multiplies codes by codes.
-
-    Only the number of rows of x and its device matter.
+    """Whether `fp8_linear` on a GPU rounds rows of x to FP8, and multiplies codes by codes.
 
     It needs tensor cores with FP8 (sm_89 and later), a scale per output channel (torch._scaled_mm takes no other scales
     of our checkpoints), a result in bfloat16, sizes in multiples of 16, and many rows. It is false if results must be
     deterministic, because it depends on the number of rows.
+
+    Args:
+        x_TK: only its number of rows and its device matter.
     """
     return (
         x_TK.shape[0] >= _FEWEST_QUANTIZED_ROWS
@@ -223,9 +241,10 @@ def _product_of_codes(rows: Fp8Rows, packed: PackedFp8, bias_N: Tensor | None, o
 
 
 def fp8_rows(packed: PackedFp8, rows_T: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight[rows_T] -> [T, K]: float32 products of scale and code, rounded to dtype.
+    """weight[rows_T], [T, K]: float32 products of scale and code, rounded to dtype.
 
-    rows_T: int64, each in [0, N); on a CPU, IndexError for other values.
+    Args:
+        rows_T: int64, each in [0, N). On a CPU, other values raise IndexError.
     """
     check_rows(rows_T, packed.tensor, dtype)
     if packed.data is None:

@@ -17,14 +17,17 @@ from quire.kernels.guards import check_dtype, check_filled, check_places, check_
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """weight[n, k] = scale of n and of k's group * code[n, k].
+    """An FP8 weight: weight[n, k] = scales[n, k // group_size] * codes[n, k].
 
-    A scale per output channel is one group of the whole row. A scale per tensor is repeated in every row.
+    With a scale per output channel, the whole row is one group. A scale per tensor is repeated for every row.
 
     Attributes:
         codes_NK: float8_e4m3fn; rows may be strided.
         scales_NG: float32.
-        group_size: elements along K that share a scale: a multiple of K_UNIT.
+        group_size: the number of elements along K that share a scale, a multiple of K_UNIT.
+
+    Raises:
+        ValueError, TypeError: the tensors do not fit each other.
     """
 
     codes_NK: Tensor

@@ -1,4 +1,4 @@
-"""The GPU for an engine that would start now, from torch: `python -m quire.kernels.gpu_facts` prints it as JSON."""
+"""Finds the GPU that an engine would use if it started now. `python -m quire.kernels.gpu_facts` prints it as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.resolve import NO_DRIVER, GpuFacts
 
 
 def detect() -> GpuFacts | str:
-    """Facts of the first visible GPU, or the reason why it cannot be used. It makes a CUDA context on a GPU."""
+    """Facts of the first visible GPU, or the reason why it cannot be used. A GPU gets a CUDA context by this."""
     if not torch.cuda.is_available() and not devices.has_gpu():
         return NO_DRIVER
     if torch.version.hip is not None:

@@ -1,6 +1,7 @@
 """Products with integer weights in groups along K: compiled kernels on CPU, Triton on GPU, plain torch otherwise.
 
 The arithmetic of one row never depends on the other rows of a call or on the number of threads.
+
 Dimensions: T tokens, K in-features, N out-features, G groups along K.
 """
 
@@ -29,9 +30,10 @@ from quire.kernels.weight_memory import WEIGHTS, Memory
 
 @dataclass(frozen=True)
 class PackedGrouped(PackedCodes[GroupedWeight]):
-    """An integer weight in the form that `grouped_linear` reads. The kernels of CPUs and GPUs share its panels.
+    """An integer weight in the form that `grouped_linear` reads. CPU kernels and GPU kernels share its panel layout.
 
-    `order_K` is the order of the columns (int32).
+    Attributes:
+        order_K: the order of the columns, int32; None: they are in their natural order.
     """
 
     order_K: Tensor | None
@@ -50,10 +52,15 @@ class PackedGrouped(PackedCodes[GroupedWeight]):
 
 
 def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> GroupedWeight:
-    """The nearest integer weight with zero 128 for 8 bits and 8 for 4 bits, and float32 scales.
+    """Quantize a weight to the nearest codes, with a float32 scale per group. The zero is 128 (8 bits) or 8 (4 bits).
 
-    8 bits: scale = max |w| / 127. 4 bits: the element of largest magnitude gets code 0, so that all 16 codes are used,
-    as in GGUF's Q4_0.
+    With 8 bits, a scale is max |w| / 127. With 4 bits, the element of largest magnitude gets code 0, so that all 16
+    codes are used, as in GGUF's Q4_0.
+
+    Args:
+        weight_NK: float32, bfloat16 or float16; rows may be strided.
+
+    Raises ValueError for other bits or an illegal group size.
     """
     check_weight(weight_NK)
     check_groups(bits, group_size)
@@ -70,17 +77,19 @@ def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> GroupedWe
 
 
 def pack_grouped(weight: GroupedWeight, memory: Memory = WEIGHTS) -> PackedGrouped:
-    """Turn a weight into the form that `grouped_linear` reads, on its device; on the kernels this is a copy.
+    """Turn a weight into the form that `grouped_linear` reads, on its device. For the kernels it is copied.
 
-    `memory` is for the CPU kernels.
+    Args:
+        memory: provides the memory of the copy for the CPU kernels.
     """
     return pack_grouped_bands([weight], weight.shape[0], memory)
 
 
 def pack_grouped_bands(bands: Iterable[GroupedWeight], N: int, memory: Memory = WEIGHTS) -> PackedGrouped:
-    """The same for a weight of N rows that comes in bands. The CPU kernels need one band at a time.
+    """Like `pack_grouped`, for a weight of N rows that comes in bands of rows. The CPU kernels need one band at a time.
 
-    Rows are in order. Each band except the last has a multiple of PANEL_WIDTH rows.
+    The bands come in the order of rows. Each band except the last has a multiple of PANEL_WIDTH rows. Raises ValueError
+    if the bands do not fit each other.
     """
     bands = iter(bands)
     first = next(bands)
@@ -133,12 +142,20 @@ def grouped_linear(
 ) -> Tensor:
     """y_TN = x @ weight.T + bias_N, plus the additions of adapters in float32, rounded once.
 
-    The output has x's dtype or `out_dtype`. `out` takes the result.
+    On a CPU, rows of x are quantized to 8 bits. There is one scale per row and group of the weight, or super-group if
+    the weight has factors. Integer sums within a group are exact. Then they are added in float32, in order. On a GPU, x
+    is not quantized, the weight is rounded to x's dtype as in `grouped_rows`, and sums are float32. If a row of x has a
+    value that is not finite, its row of the output has no finite number; on a CPU all are NaN.
 
-    On CPU, rows of x are quantized to 8 bits, with one scale per row and group of the weight, or super-group if it has
-    factors. Integer sums within a group are exact; then they are added in float32, in order. On GPU x is not quantized,
-    the weight is rounded to x's dtype as in `grouped_rows`, and sums are float32. If a row of x has a value that is not
-    finite, no number in its row of the output is finite; on CPU all are NaN.
+    Args:
+        x_TK: float32, bfloat16 or float16; rows may be strided.
+        bias_N: float32, bfloat16 or float16; None: there is no bias.
+        out_dtype: the dtype of the result; None: x's.
+        out: memory for the result; None: new memory.
+        adapters: see lora.RowAdapters; None: no row has an adapter.
+
+    Raises:
+        ValueError, TypeError: a shape, a stride, a device or a dtype does not fit.
     """
     check_product(x_TK, packed.tensor, packed.N, packed.K, bias_N, adapters)
     if adapters is not None and (packed.data is None or gpu.takes(x_TK)):
@@ -158,9 +175,10 @@ def grouped_linear(
 
 
 def grouped_rows(packed: PackedGrouped, rows_T: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight[rows_T] -> [T, K], computed in float32 and rounded to dtype.
+    """weight[rows_T], [T, K], computed in float32 and rounded to dtype.
 
-    rows_T: int64, each in [0, N); on a CPU, IndexError for other values.
+    Args:
+        rows_T: int64, each in [0, N). On a CPU, other values raise IndexError.
     """
     check_rows(rows_T, packed.tensor, dtype)
     if packed.data is not None and cpu.available() and packed.data.device.type == "cpu":

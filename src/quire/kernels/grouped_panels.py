@@ -1,6 +1,7 @@
 """The packed layout of grouped weights in plain torch, on any device.
 
-csrc/include/quire/kernels/grouped_layout.h describes it. The compiled kernels and the GPU kernels both read it.
+csrc/include/quire/kernels/grouped_layout.h describes the layout. The compiled kernels and the GPU kernels both read it.
+
 Dimensions: T rows, K in-features, N out-features, G groups along K, S super-groups, P panels, B bytes.
 """
 
@@ -21,7 +22,7 @@ def to_panels(weight: GroupedWeight) -> Tensor:
     added_rows, added_columns = -N % PANEL_WIDTH, weight.format.padded(K) - K
 
     def numbers(*parts: Tensor | None) -> Tensor:
-        """[P, B]: for each group (or super-group) the numbers of all 64 columns, part after part."""
+        """[P, B]: for each group or super-group, the numbers of all 64 columns, one part after the other."""
         padded = [F.pad(part, (0, 0, 0, added_rows)) for part in parts if part is not None]
         sections = [
             part.reshape(num_panels, PANEL_WIDTH, -1).transpose(1, 2).contiguous().view(torch.uint8) for part in padded
@@ -48,14 +49,12 @@ def rows_of_panels(
     end = 0
 
     def numbers(count: int, names: list[str]) -> list[Tensor]:
-        """The next section, which has numbers of each dtype in `names` for each of `count` groups -> [T, count] per
-        dtype.
-        """
+        """Read the next section. For each dtype in `names`, it gives [T, count]: the numbers of `count` groups."""
         nonlocal end
         widths = [PANEL_WIDTH * _dtype(name).itemsize for name in names]
         begin, end = end, end + count * sum(widths)
         parts = torch.split(data_PB[:, begin:end].reshape(len(data_PB), count, -1), widths, dim=2)
-        # These are views: no section is copied, for any number of panels.
+        # These are views, so no section is copied.
         return [part.view(_dtype(name))[panels_T, :, columns_T] for part, name in zip(parts, names, strict=True)]
 
     scales_TG, *offsets_TG = numbers(num_groups, [form.scales] + ([] if form.offsets is None else [form.offsets]))
@@ -77,7 +76,7 @@ def rows_of_panels(
 
 
 def _to_planes(codes: Tensor, bits: int) -> Tensor:
-    """Quads of codes [P, quads, ...], a code per byte -> [P, lines, ...] in the form of the layout's CodePlanes."""
+    """Turn quads of codes [P, quads, ...], one code per byte, into lines [P, lines, ...] of the layout's CodePlanes."""
     low_bits, high_bits = plane_bits(bits)
     low = _joined(codes & (1 << low_bits) - 1, low_bits)
     if high_bits == 0:
@@ -96,7 +95,7 @@ def _of_planes(lines: Tensor, bits: int) -> Tensor:
 
 
 def _joined(codes: Tensor, bits: int) -> Tensor:
-    """Join the quads that fit into each byte; the first is in the lowest bits."""
+    """Join the codes that fit into one byte. The first code is in the lowest bits."""
     joined, *others = _in_runs(codes, 8 // bits).unbind(2)
     for i, part in enumerate(others, start=1):
         joined = joined | part << bits * i

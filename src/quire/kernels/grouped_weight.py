@@ -1,4 +1,4 @@
-"""A weight of short codes in groups along K: every integer format, and MXFP4, becomes this form before it is packed.
+"""A weight of short codes in groups along K. Every integer format, and MXFP4, takes this form before it is packed.
 
 Dimensions: N out-features, K in-features, G groups of group_size along K (the last may be cut), S super-groups.
 """
@@ -15,31 +15,38 @@ from torch import Tensor
 from quire.formats.weight_format import MAX_GROUP_SIZE, MAX_SUPER_ELEMENTS, GroupedFormat
 from quire.kernels.guards import check_dtype, check_filled, check_places, check_shape
 
-# The numbers of MXFP4's codes. A zero has no sign, because products of integers have none.
+# The values of MXFP4's codes (OCP Microscaling Formats 1.0). Negative zero becomes 0, as integers have one zero.
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedWeight:
-    """weight[n, k] = scale * (code - zero), or scale * code - minimum, with scale, zero and minimum of k's group.
+    """A weight of codes in one of three forms. Scale, zero and minimum are those of the group of k:
 
-    Or, in MXFP4, scale * E2M1[code], with a scale 2^(s - 127) for each 32 elements (OCP Microscaling Formats 1.0).
+    - weight[n, k] = scale * (code - zero)
+    - weight[n, k] = scale * code - minimum
+    - weight[n, k] = scale * E2M1[code], for MXFP4, with a scale 2^(s - 127) for each 32 elements (OCP Microscaling
+      Formats 1.0)
 
-    Scales and minima are numbers, or all of them are int8 factors of one number per super-group, as in GGUF's K-quants.
-    Both forms are exact in float32. A super-group has at most MAX_SUPER_ELEMENTS elements.
+    Scales and minima are numbers. Or all of them are int8 factors of one number per super-group, as in GGUF's K-quants.
+    Both ways are exact in float32. A super-group has at most MAX_SUPER_ELEMENTS elements.
 
     Attributes:
         codes_NK: uint8, below 2^bits; rows may be strided.
         bits: 2 to 6 or 8.
-        group_size: elements along K that share a scale: a multiple of 16, at most MAX_GROUP_SIZE. With 3 and 5 bits it
-            is 16 or a multiple of 32, and the number of elements of a super-group is a multiple of 32.
-        scales_NG: float32 or float16, int8 factors of `super_scales_NS`, or, for MXFP4, uint8: s above; 255 is NaN.
+        group_size: the number of elements along K that share a scale: a multiple of 16, at most MAX_GROUP_SIZE. With 3
+            and 5 bits it is 16 or a multiple of 32, and the size of a super-group is a multiple of 32 elements.
+        scales_NG: float32 or float16; or int8 factors of `super_scales_NS`; or, for MXFP4, the s above as uint8, where
+            255 means NaN.
         zeros_NG: uint8, the codes of the value 0; None: 2^(bits - 1), unless there are minima.
-        minima_NG: float32 or float16, or int8 factors of `super_minima_NS`; they exclude zeros.
+        minima_NG: float32 or float16, or int8 factors of `super_minima_NS`. A weight with minima has no zeros.
         super_scales_NS: float16.
         super_minima_NS: float16.
-        super_size: groups per super-group.
-        order_K: int64; column k of the codes belongs to in-feature order[k] (GPTQ's act-order). None: k.
+        super_size: the number of groups in a super-group.
+        order_K: int64; column k of the codes belongs to in-feature order[k] (GPTQ's act-order). None: it belongs to k.
+
+    Raises:
+        ValueError, TypeError: the tensors do not fit each other, or a number is out of its range.
     """
 
     codes_NK: Tensor
@@ -114,7 +121,7 @@ class GroupedWeight:
 
     @property
     def float_scales(self) -> Tensor:
-        """The scales in float32 [N, G]; int8 ones stay factors."""
+        """The scales in float32, [N, G]. int8 factors become float32 factors."""
         return (self.scales_NG.view(torch.float8_e8m0fnu) if self.has_floats else self.scales_NG).float()
 
     @property
@@ -132,7 +139,7 @@ class GroupedWeight:
 
     @property
     def input_group_size(self) -> int:
-        """Elements of a row of the input that share a scale: a group or, with factors, a super-group."""
+        """The number of elements of an input row that share a scale: a group or, with factors, a super-group."""
         return self.group_size * self.super_size
 
     @property

@@ -1,7 +1,8 @@
-"""Checks of every op's arguments before an address is used: places of tensors, shapes, dtypes and strides.
+"""Checks of the arguments of ops, before an address is used: devices of tensors, shapes, dtypes and strides.
 
-They raise exceptions, so they work under `python -O`: TypeError for a dtype, ValueError for the rest. The values in
-tensors (slots, positions, ids, parameters) are checked for CPU tensors only, in csrc/bindings_*.cpp and reference.py.
+They raise TypeError for a dtype and ValueError for everything else. They are no assertions, so they also work under
+`python -O`. The values in tensors (slots, positions, ids, parameters) are checked for CPU tensors only, in
+csrc/bindings_*.cpp and reference.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def check_places(**tensors: Tensor | None) -> None:
         if x is not None and not x.is_cpu:
             break
     else:
-        return  # the fast way on a CPU: comparing devices takes longer
+        return  # this is the fast way on a CPU, because comparing devices takes longer
     device = None
     for name, x in tensors.items():
         if x is None:
@@ -39,7 +40,7 @@ def check_shape(name: str, x: Tensor, *expected: int) -> None:
 
 
 def check_filled(name: str, x: Tensor, dimensions: str) -> None:
-    """Check for these dimensions, a letter each. All except the first must be above 0."""
+    """Check the number of dimensions: one for each letter of `dimensions`. All except the first must be above 0."""
     shape = x.shape
     if len(shape) != len(dimensions) or (0 in shape and 0 in shape[1:]):
         raise ValueError(
@@ -54,7 +55,7 @@ def check_dtype(name: str, x: Tensor, *legal: torch.dtype) -> None:
 
 
 def check_strides(cache: LayerCache) -> None:
-    """Check that K and V have equal strides, and their scales too, for kernels that take one stride for both."""
+    """Check that K and V have equal strides, and their scales too. Some kernels take one stride for both."""
     pairs = {"cache": (cache.k_BGPE, cache.v_BGPE), "scales": (cache.k_scales_BGP, cache.v_scales_BGP)}
     for name, (k, v) in pairs.items():
         if k is not None and v is not None and k.stride() != v.stride():

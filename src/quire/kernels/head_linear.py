@@ -1,8 +1,9 @@
-"""Products of each head with a matrix of its own, packed once: latent attention.
+"""Products of each head with a matrix of its own, for latent attention. The matrices are packed once.
 
-CPU tensors use the compiled kernels, other tensors plain torch, which is cuBLAS on a GPU, or Triton if results must be
-deterministic. The arithmetic is the same as in `dense.linear`, head by head. Dimensions: T tokens, H heads, K
-in-features, N out-features of a head.
+CPU tensors use the compiled kernels. Other tensors use plain torch, which is cuBLAS on a GPU, or Triton if results must
+be deterministic. The arithmetic is the same as in `dense.linear`, head by head.
+
+Dimensions: T tokens, H heads, K in-features, N out-features of a head.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from quire.kernels.weight_memory import WEIGHTS
 class PackedHeads:
     """Matrices in the form that `head_linear` reads.
 
-    `data` is the kernels' panel layout (uint8), one matrix after the other, if `is_packed`, else [H, N, K].
+    Attributes:
+        data: if `is_packed`, the kernels' panel layout (uint8), one matrix after the other; else [H, N, K].
     """
 
     data: Tensor
@@ -36,7 +38,7 @@ class PackedHeads:
 
     @cached_property
     def panels(self) -> Any:
-        """The first matrix in the form of the kernels."""
+        """The first matrix as the kernels take it: see cpu.gemm_heads."""
         return cpu.packed_weight(self.data, self.N, self.K)
 
     @property
@@ -59,9 +61,11 @@ def pack_heads(weight_HNK: Tensor) -> PackedHeads:
 
 
 def head_linear(x_THK: Tensor, packed: PackedHeads, out_THN: Tensor | None = None) -> Tensor:
-    """y_THN[:, h] = x_THK[:, h] @ weight[h].T with float32 accumulation, rounded once to x's dtype.
+    """y[:, h] = x[:, h] @ weight[h].T, [T, H, N]. Sums are float32 and rounded once to x's dtype.
 
-    x has the weights' dtype. x and `out` may be strided (last dimension contiguous).
+    x has the weights' dtype. x and `out` may be strided, but their last dimension is contiguous.
+
+    Raises ValueError or TypeError if a shape, a stride, a device or a dtype does not fit.
     """
     check_filled("x", x_THK, "THK")
     T = x_THK.shape[0]

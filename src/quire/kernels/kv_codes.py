@@ -1,6 +1,6 @@
 """Codes of a quantized KV cache in plain torch: the definition of correct for csrc/kernels/kv_codes.h.
 
-float8 codes have no scale. int8 codes have one per row: its largest magnitude / 127.
+float8 codes have no scale. int8 codes have one scale per row: the largest magnitude of the row / 127.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 CODE_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-_SMALLEST_ROW = 1e-30  # below it 127 / largest could overflow, so codes are 0
+_SMALLEST_ROW = 1e-30  # rows of smaller numbers get codes 0, because 127 / largest could overflow
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -27,7 +27,7 @@ def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     largest = x.abs().amax(-1, keepdim=True)
     is_finite = x.isfinite().all(-1, keepdim=True)
     is_used = is_finite & (largest >= _SMALLEST_ROW)
-    # Tensors are divided, because for number / tensor torch multiplies by the reciprocal, which rounds twice.
+    # Both operands are tensors. For number / tensor, torch multiplies by the reciprocal, which rounds twice.
     inverse = torch.where(is_used, torch.tensor(127.0) / largest, 0)
     codes = torch.where(is_finite, x * inverse, 0).round().to(torch.int8)
     scales = torch.where(is_finite, torch.where(is_used, largest / 127, 0), math.nan)
@@ -35,5 +35,5 @@ def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 
 def decode(codes: Tensor, scales: Tensor | None) -> Tensor:
-    """float32 rows. Without scales it also takes elements that are no codes."""
+    """The numbers of codes, float32. Without scales, it also takes tensors that hold no codes."""
     return codes.float() if scales is None else codes.float() * scales.unsqueeze(-1)

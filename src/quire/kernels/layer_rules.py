@@ -1,4 +1,4 @@
-"""A layer's parameters of rotation and attention. They are the same in every step and made once.
+"""The parameters of a layer's rotation and attention. They are made once and do not change from step to step.
 
 Dimensions: E head_dim, P positions of the rotary table, R rotary dims.
 """
@@ -18,14 +18,14 @@ from quire.kernels.guards import check_contiguous, check_dtype, check_filled
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """The way from scores to weights.
+    """How attention turns products of q and k into weights.
 
     Attributes:
-        scale: the factor of the products of q and k, above 0.
-        sliding_window: a token sees the positions > its own - sliding_window; 0: all positions before it.
-        soft_cap: scores become soft_cap * tanh(score / soft_cap); 0: they do not change.
-        chunk: a token sees the positions before it in its own chunk of this size; 0: there are no chunks. It excludes a
-            window.
+        scale: the factor of the products, above 0.
+        sliding_window: a token at position p sees the positions p - sliding_window + 1 to p; 0: it sees 0 to p.
+        soft_cap: a score becomes soft_cap * tanh(score / soft_cap); 0: it does not change.
+        chunk: a token sees only positions of its own chunk of this size, up to its own position; 0: there are no
+            chunks. A rule with chunks has no window.
 
     Raises:
         ValueError: a number is out of its range.
@@ -62,7 +62,7 @@ class LatentRotation:
 
     Attributes:
         cos_sin_PR: float32 rows [R / 2 cosines, R / 2 sines], contiguous.
-        is_interleaved: dimensions 2 i and 2 i + 1 of q and of rows are a pair, else i and i + R / 2.
+        is_interleaved: which dimensions of q and of rows form a pair. True: 2 i and 2 i + 1. False: i and i + R / 2.
 
     Raises:
         ValueError: the table has another form.

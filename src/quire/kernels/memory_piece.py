@@ -1,4 +1,4 @@
-"""Memory that is used again after its tensor is gone."""
+"""Memory that can be used again when its tensor is gone."""
 
 from __future__ import annotations
 

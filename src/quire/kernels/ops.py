@@ -1,10 +1,10 @@
-"""Typed functions on torch tensors with shape contracts: compiled kernels on CPU, Triton on GPU, plain torch otherwise.
+"""Ops: functions on tensors with checked shapes. They use compiled kernels on CPU, Triton on GPU, else plain torch.
 
 The arithmetic of one row never depends on the other rows of a call or on the number of threads.
 
-With any arguments, an op computes or raises: TypeError for a dtype, ValueError for a shape, a stride, a device or a
-parameter, IndexError for a number that leads out of a tensor (slot, position, block, id). On a GPU, values in tensors
-are not checked, because that would wait for the GPU.
+Whatever its arguments are, an op either computes its result or raises an error: TypeError for a dtype, ValueError for a
+shape, a stride, a device or a parameter, IndexError for a number that leads out of a tensor (slot, position, block,
+id). On a GPU, values in tensors are not checked, because the host would have to wait for the GPU.
 
 Dimensions: T tokens, D hidden, I inner (feed-forward), H query heads, G KV heads,
 E head_dim, B cache blocks, P block_size (of a cache) or number of positions (of cos_sin), R rotary_dim (of cos_sin) or
@@ -33,14 +33,14 @@ from quire.kernels.layer_rules import AttentionRule, HeadRotation, LatentRotatio
 
 
 def _kernels(x: Tensor) -> Any:
-    """The module with kernels for this tensor; None: plain torch."""
+    """The module with kernels for this tensor; None: plain torch is used."""
     if cpu.takes(x):
         return cpu
     return gpu.kernels() if gpu.takes(x) else None
 
 
 def _attention_kernels(q_THE: Tensor) -> Any:
-    """The module with attention kernels for this tensor and its shape; None: plain torch."""
+    """The module with attention kernels for a tensor of this shape; None: plain torch is used."""
     if cpu.takes(q_THE) and q_THE.shape[2] > cpu.MAX_HEAD_DIM:
         return None
     return _kernels(q_THE)
@@ -49,10 +49,14 @@ def _attention_kernels(q_THE: Tensor) -> Any:
 def rms_norm(
     x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0, out: Tensor | None = None
 ) -> Tensor:
-    """x * rsqrt(mean(x^2) + eps) * (weight + weight_offset), float32 inside, rounded once.
+    """x * rsqrt(mean(x^2) + eps) * (weight + weight_offset), computed in float32 and rounded once to x's dtype.
 
-    Zhang and Sennrich, arXiv 1910.07467. The weight has x's dtype or float32. Rows of x and `out` may be strided;
-    `out` may be x.
+    The source is Zhang and Sennrich, arXiv 1910.07467.
+
+    Args:
+        x_TD: float32, bfloat16 or float16; rows may be strided.
+        weight_D: x's dtype or float32.
+        out: memory for the result; rows may be strided. It may be x. None: new memory.
     """
     return _norm(x_TD, None, 1.0, weight_D, None, eps, weight_offset, out)
 
@@ -66,17 +70,18 @@ def add_rms_norm(
     out: Tensor | None = None,
     multiplier: float = 1.0,
 ) -> Tensor:
-    """residual += multiplier * x in place, then rms_norm of the new residual. `out` may be x.
+    """Compute residual += multiplier * x in place, and return `rms_norm` of the new residual. `out` may be x.
 
-    The product and the sum are rounded to the residual's dtype.
+    The product is rounded to the residual's dtype, and so is the sum. See `rms_norm` for the other arguments.
     """
     return _norm(x_TD, residual_TD, multiplier, weight_D, None, eps, weight_offset, out)
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """(x - mean(x)) * rsqrt(variance(x) + eps) * weight + bias, float32 inside, rounded once.
+    """(x - mean(x)) * rsqrt(variance(x) + eps) * weight + bias, computed in float32 and rounded once to x's dtype.
 
-    Ba, Kiros and Hinton, arXiv 1607.06450. The bias has the weight's dtype. For the rest see `rms_norm`.
+    The source is Ba, Kiros and Hinton, arXiv 1607.06450. The bias has the weight's dtype. See `rms_norm` for the other
+    arguments.
     """
     return _norm(x_TD, None, 1.0, weight_D, bias_D, eps, 0.0, out)
 
@@ -90,7 +95,7 @@ def add_layer_norm(
     out: Tensor | None = None,
     multiplier: float = 1.0,
 ) -> Tensor:
-    """As add_rms_norm, with layer_norm of the new residual."""
+    """Like `add_rms_norm`, but with `layer_norm` of the new residual."""
     return _norm(x_TD, residual_TD, multiplier, weight_D, bias_D, eps, 0.0, out)
 
 
@@ -145,13 +150,18 @@ def gated_activation(
     order_T: Tensor | None = None,
     begins: Tensor | None = None,
 ) -> Tensor:
-    """f(first half of each row) * second half, float32 inside, rounded once; Shazeer, arXiv 2002.05202.
+    """f(first half of each row) * second half, [T, I], computed in float32 and rounded once to x's dtype.
+
+    The source is Shazeer, arXiv 2002.05202.
 
     Args:
-        name: f is silu, gelu (exact, by erf) or gelu_tanh (its tanh form). Or clamped_swiglu, of gpt-oss: with g the
-            first half, at most 7, and u the second half, from -7 to 7, it is g * sigmoid(1.702 * g) * (u + 1).
-        factors_F, order_T: row t of x is multiplied by factors[order[t]] first (float32, and int32 in [0, F)).
-        begins: int32. Only rows from its first number to its last one are computed, by the compiled kernels.
+        name: the function f: `silu`, `gelu` (exact, by erf) or `gelu_tanh` (the tanh form). Or `clamped_swiglu` of
+            gpt-oss. Let g be the first half, clamped to at most 7, and u the second half, clamped to [-7, 7]. Then the
+            result is g * sigmoid(1.702 * g) * (u + 1).
+        x_T2I: float32, bfloat16 or float16; rows may be strided.
+        out: memory for the result; rows may be strided. None: new memory.
+        factors_F, order_T: row t of x is first multiplied by factors[order[t]]. They are float32, and int32 in [0, F).
+        begins: int32. The compiled kernels compute only the rows from its first number to its last one.
     """
     check_gated(name, x_T2I)
     check_factors(x_T2I, factors_F, order_T)
@@ -209,13 +219,19 @@ def rope_and_cache(
     cache: LayerCache,
     rotation: HeadRotation,
 ) -> None:
-    """Between the qkv projection and attention: RMS norm per head, rotary embedding, write to the KV cache.
+    """Normalize and rotate the heads of q and k, and write k and v to the KV cache.
 
-    q, k, v may be strided views of one projection (last dimension contiguous). q is changed in place. k and v do not
-    change and go to the cache slots (int64, block * block_size + offset, in the cache; negative: not written). The
-    rotation (neox style: halves of the first R dimensions; Su et al., arXiv 2104.09864) takes the rows of its table at
-    `positions_T` (int64, in [0, P)). float32 inside, rounded once. q, k, v share one dtype. The cache has it too, or it
-    holds codes (see kv_codes), int8 with scales.
+    The RMS norm of single heads comes first. Then comes the rotary embedding in neox style: halves of the first R
+    dimensions form pairs (Su et al., arXiv 2104.09864). It is computed in float32 and rounded once.
+
+    Args:
+        q_THE: changes in place.
+        k_TGE, v_TGE: have q's dtype and do not change. q, k and v may be strided views of one projection, but their
+            last dimension is contiguous.
+        positions_T: int64, in [0, P): the rows of the rotary table.
+        slot_mapping_T: int64, block * block_size + offset: the slots of the cache. A token with a negative slot is not
+            written.
+        cache: has q's dtype, or holds codes (see kv_codes); int8 codes have scales.
     """
     _check_cache(q_THE, cache)
     check_shape("v_cache", cache.v_BGPE, *cache.k_BGPE.shape)
@@ -247,12 +263,16 @@ def latent_rope_and_cache(
     rotation: LatentRotation,
     out_THR: Tensor,
 ) -> None:
-    """Latent attention between its projections and attention: rotary embedding, write to the KV cache.
+    """Rotate q and the end of each latent row, and write the rows to the KV cache. It is for latent attention.
 
-    q holds the parts of the heads that rotate. A row of L elements holds the normed latents and, in the last R
-    elements, the part of the key that rotates; it goes to its slot of a cache with one KV head. The values of this
-    cache are the beginnings of its keys. `out` gets the rotated q, in the order of dimensions of the rotated keys:
-    halves. All may be strided (last dimension contiguous). For the rest see `rope_and_cache`.
+    All tensors may be strided, but their last dimension is contiguous. See `rope_and_cache` for the other arguments.
+
+    Args:
+        q_THR: the rotating part of each query head.
+        rows_TL: rows of L elements. The last R elements are the rotating part of the key; the elements before are the
+            normed latents.
+        cache: has one KV head. The values of this cache are the beginnings of its keys.
+        out_THR: memory for the rotated q. Its dimensions have the order of the rotated keys: pairs are i and i + R / 2.
     """
     cos_sin_PR = rotation.cos_sin_PR
     check_filled("q", q_THR, "THR")
@@ -293,17 +313,25 @@ def paged_attention(
     out_THE: Tensor | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention over a paged KV cache for any mix of prefill and decode; head h reads KV head h // (H / G).
+    """Causal attention over a paged KV cache, for any mix of prefill and decode. Head h reads KV head h // (H / G).
 
-    The result [T, H, V] has the size of the cache's values: E, or less if they are the beginnings of the keys.
+    The softmax is in float32. The bits of a token do not depend on the other tokens of the call.
 
-    The query tokens cu_seqlens_q[s] .. cu_seqlens_q[s + 1] are the last positions of sequence s. seq_lens[s] is its
-    length with these tokens. Position i lies in block block_tables[s, i // P] (tables, lengths and sums: int32). The
-    softmax is in float32, and a token's bits do not depend on the other tokens of the call. q may be strided (last
-    dimension contiguous). The cache has q's dtype or holds codes (see kv_codes), int8 with scales. seq_lens are below
-    2^24. Other slots of the cache are never used. Entries of the tables before the first position that a sequence sees
-    may be any numbers. Tokens of q after the last sequence have no result. `sinks_H`: a score of each head, in q's
-    dtype. It takes a part of the weights, and has no value (StreamingLLM, arXiv 2309.17453; learned in gpt-oss).
+    Args:
+        q_THE: may be strided, but its last dimension is contiguous. Its tokens cu_seqlens_q[s] to cu_seqlens_q[s + 1] -
+            1 are the last positions of sequence s. Tokens after the last sequence have no result.
+        cache: has q's dtype, or holds codes (see kv_codes); int8 codes have scales. Only slots of the sequences are
+            read.
+        block_tables_SM: int32. Position i of sequence s lies in block block_tables[s, i // P]. Entries before the first
+            position that a sequence sees may be any numbers.
+        seq_lens_S: int32, below 2^24: the lengths of the sequences with their query tokens.
+        cu_seqlens_q_S1: int32.
+        out_THE: memory for the result; None: new memory.
+        sinks_H: a score of each head, in q's dtype. It joins the softmax without a value (StreamingLLM, arXiv
+            2309.17453; gpt-oss learns it). None: heads have no sinks.
+
+    Returns:
+        [T, H, V] in q's dtype. V is the size of the cache's values: E, or less if they are the beginnings of the keys.
     """
     _check_cache(q_THE, cache)
     check_places(q=q_THE, block_tables=block_tables_SM, seq_lens=seq_lens_S, cu_seqlens_q=cu_seqlens_q_S1, out=out_THE)
@@ -341,7 +369,7 @@ def paged_attention(
 
 
 def _check_cache(q_THE: Tensor, cache: LayerCache) -> None:
-    """Check that the cache fits q. A cache with a compiled form was checked before, so only q is checked."""
+    """Check that the cache fits q. A cache that has its compiled struct was checked before, so only q is checked."""
     k_BGPE = cache.k_BGPE
     check_filled("q", q_THE, "THE")
     if cache.compiled is None:
@@ -353,7 +381,7 @@ def _check_cache(q_THE: Tensor, cache: LayerCache) -> None:
 
 
 def _check_memory(x: Tensor, cache: LayerCache) -> None:
-    """Check that the tensors of a cache fit each other, and x: heads or rows of its size."""
+    """Check that the tensors of a cache fit each other, and that they fit the heads or rows x."""
     k_BGPE, scales = cache.k_BGPE, {"k_scales": cache.k_scales_BGP, "v_scales": cache.v_scales_BGP}
     check_places(x=x, k_cache=k_BGPE, v_cache=cache.v_BGPE, **scales)
     check_filled("k_cache", k_BGPE, "BGPE")
@@ -399,10 +427,13 @@ def _check_rotation(q_THE: Tensor, rotation: HeadRotation) -> None:
 
 
 def forbid_tokens(logits_RV: Tensor, masks_MW: Tensor, rows_M: Tensor) -> None:
-    """Set float32 logits to -inf in place where a mask forbids the token.
+    """Set logits to -inf in place where a mask forbids the token.
 
-    Bit i of word w of an int32 mask is 1 if token 32 w + i is allowed. rows: int32, the row of logits of each mask, in
-    [0, R). A row may have several masks; then a token is allowed if all of them allow it.
+    Args:
+        logits_RV: float32.
+        masks_MW: int32. Bit i of word w is 1 if token 32 w + i is allowed.
+        rows_M: int32, in [0, R): the row of logits of each mask. A row may have several masks; then a token is allowed
+            if all of them allow it.
     """
     _check_logits(logits_RV)
     M = rows_M.shape[0]
@@ -416,7 +447,7 @@ def forbid_tokens(logits_RV: Tensor, masks_MW: Tensor, rows_M: Tensor) -> None:
 
 
 def greedy(logits_RV: Tensor) -> Tensor:
-    """Token id (int64) of the highest logit of each float32 row; the lowest id wins ties; -1 for a row with NaN."""
+    """The token id (int64) of the highest logit of each float32 row. The lowest id wins ties. -1: the row has a NaN."""
     _check_logits(logits_RV)
     if (kernels := _kernels(logits_RV)) is None:
         return reference.greedy(logits_RV)
@@ -437,14 +468,24 @@ _PARAMETERS = {
 def sample(
     logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor
 ) -> Tensor:
-    """One random token id (int64) per float32 row of logits; -1 for a row without softmax (NaN, +inf, or all -inf).
+    """Draw one random token id (int64) for each row of logits. -1: the row has no softmax (NaN, +inf, or all -inf).
 
-    p = softmax(logits / temperature). Keep p >= min_p * max(p). Keep the top_k highest of them (ties at the k-th are
-    kept). Renormalise, and keep the smallest set of highest probabilities with a mass of at least top_p (ties: lowest
-    id first; at least one token). Draw by inverse CDF over ascending ids with `uniform`. Probabilities count in units
-    of 2^-44 of the largest, so sums are exact. Rows of temperature 0 are greedy. temperature: float32, finite and not
-    negative; top_k: int32, 0 = off; top_p and min_p: float32 in [0, 1], 1 and 0 = off; uniform: float64 in [0, 1). V is
-    below 2^19.
+    1. p = softmax(logits / temperature).
+    2. Keep the tokens with p >= min_p * max(p).
+    3. Keep the top_k highest of them, with all ties at the k-th.
+    4. Renormalize. Keep the smallest set of highest probabilities whose sum is at least top_p. Of ties, the lowest id
+       comes first. At least one token is kept.
+    5. Draw by inverse CDF over ascending ids, with `uniform`.
+
+    Probabilities count in units of 2^-44 of the largest one, so sums are exact.
+
+    Args:
+        logits_RV: float32, V below 2^19.
+        temperature_R: float32, finite and not negative. Rows with temperature 0 are greedy.
+        top_k_R: int32; 0: off.
+        top_p_R: float32 in [0, 1]; 1: off.
+        min_p_R: float32 in [0, 1]; 0: off.
+        uniform_R: float64 in [0, 1).
     """
     _check_logits(logits_RV)
     R, V = logits_RV.shape
@@ -465,10 +506,16 @@ def sample(
 
 
 def logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-softmax of float32 rows at the given tokens (int64, in [0, V)) and at the num_top highest.
+    """Compute the log-softmax of rows at the given tokens, and at the num_top highest logits.
 
-    Returns token_logprobs_R (float32), ranks_R (int64, 1 + number of strictly greater logits), top_ids_RN (int64) and
-    top_logprobs_RN (float32), descending, ties by lowest id. A row without softmax gives NaN, rank -1 and ids -1.
+    Args:
+        logits_RV: float32.
+        token_ids_R: int64, in [0, V).
+
+    Returns:
+        token_logprobs_R (float32), ranks_R (int64: 1 + the number of strictly greater logits), top_ids_RN (int64) and
+        top_logprobs_RN (float32), in descending order; of ties, the lowest id comes first. A row without softmax gives
+        NaN, rank -1 and ids -1.
     """
     _check_logits(logits_RV)
     R, V = logits_RV.shape

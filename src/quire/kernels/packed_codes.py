@@ -18,9 +18,10 @@ W = TypeVar("W", Fp8Weight, GroupedWeight)
 
 @dataclass(frozen=True)
 class PackedCodes(Generic[W]):
-    """A weight in the form that its product reads. Only the code that packed it knows the layout.
+    """A weight in the form that its product reads. Only the code that has packed it knows the layout.
 
-    `data` is the kernels' panel layout (uint8). If it is None, other code computes with `weight`.
+    Attributes:
+        data: the kernels' panel layout, uint8; None: the product computes with `weight`.
     """
 
     data: Tensor | None
@@ -41,7 +42,7 @@ class PackedCodes(Generic[W]):
 
     @property
     def tensor(self) -> Tensor:
-        """One tensor of the weight."""
+        """Any tensor of the weight. It shows the device."""
         if self.data is not None:
             return self.data
         assert self.weight is not None

@@ -1,6 +1,6 @@
-"""Whole pages of memory while weights are loaded: mapped files, scratch memory outside the heap, and their release.
+"""Handles whole pages of memory while weights are loaded: mapped files, and scratch memory outside the heap.
 
-At any time only a band of rows is in memory both as checkpoint and as packed weight.
+Pages are released band by band. So at any time, only a band of rows is in memory twice: from the checkpoint and packed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from quire.kernels.memory_piece import MemoryPiece
 from quire.kernels.weight_memory import map_huge_pages
 
 _CPU = torch.device("cpu")
-_THREAD_BAND_BYTES = 4 << 20  # a thread's part of a weight: some panels of the widest rows
+_THREAD_BAND_BYTES = 4 << 20  # the part of a band for one thread: some panels of the widest rows
 
-# Addresses and sizes of mapped files, with the mappings. The addresses of a mapping that is gone may have a new owner.
+# Address -> size and mapping of a mapped file. If a mapping is gone, its addresses may have a new owner.
 _mapped: dict[int, tuple[int, weakref.ref[mmap.mmap]]] = {}
-# Several threads may load: adapters beside weights, and ranks that are threads of one process.
+# Several threads may load at the same time: adapters beside weights, and ranks that are threads of one process.
 _lock = threading.Lock()
 
 
 def map_file(file: BinaryIO) -> mmap.mmap:
-    """A mapping of a whole file, which must not be empty, for read-only tensors. `release` drops their pages."""
-    # Private and writable: torch takes the buffer without a warning, and the file cannot be changed through it.
+    """Map a whole file, for read-only tensors. The file must not be empty. `release` drops the tensors' pages."""
+    # The mapping is private and writable: torch takes it without a warning, and the file cannot change through it.
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
     with _lock:
@@ -44,7 +44,7 @@ def map_file(file: BinaryIO) -> mmap.mmap:
 
 
 def release(tensor: Tensor) -> None:
-    """Give back the pages of a tensor if they belong to a mapped file. A later read takes them from the file."""
+    """Give the pages of a tensor back if they belong to a mapped file. A later read takes them from the file again."""
     if not (hasattr(mmap, "MADV_DONTNEED") and tensor.device.type == "cpu" and tensor.is_contiguous()):
         return
     begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
@@ -59,9 +59,9 @@ def release(tensor: Tensor) -> None:
 
 
 def row_bands(weight_NX: Tensor) -> Iterator[Tensor]:
-    """The rows of a weight in order, in bands of a multiple of PANEL_WIDTH that keep all threads busy.
+    """The rows of a weight, in bands that keep all threads busy. A band has a multiple of PANEL_WIDTH rows.
 
-    The next band releases the pages of the band before. On a GPU the whole weight is one band.
+    When the next band comes, the pages of the band before are released. On a GPU, the whole weight is one band.
     """
     if weight_NX.device.type != "cpu":
         yield weight_NX
@@ -74,7 +74,7 @@ def row_bands(weight_NX: Tensor) -> Iterator[Tensor]:
 
 
 def copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy that is made in bands; `dtype`: the dtype of the copy."""
+    """A copy of a tensor, made in bands. `dtype`: the dtype of the copy; None: the tensor's."""
     if tensor.dim() < 2:
         return tensor.to(dtype or tensor.dtype, copy=True)
     copy, begin = torch.empty_like(tensor, dtype=dtype), 0
@@ -85,9 +85,9 @@ def copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
-    """An uninitialised tensor for a step between checkpoint and packed weight.
+    """An uninitialised tensor, for a step between the checkpoint and the packed weight.
 
-    On CPU it uses earlier scratch memory without a tensor, because fresh pages cost more than writing to them.
+    On a CPU it uses earlier scratch memory whose tensor is gone. Fresh pages cost more time than writing to them.
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
@@ -108,7 +108,7 @@ _scratch: list[MemoryPiece] = []
 
 
 def trim() -> None:
-    """Give back the scratch memory, and the heap's freed memory if the C library can do that (glibc)."""
+    """Give the scratch memory back to the system, and also the freed memory of the heap if the C library is glibc."""
     with _lock:
         _scratch.clear()
     trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None)

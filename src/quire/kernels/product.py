@@ -1,4 +1,4 @@
-"""Checks of the arguments of products with a packed weight, and of look-ups of its rows.
+"""Checks the arguments of products with a packed weight, and of lookups of its rows.
 
 Dimensions: T tokens, K in-features, N out-features.
 """
@@ -28,7 +28,7 @@ def check_weight(weight_NK: Tensor) -> None:
 def check_product(
     x_TK: Tensor, weight: Tensor, N: int, K: int, bias_N: Tensor | None, adapters: RowAdapters | None
 ) -> None:
-    """Check that x, bias and adapters fit a weight [N, K]. `weight`: one tensor of it, for its device."""
+    """Check that x, bias and adapters fit a weight [N, K]. `weight`: any tensor of the weight, to compare devices."""
     check_places(x=x_TK, weight=weight, bias=bias_N)
     if x_TK.dim() != 2 or x_TK.shape[1] != K:
         raise ValueError(f"x is {list(x_TK.shape)}, expected [T, {K}]")
@@ -57,7 +57,11 @@ def check_result_dtype(dtype: torch.dtype) -> None:
 
 
 def result_memory(x_TK: Tensor, N: int, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    """[T, N] for the result of a product: `out`, with rows that may be strided, or new memory in `out_dtype` or x's."""
+    """Memory [T, N] for the result of a product: `out`, whose rows may be strided, or else new memory.
+
+    Args:
+        out_dtype: the dtype of new memory; None: x's.
+    """
     T = x_TK.shape[0]
     if out is None:
         dtype = out_dtype or x_TK.dtype

@@ -1,6 +1,7 @@
-"""Plain-torch twins of every op of this package: the definition of correct, float32 inside, any device.
+"""Twins of every op of this package in plain torch. They define what is correct, in float32, on any device.
 
-In CPU tensors they refuse the same numbers as the compiled kernels.
+For CPU tensors, they refuse the same numbers as the compiled kernels.
+
 Dimensions: see ops.py; L positions of a sequence, Q its query tokens.
 """
 
@@ -25,9 +26,9 @@ from quire.kernels.layer_rules import AttentionRule, HeadRotation, LatentRotatio
 if TYPE_CHECKING:
     from quire.kernels.lora import LoraTable
 
-# Below this temperature the reciprocal overflows float32, and sampling is greedy.
+# The reciprocal of a smaller temperature overflows float32, so sampling is greedy then.
 SMALLEST_TEMPERATURE = 2.0**-128
-# A group of activations below this magnitude counts as zeros.
+# If all activations of a group are smaller than this, they count as zeros.
 _SMALLEST_GROUP = 1e-30
 
 
@@ -37,7 +38,7 @@ _MAX_SEQ_LEN = 2**24 - 1  # kMaxSeqLen of csrc/bindings_attention.cpp
 def _check_numbers(
     name: str, x: Tensor, is_legal: Callable[[Tensor], Tensor], expected: str, error: type[Exception] = ValueError
 ) -> None:
-    """Raise for the first illegal number. Tensors on a GPU are not checked, because that would wait for the GPU."""
+    """Raise an error for the first illegal number. Tensors on a GPU are not checked: the host would have to wait."""
     if x.device.type != "cpu" or bool((is_legal_X := is_legal(x)).all()):
         return
     first = (~is_legal_X).nonzero()[0].tolist()
@@ -64,7 +65,7 @@ def linear(
 
 
 def head_linear(x_THK: Tensor, weight_HNK: Tensor) -> Tensor:
-    """y_THN: each head of x times a matrix of its own, accumulated in float32, rounded once to x's dtype."""
+    """See head_linear.head_linear: each head of x times a matrix of its own."""
     return torch.einsum("thk,hnk->thn", x_THK.float(), weight_HNK.float()).to(x_THK.dtype)
 
 
@@ -101,6 +102,7 @@ def pack_factors(source: Tensor, factors_F6: Tensor, memory: Tensor) -> None:
 
 
 def quantize_fp8(weight_NK: Tensor) -> Fp8Weight:
+    """See fp8.quantize_fp8."""
     weight_NK = weight_NK.float()
     scale_N1 = weight_NK.abs().amax(1, keepdim=True) / torch.tensor(448.0)
     scale_N1 = torch.where(weight_NK.isfinite().all(1, keepdim=True), scale_N1, math.nan)
@@ -109,16 +111,18 @@ def quantize_fp8(weight_NK: Tensor) -> Fp8Weight:
 
 
 def dequantize_fp8(weight: Fp8Weight) -> Tensor:
-    """weight_NK in float32."""
+    """The weight [N, K] in float32."""
     scales_NK = weight.scales_NG.repeat_interleave(weight.group_size, 1)[:, : weight.shape[1]]
     return weight.codes_NK.float() * scales_NK
 
 
 def fp8_linear(x_TK: Tensor, weight: Fp8Weight, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """See fp8.fp8_linear, for activations that are not quantized."""
     return linear(x_TK, dequantize_fp8(weight), bias_N, out_dtype)
 
 
 def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> GroupedWeight:
+    """See grouped.quantize_grouped."""
     K = weight_NK.shape[1]
     weight_NGS = _in_groups(weight_NK.float(), group_size)
     highest_NG1, lowest_NG1 = weight_NGS.amax(2, keepdim=True), weight_NGS.amin(2, keepdim=True)
@@ -134,7 +138,7 @@ def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> GroupedWe
 
 
 def dequantize_grouped(weight: GroupedWeight) -> Tensor:
-    """weight_NK in float32, with columns in the order of the in-features."""
+    """The weight [N, K] in float32. Its columns have the order of the in-features."""
     N, K = weight.shape
     scales_NG, minima_NG = weight.float_scales, weight.minima_NG
     if weight.super_scales_NS is not None:
@@ -161,10 +165,11 @@ def _per_group(super_NS: Tensor, weight: GroupedWeight) -> Tensor:
 
 
 def grouped_linear(x_TK: Tensor, weight: GroupedWeight, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """See grouped.grouped_linear, with the arithmetic of CPUs: rows of x are quantized to 8 bits."""
     K, order_K = weight.shape[1], weight.order_K
     x_TGS = _in_groups((x_TK if order_K is None else x_TK[:, order_K]).float(), weight.input_group_size)
     largest_TG1 = x_TGS.abs().amax(2, keepdim=True)
-    # Tensors are divided, because for number / tensor torch multiplies by the reciprocal, which rounds twice.
+    # Both operands are tensors. For number / tensor, torch multiplies by the reciprocal, which rounds twice.
     inverse_TG1 = torch.where(largest_TG1 < _SMALLEST_GROUP, 0, torch.tensor(127.0) / largest_TG1)
     x_rounded_TK = ((x_TGS * inverse_TG1).round() * (largest_TG1 / 127)).flatten(1)[:, :K]
     x_rounded_TK = torch.where(x_TK.isfinite().all(1, keepdim=True), x_rounded_TK, math.nan)
@@ -221,7 +226,7 @@ def rope_and_cache(
     cache: LayerCache,
     rotation: HeadRotation,
 ) -> None:
-    """Per-head norm, rotation of the first R dimensions: q in place, k and v to the cache. See ops.rope_and_cache."""
+    """See ops.rope_and_cache."""
     cos_sin_PR = rotation.cos_sin_PR
     _check_step(positions_T, slot_mapping_T, cache, cos_sin_PR)
     q, k = q_THE.float(), k_TGE.float()
@@ -249,7 +254,7 @@ def latent_rope_and_cache(
     rotation: LatentRotation,
     out_THR: Tensor,
 ) -> None:
-    """Rotation of q to `out`, and of the end of each row, which goes to the cache. See ops.latent_rope_and_cache."""
+    """See ops.latent_rope_and_cache."""
     _check_step(positions_T, slot_mapping_T, cache, rotation.cos_sin_PR)
     R = rotation.cos_sin_PR.shape[1]
     cos_T1H, sin_T1H = rotation.cos_sin_PR[positions_T].unsqueeze(1).chunk(2, dim=-1)
@@ -273,7 +278,7 @@ def _check_step(positions_T: Tensor, slot_mapping_T: Tensor, cache: LayerCache, 
 
 
 def _write(x_TGE: Tensor, cache_BGPE: Tensor, scales_BGP: Tensor | None, slot_mapping_T: Tensor) -> None:
-    """Rows to their slots, as codes if the cache holds codes."""
+    """Write rows to their slots, as codes if the cache holds codes."""
     is_written_T, block_size = slot_mapping_T >= 0, cache_BGPE.shape[2]
     slots = slot_mapping_T[is_written_T]
     blocks, offsets = slots // block_size, slots % block_size
@@ -299,7 +304,7 @@ def paged_attention(
     rule: AttentionRule,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Dense softmax attention of each sequence over its gathered keys and values; see ops.paged_attention."""
+    """See ops.paged_attention. For each sequence, it gathers keys and values and computes a dense softmax."""
     H, (B, G, P) = q_THE.shape[1], cache.k_BGPE.shape[:3]
     firsts_S = rule.first_visible(seq_lens_S - cu_seqlens_q_S1.diff())
     _check_batch(len(q_THE), B, P, block_tables_SM, firsts_S, seq_lens_S, cu_seqlens_q_S1)
@@ -351,7 +356,7 @@ def _check_batch(
 
 
 def forbid_tokens(logits_RV: Tensor, masks_MW: Tensor, rows_M: Tensor) -> None:
-    """-inf where the bit of a token is 0. See ops.forbid_tokens."""
+    """See ops.forbid_tokens."""
     check_indices("rows", rows_M, logits_RV.shape[0])
     bits = torch.arange(32, dtype=torch.int32, device=masks_MW.device)
     is_forbidden_MV = (masks_MW[:, :, None] >> bits & 1).flatten(1)[:, : logits_RV.shape[1]] == 0
@@ -360,14 +365,14 @@ def forbid_tokens(logits_RV: Tensor, masks_MW: Tensor, rows_M: Tensor) -> None:
 
 
 def greedy(logits_RV: Tensor) -> Tensor:
-    """argmax of each row; the lowest id wins ties; -1 for a row with NaN."""
+    """See ops.greedy."""
     return logits_RV.argmax(dim=-1).masked_fill(logits_RV.isnan().any(dim=-1), -1)
 
 
 def sample(
     logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor
 ) -> Tensor:
-    """Filters by sorting, then inverse CDF. See ops.sample."""
+    """See ops.sample. It filters by sorting."""
     _check_numbers("temperature", temperature_R, lambda x: (x >= 0) & x.isfinite(), "a finite number, 0 or more")
     _check_numbers("top_k", top_k_R, lambda x: x >= 0, "0 or more")
     for name, x_R in (("top_p", top_p_R), ("min_p", min_p_R)):
@@ -391,7 +396,7 @@ def sample(
 
 
 def sampling_units(logits_V: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Probabilities of one row after all filters, as int64 multiples of 2^-44 of the largest; 0 = filtered out."""
+    """The probabilities of one row after all filters, int64, in units of 2^-44 of the largest. 0: filtered out."""
     highest = logits_V.max()
     weights_V = torch.exp((logits_V - highest) * (1.0 / torch.tensor(temperature)).to(logits_V.device))
     units_V = (weights_V.double() * 2.0**44).long()
@@ -410,7 +415,7 @@ def sampling_units(logits_V: Tensor, temperature: float, top_k: int, top_p: floa
 
 
 def logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-softmax at the given and at the highest tokens. See ops.logprobs."""
+    """See ops.logprobs."""
     check_indices("token_ids", token_ids_R, logits_RV.shape[1])
     logprobs_RV = logits_RV.double().log_softmax(dim=-1).float()
     logits_R1 = logits_RV.gather(1, token_ids_R.unsqueeze(1))

@@ -1,4 +1,4 @@
-"""Plain-torch twins of the ops of experts, as in reference.py: the definition of correct, float32 inside, any device.
+"""Twins of the ops of experts in plain torch: see reference.py.
 
 Dimensions: see experts.py; G groups of experts.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.kernels.reference import check_indices
 from quire.kernels.routing import Routing, RoutingRule
 
-_SMALLEST_SUM = 1e-20  # added to sums of weights: the weights of scores that are all zero stay zero
+_SMALLEST_SUM = 1e-20  # added to sums of weights, so that weights stay zero if all scores are zero
 
 
 def route(
@@ -24,6 +24,7 @@ def route(
     places_EC: Tensor | None = None,
     num_places: int | None = None,
 ) -> Routing:
+    """See experts.route."""
     experts_TS, weights_TS = (
         _sparsemixer(logits_TE, rule) if rule.scoring == "sparsemixer" else _chosen(logits_TE, rule, bias_E)
     )
@@ -44,7 +45,7 @@ def route(
 
 
 def _chosen(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Experts and weights [T, S]."""
+    """The experts and their weights, [T, S]."""
     match rule.scoring:
         case "softmax":
             scores_TE = logits_TE.softmax(1)
@@ -65,7 +66,7 @@ def _chosen(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None) -> tupl
 
 
 def _in_best_groups(choice_TE: Tensor, rule: RoutingRule) -> Tensor:
-    """-inf for the experts of other groups."""
+    """The scores, with -inf for experts that are not in the best groups."""
     choice_TGX = choice_TE.view(len(choice_TE), rule.num_groups, -1)
     best_TG = choice_TGX.amax(2) if rule.group_score == "max" else choice_TGX.topk(2, 2).values.sum(2)
     order_TG = best_TG.sort(dim=1, descending=True, stable=True).indices
@@ -87,7 +88,7 @@ def _sparsemixer(logits_TE: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
 
 
 def check_pairs(routing: Routing) -> list[int]:
-    """`begins`. Raises IndexError or ValueError for numbers that do not cut the pairs into ranges of places."""
+    """The numbers of `begins`. Raises IndexError or ValueError if they do not cut the pairs into ranges of places."""
     P = len(routing.order_P)
     check_indices("order", routing.order_P, P)
     check_indices("begins", routing.begins, P + 1)
@@ -101,6 +102,7 @@ def check_pairs(routing: Routing) -> list[int]:
 
 
 def combine(y_PD: Tensor, routing: Routing, shared_TD: Tensor | None, shared_gate_T1: Tensor | None) -> Tensor:
+    """See experts.combine."""
     T, S = routing.experts_TS.shape
     y_TSD = torch.empty_like(y_PD).index_copy_(0, routing.order_P.long(), y_PD).view(T, S, -1)
     out_TD = y_PD.new_zeros((T, y_PD.shape[1]), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The experts that a token goes to: the rule of a model, and its result for the tokens of a step.
+"""The routing of tokens to experts: the rule of a model, and its result for the tokens of a step.
 
 Dimensions: T tokens, E experts, S slots (active experts of a token), P = T * S pairs of a token and a slot.
 """
@@ -16,20 +16,23 @@ from quire.kernels import cpu
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """The way from router logits to experts and weights.
+    """How router logits give experts and weights.
 
     Attributes:
         num_experts: E.
         num_active: S.
-        scoring: softmax over all experts; sigmoid of each; softmax_of_chosen: the choice is by logits, and the weights
-            are a softmax over the chosen ones; sparsemixer: for each slot in turn, the largest logit among experts that
-            are left, weighted by a softmax over those that are near it (Phi-3.5-MoE, arXiv 2310.00811).
-        num_groups: experts form groups of equal size, side by side.
-        num_active_groups: a token's experts are from its best groups.
-        group_score: the score of a group: max: its best expert; top2: the sum of its best two.
-        normalizes: the weights of a token are divided by their sum.
+        scoring: how logits become scores.
+            `softmax`: a softmax over all experts.
+            `sigmoid`: the sigmoid of each logit.
+            `softmax_of_chosen`: the choice is by logits, and the weights are a softmax over the chosen experts.
+            `sparsemixer`: each slot in turn takes the largest logit among the remaining experts. Its weight is from a
+            softmax over the remaining experts that are near it (Phi-3.5-MoE, arXiv 2310.00811).
+        num_groups: the number of groups. They have equal sizes and lie side by side.
+        num_active_groups: a token's experts come from this number of best groups.
+        group_score: the score of a group. `max`: the score of its best expert; `top2`: the sum of its best two.
+        normalizes: whether the weights of a token are divided by their sum.
         scale: multiplies the weights at the end.
-        jitter: for sparsemixer: "near" is (largest - x) / max(|x|, largest) <= 2 * jitter.
+        jitter: for sparsemixer. A logit x is near the largest one if (largest - x) / max(|x|, largest) <= 2 * jitter.
 
     Raises:
         ValueError: a number or a name is out of its range.
@@ -69,26 +72,29 @@ class RoutingRule:
 
     @cached_property
     def compiled(self) -> Any:
-        """The form of the CPU kernels."""
+        """The struct of the CPU kernels."""
         return cpu.routing_rule(self)
 
     @property
     def chooses_by_logits(self) -> bool:
-        """Without a bias: scores have the order of the logits, but rounding can make them equal."""
+        """Whether experts are chosen by logits and not by scores.
+
+        Without a bias, scores have the same order as logits, but rounding can make scores equal.
+        """
         return self.num_groups == 1 or self.group_score == "max"
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Experts of the tokens of a step, and the pairs of a token and a slot in the order of the places of their experts.
+    """The experts of the tokens of a step. Pairs of a token and a slot are sorted by the places of their experts.
 
-    Experts have the places of their numbers, unless ranks share them: then each rank has some places in a row.
+    The place of an expert is its number, unless ranks share the experts. Then each rank has some neighbouring places.
 
     Attributes:
         experts_TS: int32, in descending order of their scores.
-        weights_TS: float32; NaN in a row with a logit that was not finite.
-        order_P: int32; pair t * S + s of each row; by the place of its expert, then by pair.
-        begins: int32, one more than places; place e has rows begins[e] to begins[e + 1].
+        weights_TS: float32. They are NaN in a row with a logit that was not finite.
+        order_P: int32, the pairs t * S + s, sorted by the place of their expert and then by their number.
+        begins: int32 [number of places + 1]. Place e has the pairs order_P[begins[e]] to order_P[begins[e + 1] - 1].
     """
 
     experts_TS: Tensor

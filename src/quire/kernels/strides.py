@@ -1,4 +1,4 @@
-"""The strides that kernels need."""
+"""Brings tensors to the strides that kernels need."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """x if its last dimension is contiguous, else a copy. Other strides do not matter."""
+    """Return x if its last dimension is contiguous, else a copy. The other strides may be any."""
     return x if x.stride(-1) == 1 else x.contiguous()

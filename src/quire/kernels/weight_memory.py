@@ -1,8 +1,8 @@
-"""Memory for packed weights, which lie one after the other in large regions of huge pages.
+"""Memory for packed weights. They lie one after the other in large regions of huge pages.
 
-A single weight rarely fills whole huge pages, and a small one fills none. Reading in small pages costs more if few rows
-share a weight: with this file, products of a 0.6B model on 1, 8 and 32 rows were 1.10, 1.09 and 1.03 times as fast in
-bfloat16, and 1.06, 1.07 and 1.06 times in 4 bits (benchmarks/NOTES.md, Zen 5).
+A single weight rarely fills whole huge pages, and a small one fills none. Small pages cost time, above all if few rows
+use a weight. With this file, products of a 0.6B model on 1, 8 and 32 rows were 1.10, 1.09 and 1.03 times as fast in
+bfloat16, and 1.06, 1.07 and 1.06 times as fast in 4 bits (benchmarks/NOTES.md, Zen 5).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.kernels import cpu
 
-REGION_BYTES = 256 << 20  # these are addresses: only writing takes memory
+REGION_BYTES = 256 << 20  # a region only takes addresses; memory is taken when it is written
 HUGE_PAGE = 2 << 20
 MAP_NORESERVE = 0x4000  # from <asm-generic/mman.h>; Python before 3.13 has no name for it
 ALIGNMENT = 64
@@ -28,12 +28,13 @@ Band = TypeVar("Band")
 
 
 def map_huge_pages(num_bytes: int, *, is_reserved: bool = True) -> tuple[mmap.mmap, int]:
-    """Memory outside the heap, and the begin of its first huge page; `num_bytes` fit after it.
+    """Map memory outside the heap. Returns the mapping, and the offset of its first huge page.
 
     Args:
-        is_reserved: the system may refuse memory that is not free now. Else only written pages count.
+        num_bytes: this number of bytes fits after that offset.
+        is_reserved: True: the system may refuse memory that is not free now. False: only written pages count.
 
-    Raises OSError or OverflowError if the system refuses.
+    Raises OSError or OverflowError if the system refuses the memory.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if is_reserved else MAP_NORESERVE)
     mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=flags)
@@ -43,15 +44,15 @@ def map_huge_pages(num_bytes: int, *, is_reserved: bool = True) -> tuple[mmap.mm
 
 
 class WeightMemory:
-    """Hands out memory of regions. A region is given back when its last tensor is gone."""
+    """Hands out memory from regions. A region is given back to the system when its last tensor is gone."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._region: weakref.ref[mmap.mmap] | None = None
-        self._next = self._end = 0  # places in the region
+        self._next = self._end = 0  # offsets in the region
 
     def empty(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], at least one, not initialised, at a multiple of 64 bytes."""
+        """A tensor uint8 [num_bytes], not initialised, at a multiple of 64 bytes. num_bytes is at least 1."""
         with self._lock:
             region = self._region() if self._region is not None else None
             if region is None or self._next + num_bytes > self._end:
@@ -74,15 +75,18 @@ def filled(
     pack: Callable[[Band, Tensor], None],
     memory: Memory,
 ) -> Tensor:
-    """A weight for the compiled kernels: its bands, packed one after the other.
+    """Pack a weight for the compiled kernels, band after band.
 
-    A band is dropped before the next one comes, because the next one may be made in its memory. Raises ValueError if
-    the sum of their sizes is wrong.
+    A band is dropped before the next one is made, because the next one may use its memory.
 
     Args:
-        bytes_of: the size of a packed band.
+        num_bytes: the size of the whole packed weight.
+        bands: the bands of rows of the weight.
+        bytes_of: gives the size of a packed band.
         pack: writes a band to memory of that size.
-        memory: memory for the whole weight.
+        memory: provides the memory for the whole weight.
+
+    Raises ValueError if the sizes of the bands do not add up to num_bytes.
     """
     data, begin = memory(num_bytes), 0
     bands = iter(bands)

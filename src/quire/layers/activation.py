@@ -15,7 +15,11 @@ _NAMES = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
 
 
 def gated_activation(name: str, feeds: Projection | JoinedLinear) -> Callable[[Tensor], Rows]:
-    """The function for Dense.activation. Its result is already quantized if `feeds`, its reader, would quantize it."""
+    """The function for Dense.activation: [T, 2I] -> [T, I] in x's dtype.
+
+    Args:
+        feeds: the layer that reads the result. If this layer quantizes rows, the result is quantized already.
+    """
     assert name in _NAMES, name
 
     def activate(x_T2I: Tensor) -> Rows:

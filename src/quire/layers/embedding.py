@@ -22,7 +22,7 @@ from quire.quantization.select import select_scheme
 
 
 class Lookup(ABC):
-    """Row lookup, with the additions of the rows' adapters."""
+    """Looks rows of a table up, and adds what the rows' adapters add. int64 ids [T] -> [T, D]."""
 
     lora: LoraTable | None = None  # None: no adapter may
 
@@ -35,19 +35,22 @@ class Lookup(ABC):
 
     @abstractmethod
     def _rows(self, token_ids_T: Tensor) -> Tensor:
-        """[T, D] of the base model."""
+        """The rows of the base model, [T, D]."""
 
 
 def _adds(lora: LoraTable | None, x: Tensor) -> bool:
-    """Few adapters change embeddings or logits. On a GPU a captured step adds in any case: adapters come later."""
+    """Whether additions are computed. Few adapters change embeddings or logits, so they are left out if none does.
+
+    A captured step on a GPU always computes them, because such an adapter may come later.
+    """
     return lora is not None and (gpu.takes(x) or not lora.is_empty)
 
 
 class Embedding(Lookup):
-    """Row lookup in its own table.
+    """Looks rows up in a table of its own.
 
     Args:
-        shape: a shape with the tokens as out-features. A rank has some of them.
+        shape: the shape of the table. Its out-features are tokens; a rank may have only some of them.
     """
 
     held = ("weight_VD",)
@@ -71,14 +74,14 @@ class Embedding(Lookup):
 
 
 class OutputProjection(Linear):
-    """hidden -> logits."""
+    """The output projection, from hidden states to logits."""
 
     def __init__(self, stored: StoredLinear, dtype: torch.dtype) -> None:
         super().__init__(stored.shape, dtype=dtype, scheme=select_scheme(stored))
         self._kept_N: Tensor | None = None  # see keep_memory
 
     def keep_memory(self) -> None:
-        """From now on logits on a CPU have the same memory, and the next ones overwrite them.
+        """From now on, all logits on a CPU use the same memory: the next logits overwrite them.
 
         The allocator gives 32 MB or more back to the system. Fresh memory of that size took a tenth of the time of each
         step of 64 rows (benchmarks/NOTES.md).
@@ -86,7 +89,7 @@ class OutputProjection(Linear):
         self._kept_N = torch.empty(0)
 
     def logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None, out_RV: Tensor | None = None) -> Tensor:
-        """[R, V] in float32. `out_RV`: takes the result, on a CPU."""
+        """Logits [R, V] in float32. `out_RV`: memory for the result, on a CPU; None: new memory."""
         slots_R = adapter_slots_R if _adds(self.lora, hidden_RD) else None
         if out_RV is None and self._kept_N is not None and cpu.takes(hidden_RD):
             out_RV = self.memory(len(hidden_RD), self.out_features)
@@ -107,7 +110,7 @@ class OutputProjection(Linear):
 
 
 class PackedEmbedding(Lookup):
-    """Row lookup in the output projection's packed weight, so that the largest matrix is held once."""
+    """Looks rows up in the packed weight of the output projection, so that memory holds the largest matrix once."""
 
     def __init__(self, packed: OutputProjection) -> None:
         self._packed = packed

@@ -1,4 +1,4 @@
-"""Layers whose outputs are cut over ranks. Ranks join inputs before, and outputs after.
+"""Layers that are cut over ranks by their outputs. Ranks join the inputs before such a layer, and the outputs after it.
 
 Dimensions: T tokens, K in-features, N out-features, D hidden, V vocabulary.
 """
@@ -17,10 +17,12 @@ from quire.layers.norm import RMSNorm
 
 
 class JoinedLinear:
-    """Each rank brings some in-features and computes some out-features; all ranks get all out-features.
+    """A linear layer of several ranks: each brings some in-features and computes some out-features.
+
+    All ranks get all out-features.
 
     Args:
-        keeps_part: a rank goes on with its own out-features.
+        keeps_part: whether each rank gets only its own out-features.
     """
 
     def __init__(self, linear: Projection, share: Share, group: Group, *, keeps_part: bool = False) -> None:
@@ -34,12 +36,12 @@ class JoinedLinear:
         return part_TN if self._keeps_part else self._group.gather(part_TN, self._outputs)
 
     def quantizes(self, x: Tensor) -> bool:
-        """See Linear: ranks join rows that are not quantized."""
+        """See Linear. It is false, because ranks join rows that are not quantized."""
         return False
 
 
 class JoinedNorm:
-    """A norm over heads of all ranks. Every rank computes all of it, and goes on with its own heads."""
+    """A norm over the heads of all ranks. Every rank computes the whole norm and keeps the columns of its heads."""
 
     def __init__(self, norm: RMSNorm, share: Share, shard: int, group: Group) -> None:
         self._norm, self._own, self._widths, self._group = norm, share.own_rows(shard), share.widths(shard), group
@@ -51,7 +53,7 @@ class JoinedNorm:
 
 
 class JoinedLookup(Lookup):
-    """Each rank has the rows of some tokens. All ranks get all rows that are asked for."""
+    """A Lookup of several ranks: each has the rows of some tokens, and all ranks get all rows that are asked for."""
 
     def __init__(self, lookup: Lookup, share: Share, group: Group) -> None:
         self._lookup, self._own, self._group = lookup, share.own_rows(0), group

@@ -27,7 +27,7 @@ from quire.quantization.select import select_scheme
 
 
 class Linear:
-    """y = x W^T + b. The layer packs its weight when the last of its tensors has arrived.
+    """A linear layer, y = x W^T + b. It packs its weight when the last of its tensors has arrived.
 
     Args:
         shape: sizes, and names in the checkpoint.
@@ -76,7 +76,7 @@ class Linear:
         return self._apply(self, x_TK, out_dtype, out, RowAdapters(self.lora, adapter_slots_T))
 
     def quantizes(self, x: Tensor) -> bool:
-        """Whether the layer quantizes rows of x to FP8 before it multiplies. Only their number and device matter."""
+        """Whether the layer quantizes rows of x to FP8 before it multiplies. Only x's row count and device matter."""
         if self.lora is not None:  # the table reads the rows too
             return False
         weight = self.weight
@@ -138,7 +138,7 @@ class Linear:
         return load
 
     def _load_share(self, tensor: ShardedTensor, name: str, shapes: tuple[tuple[int, ...], ...], whole: Tensor) -> None:
-        """Take views of the rows of this rank from a tensor of the checkpoint, which has one of these shapes."""
+        """Take views of this rank's rows from a tensor of the checkpoint. The tensor has one of these shapes."""
         assert self._share is not None
         form = shapes.index(tuple(whole.shape))
         for index, (shard, _) in enumerate(self.shards):
@@ -151,9 +151,7 @@ class Linear:
             self._loader(tensor, index)(part)
 
     def _extent(self, tensor: ShardedTensor, name: str, shapes: tuple[tuple[int, ...], ...]) -> Extent | None:
-        """The part of a tensor with one of these shapes that `_load_share` reads. None: parts of its rows, or all of
-        it.
-        """
+        """The part of a tensor that `_load_share` reads; None: it reads parts of rows, or all of the tensor."""
         assert self._share is not None
         own: list[range] = []
         for index in (index for index, (shard, _) in enumerate(self.shards) if shard == name):
@@ -182,7 +180,7 @@ class Linear:
 
     @property
     def own_rows(self) -> tuple[range, ...] | None:
-        """For each shard, the rows of its tensor that a rank has; None: all."""
+        """For each shard, the rows of its tensor that this rank has; None: it has all rows."""
         share = self._share
         return None if share is None else tuple(share.own_rows(index) for index in range(len(self.shards)))
 
@@ -192,7 +190,7 @@ class Linear:
         return (self,)
 
     def weight_bytes(self) -> int:
-        """Bytes held after loading."""
+        """The bytes of the loaded weight."""
         return self.scheme.weight_bytes(self) + (0 if self.bias is None else self.bias.nbytes)
 
 

@@ -16,7 +16,10 @@ from quire.layers.weight_slot import WeightSlot, WeightSlots
 
 
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * (weight + offset), in float32 inside. Gemma stores weights around 0: offset 1."""
+    """RMS norm: x / sqrt(mean(x^2) + eps) * (weight + offset), computed in float32.
+
+    Gemma stores weights around 0, so its offset is 1. See ops.rms_norm.
+    """
 
     held: tuple[str, ...] = ("weight_D",)
 
@@ -27,17 +30,17 @@ class RMSNorm:
         self.feeds: Projection | None = None  # the only reader of the results of `feed` and `add`
 
     def __call__(self, x_TD: Tensor, out: Tensor | None = None) -> Tensor:
-        """Rows of x may be strided; `out` may be x."""
+        """The norm of x [..., D], in x's dtype. Rows of x may be strided, and `out` may be x."""
         return rms_norm(x_TD, self.weight_D, self.eps, self.offset, out)
 
     def feed(self, x_TD: Tensor) -> Rows:
-        """The norm, already quantized if its reader would quantize it."""
+        """The norm. If its reader quantizes rows, the result is quantized already."""
         if self.feeds is not None and self.feeds.quantizes(x_TD):
             return rms_norm_to_fp8(x_TD, None, 1.0, self.weight_D, self.eps, self.offset)
         return self(x_TD)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor, multiplier: float = 1.0) -> Rows:
-        """residual += multiplier * x in place; the result is the norm of the sum, quantized like `feed`'s."""
+        """Compute residual += multiplier * x in place. The result is the norm of the sum, quantized like `feed`'s."""
         if self.feeds is not None and self.feeds.quantizes(x_TD):
             return rms_norm_to_fp8(x_TD, residual_TD, multiplier, self.weight_D, self.eps, self.offset)
         return add_rms_norm(x_TD, residual_TD, self.weight_D, self.eps, self.offset, multiplier=multiplier)
@@ -60,7 +63,7 @@ class RMSNorm:
 
 
 class LayerNorm(RMSNorm):
-    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, in float32 inside."""
+    """Layer norm: (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, computed in float32. See ops.layer_norm."""
 
     held = ("weight_D", "bias_D")
 
@@ -77,7 +80,7 @@ class LayerNorm(RMSNorm):
         return self(x_TD)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor, multiplier: float = 1.0) -> Rows:
-        """residual += multiplier * x in place; the result is the norm of the sum."""
+        """Compute residual += multiplier * x in place. The result is the norm of the sum."""
         return add_layer_norm(x_TD, residual_TD, self.weight_D, self.bias_D, self.eps, multiplier=multiplier)
 
     def slots(self) -> WeightSlots:

@@ -1,4 +1,4 @@
-"""A stage of a pipeline has no embeddings: it receives the residual stream of the stage before it.
+"""The input of a pipeline stage without embeddings: it receives the residual stream of the previous stage.
 
 Dimensions: T tokens, D hidden.
 """
@@ -13,7 +13,7 @@ from quire.layers.embedding import Lookup
 
 
 class ReceivedRows(Lookup):
-    """The rows that another rank sends, one for each token, whichever it is."""
+    """A Lookup that receives the rows from another rank, one for each token. The token ids do not matter."""
 
     def __init__(self, link: Link, hidden_size: int, dtype: torch.dtype) -> None:
         self._link, self._hidden_size, self._dtype = link, hidden_size, dtype

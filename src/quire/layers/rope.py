@@ -25,14 +25,14 @@ def halves_from_pairs(weight: Tensor, num_heads: int) -> Tensor:
 
 
 def cos_sin_table(rope: RopeConfig, max_model_len: int) -> Tensor:
-    """cos_sin_LR float32 for positions 0 .. max_model_len - 1.
+    """The rotary table cos_sin_LR, float32, for positions 0 to max_model_len - 1.
 
-    longrope's factors may depend on the length of a sequence (`rope.switches_after`). Then rows 0 .. border - 1 are for
-    short sequences, and the rows for long ones begin at row `border`.
+    The factors of longrope may depend on the length of a sequence (`rope.switches_after`). Then rows 0 to border - 1
+    are for short sequences, and the rows for long sequences begin at row `border`.
 
-    transformers changes the frequencies of `dynamic` with every token beyond max_position, so keys in its cache have
-    different frequencies. Here, as in vLLM, `max_model_len` decides once: above max_position, dynamic takes the base
-    of the full length.
+    For `dynamic`, transformers changes the frequencies with every token beyond max_position, so the keys in its cache
+    have different frequencies. Here, as in vLLM, `max_model_len` decides once: if it is above max_position, the base of
+    the full length is used.
     """
     positions_L = torch.arange(max_model_len, dtype=torch.float32)
     angles_LF = positions_L[:, None] * frequencies(rope, max_model_len)

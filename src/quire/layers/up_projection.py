@@ -1,8 +1,10 @@
-"""The up-projection of latent attention, taken apart into a matrix per head for keys and one for values.
+"""The up-projection of latent attention. Each head has one matrix for keys and one for values.
 
-Keys of a head are `k = W_k c` for latents c, so q.k is `(W_k^T q).c`. Queries go to the space of the latents, attention
-runs there, and its result goes through W_v (DeepSeek-V2, arXiv 2405.04434, section 2.1.2: absorbed matrices).
-Dimensions: T tokens, H heads, L latents, K elements of a key that do not rotate, V of a value.
+The key of a head is `k = W_k c` for latents c, so q.k is `(W_k^T q).c`. Queries are brought into the space of the
+latents, attention runs there, and its result goes through W_v (DeepSeek-V2, arXiv 2405.04434, section 2.1.2: absorbed
+matrices).
+
+Dimensions: T tokens, H heads, L latents, K elements of a key that do not rotate, V elements of a value.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from quire.quantization.select import select_scheme
 
 
 class UpProjection:
-    """The weight arrives in the checkpoint's format, and is held in the model's dtype.
+    """The matrices of all heads. They arrive in the checkpoint's format, and memory holds them in the model's dtype.
 
     Args:
-        stored: the stored form of one weight with the matrices of keys and of values, or one form of each.
+        stored: the stored form of one weight that has the matrices of keys and values, or one form for each of both.
     """
 
     held = ("keys", "values")
@@ -39,12 +41,12 @@ class UpProjection:
         self.values: PackedHeads | None = None
 
     def to_latents(self, q_THK: Tensor, out_THL: Tensor) -> None:
-        """The transposed matrices of keys, times each head's query."""
+        """Multiply each head's query by the transposed key matrix: q [T, H, K] -> out [T, H, L]."""
         assert self.keys is not None
         head_linear(q_THK, self.keys, out_THL)
 
     def to_values(self, x_THL: Tensor) -> Tensor:
-        """[T, H, V]: the matrices of values, times each head's weighted latents."""
+        """Multiply each head's weighted latents by the value matrix. The result is [T, H, V]."""
         assert self.values is not None
         return head_linear(x_THL, self.values)
 
@@ -76,5 +78,5 @@ class UpProjection:
 
 
 def _passing_memory(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes] that is free again with the tensor; regions of weights stay until their last tensor is gone."""
+    """Memory uint8 [num_bytes] that is freed with its tensor. A region of weights would stay longer."""
     return torch.empty(num_bytes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The places in a layer for tensors of a checkpoint."""
+"""Slots: the places of a layer for the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Extent:
     """The part of a tensor that a rank reads.
 
     Attributes:
-        num_rows: the number of parts of equal size that the tensor has, one after the other.
-        own: the parts that are read.
+        num_rows: the tensor is cut into this number of parts of equal size, one after the other.
+        own: the numbers of the parts that are read.
     """
 
     num_rows: int
     own: tuple[range, ...]
 
     def byte_ranges(self, begin: int, end: int) -> list[range]:
-        """The places in a file of the parts that are read of a tensor from `begin` to `end`, in order; neighbours are
-        joined.
+        """The byte ranges of the read parts, in order, if the tensor is at `begin` to `end` of a file. Neighbouring
+        ranges are joined.
         """
         row_bytes, found = (end - begin) // self.num_rows, list[range]()
         for rows in sorted(self.own, key=lambda each: each.start):
@@ -57,17 +57,17 @@ class WeightSlot:
 
 @dataclass(slots=True)
 class StackedSlots:
-    """The slots of one tensor of each expert of a layer. A slot is made when it is asked for.
+    """The slots for one tensor of each expert of a layer. The slot of an expert is made when it is asked for.
 
     Attributes:
         num_experts: the number of experts in the checkpoint.
-        places: the places of the experts that are taken, by their numbers.
-        like: a slot of one expert, whose `load` is not used.
+        places: expert -> its place, for the experts that are taken.
+        like: a slot of one expert. It gives shape and dtypes; its `load` is not used.
         load: takes the tensor of the expert at a place.
-        loaded: the experts whose tensor came.
-        stacked: the names that a tensor may have which holds the rows of all experts, and other rows.
-        rows: the place of these rows in it.
-        is_transposed: whether it is [num_experts, columns, rows].
+        loaded: the experts that have their tensor.
+        stacked: a single tensor may hold the rows of all experts, and other rows too. These are its possible names.
+        rows: the place of this layer's rows in such a tensor.
+        is_transposed: whether such a tensor is [num_experts, columns, rows].
     """
 
     num_experts: int
@@ -93,8 +93,9 @@ class StackedSlots:
 def parts_of_all(tensor: Tensor, slots: Sequence[StackedSlots], *, is_transposed: bool) -> list[Tensor] | None:
     """The part of each slot in a tensor of all E experts: views [E, ...]. None: the tensor has another shape.
 
-    Where a number may stand for a whole tensor, there may be one for all, one for each expert, or one for each expert
-    and slot. A scale for each row may lack the dimension of one column, or have it before the dimension of the rows.
+    If one number may stand for a whole tensor, there may be one number for all experts, one for each expert, or one for
+    each expert and slot. If there is a scale for each row, the dimension of its one column may be missing, or come
+    before the dimension of the rows.
     """
     E, num_slots = slots[0].num_experts, len(slots)
     shape = tuple(tensor.shape)

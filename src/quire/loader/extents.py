@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint that are read: a rank needs some rows of a tensor."""
+"""The bytes of a checkpoint that a rank reads: it needs only some rows of a tensor."""
 
 from __future__ import annotations
 

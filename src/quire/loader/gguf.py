@@ -83,7 +83,7 @@ class GgufCheckpoint:
 
 
 def _rotating(config: ModelConfig) -> Iterator[tuple[str, int]]:
-    """Modules with rotated outputs, and their numbers of heads."""
+    """The modules whose outputs rotate, with their numbers of heads."""
     for attention in (layer.attention for layer in config.layers):
         if isinstance(attention, Full):
             whole = attention.qkv.whole()  # with the sizes of the file's tensors
@@ -94,7 +94,7 @@ def _rotating(config: ModelConfig) -> Iterator[tuple[str, int]]:
 
 
 def _taken_apart(config: ModelConfig) -> Iterator[str]:
-    """Modules with a matrix for each head."""
+    """The modules that have a matrix for each head."""
     for layer in config.layers:
         if isinstance(layer.attention, Latent):
             yield from (name for part in layer.attention.up.taken_apart() for name in part.names)

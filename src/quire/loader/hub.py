@@ -125,7 +125,7 @@ def cached_file(name: str, file: str, revision: str | None, download_dir: str | 
 
 
 def local_path(name: str, param: str = "model") -> Path:
-    """A user's text as a path; the path need not exist.
+    """The path that a user's text means. The path need not exist.
 
     Raises ConfigError for a path that the system cannot look up: an unknown home, a long name, a closed folder.
     """
@@ -229,7 +229,7 @@ def download_files(
 ) -> Path:
     """The folder of a hub id with the files that match, in all its subfolders. Errors: see resolve_model.
 
-    Of a URL the mirror, with holes unless there is a `download_dir`.
+    For a URL, it is the mirror of the folder. The mirror has holes unless there is a `download_dir`.
     """
     if is_stored(name):
         return mirror(name, patterns, ignored, download_dir, progress, with_holes=download_dir is None)

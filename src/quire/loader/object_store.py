@@ -66,7 +66,7 @@ _ACCESS = "Set the credentials in the environment (docs/object-stores.md); AWS_S
 
 
 def is_stored(name: str | None) -> bool:
-    """Whether a name means an object or a folder in an object store."""
+    """Whether a name is the URL of an object or a folder in an object store."""
     return name is not None and name.startswith(SCHEMES)
 
 
@@ -122,7 +122,7 @@ class StoredObject:
         raise AssertionError("the last try answers or raises")
 
     def signed_url(self, seconds: float) -> str:
-        """An http:// or https:// URL that anybody may read so long.
+        """An http:// or https:// URL that anybody may read for `seconds`.
 
         Raises NotImplementedError if the environment asks for something that only the client library does, and the
         library's errors if it cannot sign.
@@ -161,7 +161,7 @@ class StoredObject:
 
 
 class _UnlikeError(Exception):
-    """An answer of another length."""
+    """The store has sent an answer of another length."""
 
 
 def _changed(url: str) -> WeightsError:
@@ -204,7 +204,7 @@ def _without_secrets(text: str) -> str:
 
 @cache
 def _store(folder: str) -> Any:
-    """The client for a folder. Raises ConfigError: not installed, or the environment does not say enough."""
+    """The client for a folder. Raises ConfigError if it is not installed, or if the environment lacks its settings."""
     try:
         from obstore.store import from_url
     except ImportError:
@@ -260,7 +260,7 @@ def list_objects(folder: str) -> list[StoredObject]:
 
 
 def _as_header(etag: str | None) -> str | None:
-    """In quotes: Azure lists ETags without."""
+    """The ETag in quotes, as in an HTTP header. Azure lists ETags without quotes."""
     return etag if etag is None or etag.startswith(('"', "W/")) else f'"{etag}"'
 
 
@@ -404,7 +404,7 @@ def _write_whole(source: StoredObject, file: IO[bytes], report: Callable[[int], 
 
 
 def piece_bytes(size: int) -> int:
-    """Of one request for a part of an object of `size` bytes."""
+    """The bytes of one request for a part of an object of `size` bytes."""
     return min(PIECE_BYTES, max(LEAST_PIECE_BYTES, int(AHEAD * size) // NUM_READERS))
 
 
@@ -465,9 +465,9 @@ def _behind(buffers: Sequence[Bytes], count: int) -> list[Bytes]:
 
 
 def stored_object(path: Path) -> StoredObject | None:
-    """Where the tensors of a file of weights are; None: in the file.
+    """The object that has the tensors of a file of weights; None: the file itself has them.
 
-    Raises WeightsError for a file with a hole outside the user's own mirrors: it may name any folder.
+    Raises WeightsError for a file with a hole outside of the user's own mirrors, because it may name any folder.
     """
     manifest = path.parent / MANIFEST
     if not manifest.is_file():

@@ -1,8 +1,8 @@
-"""Parts of an object by its signed URL, read from the socket straight into memory, without buffers of the client
-library.
+"""Reads parts of an object by its signed URL, from the socket straight into memory, without the client library.
 
-With TLS Python reads at most 16 KiB at a time, and gives its interpreter's lock away each time. Many threads would
-fight for it. So few of them read at once, and never one whose bytes have not come (benchmarks/NOTES.md).
+With TLS, Python reads at most 16 KiB at a time, and releases its interpreter's lock each time. Many threads would
+compete for the lock. So only a few threads read at the same time, and only if their bytes have come
+(benchmarks/NOTES.md).
 
 This is only the faster way. It stops at any unexpected answer, and its caller reads the rest with the client library,
 which repeats requests and names errors. No torch.
@@ -54,9 +54,11 @@ class SignedReads:
         self._tls: ssl.SSLContext | None = None
 
     def fill(self, buffers: Sequence[NDArray[np.uint8]], begin: int) -> int:
-        """Fill buffers, one after the other, with the bytes from `begin` on; how many came. None is empty.
+        """Fill buffers, one after the other, with the bytes from `begin` on. No buffer is empty.
 
-        Fewer than all: this way does not work, or not now. The rest of the buffers is not defined.
+        Returns:
+            The number of bytes that came. If it is less than all, this way does not work, or not now. The rest of the
+            buffers is not defined.
         """
         url = self._current_url() if buffers else None
         if url is None:
@@ -80,7 +82,7 @@ class SignedReads:
             each.close()
 
     def _current_url(self) -> SplitResult | None:
-        """None: this way is given up."""
+        """The URL that is valid now; None: this way is given up."""
         with self._lock:
             if self._failures >= MAX_FAILURES:
                 return None
@@ -111,9 +113,9 @@ class SignedReads:
     def _ask(
         self, connection: HTTPConnection, url: SplitResult, begin: int, end: int
     ) -> tuple[HTTPResponse, socket.socket]:
-        """The answer before its body, and where that comes from. It has the length that is wanted.
+        """Send a request, and read the headers of the answer. Returns the answer and the source of its body.
 
-        Raises HTTPException: another answer.
+        Raises HTTPException if the answer has another status or another length.
         """
         headers = {"Range": f"bytes={begin}-{end - 1}"} | ({} if self._etag is None else {"If-Match": self._etag})
         connection.request("GET", f"{url.path}?{url.query}", headers=headers)
@@ -135,7 +137,7 @@ class SignedReads:
         connection.close()
 
     def _failed(self, url: SplitResult, error: Exception) -> None:
-        """The next part has a new URL: this one may not be valid any more."""
+        """Note a failure. The next part gets a new URL, because this one may no longer be valid."""
         with self._lock:
             self._failures += 1
             if self._url is url:

@@ -44,7 +44,10 @@ def stream_tensors(
 
 
 def _recurring_sizes(entries: Sequence[TensorEntry], near: int) -> set[int]:
-    """Sizes of tensors that soon have another one of their size: tensors of layers have, embeddings have not."""
+    """The sizes of tensors after which another tensor of the same size comes soon.
+
+    Tensors of layers have such sizes, and embeddings have not.
+    """
     found: set[int] = set()
     last: dict[int, int] = {}
     for entry in entries:
@@ -114,6 +117,6 @@ class _Memory:
 
 
 def _pages(num_bytes: int) -> Bytes:
-    """Huge ones: small new pages cost a seventh of the rate (benchmarks/NOTES.md)."""
+    """Memory in huge pages. With small new pages, the rate is a seventh lower (benchmarks/NOTES.md)."""
     mapped, begin = map_huge_pages(num_bytes)
     return np.frombuffer(mapped, dtype=np.uint8, count=num_bytes, offset=begin)

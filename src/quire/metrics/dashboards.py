@@ -78,7 +78,7 @@ def _information(title: str, name: str) -> Panel:
 
 
 def _process(title: str, unit: str, expression: str) -> Panel:
-    """A metric of prometheus_client's own, of the API process."""
+    """A metric of the API process that prometheus_client itself makes."""
     return Panel(title, unit, (("{{instance}}", expression),), ())
 
 

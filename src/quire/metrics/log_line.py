@@ -20,7 +20,7 @@ HIT_RATE_STEPS = 1000
 
 
 class DraftCounts:
-    """The fate of the drafts of some steps."""
+    """Counts of the drafts of some steps."""
 
     def __init__(self) -> None:
         self._num_drafts = self._num_tokens = self._num_accepted = 0

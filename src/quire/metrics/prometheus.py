@@ -391,7 +391,7 @@ class EngineSeries:
             self._set_idle()  # the step was running when the last caller left
 
     def on_targets(self, targets: TargetTimes) -> None:
-        """The targets from now on."""
+        """Set the targets."""
         self._set("quire_slo_target_seconds", targets.ttft, "ttft")
         self._set("quire_slo_target_seconds", targets.itl, "itl")
 

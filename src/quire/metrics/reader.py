@@ -23,7 +23,7 @@ class Metric:
 
 @dataclass
 class Counter(Metric):
-    """It only grows."""
+    """A value that only grows."""
 
     value: int
 
@@ -37,7 +37,7 @@ class Vector(Metric):
 
 @dataclass
 class Gauge(Metric):
-    """It goes up and down."""
+    """A value that may rise and fall."""
 
     value: float
 

@@ -1,4 +1,4 @@
-"""Every metric once: name, kind, unit, meaning, labels, buckets.
+"""Declares every metric once: name, kind, unit, meaning, labels, buckets.
 
 Names, types and labels are vLLM 0.32's, so its dashboards work. Counters get `_total` in the text format.
 docs/metrics.md is generated from this table.

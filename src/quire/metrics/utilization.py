@@ -25,7 +25,7 @@ class Utilization:
         self._operations = self._bytes = self._seconds = 0.0
 
     def add(self, demand: Demand, seconds: float) -> tuple[float, float]:
-        """Add a step of `seconds` -> shares of operations and of read bytes; 0 if the ceiling is not known."""
+        """Add a step of `seconds`. Returns the shares of operations and of read bytes; 0: the ceiling is not known."""
         kept = math.exp(-seconds / WINDOW_SECONDS)
         self._operations = kept * self._operations + demand.flops
         self._bytes = kept * self._bytes + demand.weight_bytes + demand.kv_bytes

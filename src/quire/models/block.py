@@ -47,35 +47,44 @@ from quire.moe.stack import ExchangedStack, ExpertStack, JoinedStack, SplitStack
 
 
 class Weighted(Protocol):
-    """A part that receives tensors of the checkpoint."""
+    """A part of a layer that has weights."""
 
     @property
     def held(self) -> tuple[str, ...]:
         """Names of the attributes that hold the loaded weights."""
         ...
 
-    def slots(self) -> AnySlots: ...
+    def slots(self) -> AnySlots:
+        """Name and WeightSlot of each tensor of the checkpoint that the part takes."""
+        ...
 
-    def weight_bytes(self) -> int: ...
+    def weight_bytes(self) -> int:
+        """Bytes of the loaded weights."""
+        ...
 
 
 class Mixer(Protocol):
-    """The computation of a layer between two norms."""
+    """The computation of a layer between two norms: attention or feed-forward. Input [T, D], output [T, D]."""
 
     @property
     def reader(self) -> Projection | None:
-        """The only linear layer that reads the input; None: there are several."""
+        """The only linear layer that reads the input; None: several layers read it."""
         ...
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor: ...
 
 
 class Sublayer:
-    """residual += c * norm(mixer(norm(residual))); both norms may be missing.
+    """Computes residual += c * norm(mixer(norm(residual))). Both norms may be missing.
 
-    It changes the residual stream in place and returns the input of the next sublayer. `next_norm` makes that input:
-    it is the next sublayer's `input_norm`, or the model's final norm after the last one. So one kernel adds to the
-    residual and computes the norm, also across layers.
+    It changes the residual stream in place and returns the input of the next sublayer. `next_norm` makes that input.
+    It is the next sublayer's `input_norm`; after the last sublayer it is the model's final norm. So one kernel adds to
+    the residual and computes the norm, also across layers.
+
+    Args:
+        input_norm: the norm before the mixer; None: there is none.
+        output_norm: the norm after the mixer; None: there is none.
+        multiplier: c.
     """
 
     def __init__(
@@ -92,13 +101,18 @@ class Sublayer:
         if self._output_norm is not None:
             y_TD = self._output_norm(y_TD, out=y_TD)
         if self.next_norm is None:
-            # Rounded before the sum too, as a norm rounds it.
+            # The product is rounded before the sum, as in RMSNorm.add.
             return residual_TD.add_(y_TD if self._multiplier == 1.0 else y_TD.mul_(self._multiplier))
         return self.next_norm.add(y_TD, residual_TD, self._multiplier)
 
 
 class SelfAttention:
-    """Projections around attention. Input [T, D], output [T, D]."""
+    """Attention with its projections. Input [T, D], output [T, D].
+
+    Args:
+        qkv: gives q, k and v of a token side by side.
+        wide_norms: OLMo 2's norms, one over all query heads and one over all key heads; empty: there are none.
+    """
 
     def __init__(
         self,
@@ -112,7 +126,7 @@ class SelfAttention:
         self._num_heads, self._head_dim = sum(self._heads), spec.head_dim
         self._q_width, self._kv_width = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._attention, self.reader, self._output = attention, qkv, output
-        self._wide_norms = wide_norms  # OLMo 2: over all q heads, and over all k heads
+        self._wide_norms = wide_norms
         self._clip = spec.clip
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
@@ -143,13 +157,13 @@ class MLP:
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
         slots_T = batch.adapter_slots_T
-        # No name holds the wide results: each is freed as soon as it was read.
+        # No variable holds the wide results, so each of them is freed when the next layer has read it.
         return self._down(self._activation(self.reader(x_TD, adapter_slots_T=slots_T)), adapter_slots_T=slots_T)
 
 
 @dataclass
 class LayerBuilder:
-    """Makes the parts of one layer and keeps their names in the checkpoint."""
+    """Makes the parts of one layer and collects them with their names in the checkpoint."""
 
     config: ModelConfig
     spec: LayerSpec
@@ -160,8 +174,8 @@ class LayerBuilder:
     rope_table: Callable[[RopeConfig], Tensor]  # cos_sin_LR
     backend: Callable[[AttentionSpec], AttentionBackend]
     group: Group | None  # the ranks that share the layer
-    dispatch: Dispatch | None  # set if lanes share the layer's experts
-    num_kv_owners: int = 1  # the ranks that share a KV cache
+    dispatch: Dispatch | None  # set if lanes share the layer's experts (expert parallelism)
+    num_kv_owners: int = 1  # the number of ranks that share one KV cache
     parts: list[tuple[str, Weighted]] = field(default_factory=list)  # (prefix of its tensors' names, part)
     mixtures: list[MoE] = field(default_factory=list)
 
@@ -176,7 +190,7 @@ class LayerBuilder:
         return sublayers
 
     def norm(self, shape: NormShape, eps: float | None = None) -> RMSNorm:
-        """One norm of the layer. `eps`: None: the model's."""
+        """A norm of the layer. `eps`: its epsilon; None: the epsilon of the model."""
         eps = self.config.rms_norm_eps if eps is None else eps
         norm = make_norm(shape, eps, self.config.norm_offset, self.dtype)
         self.parts.append((f"{shape.name}.", norm))
@@ -189,22 +203,22 @@ class LayerBuilder:
         return linear
 
     def joined(self, shape: LinearShape, *, keeps_part: bool = False) -> Projection | JoinedLinear:
-        """A linear layer whose input is what ranks have made of cut outputs. `keeps_part`: see JoinedLinear."""
+        """A linear layer that reads the outputs of a layer that is cut over ranks. `keeps_part`: see JoinedLinear."""
         linear = self.linear(shape)
         if self.group is None:
             return linear
-        assert shape.share is not None, "what a rank has is a part"
+        assert shape.share is not None, "a rank of a group has a part of the layer"
         return JoinedLinear(linear, shape.share, self.group, keeps_part=keeps_part)
 
     def wide_norms(self, spec: Full, norms: Sequence[RMSNorm]) -> list[Callable[[Tensor], Tensor]]:
-        """Norms over all heads of q, and over all heads of k."""
+        """The norms over all query heads and over all key heads, which change their input in place."""
         share = spec.qkv.share
         if self.group is None or share is None:
             return [partial(_in_place, norm) for norm in norms]
         return [JoinedNorm(norm, share, shard, self.group) for shard, norm in enumerate(norms)]
 
     def gate(self, shape: LinearShape) -> Linear:
-        """A layer of one tensor, which decides about others."""
+        """A linear layer that decides about others, a router for example. The checkpoint has one tensor for it."""
         linear = self.linear(shape)
         assert isinstance(linear, Linear)
         return linear
@@ -213,7 +227,8 @@ class LayerBuilder:
         """The backend of this layer.
 
         Args:
-            share: a rank's share of a linear layer that has `head_rows` rows first for each head of q.
+            share: the rank's share of the linear layer that gives the queries.
+            head_rows: the rows of that layer for one query head.
         """
         if self.num_kv_owners == 1:
             return self.backend(spec)
@@ -221,7 +236,7 @@ class LayerBuilder:
         return DividedAttention(spec, self.group, [rows // head_rows for rows in share.widths(0)], self.num_kv_owners)
 
     def attention(self, spec: Full) -> SelfAttention:
-        """Self-attention to all earlier tokens, or to the earlier tokens in a window or a chunk."""
+        """Attention to all earlier tokens, or to the earlier tokens of a window or a chunk."""
         qkv, output = self.linear(spec.qkv), self.joined(spec.output)
         kind, size = spec.kv_spec.kind, spec.kv_spec.window
         backend = self.attention_backend(
@@ -255,7 +270,7 @@ class LayerBuilder:
         return SelfAttention(spec, attention, qkv, output, self.wide_norms(spec, wide_norms))
 
     def latent(self, spec: Latent) -> LatentAttention:
-        """Multi-head latent attention."""
+        """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
         up = UpProjection(self.config.stored(spec.up, self.quantization), self.dtype)
         self.parts.append((spec.up.prefix, up))
         backend = self.attention_backend(
@@ -297,7 +312,7 @@ class LayerBuilder:
         return stack
 
     def experts(self, spec: Experts) -> MoE:
-        """Experts and their router."""
+        """The experts of the layer and their router. With lanes, the ranks of `dispatch` share the experts."""
         if self.dispatch is not None and self.group is not self.dispatch.group:
             return replace(self, group=self.dispatch.group).experts(spec)
         router, choice_bias = self.gate(spec.router.linear), None

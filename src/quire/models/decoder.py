@@ -36,18 +36,19 @@ from quire.moe.layer import MoE
 
 EMBEDDINGS = "model.embed_tokens"
 
-# Makes the input of the next part, and may change the residual stream.
+# A part takes its input, the residual stream and the batch. It returns the input of the next part. It may change the
+# residual stream.
 _PartOfPass = Callable[[Rows, Tensor, ForwardBatch], Rows]
 
 
 @dataclass(frozen=True)
 class Adaptable:
-    """A layer to whose results adapters may add.
+    """A layer that LoRA adapters may change: they add to its results.
 
     Attributes:
-        parts: the names of its weights in Llama's style, without suffix, and their out-features.
-        rows: for each part, the rows of the whole weight that a rank has; None: all.
-        looks_up: the in-features are tokens.
+        parts: the name of each of its weights in Llama's style, without suffix, and its number of out-features.
+        rows: for each part, the rows of the whole weight that this rank has; None: it has all rows.
+        looks_up: the layer is an embedding, so its in-features are tokens.
     """
 
     layer: Linear | Lookup
@@ -61,16 +62,19 @@ class Decoder:
     """A causal language model. It holds no weights before `load_weights`.
 
     Args:
-        config: `max_model_len` bounds the positions (rows of the rotary tables).
+        config: its `max_model_len` limits the positions, which are the rows of the rotary tables.
         dtype: the dtype of weights and activations.
         quantization: a key of ON_LOAD; None: weights stay in the checkpoint's format.
         device: the model runs there, and `load_weights` brings the tensors there.
-        attention_backend: see attention.select.
-        cache_dtype: the dtype of the KV cache; None: dtype.
-        group: the ranks that share the model, if the config describes a part.
-        before: brings the residual stream, if the config describes a stage after the first one.
-        dispatch: brings rows to experts, if lanes share them.
-        num_kv_owners: neighbours in the group that have a KV cache together.
+        attention_backend: the name of the backend; see attention.select.
+        cache_dtype: the dtype of the KV cache; None: it is `dtype`.
+        group: the ranks that share the model (tensor parallelism); None: one rank has all of it.
+        before: the link from the previous pipeline stage; None: this is the first stage.
+        dispatch: sends rows to the ranks of their experts; None: lanes share no experts.
+        num_kv_owners: the number of neighbouring ranks of the group that share one KV cache.
+
+    Raises:
+        ConfigError: the attention backend cannot serve a layer.
     """
 
     def __init__(
@@ -108,7 +112,7 @@ class Decoder:
         if config.has_output:
             final_norm = make_norm(config.final_norm, config.rms_norm_eps, config.norm_offset, dtype)
             self._parts.append((f"{config.final_norm.name}.", final_norm))
-        else:  # it adds to the residual stream, and the norm has no reader
+        else:  # this norm only adds to the residual stream: nothing reads its result
             final_norm = RMSNorm.without_weights(config.hidden_size, config.rms_norm_eps, dtype, device)
         self._sublayers = [sublayer for layer in self._layers for sublayer in layer]
         for sublayer, successor in pairwise(self._sublayers):
@@ -180,22 +184,25 @@ class Decoder:
         return self._weights.expected()
 
     def check_weights(self, headers: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise WeightsError like `load_weights`, before anything is read.
+        """Raise WeightsError like `load_weights`, before any values are read.
 
         Args:
-            headers: the names of a checkpoint, and tensors without values (on torch's device `meta`).
+            headers: the name of each tensor of the checkpoint, and a tensor without values (on torch's device `meta`).
         """
         self._weights.check(headers)
 
     def extent(self, checkpoint_name: str) -> Extent | None:
-        """The part of a tensor that `load_weights` reads. None: all of it."""
+        """The part of a tensor that `load_weights` reads; None: it reads all of the tensor."""
         return self._weights.extent(checkpoint_name)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take the tensors of a checkpoint by their Hugging Face names, in any order.
 
-        A complete layer packs its weights. Tensors may be views of mapped files: nothing keeps them. Raises
-        WeightsError with the names that are missing, unexpected, of another shape or of another dtype.
+        A layer packs its weights as soon as it has all of them. The tensors may be views of mapped files: the model
+        keeps copies only.
+
+        Raises:
+            WeightsError: tensors are missing or unexpected, or have another shape or dtype. The message names them.
         """
         self._weights.load((name, tensor.to(self.device)) for name, tensor in weights)
 
@@ -204,7 +211,11 @@ class Decoder:
         return {prefix: {name: getattr(part, name) for name in part.held} for prefix, part in self._named_parts()}
 
     def restore(self, held: Mapping[str, Mapping[str, Any]], mapped_bytes: int) -> None:
-        """Take the `held()` of the same model in the same format, instead of `load_weights`."""
+        """Take the weights from the `held()` of a model of the same config and format, instead of `load_weights`.
+
+        Args:
+            mapped_bytes: see CausalLM.
+        """
         for prefix, part in self._named_parts():
             for name in part.held:
                 setattr(part, name, held[prefix][name])
@@ -220,19 +231,19 @@ class Decoder:
         assert not self._weights.missing(), f"finalize before load_weights: {self._weights.missing()[:3]}"
 
     def weight_bytes(self) -> int:
-        """Bytes of the loaded weights with the padding of packed forms, without rotary tables."""
+        """Bytes of the loaded weights. They include the padding of packed forms, and not the rotary tables."""
         return sum(part.weight_bytes() for _, part in self._parts)
 
     def prepare(self, step: HostStep, caches: list[LayerCache]) -> None:
-        """Do the host's work for a step; it cannot be captured."""
+        """Do the host's work for a step on a GPU. A CUDA graph cannot capture it."""
         self._backends.prepare(step, caches)
 
     def keep_streams(self, layers: Sequence[int], kept_TAD: Tensor) -> None:
-        """Each pass leaves its residual streams before these layers in `kept_TAD`, from now on.
+        """From now on, each forward pass copies the residual streams before these layers to `kept_TAD`.
 
         Args:
-            layers: in any order; the number of layers means: behind the last one.
-            kept_TAD: room for the tokens of the largest pass, and for each of the A streams. It stays there.
+            layers: A indices of layers, in any order. The number of all layers means the stream after the last layer.
+            kept_TAD: memory for the A streams of the tokens of the largest pass, in the model's dtype.
         """
         parts: list[_PartOfPass] = []
         for layer, sublayers in enumerate([*self._layers, []]):
@@ -241,7 +252,7 @@ class Decoder:
         self._parts_of_pass = parts
 
     def watch_experts(self) -> list[tuple[MoE, Tensor]]:
-        """Each part with experts, and a tensor. From now on each pass leaves Routing.begins there, int32."""
+        """Every part with experts, each with a tensor, int32. From now on, each pass writes Routing.begins to it."""
         watched = []
         for mixture in self._mixtures:
             mixture.begins = torch.zeros(mixture.num_places + 1, dtype=torch.int32, device=self.device)
@@ -249,39 +260,45 @@ class Decoder:
         return watched
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """hidden_TD of the step's tokens after the final norm. Their K and V go to `batch.caches`.
+        """Compute hidden_TD of the step's tokens, after the final norm, in the model's dtype.
 
-        Of a stage before the last one: the residual stream, which `embed_step` of the next stage receives.
+        The keys and values of the tokens are written to `batch.caches`. A pipeline stage before the last one gives the
+        residual stream instead; `embed_step` of the next stage receives it.
         """
         if batch.host is not None:
             self.prepare(batch.host, batch.caches)
         return self.run_blocks(self.embed_step(batch), batch)
 
     def run_blocks(self, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
-        """Run all layers and the final norm, if it is here. They change the residual stream [T, D]."""
+        """Run all layers and, on the last stage, the final norm. The layers change the residual stream in place."""
         x_TD = _run(self._sublayers[0].input_norm, self._parts_of_pass, residual_TD, batch)
         assert isinstance(x_TD, Tensor), "the final norm feeds no layer"
         return x_TD if self.config.has_output else residual_TD
 
     def join_lanes(self, lanes: LaneRows) -> None:
-        """Take part in a pass of other lanes, without rows of this one: a rank has experts for their rows."""
+        """Run the experts of this rank for the rows of other lanes, in a pass in which this lane has no rows."""
         batch = ForwardBatch.without_rows(lanes)
         for mixture in self._mixtures:
             mixture(torch.empty((0, self.config.hidden_size), dtype=self.dtype), batch)
 
     def embed(self, token_ids_T: Tensor, adapter_slots_T: Tensor | None = None) -> Tensor:
-        """The residual stream before the first layer."""
+        """The residual stream before the first layer, [T, D] in the model's dtype.
+
+        Args:
+            token_ids_T: int64.
+            adapter_slots_T: as in ForwardBatch.
+        """
         residual_TD = self._embed(token_ids_T, adapter_slots_T)
         if self._embedding_multiplier != 1.0:
             residual_TD *= self._embedding_multiplier
         return residual_TD
 
     def embed_step(self, batch: ForwardBatch) -> Tensor:
-        """What `run_blocks` gets first."""
+        """The residual stream that `run_blocks` begins with."""
         return self.embed(batch.token_ids_T, batch.adapter_slots_T)
 
     def adaptable(self) -> Iterator[Adaptable]:
-        """Every layer to whose results adapters may add, the embeddings first and the logits last."""
+        """Every layer that adapters may change: the embeddings come first and the output projection last."""
         hidden_size, vocab_size, output = self.config.hidden_size, self.config.vocab_size, self._output
         yield Adaptable(self._embed, ((EMBEDDINGS, hidden_size),), vocab_size, looks_up=True)
         for prefix, part in self._parts:
@@ -291,7 +308,7 @@ class Decoder:
         yield Adaptable(output, ((OUTPUT, output.out_features),), hidden_size, output.own_rows)
 
     def own_name(self, checkpoint_name: str) -> str | None:
-        """Our name, in Llama's style, of a tensor of the checkpoint; None: the model does not use it."""
+        """Our name for a tensor of the checkpoint, in Llama's style; None: the model does not use the tensor."""
         return self._weights.own_name(checkpoint_name)
 
     def is_of_all_experts(self, checkpoint_name: str) -> bool:
@@ -299,18 +316,18 @@ class Decoder:
         return self._weights.is_of_all_experts(checkpoint_name)
 
     def load_some(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take some tensors by our names, each once and with the right shape. Layers that are complete can run."""
+        """Take some tensors by our names. Each must come once and have the right shape. Complete layers can run."""
         self._weights.load_some((name, tensor.to(self.device)) for name, tensor in weights)
 
     def layer_parts(self, layer: int) -> list[tuple[str, Weighted]]:
-        """The parts of one layer with the prefixes of their names inside it, for example `self_attn.`."""
+        """The parts of one layer, each with the prefix of its names in the layer, for example `self_attn.`."""
         prefix = f"model.layers.{layer}."
         return [(name.removeprefix(prefix), part) for name, part in self._parts if name.startswith(prefix)]
 
     def run_layer(self, layer: int, residual_TD: Tensor, batch: ForwardBatch) -> None:
-        """Run one layer alone, for calibration. It changes the residual stream in place.
+        """Run one layer alone, for calibration. The layer changes the residual stream in place.
 
-        Only the layer's own weights must be there: the output of the next layer's norm is dropped.
+        Only the weights of this layer must be loaded: the result of the next layer's norm is not used.
         """
         _run(self._layers[layer][0].input_norm, self._layers[layer], residual_TD, batch)
 
@@ -322,10 +339,12 @@ class Decoder:
     def compute_logits(
         self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None, owners_R: Tensor | None = None
     ) -> Tensor:
-        """logits_RV in float32, with the family's scale and soft cap.
+        """Compute logits_RV in float32, with the family's scale and soft cap.
 
         Args:
-            owners_R: the rank that gets each row, int32; None: the first one gets all of them.
+            hidden_RD: rows of the result of `forward`.
+            adapter_slots_R: the adapter of each row, as in ForwardBatch.
+            owners_R: the rank that gets each row, int32; None: the first rank gets all rows.
         """
         joined_RV = self._room_for_logits(len(hidden_RD), owners_R)
         own_RV = None if joined_RV is None else joined_RV[:, : self._output.out_features]
@@ -334,10 +353,10 @@ class Decoder:
     def own_logits(
         self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None, out_RV: Tensor | None = None
     ) -> Tensor:
-        """As `compute_logits`, of the tokens that this rank has.
+        """Like `compute_logits`, but only for the part of the vocabulary that this rank has.
 
         Args:
-            out_RV: takes the result, on a CPU.
+            out_RV: memory for the result, float32, on a CPU; None: new memory.
         """
         config = self.config
         logits_RV = self._output.logits(hidden_RD, adapter_slots_R, out_RV)
@@ -349,14 +368,14 @@ class Decoder:
         return logits_RV
 
     def _room_for_logits(self, num_rows: int, owners_R: Tensor | None) -> Tensor | None:
-        """The memory in which the first rank computes its logits, [R, V], without a copy; None: there is none."""
+        """Memory [R, V] in which the first rank computes its own logits in their place; None: it is not used here."""
         share = self.config.vocab_share
         if self._group is None or share is None or owners_R is not None or self._group.rank != 0:
             return None
         return self._output.memory(num_rows, sum(share.widths(0)))
 
     def join_logits(self, logits_RV: Tensor, owners_R: Tensor | None = None, joined_RV: Tensor | None = None) -> Tensor:
-        """Logits of all tokens, from the logits of a rank's tokens.
+        """Join the logits of all ranks: from each rank's part of the vocabulary to the whole vocabulary.
 
         Args:
             owners_R: see `compute_logits`.
@@ -378,7 +397,7 @@ def _run(first_norm: RMSNorm | None, parts: Sequence[_PartOfPass], residual_TD: 
 
 
 class _KeptStream:
-    """Copies the residual stream to the place where others read it."""
+    """Copies the residual stream to memory where a drafter reads it: see Decoder.keep_streams."""
 
     def __init__(self, kept_TD: Tensor) -> None:
         self._kept_TD = kept_TD

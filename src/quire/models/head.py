@@ -1,7 +1,7 @@
-"""A head that drafts from the hidden states of a decoder, its target: EAGLE-3 (arXiv 2503.01840), and MiMo's.
+"""A head that drafts from the hidden states of its target, a decoder: EAGLE-3 (arXiv 2503.01840) and MiMo's MTP layer.
 
-A pass takes at each position the hidden state there and the token behind it, and gives a hidden state for the next
-position. For the first draft it takes the target's hidden state, and then its own.
+At each position, a pass takes the hidden state of this position and the token of the next position. It gives the hidden
+state for the next position. The first draft uses the target's hidden state. Later drafts use the head's own.
 
 Dimensions: T tokens, R rows with logits, D hidden, X hidden states of the target, V vocabulary, K tokens it can draft.
 """
@@ -24,11 +24,14 @@ from quire.quantization.scheme import FLOATS
 
 
 class Head(Decoder):
-    """See Decoder.
+    """A Decoder that drafts for another one.
 
     Args:
         config: a config with a `head`.
-        target: has the embeddings and the output projection that the head does not bring.
+        target: the model that verifies the drafts. The head uses its embeddings and its output projection, unless the
+            head's checkpoint has its own.
+
+    The other arguments are Decoder's.
     """
 
     def __init__(
@@ -58,24 +61,25 @@ class Head(Decoder):
         return self._make_own_embeddings() if head.owns_embeddings else self._target._embed
 
     def hidden_of(self, streams_TX: Tensor) -> Tensor:
-        """hidden_TD of the target's residual streams, side by side."""
+        """The head's hidden_TD, from the residual streams that the target has kept, side by side in one row."""
         return self._input(streams_TX) if self.head.kind == "eagle3" else streams_TX
 
     def embed_step(self, batch: ForwardBatch) -> Tensor:
-        """embedding_TD of the tokens; nothing for MiMo's first position."""
+        """The embeddings of the tokens [T, D]. MiMo's head takes zeros at position 0."""
         embedding_TD = self._embed(batch.token_ids_T)
         if self.head.kind == "mtp":
             embedding_TD = embedding_TD * (batch.positions_T > 0)[:, None]
         return embedding_TD
 
     def run_blocks(self, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
-        """hidden_TD for the positions behind. EAGLE-3 writes it over `batch.hidden_TD`.
+        """Compute hidden_TD for the next positions. An EAGLE-3 head overwrites `batch.hidden_TD` with it.
 
         Args:
-            residual_TD: the residual stream of `embed_step`.
+            residual_TD: the result of `embed_step`.
+            batch: its `hidden_TD` are the hidden states of the present positions.
         """
         hidden_TD = batch.hidden_TD
-        if hidden_TD is None:  # a step that is only measured
+        if hidden_TD is None:  # the worker only measures the memory and the time of this step
             hidden_TD = torch.zeros_like(residual_TD)
         num_tokens, width = hidden_TD.shape
         x_TX = torch.empty((num_tokens, 2 * width), dtype=self.dtype, device=self.device)
@@ -96,7 +100,10 @@ class Head(Decoder):
     def compute_logits(
         self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None, owners_R: Tensor | None = None
     ) -> Tensor:
-        """logits_RV in float32; minus infinity for tokens that it cannot draft. For the first rank, as Decoder's."""
+        """Compute logits_RV in float32; they are minus infinity for tokens that the head cannot draft.
+
+        As in Decoder, the first rank gets them. A head takes no adapters and no owners.
+        """
         assert adapter_slots_R is None, "a head drafts without adapters"
         assert owners_R is None, "the first rank draws all drafts"
         x_RD = self._final_norm(hidden_RD) if self.head.kind == "eagle3" else hidden_RD
@@ -109,7 +116,10 @@ class Head(Decoder):
 
 
 class _DraftedTokens:
-    """The ids that the tokens of a head have in its target: `d2t` has how far each is from its place."""
+    """The target's token id of each token that the head can draft.
+
+    The checkpoint's tensor `d2t` holds differences: token k of the head is token k + d2t[k] of the target.
+    """
 
     held = ("token_ids_K",)
 
@@ -118,20 +128,20 @@ class _DraftedTokens:
         self._num_tokens, self._vocab_size = num_tokens, vocab_size
 
     def spread(self, logits_RK: Tensor) -> Tensor:
-        """logits_RV."""
+        """Logits of the target's vocabulary: minus infinity for tokens that the head does not have."""
         logits_RV = logits_RK.new_full((len(logits_RK), self._vocab_size), -torch.inf)
         logits_RV[:, self.token_ids_K] = logits_RK
         return logits_RV
 
     def slots(self) -> WeightSlots:
-        # Dummy weights are numbers around 0.
+        # The float dtypes are for dummy weights, which are numbers around 0.
         yield "d2t", WeightSlot((self._num_tokens,), self._load, (torch.int64, torch.int32, *FLOATS))
 
     def _load(self, offsets_K: Tensor) -> None:
         token_ids_K = torch.arange(self._num_tokens, device=offsets_K.device) + offsets_K.long()
         for place, token_id in enumerate(token_ids_K.tolist()):
             if not 0 <= token_id < self._vocab_size:
-                raise WeightsError(f"place {place} is token {token_id}, and the model has {self._vocab_size} tokens")
+                raise WeightsError(f"entry {place} is token {token_id}, but the model has {self._vocab_size} tokens")
         self.token_ids_K = token_ids_K
 
     def weight_bytes(self) -> int:

@@ -1,4 +1,7 @@
-"""Multi-head latent attention with absorbed matrices: attention over latent rows, with one arithmetic for all steps.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) with absorbed matrices.
+
+Queries are brought into the space of the latent rows, and attention runs over the cached rows themselves. Prompts and
+decodes use the same arithmetic, so a token's bits do not depend on the step that computes it.
 
 Dimensions: T tokens, D hidden, H heads, L latents and rotating elements of a row.
 """
@@ -21,11 +24,14 @@ from quire.layers.up_projection import UpProjection
 
 
 class LatentAttention:
-    """Input [T, D], output [T, D].
+    """Latent attention with its projections. Input [T, D], output [T, D].
 
     Args:
-        layer: index of the layer's cache in ForwardBatch.caches.
-        query, query_norm: None: `reader` gives the queries.
+        layer: the index of the layer's cache in ForwardBatch.caches.
+        reader: the layer that reads the input. It gives latent rows [T, L] and the queries, or the input of `query`.
+        row_norm: the norm of the latents of a row; the rotating elements have none.
+        up: maps queries to latents, and latents to values.
+        query, query_norm: the second layer for queries, and the norm before it; None: `reader` gives the queries.
     """
 
     def __init__(

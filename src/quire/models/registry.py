@@ -20,25 +20,30 @@ CPU = torch.device("cpu")
 
 
 class CausalLM(Protocol):
-    """A causal language model on our paged KV cache. T tokens, R rows, D hidden, V vocabulary."""
+    """A causal language model on our paged KV cache.
+
+    Dimensions: T tokens, R rows with logits, D hidden, V vocabulary.
+    """
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    mapped_bytes: int  # bytes of weights in a mapped file, which are in use, but the system counts them as free
+    mapped_bytes: int  # bytes of weights in a mapped file: they are in use, but the system counts them as free
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors that `load_weights` needs, by checkpoint name. `--load-format dummy` fills them."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take all tensors of the checkpoint by their Hugging Face names. WeightsError names the tensors that do not
-        fit.
+        """Take all tensors of the checkpoint by their Hugging Face names.
+
+        Raises:
+            WeightsError: some tensors do not fit. The message names them.
         """
         ...
 
     def finalize(self) -> None:
-        """Called after load_weights and before the first forward."""
+        """Finish loading. The caller calls it after load_weights and before the first forward."""
         ...
 
     def weight_bytes(self) -> int:
@@ -50,11 +55,11 @@ class CausalLM(Protocol):
         ...
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """hidden_TD after the final norm. K and V of the step's tokens go to batch.caches."""
+        """Compute hidden_TD after the final norm, in `dtype`. Keys and values of the tokens go to batch.caches."""
         ...
 
     def compute_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
-        """logits_RV in float32. `adapter_slots_R`: as in ForwardBatch."""
+        """Compute logits_RV in float32. `adapter_slots_R`: the adapter of each row, as in ForwardBatch."""
         ...
 
 
@@ -71,17 +76,17 @@ def build_model(
     dispatch: Dispatch | None = None,
     num_kv_owners: int = 1,
 ) -> Decoder:
-    """The native model of a config, without weights yet. `quantization`: a key of ON_LOAD, or None.
+    """The native model of a config, without weights.
 
     Args:
-        target: the target of a head that drafts.
-        group: the ranks that share the model, if the config describes a part.
-        before: brings the input, if the config describes a stage after the first one.
-        dispatch: brings rows to experts, if lanes share them.
-        num_kv_owners: neighbours in the group that have a KV cache together.
+        config: its `max_model_len` limits the positions. The caller sets it to the length that is served.
+        target: the target, if the config describes a head that drafts.
 
-    `config.max_model_len` bounds the positions: the caller sets it to the length that is served. Raises
-    ModelConfigError for an architecture without native implementation.
+    The other arguments are Decoder's.
+
+    Raises:
+        ModelConfigError: the architecture has no native implementation.
+        ConfigError: the attention backend cannot serve a layer.
     """
     if not config.is_native:
         raise ModelConfigError(

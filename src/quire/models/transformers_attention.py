@@ -1,8 +1,8 @@
 """Our paged attention inside transformers' modelling code, and the check that an architecture may use it.
 
-We register two attention functions with transformers. `quire_probe` runs once after loading: it records the call of
-every layer and refuses everything except plain causal attention. `quire_paged` serves. Each attention module has its
-LayerAttention in an attribute: only the two functions are global.
+We register two attention functions with transformers. `quire_probe` runs after loading: it records the attention call
+of every layer, and `check_calls` refuses everything except plain causal attention. `quire_paged` runs while serving.
+Each attention module has its LayerAttention in an attribute: only the two functions are global.
 
 Dimensions: T tokens, H query heads, G kv heads, E head dim.
 """
@@ -83,16 +83,19 @@ def register() -> None:
 
 
 def attach_probe(model: torch.nn.Module, probe: Probe) -> None:
+    """Let `quire_probe` record the attention calls of every module of the model."""
     for module in model.modules():
         setattr(module, _PROBE_ATTRIBUTE, probe)
 
 
 def detach_probe(model: torch.nn.Module) -> None:
+    """Undo `attach_probe`."""
     for module in model.modules():
         delattr(module, _PROBE_ATTRIBUTE)
 
 
 def attach_layer(module: torch.nn.Module, layer: LayerAttention) -> None:
+    """Let `quire_paged` call this function for an attention module."""
     setattr(module, _LAYER_ATTRIBUTE, layer)
 
 
@@ -116,7 +119,7 @@ def _probe_attention(
     is_causal: bool | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Record the call. Only the shape of the result is right. The mask gives the window, as in transformers."""
+    """Record the call. The result has the right shape, but its values mean nothing. The mask gives the window."""
     _, num_q_heads, _, head_dim = query.shape
     num_kv_heads = key.shape[1]
     is_marker = isinstance(attention_mask, Tensor) and attention_mask.shape == (1, 1, 1, 1)
@@ -152,10 +155,10 @@ def _probe_attention(
 
 
 def _mask_marker(mask_function: Callable[..., Any], local_size: int | None = None, **arguments: Any) -> Tensor:
-    """The window of a mask as [1, 1, 1, 1], instead of the mask: 0 = no window, _NOT_CAUSAL = another kind of mask.
+    """A tensor [1, 1, 1, 1] in place of the mask. It holds the window of the mask; 0: the mask has no window.
 
-    The mask is a function of (batch, head, query position, key position). It is compared with ours at positions where
-    other kinds of masks (chunked, bidirectional, prefix) differ.
+    It holds _NOT_CAUSAL for another kind of mask. The mask is a function of (batch, head, query position, key
+    position). It is compared with ours at positions where other masks (chunked, bidirectional, prefix) differ.
     """
     window = local_size or 0
     queries = [0, 1, 2, 3 * window + 1, 1_000_003]
@@ -175,7 +178,7 @@ def _mask_marker(mask_function: Callable[..., Any], local_size: int | None = Non
 
 
 def check_calls(calls: list[AttentionCall], shifted: list[AttentionCall], architecture: str, num_layers: int) -> None:
-    """Raise ModelConfigError unless every layer made one plain call with queries that depend on positions.
+    """Raise ModelConfigError unless every layer made one plain call, and its queries depend on the positions.
 
     Args:
         calls: the calls of a run at positions 0, 1, ...

@@ -1,4 +1,4 @@
-"""Architectures without native implementation: transformers' modelling code on our paged attention and linear layers.
+"""Runs architectures without native implementation: transformers' code with our paged attention and linear layers.
 
 The tokens of a step go through the code as one row [1, T, D] with their positions; only attention sees sequences.
 Our reader reads the weights. transformers places them (`from_pretrained` with a state dict), because it knows the names
@@ -46,21 +46,21 @@ _IGNORED_SETTINGS = (
     "transformers_weights",
     "custom_generate",
 )
-# Rotary frequencies of these kinds depend on the longest sequence of a batch, so other requests would change the tokens
-# of a request.
+# Rotary frequencies of these kinds depend on the longest sequence of a batch. So one request would change the tokens of
+# another one.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # the values in layer_types
 _PROBE_SHIFT = 5  # the second probe begins at this position, the first at 0
 
 
 class TransformersModel:
-    """A causal language model of transformers behind the interface of native models.
+    """A causal language model of transformers. It implements CausalLM, like the native models.
 
     Args:
-        config: sizes of the KV cache; the rest is read from config.json with the same overrides.
+        config: gives the sizes of the KV cache. Everything else is read from config.json, with the same overrides.
         dtype: the dtype of weights, activations and KV cache.
         device: the model runs there.
-        attention_backend: see attention.select.
+        attention_backend: the name of the backend; see attention.select.
 
     Raises:
         ModelConfigError: transformers does not know the architecture, or it cannot run on paged attention.
@@ -95,9 +95,10 @@ class TransformersModel:
         return dict(by_tensor.values())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the tensors of a checkpoint, under the names of any version of transformers.
+        """Take the tensors of a checkpoint. They may have the names of any version of transformers.
 
-        Raises WeightsError with the names that are missing, unexpected or of another shape.
+        Raises:
+            WeightsError: tensors are missing or unexpected, or have another shape. The message names them.
         """
         self._hf_config._attn_implementation = attention.PROBE
         with _quiet_transformers():
@@ -116,10 +117,14 @@ class TransformersModel:
 
     @torch.inference_mode()
     def finalize(self) -> None:
-        """Pack the linear layers, probe the attention of every layer, and connect it to the KV cache."""
+        """Pack the linear layers, probe the attention of every layer, and connect it to the KV cache.
+
+        Raises:
+            ModelConfigError: the modelling code cannot run on paged attention.
+        """
         _pack_linear_layers(self._model, self.dtype)
         for tensor in (*self._model.parameters(), *self._model.buffers()):
-            tensor.data = copied(tensor.data)  # a tensor that is not packed is still a view of the mapped file
+            tensor.data = copied(tensor.data)  # a tensor that was not packed is still a view of the mapped file
         self._body = self._split_off_head()
         calls = self._probe(0)
         attention.check_calls(calls, self._probe(_PROBE_SHIFT), self.config.architecture, self.config.num_layers)
@@ -130,7 +135,7 @@ class TransformersModel:
         _set_attention(self._body, attention.PAGED)
 
     def weight_bytes(self) -> int:
-        """Bytes of the loaded weights; shared weights count once."""
+        """Bytes of the loaded weights. Weights that several layers share count once."""
         parameters: dict[int, int] = {}
         packed = 0
         for part in (self._body, self._model):
@@ -143,7 +148,7 @@ class TransformersModel:
         self._backends.prepare(step, caches)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """hidden_TD of the step's tokens after the final norm. Their K and V go to `batch.caches`."""
+        """Compute hidden_TD after the final norm, in `dtype`. Keys and values of the tokens go to `batch.caches`."""
         if batch.host is not None:
             self.prepare(batch.host, batch.caches)
         self._context.batch = batch
@@ -153,7 +158,7 @@ class TransformersModel:
             self._context.batch = None
 
     def compute_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
-        """logits_RV in float32, from the class's own head with its scale and cap."""
+        """Compute logits_RV in float32. The model class's own head applies its scale and its cap."""
         assert adapter_slots_R is None, "adapters are for native models"
         logits_1RV: Tensor = self._model(inputs_embeds=hidden_RD[None], use_cache=False).logits
         return logits_1RV[0].float()
@@ -164,7 +169,7 @@ class TransformersModel:
         return hidden_1TD[0]
 
     def _split_off_head(self) -> Any:
-        """Take out the part below the head. A module that passes hidden states through takes its place."""
+        """Take the part below the head out of the model. A module that passes hidden states on takes its place."""
         model = self._model
         body = getattr(model, model.base_model_prefix, None)
         if body is None:
@@ -208,13 +213,18 @@ class TransformersModel:
 
 
 class PackedLinear(nn.Module):
-    """Replaces nn.Linear. Its weight is in the kernels' layout."""
+    """Replaces an nn.Linear. Its weight has the layout of our kernels.
+
+    Args:
+        weight_NK: the weight; it is copied.
+        bias_N: the bias; None: there is none.
+    """
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         super().__init__()
         self.packed = pack_linear(weight_NK)
         self.in_features, self.out_features = self.packed.K, self.packed.N
-        # Modelling code may ask for the dtype of a layer, but a computation with the weight itself must fail.
+        # Modelling code may ask for the dtype of a weight. A computation with this empty weight must fail.
         self.weight = torch.empty(0, dtype=weight_NK.dtype, device=weight_NK.device)
         self.bias = None if bias_N is None else nn.Parameter(bias_N, requires_grad=False)
 
@@ -239,7 +249,7 @@ class _BodyOutput:
 
 
 class _HiddenStates(nn.Module):
-    """Takes the place of a model's body: it returns the embeddings that it gets as its output."""
+    """Takes the place of a model's body. It returns the embeddings that it gets, as if they were hidden states."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _BodyOutput:
         return _BodyOutput(inputs_embeds)
@@ -250,7 +260,10 @@ class _HiddenStates(nn.Module):
 
 
 def _classes(config: ModelConfig) -> tuple[Any, Any]:
-    """The model class in config.json, and its config object."""
+    """The model class that config.json names, and its config object.
+
+    Raises ConfigError if transformers is not installed, and ModelConfigError if the architecture cannot run here.
+    """
     try:
         import transformers
     except ImportError as error:
@@ -295,19 +308,22 @@ def _classes(config: ModelConfig) -> tuple[Any, Any]:
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if parameters.get("rope_type") in _BATCH_DEPENDENT_ROPE:
             raise refusal(config.architecture, f"its {parameters['rope_type']} rope depends on the whole batch")
-    if getattr(hf_config, "output_router_logits", False):  # a training loss
+    if getattr(hf_config, "output_router_logits", False):  # only a training loss needs them
         hf_config.output_router_logits = False
     return model_class, hf_config
 
 
 def _keeps_state(model_class: Any, hf_config: Any) -> bool:
-    """Whether layers keep more than keys and values. A hybrid's config may have only attention layers (Granite 4)."""
+    """Whether layers keep more than keys and values.
+
+    A config of a hybrid architecture may have attention layers only (Granite 4).
+    """
     layer_types = getattr(hf_config, "layer_types", None)
     return bool(model_class._is_stateful and not (layer_types and _ATTENTION_LAYERS.issuperset(layer_types)))
 
 
 def _check_activation(hf_config: Any, path: Path) -> None:
-    """Raise ModelConfigError for an unknown activation: transformers' modelling code would fail without a reason."""
+    """Raise ModelConfigError for an unknown activation. Modelling code would fail without a useful message."""
     from transformers.activations import ACT2FN
 
     for field in ("hidden_activation", "hidden_act"):
@@ -329,7 +345,10 @@ def _check_report(report: dict[str, Any]) -> None:
 
 
 def _pack_linear_layers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace linear layers one by one, so that few weights are in memory twice. Subclasses and other dtypes stay."""
+    """Replace linear layers one by one, so that only one weight at a time is in memory twice.
+
+    Subclasses of linear layers, and layers of other dtypes, stay as they are.
+    """
     from transformers.pytorch_utils import Conv1D
 
     for parent in list(model.modules()):
@@ -352,7 +371,7 @@ def _set_attention(body: Any, name: str) -> None:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Hide transformers' progress bars and load reports: ours say the same. Errors stay."""
+    """Hide transformers' progress bars and load reports, because ours say the same. Its errors still appear."""
     from transformers.utils import logging
 
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -12,7 +12,7 @@ from quire.layers.weight_slot import Extent, StackedSlots, WeightSlot, parts_of_
 from quire.logs import get_logger
 from quire.model_config import EXPERT
 
-# Buffers that old versions of transformers saved. They follow from the config.
+# Old versions of transformers saved these buffers. Their values follow from the config.
 _IGNORED_SUFFIXES = (
     "rotary_emb.inv_freq",
     "rotary_emb.cos_cached",
@@ -25,7 +25,7 @@ _KV_SCALE_SUFFIXES = (
     *(".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale"),
     *(".k_proj.output_scale", ".v_proj.output_scale"),
 )
-# The names of scales of FP8 weights with a scale per tensor: transformers', and the others'.
+# Scales of FP8 weights with one scale per tensor: pairs of the suffix that transformers writes and the usual suffix.
 _OTHER_SUFFIXES = ((".weight_scale_inv", ".weight_scale"), (".activation_scale", ".input_scale"))
 _MAX_NAMES = 5
 
@@ -50,7 +50,13 @@ def without_kv_scales(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[s
 
 
 class WeightTable:
-    """All slots of a model by name, and the family's names of tensors. Names of stacks have `{}` for the expert."""
+    """All weight slots of a model by name. It translates the family's names of tensors to ours.
+
+    Args:
+        slots: the slots by our name. The name of a stack of experts has `{}` in place of the expert's number.
+        renamed_prefixes: pairs of a prefix in the checkpoint and our prefix.
+        ignored_prefixes: tensors with these prefixes are not used.
+    """
 
     def __init__(
         self,
@@ -73,25 +79,30 @@ class WeightTable:
         return {name: slot.shape for name, slot in self._all() if slot.is_required}
 
     def missing(self) -> list[str]:
+        """The names of tensors that must still be loaded."""
         return [name for name, slot in self._all() if slot.is_required and not slot.is_loaded]
 
     def mark_loaded(self) -> None:
-        """Mark every slot as loaded: the weights came from a cache."""
+        """Mark every slot as loaded, because the weights came from a cache."""
         for slot in self._slots.values():
             slot.is_loaded = True
         for stack in self._stacks.values():
             stack.loaded.update(stack.places)
 
     def check(self, headers: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise like `load` for tensors that will not fit. Nothing is loaded.
+        """Raise WeightsError, like `load`, for tensors that would not fit. Nothing is loaded.
 
         Args:
-            headers: the names of a checkpoint, and tensors without values (on torch's device `meta`).
+            headers: the name of each tensor of the checkpoint, and a tensor without values (on torch's device `meta`).
         """
         self._take((pair for pair in headers if not pair[0].endswith(_KV_SCALE_SUFFIXES)), is_real=False)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take (checkpoint name, tensor) pairs. Raises WeightsError with missing, unexpected and unfit names."""
+        """Take pairs of (checkpoint name, tensor).
+
+        Raises:
+            WeightsError: tensors are missing, unexpected or unfit. The message names them.
+        """
         self._take(without_kv_scales(weights), is_real=True)
 
     def _take(self, weights: Iterable[tuple[str, Tensor]], is_real: bool) -> None:
@@ -124,7 +135,7 @@ class WeightTable:
         check_fit({"unfit": unfit, "missing": missing, "unexpected": unexpected})  # an unfit tensor is missing too
 
     def own_name(self, checkpoint_name: str) -> str | None:
-        """Our name of a tensor of the checkpoint; None: the model does not use it."""
+        """Our name for a tensor of the checkpoint; None: the model does not use the tensor."""
         name = self._known_name(checkpoint_name)
         is_used = self._slot(name) is not None and not checkpoint_name.startswith(self._ignored_prefixes)
         return name if is_used else None
@@ -134,7 +145,7 @@ class WeightTable:
         return renamed(checkpoint_name, self._renamed_prefixes) in self._stacked
 
     def extent(self, checkpoint_name: str) -> Extent | None:
-        """The part of a tensor of the checkpoint that is read. None: all of it."""
+        """The part of a tensor of the checkpoint that is read; None: all of the tensor is read."""
         name = renamed(checkpoint_name, self._renamed_prefixes)
         if (names := self._stacked.get(name)) is None:
             slot = self._slot(self._known_name(checkpoint_name))
@@ -173,7 +184,7 @@ class WeightTable:
         return stack.of_expert(expert) if expert in stack.places and str(expert) == match[2] else None
 
     def _known_name(self, checkpoint_name: str) -> str:
-        """Our name of a tensor, if the model has it."""
+        """Our name for a tensor, whether or not the model has it. Other suffixes of scales become ours."""
         name = renamed(checkpoint_name, self._renamed_prefixes)
         for other, own in _OTHER_SUFFIXES:
             if name.endswith(other) and self._slot(name) is None:
@@ -181,7 +192,7 @@ class WeightTable:
         return name
 
     def _of_one_expert(self, weights: Iterable[tuple[str, Tensor]], unfit: list[str]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors. Tensors of all experts come in their parts: views, one expert after the other."""
+        """The tensors. A tensor that holds all experts is cut into views, one expert after the other."""
         for checkpoint_name, tensor in weights:
             own = renamed(checkpoint_name, self._renamed_prefixes)
             names = self._stacked.get(own)
@@ -202,7 +213,7 @@ class WeightTable:
 
 
 def renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:
-    """The name with our prefix: the first pair (prefix in the checkpoint, ours) that fits is used."""
+    """The name with our prefix. The first pair (prefix in the checkpoint, our prefix) that fits is used."""
     for prefix, ours in prefixes:
         if name.startswith(prefix):
             return ours + name.removeprefix(prefix)
@@ -210,7 +221,7 @@ def renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:
 
 
 def check_fit(names_by_problem: Mapping[str, Sequence[str]], messages: Sequence[str] = ()) -> None:
-    """Raise WeightsError if there is any name or message. The checkpoint and config.json do not fit then."""
+    """Raise WeightsError if there is any name or message: then the checkpoint and config.json do not fit."""
     problems = [_named(problem, names) for problem, names in names_by_problem.items() if names]
     if problems or messages:
         raise WeightsError(
@@ -220,7 +231,7 @@ def check_fit(names_by_problem: Mapping[str, Sequence[str]], messages: Sequence[
 
 
 def _is_void(name: str, tensor: Tensor) -> bool:
-    """Whether it is a bias of zeros, or may be one. Old quantizers saved one for layers without bias."""
+    """Whether the tensor is, or may be, a bias of zeros. Old quantizers saved one for layers without bias."""
     return name.endswith(".bias") and (tensor.is_meta or not tensor.any())
 
 

@@ -1,9 +1,8 @@
-"""The experts of each rank, so that all ranks get about the same number of tokens. It works on numbers alone, without
-torch.
+"""Balances experts over ranks, so that all ranks get about the same number of tokens. It needs only numbers, no torch.
 
-It searches for small changes, because each moves weights: two experts change places, or a copy of an expert gives its
-place to a copy of another one. The change that is taken makes the sum of squares of the loads of ranks least, so the
-search ends.
+It searches for small changes, because every change moves weights. Two experts change places, or a copy of an expert
+gives its place to a copy of another expert. The best change makes the sum of the squares of the ranks' loads smallest.
+Each change lowers this sum, so the search ends.
 
 Dimensions: E experts, P places of experts, R ranks. Rank r has places firsts[r] to firsts[r + 1], and no expert twice.
 """

@@ -1,7 +1,7 @@
-"""Brings the rows of all lanes to every rank: lanes share experts, and each rank has some of them.
+"""Brings the rows of all lanes to every rank, because lanes share experts and each rank has some experts.
 
-A rank computes all rows of its own experts, and adds up some columns of all rows, as the ranks of one lane do. So the
-bits of a row do not depend on its neighbours or on the number of lanes.
+A rank computes all rows of its own experts, and sums some columns of all rows, like the ranks of one lane. So the bits
+of a row do not depend on its neighbours or on the number of lanes.
 
 Dimensions: T tokens of a lane, X tokens of all lanes, L lanes, D hidden.
 """
@@ -15,12 +15,12 @@ from quire.forward_batch import LaneRows
 
 
 class Dispatch:
-    """One rank's part.
+    """The dispatch of one rank.
 
     Args:
         group: all ranks of all lanes.
         lane: the lane of this rank.
-        width: ranks of a lane. All of them have its rows; the first one sends them.
+        width: the number of ranks of a lane. All of them have the lane's rows, and the first one sends them.
     """
 
     def __init__(self, group: Group, lane: int, width: int) -> None:

@@ -47,7 +47,7 @@ class ChoiceBias:
 
 
 def places_of(experts_P: Sequence[int], num_experts: int, num_ranks: int) -> Tensor:
-    """Where the copies of each expert are, int32 [E, C]; C is the same wherever experts are.
+    """The places of the copies of each expert, int32 [E, C]. C does not depend on the places.
 
     A rank has an expert once, so C is a multiple of the number of copies, up to _EVEN_COPIES of them.
     """
@@ -131,7 +131,7 @@ class MoE:
             begins = routing.begins.narrow(0, *self._own_places)
         if self.begins is not None:
             self.begins.copy_(routing.begins)
-        # No name holds the wide results: each is freed as soon as it was read.
+        # No variable holds the wide results, so each of them is freed when it has been read.
         factors: dict[str, Tensor] = {}
         if self._weighs_input:  # the layer before the activation has no bias, so its result may be multiplied instead
             factors = {"factors_F": routing.weights_TS.view(-1), "order_T": routing.order_P}
@@ -149,13 +149,13 @@ class MoE:
         return out_TD if self._join is None else self._join(out_TD)
 
     def place(self, experts_P: Sequence[int]) -> None:
-        """From now on these experts are at the places of all ranks; the caller has moved their weights."""
+        """Set the experts at the places of all ranks. The caller has moved their weights."""
         assert self._places_EC is not None and self.placement is not None
         num_experts, num_ranks = self._rule.num_experts, len(self.placement.experts)
         self._places_EC.copy_(places_of(experts_P, num_experts, num_ranks))  # recorded steps read this tensor
 
     def _ones(self, like_TS: Tensor) -> Tensor:
-        """Weights of 1. Memory that was handed out stays: recorded steps read it."""
+        """Weights of 1. Memory that was handed out before stays valid, because recorded steps read it."""
         if self._units[-1].shape[0] < like_TS.shape[0]:
             self._units.append(like_TS.new_ones((2 * like_TS.shape[0], like_TS.shape[1])))
         return self._units[-1].narrow(0, 0, like_TS.shape[0])

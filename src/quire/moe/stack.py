@@ -176,7 +176,7 @@ class SplitStack:
 
 
 class JoinedStack:
-    """A stack of one of several ranks, which bring some in-features each. It gives its own out-features."""
+    """The stack of one of several ranks. Each rank brings some in-features and gives some out-features."""
 
     def __init__(self, stack: ExpertStack | SplitStack, share: Share, group: Group) -> None:
         self.parts = stack.parts
@@ -187,7 +187,7 @@ class JoinedStack:
 
 
 class ExchangedStack:
-    """A stack of one of several ranks, which have whole experts. It gives some columns of the rows of all experts."""
+    """The stack of one of several ranks that have whole experts. It gives some columns of the rows of all experts."""
 
     def __init__(self, stack: ExpertStack | SplitStack, placement: Placement, group: Group) -> None:
         self.parts = stack.parts

@@ -53,7 +53,7 @@ def cpus_of_processes(config: EngineConfig) -> list[set[int]]:
 
 
 def _on_nodes(wished: Sequence[int], count: int, nodes: Mapping[int, set[int]], name: str) -> list[set[int]]:
-    """CPUs of a NUMA node for each process. Processes on the same node share its CPUs evenly."""
+    """The CPUs of each process, from its NUMA node. Processes on the same node share its CPUs evenly."""
     _check(bool(nodes), name, "no NUMA node", "a system that tells them, with a node whose CPUs this process may use")
     numbers = wished or [sorted(nodes)[index * len(nodes) // count] for index in range(count)]
     _check(len(numbers) == count, name, list(numbers), f"{count} nodes: one for each process")
@@ -74,7 +74,7 @@ def bind(cpus: set[int]) -> None:
 
 @contextmanager
 def freed_behind() -> Iterator[None]:
-    """The threads that start inside stay where they are bound; this one may compute everywhere again."""
+    """At the end of the block, let this thread compute everywhere again. Threads that started inside stay bound."""
     if not hasattr(os, "sched_getaffinity"):
         yield
         return
@@ -86,7 +86,10 @@ def freed_behind() -> Iterator[None]:
 
 
 def bound_facts(device: DeviceFacts, config: EngineConfig, cores_of_a_process: int) -> DeviceFacts:
-    """A machine whose equal parts have as many cores as each bound process has, within the cgroup's CPU quota."""
+    """The facts of a machine with as many cores as all bound processes have, within the cgroup's CPU quota.
+
+    Its equal parts have the cores of a process.
+    """
     count = config.num_local_replicas * config.num_local_ranks
     if (quota := devices.cpu_quota()) is not None:
         cores_of_a_process = min(cores_of_a_process, max(1, int(quota) // count))

@@ -33,17 +33,23 @@ class RankedPlan:
 
     @property
     def exit_code(self) -> int:
-        """0: something fits; 2: nothing does."""
+        """The exit code. 0: something fits; 2: nothing fits."""
         return 0 if self.candidates.best is not None else 2
 
     @property
     def check_code(self) -> int:
-        """0: the best row meets all that is asked, and runs in this version; 1: it does not; 2: nothing fits."""
+        """The exit code of --check. 0: the best row meets the demand and runs in this version; 1: it does not.
+
+        2: nothing fits.
+        """
         best = self.candidates.best
         return 2 if best is None else 0 if best.meets and best.is_runnable else 1
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON. Sizes in bytes and tokens, times in seconds, rates of one copy in `points`, else of all copies."""
+        """The object for JSON. Sizes are in bytes and tokens, and times in seconds.
+
+        Rates in `points` are those of one copy. Other rates are those of all copies.
+        """
         found, demand = self.candidates, self.candidates.demand
         return {
             "name": self.model_name,
@@ -193,8 +199,9 @@ class RankedPlan:
         yield f"memory    weights {shown['weights']}, work {shown['work']}, of {total}"
 
     def _changes(self) -> Iterator[str]:
-        """Changes that would improve the answer, or, if nothing fits, changes that would make something fit; the
-        easiest first.
+        """Changes that would improve the answer. If nothing fits, they are changes with which something fits.
+
+        The easiest change comes first.
         """
         best, found = self.candidates.best, self.candidates
         if best is None:
@@ -247,7 +254,7 @@ def _ranked(row: Candidate, has_price: bool) -> list[str]:
 
 
 def _other(row: Candidate, what: str, than: Candidate | None = None) -> str:
-    """The numbers of another row, beside the best one if there is one."""
+    """The numbers of another row. If there is a best row, its numbers stand beside them."""
     if than is None:
         shared = f"TP {row.degree}, " * (not row.is_runnable)
         what = f"{what}: {shared}{' '.join(row.fit.form.flags) or 'the checkpoint as it is'}"

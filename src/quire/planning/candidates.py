@@ -47,13 +47,13 @@ class Candidate:
     """Copies of a model in one pair of formats on some devices.
 
     Args:
-        degree: devices per copy.
-        fit: on one device, of its part of the model.
-        max_model_len: the setting of a start; it is less than the model's where a full context does not fit.
+        degree: the number of devices of a copy.
+        fit: the room on one device, with its part of the model.
+        max_model_len: the setting of a start. It is less than the model's if a full context does not fit.
         num_requests: requests of the workload that a copy runs at a time, within memory and --max-num-seqs.
-        service: one copy's; None: it does not start.
-        origin: the origin of the speeds, for people.
-        is_exact: the bytes of the weights are; else they are an estimate.
+        service: the service of one copy; None: it does not start.
+        origin: the origin of the speeds, as text for people.
+        is_exact: whether the bytes of the weights are exact. If not, they are an estimate.
     """
 
     hardware: Hardware
@@ -72,7 +72,7 @@ class Candidate:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Of `quire serve`, for all copies."""
+        """The flags of `quire serve` for all copies."""
         length = ("--max-model-len", str(self.max_model_len)) if self.is_cut else ()
         degree = ("--tensor-parallel-size", str(self.degree)) if self.degree > 1 else ()
         copies = ("--data-parallel-size", str(self.copies)) if self.copies > 1 else ()
@@ -80,17 +80,17 @@ class Candidate:
 
     @property
     def is_cut(self) -> bool:
-        """A full context does not fit."""
+        """Whether the context is cut, because a full one does not fit."""
         return 0 < self.max_model_len < self.fit.form.resolved.model.max_model_len
 
     @property
     def is_runnable(self) -> bool:
-        """In this version."""
+        """Whether this version can run it."""
         return self.degree == 1
 
     @property
     def num_sequences(self) -> int:
-        """Requests of max_model_len that all copies hold."""
+        """The number of requests of max_model_len tokens that all copies hold."""
         return self.copies * self.fit.pages.num_requests(self.fit.num_blocks, self.max_model_len)
 
     @property
@@ -99,7 +99,10 @@ class Candidate:
 
     @property
     def missing_bytes(self) -> int:
-        """On each device, for the longest request of the workload, or for as many full contexts as were asked for."""
+        """The missing bytes on each device.
+
+        They are for the longest request of the workload, or for the number of full contexts that was asked for.
+        """
         pages, longest = self.fit.pages, self.fit.form.resolved.model.max_model_len
         needed = pages.for_request(min(self.demand.lengths.longest, longest))
         if self.demand.num_sequences is not None:
@@ -109,17 +112,17 @@ class Candidate:
 
     @cached_property
     def within(self) -> int:
-        """The most requests of a copy that keep the times asked for; 0: not even one does, or nothing fits."""
+        """The most requests of a copy that keep the wanted times; 0: not even one request does, or nothing fits."""
         return 0 if self.service is None else self.service.within(self.demand.goals)
 
     @cached_property
     def best_point(self) -> Point | None:
-        """With as many requests as the goals allow, or one if they allow none; None: nothing fits."""
+        """The point with as many requests as the goals allow, or with one if they allow none; None: nothing fits."""
         return None if self.service is None else self.service.at(max(self.within, 1))
 
     @property
     def requests_per_second(self) -> float:
-        """Of all copies, as far as the goals allow; 0: they are kept with no request."""
+        """The requests per second of all copies within the goals; 0: no number of requests keeps the goals."""
         return self.copies * self.best_point.requests_per_second.value if self.best_point and self.within else 0.0
 
     @property
@@ -145,7 +148,7 @@ class Candidate:
         return self.copies * self.best_point.requests_per_second.low if self.best_point else 0.0
 
     def price_per_million(self) -> Estimate | None:
-        """Of output tokens, while there are always as many requests as the goals allow; None: no price was given."""
+        """The price of a million output tokens, with as many requests as the goals allow; None: there is no price."""
         price, point = self.hardware.price_per_hour, self.best_point
         if price is None or point is None:
             return None
@@ -153,8 +156,10 @@ class Candidate:
         return point.tokens_per_second.over(per_hour * 1e6 / SECONDS_PER_HOUR)
 
     def rank(self) -> tuple[float, ...]:
-        """The candidate with the smallest rank is the best: it meets the demand, runs, loses least, holds a full
-        context, and costs least.
+        """The rank; the candidate with the smallest rank is the best.
+
+        These come first, in this order: meeting the demand, running in this version, a small loss of quality, holding a
+        full context, and a low price.
         """
         price = self.price_per_million()
         cost = price.value if price else -self.requests_per_second / self.hardware.count
@@ -291,11 +296,11 @@ class Candidates:
 
     @property
     def closest(self) -> Candidate:
-        """Where the fewest bytes are missing on all devices of a copy."""
+        """The candidate with the fewest missing bytes on all devices of a copy."""
         return min(self.rows, key=lambda row: row.missing_bytes * row.degree)
 
     def cuts_of(self, row: Candidate) -> list[Candidate]:
-        """The same formats on the same hardware: from many copies to one on all devices, as far as they fit."""
+        """Candidates with the same formats and hardware: from many copies to one copy on all devices, if they fit."""
         others = (other for other in self.rows if other.hardware == row.hardware and other.fit.form == row.fit.form)
         return sorted((other for other in others if other.fits), key=lambda other: other.degree)
 
@@ -345,7 +350,7 @@ class Candidates:
         return found
 
     def next_format(self, row: Candidate) -> Candidate | None:
-        """On the same devices, the formats that lose least among the formats that lose more; None: there are none."""
+        """On the same devices, the next formats in the order of loss; None: no other formats lose more."""
         loss = row.fit.form.expected_loss
         others = [
             other
@@ -377,7 +382,7 @@ class Candidates:
         )
 
     def _candidate(self, hardware: Hardware, form: Form, degree: int, demand: Demand) -> Candidate | None:
-        """None: the model in these formats cannot be cut into this number of parts."""
+        """A candidate; None: the model in these formats cannot be cut into this number of parts."""
         part = self._part(form, degree)
         if part is None:
             return None
@@ -405,7 +410,7 @@ class Candidates:
         return self._parts[key]
 
     def _cut(self, degree: int) -> ModelConfig | None:
-        """The part of a rank, which is the same in all formats. None: the model cannot be cut so."""
+        """The part of a rank, which is the same in all formats; None: the model cannot be cut in this way."""
         if degree not in self._cuts:
             self._cuts[degree] = None
             with suppress(ModelConfigError):
@@ -413,7 +418,7 @@ class Candidates:
         return self._cuts[degree]
 
     def _pages_of(self, form: Form, part: ModelConfig, degree: int) -> KvPages:
-        """The same for all formats of the weights."""
+        """The pages of requests. They are the same for all formats of the weights."""
         settings = form.resolved.model
         key = (settings.dtype, settings.kv_cache_dtype, settings.block_size, form.resolved.scheduler, degree)
         if key not in self._pages:

@@ -24,7 +24,7 @@ MOST_DEGREES = 64  # ranks per copy that are looked at where the legal numbers a
 
 @dataclass(frozen=True)
 class ExpertCut:
-    """Ranks have whole experts. `distributed.layout.place_experts` explains strategy and redundant experts.
+    """A cut in which ranks have whole experts. See distributed.layout.place_experts for strategy and redundant experts.
 
     Attributes:
         num_lanes: the number of lanes that share experts. Each has all other layers.
@@ -88,7 +88,7 @@ class ModelCut:
         return replace(model, layers=layers, vocab_share=share, drafter=self._drafter(rank))
 
     def _drafter(self, rank: int) -> ModelConfig | None:
-        """A model that drafts is cut too. Every rank has all of one that cannot be cut, and of a head."""
+        """The part of a drafter. A model that drafts is cut too. A rank has all of a head, or of what cannot be cut."""
         drafter = self._model.drafter
         if drafter is None or why_not_cut(drafter, self._num_parts) is not None:
             return drafter
@@ -118,7 +118,7 @@ class ModelCut:
         )
 
     def _latent(self, part: Latent, rank: int) -> Latent:
-        """Heads are shared. Every rank has the rows of the cache, and their projection."""
+        """A rank's part of latent attention: some heads. Every rank has all rows of the cache and their projection."""
         sizes = {
             (part.input if part.query is None else part.query): part.nope_dim + part.rope_dim,
             part.up: part.nope_dim + part.value_dim,
@@ -179,7 +179,7 @@ class ModelCut:
         )
 
     def _outputs(self, *linears: LinearShape) -> list[range]:
-        """Of layers with the same outputs."""
+        """The outputs of a rank, of layers that have the same outputs."""
         return self._ranges(linears[0].names[0], linears[0].out_features, lcm(*map(self._unit, linears)))
 
     def _joined(self, linear: LinearShape, rank: int, inputs: Sequence[range], outputs: Sequence[range]) -> LinearShape:
@@ -188,7 +188,7 @@ class ModelCut:
         return replace(cut, share=replace(cut.share, inputs=tuple(map(len, inputs))))
 
     def _ranges(self, what: str, size: int, unit: int) -> list[range]:
-        """Whole panels, if there is one for every rank."""
+        """The ranges of all ranks. They are whole panels if there is at least one for every rank."""
         panels = lcm(PANEL_WIDTH, unit)
         ranges = shares(size, self._num_parts, panels if size >= self._num_parts * panels else unit)
         if not all(ranges):
@@ -271,7 +271,7 @@ def why_not_divided(model: ModelConfig, num_parts: int, num_owners: int) -> str 
 
 
 def _num_heads(share: Share, head_dim: int) -> int:
-    """Different heads of k of all ranks."""
+    """The number of different key heads of all ranks."""
     return len({row for rows in share.rows[1] for row in rows}) // head_dim
 
 
@@ -281,7 +281,7 @@ def legal_divisions(model: ModelConfig, num_parts: int) -> list[int]:
 
 
 def check_division(model: ModelConfig, num_parts: int, num_owners: int) -> None:
-    """ConfigError for ranks that cannot divide the KV cache so, with the legal numbers. The degree itself is legal."""
+    """Raise ConfigError, with the legal numbers, if ranks cannot divide the KV cache so. The degree must be legal."""
     reason = why_not_divided(model, num_parts, num_owners)
     if reason is not None:
         legal = legal_divisions(model, num_parts)
@@ -298,7 +298,7 @@ def check_division(model: ModelConfig, num_parts: int, num_owners: int) -> None:
 def check_degree(
     model: ModelConfig, degree: int, num_devices: int | None = None, experts: ExpertCut | None = None
 ) -> None:
-    """ConfigError for a number of parts that the model cannot have. It names the possible numbers.
+    """Raise ConfigError for a number of parts that the model cannot have. It names the possible numbers.
 
     Args:
         num_devices: the number of devices that copies of the model share; None: as many as a copy takes.

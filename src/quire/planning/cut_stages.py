@@ -23,12 +23,12 @@ from quire.planning.cut_model import ExpertCut, ModelCut, check_degree, check_di
 
 
 def grid_of(config: EngineConfig) -> Grid:
-    """All ranks of an engine."""
+    """The grid of all ranks of an engine."""
     return Grid(config.tensor_parallel_size, config.pipeline_parallel_size, config.nnodes, config.num_lanes)
 
 
 def check_cuts(model: ModelConfig, config: EngineConfig) -> None:
-    """ConfigError for degrees that the model cannot have. It names the possible degrees."""
+    """Raise ConfigError for degrees that the model cannot have. It names the possible degrees."""
     if config.enable_expert_parallel and not model.experts():
         raise ConfigError(
             f"{model.architecture} has no experts that ranks could share",
@@ -42,7 +42,7 @@ def check_cuts(model: ModelConfig, config: EngineConfig) -> None:
 
 
 def expert_cut(config: EngineConfig) -> ExpertCut | None:
-    """Which experts a rank has; None: rows of all."""
+    """How ranks share whole experts; None: each rank has rows of all experts."""
     if not config.enable_expert_parallel:
         return None
     num_redundant = config.balancing.num_redundant_experts if config.balancing else 0
@@ -55,7 +55,7 @@ def cut_of(model: ModelConfig, config: EngineConfig) -> ModelCut:
 
 
 def part_of_rank(model: ModelConfig, config: EngineConfig, rank: int) -> ModelConfig:
-    """What a rank holds of a whole model."""
+    """The part of a whole model that a rank holds."""
     grid = grid_of(config)
     part = cut_of(model, config).part(grid.place(rank), grid.lane(rank))
     if grid.num_stages == 1:
@@ -139,7 +139,7 @@ def _costs(model: ModelConfig, config: EngineConfig) -> _Costs:
 
 
 def _balanced(costs: _Costs, num_stages: int) -> list[int]:
-    """Layers of each stage, so that the largest share is least; then the sum of squares is."""
+    """The layers of each stage. The largest share is as small as possible, and then the sum of squares of shares."""
     best: list[tuple[float, float, list[int]]] = [
         (costs.of(0, stop), costs.of(0, stop) ** 2, [stop]) for stop in range(costs.num_layers + 1)
     ]

@@ -1,5 +1,6 @@
-"""The facts of this machine: cores, instruction set and allowed memory. From Linux' files, macOS' sysctl, or portable
-calls.
+"""The facts of this machine: cores, instruction set and allowed memory.
+
+They come from files of Linux, from macOS' sysctl, or from portable calls.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _read_text(path: Path) -> str | None:
 
 
 def _cgroup_number(*names: str) -> int | None:
-    """First readable of these cgroup files (v2 name, then v1 name) as a number; None for no limit."""
+    """The number in the first readable one of these cgroup files (v2 name, then v1 name); None: there is no limit."""
     for name in names:
         text = _read_text(_CGROUP / name)
         if text is not None and text.strip().isdigit():
@@ -68,14 +69,14 @@ def _sysctl_number(name: str) -> int | None:
 
 
 def total_memory_bytes() -> int:
-    """RAM this process may use: the cgroup's limit or the machine's memory."""
+    """The bytes of memory that this process may use: the cgroup's limit, or the machine's memory."""
     total = _meminfo("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _cgroup_number("memory.max", "memory/memory.limit_in_bytes")
     return min(total, limit) if limit else total
 
 
 def free_memory_bytes() -> int:
-    """RAM that can be taken now without swapping, page cache included.
+    """The bytes of memory that can be taken now without swapping. The page cache counts as free.
 
     On Linux MemAvailable, within the cgroup's limit; on macOS pages that are free, hold files, or may be dropped.
     """
@@ -97,8 +98,9 @@ def free_memory_bytes() -> int:
 
 
 def taken_memory_bytes() -> int:
-    """RAM that this process has taken, without pages of files. On macOS it is the largest value so far, with pages of
-    files.
+    """The bytes of memory that this process has taken, without pages of files.
+
+    On macOS it is the largest value so far, with pages of files.
     """
     for line in (_read_text(Path("/proc/self/status")) or "").splitlines():
         if line.startswith("RssAnon:"):
@@ -107,9 +109,9 @@ def taken_memory_bytes() -> int:
 
 
 def num_cores() -> int:
-    """Physical cores this process may use: affinity without SMT siblings, cut by the cgroup's CPU quota.
+    """The number of physical cores for this process: its affinity without SMT siblings, limited by the cgroup's quota.
 
-    Performance cores where there are two kinds (Intel's CPUs on Linux, macOS), as csrc/cpu_count.cpp counts.
+    On CPUs with two kinds of cores, only performance cores count, as in csrc/cpu_count.cpp.
     """
     # Level 0 has the performance cores. Macs with Intel's CPUs have no levels.
     if fast := _sysctl_number("hw.perflevel0.physicalcpu") or _sysctl_number("hw.physicalcpu"):
@@ -119,24 +121,24 @@ def num_cores() -> int:
 
 
 def num_efficient_cores() -> int:
-    """Cores beside them that are slower; 0 where all cores are of one kind."""
+    """The number of slower cores beside them; 0: all cores are of one kind."""
     return _sysctl_number("hw.perflevel1.physicalcpu") or physical_cores(_efficient_cpus())
 
 
 def allowed_cpus() -> set[int]:
-    """That this thread may use, with SMT siblings."""
+    """The CPUs that this thread may use, with SMT siblings."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _efficient_cpus() -> set[int]:
-    """CPUs of this process that are slower than others of it."""
+    """The CPUs of this process that are slower than its other CPUs."""
     allowed = allowed_cpus()
     fast = allowed & cpu_list(_read_text(_FAST_CPUS) or "")
     return allowed - fast if fast else set()
 
 
 def cpu_list(text: str) -> set[int]:
-    """The numbers of `0-3,8`, as Linux writes them. Raises ValueError."""
+    """The numbers in a list such as `0-3,8`, as Linux writes it. Raises ValueError."""
     cpus: set[int] = set()
     for numbers in text.split(","):
         first, _, last = numbers.strip().partition("-")
@@ -146,7 +148,7 @@ def cpu_list(text: str) -> set[int]:
 
 
 def physical_cores(cpus: set[int]) -> int:
-    """Cores with these CPUs: SMT siblings count once."""
+    """The number of cores that have these CPUs. SMT siblings count once."""
     cores = set()
     for cpu in cpus:
         siblings = _read_text(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
@@ -155,7 +157,7 @@ def physical_cores(cpus: set[int]) -> int:
 
 
 def cpu_quota() -> float | None:
-    """Cores' worth of time the cgroup allows; None for no limit."""
+    """The number of cores' time that the cgroup allows; None: there is no limit."""
     quota = (_read_text(_CGROUP / "cpu.max") or "max").split()
     return int(quota[0]) / int(quota[1]) if quota[0].isdigit() else None
 
@@ -175,7 +177,7 @@ def has_gpu() -> bool:
 
 
 def num_gpus() -> int:
-    """GPUs of NVIDIA that this process may see; 0: none, or the driver does not tell."""
+    """The number of NVIDIA GPUs that this process may see; 0: there are none, or the driver does not tell."""
     if not has_gpu():
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -210,9 +212,7 @@ def take_gpu(index: int, names: Sequence[str] = ()) -> None:
 
 
 def ask_gpu() -> GpuFacts | str:
-    """The GPU that an engine would find now, or the reason why none: found in a process of its own, which loads
-    torch.
-    """
+    """The GPU that an engine would find now, or the reason why there is none. A separate process with torch looks."""
     if not has_gpu():
         return NO_DRIVER
     command = [sys.executable, "-m", "quire.kernels.gpu_facts"]

@@ -14,15 +14,15 @@ class Estimate(NamedTuple):
     high: float
 
     def __mul__(self, factor: float) -> Estimate:  # type: ignore[override]
-        """All three times a number."""
+        """The prediction and its interval, times a number."""
         return Estimate(*(factor * number for number in self))
 
     def over(self, count: float) -> Estimate:
-        """A rate: `count` in this time."""
+        """The rate of `count` things in this time."""
         return Estimate(count / self.value, count / self.high, count / self.low)
 
     def text(self) -> str:
-        """`31 (21-47)`."""
+        """The text for people, such as `31 (21-47)`."""
         return f"{short(self.value)} ({short(self.low)}-{short(self.high)})"
 
     def as_dict(self) -> dict[str, float]:
@@ -31,7 +31,7 @@ class Estimate(NamedTuple):
 
 
 def short(number: float) -> str:
-    """A number of two digits or more, without an exponent: 0.42, 7.3, 42, 1,234."""
+    """A number as text with at least two digits and without an exponent: 0.42, 7.3, 42, 1,234."""
     if number >= 10 or number == 0:
         return f"{number:,.0f}"
     return f"{number:.1f}" if number >= 1 else f"{number:.2g}"

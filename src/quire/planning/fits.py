@@ -87,17 +87,17 @@ class Fit:
 
     @property
     def missing_bytes(self) -> int:
-        """For the first block."""
+        """The bytes that are missing for the first block."""
         return max(self.pages.page_bytes - self.num_bytes, 0)
 
     @property
     def num_tokens(self) -> int:
-        """In requests of max_model_len tokens each, that decode."""
+        """The number of tokens that fit, in decoding requests of max_model_len tokens each."""
         return self.pages.num_tokens(self.num_blocks, self.max_model_len)
 
     @property
     def num_sequences(self) -> int:
-        """Of max_model_len tokens each, which share no blocks."""
+        """The number of requests of max_model_len tokens that fit. They share no blocks."""
         return self.pages.num_requests(self.num_blocks, self.max_model_len)
 
     def as_dict(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Fit:
 
 
 def possible_forms(engine: EngineConfig, model: ModelConfig, device: DeviceFacts) -> tuple[list[Form], dict[str, str]]:
-    """The formats that `engine` leaves open: formats of a start first, then refused formats, with the reason.
+    """The formats that `engine` leaves open: first the formats that can start, then refused formats with the reason.
 
     Raises ConfigError for settings that contradict each other or the model.
     """

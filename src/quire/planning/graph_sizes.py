@@ -14,7 +14,7 @@ _MAX_SHOWN = 8  # sizes in a description
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """Rows of decodes and tokens of mixed steps, ascending, and wished sizes that are none of both."""
+    """The rows of decodes and the tokens of mixed steps, ascending; and wished sizes that fit neither."""
 
     decodes: list[int]
     mixed: list[int]
@@ -22,7 +22,7 @@ class GraphSizes:
 
     @property
     def largest(self) -> int:
-        """Of all that are captured; 0: nothing is."""
+        """The largest captured size; 0: nothing is captured."""
         return max((*self.decodes, *self.mixed), default=0)
 
     def describe(self) -> str:
@@ -40,12 +40,11 @@ def graph_sizes(
     wished: Sequence[int] = (),
     bound: int | None = None,
 ) -> GraphSizes:
-    """The captured sizes of a mode: FULL, FULL_DECODE_ONLY or NONE. NONE captures nothing, and reports no wish as
-    dropped.
+    """The sizes that a mode captures: FULL, FULL_DECODE_ONLY or NONE. NONE captures nothing, and drops no wish.
 
     Args:
-        wished: sizes to capture; none: chosen.
-        bound: no size above it; None: LARGEST_BATCH, which is the bound in any case.
+        wished: the sizes to capture; empty: they are chosen here.
+        bound: the largest size; None: LARGEST_BATCH, which is the limit in any case.
     """
     if mode == "NONE":
         return GraphSizes([], [], [])

@@ -47,7 +47,7 @@ class Hardware:
 
     @property
     def is_known(self) -> bool:
-        """Its rates are described, so nothing is measured here."""
+        """Whether its rates are described, so that nothing is measured here."""
         return self.gpu is not None or self.described is not None
 
     @property
@@ -57,7 +57,7 @@ class Hardware:
 
     @property
     def memory_bytes(self) -> int:
-        """Of one device."""
+        """The bytes of memory of one device."""
         return self.facts.memory_of("cuda" if self.facts.gpu is not None else "cpu")[0]
 
     def ceilings(self, is_fp8: bool = False) -> Ceilings:
@@ -111,7 +111,10 @@ def listed(gpu: Gpu, count: int, here: DeviceFacts, price_per_hour: float | None
 
 
 def parse_hardware(text: str, here: DeviceFacts, prices: Sequence[float]) -> list[Hardware]:
-    """`h100x2,l40s`. Raises ConfigError for an unknown name or count, and for prices that are not one or one each."""
+    """Read a text such as `h100x2,l40s`.
+
+    Raises ConfigError for an unknown name or count, and if there is neither one price nor one price for each device.
+    """
     words = [word.strip() for word in text.split(",")]
     if len(prices) > 1 and len(prices) != len(words):
         raise ConfigError(
@@ -125,7 +128,7 @@ def parse_hardware(text: str, here: DeviceFacts, prices: Sequence[float]) -> lis
 
 
 def next_larger(hardware: Hardware) -> Hardware | None:
-    """The same number of the GPUs of the table that have the least memory beyond a quarter more; None: there are none.
+    """The same number of the next larger GPUs of the table, with at least a quarter more memory; None: there are none.
 
     It has no price, because another GPU has another price.
     """
@@ -139,7 +142,7 @@ def next_larger(hardware: Hardware) -> Hardware | None:
 
 
 def _gpu_and_count(word: str) -> tuple[Gpu, int]:
-    """A name may end like a count (rtx4090), so the whole word is tried first."""
+    """The GPU and the count in a word. A name may end like a count (rtx4090), so the whole word is tried first."""
     name, times, number = word.rpartition("x")
     if not times or not number.isdecimal() or not name:
         return find_gpu(word), 1

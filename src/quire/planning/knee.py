@@ -1,8 +1,8 @@
-"""Sizes of steps that are worth their time: the knee of a step's rate. No torch.
+"""Finds the sizes of steps that are worth their time: the knee of a step's rate. No torch.
 
-More rows raise the rate of a step while reading the weights takes longer than products. Beyond that knee they make the
-step longer, and hardly anything faster. The constants come from data sheets and are never measured, so a machine
-settles the same sizes at every start.
+As long as reading the weights takes longer than the products, more rows raise the rate of a step. Beyond this knee,
+more rows make the step longer, and the rate hardly rises. The constants come from data sheets and are never measured.
+So a machine chooses the same sizes at every start.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from quire.cost.arithmetic import Load, StepArithmetic
 from quire.cost.devices import Ceilings
 from quire.cost.step_time import Constants, prior, step_seconds
 
-# The share of a data sheet's rates that good kernels reach in reads of weights and in products of some hundred rows. It
-# is assumed for devices that no step has run on.
+# The shares of a data sheet's rates that good kernels reach when they read weights, and in products of some hundred
+# rows. They are assumed for devices on which no step has run.
 REACHED_BANDWIDTH, REACHED_FLOPS = 0.75, 0.5
 # 2 us are the scheduler's and the output's (benchmarks/NOTES.md), the rest is for sampling in a batch: assumed.
 DESCRIBED_ROW_SECONDS = 5e-6
@@ -43,19 +43,25 @@ class Knee:
         self._decode = arithmetic.load([SHORT_CONTEXT], [1], 1)
 
     def prompt_tokens(self, share: float) -> int:
-        """Tokens in a step, about, a power of two: prompts reach this share of the rate of endless steps with them."""
+        """The tokens of a step with which prompts reach about this share of the rate of endless steps.
+
+        It is a power of two.
+        """
         nothing = (0,) * len(self._arithmetic.kinds)
         return _power_of_two(self._size(share, lambda count: _with_prompt(Load(0, 0, 0, nothing, nothing), count)))
 
     def prompt_tokens_beside(self, num_answers: int, context: int, times: float) -> int:
-        """Prompt tokens, about, a multiple of PROMPT_UNIT: with them a step with some answers takes `times` as long."""
+        """The prompt tokens with which a step of some decodes takes about `times` as long.
+
+        It is a multiple of PROMPT_UNIT.
+        """
         answers = self._arithmetic.load([context - 1] * num_answers, [1] * num_answers, num_answers)
         most = times * self._seconds(answers)
         size = bisect_right(range(_ENDLESS), most, key=lambda count: self._seconds(_with_prompt(answers, count)))
         return max(round(size / PROMPT_UNIT), 1) * PROMPT_UNIT
 
     def requests(self, share: float) -> int:
-        """Rows that decode, about, a power of two: they reach this share of the rate of endless steps."""
+        """The rows with which decodes reach about this share of the rate of endless steps. It is a power of two."""
         one = self._decode
 
         def load(count: int) -> Load:

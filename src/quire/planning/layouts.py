@@ -1,6 +1,4 @@
-"""How a model lies on several devices: the part of each rank, and the room that each way to share them leaves. No
-torch.
-"""
+"""Divides a model over several devices: the part of each rank, and the room that each layout leaves. No torch."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ class RankShare:
     Args:
         grid: the grid of all ranks.
         layers: the layers of the stage.
-        num_experts: whole ones of a layer; 0: rows of all experts, or there are none.
+        num_experts: the number of whole experts of a layer; 0: it has rows of all experts, or there are no experts.
     """
 
     grid: Grid
@@ -72,7 +70,7 @@ class RankShare:
         )
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """Of each rank, for JSON."""
+        """An object for each rank, for JSON."""
         return [
             {
                 "rank": rank,
@@ -112,8 +110,8 @@ class Layout:
     """A way to share devices among copies, stages and ranks of a model.
 
     Args:
-        context: ranks that divide a KV cache.
-        has_whole_experts: the ranks of a stage do, and not rows of all. Several copies share them, as lanes.
+        context: the number of ranks that divide a KV cache.
+        has_whole_experts: whether ranks have whole experts, and not rows of all. Several copies share them, as lanes.
         weight_bytes: bytes of the weights of the rank that holds the most.
         num_tokens: the tokens that the KV caches of all copies hold; 0: the weights do not fit.
     """
@@ -129,7 +127,7 @@ class Layout:
 
     @property
     def flags(self) -> str:
-        """Of `quire serve`."""
+        """The flags of `quire serve`."""
         degrees = (
             ("-tp", self.tensor),
             ("-pp", self.pipeline),
@@ -230,7 +228,7 @@ class LayoutPlan:
 
     @property
     def exit_code(self) -> int:
-        """0: it fits in some format; 2: in none."""
+        """The exit code. 0: the layout fits in some format; 2: it fits in none."""
         return 0 if any(row.num_tokens for row in self.asked) else 2
 
     check_code = exit_code

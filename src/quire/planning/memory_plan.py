@@ -36,7 +36,7 @@ HEAP_FACTOR = 3
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Bytes at the moment the KV cache is planned: after the weights are loaded, or as if they were."""
+    """The bytes when the KV cache is planned: after the weights are loaded, or predicted for this moment."""
 
     total_bytes: int
     free_bytes: int  # free memory; the weights are already subtracted
@@ -73,7 +73,7 @@ def buffer_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
 
 
 def _buffer_width(model: ModelConfig, layer: LayerSpec) -> int:
-    """Elements per token: the residual stream, the norm of it, and what the part of the layer makes at once."""
+    """Elements per token: the residual stream, its norm, and the tensors of a layer's part that live together."""
     widest = 0
     for part, norms in layer.parts:
         if isinstance(part, Full):  # q, k and v, the heads' results, and the output
@@ -104,7 +104,7 @@ def _buffer_width(model: ModelConfig, layer: LayerSpec) -> int:
 
 
 def _of_mlp(part: Dense, hidden_size: int) -> int:
-    """Elements per token: both inputs of the activation and its result; then that and the result."""
+    """Elements per token: both inputs of the activation with its result, or this result with the MLP's output."""
     inner = part.down.in_features
     return inner + max(part.width, hidden_size)
 
@@ -149,9 +149,9 @@ def predict_memory(
 
 
 def with_later_bytes(resolved: Resolved, model: ModelConfig, memory: MemoryFacts) -> MemoryFacts:
-    """With the memory of requests: adapters, and the texts in which drafts are searched.
+    """The facts with the memory that requests will need: adapters, and the texts in which drafts are searched.
 
-    These texts are of requests that run, which are in the KV cache too.
+    These texts belong to running requests, which are in the KV cache too.
     """
     lora = 0 if resolved.lora is None else resolved.lora.num_bytes(model)
     memory = replace(memory, work_bytes=memory.work_bytes + lora, lora_bytes=lora)
@@ -169,9 +169,9 @@ class KvPages:
     Attributes:
         step_tokens: most tokens of one request in a step.
         depth: most steps in flight.
-        page_bytes: a page is what the pool calls a block; with what a drafter has in it. With several owners, the bytes
-            that it takes of each of them on average.
-        num_owners: ranks that have the pages together, as many each.
+        page_bytes: the bytes of a page (the pool calls it a block), with a drafter's part. If there are several owners,
+            the mean bytes of a page on each owner.
+        num_owners: the number of ranks that share the pages. Each has an equal number of them.
     """
 
     groups: tuple[KvGroup, ...]
@@ -183,7 +183,7 @@ class KvPages:
 
     @classmethod
     def of(cls, resolved: Resolved, model: ModelConfig, kv: KvFormat | None = None) -> KvPages:
-        """With the KV cache in the format of the settings, or in another one."""
+        """The KV cache for these settings, in their format or in another one."""
         groups, kv = kv_groups(model), kv or kv_format(resolved.model.kv_cache_dtype, resolved.model.dtype)
         size, steps, num_owners = (
             resolved.model.block_size,
@@ -196,32 +196,32 @@ class KvPages:
         return cls(groups, size, steps.max_num_batched_tokens, steps.depth, num_bytes, num_owners)
 
     def num_within(self, num_bytes: int) -> int:
-        """Pages that this number of bytes of each rank holds."""
+        """The number of pages for which each rank needs this number of bytes."""
         num_pages = max(num_bytes, 0) // self.page_bytes
         return num_pages - num_pages % self.num_owners
 
     def for_request(self, num_tokens: int) -> int:
-        """Pages of one request, at most."""
+        """The most pages of one request."""
         num_pages = pages_for(self.groups, num_tokens, self.block_size, self.depth * self.step_tokens)
         return -(-num_pages // self.num_owners) * self.num_owners
 
     def longest(self, num_pages: int) -> int:
-        """Tokens of the longest request that this number of pages holds."""
+        """The tokens of the longest request that this number of pages holds."""
         return longest_request(self.groups, num_pages, self.block_size, self.depth * self.step_tokens)
 
     def num_requests(self, num_pages: int, num_tokens: int) -> int:
-        """Requests of `num_tokens` tokens that fit while they decode; they share nothing."""
+        """The number of decoding requests of `num_tokens` tokens that fit. They share nothing."""
         if self.for_request(num_tokens) > num_pages:
             return 0
         return num_pages // self.while_decoding(num_tokens)
 
     def num_tokens(self, num_pages: int, length: int) -> int:
-        """Tokens of requests of `length` tokens that fit while they decode."""
+        """The number of tokens that fit, in decoding requests of `length` tokens each."""
         num_blocks = -(-length // self.block_size)
         return num_pages * num_blocks * self.block_size // self.while_decoding(length)
 
     def while_decoding(self, num_tokens: int) -> int:
-        """Pages of a request of `num_tokens` tokens while it decodes."""
+        """The pages of a decoding request of `num_tokens` tokens."""
         return pages_for(self.groups, num_tokens, self.block_size, self.depth)
 
     def lines(self, length: int, kv: KvFormat) -> Iterator[str]:
@@ -239,7 +239,7 @@ class KvPages:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What may be spent on the KV cache, and why."""
+    """The bytes that the KV cache may take, and the reason."""
 
     num_bytes: int  # negative if weights and work take more than is allowed
     source: Source
@@ -344,8 +344,9 @@ def memory_settings(model: ModelConfig, resolved: Resolved, memory: MemoryFacts)
 
 
 def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_bytes: int) -> _Offer:
-    """In vLLM's order: the number of blocks, the bytes, the environment variable, the share of memory, the free
-    memory.
+    """The bytes for the KV cache, from the first of these that is given, in vLLM's order.
+
+    They are the number of blocks, the bytes, the environment variable, the share of memory, and the free memory.
     """
     if config.num_gpu_blocks_override is not None:
         source = config.sources["num_gpu_blocks_override"]
@@ -377,7 +378,7 @@ def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_
 
 
 def _useful(offer: _Offer, resolved: Resolved, pages: KvPages) -> tuple[_Offer, str]:
-    """By default not all free memory, but the need of running requests. Also the effect of max_model_len."""
+    """The default: not all free memory, but the bytes that running requests need, and the effect of max_model_len."""
     length, num_requests = resolved.model.max_model_len, resolved.scheduler.max_num_seqs
     useful = pages.for_request(length) * num_requests * MAX_USEFUL_CONTEXTS
     if not offer.is_all_that_is_free or useful * pages.page_bytes >= offer.num_bytes:
@@ -459,14 +460,14 @@ class _Shortage:
         return fixes
 
     def _needed_in(self, kv: KvFormat) -> int:
-        """Bytes of as many pages in another format."""
+        """The bytes of the same number of pages in another format."""
         return self.blocks_needed * KvPages.of(self.resolved, self.model, kv).page_bytes
 
 
 def weights_do_not_fit(
     resolved: Resolved, weight_bytes: int, total_bytes: int, num_replicas: int = 1
 ) -> MemoryPlanError:
-    """The error for a model whose weights alone are more than the machine has for each of its replicas."""
+    """The error for a model whose weights need more memory than the machine has for each replica."""
     fix = "Use a smaller model, or a machine with more memory"
     if resolved.model.quantization is None and weight_bytes // 4 < total_bytes:
         fix = "Use --quantization int8, fp8 or int4 (a half or a quarter of bfloat16), or a smaller model"

@@ -58,7 +58,7 @@ def num_early_ranks(config: EngineConfig) -> int:
 
 
 def _num_threads(config: EngineConfig, num_cores: int) -> int:
-    """Of all processes that compute. Without a number each rank takes its share of the cores, at least one."""
+    """The threads of all processes that compute. If no number is given, each rank takes its share of the cores."""
     num_ranks = config.num_local_replicas * config.num_local_ranks
     return num_ranks * (config.num_threads or envs.NUM_THREADS.get() or max(num_cores // num_ranks, 1))
 

@@ -47,7 +47,7 @@ class RequestLengths:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request."""
+        """The tokens of the longest request."""
         return max(request.total for request in self.requests)
 
     def resident_tokens(self) -> float:
@@ -60,14 +60,14 @@ class RequestLengths:
         return sum(request.total > num_tokens for request in self.requests) / len(self.requests)
 
     def that_fit(self, pages: KvPages, num_pages: int) -> int:
-        """Requests, one at least, that run together and run out of pages in one step of a hundred at most."""
+        """The number of requests that fit together. They lack pages in at most one of a hundred steps. At least 1."""
         mean, spread = self._pages(pages)
         half = SHORTAGE_QUANTILE * spread / 2
         root = (math.sqrt(half * half + mean * num_pages) - half) / mean  # n mean + z spread sqrt(n) = num_pages
         return max(int(root * root), 1)
 
     def _pages(self, pages: KvPages) -> tuple[float, float]:
-        """Mean and standard deviation of the pages of a running request, whenever one looks."""
+        """The mean and the standard deviation of the pages of a running request, at a random time."""
         held: dict[int, float] = {}
         for request in self.requests:
             for moment in _MOMENTS:

@@ -1,6 +1,4 @@
-"""The service of a server with a number of requests at once: times to tokens, rates, and the most requests. No
-torch.
-"""
+"""Predicts the service of a server with some requests at once: times, rates, and the most requests. No torch."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ class Goals:
         return self.ttft is not None or self.itl is not None
 
     def are_kept(self, point: Point) -> bool:
-        """Whether the times are."""
+        """Whether these times keep the goals."""
         return (self.ttft is None or point.ttft.value <= self.ttft) and (
             self.itl is None or point.itl.value <= self.itl
         )
@@ -95,14 +93,14 @@ class Service:
 
     @property
     def knee(self) -> int:
-        """Requests from which on the products of a decode take longer than reading the weights."""
+        """The number of requests from which on a decode's products take longer than reading the weights."""
         demand, constants = self._cost.arithmetic.demand(self._row), self._cost.fit.constants
         reads = demand.weight_bytes * constants.per_weight_byte
         rows = reads / ((demand.linear_flops + demand.linear_int8_ops) * constants.per_operation)
         return min(max(math.ceil(rows), 1), self.most)
 
     def within(self, goals: Goals) -> int:
-        """The most requests whose times keep the goals; 0: not even one's."""
+        """The most requests with which the times keep the goals; 0: not even one request keeps them."""
         return self._first(lambda point: not goals.are_kept(point)) - 1
 
     def for_rate(self, requests_per_second: float) -> int:
@@ -110,11 +108,11 @@ class Service:
         return self._first(lambda point: point.requests_per_second.value >= requests_per_second)
 
     def _first(self, holds: Callable[[Point], bool]) -> int:
-        """The first number of requests for which it holds, if it then holds for all more."""
+        """The first number of requests for which a condition holds. It must then hold for all larger numbers."""
         return 1 + bisect_left(range(1, self.most + 1), True, key=lambda count: holds(self.at(count)))
 
     def at(self, count: int) -> Point:
-        """With this number of requests, but at most with `most`."""
+        """The point with this number of requests, but at most with `most`."""
         if count not in self._known:
             self._known[count] = self._at(count)
         return self._known[count]
@@ -136,7 +134,10 @@ class Service:
         )
 
     def _ttft(self, count: int, share: float, decode_seconds: float) -> float:
-        """The prompt's own steps beside the others' tokens, half a step that runs already, and half a prompt before."""
+        """The time to first token: the prompt's own steps, beside the tokens of other requests, and two halves.
+
+        They are half of a step that runs already, and half of an earlier prompt.
+        """
         others, chunk = count - 1, self._chunk(count)
         whole, rest = divmod(self._prompt, chunk)
         own = whole * self._step(others, chunk).seconds
@@ -144,7 +145,7 @@ class Service:
         return own + (decode_seconds / 2 + share * own / 2 if others else 0.0)
 
     def _chunk(self, count: int) -> int:
-        """Tokens of one prompt in a step."""
+        """The tokens of one prompt in a step."""
         return max(min(self._prompt, self._step_tokens - count), 1)
 
     def _prompts_beside(self, count: int) -> tuple[int, float]:
@@ -157,7 +158,7 @@ class Service:
         return chunk, needed / chunk
 
     def _step(self, count: int, prompt_tokens: int) -> StepTime:
-        """A step with a token of each of `count` requests, whole prompts, and a piece from the middle of one."""
+        """The load of a step: a token of each of `count` requests, whole prompts, and a middle piece of one prompt."""
         whole, rest = divmod(prompt_tokens, self._prompt)
         load = _sum(count, self._row, whole, self._whole_prompt)
         if rest:

@@ -62,7 +62,7 @@ def calibration_file(resolved: Resolved, model: ModelConfig, device: DeviceFacts
 
 @cache
 def _build() -> str:
-    """Changes whenever Quire does. It looks at every file, so once: a plan asks for each pair of formats."""
+    """A key that changes when Quire changes. It is made once, because it reads every file and is asked for often."""
     return code_identity(*([extension.C.__file__] if extension.is_used() else []))
 
 

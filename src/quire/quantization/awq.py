@@ -18,7 +18,7 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the out-features in a word of eight codes, 
 
 
 class AWQ:
-    """A Layout."""
+    """The Layout of AutoAWQ's tensors."""
 
     def create_weights(self, layer: LinearLayer, source: LayerFormat, group_size: int) -> None:
         K, sizes = layer.in_features, [size for _, size in layer.shards]
@@ -48,7 +48,7 @@ def _by_output(words: Tensor) -> Tensor:
 
 
 def awq_tensors(weight: GroupedWeight) -> dict[str, Tensor]:
-    """The reverse: the tensors of a 4-bit weight with zero points, by the last part of their names."""
+    """The reverse of `AWQ.unpack`: the tensors of a 4-bit weight with zero points, by the last part of their names."""
     assert weight.bits == 4 and weight.zeros_NG is not None and weight.order_K is None
     return {
         "qweight": _words(weight.codes_NK.T),

@@ -22,7 +22,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class PackQuantized:
-    """A Layout."""
+    """The Layout pack-quantized."""
 
     def create_weights(self, layer: LinearLayer, source: LayerFormat, group_size: int) -> None:
         K, P = layer.in_features, 32 // source.bits
@@ -54,7 +54,7 @@ class PackQuantized:
 
 
 class Int8:
-    """A Layout. The layer quantizes its activations per row to 8 bits while it runs, as W8A8 demands."""
+    """The Layout int-quantized. While it runs, the layer quantizes activations to 8 bits per row, as W8A8 demands."""
 
     def create_weights(self, layer: LinearLayer, source: LayerFormat, group_size: int) -> None:
         sizes = [size for _, size in layer.shards]

@@ -19,7 +19,7 @@ from quire.quantization.scheme import CheckedTensor, LinearLayer, ShardedTensor
 
 
 class GPTQ:
-    """A Layout."""
+    """The Layout of GPTQ's tensors."""
 
     def create_weights(self, layer: LinearLayer, source: LayerFormat, group_size: int) -> None:
         K, P = layer.in_features, 32 // source.bits
@@ -53,7 +53,10 @@ class GPTQ:
 
 
 def _problem_of_zeros(zeros: Tensor, bits: int) -> str | None:
-    """All zero points of a symmetric weight are the middle, or 1 less: some files give the wrong version."""
+    """The problem of a symmetric weight's zero points; None: all of them are the middle, or 1 less.
+
+    Both are accepted, because some files give the wrong version.
+    """
     middle = 1 << (bits - 1)
     codes = unpack(zeros, bits)
     if (codes == middle).all() or (codes == middle - 1).all():

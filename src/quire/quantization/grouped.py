@@ -25,12 +25,12 @@ logger = get_logger(__name__)
 
 @cache
 def _say_once(message: str) -> None:
-    """Log a warning once: often it is true for hundreds of layers."""
+    """Log a warning only once, because often it holds for hundreds of layers."""
     logger.warning(message)
 
 
 class Grouped:
-    """The part that all schemes with such a weight share after it is packed."""
+    """The common part of all schemes with an integer weight in groups, after the weight is packed."""
 
     def apply(
         self,
@@ -68,7 +68,7 @@ class QuantizedOnLoad(Grouped):
 class Layout(Protocol):
     """The tensors in which one kind of checkpoint stores a grouped weight.
 
-    `group_size` is the one in memory: the whole row if the format has no groups.
+    `group_size` is the group size in memory: the whole row if the format has no groups.
     """
 
     def create_weights(self, layer: LinearLayer, source: LayerFormat, group_size: int) -> None:

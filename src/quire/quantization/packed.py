@@ -25,7 +25,7 @@ def unpack(words_W: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bytes(bytes_B: Tensor) -> Tensor:
-    """uint8 [..., B] -> uint8 [..., 2 B], a copy: codes of 4 bits, that in the low half of a byte first."""
+    """uint8 [..., B] -> uint8 [..., 2 B], a copy: codes of 4 bits. The code in the low half of a byte comes first."""
     return torch.stack([bytes_B & 15, bytes_B >> 4], dim=-1).flatten(-2)
 
 
@@ -70,5 +70,5 @@ def _problem_of_order(groups_K: Tensor, group_size: int) -> str | None:
 
 
 def _side_by_side(groups_K: Tensor, group_size: int) -> Tensor:
-    """The groups of in-features without act-order."""
+    """The groups of in-features of a weight without act-order: 0, 0, ..., 1, 1, ..."""
     return torch.arange(len(groups_K), device=groups_K.device) // group_size

@@ -169,9 +169,9 @@ class QuantScheme(Protocol):
         out: Tensor | None = None,
         adapters: RowAdapters | None = None,
     ) -> Tensor:
-        """x @ weight.T + bias, plus what adapters add -> [T, N] in x's dtype or `out_dtype`.
+        """x @ weight.T + bias, plus the additions of adapters: [T, N] in `out_dtype` or x's dtype.
 
-        On a CPU, in `out` if given.
+        On a CPU, the result is in `out` if that is given.
         """
         ...
 

@@ -52,7 +52,7 @@ class SamplingState:
         Args:
             params: verified; they have a seed unless they are greedy.
             stop_token_ids: forbidden while the output has fewer than `params.min_tokens` tokens.
-            grammar: behind the output.
+            grammar: the grammar, in its state after the output; None: the request has none.
         """
         is_random = params.sampling_type is not SamplingType.GREEDY
         assert not is_random or params.seed is not None, "the front end gives every random request a seed"
@@ -119,8 +119,8 @@ class SamplingState:
     def take_forced(self, row: int, most: int) -> list[int]:
         """Take in the tokens that must follow the tokens of a row, because its grammar forbids all others.
 
-        There are none where each token is asked for its logprobs, and none from one on that the row's filter forbids:
-        the sampler says so.
+        If the request asks for logprobs, no token is forced. If the row's filter forbids a forced token, the forced
+        tokens end before it, and the sampler reports the conflict.
         """
         token_ids: list[int] = []
         grammar, row_filter = self.grammars.get(row), self.filters.get(row)

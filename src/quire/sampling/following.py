@@ -1,7 +1,7 @@
-"""Sampling on ranks that share a model: the first one samples, the others learn its tokens.
+"""Sampling on ranks that share a model: the first rank samples, and the others learn its tokens.
 
-If many rows are sampled and all are greedy, each rank finds the highest logit among its own tokens, and no logits are
-brought to the first rank: those of 32 rows and 152,000 tokens took 4 of 40 ms of a step (benchmarks/NOTES.md).
+If many rows are sampled and all are greedy, each rank finds the highest logit among its own tokens. Then no logits are
+sent to the first rank. For 32 rows and 152,000 tokens, sending them took 4 of 40 ms of a step (benchmarks/NOTES.md).
 
 Dimensions: R rows of a call, V vocabulary, G ranks of the group.
 """
@@ -22,17 +22,17 @@ from quire.sampling.batch_params import SamplingState
 from quire.sampling.grammars import GrammarMasks
 from quire.sampling.sampler import NOT_NUMBERS, LaunchedTokens, Sampler
 
-# With fewer rows, joining their logits costs less than the exchange of the highest ones. Of two ranks over one process,
-# one row ran at 0.88 by its highest logits and at 0.96 by joined ones, and 8 and 32 rows gained: benchmarks/NOTES.md.
+# With fewer rows, it costs less to join logits than to exchange the highest ones. Measured with two ranks, as speed
+# over that of one process: one row had 0.88 with highest logits and 0.96 with joined ones. With 8 and 32 rows, the
+# exchange of highest logits was faster (benchmarks/NOTES.md).
 FEWEST_OF_PARTS = 8
 
 
 class SharedSampler(Sampler):
-    """A Sampler of one of several ranks. All ranks know the tokens and the failed rows; the first one also knows the
-    reasons.
+    """The Sampler of one of several ranks. All ranks know the tokens and the failed rows; only the first knows reasons.
 
     Args:
-        group: the ranks of the last stage; None: there is one, and the other stages need not know at once.
+        group: the ranks of the last stage; None: the last stage has one rank, and other stages learn the tokens later.
         vocab_share: the tokens of each rank of the group.
     """
 
@@ -62,10 +62,11 @@ class SharedSampler(Sampler):
         before: Sequence[Sequence[int]] = (),
         masks: GrammarMasks | None = None,
     ) -> LaunchedTokens:
-        """As Sampler.launch. An error of a rank that samples becomes an AgreedError: other stages have ended the step.
+        """See Sampler.launch. An error of a rank that samples becomes an AgreedError, because other stages have ended
+        the step.
 
         Args:
-            logits_RV: if it `takes_parts`, the logits of the tokens that this rank has.
+            logits_RV: with `takes_parts`, the logits of the tokens that this rank has.
         """
         if self.takes_parts(rows):
             return self._launch_greedy(logits_RV, rows)
@@ -83,7 +84,9 @@ class SharedSampler(Sampler):
         return launched
 
     def _launch_greedy(self, logits_RV: Tensor, rows: Sequence[int]) -> LaunchedTokens:
-        """On every rank, from the logits of its own tokens. Ranks have tokens in order, so the first one wins ties."""
+        """Sample greedily on all ranks, from the logits of each rank's tokens. The first rank wins ties, because ranks
+        have tokens in ascending order.
+        """
         assert self._group is not None
         try:
             token_ids_R, highest_R = self.choose(logits_RV, rows, ())

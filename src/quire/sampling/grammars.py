@@ -16,20 +16,20 @@ from torch import Tensor
 from quire.grammar.matchers import RowGrammar, token_masks
 from quire.kernels import gpu, ops
 
-# From this number of rows on, a thread for the masks pays. With 32 rows of a 0.6B model on 2 cores, a step of 114 ms
-# became 6 ms longer with the masks behind the forward pass, and 4 ms longer with the masks beside it. With one row, the
-# hand-over costs 0.1 ms more than it saves (benchmarks/NOTES.md).
+# With at least this number of rows, a thread for the masks saves time. With 32 rows of a 0.6B model on 2 cores, masks
+# after the forward pass made a step of 114 ms longer by 6 ms, and masks computed beside it by 4 ms. With one row, the
+# hand-over to the thread costs 0.1 ms more than it saves (benchmarks/NOTES.md).
 _ENOUGH_FOR_A_THREAD = 8
 
 
 class GrammarMasks:
     """The tokens that the grammars of a call's rows allow next.
 
-    Before this, each grammar must have got all earlier tokens. Until `apply`, none gets another.
+    Each grammar must have got all earlier tokens before. No grammar may get another token before `apply`.
 
     Args:
         rows: the rows of the call.
-        before: see Sampler.launch. The row of logits of a request come one behind the other.
+        before: see Sampler.launch. The rows of logits of a request come one after the other.
         thread: computes the masks of many rows beside the caller; None: they are computed here.
     """
 

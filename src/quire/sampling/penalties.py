@@ -80,7 +80,7 @@ class RowPenalties:
 def apply_penalties(
     logits_RV: Tensor, rows: Sequence[int], penalties: dict[int, RowPenalties], before: Sequence[Sequence[int]] = ()
 ) -> None:
-    """Penalise in place the rows with penalties. `logits_RV[i]` belongs to `rows[i]`; `before`: see Sampler."""
+    """Apply the penalties of rows in place. `logits_RV[i]` belongs to `rows[i]`; `before`: see Sampler."""
     found = [(index, penalties[row]) for index, row in enumerate(rows) if row in penalties]
     if not found:
         return

@@ -1,7 +1,9 @@
-"""Logits in, tokens out: filters, penalties, choice, logprobs.
+"""Samples tokens from logits: filters, penalties, choice, logprobs.
 
 The token of a row depends only on the row's own logits, parameters, seed and number of output tokens. So the tokens are
-the same under any schedule. Dimensions: R rows of a call, L rows with logprobs, V vocabulary.
+the same under any schedule.
+
+Dimensions: R rows of a call, L rows with logprobs, V vocabulary.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class SampledTokens:
 
 @dataclass(slots=True)
 class _Report:
-    """Logprobs on the device, for rows that ask for the same number of tokens, or for one row that names its tokens."""
+    """Logprobs on the device: of rows that ask for the same number of tokens, or of one row that names its tokens."""
 
     indices: list[int]  # the indices of the rows in the call
     others: list[int] | None  # the named tokens
@@ -88,7 +90,7 @@ class LaunchedTokens:
         return sampled
 
     def _reason(self, index: int, chosen: float) -> str:
-        """The reason why a row has no valid token. A kernel gives no reason."""
+        """The reason why a row has no valid token. It is found here, because a kernel gives no reason."""
         if index in self.reasons:
             return self.reasons[index]
         if self.token_ids_R[index] < 0 and not (self.excludes and chosen == -np.inf):
@@ -121,7 +123,7 @@ class Sampler:
         return launched.finish(iter([tensor.cpu() for tensor in launched.tensors()]))
 
     def owners(self, rows: Sequence[int]) -> Tensor | None:
-        """int32: the rank that samples each row; None: the first one samples all."""
+        """The rank that samples each row, int32; None: the first rank samples all rows."""
         return None
 
     def takes_parts(self, rows: Sequence[int]) -> bool:
@@ -129,7 +131,7 @@ class Sampler:
         return False
 
     def start_masks(self, rows: Sequence[int], before: Sequence[Sequence[int]] = ()) -> GrammarMasks:
-        """The masks of the next `launch`, computed beside the caller's work until then."""
+        """Start to compute the masks of the next `launch`, beside the caller's work until then."""
         return GrammarMasks(rows, self.state.grammars, before, self.state.vocab_size, self._masks_thread)
 
     def launch(
@@ -235,7 +237,7 @@ class Sampler:
 
 
 def highest_without_token(logits_RV: Tensor, token_ids_R: Tensor, chosen_R: Tensor) -> Tensor:
-    """The logits of the chosen tokens; of rows without one (-1) the highest: -inf if everything is excluded, or NaN."""
+    """The logits of the chosen tokens. For a row without a token (-1), it is the highest logit: -inf or NaN."""
     return torch.where(token_ids_R < 0, logits_RV.amax(1), chosen_R)
 
 

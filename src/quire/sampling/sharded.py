@@ -48,7 +48,7 @@ class ShardedSampler(Sampler):
         self._group = group
 
     def owners(self, rows: Sequence[int]) -> Tensor:
-        """int32: the rank that samples each row. Ranks differ by at most one row, but for grammars."""
+        """The rank that samples each row, int32. Ranks have equal numbers of rows up to one, apart from grammars."""
         return torch.from_numpy(self._owners(rows))
 
     def start_masks(self, rows: Sequence[int], before: Sequence[Sequence[int]] = ()) -> GrammarMasks:
@@ -63,7 +63,7 @@ class ShardedSampler(Sampler):
         before: Sequence[Sequence[int]] = (),
         masks: GrammarMasks | None = None,
     ) -> JoinedTokens:
-        """As Sampler.launch. An error becomes an AgreedError: other stages have ended the step.
+        """See Sampler.launch. An error becomes an AgreedError, because other stages have ended the step.
 
         Args:
             logits_RV: the logits of the rows that this rank owns, in their order.
@@ -120,5 +120,5 @@ T = TypeVar("T")
 
 
 def _of(values: Sequence[T], indices: list[int]) -> list[T]:
-    """Some of them, of a sequence that may be left out."""
+    """Some items of a sequence. An empty sequence stays empty."""
     return [values[index] for index in indices] if values else []

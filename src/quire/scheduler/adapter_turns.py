@@ -1,4 +1,4 @@
-"""Which adapters may run: a limited number at once, and no request is overtaken for ever."""
+"""Decides which adapters may run: only a limited number at once, and no request is overtaken for ever."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from collections.abc import Callable, Collection, Sequence
 from quire.request import Request, RequestStatus
 from quire.scheduler.queue import Key, OrderKey
 
-PATIENCE = 64  # steps in which others overtook a request, until the next free place is its own
+PATIENCE = 64  # a request that was overtaken in this number of steps gets the next free place
 
 
 class AdapterTurns:
-    """The requests with an adapter. A place is an adapter that requests run with; the base model needs none.
+    """Keeps the requests that have an adapter. Each adapter of running requests takes one place.
 
-    Free places go to the adapters in memory in the order of their oldest waiting requests. Requests of an adapter that
-    already runs join it, and so overtake the others. The oldest request that was overtaken in PATIENCE steps gets the
-    next free place, and the adapter with the fewest running requests takes no further ones. Preempted requests have the
-    first turn.
+    Free places go to the adapters in memory, in the order of their oldest waiting requests. A request whose adapter
+    runs already may join, and so it overtakes others. The oldest request that was overtaken in PATIENCE steps gets the
+    next free place. Until then, the adapter with the fewest running requests takes no further requests. Preempted
+    requests come first.
 
     Args:
-        max_loras: number of places.
+        max_loras: the number of places.
         order: the order of the requests.
-        is_in_memory: whether the adapter of this digest can be computed now.
+        is_in_memory: whether the adapter with this digest is in memory, so that it can run now.
     """
 
     def __init__(self, max_loras: int, order: OrderKey, is_in_memory: Callable[[str], bool]) -> None:
         self._max_loras, self._order, self._is_in_memory = max_loras, order, is_in_memory
-        self._running: dict[str, int] = {}  # requests by adapter
+        self._running: dict[str, int] = {}  # adapter -> the number of its running requests
         self._waiting: dict[str, list[Request]] = {}  # the requests of each adapter, in the order of their turns
         self._open: set[str] = set()  # adapters with a place
-        self._blocked: dict[str, int] = {}  # adapters that wait for a place: _num_overtakes when that began
+        self._blocked: dict[str, int] = {}  # adapter that waits for a place -> _num_overtakes when it began to wait
         self._num_overtakes = 0  # steps in which a request overtook one that waits for a place
         self._last_admitted: Key | None = None  # the key of the last request that was admitted since the last step
         self._reserved_for: Key = ()
         self._draining: str | None = None
-        self.wanted: Sequence[str] = ()  # adapters of waiting requests that do not run, most urgent first
+        self.wanted: Sequence[str] = ()  # adapters that do not run and have waiting requests; the most urgent is first
 
     @property
     def running(self) -> Collection[str]:
-        """Adapters that requests run with."""
+        """The adapters of running requests."""
         return self._running.keys()
 
     def has_preempted(self, digest: str) -> bool:
-        """Whether a request with this adapter has to go on with it."""
+        """Whether a preempted request waits with this adapter."""
         waiting = self._waiting.get(digest)
         return waiting is not None and waiting[0].status is RequestStatus.PREEMPTED
 
@@ -52,16 +52,16 @@ class AdapterTurns:
         return digest in self._running or digest in self._waiting
 
     def waiting_for(self, digest: str) -> list[Request]:
-        """The requests that do not run, a new list."""
+        """The waiting requests with this adapter, as a new list."""
         return list(self._waiting.get(digest, ()))
 
     def wait(self, request: Request) -> None:
-        """A request with an adapter has come, or was taken back."""
+        """Add a request that waits: it is new, or it was preempted."""
         assert request.adapter is not None
         insort(self._waiting.setdefault(request.adapter, []), request, key=self._key)
 
     def leave(self, request: Request) -> None:
-        """A waiting request goes. It still has the status of a waiting one."""
+        """Remove a waiting request. It still has the status of a waiting one."""
         assert request.adapter is not None
         waiting = self._waiting[request.adapter]
         del waiting[bisect_left(waiting, self._key(request), key=self._key)]
@@ -69,7 +69,7 @@ class AdapterTurns:
             del self._waiting[request.adapter]
 
     def start(self, request: Request) -> None:
-        """A waiting request runs from now on. It still has the status of a waiting one."""
+        """Let a waiting request run from now on. It still has the status of a waiting one."""
         self.leave(request)
         assert request.adapter is not None
         self._running[request.adapter] = self._running.get(request.adapter, 0) + 1
@@ -77,7 +77,7 @@ class AdapterTurns:
         self._last_admitted = key if self._last_admitted is None else max(self._last_admitted, key)
 
     def stop(self, request: Request) -> None:
-        """A running request ends, or is taken back."""
+        """Remove a running request: it ends, or it is preempted."""
         assert request.adapter is not None
         self._running[request.adapter] -= 1
         if not self._running[request.adapter]:
@@ -108,7 +108,7 @@ class AdapterTurns:
             if not reserved and self._num_overtakes - since >= PATIENCE:
                 reserved, self._reserved_for = True, key
                 is_draining = num_free == 0
-                num_free = max(num_free - 1, 0)  # kept for an adapter that is being read
+                num_free = max(num_free - 1, 0)  # this place is kept for an adapter that is being read
         self._blocked, self.wanted = blocked, [digest for _, digest in waiting]
         if not is_draining:
             self._draining = None

@@ -1,14 +1,15 @@
-"""Depths of drafts that follow acceptance and the times of steps, while a scheduler runs. No torch.
+"""Adapts the number of drafts of each request (its depth) to acceptance and to the times of steps. No torch.
 
-Drafts are on where they probably pay (draft_depth.py), and off where they do not. Either may be wrong, and becomes so
-when texts change. So there is a credit, in seconds, which bounds what drafts lose to no drafts:
+Drafts are on if they probably save time (draft_depth.py), and off otherwise. Such a decision may be wrong, and it may
+become wrong when texts change. So there is a credit, in seconds. It limits the time that is lost by drafting:
 
-- A small share of the time is added to it, and for each draft that held the time of a token, up to a small amount.
-- The cost of drafts, and of waiting for them, is subtracted, whether they are on or tried.
-- While it lasts, drafts stay on also where they pay only if the chances are a little better than measured.
-- Where drafts are off, some requests try one together as soon as it suffices for all of them.
+- A small share of the time of steps is added to the credit. For each draft that held, the time of a token is added,
+  up to a small amount.
+- The cost of drafts, and of waiting for them, is subtracted from it. This holds for drafts that are on and for trials.
+- While there is credit, drafts may stay on even if they pay only with slightly higher chances than the measured ones.
+- While drafts are off, some requests try one draft together as soon as the credit covers all these trials.
 
-A drafter that is right pays for its trials by itself. One that is always wrong has the share.
+A drafter that is often right pays for its own trials. A drafter that is always wrong costs no more than the share.
 """
 
 from __future__ import annotations
@@ -26,110 +27,123 @@ from quire.scheduler.draft_depth import MIN_GAIN, Acceptance, best_depths, chanc
 
 logger = get_logger(__name__)
 
-# Drafts of a position that count in the rates of a request, and in the rates of all requests: a text changes sooner.
+# The number of drafts of a position that count in the rates of one request, and in the rates of all requests. One text
+# changes sooner than all texts together.
 MEMORY, MEMORY_OF_ALL = 32, 256
 PRIOR_WEIGHT, PRIOR_WEIGHT_OF_ALL = 8, 16
 TRIAL_SHARE = 1 / 128  # the share of the time of steps that is added to the credit
 READING_SHARE = 1 / 72  # at most, if a drafter in the worker needs it to read missing tokens
 MOST_SAVED, MOST_OWED = 16, 4  # bounds of the credit, in steps; it may be saved for one trial that takes longer
-# Drafts that hold add no further credit, in steps: where more requests come and drafts no longer pay, it is soon lost.
-MOST_EARNED = 2
+# Drafts that gain time add credit up to this, in steps. More would be lost if more requests come and drafts do not pay.
+MOST_EARNED = 0.5
 FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start, in steps; or in trials, where these take less
 MOST_TRIALS = 8  # trials of a step: a drafter reads its weights for several at once
 DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by a standard deviation
 SEARCH_STEPS = 16  # steps between two searches for a request that may try, if none may
 MOST_WAITED = 64  # steps of a request between two trials that say nothing new
+FIRST_WAIT = 16  # steps of a new request to its first trial, if others have tried some
 LIKELY, FEW_TRIED = 0.5, 32  # a trial that holds with this chance or a higher one, after so many, says nothing new
 NEWS_SHARE = 1 / 4  # share of the running requests: after results of this share, depths are chosen anew
 # Between two looks at what steps cost: at first the engine learns what steps with drafts take, and later contexts grow.
 FIRST_COST_STEPS, COST_STEPS = 4, 64
 LEAST_MISSED = 32  # tokens that a drafter has not read: fewer it reads beside its drafts
-READ_TOKENS = 16  # a 0.6B model with two cores: 17 ms a token, and 1.1 ms for each more in a prompt
+READ_TOKENS = 16  # before any step: a 0.6B model with two cores takes 17 ms a token, and 1.1 ms for a further one
 # The first pass of a drafter reads the tokens of a request that held in the last step too: about this number more.
 READ_MORE = 2
-DRAFTER_MEMORY = 9  # steps that count in what a drafter takes
+DRAFTER_MEMORY, READING_MEMORY = 9, 5  # steps that count in what a drafter takes
 HIDDEN_SHARE = 0.1  # share of a step: the host's work meanwhile, with two steps in flight
 FOUND_MEMORY = 8  # steps that count in the share of drafts that are found where they are asked for
 HORIZON = 1024  # tokens of a request, at most, that have to pay for what its drafter must read first
 
 
 class StepSeconds(Protocol):
-    """Speculation's question about the time of steps: CostModel.with_drafts."""
+    """Predicts the time of steps for speculation: see CostModel.with_drafts."""
 
     def __call__(self, starts: Sequence[int], most: int, /) -> list[float]:
-        """The seconds of a step with one token of each request behind `starts`, alone and with 1 to `most` drafts."""
+        """The seconds of a step with 0, 1, ..., `most` drafts in all.
+
+        Args:
+            starts: for each request, the number of tokens before the one token that it computes.
+        """
         ...
 
 
 class DrafterTime:
-    """Seconds in which a drafter in the worker computes a step of a number of tokens, learned from its steps.
+    """The seconds that a drafter in the worker needs for a step. They are learned from its steps.
 
-    Reading `READ_TOKENS` tokens at once takes about twice the time of one token: weights are read once. A step that is
-    recorded takes several times as long as the same step later, so the median of the last steps counts.
+    Weights are read once for all tokens of a step, so a further token takes only a share of the time of one. A step
+    that is recorded takes several times as long as the same step later, so the median of the last steps counts.
 
     Args:
-        seconds: the time of one token, before any step.
+        seconds: the assumed time of one token, until the first step.
     """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._last = deque([seconds], maxlen=DRAFTER_MEMORY)
+        self._seconds, self._further = seconds, 1 / READ_TOKENS  # of one token; of a further one, over that
+        self._last = deque([self._seconds], maxlen=DRAFTER_MEMORY)
+        self._last_further = deque([self._further], maxlen=READING_MEMORY)
 
     def __call__(self, num_tokens: int) -> float:
         """The time of one pass."""
-        return self._seconds * _units(num_tokens)
+        return self._seconds * self._units(num_tokens)
 
     def reading(self, num_requests: int) -> float:
         """What the first pass of a step takes longer than the others, if it drafts for this number of requests."""
-        return self._seconds * READ_MORE * num_requests / READ_TOKENS
+        return self._seconds * READ_MORE * num_requests * self._further
 
     def of_step(self, depths: Sequence[int]) -> float:
         """The seconds in which it drafts this number of tokens of each row."""
-        return self._seconds * _units_of_step(depths)
+        return self._seconds * self._units_of_step(depths)
 
     def observe(self, seconds: float, depths: Sequence[int]) -> None:
         """Learn how long it took to draft these numbers of tokens, one for each row."""
-        self._last.append(seconds / _units_of_step(depths))
+        self._last.append(seconds / self._units_of_step(depths))
         self._seconds = median_low(self._last)
 
+    def observe_reading(self, seconds: float, depths: Sequence[int], num_tokens: int) -> None:
+        """Learn how long it took to read this number of missing tokens too."""
+        further = (seconds - self.of_step(depths)) / num_tokens
+        self._last_further.append(max(further, 0.0) / self._seconds)
+        self._further = median_low(self._last_further)
 
-def _units(num_tokens: int) -> float:
-    return (READ_TOKENS - 1 + num_tokens) / READ_TOKENS
+    def _units(self, num_tokens: int) -> float:
+        return 1 + (num_tokens - 1) * self._further
 
-
-def _units_of_step(depths: Sequence[int]) -> float:
-    passes = [sum(depth > at for depth in depths) for at in range(max(depths, default=0))]
-    return sum(map(_units, passes)) + READ_MORE * (passes[0] if passes else 0) / READ_TOKENS
+    def _units_of_step(self, depths: Sequence[int]) -> float:
+        passes = [sum(depth > at for depth in depths) for at in range(max(depths, default=0))]
+        more = READ_MORE * passes[0] * self._further if passes else 0.0
+        return sum(map(self._units, passes)) + more
 
 
 @dataclass(slots=True)
 class _Drafting:
-    """The measurements of a request."""
+    """The state of a request."""
 
     depth: int
-    longest: int = 0  # drafts that pay if others do not find theirs
-    is_finding: bool = False  # drafts were found when it was last asked for them
+    longest: int = 0  # the most drafts that pay if no drafts are found for other requests
+    is_finding: bool = False  # whether the last search found drafts for it
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY, PRIOR_WEIGHT))
-    num_read: int = 0  # tokens that a drafter in the worker has computed, as far as is known here
-    is_read: bool = False  # it has drafted with the blocks that it has
-    is_trial: bool = False  # its last drafts were a trial
-    is_over: bool = False  # it drafts no more
-    wait: int = 1  # steps to the next trial, after one that failed
-    next_trial: int = 0  # not before this step
+    num_read: int = 0  # the number of its tokens that a drafter in the worker has computed, as far as is known here
+    is_read: bool = False  # whether the drafter has drafted with its present blocks
+    is_trial: bool = False  # whether its last drafts were a trial
+    is_over: bool = False  # whether it drafts no more
+    wait: int = 1  # the steps between a failed trial and the next one
+    next_trial: int = 0  # the first step in which it may try again
 
 
 class AdaptiveDepth:
     """Chooses how many tokens each request drafts.
 
     Args:
-        step_seconds: the time of a step.
+        step_seconds: predicts the time of a step.
         draft_seconds: the time of a drafter in the worker; None: drafts cost no time.
-        steps_in_flight: with more than one, drafts cost the time of the host too, which is not hidden then.
-        reads_late: whether this drafter reads a request's tokens that it lacks only when it drafts for the request.
+        steps_in_flight: if there are several, they hide the time of the host. A step with drafts cannot hide it,
+            because it waits for the tokens of the step before.
+        reads_late: whether the drafter reads missing tokens of a request only when it drafts for this request.
 
     Attributes:
-        waits: steps with drafts are worth waiting for the tokens that they begin with.
-        reading_seconds: the time in which the drafter reads missing tokens, in the step that is being made.
+        waits: whether the next step should wait for the tokens of the step before, so that it can have drafts.
+        reading_seconds: the time in which the drafter reads missing tokens in the step that is being made.
     """
 
     def __init__(
@@ -144,13 +158,15 @@ class AdaptiveDepth:
         self._reads_late = draft_seconds is not None and reads_late
         self._hidden_share = HIDDEN_SHARE if steps_in_flight > 1 else 0.0
         self.waits = self._is_reading = False
+        self._num_missed = 0  # tokens that the drafter reads in this step
         self.reading_seconds = 0.0
-        # the gain of tokens per second if all drafts are found, and the share of drafts that is found
+        # The gain of tokens per second if all drafts are found, and the share of drafts that is found.
         self._gain, self._found_share = 0.0, 1.0
-        self._num_asked = self._num_found = self._num_finding = 0  # drafts of this step, and requests that have some
-        # further drafts for each request that found some: together as many as others did not find in the last step
+        # In this step: drafts that were asked for, drafts that were found, and requests for which some were found.
+        self._num_asked = self._num_found = self._num_finding = 0
+        # Further drafts for each request for which drafts are found. They replace drafts not found in the last step.
         self._more_each = 0
-        self._depths: list[int] = []  # drafts of this step, of each row that has some
+        self._depths: list[int] = []  # for each row of this step with drafts, their number
         self._requests: dict[str, _Drafting] = {}
         self._of_all = Acceptance(MEMORY_OF_ALL, PRIOR_WEIGHT_OF_ALL)
         self._due: set[str] = set()  # requests that may try a draft
@@ -163,15 +179,17 @@ class AdaptiveDepth:
         self._next_search = 0  # for requests that may try: not before this step
         self._may_pay = True  # if all drafts held
         self._credit, self._share = 0.0, TRIAL_SHARE  # see the module
+        self._earned = 0.0  # the worth of the drafts that held since the last step began
         self._saved_for = 0.0  # seconds of a trial that somebody lacks
         self._log = RateLimited(logger)
 
     def begin_step(self, running: Sequence[Request], most_each: int, most: int) -> bool:
-        """Whether any request may draft in this step.
+        """Begin a step. Returns whether any request may draft in it.
 
         Args:
-            running: the requests, at least one.
-            most_each: drafts of a request, at least 1, and `most` of the step.
+            running: the running requests, at least one.
+            most_each: the most drafts of one request, at least 1.
+            most: the most drafts of the step.
         """
         self._step += 1
         has_waited = self.waits
@@ -196,7 +214,7 @@ class AdaptiveDepth:
         return self.waits or has_waited
 
     def depth(self, request: Request, most: int) -> int:
-        """The number of tokens to draft for this request now, of the `most` that there is room for: at least 1."""
+        """The number of tokens to draft for this request now, at most `most`. There is room for at least one."""
         drafting = self._drafting(request)
         if drafting.depth:
             longest = max(drafting.longest, drafting.depth)
@@ -211,12 +229,13 @@ class AdaptiveDepth:
         drafting = self._requests[request.request_id]
         read_seconds = self._read_seconds(request, drafting)
         self._is_reading |= read_seconds > 0 or not drafting.is_read
+        self._num_missed += (request.num_tokens - drafting.num_read) * (read_seconds > 0)
         self.reading_seconds += read_seconds
         self._depths.append(num_drafts)
         drafting.is_trial = not drafting.depth
         if drafting.is_trial:
             self._due.discard(request.request_id)
-            self.waits = True  # for what becomes of it
+            self.waits = True  # the next step waits for the result of the trial
         else:
             self._num_found += num_drafts
             self._num_finding += 1
@@ -224,9 +243,9 @@ class AdaptiveDepth:
         drafting.num_read, drafting.is_read = request.num_tokens, True
 
     def admit(self, request: Request, num_cached: int) -> None:
-        """The request has new blocks. Blocks of its first tokens come from others, whose drafter has read them too.
+        """Note that a request has new blocks. Other requests have computed its first `num_cached` tokens.
 
-        Where nobody drafts, it has not.
+        If drafts are on, the drafter has read these tokens too.
         """
         if not self._reads_late:
             return
@@ -234,14 +253,13 @@ class AdaptiveDepth:
         drafting.num_read, drafting.is_read = num_cached if self._most_depth else 0, False
 
     def settle(self, request: Request, num_drafts: int, num_held: int) -> None:
-        """This number of its drafts was verified; the first `num_held` of them held."""
+        """Note that this number of a request's drafts was verified, and that the first `num_held` of them held."""
         drafting = self._requests[request.request_id]
         (chance,) = drafting.acceptance.rates(self._of_all.rates_of_all(1))
         drafting.acceptance.add(num_drafts, num_held)
         self._of_all.add(num_drafts, num_held)
         self._num_news += 1
-        earned = self._credit + num_held * self._seconds[0] / self._num_running
-        self._credit = max(self._credit, min(earned, MOST_EARNED * self._seconds[0]))
+        self._earned += num_held * self._seconds[0] / self._num_running
         if num_held and (not drafting.is_trial or chance < LIKELY or self._of_all.num_tried < FEW_TRIED):
             drafting.wait = 1
         elif drafting.is_trial:
@@ -249,13 +267,14 @@ class AdaptiveDepth:
             drafting.next_trial = self._step + drafting.wait
 
     def read_later(self, request: Request, num_unread: int) -> None:
-        """Its drafter has made no drafts, because it has yet to read this number of its tokens."""
+        """Note that the drafter made no drafts for a request, because it must first read this number of its tokens."""
         drafting = self._requests[request.request_id]
         drafting.num_read, drafting.is_read = drafting.num_read - num_unread, False
+        self._num_missed -= num_unread
         self._credit += self._read_seconds(request, drafting)
 
     def stop(self, request: Request) -> None:
-        """It drafts no more."""
+        """End the drafts of a request."""
         drafting = self._drafting(request)
         drafting.depth, drafting.is_over = 0, True
         self._num_news += 1
@@ -263,33 +282,38 @@ class AdaptiveDepth:
 
     def settle_drafter(self, seconds: float, depths: Sequence[int]) -> None:
         """Learn how long the worker's drafter took for a step with these numbers of drafts, one for each row."""
-        if self._draft_seconds is not None and not self._is_reading:
-            self._draft_seconds.observe(seconds, depths)
-        self._is_reading = False
+        if self._draft_seconds is not None:
+            if not self._is_reading:
+                self._draft_seconds.observe(seconds, depths)
+            elif self._num_missed >= READ_TOKENS:
+                self._draft_seconds.observe_reading(seconds, depths, self._num_missed)
+        self._is_reading, self._num_missed = False, 0
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._requests.pop(request_id, None)
         self._due.discard(request_id)
 
     def _pays(self) -> bool:
-        """Whether drafts gain more than the time of the host that waiting for their requests' newest tokens costs."""
+        """Whether drafts gain more than the host's time, which is not hidden when a step waits for its tokens."""
         return self._gain * self._found_share > self._hidden_share
 
     def _account(self, has_waited: bool) -> None:
-        """Subtract the cost of drafts in the last step from the credit, and add the share of its time."""
+        """Subtract the cost of the last step's drafts from the credit, and add the share of the step's time."""
         if not self._seconds:
             return
         base = self._seconds[0]
         self._credit += self._share * base - has_waited * self._hidden_share * base
+        gain, self._earned = self._earned, 0.0
         if self._depths:
-            self._credit -= self._more_seconds(self._depths) + self.reading_seconds
+            gain -= self._more_seconds(self._depths) + self.reading_seconds
             self._depths.clear()
+        self._credit = min(self._credit + gain, max(self._credit, MOST_EARNED * base))
         self.reading_seconds = 0.0
         self._credit = min(max(self._credit, -MOST_OWED * base), max(MOST_SAVED * base, self._saved_for))
 
     def _trials(self, running: Sequence[Request]) -> set[str]:
-        """Requests that may try a draft now. Requests whose drafter has tokens to read have a turn by themselves."""
+        """The requests that may try a draft now. A request with tokens that the drafter must read first tries alone."""
         base = self._seconds[0] if self._seconds else 0.0
         waiting = self._hidden_share * base
         if not base or not self._may_pay or self._step < self._next_search:
@@ -325,9 +349,9 @@ class AdaptiveDepth:
         return more if self._draft_seconds is None else more + self._draft_seconds.of_step(depths)
 
     def _choose(self, requests: Sequence[Request], most_each: int, most: int) -> None:
-        """The depths until there is more news."""
+        """Choose the depths, which stay until there is more news."""
         if not requests:
-            return  # their prompts are being computed, so the news is not used up
+            return  # all requests compute their prompts now; the news is still used later
         self._num_news = 0
         most = min(most, most_each * len(requests))
         if self._step >= self._next_look or self._looked_at != (len(requests), most):
@@ -352,11 +376,11 @@ class AdaptiveDepth:
             self._tell(len(requests), prior[0])
 
     def _look(self, starts: Sequence[int], most_each: int, most: int) -> None:
-        """Ask for the present cost of steps."""
+        """Ask for the present times of steps."""
         is_first, num_requests = not self._seconds, len(starts)
         self._seconds = self._step_seconds(starts, most)
         self._next_look = self._step + self._look_steps
-        if self._reads_late and self._draft_seconds is not None:  # there is more and more to read
+        if self._reads_late and self._draft_seconds is not None:  # each step adds tokens that the drafter must read
             needed = 1.1 * (self._draft_seconds(2) - self._draft_seconds(1)) / self._seconds[0]
             self._share = max(needed, TRIAL_SHARE) if needed <= READING_SHARE else TRIAL_SHARE
         if is_first:
@@ -369,7 +393,7 @@ class AdaptiveDepth:
     def _best(
         self, requests: Sequence[Request], known: Sequence[_Drafting], prior: Sequence[float], doubt: float
     ) -> tuple[list[int], list[list[float]]]:
-        """The depths, and the chances that they are chosen for: higher by `doubt` standard deviations."""
+        """The best depths, and the chances from which they follow: higher by `doubt` standard deviations."""
         chances_of = [[] if each.is_over else chances(each.acceptance.rates(prior, doubt)) for each in known]
         stays_on = self._most_depth > 0 and len(requests) == self._chosen_for
         gain = self._hidden_share + (0.0 if stays_on else MIN_GAIN)
@@ -381,7 +405,7 @@ class AdaptiveDepth:
         return depths, chances_of
 
     def _best_depths(self, chances_of: Sequence[Sequence[float]], gain: float) -> list[int]:
-        """The depths for these chances, or none if they gain less."""
+        """The best depths for these chances. They are 0 if the gain is below `gain`."""
         drafter = self._draft_seconds
         first_seconds = 0.0 if drafter is None else drafter.reading(len(chances_of))
         return best_depths(chances_of, self._seconds, drafter, gain, first_seconds)
@@ -393,10 +417,10 @@ class AdaptiveDepth:
         chances_of: Sequence[Sequence[float]],
         depths: Sequence[int],
     ) -> list[int]:
-        """The requests whose drafts gain less time than their drafter needs to read missing tokens."""
+        """Indices of requests whose drafts would save less time than the drafter needs to read their missing tokens."""
         num_drafts, found = sum(depths), []
         more = self._more_seconds(depths)
-        price = len(requests) / self._seconds[0]  # tokens of a second
+        price = len(requests) / self._seconds[0]  # tokens per second without drafts
         for index, (request, depth) in enumerate(zip(requests, depths, strict=True)):
             held = sum(chances_of[index][:depth])
             gain = held - price * more * depth / num_drafts
@@ -406,13 +430,13 @@ class AdaptiveDepth:
         return found
 
     def _gain_of(self, chances_of: Sequence[Sequence[float]], depths: Sequence[int]) -> float:
-        """The share by which these depths raise the tokens per second."""
+        """The share by which these depths raise the tokens per second. It is negative for a loss."""
         held = sum(sum(row[:depth]) for row, depth in zip(chances_of, depths, strict=True))
         base = self._seconds[0]
         return (1 + held / len(depths)) * base / (base + self._more_seconds(depths)) - 1
 
     def _price(self, chances_of: Sequence[Sequence[float]], depths: Sequence[int]) -> float:
-        """The chance with which one of these drafts pays for its time in the step."""
+        """The chance at which the last of these drafts just pays for its time in the step."""
         count = max(sum(depths), 1)
         tokens = len(depths) + sum(sum(row[:depth]) for row, depth in zip(chances_of, depths, strict=True))
         return tokens * (self._seconds[count] - self._seconds[count - 1]) / self._seconds[count]
@@ -421,14 +445,15 @@ class AdaptiveDepth:
         drafting = self._requests.get(request.request_id)
         if drafting is None:
             drafting = self._requests[request.request_id] = _Drafting(self._depth_of_new)
+            if self._of_all.num_tried >= FEW_TRIED:
+                drafting.next_trial = self._step + FIRST_WAIT
         return drafting
 
     def _read_seconds(self, request: Request, drafting: _Drafting) -> float:
-        """Seconds in which the drafter reads missing tokens of a request; tokens that it reads at every turn do not
-        count.
-        """
+        """The seconds in which the drafter reads the missing tokens of a request; 0 if it lacks only a few."""
         num_missed = request.num_tokens - drafting.num_read
-        if self._draft_seconds is None or not self._reads_late or num_missed <= LEAST_MISSED:
+        is_beside = num_missed <= LEAST_MISSED and (drafting.is_read or num_missed <= READ_MORE)
+        if self._draft_seconds is None or not self._reads_late or is_beside:
             return 0.0
         return self._draft_seconds(num_missed)
 

@@ -8,10 +8,11 @@ from quire.request import Request
 
 
 def culprits(rows: list[Request], known_ids: Collection[str]) -> list[Request]:
-    """The rows of a failed batch that have to end: the known ones, or the only row, or the only suspect.
+    """The rows of a failed batch that must end: those with `known_ids`, or the only row, or the only suspect.
 
-    Otherwise no row ends, and all rows become suspects. They are computed again with at most one suspect in a batch,
-    which its next token clears. So the second failure finds the request to blame, unless a cleared request fails too.
+    Otherwise no row ends, and all rows become suspects. They are computed again, with at most one suspect in a batch.
+    A suspect that gets its next token is cleared. So the second failure finds the request to blame, unless a cleared
+    request fails too.
     """
     known = [request for request in rows if request.request_id in known_ids]
     if known or len(rows) == 1:
@@ -25,5 +26,5 @@ def culprits(rows: list[Request], known_ids: Collection[str]) -> list[Request]:
 
 
 def may_join(request: Request, running: Iterable[Request]) -> bool:
-    """Whether a waiting request may run beside these: two suspects may not."""
+    """Whether a waiting request may run beside these requests. Two suspects may not run together."""
     return not request.is_suspect or not any(other.is_suspect for other in running)

@@ -11,12 +11,12 @@ from quire.request import Request
 class BlockHasher:
     """Hashes full blocks of a request's tokens.
 
-    hash[i] = SHA-256(hash[i - 1] + the block's token ids as little-endian int64); hash[-1] = SHA-256(adapter, salt,
-    rope offset).
+    hash[i] = SHA-256(hash[i - 1] + token ids of block i as little-endian int64), where
+    hash[-1] = SHA-256(adapter, salt, rope offset).
 
-    Equal hash means equal everything before and in the block, under the same of these, so one lookup compares a
-    whole prefix. Tokens are not compared again on a hit. Nobody can construct two token lists of one SHA-256 digest
-    (FIPS 180-4), and a chance collision among 2**64 blocks has a probability below 2**-128.
+    If two hashes are equal, then adapter, salt, rope offset and all tokens up to the end of the block are equal. So one
+    lookup compares a whole prefix, and a hit does not compare tokens again. Nobody can construct two token lists with
+    one SHA-256 digest (FIPS 180-4). A chance collision among 2**64 blocks has a probability below 2**-128.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -24,7 +24,7 @@ class BlockHasher:
         self._pack = struct.Struct(f"<{block_size}q").pack
 
     def extend(self, request: Request, num_blocks: int) -> list[bytes]:
-        """Fill request.block_hashes up to `num_blocks` (all its tokens known) and return it.
+        """Fill request.block_hashes up to `num_blocks`, and return it. All tokens of these blocks must be known.
 
         Raises struct.error if a token id is not a 64-bit integer.
         """
@@ -46,5 +46,5 @@ class BlockHasher:
 
 
 def _seed(adapter: str | None, cache_salt: str | None, rope_offset: int) -> bytes:
-    """Start of the chain. repr() of str | None, str | None and int is injective: no other three print the same."""
+    """The start of the chain. repr() of these values is injective: different values never print the same text."""
     return hashlib.sha256(repr((adapter, cache_salt, rope_offset)).encode("utf-8", "surrogatepass")).digest()

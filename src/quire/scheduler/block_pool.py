@@ -8,15 +8,19 @@ from quire.scheduler.residency import BlockResidency
 
 
 class BlockPool:
-    """Blocks 0 .. num_blocks - 1 of `block_size` slots each; only their numbers live here.
+    """Manages the blocks 0 to num_blocks - 1 of `block_size` slots each. Only the numbers of the blocks live here.
 
-    A block with references is in use. One without is free and stands in a doubly linked list kept in two arrays, so
-    that taking, returning and reviving a block are O(1). A free block keeps its hash until it is handed out again, so
-    `acquire` can revive it. Blocks without a hash are handed out first, then the least recently used.
+    A block with references is in use. A block without references is free, and stands in a doubly linked list, which two
+    arrays hold. So a block is taken, returned and revived in O(1). A free block keeps its hash until it is handed out
+    again, so `acquire` can revive it. Blocks without a hash are handed out first, and then the least recently used one.
     """
 
     def __init__(self, num_blocks: int, block_size: int, residency: BlockResidency | None = None) -> None:
-        """`residency` is told of every block. Raises ValueError unless both sizes are positive."""
+        """Make a pool of free blocks. Raises ValueError unless both sizes are positive.
+
+        Args:
+            residency: is told which blocks are allocated and found; None: nobody is told.
+        """
         if num_blocks < 1 or block_size < 1:
             raise ValueError(
                 f"A block pool needs at least one block of at least one slot, got {num_blocks} x {block_size}."
@@ -24,12 +28,12 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_free_blocks = num_blocks
-        self.num_ever_used = 0  # blocks below this number were used before: new blocks are taken in ascending order
+        self.num_ever_used = 0  # only blocks below this number were ever used: fresh blocks come in ascending order
         self.residency = residency
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._block_of_hash: dict[bytes, int] = {}
-        # The free list is a ring through the sentinel `num_blocks`: next[sentinel] is handed out first.
+        # The free list is a ring that contains the sentinel `num_blocks`. The block next[sentinel] is handed out first.
         self._next = [*range(1, num_blocks + 1), 0]
         self._prev = [num_blocks, *range(num_blocks)]
 
@@ -55,7 +59,7 @@ class BlockPool:
         return sum(1 for block in blocks if not ref_counts[block])
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` of num_free_blocks, each with one reference. Their cached content is forgotten."""
+        """Take `count` free blocks; there must be that many. Each gets one reference, and loses its cached content."""
         assert count <= self.num_free_blocks, f"{count} blocks wanted, {self.num_free_blocks} free"
         blocks = []
         for _ in range(count):
@@ -71,7 +75,7 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Sequence[int]) -> None:
-        """Add one reference to each block; a free one is in use again with its content."""
+        """Add one reference to each block. A free block comes into use again with its content."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 self._unlink(block)
@@ -81,7 +85,7 @@ class BlockPool:
             self.residency.on_accessed(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference from each block. Of cached blocks that get free, the first will be evicted first."""
+        """Drop one reference from each block. Blocks that become free are evicted later in the order given here."""
         for block in blocks:
             self._ref_counts[block] -= 1
             assert self._ref_counts[block] >= 0, f"block {block} was freed twice"
@@ -91,7 +95,7 @@ class BlockPool:
                 self.num_free_blocks += 1
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Let `lookup` find the content of a block in use. Among blocks with the same content, it finds the first."""
+        """Let `lookup` find the content of a block in use. If blocks have the same content, it finds the first one."""
         assert self._ref_counts[block] > 0, f"block {block} is free: its content may be gone"
         if block_hash not in self._block_of_hash:
             assert self._hashes[block] is None, f"block {block} is registered under another content"
@@ -99,7 +103,7 @@ class BlockPool:
             self._hashes[block] = block_hash
 
     def forget_all(self) -> None:
-        """Forget all cached content; blocks in use stay in use."""
+        """Forget all cached content. Blocks in use stay in use."""
         for block in self._block_of_hash.values():
             self._hashes[block] = None
         self._block_of_hash.clear()
@@ -107,7 +111,7 @@ class BlockPool:
             self.residency.forget()
 
     def free_blocks(self) -> list[int]:
-        """Free blocks in the order in which they will be handed out. O(num_blocks): for tests and reports."""
+        """The free blocks in the order in which they will be handed out. O(num_blocks): for tests and reports."""
         blocks, block = [], self._next[self.num_blocks]
         while block != self.num_blocks:
             blocks.append(block)

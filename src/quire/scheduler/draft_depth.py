@@ -1,9 +1,9 @@
-"""The number of drafts for each request, from the acceptance of drafts and the time of a step. No torch.
+"""Computes the best number of drafts for each request from acceptance rates and the time of a step. No torch.
 
-With drafts a step gives more tokens and takes longer. The most tokens per second come from the drafts of all requests
-with the highest chances to hold, as long as each one pays. A draft's chance is the product of the acceptance rates of
-its position and the positions before. So it never exceeds the chance of the draft before it, and a request's drafts are
-taken from the first one on.
+With drafts, a step gives more tokens and takes longer. To get the most tokens per second, a step takes the drafts with
+the highest chances to hold, among all requests, as long as each further draft pays for its time. The chance of a draft
+is the product of the acceptance rates of its position and of all positions before it. So it never exceeds the chance of
+the draft before it, and a request's drafts are always taken from the first one on.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MIN_GAIN = 0.04
 
 
 class Acceptance:
-    """How often drafts held, by position, if all drafts before them held. Older ones count less and less.
+    """The share of drafts that held, by position, if all drafts before them held. Older drafts count less and less.
 
     Args:
-        memory: drafts of a position that count, in all.
-        weight: drafts that the prior rates count for.
+        memory: the number of drafts of a position that count in all.
+        weight: the prior rate counts as much as this number of drafts.
     """
 
     __slots__ = ("_held", "_keep", "_tried", "_weight")
@@ -35,7 +35,7 @@ class Acceptance:
         self._tried: list[float] = []
 
     def add(self, num_drafts: int, num_held: int) -> None:
-        """This number of drafts was verified, and the first `num_held` of them held."""
+        """Add the result of one row: `num_drafts` drafts were verified, and the first `num_held` of them held."""
         held, tried, keep = self._held, self._tried, self._keep
         num_tried = min(num_drafts, num_held + 1)
         while len(tried) < num_tried:
@@ -54,7 +54,8 @@ class Acceptance:
         """The acceptance rate of each position that `prior` has.
 
         Args:
-            doubt: standard deviations by which the rates are taken to be higher than they seem.
+            prior: the assumed rates.
+            doubt: the rates are raised by this number of standard deviations.
         """
         held, tried, weight = self._held, self._tried, self._weight
         known = [(h + weight * rate) / (t + weight) for h, t, rate in zip(held, tried, prior, strict=False)]
@@ -68,7 +69,7 @@ class Acceptance:
         ]
 
     def rates_of_all(self, most: int) -> list[float]:
-        """The rates of `most` positions without a prior: a position with few trials counts as the one before."""
+        """The rates of `most` positions. The prior of a position is the rate of the position before it."""
         rates, rate, weight = [], FIRST_RATE, self._weight
         for position in range(most):
             if position < len(self._tried):
@@ -78,7 +79,7 @@ class Acceptance:
 
 
 def chances(rates: Sequence[float]) -> list[float]:
-    """For each position, the probability that the drafts up to there hold."""
+    """For each position, the probability that all drafts up to this position hold."""
     return list(accumulate(rates, mul))
 
 
@@ -89,9 +90,9 @@ def best_depths(
     least_gain: float = 0.0,
     first_seconds: float = 0.0,
 ) -> list[int]:
-    """Drafts of each request for most tokens per second.
+    """The number of drafts of each request that gives the most tokens per second.
 
-    The best of all depths, if draft_seconds is a constant and an amount per token.
+    The result is the optimum if the drafter's time for a pass is a constant plus an amount per token.
 
     Args:
         chances_of: the chances of each request, as `chances` gives them: they never rise.

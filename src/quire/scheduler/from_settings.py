@@ -1,4 +1,4 @@
-"""The scheduler of some settings: over a worker, or over a predicted one."""
+"""Makes a scheduler from settings, for a real worker or for a simulated one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from quire.spec_decode.ngram import NgramProposer
 from quire.spec_decode.suffix import SuffixProposer
 from quire.speculative_config import BY_WORKER, SUFFIX_SHARED_BYTES, SpeculativeConfig
 
-DRAFTER_SHARE = 0.15  # assumed share of the model's time, of a drafter with a tenth of its size, until it has drafted
+# The assumed time of a drafter as a share of the model's time, until it has drafted: for a tenth of the model's size.
+DRAFTER_SHARE = 0.15
 
 
 def scheduler_of(
@@ -36,7 +37,7 @@ def scheduler_of(
     clock: Callable[[], float] = time.monotonic,
     adapters: AdapterRegistry | None = None,
 ) -> Scheduler | Lanes:
-    """A scheduler with an empty KV cache of the planned size, or one for each lane.
+    """A scheduler with an empty KV cache of the planned size. With lanes, there is one scheduler for each lane.
 
     Args:
         cost: predicts the times of steps.
@@ -114,7 +115,7 @@ def speculation_of(
     drafter = DrafterTime(DRAFTER_SHARE * cost.with_drafts([0], 0)[0]) if config.method in BY_WORKER else None
     adaptive = None
     if config.adaptive:
-        reads_late = config.method == "draft_model"  # heads read what the model computes
+        reads_late = config.method == "draft_model"  # a head reads the model's hidden states in every step
         adaptive = AdaptiveDepth(cost.with_drafts, drafter, schedule.depth, reads_late=reads_late)
     most_by_rows = config.num_speculative_tokens_per_batch_size
     proposer, most = proposer_of(config), config.num_speculative_tokens
@@ -123,7 +124,10 @@ def speculation_of(
 
 
 def proposer_of(config: SpeculativeConfig) -> Proposer:
-    """The proposer on this side. Raises ConfigError if text is to be searched without the compiled extension."""
+    """The proposer in the scheduler's process.
+
+    Raises ConfigError if drafts are to be searched in texts, and the compiled extension is not there.
+    """
     if config.method == "ngram":
         return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
     if config.method == "suffix":

@@ -1,4 +1,4 @@
-"""The pages that each request owns: prefix lookup, allocation, sharing between forks, registration for reuse."""
+"""Manages the pages of each request: prefix lookup, allocation, sharing between forks, registration for reuse."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from quire.request import Request
 from quire.scheduler.block_hash import BlockHasher
 from quire.scheduler.block_pool import BlockPool
 
-NO_PAGE = -1  # the mark in a block table for a block that no step reads any more
+NO_PAGE = -1  # stands in a block table for a block that no step reads any more
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The part of a request's tokens whose KV exists already."""
+    """The beginning of a request's tokens that is in the KV cache already."""
 
-    pages: Sequence[int]  # pages of full blocks that can be shared, as in BlockTable; they are never written again
-    num_tokens: int  # tokens that need no computation: the shared blocks and the head of `copy_from`
-    copy_from: Sequence[int] = ()  # pages of a block whose first num_tokens % block_size slots are to be copied
+    pages: Sequence[int]  # the pages of full blocks to share, in the order of BlockTable; they are never written again
+    num_tokens: int  # the number of tokens that need no computation: the shared blocks and the head of `copy_from`
+    copy_from: Sequence[int] = ()  # the pages of a block to copy: its first num_tokens % block_size slots are valid
     is_forgotten: bool = False  # computed before the cache was reset: no other request may find its later blocks
 
 
@@ -32,15 +32,15 @@ NO_PREFIX = Prefix((), 0)
 
 @dataclass(slots=True)
 class BlockTable:
-    """Pages of one running request.
+    """The pages of one running request.
 
     Attributes:
         pages: the pages of its blocks, in the order of its tokens. Each block has one page for each block table of the
             model.
-        num_tokens: tokens that the blocks have slots for.
-        num_sent: entries of `pages` that the worker has been told.
-        reserved: pages for blocks to come, in groups that keep all.
-        first_blocks: the first kept block of each group. The blocks before it are given back.
+        num_tokens: the number of tokens for which the blocks have slots.
+        num_sent: the number of entries of `pages` that the worker knows.
+        reserved: pages for later blocks, in groups that keep all blocks.
+        first_blocks: for each group, the first block that the request still holds. Earlier blocks were given back.
     """
 
     pages: list[int]
@@ -50,7 +50,7 @@ class BlockTable:
     first_blocks: list[int] = field(default_factory=list)
 
     def take_new(self) -> list[int]:
-        """The pages that the worker does not know yet."""
+        """The pages that the worker does not know yet. They count as sent from now on."""
         new = self.pages[self.num_sent :]
         self.num_sent = len(self.pages)
         return new
@@ -61,7 +61,7 @@ class BlockTable:
 
 
 def share_prompt(parent: Request, child: Request) -> bool:
-    """Whether a fork may take over the parent's KV: everything that the KV depends on must be equal."""
+    """Whether a fork may share the KV of its parent. Everything on which the KV depends must be equal."""
     return (
         parent.prompt_token_ids == child.prompt_token_ids
         and parent.adapter == child.adapter
@@ -71,16 +71,16 @@ def share_prompt(parent: Request, child: Request) -> bool:
 
 
 class KVCacheManager:
-    """Block tables of the running requests over one BlockPool.
+    """Manages the block tables of the running requests over one BlockPool.
 
     Only full blocks are shared, and shared blocks are never written: a prefix ends before the first token to compute. A
-    fork that starts inside a block of its parent gets its own copy of that block when it is admitted. This is the only
-    moment at which copy-on-write can be due.
+    fork may start inside a block of its parent. Then it gets its own copy of this block when it is admitted. So
+    copy-on-write happens only at admission.
 
-    A group that does not keep all, for example a group of layers with a window, has pages only for the blocks that the
-    steps in flight and the next step read and write. Blocks before the window of the first token whose step has not
-    ended are given back when pages are needed. They have been registered before: the result of the step that computed
-    them is here.
+    Some groups do not keep all blocks, for example a group of layers with a sliding window. Such a group has pages only
+    for the blocks that the steps in flight and the next step read and write. Let t be the first token whose step has
+    not ended. Blocks before the window of t are given back when pages are needed. They were registered before, because
+    the steps that computed them have ended.
     """
 
     def __init__(
@@ -93,13 +93,12 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         watermark: float = 0.0,
     ) -> None:
-        """`watermark` is the share of pages that admission leaves free while other requests run.
+        """Make a manager without requests. Raises ValueError if the watermark is not in [0, 1).
 
         Args:
-            step_tokens: most tokens of one request in a step, which groups that do not keep all have pages for.
-            depth: most steps in flight.
-
-        Raises ValueError if the watermark is not in [0, 1).
+            step_tokens: the most tokens of one request in a step. Groups that do not keep all have pages for them.
+            depth: the most steps in flight.
+            watermark: the share of pages that admission leaves free while other requests run.
         """
         if not 0 <= watermark < 1:
             raise ValueError(f"The watermark is a share of the KV blocks in [0, 1), got {watermark}.")
@@ -112,7 +111,7 @@ class KVCacheManager:
         self._width = num_tables(groups)
         ends = [num_tables(groups[: index + 1]) for index in range(len(groups))]
         self._columns = {group: range(end - group.num_tables, end) for group, end in zip(groups, ends, strict=True)}
-        # A block's content in one table is found by the block's hash and the number of the table.
+        # The content of a block in one table is found by the hash of the block with a suffix for the table.
         self._suffixes = {
             column: column.to_bytes(2, "little") if column else b""
             for group, columns in self._columns.items()
@@ -124,7 +123,7 @@ class KVCacheManager:
         self._most_blocks = [
             group.most_blocks(longest, pool.block_size, depth * step_tokens) for group in self._bounded
         ]
-        self.step_tokens = step_tokens if self._bounded else longest  # more slots than these are for later steps
+        self.step_tokens = step_tokens if self._bounded else longest  # the most tokens of one request in a step
         self._num_watermark_pages = int(watermark * pool.num_blocks)
         self._hasher = BlockHasher(pool.block_size)
         self._tables: dict[str, BlockTable] = {}
@@ -132,23 +131,23 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of pages that running requests hold. Cached pages without an owner count as free."""
+        """The share of pages that running requests hold. Cached pages without an owner count as free."""
         return self.pool.num_used_blocks / self.pool.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks of tokens, each with a page for every block table, that the free pages make."""
+        """The number of blocks of tokens for which there are free pages. A block needs a page for each block table."""
         return self.pool.num_free_blocks // self._width
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def num_pages_at_most(self, lengths: Sequence[int]) -> int:
-        """Pages of requests of these lengths, as if every group kept all blocks."""
+        """The number of pages for requests of these lengths, if every group kept all blocks."""
         return self._width * sum(map(self.num_blocks_for, lengths))
 
     def table(self, request: Request) -> BlockTable:
-        """The table of an admitted request; it belongs to the manager."""
+        """The block table of an admitted request. Only the manager may change it."""
         return self._tables[request.request_id]
 
     def hash_prompt(self, request: Request) -> None:
@@ -163,16 +162,16 @@ class KVCacheManager:
             ) from error
 
     def find_cached_prefix(self, request: Request) -> Prefix:
-        """The longest run of full blocks that all groups can serve and that leaves a token to compute.
+        """The longest prefix of full blocks that all groups have in the cache.
 
-        Without one there are no logits. Of a group that does not keep all, the blocks that the next token reads are
-        enough.
+        At least one token is left to compute, because without it there are no logits. A group that does not keep all
+        blocks needs only the blocks that the next token reads.
         """
         if not self.enable_prefix_caching or self._has_state:
             return NO_PREFIX
         num_blocks, width = (request.num_tokens - 1) // self.block_size, self._width
         hashes = self._hasher.extend(request, num_blocks)[:num_blocks]
-        found: dict[int, list[int]] = {}  # the pages of each column, from the first block that is read
+        found: dict[int, list[int]] = {}  # block table -> its pages, from the first block that is read
         for column in self._kept_columns:
             found[column] = self._cached_beginning(hashes[:num_blocks], self._suffixes[column])
             num_blocks = len(found[column])
@@ -192,7 +191,7 @@ class KVCacheManager:
         return Prefix(pages, num_blocks * self.block_size)
 
     def _cached_beginning(self, hashes: list[bytes], suffix: bytes) -> list[int]:
-        """Pages of the blocks up to the first one that is not cached."""
+        """The pages of the blocks before the first one that is not cached."""
         lookup, pages = self.pool.lookup, []
         for block_hash in hashes:
             page = lookup(block_hash + suffix)
@@ -202,11 +201,10 @@ class KVCacheManager:
         return pages
 
     def _most_cached(self, group: KvGroup, hashes: list[bytes], num_blocks: int) -> int:
-        """The largest number of blocks, at most `num_blocks`, behind which a request finds all that it reads of a
-        group.
+        """The largest prefix, at most `num_blocks` blocks, after which all blocks that a request reads are cached.
 
-        Shorter ones that still end behind a missing block need it too. So the next try ends before the first block that
-        is missing, and where nothing is cached there is one look per window.
+        If a block is missing, then all prefixes that would read it fail. So the next try is the prefix that ends before
+        this block. If nothing is cached, there is one lookup per window.
         """
         lookup, suffixes = self.pool.lookup, [self._suffixes[column] for column in self._columns[group]]
         while num_blocks > 0:
@@ -219,9 +217,10 @@ class KVCacheManager:
         return num_blocks
 
     def fork_prefix(self, parent: Request) -> Prefix | None:
-        """The part that a fork takes over from a parent with a computed prompt: all but the last token, for the logits.
+        """The prefix that a fork shares with a parent whose prompt is computed: all tokens but the last one.
 
-        None: the parent has given back blocks that the fork would read.
+        The fork computes the last token itself, to get its logits. None: the parent has given back blocks that the fork
+        would read.
         """
         num_tokens = parent.num_prompt_tokens - 1
         num_full_blocks, rest = divmod(num_tokens, self.block_size)
@@ -238,7 +237,7 @@ class KVCacheManager:
         return Prefix(pages, num_tokens, copy_from, parent.request_id in self._forgotten)
 
     def _holds(self, table: BlockTable, position: int) -> bool:
-        """Whether all blocks that the token at `position` reads are still there."""
+        """Whether the table still holds all blocks that the token at `position` reads."""
         return all(
             first <= group.first_needed(position) // self.block_size
             for group, first in zip(self._bounded, table.first_blocks, strict=True)
@@ -247,10 +246,13 @@ class KVCacheManager:
     def admit(
         self, request: Request, prefix: Prefix, num_tokens: int, *, keep_watermark: bool
     ) -> list[tuple[int, int]] | None:
-        """Give `request` its block table: the prefix's pages and new ones for `num_tokens` tokens.
+        """Give `request` its block table: the pages of the prefix, and new pages for `num_tokens` tokens in all.
 
-        A group that does not keep all gets the pages of the next steps. Answers the page copies (source, destination)
-        that must run before the request computes, or None, with nothing changed, if the free pages do not suffice.
+        A group that does not keep all blocks gets only the pages of the next steps.
+
+        Returns:
+            Page copies (source, destination) that must run before the request computes. None: there are too few free
+            pages, and nothing has changed.
         """
         pool = self.pool
         num_blocks, num_shared = self.num_blocks_for(num_tokens), len(prefix.pages) // self._width
@@ -274,16 +276,15 @@ class KVCacheManager:
         return list(zip(prefix.copy_from, new, strict=True))
 
     def extend(self, request: Request, num_tokens: int) -> bool:
-        """Get slots for the first `num_tokens` tokens; False: for fewer, because pages are missing or a window holds no
-        more.
+        """Get slots for the first `num_tokens` tokens. Before that, blocks that no step will read are given back.
 
-        Blocks that no unfinished or later step reads are given back first.
+        False: there are slots for fewer tokens, because pages are missing or because a window holds no more.
         """
         table = self._tables[request.request_id]
         return num_tokens <= table.num_tokens or self._grow(table, request.num_settled_tokens, num_tokens)
 
     def _grow(self, table: BlockTable, position: int, num_tokens: int) -> bool:
-        """The tokens before `position` are settled."""
+        """See `extend`. The steps of all tokens before `position` have ended."""
         self._give_back(table, position)
         begin, end = len(table.pages) // self._width, self._end(table.first_blocks, self.num_blocks_for(num_tokens))
 
@@ -300,11 +301,11 @@ class KVCacheManager:
         return num_tokens <= table.num_tokens
 
     def _end(self, first_blocks: list[int], num_blocks: int) -> int:
-        """Blocks that a table may have: no group holds more than a step needs, unless it keeps all."""
+        """The most blocks that a table may have. A group that does not keep all holds only what the next steps need."""
         return min(num_blocks, *map(add, first_blocks, self._most_blocks)) if first_blocks else num_blocks
 
     def _place(self, table: BlockTable, pages: list[int], end: int) -> None:
-        """Append pages for the blocks up to `end`. A state has one page in the first block and none in the others."""
+        """Append pages for the blocks up to `end`. A state (of a linear-attention layer) has a page only in block 0."""
         if self._has_state:
             left, blocks = iter(pages), range(len(table.pages) // self._width, end)
             cells = ((block, column) for block in blocks for column in range(self._width))
@@ -326,7 +327,10 @@ class KVCacheManager:
         self.pool.release(dead)
 
     def register_computed(self, request: Request, start: int, end: int) -> None:
-        """Let others find the blocks that got full while tokens start .. end - 1, all known by now, were computed."""
+        """Let other requests find the blocks that became full when the tokens start to end - 1 were computed.
+
+        All these tokens must be known.
+        """
         first, last = start // self.block_size, end // self.block_size
         if first == last or not self.enable_prefix_caching or request.request_id in self._forgotten:
             return
@@ -334,16 +338,19 @@ class KVCacheManager:
         for block in range(first, last):
             for column, suffix in self._suffixes.items():
                 page = pages[block * self._width + column]
-                if page != NO_PAGE:  # NO_PAGE: it was freed after this step was submitted
+                if page != NO_PAGE:  # the page may have been freed after this step was submitted
                     self.pool.register(page, hashes[block] + suffix)
 
     def free(self, request: Request) -> None:
-        """Return all pages, the last one first, so that the longest-lived part of a prefix is its beginning."""
+        """Release all pages of a request, the last page first. So the beginning of a prefix stays cached longest."""
         self.pool.release(reversed(self._tables.pop(request.request_id).held()))
         self._forgotten.discard(request.request_id)
 
     def forget_cached_prefixes(self) -> None:
-        """Lookups no longer find the blocks computed so far, or the blocks that running requests compute from them."""
+        """Reset the prefix cache.
+
+        Later lookups find neither the blocks computed so far nor the blocks that running requests compute from them.
+        """
         self.pool.forget_all()
         self._forgotten = set(self._tables)
 

@@ -1,7 +1,8 @@
-"""Several schedulers of one engine: each has its own requests, KV cache, prefix cache and token budget.
+"""Several schedulers of one engine, one for each lane (data parallelism with shared experts).
 
-Lanes compute side by side, and share experts. So they take their steps together, and a step takes as long as the
-busiest lane needs. A request goes to the lane with the fewest requests; a cached prefix counts in favour of a lane.
+Each has its own requests, KV cache, prefix cache and token budget. Lanes compute side by side and share experts. So
+they take their steps together, and a step takes as long as the busiest lane needs. A new request goes to the lane with
+the least work; a cached prefix counts in favour of a lane.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from quire.scheduler.blame import culprits
 from quire.scheduler.limits import SchedulerLimits, check_queue
 from quire.scheduler.scheduler import Scheduler, ScheduleStats
 
-PROMPT_TOKENS_OF_A_REQUEST = 512  # this number of prompt tokens to compute counts as much as a running request
+PROMPT_TOKENS_OF_A_REQUEST = 512  # this number of prompt tokens to compute counts as much work as a running request
 
 
 class Lanes:
-    """The Scheduler of an EngineCore, made of several ones. Batches join all lanes: ScheduledBatch.lanes."""
+    """Takes the place of an EngineCore's Scheduler, and has a Scheduler for each lane.
+
+    A batch joins the batches of all lanes: see ScheduledBatch.lanes.
+    """
 
     num_stages = 1
     speculation = adapters = None  # resolve refuses them with lanes
@@ -34,7 +38,7 @@ class Lanes:
 
     @property
     def limits(self) -> SchedulerLimits:
-        """The limits of each lane; max_num_queued_reqs counts all lanes together."""
+        """The limits of each lane. max_num_queued_reqs is the limit of all lanes together."""
         return self.lanes[0].limits
 
     @property
@@ -59,7 +63,7 @@ class Lanes:
 
     @property
     def num_blocks_ever_used(self) -> int:
-        """The blocks of the lane that has used the most."""
+        """The blocks that were ever in use in the lane that has used the most."""
         return max(lane.num_blocks_ever_used for lane in self.lanes)
 
     def has_requests(self) -> bool:
@@ -90,7 +94,7 @@ class Lanes:
         )
 
     def add(self, request: Request, *, is_retry: bool = False, is_ready: Callable[[], bool] | None = None) -> None:
-        """See Scheduler.add. The lane is chosen for good."""
+        """See Scheduler.add. The request stays in the lane that is chosen here."""
         if not is_retry:
             check_queue(self.num_waiting, self.limits)
         if any(request.request_id in lane for lane in self.lanes):
@@ -98,7 +102,7 @@ class Lanes:
         self._lane_for(request).add(request, is_retry=True, is_ready=is_ready)
 
     def _lane_for(self, request: Request) -> Scheduler:
-        if request.sampling_params.grammar is not None:  # the rank in the engine's process alone has grammars
+        if request.sampling_params.grammar is not None:  # only the rank in the engine's process has grammars
             if request.lane:
                 raise InvalidRequestError(
                     "A request with a constraint is computed by the first lane",
@@ -134,7 +138,7 @@ class Lanes:
             lane.reset_prefix_cache()
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next batches of all lanes; None: no lane has anything to do before a result arrives."""
+        """The next batch of all lanes; None: no lane has anything to do before a result arrives."""
         return self._together([lane.schedule() for lane in self.lanes])
 
     def probe(self, rows: Sequence[tuple[int, int]]) -> ScheduledBatch | None:
@@ -154,7 +158,7 @@ class Lanes:
         return deltas
 
     def fail(self, batches: list[ScheduledBatch], error: str, request_ids: Collection[str] = ()) -> list[RequestDelta]:
-        """See Scheduler.fail. All lanes have their rows in one step: any of them may be to blame."""
+        """See Scheduler.fail. A step has the rows of all lanes, so a row of any lane may be to blame."""
         rows = [
             request
             for lane, own in zip(self.lanes, batches[0].lanes, strict=True)
@@ -172,7 +176,7 @@ class Lanes:
         raise AssertionError("resolve refuses adapters with lanes")
 
     def _together(self, found: list[ScheduledBatch | None]) -> ScheduledBatch | None:
-        """One batch of the batches of all lanes; None: there are none."""
+        """Join the batches of all lanes; None: no lane has a batch."""
         if not any(found):
             return None
         lanes = [batch or ScheduledBatch(self._next_step_id) for batch in found]

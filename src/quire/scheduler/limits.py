@@ -12,16 +12,19 @@ from quire.request import Request
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of a step and of the queue; all but max_model_len may move while serving. Raises ValueError."""
+    """The limits of a step and of the queue. All but max_model_len may change while serving.
+
+    Raises ValueError for a limit that is out of its range.
+    """
 
     max_num_seqs: int  # running requests
     max_num_batched_tokens: int  # tokens of one step
     max_model_len: int  # prompt and output of one request
     long_prefill_token_threshold: int = 0  # the most tokens of one request in one step; 0: no limit
     max_num_queued_reqs: int | None = None  # waiting requests; None: no limit
-    max_shared_prefill_tokens: int = 0  # tokens of prompts in a step that they share; 0: prompts go in order
-    slo_itl: float = 0.0  # seconds of a step that has answers; 0: no target
-    slo_attainment: float = 0.99  # share of these steps that reach it
+    max_shared_prefill_tokens: int = 0  # prompt tokens of a step that several prompts share; 0: prompts go in order
+    slo_itl: float = 0.0  # the target for the seconds of a step with decodes; 0: there is no target
+    slo_attainment: float = 0.99  # the share of these steps that must reach the target
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_num_queued_reqs"):
@@ -37,7 +40,7 @@ class StepRoom(Protocol):
     """The remaining time of a step that is being filled."""
 
     def fitting(self, start: int, most: int, /) -> int:
-        """The number of a prompt's tokens, after its first `start` and at most `most`, that the time allows."""
+        """The number of prompt tokens that the time allows: at most `most`, after the first `start` tokens."""
         ...
 
     def take(self, start: int, count: int, /) -> None:
@@ -46,7 +49,7 @@ class StepRoom(Protocol):
 
 
 class RoomWithin(Protocol):
-    """The scheduler's question about the time of steps: CostModel.room_within."""
+    """Predicts the room for prompts in a step: see CostModel.room_within."""
 
     def __call__(
         self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int], num_logits: int, /
@@ -56,7 +59,7 @@ class RoomWithin(Protocol):
 
 
 def check_queue(num_waiting: int, limits: SchedulerLimits) -> None:
-    """Raises QueueFullError if no further request may wait."""
+    """Raise QueueFullError if no further request may wait."""
     if limits.max_num_queued_reqs is not None and num_waiting >= limits.max_num_queued_reqs:
         raise QueueFullError(
             "The waiting queue is full",
@@ -67,9 +70,10 @@ def check_queue(num_waiting: int, limits: SchedulerLimits) -> None:
 
 
 def check_request(request: Request, limits: SchedulerLimits, longest_request: int) -> None:
-    """Refuse a request that could never finish within `limits` and a cache that holds `longest_request` tokens of one.
+    """Refuse a request that could never finish. Raises InvalidRequestError or ContextLengthError.
 
-    Raises InvalidRequestError or ContextLengthError.
+    Args:
+        longest_request: the most tokens of one request that the KV cache holds.
     """
     num_prompt = request.num_prompt_tokens
     if num_prompt == 0:

@@ -1,4 +1,4 @@
-"""The progress of requests: the one place that moves the counts of computed and in-flight tokens, forward and back."""
+"""The progress of requests. Only this module changes their counts of computed and in-flight tokens."""
 
 from __future__ import annotations
 
@@ -6,32 +6,38 @@ from quire.request import Request, RequestStatus
 
 
 def num_schedulable(request: Request) -> int:
-    """Tokens of a running request to compute now; 0 once all it may sample are sampled or in flight."""
+    """The number of tokens of a running request that may be computed now.
+
+    It is 0 when all tokens that the request may sample are sampled or in flight.
+    """
     num_prompt = len(request.prompt_token_ids)
     num_known = num_prompt + len(request.output_token_ids) + request.num_in_flight_tokens
     return num_known - request.num_computed_tokens if num_known - num_prompt < request.max_tokens else 0
 
 
 def num_schedulable_alone(request: Request) -> int:
-    """The same where a request waits for its own token."""
+    """Like `num_schedulable`, but for a pipeline of stages, where a request waits until its last token is known."""
     return 0 if request.num_in_flight_tokens else num_schedulable(request)
 
 
 def num_lacking(request: Request) -> int:
-    """Tokens of a running request that are known and not computed."""
+    """The number of tokens of a running request that are known and not computed."""
     return request.num_tokens - request.num_computed_tokens
 
 
 def start_at(request: Request, num_tokens: int) -> None:
-    """Set how many tokens of the request have KV, because it was admitted or has lost its blocks."""
+    """Set the number of tokens that are computed, when a request is admitted or has lost its blocks."""
     request.num_computed_tokens = request.num_settled_tokens = num_tokens
 
 
 def advance(request: Request, count: int, num_drafts: int = 0) -> int:
-    """A batch is made that computes the next `count` tokens. The last `num_drafts` of them are guesses.
+    """Count the next `count` tokens as computed, because a batch computes them. The last `num_drafts` are drafts.
 
-    Answers the row's num_logits: see ScheduledBatch. With drafts, the drafts are in flight. The token after them has no
-    place yet, so the request has nothing to schedule until the result is here.
+    Drafts count as tokens in flight. The place of the token after them is not known yet. So a request with drafts has
+    nothing to schedule until its result is here.
+
+    Returns:
+        The row's num_logits: see ScheduledBatch.
     """
     request.num_in_flight_steps += 1
     request.num_computed_tokens += count
@@ -43,19 +49,22 @@ def advance(request: Request, count: int, num_drafts: int = 0) -> int:
 
 
 def force(request: Request, num_forced: int) -> None:
-    """The last tokens of the request were forced by its grammar after the last sampled one.
+    """Take in the last `num_forced` tokens of the request, which its grammar has forced.
 
-    Steps in flight sample the first of them: these samples are known, so they are in flight no more.
+    Steps in flight sample the first of these tokens. Their results are known now, so they are no longer in flight.
     """
     request.num_forced_tokens = num_forced
     request.num_in_flight_tokens = max(request.num_in_flight_tokens - num_forced, 0)
 
 
 def settle(request: Request, end: int, num_logits: int, num_sampled: int) -> int:
-    """The result of a batch is here, which computed the tokens before `end`. Answers the end of those that are true.
+    """Take in the result of a batch that has computed the tokens before `end`.
 
-    A row with k drafts (num_logits = k + 1) has sampled one token more than drafts held. The other drafts are taken
-    back, and their slots are written again before anybody reads them.
+    A row with k drafts (num_logits = k + 1) has sampled one token more than the number of drafts that held. The other
+    drafts no longer count as computed. Their slots are written again before anybody reads them.
+
+    Returns:
+        The end of the tokens whose computation is valid.
     """
     request.num_in_flight_steps -= 1
     if num_logits == 1:
@@ -71,5 +80,5 @@ def settle(request: Request, end: int, num_logits: int, num_sampled: int) -> int
 
 
 def lose_results(request: Request) -> None:
-    """No result of a submitted batch will come: the caller takes the blocks, and the request starts again."""
+    """Forget the tokens in flight, because their results will not come. The caller frees the request's blocks."""
     request.num_in_flight_steps = request.num_in_flight_tokens = 0

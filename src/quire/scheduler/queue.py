@@ -1,4 +1,4 @@
-"""The waiting queue and the order of requests: first come first served, or by priority; and the next turn."""
+"""The waiting queue. It knows two orders: the order of service (fcfs or priority), and the order of turns."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Key = tuple[float, ...]
 OrderKey = Callable[[Request], Key]
 TurnKey = Callable[[Request, int], Key]
 
-# Requests with a smaller key are served first; unique, because `sequence` is. A preempted request keeps its key. It
-# returns to its old place, before all requests that came later.
+# Requests with a smaller key are served first. Keys are unique, because `sequence` is unique. A preempted request keeps
+# its key, so it returns to its old place, before all requests that came later.
 ORDER_KEYS: dict[SchedulingPolicy, OrderKey] = {
     "fcfs": lambda request: (request.sequence,),
     "priority": lambda request: (request.priority, request.arrival_time, request.sequence),
 }
-# In a step that prompts share, the prompt that lacks the fewest tokens has the first turn, but never before a more
-# urgent prompt.
+# In a step that several prompts share, the prompt with the fewest tokens to compute has the first turn. But it never
+# comes before a prompt of a higher priority.
 TURN_KEYS: dict[SchedulingPolicy, TurnKey] = {
     "fcfs": lambda request, num_lacking: (num_lacking, request.sequence),
     "priority": lambda request, num_lacking: (request.priority, num_lacking, request.arrival_time, request.sequence),
@@ -27,23 +27,28 @@ TURN_KEYS: dict[SchedulingPolicy, TurnKey] = {
 
 
 class WaitingQueue:
-    """Two heaps of the same requests, by order and by turn.
+    """Two heaps of the same requests: one by the order of service, and one by turn.
 
-    `remove` only marks: an entry goes when it surfaces, or when such entries are the majority of a heap.
+    `remove` only marks an entry. The entry is deleted when it comes to the top, or when most entries of the heap are
+    marked.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._order_key, self._turn_key = ORDER_KEYS[policy], TURN_KEYS[policy]
         self._by_order: list[tuple[Key, int, Request]] = []
         self._by_turn: list[tuple[Key, int, Request]] = []
-        self._stays: dict[Request, int] = {}  # waiting requests: entries of an earlier stay are void
+        self._stays: dict[Request, int] = {}  # waiting request -> number of its stay; entries of earlier stays are void
         self._num_stays = 0
 
     def __len__(self) -> int:
         return len(self._stays)
 
     def push(self, request: Request, num_lacking: int) -> None:
-        """O(log n). A request waits once. `num_lacking` is how many tokens it will have to compute, as far as known."""
+        """Add a request that does not wait yet. O(log n).
+
+        Args:
+            num_lacking: the number of tokens that it will have to compute, as far as is known.
+        """
         assert request not in self._stays, f"{request.request_id} waits already"
         self._num_stays += 1
         self._stays[request] = self._num_stays
@@ -51,15 +56,15 @@ class WaitingQueue:
         heapq.heappush(self._by_turn, (self._turn_key(request, num_lacking), self._num_stays, request))
 
     def first_in_order(self) -> tuple[Key, Request] | None:
-        """The next request if prompts go in order, with the order's key."""
+        """The first request in the order of service, with its key; None: nobody waits."""
         return self._first(self._by_order)
 
     def first_in_turn(self) -> tuple[Key, Request] | None:
-        """The next request if prompts share steps, with the turn's key."""
+        """The first request in the order of turns, with its key; None: nobody waits."""
         return self._first(self._by_turn)
 
     def remove(self, request: Request) -> None:
-        """Take out a request, wherever it stands: O(1) on average."""
+        """Remove a request, wherever it stands. O(1) on average."""
         del self._stays[request]
         for heap in (self._by_order, self._by_turn):
             if len(heap) > 2 * len(self._stays) + 8:

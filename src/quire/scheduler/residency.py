@@ -1,4 +1,4 @@
-"""How long a sample of the KV blocks hold their content, for vLLM's vllm:kv_block_* histograms."""
+"""Measures how long KV blocks hold their content, for a sample of blocks. The metrics are vLLM's vllm:kv_block_*."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from itertools import pairwise
 
 from quire.schedule import EvictedBlock
 
-MAX_ACCESSES = 4  # the last accesses of a block give its reuse gaps; the number is vLLM's, to compare histograms
+MAX_ACCESSES = 4  # reuse gaps come from this number of last accesses, as in vLLM, so that histograms are comparable
 
 
 class _Stay:
-    """One block since it was handed out. Times on the caller's clock."""
+    """The history of one block since it was handed out. Times are in seconds on the caller's clock."""
 
     __slots__ = ("accesses", "last_time", "start_time")
 
@@ -27,9 +27,9 @@ class BlockResidency:
     """Follows a sample of the blocks from one allocation to the next.
 
     Args:
-        sample_rate: share of allocations that are followed, in (0, 1].
-        clock: monotonic seconds.
-        draw: uniform numbers in [0, 1).
+        sample_rate: the share of allocations that are followed, in (0, 1].
+        clock: gives monotonic seconds.
+        draw: gives uniform random numbers in [0, 1).
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class BlockResidency:
         self._evicted: list[EvictedBlock] = []
 
     def on_allocated(self, blocks: Iterable[int]) -> None:
-        """These blocks are handed out, and their content is gone."""
+        """Note that these blocks are handed out. Their old content is gone."""
         now = self._clock()
         for block in blocks:
             if (stay := self._stays.pop(block, None)) is not None:
@@ -53,7 +53,7 @@ class BlockResidency:
                 self._stays[block] = _Stay(now)
 
     def on_accessed(self, blocks: Iterable[int]) -> None:
-        """A request found these blocks in the prefix cache, or shares them with its parent."""
+        """Note that a request uses these blocks: it found them in the prefix cache, or shares them with its parent."""
         now = self._clock()
         for block in blocks:
             if (stay := self._stays.get(block)) is not None:
@@ -61,7 +61,7 @@ class BlockResidency:
                 stay.accesses.append(now)
 
     def forget(self) -> None:
-        """The cache was reset: blocks that lost their content in this way do not count as evicted."""
+        """Follow no block any more, because the cache was reset. This does not count as an eviction."""
         self._stays.clear()
 
     def take_evicted(self) -> list[EvictedBlock]:

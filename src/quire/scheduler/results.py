@@ -1,4 +1,4 @@
-"""The effect of sampled tokens on a request: its end, and the delta for the front end."""
+"""Applies sampled tokens to a request: the end of the request, and the delta for the front end."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from quire.schedule import StepResult
 
 
 def append_tokens(request: Request, token_ids: list[int]) -> tuple[int, FinishReason | None]:
-    """Append sampled tokens up to the one that ends the request. Returns their number, and the reason of the end, if
-    any.
+    """Append sampled tokens, up to the first one that ends the request.
 
-    A stop id counts once min_tokens are out, and goes before the length, as in vLLM. stop_reason is the stop id if it
-    is the user's, and stays None for EOS.
+    A stop id counts only after min_tokens tokens. If a stop id and the length limit come together, the stop id is the
+    reason, as in vLLM. `stop_reason` becomes the stop id if the user has named it, and stays None for EOS.
+
+    Returns:
+        The number of appended tokens, and the reason of the end; None: the request goes on.
     """
     output = request.output_token_ids
     for num_taken, token_id in enumerate(token_ids, start=1):
@@ -30,7 +32,7 @@ def append_tokens(request: Request, token_ids: list[int]) -> tuple[int, FinishRe
 
 
 def delta_of(request: Request, token_ids: list[int]) -> RequestDelta:
-    """`token_ids` new tokens and the state of the request after them."""
+    """The delta with the new tokens `token_ids` and the state of the request after them."""
     delta = RequestDelta(
         request.request_id,
         token_ids,
@@ -48,19 +50,19 @@ def delta_of(request: Request, token_ids: list[int]) -> RequestDelta:
 
 
 class PromptLogprobs:
-    """Prompt logprobs of requests whose prompt comes in chunks, until the first sampled token takes them along."""
+    """Collects prompt logprobs while prompts are computed in chunks. They are sent with the first sampled token."""
 
     def __init__(self) -> None:
         self._of: dict[Request, list[msgspec.Raw]] = {}
 
     def collect(self, request: Request, start: int, row: int, result: StepResult) -> None:
-        """Keep the logprobs of a step that began at token `start`. A recomputed chunk overwrites itself."""
+        """Keep the logprobs of a step that began at token `start`. A recomputed chunk replaces the older one."""
         if row in result.prompt_logprobs:
             new = [pack(entry) for entry in result.prompt_logprobs[row]]
             self._of.setdefault(request, [])[start : start + len(new)] = new
 
     def take(self, request: Request) -> list[msgspec.Raw] | None:
-        """All of a request's prompt logprobs, once; None if it did not ask."""
+        """Take out all prompt logprobs of a request; None: it did not ask for them."""
         return self._of.pop(request, []) if request.sampling_params.prompt_logprobs is not None else None
 
     def drop(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""The scheduler: it gives requests tokens in the next step, and takes in the step's result."""
+"""The scheduler. It decides how many tokens of each request the next step computes, and takes in the step's result."""
 
 from __future__ import annotations
 
@@ -43,40 +43,51 @@ logger = get_logger(__name__)
 
 WAITING, PREEMPTED = RequestStatus.WAITING, RequestStatus.PREEMPTED
 RUNNING, FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
-LEAST_PROMPT_TOKENS = 16  # the least tokens of the oldest prompt in each step, even if answers take long
-SHARING_SECONDS = 10.0  # after the last step with several requests, another request is expected
+LEAST_PROMPT_TOKENS = 16  # the oldest prompt gets at least this number of tokens in a step, even if decodes take long
+SHARING_SECONDS = 10.0  # the time after a step with several requests in which another request is expected
 
 
 @dataclass(slots=True)
 class ScheduleStats:
     """Counts of scheduling since the last `take_stats`."""
 
-    num_decode_tokens: int = 0  # scheduled tokens that are a row's newest sampled token or the drafts after it
+    num_decode_tokens: int = 0  # scheduled tokens that are the newest sampled token of a row, or drafts after it
     num_preemptions: int = 0
-    prefix_cache_queries: int = 0  # tokens of requests admitted for the first time
-    prefix_cache_hits: int = 0  # how many of them were cached
+    prefix_cache_queries: int = 0  # tokens of requests that were admitted for the first time
+    prefix_cache_hits: int = 0  # the number of these tokens that were cached
 
 
 @dataclass(slots=True)
 class _Step:
-    """A batch without a result, and its requests: their ids may have been given again since."""
+    """A batch without a result yet, and its requests. Later requests may have the same ids by now."""
 
     batch: ScheduledBatch
     rows: list[Request]
-    room: StepRoom | None = None  # set if the step has answers: prompts take the rest of its time
+    room: StepRoom | None = None  # set if the step has decodes and a time target: prompts take the rest of the time
 
 
 class Scheduler:
-    """Requests without phases: each has tokens that are known and not computed, and a step computes some of them.
+    """Schedules requests without phases: each has tokens that are known and not computed, and a step computes some.
 
-    `schedule` counts the tokens that it hands out as computed at once, so it may be called again before the result is
-    there. A token that a submitted batch will sample is in flight. It can be scheduled, because the worker will know
-    it, but it cannot be hashed or streamed.
+    `schedule` counts the tokens that it hands out as computed at once. So it may be called again before the result is
+    here. A token that a submitted batch will sample is in flight. It can be scheduled, because the worker will know it,
+    but it cannot be hashed or streamed yet.
 
     Args:
-        num_stages: the pipeline stages of the workers. With several, a request waits for its own token, and the answers
-            are spread over as many batches as there are stages, so that all stages compute.
-        vocab_size: the size of the model's vocabulary, for the tokens of `probe`.
+        kv: the manager of the KV cache.
+        policy: the order of service.
+        enable_chunked_prefill: whether a prompt may be computed in several steps.
+        rope_switches_after: requests with more tokens than this use the other rotary table (longrope); None: there is
+            one table.
+        speculation: asks for drafts; None: there are no drafts.
+        adapters: decides which adapters run; None: no request has an adapter.
+        room_within: predicts the room for prompts in a step, for `slo_itl`; None: there is no such target.
+        clock: gives monotonic seconds.
+        num_stages: the number of pipeline stages. If there are several, a request waits until its last token is known,
+            and decodes are spread over as many batches as there are stages, so that all stages compute.
+        vocab_size: the vocabulary size of the model.
+
+    Raises ValueError for an unknown policy.
     """
 
     def __init__(
@@ -109,9 +120,9 @@ class Scheduler:
         self._clock = clock
         self._key, self._turn_key = ORDER_KEYS[policy], TURN_KEYS[policy]
         self._queue = WaitingQueue(policy)
-        self._running: list[Request] = []  # in order of service: the last one is the first to be preempted
-        self._requests: dict[str, Request] = {}  # all that are not finished
-        # Requests beside the queue, each with the question whether it may join. They hold up no other request.
+        self._running: list[Request] = []  # in the order of service: the last request is the first to be preempted
+        self._requests: dict[str, Request] = {}  # all requests that are not finished
+        # Requests outside of the queue, each with a function that says whether it may join. They hold up nobody.
         self._deferred: dict[Request, Callable[[], bool]] = {}
         self._in_flight: dict[int, _Step] = {}  # by step_id, oldest first
         self._removed: list[str] = []  # requests that the worker still has and must remove
@@ -121,9 +132,9 @@ class Scheduler:
         self._shared_until = -math.inf
         self._next_step_id = 0
         self._preemption_log = RateLimited(logger)
-        self.others: tuple[Scheduler, ...] = ()  # the schedulers of lanes that take their steps together with this lane
+        self.others: tuple[Scheduler, ...] = ()  # the schedulers of the other lanes, which step together with this one
 
-    # What the caller sees of the state
+    # The visible state
 
     @property
     def num_running(self) -> int:
@@ -135,7 +146,7 @@ class Scheduler:
 
     @property
     def num_deferred(self) -> int:
-        """The waiting requests that wait for a shared prompt or a resource, not for room."""
+        """The number of requests that wait for a shared prompt or a resource, and not for room."""
         return len(self._deferred)
 
     @property
@@ -151,45 +162,48 @@ class Scheduler:
         return self.kv.pool.num_ever_used
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether a request is not finished."""
+        """Whether the scheduler has a request with this id that is not finished."""
         return request_id in self._requests
 
     def num_missing(self, request: Request) -> int:
-        """Tokens of a request that the prefix cache does not have. The request need not be here."""
+        """The number of a request's tokens that the prefix cache does not have. The request need not be added."""
         self._choose_rope(request)
         self.kv.hash_prompt(request)
         return request.num_tokens - self._cached_prefix(request).num_tokens
 
     def has_requests(self) -> bool:
-        """Whether any request is not finished."""
+        """Whether there is a request that is not finished."""
         return bool(self._requests)
 
     def has_ready_requests(self) -> bool:
-        """Whether `schedule` may find work before a result arrives; without free blocks it still answers None."""
+        """Whether `schedule` may find work before a result arrives. If blocks are missing, it still returns None."""
         return len(self._queue) > 0 or any(self._num_schedulable(request) > 0 for request in self._running)
 
     def take_stats(self) -> ScheduleStats:
-        """Counts since the last call."""
+        """The counts since the last call."""
         stats, self._stats = self._stats, ScheduleStats()
         return stats
 
     def take_evicted_blocks(self) -> list[EvictedBlock] | None:
-        """Evictions of the sample since the last call; None: blocks are not followed."""
+        """The evicted blocks of the sample since the last call; None: blocks are not followed."""
         return None if self.kv.pool.residency is None else self.kv.pool.residency.take_evicted()
 
-    # What the caller does
+    # The caller's methods
 
     def add(self, request: Request, *, is_retry: bool = False, is_ready: Callable[[], bool] | None = None) -> None:
-        """Queue a request; `is_retry`: even if the queue is full.
+        """Queue a request.
 
         Args:
-            is_ready: while the answer is False, the request waits for something else than room: a grammar that is
-                compiled, an adapter that is read, KV on its way. It then takes its place in the order of arrival. The
-                question is asked before each step, so the answer has to be quick, and it must not raise. A request that
-                will never be ready has to be aborted.
+            is_retry: whether the request is queued even if the queue is full.
+            is_ready: while it returns False, the request waits for something other than room: a grammar that is being
+                compiled, an adapter that is being read, or KV that is being transferred. After that, the request takes
+                its place in the order of arrival. The function is called before each step. So it must be quick, and it
+                must not raise. A request that will never be ready must be aborted.
 
-        Raises QueueFullError, ContextLengthError if it can never fit, and InvalidRequestError for an empty prompt, an
-        illegal token id or a request id in use.
+        Raises:
+            QueueFullError: too many requests wait.
+            ContextLengthError: the request can never fit.
+            InvalidRequestError: the prompt is empty, a token id is illegal, or the request id is in use.
         """
         if not is_retry:
             check_queue(self.num_waiting, self.limits)
@@ -211,18 +225,21 @@ class Scheduler:
             self._deferred[request] = is_ready
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget these requests and free their blocks now; results on their way are ignored, and so are unknown ids."""
+        """Forget these requests, and free their blocks now. Results in flight and unknown ids are ignored."""
         for request_id in request_ids:
             if (request := self._requests.get(request_id)) is not None:
                 self._finish(request, "abort")
         self._drop_stopped()
 
     def preempt_last(self) -> None:
-        """Take the blocks of the last running request, which is computed again later. One must be running."""
+        """Preempt the last running request: it loses its blocks and is computed again later. One must be running."""
         self._preempt(self._running.pop())
 
     def set_limits(self, change: SetLimits) -> None:
-        """Move limits from the next step on; requests that run above a lowered limit run on. Raises ValueError."""
+        """Change limits from the next step on. Requests that run above a lowered limit go on.
+
+        Raises ValueError for an illegal limit; then nothing changes.
+        """
         names = self.limits.__dataclass_fields__.keys() & set(change.__struct_fields__)
         given = {name: value for name in names if (value := getattr(change, name)) is not None}
         self.limits = replace(self.limits, **given)
@@ -230,16 +247,17 @@ class Scheduler:
             self.speculation.most = change.spec_tokens
 
     def reset_prefix_cache(self) -> None:
-        """Later requests compute everything anew."""
+        """Empty the prefix cache: later requests compute everything anew."""
         self.kv.forget_cached_prefixes()
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next batch, or None if there is nothing to do before a result arrives.
+        """The next batch; None: there is nothing to do before a result arrives.
 
-        Within one token budget, running requests that lack one token, or a few forced ones, come first, in order. Then
-        come prompts: requests that lack more, and waiting ones. A running request that lacks a block preempts the last
-        running one; a waiting one preempts no request. Where drafts pay (Speculation.waits), the batch has to wait for
-        the tokens of the one in flight.
+        All requests of a step share one token budget. Running requests with one token to compute come first, in order;
+        a grammar may have forced a few tokens more. Then come prompts: running requests with more tokens to compute,
+        and waiting requests. If a running request lacks a block, the last running request is preempted. A waiting
+        request preempts nobody. If drafts pay (Speculation.waits), the next batch waits for the tokens of the batch in
+        flight.
         """
         if self.speculation is not None and self.speculation.waits and self._samples_in_flight():
             return None
@@ -254,11 +272,11 @@ class Scheduler:
         if self.speculation is not None:
             num_drafts_left = self.speculation.begin_step(self._running, self._num_drafts())
             if self._in_flight and self.speculation.drafter_time is not None:
-                num_drafts_left = 0  # the worker drafts after the step before, so the time would count for that step
+                num_drafts_left = 0  # the worker would draft during the step in flight, and change that step's time
 
         prompts: list[Request] = []
         num_answers_left = self._num_answers_of_batch()
-        for request in self._running:  # preemption shortens this list from its end, which ends the loop early
+        for request in self._running:  # preemption removes requests from the end of this list, so the loop ends early
             count = self._num_schedulable(request)
             if count > request.num_forced_tokens + 1:
                 if not self._extend_or_preempt(request, count):
@@ -268,7 +286,7 @@ class Scheduler:
                 num_answers_left -= 1
                 if not self._extend_or_preempt(request, count):
                     break
-                most = min(num_drafts_left, budget - 1)  # forced tokens of others count
+                most = min(num_drafts_left, budget - 1)  # forced tokens of other requests have used the budget too
                 drafts = self._draft(request, most) if most > 0 and count == 1 else ()
                 num_drafts_left -= len(drafts)
                 budget -= self._add_row(step, request, min(count, budget) + len(drafts), drafts)
@@ -291,13 +309,13 @@ class Scheduler:
         return self._close(step)
 
     def probe(self, rows: Sequence[tuple[int, int]]) -> ScheduledBatch | None:
-        """A step of no request, for its time; None while there are requests, or too few pages that keep nothing.
+        """A step that belongs to no request, to measure its time. The caller computes it before it schedules anything.
 
-        The caller computes it before anything else is scheduled. Nobody is told of its results.
+        None: there are requests, or too few pages are free of cached content.
 
         Args:
-            rows: tokens that are taken as computed, and new ones, of each. New tokens are drawn: equal ones would all
-                go to the same experts.
+            rows: for each row, the number of tokens that count as computed, and the number of new tokens. New tokens
+                are drawn at random, because equal tokens would all go to the same experts.
         """
         draw = random.Random(self._next_step_id)
         pool, ends = self.kv.pool, [start + count for start, count in rows]
@@ -323,14 +341,17 @@ class Scheduler:
         return batch
 
     def fail_probe(self, batch: ScheduledBatch) -> None:
-        """The executor raised on it. It is not known whether the worker has applied the removals, so they are sent
-        again.
+        """Take in that the executor raised on a probe.
+
+        It is not known whether the worker has applied the batch's removals, so they are sent again.
         """
         self._removed = batch.removed_request_ids + self._removed
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[RequestDelta]:
-        """Take in the result of the oldest submitted batch: the tokens that each request got. Finished requests are
-        freed.
+        """Take in the result of the oldest submitted batch. Finished requests are freed.
+
+        Returns:
+            A delta for each request that has got tokens, or has ended.
         """
         deltas: list[RequestDelta] = []
         block_size, errors = self.kv.block_size, result.errors
@@ -345,7 +366,7 @@ class Scheduler:
         )
         for row, (request, start, count, num_logits, token_ids) in enumerate(columns):
             if num_logits == 1 and start + count < request.num_tokens:
-                num_logits = 0  # a grammar forces the token, as the result of a step before has shown
+                num_logits = 0  # a grammar forces this token, as an earlier result has shown
             end = settle(request, start + count, num_logits, len(token_ids))
             if request.status is FINISHED:
                 continue
@@ -378,21 +399,21 @@ class Scheduler:
         return deltas
 
     def fail(self, batches: list[ScheduledBatch], error: str, request_ids: Collection[str] = ()) -> list[RequestDelta]:
-        """The executor raised on batches[0]; the later batches are void too.
+        """Take in that the executor raised on batches[0]. The later batches are void too.
 
-        The rows in `request_ids`, or others to blame, end with `error`. The others are computed again from their known
-        tokens.
+        The rows in `request_ids` end with `error`. If there are none, blame.culprits chooses the rows that end. Other
+        requests are computed again from their known tokens.
         """
         deltas = self.end(culprits(self.rows_of(batches[0]), request_ids), error)
         self.void(batches)
         return deltas
 
     def rows_of(self, batch: ScheduledBatch) -> list[Request]:
-        """The requests of a submitted batch whose result is not here."""
+        """The requests of a submitted batch that has no result yet."""
         return self._in_flight[batch.step_id].rows
 
     def end(self, requests: Iterable[Request], error: str) -> list[RequestDelta]:
-        """These end with `error`, unless they have ended. `void` follows."""
+        """End these requests with `error`, unless they have ended. The caller calls `void` afterwards."""
         deltas = []
         for request in requests:
             if request.status is not FINISHED:
@@ -401,7 +422,7 @@ class Scheduler:
         return deltas
 
     def void(self, batches: list[ScheduledBatch]) -> None:
-        """Submitted batches have no results: their requests are computed again from their known tokens."""
+        """Take in that submitted batches will have no results. Their requests restart from their known tokens."""
         for batch in batches:
             for request in self._in_flight.pop(batch.step_id).rows:
                 lose_results(request)
@@ -424,7 +445,7 @@ class Scheduler:
     # Scheduling
 
     def _room_beside(self, batch: ScheduledBatch) -> StepRoom | None:
-        """The room that the target for the time between tokens leaves beside the answers; None: there is no target."""
+        """The room for prompts beside the decodes, within the target for the time between tokens; None: no target."""
         limits = self.limits
         if not limits.slo_itl or self._room_within is None or not self._enable_chunked_prefill:
             return None
@@ -435,12 +456,12 @@ class Scheduler:
         return self._room_within(seconds, limits.slo_attainment, *rows, sum(batch.num_logits))
 
     def _serve_oldest(self, step: _Step, prompts: list[Request], budget: int) -> None:
-        """Answers take all the time: the oldest prompt goes on slowly, and other requests wait until an answer ends."""
+        """Serve only the oldest prompt, slowly, because decodes take all the time. Others wait until a request ends."""
         if prompts and (count := self._chunk(num_lacking(prompts[0]), budget)) > 0:
             self._add_row(step, prompts[0], count)
 
     def _serve_in_order(self, step: _Step, prompts: list[Request], budget: int) -> None:
-        """Give prompts the budget, running ones first; no request overtakes one that does not fit."""
+        """Give the budget to prompts in order, running ones first. No request overtakes one that does not fit."""
         for request in prompts:
             count = self._chunk(num_lacking(request), budget)
             if count == 0:
@@ -456,10 +477,10 @@ class Scheduler:
     def _share(self, step: _Step, prompts: list[Request], budget: int) -> None:
         """Give half of the budget to the oldest prompt, and the rest to the prompts that lack the fewest tokens.
 
-        So a long prompt always progresses, a short one does not wait for the rest of long ones, and among equal ones
-        the oldest gets everything. Waiting requests overtake older ones only while a still older request computes a
-        prompt: a request that waits for blocks becomes the oldest sooner or later, and then no other is admitted. No
-        request overtakes a preempted one: there are too few blocks.
+        So a long prompt always makes progress, and a short prompt does not wait for the rest of long ones. Among equal
+        prompts, the oldest gets everything. A waiting request may overtake an older one only while a still older
+        request computes its prompt. So a request that waits for blocks becomes the oldest at some time, and then no
+        other request is admitted before it. No request overtakes a preempted one, because there are too few blocks.
         """
         head = self._candidate(self._queue.first_in_order) if budget > 0 else None
         may_admit = head is not None and head[0].status is not PREEMPTED
@@ -488,9 +509,9 @@ class Scheduler:
                 budget -= self._add_prompt(step, request, count)
 
     def _is_shared(self) -> bool:
-        """Whether prompts have to leave room for others: a prompt gets the whole budget once it was alone for a while.
+        """Whether a prompt must leave room for others. After some time alone, a prompt gets the whole budget.
 
-        A new request would have to wait for that step, so a short pause between two requests does not suffice.
+        A new request would have to wait for such a large step. So a short pause between two requests is not enough.
         """
         now = self._clock()
         if len(self._running) + len(self._queue) > 1:
@@ -499,10 +520,10 @@ class Scheduler:
         return is_wanted and now < self._shared_until
 
     def _chunk(self, count: int, budget: int) -> int:
-        """The part of `count` tokens that one request gets in one step.
+        """The number of `count` tokens that one request gets in one step.
 
-        Without chunked prefill all or none, unless they exceed the whole budget of a step: such a request could never
-        run.
+        Without chunked prefill it gets all of them or none. But tokens that exceed the whole budget of a step are cut,
+        because otherwise such a request could never run.
         """
         if self._enable_chunked_prefill:
             return min(count, budget, self.limits.long_prefill_token_threshold or count)
@@ -514,25 +535,26 @@ class Scheduler:
         return bool(self._in_flight) and any(next(reversed(self._in_flight.values())).batch.num_logits)
 
     def _num_answers_of_batch(self) -> int:
-        """Most requests of a batch that lack one token: equal parts of them, one for each stage."""
+        """The most decodes of one batch. With several stages, each batch gets an equal part of all decodes."""
         if self.num_stages == 1:
             return len(self._running)
         num_answers = sum(request.num_computed_tokens >= len(request.prompt_token_ids) for request in self._running)
         return max(-(-num_answers // self.num_stages), 1)
 
     def _num_drafts(self) -> int:
-        """Most drafts of the next step: each request that may take part in it has a token and a row of logits.
+        """The most drafts of the next step.
 
-        Memory was planned for a number of rows of logits; drafts get the remaining rows.
+        Memory was planned for a number of rows of logits. Each request that may be in the step needs one row. Drafts
+        get the remaining rows.
         """
         limits, num_running = self.limits, len(self._running)
         num_others = max(num_running, min(num_running + len(self._queue), limits.max_num_seqs))
         return min(limits.max_num_batched_tokens, max(limits.max_num_seqs, LEAST_LOGITS_ROWS)) - num_others
 
     def _draft(self, request: Request, most: int) -> Sequence[int]:
-        """Drafts after the newest token, if that is known: see Speculation.
+        """The drafts of a request after its newest token, if this token is known: see Speculation.
 
-        No request is preempted for drafts: there are none unless a free block is left for each running request.
+        Drafts must not cause a preemption. So there are none unless each running request could get a free block.
         """
         assert self.speculation is not None
         if request.num_in_flight_tokens or not request.output_token_ids:
@@ -550,7 +572,7 @@ class Scheduler:
         return drafts
 
     def _settle_drafts(self, request: Request, row: int, num_drafts: int, result: StepResult) -> bool:
-        """The tokens of a row with places of drafts are here: whether drafts were made, so that they count."""
+        """Take in the tokens of a row that had places for drafts. Returns whether drafts were made there."""
         assert self.speculation is not None
         if (failure := result.draft_failures.get(row)) is not None:
             self.speculation.fail(request, failure)
@@ -576,9 +598,9 @@ class Scheduler:
         return count
 
     def _add_row(self, step: _Step, request: Request, count: int, drafts: Sequence[int] = ()) -> int:
-        """Put `count` tokens of a running request, with its drafts, into the step. Returns their number.
+        """Put `count` tokens of a running request, its drafts included, into the step. Returns their number.
 
-        A prompt gets as many as it has slots for.
+        A prompt gets fewer tokens if it has slots for fewer.
         """
         batch, table = step.batch, self.kv.table(request)
         count = min(count, table.num_tokens - request.num_computed_tokens, self.kv.step_tokens)
@@ -598,9 +620,9 @@ class Scheduler:
         return count
 
     def _extend_or_preempt(self, request: Request, count: int) -> bool:
-        """Slots for up to `count` more tokens. Requests are preempted only while there is none.
+        """Get slots for up to `count` more tokens. Requests are preempted only until there is one slot.
 
-        False: the request itself was the last running one, and is preempted.
+        False: the request itself was the last running one, and was preempted.
         """
         start = request.num_computed_tokens
         while not self.kv.extend(request, start + count) and self.kv.table(request).num_tokens <= start:
@@ -612,10 +634,13 @@ class Scheduler:
         return True
 
     def _candidate(self, first: Callable[[], tuple[Key, Request] | None]) -> tuple[Request, Prefix] | None:
-        """The waiting request that is `first`, and its prefix, if it may run now.
+        """The next waiting request and its prefix; None: no request may run now.
 
-        It defers forks whose parent's prompt is not computed, and requests whose adapter has no place. A preempted
-        request whose results are still in flight ends the search.
+        Forks are deferred until the prompt of their parent is computed. Requests are deferred if their adapter has no
+        place. A preempted request with results in flight ends the search.
+
+        Args:
+            first: gives the first waiting request.
         """
         while len(self._running) < self.limits.max_num_seqs and (entry := first()) is not None:
             request = entry[1]
@@ -637,7 +662,7 @@ class Scheduler:
         return None
 
     def _parent(self, request: Request) -> Request | None:
-        """The running request whose KV of the prompt a fork takes over, once it is there."""
+        """The running request that shares the KV of its prompt with this fork; None: there is none."""
         self._choose_rope(request)
         if request.fork_of is None or request.sampling_params.prompt_logprobs is not None:
             return None
@@ -646,13 +671,16 @@ class Scheduler:
         return parent if is_shared else None
 
     def _cached_prefix(self, request: Request) -> Prefix:
-        """The part of a request that the prefix cache has, if the request may read it."""
+        """The prefix of a request in the prefix cache. It is empty if the request must not read the cache."""
         params = request.sampling_params
         is_read = params.prompt_logprobs is None and not params.skip_reading_prefix_cache
         return self.kv.find_cached_prefix(request) if is_read else NO_PREFIX
 
     def _admit(self, step: _Step, request: Request, prefix: Prefix) -> bool:
-        """Start a waiting request if blocks for all its known tokens are free: prompts do not compete half-way."""
+        """Start a waiting request if there are free blocks for all its known tokens.
+
+        So prompts that have begun do not compete for blocks.
+        """
         copies = self.kv.admit(request, prefix, request.num_tokens, keep_watermark=bool(self._running))
         if copies is None:
             return False
@@ -688,7 +716,7 @@ class Scheduler:
         )
 
     def _close(self, step: _Step) -> ScheduledBatch | None:
-        """Count the step as submitted. An empty batch is no step; its removals go with the next one."""
+        """Count the step as submitted. An empty batch is no step; its removals go into the next batch."""
         if not step.rows:
             return None
         step.batch.removed_request_ids, self._removed = self._removed, []
@@ -696,21 +724,21 @@ class Scheduler:
         self._next_step_id += 1
         return step.batch
 
-    # Rare turns in a request's life
+    # Rare events of a request
 
     def _wait(self, request: Request) -> None:
-        """Put a request into the queue. Its turn depends on the tokens that the prefix cache has of it now."""
+        """Put a request into the queue. Its turn depends on the number of its tokens that are not cached now."""
         self._choose_rope(request)
         self._queue.push(request, request.num_tokens - self._cached_prefix(request).num_tokens)
 
     def _preempt(self, request: Request) -> None:
-        """Take the blocks of a running request for lack of others. The caller drops it from `_running`."""
+        """Preempt a running request, because blocks are missing. The caller removes it from `_running`."""
         self._take_back(request, PREEMPTED)
         request.num_preemptions += 1
         self._stats.num_preemptions += 1
 
     def _take_back(self, request: Request, status: RequestStatus) -> None:
-        """Free a running request; it returns to its place in the queue, and is computed again from its known tokens."""
+        """Free the blocks of a running request. It returns to its place in the queue, and is computed again later."""
         self.kv.free(request)
         if request.adapter is not None and self.adapters is not None:
             self.adapters.stop(request)
@@ -722,18 +750,18 @@ class Scheduler:
         self._wait(request)
 
     def _choose_rope(self, request: Request) -> None:
-        """By the tokens that are known: where they exceed the border, all of its KV is of the other kind."""
+        """Choose the rotary table of a request (longrope): the long one if more tokens are known than the border."""
         border = self._rope_switches_after
         if border is not None and request.num_tokens > border and not request.rope_offset:
             request.rope_offset = border
             request.block_hashes.clear()
 
     def _take_back_lengthened(self, border: int) -> None:
-        """Running requests that the next step would bring beyond the border are computed again from the beginning."""
+        """Take back running requests that the next step would bring beyond the border. They restart as long ones."""
         for request in self._running:
             num_known = request.num_tokens + request.num_in_flight_tokens
             if num_known > border and not request.rope_offset and self._num_schedulable(request) > 0:
-                self._take_back(request, WAITING)  # there are blocks: others may be admitted before it
+                self._take_back(request, WAITING)  # blocks are not missing, so other requests may be admitted before it
         self._drop_stopped()
 
     def _warn_of_preemption(self, victim: Request) -> None:
@@ -748,7 +776,7 @@ class Scheduler:
         )
 
     def _queue_ready(self) -> None:
-        """Put deferred requests into the queue if their reason to wait is gone."""
+        """Put deferred requests into the queue if they no longer have a reason to wait."""
         if self._deferred:
             for request in [request for request, is_ready in self._deferred.items() if is_ready()]:
                 del self._deferred[request]
@@ -757,7 +785,7 @@ class Scheduler:
     def _finish(
         self, request: Request, reason: FinishReason, error: str | None = None, error_code: str | None = None
     ) -> None:
-        """Free a request at once. One that runs stays in `_running` until `_drop_stopped`."""
+        """End a request, and free its blocks at once. A running request stays in `_running` until `_drop_stopped`."""
         if request.adapter is not None and self.adapters is not None:
             if request.status is RUNNING:
                 self.adapters.stop(request)
@@ -779,9 +807,7 @@ class Scheduler:
     def _answer(
         self, request: Request, row: int, token_ids: list[int], reason: FinishReason | None, result: StepResult
     ) -> RequestDelta:
-        """Report the sampled tokens of a row, which the request already has; if they end the request, its blocks are
-        free.
-        """
+        """The delta of a row. The request has the tokens already. If they end the request, its blocks are freed."""
         if not token_ids:
             vector = result.vectors.get(row)
             missing = "vector" if request.wants_vector else "token"
@@ -802,10 +828,13 @@ class Scheduler:
         return delta
 
     def _drop_stopped(self) -> None:
-        """`_finish` and `_preempt` leave this work here, so that many ends in one step cost one pass."""
+        """Remove requests from `_running` that no longer run.
+
+        `_finish` and `_preempt` leave this work here, so that many ends in one step cost only one pass.
+        """
         self._running = [request for request in self._running if request.status is RUNNING]
 
 
 def _is_prompt_settled(parent: Request) -> bool:
-    """Whether a fork need not wait: the prompt's KV is computed, not only submitted, or the blocks are gone."""
+    """Whether a fork of this parent need not wait: the prompt's KV is computed, or its blocks are gone."""
     return parent.status is not RUNNING or parent.num_settled_tokens >= parent.num_prompt_tokens

@@ -1,4 +1,4 @@
-"""The drafter of a scheduler: the depths of requests' drafts, and the fate of these drafts. No torch."""
+"""Speculation on the side of the scheduler: it asks for drafts and follows their results. No torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from quire.scheduler.proposer import Proposer
 
 logger = get_logger(__name__)
 
-MOST_ERRORS = 6  # steps without drafts in which the drafter raised, before a request drafts no more
+MOST_ERRORS = 6  # after this number of steps in which the drafter raised, a request drafts no more
 
 
 @dataclass(slots=True)
 class DraftCounts:
-    """The fate of the drafts of some steps."""
+    """Counts of the drafts of some steps."""
 
     num_drafts: int = 0  # rows with drafts
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # accepted drafts
-    accepted_per_position: list[int] = field(default_factory=list)  # rows with an accepted draft there
-    num_failures: int = 0  # rows whose drafter failed
+    accepted_per_position: list[int] = field(default_factory=list)  # by position: rows with an accepted draft there
+    num_failures: int = 0  # rows for which the drafter failed
 
     def add(self, num_drafts: int, num_held: int) -> None:
         """Count a row with drafts. `num_held`: the number of first drafts that held."""
@@ -38,27 +38,27 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class _Errors:
-    """The state of a request whose drafter raised."""
+    """The state of a request for which the drafter raised."""
 
     count: int = 0
     next_step: int = 0  # the next step in which it drafts
 
 
 class Speculation:
-    """Asks a proposer for drafts, as far as a request should draft now.
+    """Asks a proposer for drafts, for the requests that should draft now.
 
-    If a drafter in the worker raises, all rows of the step are without drafts, and the row to blame is not known. So
-    each of these requests waits, longer every time, and then drafts again in a step without the others.
+    If a drafter in the worker raises, no row of the step has drafts, and the row to blame is not known. So each of
+    these requests waits, longer every time, and then drafts again in a step in which the others do not draft.
 
     Args:
-        most: drafts of one request in one step; may be moved.
-        most_by_rows: (first, last, most): at most `most` drafts each, while `first` to `last` requests run.
-        adaptive: chooses depths; without it all requests draft as far as they may.
-        max_tokens: the most tokens of a request that drafts, with all its drafts but the last: the drafter can read no
-            more. None: any.
-        waits: requests that may draft are in no step before their newest token is known, unless `adaptive` says that
-            this does not pay. Otherwise they draft only where it happens to be known.
-        drafter_time: the time of a drafter in the worker; `adaptive` has the same object. None: drafts cost no time.
+        most: the most drafts of one request in one step. It may change while serving.
+        most_by_rows: entries (first, last, most): while `first` to `last` requests run, each has at most `most` drafts.
+        adaptive: chooses the depths; None: all requests draft as many tokens as they may.
+        max_tokens: the most tokens of a request, with all its drafts except the last one, that the drafter can read;
+            None: there is no limit.
+        waits: whether a request that may draft waits for its newest token before its next step, unless `adaptive` says
+            that this does not pay. If not, a request drafts only if its newest token happens to be known.
+        drafter_time: the time of a drafter in the worker, the same object as in `adaptive`. None: drafts cost no time.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Speculation:
         self.drafter_time = drafter_time
         self._proposer, self._most_by_rows, self._adaptive = proposer, most_by_rows, adaptive
         self._max_tokens, self._waits, self._may_draft = max_tokens, waits, False
-        self._most_now = most  # drafts of a request in the step that is being made
+        self._most_now = most  # the most drafts of a request in the step that is being made
         self._counts = DraftCounts()
         self._stopped: set[str] = set()  # requests without drafts from now on
         self._errors: dict[str, _Errors] = {}
@@ -84,12 +84,12 @@ class Speculation:
         self._failure_log = RateLimited(logger)
 
     def admit(self, request: Request, num_cached: int) -> None:
-        """The request has new blocks. The blocks of its first `num_cached` tokens were computed for others."""
+        """Note that a request has new blocks. Other requests have computed its first `num_cached` tokens."""
         if self._adaptive is not None:
             self._adaptive.admit(request, num_cached)
 
     def begin_step(self, running: Sequence[Request], most: int) -> int:
-        """The number of drafts that the next step may have, at most `most`. 0: no request need be asked."""
+        """Begin a step. Returns the number of drafts that it may have, at most `most`. 0: no request drafts."""
         self._step += 1
         self._most_now = min([self.most, *(k for low, high, k in self._most_by_rows if low <= len(running) <= high)])
         has_drafting = any(request.request_id not in self._stopped for request in running)
@@ -100,11 +100,11 @@ class Speculation:
 
     @property
     def waits(self) -> bool:
-        """Whether the next step should begin when the tokens of the last one are known."""
+        """Whether the next step should wait until the tokens of the last step are known."""
         return self._waits and self._may_draft and (self._adaptive is None or self._adaptive.waits)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Up to `most` drafts behind the request's newest token. `take` says that they are in the step."""
+        """Up to `most` drafts after the request's newest token. The caller reports the used ones with `take`."""
         depth = min(most, self._most_now)
         if depth <= 0 or request.request_id in self._stopped:
             return ()
@@ -123,14 +123,14 @@ class Speculation:
             self._adaptive.drafted(request, num_drafts)
 
     def settle(self, request: Request, num_drafts: int, num_held: int) -> None:
-        """Drafts of a request were verified; the first `num_held` equal the target's samples."""
+        """Take in the result of a row with drafts: the first `num_held` of them equal the target's samples."""
         self._counts.add(num_drafts, num_held)
         self._errors.pop(request.request_id, None)
         if self._adaptive is not None:
             self._adaptive.settle(request, num_drafts, num_held)
 
     def read_later(self, request: Request, num_unread: int) -> None:
-        """The worker's drafter made no drafts of a request, because it has yet to read this number of tokens."""
+        """Note that the worker made no drafts for a request, because its drafter must first read this many tokens."""
         if self._adaptive is not None:
             self._adaptive.read_later(request, num_unread)
 
@@ -150,7 +150,7 @@ class Speculation:
             self.drafter_time.observe(seconds, depths)
 
     def fail(self, request: Request, why: str) -> None:
-        """The request goes on without drafts, because the drafter cannot draft for it."""
+        """Let the request go on without drafts, because the drafter cannot draft for it."""
         if request.request_id in self._stopped:
             return
         self._stop(request)
@@ -158,7 +158,7 @@ class Speculation:
         self._failure_log.warning("Request %s goes on without drafts: %s", request.request_id, why)
 
     def fail_for_now(self, request: Request, num_drafts: int, why: str) -> None:
-        """The drafter raised in a step that had this number of places for drafts of this request."""
+        """Let the request wait before its next draft. The drafter raised in a step with `num_drafts` places for it."""
         errors = self._errors.setdefault(request.request_id, _Errors())
         errors.count += 1
         if errors.count > MOST_ERRORS:
@@ -172,7 +172,7 @@ class Speculation:
             self._adaptive.settle(request, num_drafts, 0)
 
     def forget(self, request_id: str) -> None:
-        """The request has ended; unknown ids are fine."""
+        """Forget a request that has ended. Unknown ids are allowed."""
         self._stopped.discard(request_id)
         self._errors.pop(request_id, None)
         self._proposer.forget(request_id)
@@ -185,7 +185,7 @@ class Speculation:
         return counts
 
     def _stop(self, request: Request) -> None:
-        """No more drafts for this request."""
+        """End the drafts of a request."""
         self._stopped.add(request.request_id)
         if self._adaptive is not None:
             self._adaptive.stop(request)

@@ -53,7 +53,7 @@ def parsed(parser: AnswerParser | None, completion: CompletionOutput) -> list[Ev
 async def answer_now(
     state: ServerState, body: GenerationRequest, asked: Generation, writer: Writer, headers: dict[str, str]
 ) -> Response:
-    """The answer: whole at the end, or as events as they come."""
+    """The answer: as a whole at the end, or as a stream of events."""
     if body.use_beam_search:
         if body.is_streamed:
             return await EventStream.start(writer.events(beam_search.stream(state, body, asked)), headers)

@@ -63,9 +63,10 @@ def create_app(
     """The server for one engine.
 
     Args:
-        engine: need not be started or ready: /readyz says when it is.
-        tokenizer: the engine's; None if it works on token ids only.
-        metrics: the same object as the engine's output processor has; None: no /metrics and no statistics line.
+        engine: it need not be started or ready. /readyz says when it is ready.
+        tokenizer: the tokenizer of the engine; None: prompts and outputs are only token ids.
+        metrics: the object that the engine's output processor has too; None: there is no /metrics and no statistics
+            line.
     Raises:
         ConfigError: the chat template is not valid, or a setting is illegal.
     """
@@ -141,9 +142,9 @@ def create_app(
 
 
 class StripPrefix:
-    """ASGI middleware around everything. It takes a proxy's prefix off the path, so that all parts see the same path.
+    """ASGI middleware around everything. It removes a proxy's prefix from the path, so that all parts see one path.
 
-    Access control too: it and the routes must never disagree about which path was asked for.
+    Access control must see this path too: it and the routes must never disagree about the path of a request.
     """
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
@@ -158,11 +159,11 @@ class StripPrefix:
 
 
 class RequestContext:
-    """ASGI middleware around everything: an id for every request, an answer to every unexpected exception, and the
-    last answer on some connections.
+    """ASGI middleware around everything. It gives every request an id, and answers every unexpected exception.
 
-    These are all connections while the server drains, and those whose client expects 100-continue and is answered
-    before its body was asked for: the body may still come or not, so the next bytes would have no known meaning.
+    It also closes some connections after an answer. While the server drains, it closes all of them. Otherwise it closes
+    a connection if the client expects 100-continue and got its answer before its body was asked for. Then the body may
+    still come or not, so the meaning of the next bytes is unknown.
     """
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
@@ -208,9 +209,9 @@ class RequestContext:
 
 
 class Door:
-    """ASGI middleware that refuses a request before its body is read, if the server cannot take it.
+    """ASGI middleware that refuses a request before its body is read, if the server has no room for it.
 
-    The rest of a refused body is read and forgotten, so the connection can be used again.
+    The rest of a refused body is read and dropped, so that the connection can be used again.
     """
 
     def __init__(self, app: ASGIApp, state: ServerState, queued_paths: Collection[str]) -> None:
@@ -231,7 +232,7 @@ class Door:
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    """The client has left: 499 is nginx's code for it, and no client reads it."""
+    """Answer a client that has left. No client reads this answer; 499 is nginx's status for this case."""
     return Response(status_code=499)
 
 

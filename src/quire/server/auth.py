@@ -1,4 +1,4 @@
-"""Access: API keys on every route except the page and the probes, and the host names of this server."""
+"""Access control: API keys for every route except the page and the probes, and the allowed host names."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from quire.errors import ConfigError
 from quire.server import page
 from quire.server.errors import HttpError, error_response
 
-# Everything else needs the key, including paths that do not exist: a route added later is guarded without being listed.
+# All other paths need the key, also paths that do not exist. So a route that is added later is guarded too.
 # The page at / and its files are the same for everybody and hold no data: it asks its reader for the key.
 PUBLIC_PATHS = frozenset(("/", "/health", "/livez", "/ping", "/readyz", *page.FILES))
 MAY_BE_TOLD = "quire.may_be_told"  # the key in the scope of such a path: whether the caller may open the other paths
 
 
 def check_api_keys(api_keys: Sequence[str]) -> None:
-    """Raise ConfigError for a key no client could send."""
+    """Raise ConfigError for a key that no client could send."""
     if any(not key or key != key.strip() or not key.isprintable() for key in api_keys):
         raise ConfigError(
             "An API key is empty, or has spaces around it or control characters",
@@ -29,7 +29,7 @@ def check_api_keys(api_keys: Sequence[str]) -> None:
 
 
 class AccessControl:
-    """ASGI middleware. Looks only at the raw path of the scope: never at a URL rebuilt from headers."""
+    """ASGI middleware for access control. It uses the raw path of the scope, never a URL that headers could change."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class AccessControl:
         """Guard `app`.
 
         Args:
-            api_keys: any of them opens every route; none leaves the server open.
-            allowed_hosts: host names (without port) a request may be addressed to; none allows all. Against pages that
-                make a browser talk to a loopback server under their own name (DNS rebinding).
-            keyless_paths: need no key, if the operator wants that; unlike PUBLIC_PATHS they show facts about the
-                server.
+            api_keys: each of them opens every route. Without keys, the server is open.
+            allowed_hosts: the host names (without port) that a request may have; empty: all. This protects against web
+                pages that make a browser talk to a loopback server under their own name (DNS rebinding).
+            keyless_paths: paths that need no key if the operator wants that. Unlike PUBLIC_PATHS, they show facts about
+                the server.
         """
         self._app = app
         self._key_hashes = [_hash(key.encode()) for key in api_keys]
@@ -91,7 +91,7 @@ class AccessControl:
                 given[name] = value
         scheme, _, bearer = given.get(b"authorization", b"").partition(b" ")
         keys = [bearer if scheme.lower() == b"bearer" else b"", given.get(b"x-api-key", b"")]
-        # All keys are compared, so that the time taken does not say which one was close.
+        # All keys are compared, so that the time of the comparison tells nothing about the keys.
         matches = [hmac.compare_digest(_hash(key.strip()), known) for key in keys for known in self._key_hashes]
         return any(matches)
 
@@ -107,6 +107,6 @@ def _hash(key: bytes) -> bytes:
 
 
 def _host_name(host: str) -> str:
-    """The name in a Host header, without the port and without an IPv6 address's brackets."""
+    """The name in a Host header, without the port and without the brackets of an IPv6 address."""
     name, separator, port = host.rpartition(":")
     return (name if separator and port.isdigit() else host).lower().strip("[]")

@@ -48,12 +48,12 @@ class _Refusal(msgspec.Struct):
 
 
 def entry_id(number: int, line: bytes) -> str:
-    """Names a line by its place and content, so that a later run knows it again."""
+    """A name for a line, from its place and its content. A later run recognizes the line by it."""
     return f"batch_req_{hashlib.sha256(b'%d:' % number + line).hexdigest()[:24]}"
 
 
 async def answer_line(app: ASGIApp, line_id: str, line: bytes) -> BatchEntry:
-    """The entry of one line, also of a malformed one. A line is sent again if the server is too busy for it."""
+    """The entry of one line; a malformed line has an entry too. A line is sent again if the server is too busy."""
     try:
         asked = msgspec.json.decode(line, type=BatchLine)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -86,7 +86,7 @@ def _wrong(asked: BatchLine) -> str | None:
 
 
 async def _post(app: ASGIApp, path: str, body: bytes) -> BatchResponse:
-    """What the app answers; nobody leaves before."""
+    """The app's answer to one body. The client of this request never leaves early."""
     scope: dict[str, Any] = {
         "type": "http",
         "http_version": "1.1",

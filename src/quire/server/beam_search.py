@@ -49,7 +49,7 @@ async def run(state: ServerState, body: GenerationRequest, asked: Generation) ->
 async def stream(
     state: ServerState, body: GenerationRequest, asked: Generation
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """As `run`, for a streamed answer: sequences are known at the end, so each prompt has one output, as in vLLM."""
+    """Like `run`, for a streamed answer. Sequences are known at the end, so each prompt has one output, as in vLLM."""
     for index, output in enumerate(await run(state, body, asked)):
         yield index, output
 
@@ -117,7 +117,7 @@ def _completion(
 
 
 def _logprobs(state: ServerState, beam: BeamSearchSequence, num_prompt_tokens: int) -> list[PositionLogprobs]:
-    """As of an ordinary output: the token that was taken first, with the texts of its own sequence."""
+    """Logprobs as in an ordinary output: the chosen token comes first, and texts are those of its own sequence."""
     decoder = LogprobDecoder(state.tokenizer)
     positions = []
     for token_id, choices in zip(beam.tokens[num_prompt_tokens:], beam.logprobs, strict=True):

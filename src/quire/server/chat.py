@@ -50,7 +50,7 @@ decoder = BodyDecoder(ChatRequest, REFUSED_IN_CHAT)
 
 
 async def chat_completions(request: Request) -> Response:
-    """One answer, or its events as they come."""
+    """One answer, or a stream of its events."""
     return await respond(request, decoder.decode, prepare)
 
 
@@ -81,7 +81,11 @@ async def prepare(
 async def generation_of(
     state: ServerState, body: ChatRequest, ignored: list[str], request_id: str, prefix: str
 ) -> Generation:
-    """The engine requests of a chat. `prefix`: of the answer's id. Adds the names of fields without effect."""
+    """The engine requests of a chat. It adds the names of fields without effect to `ignored`.
+
+    Args:
+        prefix: the prefix of the answer's id.
+    """
     tools = await ToolChoice.read(body, state.settings.server, ignored)
     if body.reasoning_effort is not None and not state.has_reasoning_effort:
         ignored.append("reasoning_effort")
@@ -134,7 +138,7 @@ def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: 
 
 
 def bounds_reasoning(state: ServerState) -> bool:
-    """Whether a request may have a thinking_token_budget: the end of the reasoning is known, and is a token."""
+    """Whether a request may have a thinking_token_budget: the end of the reasoning must be known and be a token."""
     name = state.settings.server.reasoning_parser
     if name is None or state.tokenizer is None:
         return False
@@ -143,7 +147,10 @@ def bounds_reasoning(state: ServerState) -> bool:
 
 
 def _thinking_budget(state: ServerState, body: ChatRequest, prompt: str) -> dict[str, Any]:
-    """The budget's SamplingParams fields; none if the prompt has closed the reasoning. Raises UnsupportedFieldError."""
+    """The SamplingParams fields of the budget. There are none if the prompt has closed the reasoning already.
+
+    Raises UnsupportedFieldError if the model's reasoning has no budget.
+    """
     name = state.settings.server.reasoning_parser
     if name is None or state.tokenizer is None:
         raise UnsupportedFieldError(
@@ -245,7 +252,7 @@ class ChatWriter:
         )
 
     def _message(self, completion: CompletionOutput) -> tuple[AnswerMessage, str | None]:
-        """The message, and why it ended."""
+        """The message, and the reason of its end."""
         content, reasoning, calls = [self._prefix], [], []
         events, reason = self._parsed(completion)
         for part in events:
@@ -332,9 +339,7 @@ class ChatWriter:
         return data
 
     def _deltas(self, completion: CompletionOutput) -> list[ChatChunkChoice]:
-        """The new part of a continuation; nothing if no text is final yet (half a character, a possible stop
-        string).
-        """
+        """The new part of a continuation; none if no text is final yet (half a character, a possible stop string)."""
         events, reason = self._parsed(completion)
         choices = [ChatChunkChoice(index=completion.index, delta=_delta(part)) for part in events]
         if not choices and (reason or self._logprobs or self._body.return_token_ids):

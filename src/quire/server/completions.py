@@ -45,7 +45,7 @@ decoder = BodyDecoder(CompletionRequest, REFUSED_IN_COMPLETIONS)
 
 
 async def completions(request: Request) -> Response:
-    """The continuations of one or several prompts, or their events as they come."""
+    """The continuations of one or several prompts, or a stream of their events."""
     return await respond(request, decoder.decode, prepare)
 
 
@@ -61,7 +61,7 @@ async def prepare(
 
 
 async def _split_long(prompt: str | list[Any]) -> list[PromptType]:
-    """A list may have millions of items: looking at each would hold up all streams."""
+    """Split prompts in a thread, because a list may have millions of items, and would hold up all streams."""
     return await asyncio.to_thread(split_prompts, prompt)
 
 
@@ -200,8 +200,9 @@ class _CompletionWriter:
         yield data
 
     def _shows(self, prompt_index: int, completion: CompletionOutput) -> bool:
-        """Whether there is anything to write: half a character or a possible stop string is held back. A continuation's
-        first event still comes with its first token, as in vLLM: clients measure the time to it.
+        """Whether there is anything to write. Half a character or a possible stop string is held back.
+
+        But the first event of a continuation comes with its first token, as in vLLM, because clients measure its time.
         """
         is_first = prompt_index * self._n + completion.index not in self._offsets
         return bool(
@@ -212,7 +213,7 @@ class _CompletionWriter:
         return 0 if self._is_echo_only else len(completion.token_ids)
 
     def _choice(self, kind: type[C], prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> C:
-        """The new part of a continuation; the first time with the prompt, if the request asked for it."""
+        """The new part of a continuation. If the request asked for the prompt, the first part begins with it."""
         index = prompt_index * self._n + completion.index
         is_first = index not in self._offsets
         if output.prompt_logprobs is not None:

@@ -21,7 +21,7 @@ from quire.settings import as_dict
 
 
 async def config(request: Request) -> Response:
-    """One route for both methods, so that the answer to a wrong method names both."""
+    """Serve GET and POST. Both are one route, so that the answer to a wrong method names both."""
     return await (_post_config if request.method == "POST" else _get_config)(request)
 
 
@@ -31,7 +31,7 @@ async def _get_config(request: Request) -> Response:
 
 
 async def _post_config(request: Request) -> Response:
-    """Move limits from the engine's next step on; the answer is the new record, as GET gives it."""
+    """Change limits from the engine's next step on. The answer is the new record, as from GET."""
     state = state_of(request)
     move_limits(state.engine, await read_json(request, state.settings.limits, _decode))
     return _answer(state)
@@ -74,7 +74,7 @@ def _answer(state: ServerState) -> Response:
 
 
 def _without_paths(value: Any) -> Any:
-    """The same without folders of this machine: the last part of a path is enough."""
+    """The settings without folders of this machine: only the last part of a path is shown."""
     if isinstance(value, Mapping):
         return {key: _without_paths(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Cross-origin requests: which web pages may call this server from a browser. None, unless the operator names them."""
+"""Cross-origin requests (CORS): which web pages may call this server from a browser. By default, none may."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXPOSED_HEADERS = ("retry-after", "x-quire-ignored-fields", "x-request-id")
 
 
 def cors_middleware(settings: ServerSettings) -> list[Middleware]:
-    """Nothing unless origins are allowed: then no answer has a CORS header, and browsers keep pages out."""
+    """The middleware for CORS; none without allowed origins. Then no answer has a CORS header, and browsers refuse."""
     if not settings.allowed_origins:
         return []
     rules = Middleware(
@@ -29,7 +29,7 @@ def cors_middleware(settings: ServerSettings) -> list[Middleware]:
 
 
 class _Cors(CORSMiddleware):
-    """Starlette's, with refusals in the shape of every other error."""
+    """Starlette's CORS middleware, but its refusals have the shape of all other errors."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)

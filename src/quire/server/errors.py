@@ -55,7 +55,7 @@ _JSON = "application/json"
 
 
 class HttpError(QuireError):
-    """An error of the HTTP layer itself: its status and code are given where it is raised."""
+    """An error of the HTTP layer itself. The code that raises it gives its status and its code."""
 
     def __init__(
         self, status: int, code: str, what: str, *, expected: str | None = None, fix: str | None = None
@@ -91,7 +91,7 @@ def error_response(error: QuireError, path: str = "") -> Response:
 
 
 def internal_error_body(request_id: str, path: str) -> bytes:
-    """The answer to an unexpected exception: the id under which the log has it."""
+    """The body for an unexpected exception. It names the id of the request, under which the log has the exception."""
     message = f"Internal error. The server's log has it under request id {request_id}."
     return _encode(path, 500, "internal_error", message, None)
 
@@ -102,7 +102,7 @@ async def on_quire_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own errors: no such route, wrong method. There are no others."""
+    """Answer Starlette's own errors: an unknown route or a wrong method. There are no others."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         code = "unknown_route"

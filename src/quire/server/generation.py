@@ -1,4 +1,6 @@
-"""One HTTP request as engine requests: one per prompt, started together, read as one stream, ended together."""
+"""Turns one HTTP request into engine requests, one per prompt. They start together, are read as one stream, and end
+together.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,11 @@ class Generation:
     """The engine requests of a route.
 
     Args:
-        max_tokens_is_default: the client did not choose max_tokens, so it is cut to what fits instead of refused.
-        request_id: the id of the HTTP request, under which its timeline is found; None: it has none.
-        adapter: its name; None: the base model.
-        new_parser: makes the parser of a continuation's text; None: all of it is content.
-        data_parallel_rank: the index of the replica that has to compute it; None: the one with the least
-            work.
+        max_tokens_is_default: whether the client did not choose max_tokens. Then it is lowered if it does not fit.
+        request_id: the id of the HTTP request, under which its timeline is found; None: it has no timeline.
+        adapter: the name of the adapter; None: the base model.
+        new_parser: makes the parser of a continuation's text; None: all text is content.
+        data_parallel_rank: the index of the replica that must compute it; None: the replica with the least work.
     """
 
     response_id: str
@@ -53,10 +54,10 @@ class Generation:
 
 
 async def start(state: ServerState, *generations: Generation) -> list[RequestStream]:
-    """Send every prompt of one HTTP request, in order; none is left running if one is refused.
+    """Send every prompt of one HTTP request, in order. If one is refused, none is left running.
 
     Args:
-        generations: generations with one response id and one request id.
+        generations: they have the same response id and the same request id.
     """
     check_fan_out(state, *generations)
     first = generations[0]
@@ -89,7 +90,7 @@ async def start(state: ServerState, *generations: Generation) -> list[RequestStr
 
 
 async def process(state: ServerState, asked: Generation) -> ProcessedRequest:
-    """Its only prompt, which is not sent. Raises the errors of `start` about the request."""
+    """Check the only prompt of a generation, without sending it. Raises the errors of `start` about the request."""
     check_fan_out(state, asked)
     return await state.engine.process(
         asked.prompts[0],
@@ -120,7 +121,7 @@ def check_fan_out(state: ServerState, *generations: Generation) -> None:
 
 
 async def write(make: Callable[[], T], outputs: Sequence[RequestOutput]) -> T:
-    """The result of `make` for the outputs: in a thread if there are logprobs of many positions to write."""
+    """The result of `make` for the outputs. If logprobs of many positions must be written, it runs in a thread."""
     num_positions = sum(
         len(output.prompt_logprobs or ()) + sum(len(completion.logprobs or ()) for completion in output.outputs)
         for output in outputs
@@ -129,15 +130,16 @@ async def write(make: Callable[[], T], outputs: Sequence[RequestOutput]) -> T:
 
 
 async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """(index of the prompt, output) as they come. The first error ends all; closing the generator aborts running
-    requests.
+    """Yield (index of the prompt, output) as outputs come. The first error ends all requests.
+
+    If the generator is closed, running requests are aborted.
     """
     if len(streams) == 1:
         async with streams[0] as stream:
             async for output in stream:
                 yield 0, output
         return
-    # One place: while the reader is busy, outputs wait and merge in their streams.
+    # The queue has one place. While the reader is busy, outputs wait in their streams, and are merged there.
     queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(1)
 
     async def pump(index: int, stream: RequestStream) -> None:
@@ -193,7 +195,7 @@ def _response_id(prefix: str, body: GenerationRequest, header_id: str) -> str:
 
 
 def check(state: ServerState, body: GenerationRequest, ignored: list[str]) -> None:
-    """Refusals that all generating routes share, and `check_body`."""
+    """Check what all generating routes check, and call `check_body`."""
     state.check_accepting()
     check_body(state, body, ignored)
 
@@ -250,8 +252,8 @@ def _check_stream_options(body: GenerationRequest) -> None:
 
 
 def _apply_defaults(state: ServerState, body: GenerationRequest) -> None:
-    """The operator's defaults. Usage overrides the request's wish, as in vLLM; the others hold if the request leaves
-    them out.
+    """Fill in the operator's defaults. The default for usage overrides the request, as in vLLM. The other defaults hold
+    if the request leaves the field out.
     """
     if body.return_tokens_as_token_ids is None:
         body.return_tokens_as_token_ids = state.settings.server.return_tokens_as_token_ids
@@ -283,7 +285,7 @@ def _check_truncation(body: GenerationRequest) -> None:
 
 
 _NOTHING: tuple[object, ...] = (False, [], {}, 0)
-# Fields that beam search does not follow, with the values that ask for nothing.
+# Fields that beam search cannot follow, each with its neutral value.
 NOT_WITH_BEAMS: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("logprob_token_ids", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids"), _NOTHING),
     **dict.fromkeys(("bad_words", "min_tokens", "return_metrics", "min_p"), _NOTHING),

@@ -17,8 +17,9 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Starting(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Why the server is not ready: phase of the start (download, load, pack, warm up; before them, after a failure,
-    restart) and how much of it is done. `failure`: why the last engine failed, for callers with a key."""
+    """The reason why the server is not ready: the phase of the start, and how much of it is done. Phases are download,
+    load, pack and warm up; after a failure, restart comes before them. `failure` says why the last engine failed; only
+    callers with a key see it."""
 
     error: ErrorDetail
     phase: str
@@ -28,12 +29,12 @@ class Starting(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 async def livez(request: Request) -> Response:
-    """200 as long as this process answers."""
+    """Answer 200 as long as this process runs."""
     return _json(b'{"status":"ok"}')
 
 
 async def readyz(request: Request) -> Response:
-    """200 once a real token has been produced and while the server takes requests; 503 with the phase before."""
+    """Answer 200 if a real token has been produced and the server takes requests; before, 503 with the phase."""
     state = state_of(request)
     try:
         state.check_accepting()
@@ -44,7 +45,7 @@ async def readyz(request: Request) -> Response:
 
 
 def _unavailable(request: Request, state: ServerState, error: QuireError) -> Response:
-    """503, with the phase if the engine is starting."""
+    """The answer 503, with the phase if the engine is starting."""
     response = error_response(error)
     progress = state.engine.progress
     if state.engine.error is None and progress is not None:
@@ -63,7 +64,7 @@ def _unavailable(request: Request, state: ServerState, error: QuireError) -> Res
 
 
 async def health(request: Request) -> Response:
-    """200 while steps end in time; 503 before the engine is ready, when it is stuck and when it is gone."""
+    """Answer 200 while steps end in time; 503 if the engine is not ready yet, stuck or gone."""
     state = state_of(request)
     if state.engine.is_healthy:
         return _json(b'{"status":"ok"}')
@@ -75,7 +76,7 @@ async def health(request: Request) -> Response:
 
 
 async def load(request: Request) -> Response:
-    """Requests that are waiting or running here, for load balancers."""
+    """Answer with the number of requests that wait or run here, for load balancers."""
     return _json(msgspec.json.encode({"server_load": state_of(request).engine.num_unfinished}))
 
 
@@ -84,7 +85,7 @@ async def version(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format."""
+    """Answer with all metrics in Prometheus' text format."""
     state = state_of(request)
     if state.metrics is None:
         raise HttpError(404, "metrics_disabled", "This server keeps no metrics")

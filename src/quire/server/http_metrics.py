@@ -12,16 +12,16 @@ from quire.metrics.http import HttpMetrics
 from quire.metrics.registry import OTHER
 from quire.server import page
 
-# Machines call them every few seconds: counting them would hide the requests of people. vLLM leaves them out too. The
-# files of the page at / come with it.
+# Machines call these routes every few seconds, which would hide the requests of people. vLLM leaves them out too. The
+# files of the page at / are loaded with the page.
 NOT_COUNTED = frozenset({"/metrics", "/health", "/livez", "/readyz", "/ping", "/load", "/version", *page.FILES})
 
 
 class CountRequests:
-    """Around everything, so that refused and failed requests count too.
+    """Counts HTTP requests. It is around everything, so that refused and failed requests count too.
 
     Args:
-        routes: the server's. Their paths are the only handlers there are; a request to another path counts as "other".
+        routes: the routes of the server. Only their paths are labels; a request to another path counts as "other".
     """
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics, routes: Sequence[Route]) -> None:

@@ -30,17 +30,16 @@ _malformed_log = RateLimited(logger)
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Bounds of one connection. Sizes in bytes, times in seconds.
+    """The limits of one connection. Sizes are in bytes, times in seconds.
 
     Args:
-        max_header_bytes: request line, names and values of one request.
-        header_seconds: the time from the connection, or the request's first byte, to the end of its headers.
-        body_seconds: the time from there to the end of the body, also if no code waits for it.
-        stalled_write_seconds: in which a client whose answer waits to be sent must take MIN_PROGRESS_BYTES of it.
-        max_unread_bytes: the most unread bytes of a body that is not read any more, because its answer was complete
-            before.
-        linger_seconds: in which a client should close a connection after we have closed our side of it.
-        max_linger_bytes: bytes that it may send meanwhile.
+        max_header_bytes: the most bytes of a request's first line and of the names and values of its headers.
+        header_seconds: the time from the connection, or from the first byte of a request, to the end of its headers.
+        body_seconds: the time from there to the end of the body, also if no code waits for the body.
+        stalled_write_seconds: if an answer waits to be sent, the client must take MIN_PROGRESS_BYTES in this time.
+        max_unread_bytes: if an answer is complete before its request's body was read, the most bytes of the rest.
+        linger_seconds: the time in which a client should close a connection after we have closed our side.
+        max_linger_bytes: the most bytes that the client may send in this time.
     """
 
     max_header_bytes: int = 65536
@@ -54,10 +53,10 @@ class ConnectionLimits:
 
 
 class _Connection:
-    """A transport as the protocol uses it: `close` resets nothing, and a client can be asked whether it is there.
+    """The transport of the protocol. `close` never resets a connection, and a client can be asked if it is there.
 
-    Closing a socket over bytes that were not read resets the connection. So our side is closed first, and later bytes
-    are read until the client has closed its own side, or for a while.
+    If a socket is closed while it has unread bytes, the system resets the connection. So our side is closed first. Then
+    later bytes are read until the client has closed its side, or until a time limit.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, linger_seconds: float) -> None:
@@ -92,7 +91,7 @@ class _Connection:
         self._linger()
 
     def _linger(self) -> None:
-        """Waiting bytes have all the time that they need. Other code notices clients that do not read."""
+        """Wait until all bytes are sent, and then linger. Other code notices clients that do not read."""
         self._timer = self._loop.call_later(self._linger_seconds, self._on_lingered)
 
     def _on_lingered(self) -> None:
@@ -102,15 +101,16 @@ class _Connection:
             self._transport.close()
 
     def on_lost(self) -> None:
-        """The connection is gone."""
+        """Note that the connection is gone."""
         if self._timer is not None:
             self._timer.cancel()
 
     def await_departure(self, *, is_silent: bool) -> None:
-        """End the connection as soon as its client, which has closed its sending side, turns out to have left.
+        """End the connection if its client has left. The client has closed its sending side.
 
-        Only the client's system can tell it from a client that waits for its answer: it refuses a byte that no program
-        receives. If the answer has not begun (`is_silent`), these bytes are the beginning of the answer.
+        A client that still waits for its answer may have done the same. Only the client's system knows the difference:
+        it refuses a byte if no program receives it. So bytes are sent as a test. If the answer has not begun
+        (`is_silent`), these bytes are the beginning of the answer.
         """
         self._has_eof = True
         self._unasked = ANSWER_PREFIX if is_silent else b""
@@ -162,7 +162,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """The answer that is being sent is the last: uvicorn would go on to the requests behind it."""
+        """Make the present answer the last one. Otherwise uvicorn would go on to later requests of the connection."""
         for cycle in self._unanswered:
             cycle.keep_alive = False
         super().shutdown()
@@ -190,7 +190,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._refuse_headers(f"at most {self.limits.max_header_bytes} bytes")
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays: it stays if an answer is due. The client may have closed only its sending
+        """Whether the connection stays open. It stays if an answer is due: the client may have closed only its sending
         side.
         """
         cycle = self.cycle
@@ -204,7 +204,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """It has sent a request and got its answer, and has no further request now."""
+        """Whether the client has got its answer to a request, and has sent no further request."""
         return self.cycle is not None and self.cycle.response_complete and self._num_header_bytes == 0
 
     def _await_headers(self) -> None:
@@ -323,7 +323,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._await_reader()
 
     def _refuse_malformed(self) -> None:
-        """Requests that httptools cannot parse, such as an unknown method, and transfer codings other than chunked."""
+        """Refuse requests that httptools cannot parse: an unknown method, or a transfer coding that is not chunked."""
         _malformed_log.warning("a request that is not HTTP/1.1 was refused")
         self._refuse(
             HttpError(
@@ -336,7 +336,7 @@ class GuardedProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer, unless an answer is on its way, and end the connection."""
+        """Answer with an error, unless an answer is being sent, and end the connection."""
         if self._is_refused:
             return
         self._is_refused = True
@@ -371,5 +371,5 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def guarded_protocol(limits: ConnectionLimits) -> type[GuardedProtocol]:
-    """For uvicorn.Config's `http`: it makes one object of the class per connection, without our arguments."""
+    """A class for uvicorn.Config's `http`. uvicorn makes one object for each connection, without our arguments."""
     return type("GuardedProtocol", (GuardedProtocol,), {"limits": limits})

@@ -1,7 +1,7 @@
-"""The life of the HTTP server: uvicorn's, with an end that resets no connection.
+"""The life of the HTTP server. It is uvicorn's, but its end resets no connection.
 
-While requests run the port stays open, so that new clients learn that the server is shutting down. Then new connections
-are turned away, the existing ones are answered, and the port is closed.
+When the server ends, the port stays open while requests run, so that new clients learn that it is shutting down. Then
+new connections are turned away, the existing connections get their answers, and the port is closed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def http_config(app: ASGIApp, protocol: type[GuardedProtocol] = GuardedProtocol,
 
 
 class HttpServer(uvicorn.Server):
-    """One server. `should_exit` starts its end, `force_exit` makes that short."""
+    """One server. `should_exit` starts its end, and `force_exit` makes the end short."""
 
     def __init__(
         self,
@@ -42,24 +42,23 @@ class HttpServer(uvicorn.Server):
         *,
         hands_over: bool = False,
     ) -> None:
-        """Serve what `config` says.
+        """Make a server with uvicorn's `config`.
 
         Args:
-            drain_seconds: the most seconds for requests that run when the server begins to end; then their connections
-                are cut.
-            turn_away: makes new connections fail before they are made; earlier ones can still be accepted.
-            hands_over: another process has the sockets too: from the beginning of the end on, it gets new connections.
+            drain_seconds: the most seconds for requests that run when the end begins. Then their connections are cut.
+            turn_away: makes new connections fail. Connections that have been made can still be accepted.
+            hands_over: whether another process has the sockets too. Then it gets new connections when the end begins.
         """
         super().__init__(config)
         self._drain_seconds, self._turn_away, self._hands_over = drain_seconds, turn_away, hands_over
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the caller's: uvicorn would end the process before it has cleaned up."""
+        """Leave signals to the caller. uvicorn would end the process before it has cleaned up."""
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain and close. Requests that come meanwhile are answered; the app decides to refuse them."""
+        """Drain and close. Requests that come meanwhile get an answer; the app refuses them."""
         listeners = sockets or []
         if self._hands_over:
             self._stop_listening(listeners)

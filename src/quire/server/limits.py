@@ -1,4 +1,4 @@
-"""Bounds on what one HTTP request may cost before it reaches the engine, and the reading of bodies within them."""
+"""Limits for the cost of one HTTP request before it reaches the engine, and the reading of bodies within them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ body_time: ContextVar[float | None] = ContextVar("body_time", default=None)
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one HTTP request; sequences = prompts times n."""
+    """The limits of one HTTP request. The number of sequences is the number of prompts times n."""
 
     max_body_bytes: int = 16 * 2**20
     body_timeout_seconds: float = 60.0
@@ -97,7 +97,7 @@ def _checked(body: bytes, decode: Callable[[bytes], T]) -> T:
 
 
 def check_numbers(body: bytes) -> None:
-    """InvalidRequestError if a JSON text has more numbers such as 1e308 than are decoded in some 30 ms."""
+    """Raise InvalidRequestError if a JSON text has so many numbers like 1e308 that decoding takes over some 30 ms."""
     if _has_many_exponents(body) and _has_many_exponents(_outside_strings(body)):
         raise InvalidRequestError(
             "The body has too many numbers with exponents of 280 and more", expected=f"at most {MAX_EXTREME_NUMBERS}"
@@ -110,7 +110,7 @@ def _has_many_exponents(text: bytes) -> bool:
 
 
 def check_nesting(body: bytes) -> None:
-    """InvalidRequestError if the JSON text is nested deeper than MAX_JSON_DEPTH. Linear, cheap for most bodies."""
+    """Raise InvalidRequestError if a JSON text is nested deeper than MAX_JSON_DEPTH. The check takes linear time."""
     if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
         return
     brackets = _outside_strings(body).translate(None, _NOT_BRACKETS)
@@ -121,6 +121,6 @@ def check_nesting(body: bytes) -> None:
 
 
 def _outside_strings(body: bytes) -> bytes:
-    """What a JSON text has outside its strings."""
+    """The parts of a JSON text outside of its strings."""
     without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     return b"".join(without_escapes.split(b'"')[::2])

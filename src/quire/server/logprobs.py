@@ -1,4 +1,4 @@
-"""Logprobs in the shapes of the two OpenAI APIs and in vLLM's for prompts."""
+"""Writes logprobs in the shapes of OpenAI's two APIs, and prompt logprobs in vLLM's shape."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class LogprobWriter:
     """Writes positions for one request.
 
     Args:
-        as_token_ids: name tokens "token_id:<id>", which is unique where texts are not.
-        max_top: likely tokens shown per position, for a chat the chosen one among them; -1: all there are.
+        as_token_ids: whether tokens are named "token_id:<id>". These names are unique, but texts may not be.
+        max_top: the most likely tokens to show per position; for a chat, the chosen token counts. -1: all.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_token_ids: bool, max_top: int) -> None:

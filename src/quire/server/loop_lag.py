@@ -1,4 +1,4 @@
-"""The lag of the event loop: every stream waits this long."""
+"""Measures the lag of the event loop. Every stream waits this long."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ INTERVAL_SECONDS = 0.05
 
 
 async def watch(observe: Callable[[float], None]) -> None:
-    """Tell `observe` how many seconds late each look was, until cancelled."""
+    """Sleep again and again, and tell `observe` how many seconds late each sleep ended, until cancelled."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + INTERVAL_SECONDS

@@ -1,7 +1,7 @@
-"""The worker's interface to a device beside tensors: asynchronous copies, graphs, time and memory.
+"""The worker's interface to a device, apart from tensors: asynchronous copies, graphs, time and memory.
 
-`Host` is the CPU, on which all work is done when the call returns, and `Cuda` a GPU. Tests have one that works on CPU
-tensors and delays the work that a GPU may delay.
+`Host` is the CPU, which has done all work when a call returns. `Cuda` is a GPU. Tests have an accelerator that computes
+with CPU tensors and delays the work that a GPU may delay.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _cuda: Any = torch.cuda  # without types in some versions of torch
 
 
 def device_failed(error: BaseException) -> EngineDeadError:
-    """Raised when a kernel has failed: CUDA does no more work in this process, so another one is started."""
+    """The error for a failed kernel. CUDA does no more work in this process, so the front end starts another one."""
     return EngineDeadError(f"The GPU reports an error: {str(error).splitlines()[0]}")
 
 
 class Event(Protocol):
-    """A point in the device's work, which it will have passed."""
+    """A point in the device's work."""
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Wait until the device has passed this point."""
         ...
 
 
@@ -35,25 +35,29 @@ class Download(Protocol):
     """Tensors on their way to the host."""
 
     def wait(self) -> Iterator[Tensor]:
-        """The tensors on the host, in the order given. Call it once. Raises EngineDeadError if the device has
-        failed.
+        """Wait for the tensors. They come in the order in which they were given. Call it only once.
+
+        Raises:
+            EngineDeadError: the device has failed.
         """
         ...
 
 
 class Graph(Protocol):
-    """Launches that were captured with their addresses."""
+    """Kernel launches that were captured together with their addresses."""
 
-    def replay(self) -> None: ...
+    def replay(self) -> None:
+        """Launch all of them again, without waiting."""
+        ...
 
 
 class Device(Protocol):
-    """A step's interface to any device. Work is done in the order of the calls."""
+    """The interface of a step to any device. The device works in the order of the calls."""
 
-    runs_ahead: bool  # work goes on after the call that asks for it
+    runs_ahead: bool  # whether a call may return before its work is done
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
-        """Start to copy tensors to the host beside later work, which must not change them."""
+        """Start to copy tensors to the host. Later work goes on beside the copy, and must not change the tensors."""
         ...
 
     def mark(self) -> Any:
@@ -61,16 +65,16 @@ class Device(Protocol):
         ...
 
     def seconds_between(self, start: Any, end: Any) -> float:
-        """The device's time between two marks, which it has passed."""
+        """The device's time between two marks. The device must have passed both."""
         ...
 
     def synchronize(self) -> None:
-        """Wait for everything. Raises EngineDeadError if the device has failed."""
+        """Wait for all work. Raises EngineDeadError if the device has failed."""
         ...
 
 
 class Host:
-    """The CPU: work is done when the call returns."""
+    """The CPU as a Device: work is done when the call returns."""
 
     runs_ahead = False
 
@@ -84,11 +88,11 @@ class Host:
         return end - start
 
     def synchronize(self) -> None:
-        """Everything is done already."""
+        """Return at once: all work is done already."""
 
 
 class _OnHost:
-    """Tensors that are where they are wanted."""
+    """A Download of tensors that are on the host already."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
@@ -98,7 +102,7 @@ class _OnHost:
 
 
 class Accelerator(Device, Protocol):
-    """A GPU. Downloads do not hold up later work."""
+    """The interface to a GPU. Downloads do not hold up later work."""
 
     device: torch.device
 
@@ -107,7 +111,7 @@ class Accelerator(Device, Protocol):
         ...
 
     def upload(self, host: Tensor, target: Tensor) -> Event:
-        """Start to copy pinned memory to the device. Until the event, the host must not change it."""
+        """Start to copy pinned memory to the device. The host must not change it before the event has passed."""
         ...
 
     def graph_pool(self) -> Any:
@@ -115,15 +119,15 @@ class Accelerator(Device, Protocol):
         ...
 
     def capture(self, run: Callable[[], None], pool: Any) -> Graph:
-        """What `run` launches, without computing it."""
+        """Capture the kernels that `run` launches. They are not computed now."""
         ...
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the device, other processes seen too."""
+        """Free and total bytes of the device's memory. Memory of other processes is not free."""
         ...
 
     def reserved_peak(self) -> int:
-        """Most bytes that this process' allocator has held since `release`."""
+        """The most bytes that the allocator of this process has held since `release`."""
         ...
 
     def release(self) -> int:
@@ -132,7 +136,7 @@ class Accelerator(Device, Protocol):
 
 
 class Cuda:
-    """The GPU that torch counts first."""
+    """The Accelerator for the GPU that torch counts first."""
 
     runs_ahead = True
 
@@ -159,7 +163,7 @@ class Cuda:
             on_host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
             for host, tensor in zip(on_host, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
-            # The wait sleeps instead of spinning: other threads need the core.
+            # A blocking event sleeps while it waits, because other threads need the core.
             copied = _cuda.Event(blocking=True)
             copied.record()
         return _CudaDownload(copied, on_host, tensors)
@@ -204,7 +208,7 @@ class Cuda:
 class _CudaDownload:
     def __init__(self, copied: Event, on_host: list[Tensor], sources: Sequence[Tensor]) -> None:
         self._copied, self._on_host = copied, on_host
-        self._sources: Sequence[Tensor] = sources  # their memory must not be given to others before it is copied
+        self._sources: Sequence[Tensor] = sources  # kept so that their memory is not used again before it is copied
 
     def wait(self) -> Iterator[Tensor]:
         try:

@@ -1,4 +1,4 @@
-"""The adapters of one worker: a thread reads and packs them, and between steps they get slots of the model."""
+"""The adapters of one worker. A thread reads and packs them. Between steps, they get slots of the model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from quire.settings import LoraSettings
 
 
 class WorkerAdapters:
-    """The adapters that steps of a model may have.
+    """The adapters that rows of a step may use.
 
     Args:
-        settings: one adapter more than they allow may be in memory, while two change places.
+        settings: its limits. While a new adapter replaces an old one, memory holds one adapter more than the limit.
     """
 
     def __init__(self, model: Decoder, settings: LoraSettings) -> None:

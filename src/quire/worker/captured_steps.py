@@ -10,22 +10,24 @@ from quire.worker.input_batch import Padding, StagedStep, StepRows
 
 
 class CapturedSteps(Protocol):
-    """Forward passes of one model on one KV cache, by the size of a step. They give the bits of the pass run anew.
+    """Forward passes of one model on one KV cache, by the size of a step.
+
+    A repeated pass gives the same bits as a pass that is run anew.
 
     Attributes:
-        num_captured: the passes that were captured until now.
+        num_captured: the number of passes that were captured so far.
     """
 
     num_captured: int
 
     def size_for(self, step: StepRows) -> Padding | None:
-        """The size to bring a step to, so that it can be repeated; None: the step has to be run."""
+        """The size to which a step must be padded, so that a captured pass fits; None: no captured pass fits."""
         ...
 
     def run(self, size: Padding, staged: StagedStep, hidden_TD: Tensor | None = None) -> Tensor:
-        """hidden_TD of a step that was staged with this padding; overwritten by the next run.
+        """Compute hidden_TD of a step that was staged with this padding. The next run overwrites the result.
 
         Args:
-            hidden_TD: see ForwardBatch.
+            hidden_TD: the input of a drafter's head: see ForwardBatch.
         """
         ...

@@ -1,10 +1,12 @@
-"""Steps as CUDA graphs: the forward pass of a size is captured once, and replayed with one call.
+"""Steps as CUDA graphs: the forward pass of a size is captured once, and one call replays it.
 
 A graph is a list of launches with their addresses. Its inputs stay at these addresses, and each step writes its numbers
-there. Steps between two captured sizes run on the larger one, with tokens and rows that write and read nothing.
-Decoding has graphs by the number of rows. Other steps (prompts, or pieces of them beside decodes) have a few graphs, by
-the number of tokens. Our attention reads lengths on the device, so no launch depends on the rows that the tokens belong
-to. Dimensions: T tokens of a step, D hidden.
+there. A step between two captured sizes is padded to the larger one. The tokens and rows of the padding read and write
+nothing. For decodes there is one graph per number of rows. For other steps (prompts, or pieces of them beside decodes)
+there are a few graphs, by the number of tokens. Our attention reads lengths on the device, so no launch depends on how
+the tokens are divided into rows.
+
+Dimensions: T tokens of a step, D hidden.
 """
 
 from __future__ import annotations
@@ -29,10 +31,13 @@ from quire.worker.input_batch import Padding, StagedStep, StepRows
 
 
 def paddings(settings: WorkerSettings) -> list[Padding]:
-    """The sizes to capture with these settings, the largest first: the smaller ones fit into its scratch memory."""
+    """The sizes to capture with these settings.
+
+    The largest size comes first: the graphs of smaller sizes fit into its scratch memory.
+    """
     sizes = settings.graph_sizes()
     found = [Padding(size, size) for size in sizes.decodes]
-    # one row at least computes several tokens
+    # In a mixed step, at least one row computes several tokens. So it has fewer rows than tokens.
     found += [Padding(size, min(settings.max_num_seqs, size - 1)) for size in sizes.mixed]
     if settings.lora is not None:
         found += [replace(size, has_adapters=True) for size in found]
@@ -40,13 +45,13 @@ def paddings(settings: WorkerSettings) -> list[Padding]:
 
 
 def in_order(sizes: Sequence[Padding]) -> list[Padding]:
-    """The largest first."""
+    """The sizes in the order of capture: the largest comes first."""
     return sorted(sizes, key=lambda size: (size.tokens, size.rows, size.has_adapters), reverse=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph, and the arrays that it was captured with, which must stay where they are."""
+    """A graph with the arrays that it was captured with. The arrays must stay where they are."""
 
     graph: Graph
     staged: StagedStep
@@ -54,10 +59,10 @@ class _Captured:
 
 @contextmanager
 def _little_garbage() -> Iterator[None]:
-    """torch collects garbage before each capture: all there is now is left out meanwhile.
+    """Hide the present objects from the garbage collector, which torch runs before each capture. This saves time.
 
-    They stay frozen only during the capture: the engine is part of reference cycles, and frozen objects are never
-    freed. If other code has frozen objects, nothing is frozen here, because both could not be told apart afterwards.
+    The objects are frozen only during the capture: the engine is part of reference cycles, and frozen objects are never
+    freed. If other code has frozen objects, nothing is frozen here, because both kinds could not be told apart later.
     """
     gc.collect()
     if gc.get_freeze_count():
@@ -71,13 +76,10 @@ def _little_garbage() -> Iterator[None]:
 
 
 class StepGraphs:
-    """The graphs of one model on one cache.
+    """CapturedSteps of one model on one KV cache, as CUDA graphs.
 
     Args:
-        sizes: in the order in which they are captured.
-
-    Attributes:
-        num_captured: see CapturedSteps.
+        sizes: the sizes in the order in which they are captured.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class StepGraphs:
         self._mixed = sorted({(size.tokens, size.rows) for size in sizes if size.tokens != size.rows})
         self._captured: dict[Padding, _Captured] = {}
         self.num_captured = 0
-        # One place for all sizes: another graph may overwrite results in the graphs' own memory.
+        # All sizes have one place for results, because another graph may overwrite results in the graphs' own memory.
         self._hidden_TD = torch.empty(
             (max(size.tokens for size in sizes), model.config.hidden_size), dtype=model.dtype, device=accelerator.device
         )
@@ -105,7 +107,7 @@ class StepGraphs:
         """Capture every size.
 
         Args:
-            on_captured: called with the number of captured sizes, and the number of all sizes.
+            on_captured: is called with the number of captured sizes and the number of all sizes.
         """
         none = np.zeros(0, np.int64)
         nothing = StepRows(none, none, none, none)
@@ -127,7 +129,7 @@ class StepGraphs:
         self._hidden_TD[: size.tokens].copy_(hidden_TD)
 
     def size_for(self, step: StepRows) -> Padding | None:
-        """The size to run a step on; None: there is none that holds it."""
+        """See CapturedSteps: the smallest captured size that holds the step."""
         num_rows, num_tokens = len(step.lens_S), int(step.lens_S.sum())
         has_adapters = step.adapter_slots_S is not None
         if num_tokens == num_rows:

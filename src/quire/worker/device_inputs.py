@@ -1,6 +1,6 @@
-"""The requests a worker holds on a GPU: block tables and newest tokens live there, and a step sends only numbers.
+"""The requests of a worker on a GPU. Block tables and newest tokens live on the GPU; a step sends only changes.
 
-Where a token of a step is not known on the host, the device puts it in its place.
+If the host does not know a token of a step yet, the device fills it in.
 
 Dimensions: T tokens of a step, S rows of a step, R rows of logits, C row capacity, M blocks of a table,
 N block tables of a request.
@@ -24,18 +24,20 @@ from quire.worker.accelerator import Accelerator
 from quire.worker.input_batch import ExpectedTokens, InputBatch, Padding, StagedStep, StepRows
 from quire.worker.staging import ALIGNMENT, Staging
 
-# Bytes per token and per row of a step, and how many arrays there are: see InputBatch.stage.
+# Bytes per token, bytes per row, and the number of arrays of a step: see InputBatch.stage.
 _TOKEN_BYTES, _ROW_BYTES, _NUM_ARRAYS = 2 * 8 + 4, 3 * 8 + 3 * 4 + 4 * 4 + 8, 17
 _SLOT_BYTES = 8  # per token and block table
 
 
 class DeviceInputBatch(InputBatch):
-    """See InputBatch; the arrays on the host are the truth, but for tokens that are not known yet.
+    """An InputBatch for a GPU. The arrays on the host hold everything, except tokens that the host does not know yet.
 
     Args:
-        max_num_rows: the most rows at once; the arrays never grow.
+        max_num_rows: the most rows at once. The arrays never grow.
         max_tokens: the most tokens of one step, with padding.
-        steps_in_flight: the steps that are launched before the result of the first of them is taken in.
+        steps_in_flight: the number of steps that may be launched before the result of the first one is taken in.
+
+    The other arguments are InputBatch's.
     """
 
     def __init__(
@@ -68,12 +70,12 @@ class DeviceInputBatch(InputBatch):
         self._new_blocks.append((row, begin, int(self.num_blocks[row])))
 
     def _grow(self) -> None:
-        raise AssertionError(f"more than the {len(self.num_tokens)} rows that memory was planned for")
+        raise AssertionError(f"memory was planned for {len(self.num_tokens)} rows, and more are needed")
 
     def stage(
         self, step: StepRows, parameters: Sequence[NDArray[Any]] = (), pad_to: Padding | None = None
     ) -> StagedStep:
-        """See InputBatch; the tables on the device are brought up to date too."""
+        """See InputBatch. The block tables on the device are brought up to date too."""
         self._write_new_blocks()
         return super().stage(step, parameters, pad_to)
 
@@ -85,12 +87,12 @@ class DeviceInputBatch(InputBatch):
         *,
         is_prepared: bool = False,
     ) -> ForwardBatch:
-        """What the forward pass reads. It only launches, so it can be captured.
+        """The inputs of the forward pass. This method only launches kernels, so it can be captured.
+
+        Block tables have their full width, however long the rows are, because kernels are compiled for a stride.
 
         Args:
             is_prepared: the model's `prepare` has been called for the step.
-
-        Tables have their full width whatever is in use: kernels are compiled for a stride.
         """
         token_ids_T = staged.token_ids_T
         tables_NSM = self._block_tables_NCM.index_select(1, staged.rows_S)
@@ -108,9 +110,7 @@ class DeviceInputBatch(InputBatch):
         )
 
     def _write_new_blocks(self) -> None:
-        """Bring the tables on the device up to date. If a row was given again, the present content of the table
-        counts.
-        """
+        """Bring the tables on the device up to date. A row may have a new request: its present table counts."""
         if not self._new_blocks:
             return
         indices, values = [], []
@@ -126,12 +126,12 @@ class DeviceInputBatch(InputBatch):
         self._block_tables_NCM.view(-1).scatter_(0, at_N, blocks_N.to(torch.int32))
 
     def place_guesses(self, step: StepRows, staged: StagedStep, token_ids_S: Tensor) -> None:
-        """See InputBatch; the device keeps the tokens as the newest of their rows, and the host does not know them."""
+        """See InputBatch. Only the device knows the tokens: it keeps each as the newest token of its row."""
         self._newest_C.index_copy_(0, staged.expecting_rows, token_ids_S.clamp(min=0))
         self.token_ids[step.rows_S, step.starts_S + step.lens_S + step.ahead] = -1 - step.rows_S
 
     def expect_tokens(self, staged: StagedStep, step: StepRows, token_ids_R: Tensor) -> ExpectedTokens:
-        """See InputBatch; the device keeps the tokens as the newest of their rows."""
+        """See InputBatch. The device keeps each token as the newest token of its row."""
         newest = token_ids_R.clamp(min=0)
         if step.drafts is not None:
             newest = newest.index_select(0, gpu.place(torch.from_numpy(step.drafts.plain_R), newest.device))

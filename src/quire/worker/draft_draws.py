@@ -1,7 +1,7 @@
-"""Drafts from the logits of a model that drafts: drawn as the target would draw them, and brought to the host.
+"""Draws drafts from the logits of a drafter's model, in the way in which the target samples.
 
-They are drawn with the target's random numbers of the row and place, so both draw the same token where their
-probabilities are alike.
+A draft and the target's sample in the same place use the same random number. So both are the same token where the
+probabilities of drafter and target are alike.
 
 Dimensions: S rows that draft, R rows of one pass, V vocabulary of the target.
 """
@@ -29,8 +29,8 @@ class DraftDraws:
     """Draws tokens for the rows of an InputBatch.
 
     Args:
-        is_greedy: whether it draws the likeliest token even if the request samples.
-        group: ranks that draft together: the first one draws, and sends the draws to the others.
+        is_greedy: whether the likeliest token is drawn even if the request samples.
+        group: the ranks that draft together. The first rank draws, and sends the tokens to the others.
     """
 
     def __init__(self, inputs: InputBatch, device: Device, *, is_greedy: bool, group: Group | None = None) -> None:
@@ -38,16 +38,17 @@ class DraftDraws:
         self._sampler = Sampler(inputs.sampling)
 
     def parameters(self, rows_R: NDArray[np.int64], offset: int) -> Sequence[NDArray[Any]]:
-        """To be staged with a pass for the drafts behind `offset` others."""
+        """The sampling parameters to stage with the pass that draws the draft after `offset` earlier drafts."""
         return () if self._is_greedy else self._sampler.host_parameters(rows_R, np.full(len(rows_R), offset))
 
     def draw(self, logits_RV: Tensor, step: StepRows, staged: StagedStep, earlier: list[Tensor]) -> Tensor:
-        """token_ids_R behind the tokens of the step, which become inputs of the next one.
+        """Draw the token after the last token of each row, token_ids_R. These tokens become inputs of the next pass.
 
-        -1: there is none, because a logit is NaN, or because no token can be sampled.
+        -1 means that there is no token, because a logit is NaN, or because no token may be sampled.
 
         Args:
-            earlier: the earlier draws for the same rows, and for some rows behind them.
+            logits_RV: float32.
+            earlier: the earlier draws for the same rows. They may have more rows, which come after these.
         """
         group = self._group
         if group is None:
@@ -69,7 +70,12 @@ class DraftDraws:
         return self._sampler.draw(logits_RV, step.rows_S.tolist(), staged.parameters, before)
 
     def collect(self, drafted: Drafted, indices: Sequence[int], found: list[Tensor]) -> None:
-        """Fill in what was drawn, a tensor per place, for these of the rows that were asked for."""
+        """Copy the drawn tokens to `drafted`.
+
+        Args:
+            indices: for each row of the tensors, its index in `drafted`.
+            found: the draws, one tensor per place.
+        """
         for offset, tokens_R in enumerate(self._on_host(found)):
             for index, token_id in zip(indices, tokens_R.tolist(), strict=False):
                 if token_id < 0:

@@ -1,7 +1,7 @@
-"""A second, smaller model that drafts. It samples as the target would, from its own logits.
+"""A second, smaller model that drafts. It samples from its own logits in the way in which the target samples.
 
-Its keys and values lie in the pages of the target, and are computed when a row drafts for the first time: prompts cost
-nothing if no request speculates.
+Its keys and values lie in the pages of the target. They are computed when a row drafts for the first time. So prompts
+cost nothing while no request speculates.
 
 Dimensions: S rows that draft, C row capacity, K most drafts of a row, B pages, R rows of one pass, V vocabulary of the
 target.
@@ -29,13 +29,13 @@ from quire.worker.kv_cache import PagedCache
 
 
 class DraftModel:
-    """See Drafter.
+    """A Drafter with a draft model.
 
     Args:
-        cache: the cache of the target, with the layers of the draft model.
-        inputs: the inputs of the target.
-        captured: forward passes of the model that are repeated instead of run.
-        max_tokens: the most tokens that it reads in one step.
+        cache: the KV cache of the target, which also has the layers of the draft model.
+        inputs: the rows of the target.
+        captured: captured forward passes of the draft model; None: every pass is run.
+        max_tokens: the most tokens that the draft model reads in one step.
         max_drafts: the most drafts of one row.
         is_greedy: whether it drafts its likeliest token even if the request samples.
         group: the ranks that share the target.
@@ -59,13 +59,13 @@ class DraftModel:
         self._table = cache.drafter_layers[0].table
         self._max_tokens = max_tokens
         capacity = len(inputs.num_tokens)
-        # Of each row: true tokens that the model has computed, and the drafts that it has computed behind them.
+        # For each row: the number of true tokens that the model has computed, and the drafts computed after them.
         self._num_computed_C = np.zeros(capacity, dtype=np.int64)
         self._computed_drafts_CK = np.full((capacity, max_drafts), -1, dtype=np.int64)
         self._is_computed_B = np.zeros(len(cache.pages), dtype=np.bool_)  # all tokens of the page
 
     def follow(self, batch: ScheduledBatch) -> None:
-        """See Drafter: the content of a page is forgotten when it is handed out for later tokens."""
+        """See Drafter. The content of a page is forgotten when the page is handed out for other tokens."""
         inputs, block_size = self._inputs, self._inputs.block_size
         while len(self._num_computed_C) < len(inputs.num_tokens):
             self._num_computed_C = np.concatenate([self._num_computed_C, np.zeros_like(self._num_computed_C)])
@@ -87,10 +87,10 @@ class DraftModel:
             self._computed_drafts_CK[row] = -1
 
     def learn(self, step: StepRows) -> None:
-        """See Drafter: only tokens are read, and not before a row drafts."""
+        """See Drafter. There is nothing to do: a draft model reads only tokens, and only when a row drafts."""
 
     def draft(self, rows: Sequence[int], counts: Sequence[int]) -> Drafted:
-        """See Drafter: a forward pass per place, over all rows that have nothing left to read."""
+        """See Drafter. There is one forward pass per place, over all rows that have no tokens left to read."""
         drafted = Drafted([[ANY_TOKEN] * count for count in counts], self._refusals(rows))
         # Rows with the most drafts come first, so the rows of each pass are the first rows of the pass before.
         accepted = (index for index in range(len(rows)) if index not in drafted.failures)
@@ -121,7 +121,7 @@ class DraftModel:
         return drafted
 
     def _refusals(self, rows: Sequence[int]) -> dict[int, str]:
-        """Rows with tokens that the model does not have."""
+        """The rows with tokens that the model does not know: their indices, and the reason."""
         inputs, config = self._inputs, self.forward_pass.model.config
         refused: dict[int, str] = {}
         if config.vocab_size >= inputs.sampling.vocab_size:
@@ -133,21 +133,24 @@ class DraftModel:
         return refused
 
     def _reusable(self, rows_S: NDArray[np.int64], lens_S: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of each row's tokens that are computed. Earlier drafts count as far as they held."""
+        """For each row, the number of its tokens that are computed. Earlier drafts count if they were accepted."""
         inputs, drafts_SK = self._inputs, self._computed_drafts_CK[rows_S]
         places_SK = self._num_computed_C[rows_S, None] + np.arange(drafts_SK.shape[1])
         within_SK = places_SK.clip(max=inputs.token_ids.shape[1] - 1)
         held_SK = inputs.token_ids[rows_S[:, None], within_SK] == drafts_SK
         num_computed_S: NDArray[np.int64] = self._num_computed_C[rows_S] + held_SK.cumprod(axis=1).sum(axis=1)
-        return np.minimum(num_computed_S, lens_S - 1)  # the last token's logits are wanted
+        return np.minimum(num_computed_S, lens_S - 1)  # the last token is computed again: its logits are needed
 
     def _catch_up(
         self, rows_S: NDArray[np.int64], starts_S: NDArray[np.int64], lens_S: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """The number of tokens that each row has left to read. Rows with the fewest are read in this step, by their
-        drafts.
+        """Choose the rows that draft in this step, and compute some missing tokens of the next row.
 
-        The remaining room is for tokens of the next row, which are computed now.
+        Rows with the fewest missing tokens come first, as long as the budget of tokens allows. Their first pass reads
+        the missing tokens. The rest of the budget is used now for the next row.
+
+        Returns:
+            For each row, the number of tokens that it must still read in later steps.
         """
         missing_S = lens_S - starts_S
         order_S = np.argsort(missing_S, kind="stable")
@@ -171,20 +174,20 @@ class DraftModel:
         offset: int,
         earlier: list[Tensor],
     ) -> Tensor:
-        """token_ids_R behind the tokens up to `ends_R`; tokens before `starts_R` are computed. -1: none."""
+        """Draw the token after the tokens up to `ends_R`. Tokens before `starts_R` are computed. -1: there is none."""
         step = StepRows(rows_R, starts_R, ends_R - starts_R, np.arange(len(rows_R)))
         staged = self.forward_pass.stage(step, self._draws.parameters(rows_R, offset))
         logits_RV = self.forward_pass.logits(staged, self.forward_pass.hidden(staged))
         vocab_size = self._inputs.sampling.vocab_size
         if logits_RV.shape[1] != vocab_size:
-            # Further tokens of one of both are padding.
+            # If one vocabulary is larger, its further tokens are padding.
             own_RV, width = logits_RV, min(logits_RV.shape[1], vocab_size)
             logits_RV = own_RV.new_full((len(own_RV), vocab_size), -torch.inf)
             logits_RV[:, :width] = own_RV[:, :width]
         return self._draws.draw(logits_RV, step, staged, earlier)
 
     def _keep(self, rows_S: NDArray[np.int64], lens_S: NDArray[np.int64]) -> None:
-        """The first `lens_S` tokens of the rows are computed now."""
+        """Note that the first `lens_S` tokens of the rows are computed."""
         first_S, behind_S = self._num_computed_C[rows_S] // self._inputs.block_size, lens_S // self._inputs.block_size
         for row, first, behind in zip(rows_S.tolist(), first_S.tolist(), behind_S.tolist(), strict=True):
             if first < behind:

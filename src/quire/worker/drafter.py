@@ -18,33 +18,34 @@ class Drafted:
 
     token_ids: list[list[int]]  # for each row, as many drafts as were asked for
     failures: dict[int, str] = field(default_factory=dict)  # index of a row -> why some of its drafts are ANY_TOKEN
-    # index of a row -> how many of its tokens are left to read in later steps; its drafts are ANY_TOKEN
+    # Index of a row -> the number of its tokens that later steps must read. The drafts of such a row are ANY_TOKEN.
     unread: dict[int, int] = field(default_factory=dict)
-    error: str = ""  # why there are none: all of them are ANY_TOKEN
+    error: str = ""  # why there are no drafts at all: then all of them are ANY_TOKEN
 
 
 class Drafter(Protocol):
-    """Drafts tokens for the rows of an InputBatch, whose tokens are all known.
+    """Drafts tokens for the rows of an InputBatch. All tokens of these rows must be known.
 
-    Its state of a request can only help: a wrong draft is rejected. So it may keep its state of a page that others hold
-    too, and this state may be wrong.
+    A wrong draft is rejected, so an error in a drafter's state costs time and never changes a result. A drafter may
+    keep the state of a page that other requests hold too, even though this state may be wrong.
     """
 
     def follow(self, batch: ScheduledBatch) -> None:
-        """The InputBatch has applied a batch: rows have other requests, and pages are handed out anew."""
+        """Follow a batch that the InputBatch has applied: rows may have other requests, and pages other owners."""
         ...
 
     def learn(self, step: StepRows) -> None:
-        """The target's forward pass over a step, and its sampling, have been launched.
+        """Read what the target computes in a step. The target's pass and its sampling have been launched.
 
-        An error fails the drafts of these rows, and nothing else.
+        If it raises an error, only the drafts of these rows fail.
         """
         ...
 
     def draft(self, rows: Sequence[int], counts: Sequence[int]) -> Drafted:
-        """A number of tokens behind the tokens of each row. An error fails these drafts, and nothing else.
+        """Draft the tokens that follow the tokens of each row. If it raises an error, only these drafts fail.
 
         Args:
-            rows: distinct rows of the InputBatch. It may write their tokens after the known ones.
+            rows: distinct rows of the InputBatch. The drafter may write to the places after their known tokens.
+            counts: the number of tokens to draft for each row.
         """
         ...

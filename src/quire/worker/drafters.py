@@ -1,4 +1,4 @@
-"""The drafter of a worker, from the model that drafts."""
+"""Makes the drafter of a worker from the model that drafts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from quire.worker.kv_cache import PagedCache
 
 
 def streams_for(target: CausalLM, drafter: CausalLM | None, settings: WorkerSettings) -> TargetStreams | None:
-    """The target's hidden states that a head reads. The target keeps them from now on, so call it before a pass is
-    captured. None: no head drafts.
+    """Let the target keep the hidden states that a head reads; None: the drafter is no head.
+
+    The forward pass of the target changes with this call. So call it before a pass is captured.
     """
     if not isinstance(drafter, Head):
         return None
@@ -38,8 +39,11 @@ def drafter_of(
     settings: WorkerSettings,
     group: Group | None = None,
 ) -> Drafter:
-    """A drafter with the limits and the way to draft of the settings, which have a drafter. `group`: shares the
-    target.
+    """The drafter for the model `model`, with the limits and the method of the settings.
+
+    Args:
+        streams: the result of `streams_for`.
+        group: the ranks that share the target.
     """
     drafter = settings.drafter
     assert drafter is not None

@@ -1,7 +1,9 @@
-"""Drafts to verify: which logits they need, and how many of them hold.
+"""Verifies drafts: which logits they need, and how many of them hold (are accepted).
 
-The tokens of a row are drawn at fixed places of its stream of random numbers. So a draft holds if and only if it is the
-token that would have been sampled in its place. Dimensions: S rows of a step, R rows of logits.
+Each token of a row uses a fixed place of the row's stream of random numbers. So the target samples the same tokens with
+and without drafts. A draft holds if and only if it is the token that the target samples in its place.
+
+Dimensions: S rows of a step, R rows of logits.
 """
 
 from __future__ import annotations
@@ -15,23 +17,23 @@ from numpy.typing import NDArray
 
 from quire.sampling.sampler import SampledTokens
 
-# The tokens of a row with drafts, from the sampled tokens, the first row of logits, and the drafts.
+# A function from the sampled tokens, the first row of logits of a row, and its drafts to the tokens of the row.
 Verify = Callable[[SampledTokens, int, Sequence[int]], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The drafts of one step. A row of the step with k of them has k + 1 rows of logits, one behind the other."""
+    """The drafts of one step. A row with k drafts has k + 1 rows of logits, one after the other."""
 
-    sampling_R: NDArray[np.int64]  # position in the batch
-    offsets_R: NDArray[np.int64]  # drafts of the same row that come before the token of these logits
-    remaining_R: NDArray[np.int64]  # drafts of the same row that come from there on
-    plain_R: NDArray[np.int64]  # indices of the rows of logits of rows without drafts
+    sampling_R: NDArray[np.int64]  # the position in the batch of each row of logits
+    offsets_R: NDArray[np.int64]  # the number of drafts of the same row before the token of these logits
+    remaining_R: NDArray[np.int64]  # the number of drafts of the same row that are not before this token
+    plain_R: NDArray[np.int64]  # the indices of the rows of logits that belong to rows without drafts
     rows: list[tuple[int, int, Sequence[int]]]  # position in the batch, its first row of logits, and its drafts
 
     @classmethod
     def of(cls, num_logits: Sequence[int], draft_token_ids: Sequence[Sequence[int]]) -> Drafts:
-        """Both as in ScheduledBatch."""
+        """The drafts of a batch. The arguments are as in ScheduledBatch."""
         counts_S = np.array(num_logits, dtype=np.int64)
         firsts_S = np.cumsum(counts_S) - counts_S
         sampling_R = np.repeat(np.arange(len(counts_S)), counts_S)
@@ -45,7 +47,7 @@ class Drafts:
         )
 
     def before(self) -> list[Sequence[int]]:
-        """Per row of logits, the drafts before its token."""
+        """For each row of logits, the drafts that come before its token."""
         before: list[Sequence[int]] = [()] * len(self.sampling_R)
         for _, first, drafts in self.rows:
             for offset in range(1, len(drafts) + 1):
@@ -54,10 +56,13 @@ class Drafts:
 
 
 def verify(sampled: SampledTokens, first: int, drafts: Sequence[int]) -> list[int]:
-    """The tokens of a row whose logits begin with row `first`: the drafts that hold and the token behind them.
+    """The tokens of a row with drafts: the drafts that hold, and the token after them.
 
-    A row of logits that gives no token ends the list. If it is empty, the row has failed; if not, the next step will
-    find out.
+    A row of logits without a token ends the list. If the list is empty, the row has failed. Otherwise the next step
+    meets the failure again, and then the list is empty.
+
+    Args:
+        first: the first of the row's rows of logits.
     """
     token_ids: list[int] = []
     for index, draft in enumerate([*drafts, None], first):
@@ -70,10 +75,10 @@ def verify(sampled: SampledTokens, first: int, drafts: Sequence[int]) -> list[in
 
 
 class HoldAtRandom:
-    """Drafts that hold by chance, whatever the model samples. The tokens are wrong, so it is for benchmarks only.
+    """Accepts drafts at random, whatever the model samples. The tokens are wrong, so this is for benchmarks only.
 
     Args:
-        rates: the share of the rows whose drafts hold up to each position.
+        rates: for each position, the share of rows in which all drafts up to this position hold.
     """
 
     def __init__(self, rates: Sequence[float]) -> None:
@@ -82,7 +87,7 @@ class HoldAtRandom:
         self._random = Random(0)
 
     def verify(self, sampled: SampledTokens, first: int, drafts: Sequence[int]) -> list[int]:
-        """Like `verify`, with held drafts in place of the sampled tokens."""
+        """Like `verify`, but chance decides how many drafts hold."""
         token_ids: list[int] = []
         for rate, draft in zip(self._rates, drafts, strict=False):
             if self._random.random() >= rate:

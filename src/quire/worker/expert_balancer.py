@@ -1,7 +1,8 @@
 """Moves experts between the ranks of a stage, so that all of them get about the same number of tokens.
 
-Every rank has the same state and takes the same decisions, from the counts of the first one. A round of moves is one
-`Group.gather`: either all ranks take it in or none, and nothing can fail after it. So a void step changes nothing.
+All ranks have the same state and take the same decisions, because all use the counts of the first rank. A round of
+moves is one `Group.gather`: either all ranks complete it or none does, and nothing can fail after it. So a void step
+changes nothing.
 
 Dimensions: E experts, P places of experts.
 """
@@ -23,7 +24,7 @@ from quire.logs import get_logger
 from quire.moe.balance import Floats, Ints, balancedness, improved
 from quire.moe.layer import MoE
 
-# Bytes that move before a step: they take about as long as a step of one token on a small machine.
+# Bytes that may move before one step. On a small machine they take about as long as a step of one token.
 BUDGET_BYTES = 16 << 20
 
 logger = get_logger(__name__)
@@ -31,7 +32,7 @@ logger = get_logger(__name__)
 
 @dataclass
 class _Layer:
-    """Experts of a layer, and the tokens that went to them. `begins`: see MoE.begins."""
+    """The experts of a layer and the counts of their tokens. `begins`: see MoE.begins."""
 
     moe: MoE
     begins: Ints
@@ -43,15 +44,15 @@ class _Layer:
         return sum(memory.nbytes for stack in self.moe.stacks for memory in stack.memory(0))
 
     def form(self) -> int:
-        """A number of the sizes of all parts of an expert: equal on ranks that hold experts in the same form."""
+        """A checksum of the sizes of an expert's parts. It is equal on ranks that hold experts in the same form."""
         return hash(tuple(memory.nbytes for stack in self.moe.stacks for memory in stack.memory(0)))
 
 
 class ExpertBalancer:
-    """One rank's part.
+    """The balancer of one rank. All ranks of the stage have one, and call it alike.
 
     Args:
-        layers: the layers with experts, and the tensor where each leaves Routing.begins of a step.
+        layers: the layers with experts, each with the tensor to which it writes Routing.begins of a step.
     """
 
     def __init__(self, layers: Sequence[tuple[MoE, Tensor]], group: Group, config: EplbConfig) -> None:
@@ -64,12 +65,12 @@ class ExpertBalancer:
             counts_E = np.zeros(placement.num_experts, dtype=np.int64)
             self._layers.append(_Layer(moe, begins.numpy(), placement.firsts, experts_P, counts_E))
         self._num_steps = 0
-        self._uneven: deque[tuple[_Layer, Floats]] = deque()  # the layers that these loads may still improve
-        self.num_moved = 0  # experts that have got another place
+        self._uneven: deque[tuple[_Layer, Floats]] = deque()  # layers still to be balanced, with the loads of experts
+        self.num_moved = 0  # the number of experts that have moved to another place
 
     @torch.inference_mode()
     def begin_step(self) -> None:
-        """Before a forward pass, on all ranks of the stage alike. Raises GroupError or StepVoid."""
+        """Move some experts, before a forward pass. All ranks of the stage call it. Raises GroupError or StepVoid."""
         self._num_steps += 1
         if self._num_steps % self._config.step_interval == 0:
             self._tell_counts()
@@ -79,7 +80,7 @@ class ExpertBalancer:
                 return
 
     def count(self) -> None:
-        """Behind a forward pass."""
+        """Add the counts of the forward pass that has ended."""
         if self._group.rank != 0:
             return
         config = self._config
@@ -91,18 +92,18 @@ class ExpertBalancer:
             logger.info("experts: balancedness of ranks %.3f, %d moved so far", self.balancedness(), self.num_moved)
 
     def experts_at_places(self) -> list[Ints]:
-        """The experts at the places of all ranks, of each layer."""
+        """For each layer, the experts at the places of all ranks."""
         return [layer.experts_P for layer in self._layers]
 
     def balancedness(self) -> float:
-        """Tokens of a rank divided by the busiest rank's, in the last step: the mean over layers."""
+        """The mean tokens of a rank divided by the tokens of the busiest rank, in the last step. Mean over layers."""
         return float(np.mean([balancedness(np.diff(layer.begins[[*layer.firsts]])) for layer in self._layers]))
 
     def _tell_counts(self) -> None:
-        """The counts of the first rank go to all. Counting begins anew.
+        """Send the counts of the first rank to all ranks, and begin to count anew.
 
-        A form of weights may depend on the values of all experts that a rank has. Where ranks hold experts in different
-        forms, these stay where they are.
+        The packed form of weights may depend on the values of all experts of a rank. Experts of a layer do not move if
+        ranks hold them in different forms.
         """
         sizes = [layer.form() for layer in self._layers]
         counts = np.concatenate([layer.counts_E for layer in self._layers])
@@ -119,7 +120,7 @@ class ExpertBalancer:
             layer.counts_E[:] = 0
 
     def _move(self) -> None:
-        """One round of moves in the first layer that is left."""
+        """Make one round of moves in the first layer that is still uneven."""
         layer, loads_E = self._uneven[0]
         most = max(2, BUDGET_BYTES // layer.expert_bytes())
         wanted_P = improved(loads_E, layer.experts_P, layer.firsts, most)
@@ -135,7 +136,11 @@ class ExpertBalancer:
         self.num_moved += len(changed)
 
     def _exchange(self, layer: _Layer, sources: dict[int, int]) -> None:
-        """Each place gets the expert of its source, where both are places before the exchange."""
+        """Move experts between places.
+
+        Args:
+            sources: new place -> the place that its expert had before the exchange.
+        """
         rank, firsts = self._group.rank, layer.firsts
         sent = sorted(set(sources.values()))
         num_bytes = layer.expert_bytes()

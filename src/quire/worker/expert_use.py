@@ -37,7 +37,7 @@ class ExpertCounter:
     def count(self) -> ExpertUse:
         """The counts of the last step."""
         experts = self._experts if self._balancer is None else self._balancer.experts_at_places()
-        # Copies of an expert are one expert.
+        # The copies of an expert count as one expert.
         counts = [
             np.bincount(experts_P, np.diff(begins)) for experts_P, begins in zip(experts, self._begins, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""A model on the rows and the cache of a worker: its forward pass over a step, captured before or run.
+"""Runs the forward pass of a model over the rows and the KV cache of a worker, or repeats a captured pass.
 
 Dimensions: T tokens, R rows of logits, D hidden, V vocabulary.
 """
@@ -24,7 +24,7 @@ class ForwardPass:
 
     Args:
         captured: forward passes that are repeated instead of run; None: every kernel is launched by itself.
-        behind: takes the hidden states to the next stage.
+        behind: the link to the next pipeline stage, which takes the hidden states; None: this is the last stage.
     """
 
     def __init__(
@@ -39,19 +39,19 @@ class ForwardPass:
         self._caches, self._inputs = caches, inputs
 
     def stage(self, step: StepRows, parameters: Sequence[NDArray[Any]] = ()) -> StagedStep:
-        """See InputBatch.stage. The step is padded to the size of a captured pass, if there is one that holds it."""
+        """See InputBatch.stage. The step is padded to the size of a captured pass, if one fits."""
         return self._inputs.stage(step, parameters, None if self.captured is None else self.captured.size_for(step))
 
     @property
     def num_captured(self) -> int:
-        """The passes that were captured until now."""
+        """The number of passes that were captured so far."""
         return 0 if self.captured is None else self.captured.num_captured
 
     def hidden(self, staged: StagedStep, hidden_TD: Tensor | None = None) -> Tensor:
-        """hidden_TD of a step, the last one staged; overwritten by the next pass.
+        """Compute hidden_TD of the step that was staged last. The next pass overwrites the result.
 
         Args:
-            hidden_TD: see ForwardBatch.
+            hidden_TD: the input of a drafter's head: see ForwardBatch.
         """
         if self.captured is None or staged.padding is None:
             found_TD = self.model.forward(self._inputs.forward_batch(staged, self._caches, hidden_TD))
@@ -64,11 +64,11 @@ class ForwardPass:
     def logits(
         self, staged: StagedStep, hidden_TD: Tensor, owners_R: Tensor | None = None, is_joined: bool = True
     ) -> Tensor:
-        """logits_RV of the rows that want some, float32.
+        """Compute logits_RV, float32, of the tokens that need logits.
 
         Args:
             owners_R: see Decoder.compute_logits.
-            is_joined: False: logits of the tokens that this rank has.
+            is_joined: whether the logits of all ranks are joined; False: each rank has its part of the vocabulary.
         """
         indices_R = staged.logits_indices_R
         everything = len(indices_R) == len(hidden_TD)

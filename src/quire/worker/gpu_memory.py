@@ -1,6 +1,6 @@
-"""The memory of a step and of the CUDA graphs on a GPU, measured before the KV cache gets the rest.
+"""Measures the memory of a step and of the CUDA graphs on a GPU. The KV cache gets the rest.
 
-Everything runs on a cache of one block: the place of keys and values does not change the memory of a step.
+All steps here run on a cache of one block: the place of keys and values does not change the memory of a step.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from quire.worker.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 RANDOM = SamplingParams(temperature=1.0, top_p=0.5, max_tokens=1, seed=0)
-# Triton compiles a kernel for counts of 1, of multiples of 16, and of others: while serving it would hold up everybody.
+# Triton compiles a kernel three times: for a count of 1, for multiples of 16, and for other counts. All variants are
+# compiled at the start, because compiling while serving would hold up all requests.
 _ROWS_OF_VARIANTS = (1, 2, 16)
-_LENGTHS_OF_VARIANTS = (1, 2)  # attention has a form for single tokens
+_LENGTHS_OF_VARIANTS = (1, 2)  # attention has a variant for rows of one token
 
 
 @dataclass(frozen=True)
 class GpuWork:
-    """The memory beside weights and KV cache, in bytes, and the tokens and seconds of the largest step."""
+    """Memory in bytes beside weights and KV cache, and the tokens and seconds of the largest step."""
 
     step_bytes: int
     graph_bytes: int
@@ -47,7 +48,7 @@ class GpuWork:
 
 
 class OnGpu:
-    """A GPU as a worker's device."""
+    """A GPU as the device of a worker: see worker.Place."""
 
     kv_cache_knob = "--gpu-memory-utilization"
 
@@ -56,8 +57,8 @@ class OnGpu:
         self._accelerator = accelerator
 
     def measure(self, model: CausalLM, drafter: CausalLM | None, settings: WorkerSettings) -> Measured:
-        """The largest step, and all graphs."""
-        gc.collect()  # frees tensors that loading has left
+        """Measure the memory of the largest step and of all graphs."""
+        gc.collect()  # loading may have left tensors in reference cycles
         cache = kv_cache.allocate_for(model.config, settings.model, 1, self.memory_device)
         max_model_len = settings.model.max_model_len
         work = measure_work(model, cache, settings, self._accelerator, max_model_len)
@@ -94,7 +95,7 @@ class OnGpu:
         settings: WorkerSettings,
         progress: Progress,
     ) -> ModelRunner:
-        """Captures the graphs."""
+        """Make the runner, and capture its graphs."""
         inputs = make_inputs(settings, model.config, self._accelerator, settings.model.max_model_len, adapters)
 
         def captured(model: CausalLM, caches: list[LayerCache], settings: WorkerSettings) -> StepGraphs | None:
@@ -119,7 +120,7 @@ def make_inputs(
     max_model_len: int,
     adapters: Mapping[str, int] = MappingProxyType({}),
 ) -> DeviceInputBatch:
-    """Rows for all requests that may run, and staging for the largest step."""
+    """An InputBatch with rows for all requests that may run, and staging memory for the largest step."""
     return DeviceInputBatch(
         settings.max_num_seqs,
         max_model_len,
@@ -136,12 +137,11 @@ def make_inputs(
 def measure_work(
     model: CausalLM, cache: PagedCache, settings: WorkerSettings, accelerator: Accelerator, max_model_len: int
 ) -> GpuWork:
-    """Load all kernels, run the largest step, twice, and capture the two largest graphs.
+    """Load all kernels, run the largest step twice, and capture the two largest graphs.
 
     Args:
         cache: a cache of one page.
-        max_model_len: the length of the rows, which are the target's for a drafter too: kernels are compiled for the
-            width of their block tables.
+        max_model_len: the target's, also for a drafter: kernels are compiled for the width of the block tables.
     """
     before = accelerator.release()
     inputs = make_inputs(replace(settings, steps_in_flight=1), model.config, accelerator, max_model_len)
@@ -162,14 +162,14 @@ def measure_work(
 
 
 def largest_batch(settings: WorkerSettings, num_tables: int) -> ScheduledBatch:
-    """Prompts of all requests that may run at once, together of the whole token budget; all of them sample."""
+    """A batch of prompts: one for each request that may run at once, together the whole token budget. All sample."""
     num_rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
     num_tokens = min(settings.max_num_batched_tokens, num_rows * settings.model.max_model_len)
     return prompts(settings, [(num_tokens + row) // num_rows for row in range(num_rows)], RANDOM, num_tables)
 
 
 def prompts(settings: WorkerSettings, lens: Sequence[int], params: SamplingParams, num_tables: int) -> ScheduledBatch:
-    """New rows with prompts of these lengths, computed in one step."""
+    """A batch of new rows with prompts of these lengths. All their tokens are computed in one step."""
     batch = ScheduledBatch(step_id=0)
     for row, length in enumerate(lens):
         blocks = [0] * -(-length // settings.model.block_size) * num_tables
@@ -194,7 +194,10 @@ def _measure_graphs(
     settings: WorkerSettings,
     accelerator: Accelerator,
 ) -> int:
-    """Bytes of all graphs: the largest one brings the scratch memory, and each further one counts like the second."""
+    """Estimate the bytes of all graphs. The first one, the largest, includes the scratch memory that all share.
+
+    Each further graph is taken to need as much as the second.
+    """
     sizes = paddings(settings)
     if not sizes:
         return 0

@@ -1,12 +1,13 @@
-"""A head that drafts: it reads hidden states of the target, one position behind, and its own behind those.
+"""A drafter with a head. The head reads hidden states of the target, and then its own.
 
-To compute a position, the head needs the target's hidden state there and the token behind it. So the newest
-positions of a row wait: their hidden states are kept until the next drafts, or until there are too many of them. Longer
-pieces are computed when the target has computed them. After the true positions the head goes on with its own hidden
-states; its keys and values there are computed again when the target has computed these positions.
+To compute a position, the head needs the target's hidden state at this position and the token of the next position. So
+the newest positions of a row wait: their hidden states are kept until the next drafts, or until too many are kept.
+Longer pieces, of prompts for example, are computed as soon as the target has computed them. After the known tokens, the
+head goes on with its own hidden states. When the target has computed these positions, the head computes its keys and
+values there again.
 
-Its keys and values lie in the pages of the target. The last ones of a page that another request has computed may be
-missing, or of another token: this costs a draft, and never more.
+The head's keys and values lie in the pages of the target. If another request has computed a page, its last position may
+be missing or belong to another token. This can make a draft wrong, and has no other effect.
 
 Dimensions: S rows, C row capacity, W positions kept of a row, T tokens of a step, N positions, R rows of one pass,
 A streams, X elements of all streams of a position, D hidden.
@@ -36,9 +37,10 @@ from quire.worker.kv_cache import PagedCache
 
 
 class TargetStreams:
-    """The hidden states of the target's last step, which a head reads.
+    """The hidden states of the target's last step that a head reads.
 
     Args:
+        target: it copies its residual streams here in each pass, from now on.
         max_tokens: the most tokens of a step.
     """
 
@@ -47,23 +49,23 @@ class TargetStreams:
         kept_TAD = torch.empty(shape, dtype=head.dtype, device=head.device)
         target.keep_streams(head.head.streams, kept_TAD)
         self.kept_TX = kept_TAD.view(max_tokens, -1)
-        self.picked_TX = torch.empty_like(self.kept_TX)  # some of them, side by side
+        self.picked_TX = torch.empty_like(self.kept_TX)  # the result of `of`
 
     def of(self, index_N: NDArray[np.int64]) -> Tensor:
-        """The streams of these tokens, in memory that the next call overwrites."""
+        """The streams [N, X] of these tokens of the step. The next call overwrites them."""
         at_N = gpu.place(torch.from_numpy(index_N), self.kept_TX.device)
         return torch.index_select(self.kept_TX, 0, at_N, out=self.picked_TX[: len(index_N)])
 
 
 class HeadDrafter:
-    """See Drafter.
+    """A Drafter with a head.
 
     Args:
-        cache: the cache of the target, with the layers of the head.
-        inputs: the inputs of the target.
-        captured: forward passes of the head that are repeated instead of run.
-        max_tokens: the most tokens that it reads in one pass.
-        num_kept: positions of a row whose hidden states may wait: at least for the newest token and all drafts.
+        cache: the KV cache of the target, which also has the layers of the head.
+        inputs: the rows of the target.
+        captured: captured forward passes of the head; None: every pass is run.
+        max_tokens: the most tokens that the head reads in one pass.
+        num_kept: the most hidden states that are kept for a row: at least those of the newest token and all drafts.
         is_greedy: whether it drafts its likeliest token even if the request samples.
         group: the ranks that share the target.
     """
@@ -88,7 +90,7 @@ class HeadDrafter:
         self._max_tokens, self._max_length = max_tokens, head.config.max_model_len
         self._num_kept = num_kept
         capacity = len(inputs.num_tokens)
-        # Of each row: the first position that is not computed, and the position after the last hidden state.
+        # For each row: the first position that the head has not computed, and the end of the kept hidden states.
         self._num_computed_C = np.zeros(capacity, dtype=np.int64)
         self._num_seen_C = np.zeros(capacity, dtype=np.int64)
         width = self._streams.kept_TX.shape[1]
@@ -96,11 +98,11 @@ class HeadDrafter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all hidden states that are kept."""
+        """Bytes of the memory for hidden states."""
         return sum(each.nbytes for each in (self._kept_CWX, self._streams.kept_TX, self._streams.picked_TX))
 
     def follow(self, batch: ScheduledBatch) -> None:
-        """See Drafter: a new row has the positions that others have computed."""
+        """See Drafter. A new row begins after the positions that other requests have computed."""
         inputs = self._inputs
         while len(self._num_computed_C) < len(inputs.num_tokens):
             self._num_computed_C, self._num_seen_C = (
@@ -115,7 +117,7 @@ class HeadDrafter:
             self._num_computed_C[row] = self._num_seen_C[row] = starts[new.request_id]
 
     def learn(self, step: StepRows) -> None:
-        """See Drafter: long pieces are computed, and the hidden states of the positions behind are kept."""
+        """See Drafter. Long pieces are computed, and the hidden states of the positions after them are kept."""
         inputs = self._inputs
         rows_S, starts_S, ends_S = step.rows_S, step.starts_S, step.starts_S + step.lens_S
         computed_C, num_kept = self._num_computed_C, self._num_kept
@@ -123,7 +125,7 @@ class HeadDrafter:
         lost_S = self._num_seen_C[rows_S] < starts_S
         computed_C[rows_S[lost_S]] = starts_S[lost_S]
         if (ends_S - computed_C[rows_S] > num_kept).any():
-            # Positions whose token behind them is known to be true.
+            # A position can be computed if its next token is known, and is no unverified draft.
             known_S = np.minimum(np.minimum(ends_S, inputs.num_tokens[rows_S]) - 1, self._max_length)
             behind_S = np.minimum(starts_S, known_S)
             behind_S -= inputs.token_ids[rows_S, behind_S] < 0  # sampled, and not known on the host
@@ -137,7 +139,7 @@ class HeadDrafter:
         self._num_seen_C[rows_S] = ends_S
 
     def draft(self, rows: Sequence[int], counts: Sequence[int]) -> Drafted:
-        """See Drafter: a pass per place."""
+        """See Drafter. There is one pass of the head per place."""
         drafted = Drafted([[ANY_TOKEN] * count for count in counts])
         rows_S, counts_S = np.array(rows), np.array(counts)
         lens_S = self._inputs.num_tokens[rows_S]
@@ -170,7 +172,7 @@ class HeadDrafter:
         return drafted
 
     def _read(self, rows_S: NDArray[np.int64], ends_S: NDArray[np.int64]) -> None:
-        """Compute the rows up to these positions, from hidden states that are kept."""
+        """Compute the rows up to these positions, from the kept hidden states."""
         while (missing_S := (ends_S - self._num_computed_C[rows_S]).clip(min=0)).any():
             lens_S = np.diff(np.minimum(np.cumsum(missing_S), self._max_tokens), prepend=0)
             is_read_S = lens_S > 0
@@ -186,7 +188,11 @@ class HeadDrafter:
         ends_R: NDArray[np.int64],
         firsts_R: NDArray[np.int64],
     ) -> None:
-        """Compute these positions from the hidden states of the target's step, where each row begins at `firsts_R`."""
+        """Compute these positions from the hidden states of the target's step.
+
+        Args:
+            firsts_R: the index in the target's step of each row's position `starts_R`.
+        """
         step, staged = self._stage(rows_R, starts_R, ends_R - starts_R)
         given_TD = self._head.hidden_of(self._streams.of(_ranges(firsts_R, step.lens_S)))
         self.forward_pass.hidden(staged, given_TD)
@@ -209,29 +215,30 @@ class HeadDrafter:
         """Keep the hidden states of these positions.
 
         Args:
-            firsts_S: the first of each row in the target's step, which has `num_tokens` tokens.
+            firsts_S: the index in the target's step of each row's position `begins_S`.
+            num_tokens: the number of tokens of the target's step.
         """
         lens_S = ends_S - begins_S
         num_kept = int(lens_S.sum())
-        # The usual step is kept as a whole.
+        # Usually all tokens of the step are kept: then no copy is needed.
         streams_NX = (
             self._streams.kept_TX[:num_kept] if num_kept == num_tokens else self._streams.of(_ranges(firsts_S, lens_S))
         )
         self._kept_CWX.view(-1, streams_NX.shape[1]).index_copy_(0, self._places(rows_S, begins_S, lens_S), streams_NX)
 
     def _kept(self, step: StepRows) -> Tensor:
-        """hidden_TD of the tokens of a pass, from the kept ones."""
+        """The kept hidden states of the tokens of a pass, [T, D]."""
         places_T = self._places(step.rows_S, step.starts_S, step.lens_S)
         return self._head.hidden_of(self._kept_CWX.flatten(0, 1).index_select(0, places_T))
 
     def _places(self, rows_S: NDArray[np.int64], begins_S: NDArray[np.int64], lens_S: NDArray[np.int64]) -> Tensor:
-        """Where these positions of the rows are kept: each row has a ring."""
+        """The indices at which these positions of the rows are kept. Each row has a ring buffer."""
         places_N = np.repeat(rows_S, lens_S) * self._num_kept + _ranges(begins_S, lens_S) % self._num_kept
         return gpu.place(torch.from_numpy(places_N), self._kept_CWX.device)
 
 
 def _ranges(begins_S: NDArray[np.int64], lens_S: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Ranges of these lengths from each of these numbers, one after the other."""
+    """The numbers begin, begin + 1, ... of each range, one range after the other."""
     ends_S = np.cumsum(lens_S)
     found_N: NDArray[np.int64] = np.arange(int(ends_S[-1])) + np.repeat(begins_S - (ends_S - lens_S), lens_S)
     return found_N

@@ -1,4 +1,4 @@
-"""A model on the CPU: the memory of a step, measured before the KV cache gets its part of the rest."""
+"""Measures the memory of a step on the CPU. The KV cache gets its part of the rest."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ COUNTED_TOKENS = 16  # tokens of the run whose buffers are counted; buffers grow
 
 
 class OnHost:
-    """The CPU as a worker's device.
+    """The CPU as the device of a worker: see worker.Place.
 
     Args:
-        ranks: the ranks that share the model, and the memory of the machine.
+        ranks: the ranks that share the model and the memory of the machine; None: there is one rank.
     """
 
     kv_cache_knob = "VLLM_CPU_KVCACHE_SPACE"
@@ -48,7 +48,7 @@ class OnHost:
         self._ranks = ranks
 
     def measure(self, model: CausalLM, drafter: CausalLM | None, settings: WorkerSettings) -> Measured:
-        """The buffers of a short step, scaled to the token budget, and the logits of a full batch."""
+        """Measure the buffers of a short step, scale them to the token budget, and add the logits of a full batch."""
         buffer_bytes, num_tokens, step = _measure_step(model, settings, self._ranks)
         drafter_bytes, mapped_bytes = 0, model.mapped_bytes
         if drafter is not None:
@@ -76,7 +76,9 @@ class OnHost:
         settings: WorkerSettings,
         progress: Progress,
     ) -> ModelRunner:
-        """Steps are recorded when they first come. Logits of the model have one memory for all steps."""
+        """Make the runner. It records a step when its size comes for the first time. All steps share one memory for
+        logits.
+        """
         form = settings.model
         sizes = (settings.max_num_seqs, form.max_model_len, form.block_size, model.config.vocab_size)
         pages = page_share(form.decode_context_parallel_size, self._ranks)
@@ -105,7 +107,7 @@ class OnHost:
 
 
 def page_share(num_owners: int, ranks: Ranks | None) -> PageShare:
-    """The part of this rank in a cache that it shares with its neighbours."""
+    """The part of a KV cache that this rank has, if neighbours share the cache."""
     return ALL_PAGES if ranks is None else PageShare.of(num_owners, ranks.grid.place(ranks.rank))
 
 
@@ -114,10 +116,13 @@ def _recorded(model: CausalLM, inputs: InputBatch, caches: list[LayerCache]) -> 
 
 
 def _measure_step(model: CausalLM, settings: WorkerSettings, ranks: Ranks | None = None) -> tuple[int, int, Lap]:
-    """Bytes of the buffers of one step at the full token budget, logits aside: counted in a short run, and scaled.
+    """Count the bytes of the buffers of a short step, without logits, and scale them to the full token budget.
 
-    Also answers with the tokens and the time of a longer run. The runs also warm the kernels: the first request does
-    not pay for thread start and page faults. Their scratch memory stays, and no longer counts as free.
+    The runs also warm the kernels up, so the first request does not pay for the start of threads and for page faults.
+    The scratch memory of the kernels stays, and no longer counts as free.
+
+    Returns:
+        The bytes, and the tokens and the time of a longer run.
     """
     form, budget = settings.model, settings.max_num_batched_tokens
     num_tokens = min(PROFILE_TOKENS, budget, form.max_model_len)
@@ -133,7 +138,7 @@ def _measure_step(model: CausalLM, settings: WorkerSettings, ranks: Ranks | None
     watch = Stopwatch()
     result = runner.execute(_profile_batch(num_tokens, pages, num_lanes))
     lap = watch.lap()
-    others = 0.0 if ranks is None else ranks.waited_seconds - others  # ranks are no other programs
+    others = 0.0 if ranks is None else ranks.waited_seconds - others  # waited for ranks, not for other programs
     waited = max(lap.waited - others / lap.seconds, 0.0)
     seconds = result.prepare_seconds + result.forward_seconds + result.sample_seconds
     return buffer_bytes * budget // num_counted, num_tokens, Lap(seconds, waited)
@@ -141,7 +146,7 @@ def _measure_step(model: CausalLM, settings: WorkerSettings, ranks: Ranks | None
 
 @torch.inference_mode()
 def _count_buffers(runner: ModelRunner, batch: ScheduledBatch) -> int:
-    """Bytes of the tensors that live at once in the forward pass of a batch."""
+    """The most bytes of tensors that live at the same time in the forward pass of a batch."""
     runner.input_batch.apply(batch)
     step = runner.input_batch.step_rows(batch)
     staged = runner.forward_pass.stage(step)
@@ -153,7 +158,7 @@ def _count_buffers(runner: ModelRunner, batch: ScheduledBatch) -> int:
 
 
 def _profile_batch(num_tokens: int, pages: list[int], num_lanes: int) -> ScheduledBatch:
-    """The same in each lane."""
+    """A batch of one prompt. With lanes, each lane has the same prompt."""
     params = SamplingParams(temperature=0.0, max_tokens=1)
     row = NewRow("profile", [0] * num_tokens, num_tokens, params, pages)
     return ScheduledBatch(

@@ -1,7 +1,7 @@
-"""The requests a worker holds, as rows of persistent arrays: a step touches only the rows that changed.
+"""The requests of a worker, as rows of persistent arrays. A step touches only the rows that changed.
 
-A token that was sampled and has not come back yet is a negative number, which names the row whose newest token it is.
-So a step can be launched before the tokens of the one before it are known.
+A sampled token that the host does not know yet is the negative number -1 - row: the newest token of this row. So a step
+can be launched before the tokens of the step before it are known.
 
 Dimensions: T tokens of a step, S rows of a step, R rows of logits, C row capacity, M blocks of the longest table,
 N block tables of a request.
@@ -27,30 +27,30 @@ from quire.schedule import MAX_FORCED_TOKENS, NewRow, RowsFailedError, Scheduled
 from quire.worker.drafts import Drafts
 
 ALL_PAGES = PageShare()
-NOBODY = -1  # the value without an occupant: the token of the row is known
+NOBODY = -1  # stands in place of an occupant if the token of the row is known
 
 
 @dataclass(slots=True)
 class StepRows:
-    """The rows of one step: their indices in the persistent arrays, and which of them want logits."""
+    """The rows of one step: their indices in the persistent arrays, and which of them need logits."""
 
     rows_S: NDArray[np.int64]
-    starts_S: NDArray[np.int64]  # tokens computed before this step
-    lens_S: NDArray[np.int64]  # tokens of this step
-    sampling_R: NDArray[np.int64]  # position in the batch
+    starts_S: NDArray[np.int64]  # the number of tokens of the row that were computed before this step
+    lens_S: NDArray[np.int64]  # the number of tokens of the row in this step
+    sampling_R: NDArray[np.int64]  # for each row of logits, the position of its row in the batch
     drafts: Drafts | None = None
-    ahead: int = 0  # each position reads the token that comes this number of places later
+    ahead: int = 0  # each position reads the token that comes this number of places later; 1: for a head that drafts
     adapter_slots_S: NDArray[np.int32] | None = None  # None: no row has an adapter, or the model takes none
     lane_tokens: Sequence[int] = ()  # the tokens of this step in each lane; empty: there is one lane
 
     def expecting(self) -> NDArray[np.int64]:
-        """Positions in the batch of the rows that sample one token. Rows with drafts get one or more."""
+        """Positions in the batch of the rows that sample exactly one token. Rows with drafts may get more."""
         return self.sampling_R if self.drafts is None else self.sampling_R[self.drafts.plain_R]
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """The size that a step is brought to. Tokens and rows behind the step's own read and write nothing."""
+    """The size to which a step is padded. Tokens and rows of the padding read and write nothing."""
 
     tokens: int
     rows: int
@@ -59,9 +59,12 @@ class Padding:
 
 @dataclass(slots=True)
 class StagedStep:
-    """One step's numbers on the device. Fields before `logits_indices_R` have one address in every step of the size."""
+    """The numbers of one step on the device.
 
-    token_ids_T: Tensor  # int64; -1 - row: the newest token of the row
+    In all steps that are padded to one size, the fields before `logits_indices_R` have the same addresses.
+    """
+
+    token_ids_T: Tensor  # int64; -1 - row means the newest token of the row
     positions_T: Tensor  # int64
     slot_mappings_T: list[Tensor]  # one for each block table, int64; -1: padding
     rows_S: Tensor  # int64
@@ -69,8 +72,8 @@ class StagedStep:
     seq_lens_S: Tensor  # int32
     adapter_slots_T: Tensor | None  # int32; None: no row has an adapter
     logits_indices_R: Tensor  # int64
-    adapter_slots_R: Tensor | None  # the adapters of the rows of logits
-    expecting_rows: Tensor  # int64: the rows of StepRows.expecting
+    adapter_slots_R: Tensor | None  # int32: the adapters of the rows of logits; None: no row has an adapter
+    expecting_rows: Tensor  # int64: the rows of the positions StepRows.expecting
     parameters: tuple[Tensor, ...]  # the parameters of ops.sample; empty: all rows are greedy
     host: HostStep
     num_tokens: int  # without padding
@@ -80,16 +83,20 @@ class StagedStep:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """The places of the tokens that a step samples, for the rows without drafts (N) and for the rows with drafts."""
+    """The places of the tokens that a step samples: for N rows without drafts, and for the rows with drafts.
+
+    An occupant is the number of a request among all requests that have had the row. It shows whether a row still has
+    the same request when the tokens come back.
+    """
 
     at_N: NDArray[np.int64]  # positions in the batch
     rows_N: NDArray[np.int64]
-    occupants_N: NDArray[np.int64]  # the number of the request among the requests that had the row, or NOBODY
+    occupants_N: NDArray[np.int64]  # the occupants of the rows, or NOBODY
     positions_N: NDArray[np.int64]
-    verifying: list[tuple[int, int, int]]  # positions in the batch, rows, and their occupants
+    verifying: list[tuple[int, int, int]]  # of each row with drafts: position in the batch, row, occupant
 
     def known(self) -> set[int]:
-        """Positions in the batch of the rows that know their token already: samples there have no meaning."""
+        """Positions in the batch of rows that know their next token already. Samples of these rows mean nothing."""
         return set(self.at_N[self.occupants_N == NOBODY].tolist())
 
     def owners(self) -> Iterator[tuple[int, int, int]]:
@@ -99,47 +106,47 @@ class ExpectedTokens:
 
 
 class StepArrays(Protocol):
-    """The memory where the host writes a step's numbers for the device: worker.staging, or host memory."""
+    """The memory where the host writes the numbers of a step for the device: worker.staging, or host memory."""
 
     def begin(self) -> None:
-        """Before the arrays of a step."""
+        """Begin a step, before its first array."""
         ...
 
     def array(self, count: int, dtype: DTypeLike) -> tuple[NDArray[Any], Tensor]:
-        """An array to be filled before `send`, and the tensor that has its numbers afterwards."""
+        """A new array that the caller fills before `send`, and the tensor that has its numbers afterwards."""
         ...
 
     def send(self) -> None:
-        """All arrays since `begin` are filled."""
+        """Bring all arrays since `begin` to the device. The caller has filled them."""
         ...
 
 
 class HostArrays:
-    """The arrays of a device that computes in the host's memory."""
+    """StepArrays of a device that computes in the host's memory. Each array has memory of its own."""
 
     def begin(self) -> None:
-        """Each array is memory of its own."""
+        """There is nothing to begin."""
 
     def array(self, count: int, dtype: DTypeLike) -> tuple[NDArray[Any], Tensor]:
         values = np.empty(count, dtype=dtype)
         return values, torch.from_numpy(values)
 
     def send(self) -> None:
-        """The device reads what the host has written."""
+        """There is nothing to send: the device reads the memory that the host has written."""
 
 
 class InputBatch:
-    """Token ids, block tables and sampling state of every request the scheduler has not removed.
+    """Token ids, block tables and sampling state of every request that the scheduler has not removed.
 
-    Capacity grows by doubling, because max_num_seqs may move while serving.
+    The capacity grows by doubling, because max_num_seqs may change while serving.
 
     Args:
-        num_tables: block tables of a request.
-        adapters: slots by the digests of the adapters that are in memory; may change between steps.
-        arrays: the arrays that a step's numbers are written to; None: in the host's memory, where the step is computed
-            too.
+        max_num_rows: the capacity at the start.
+        num_tables: the number of block tables of a request.
+        adapters: the slots of the adapters in memory, by digest. They may change between steps.
+        arrays: the memory for a step's numbers; None: host memory, where the step is computed too.
         pages: the pages of the KV cache that this rank has.
-        has_grammars: whether this rank samples the rows with a grammar; otherwise another rank does.
+        has_grammars: whether this rank samples the rows with a grammar. If not, another rank samples them.
     """
 
     def __init__(
@@ -157,14 +164,14 @@ class InputBatch:
         self.block_size = block_size
         self.num_tables = num_tables
         self.max_blocks = -(-max_model_len // block_size)
-        # One slot more than the context: the token sampled at the limit is stored too.
+        # A row has one place more than the context length: the token that is sampled at the limit is stored too.
         self.token_ids = np.zeros((max_num_rows, max_model_len + 1), dtype=np.int64)
         self.num_tokens = np.zeros(max_num_rows, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_rows, dtype=np.int64)
         self.block_tables_NCM = np.zeros((num_tables, max_num_rows, self.max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_rows, dtype=np.int64)
         self.rope_offsets = np.zeros(max_num_rows, dtype=np.int64)
-        self.num_prompt_logprobs: dict[int, int] = {}  # row -> top-n wanted for the prompt
+        self.num_prompt_logprobs: dict[int, int] = {}  # row -> the number of top logprobs for each prompt token
         self.sampling = SamplingState(max_num_rows, vocab_size)
         self.grammars = Grammars(vocab_size)
         self._has_grammars = has_grammars
@@ -178,10 +185,11 @@ class InputBatch:
         self._free_rows = list(range(max_num_rows - 1, -1, -1))
 
     def apply(self, batch: ScheduledBatch) -> None:
-        """Remove, add and extend rows, in the order ScheduledBatch prescribes.
+        """Remove, add and extend rows, in the order that ScheduledBatch prescribes.
 
-        Raises RowsFailedError naming the request that cannot be added: its parameters are read here and nowhere else.
-        So requests that this worker cannot compute are refused here.
+        Raises:
+            RowsFailedError: a request cannot be added; the error names it. A worker refuses a request here, because it
+                reads the request's parameters only here.
         """
         for request_id in batch.removed_request_ids:
             row = self.row_of.pop(request_id, None)
@@ -227,7 +235,7 @@ class InputBatch:
         self._num_with_adapter += int(slot >= 0)
         params = new.sampling_params
         prompt, output = new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :]
-        if params.prompt_logprobs is not None and not output:  # with output, they were reported with its first token
+        if params.prompt_logprobs is not None and not output:  # a request with output has reported them already
             self.num_prompt_logprobs[row] = params.prompt_logprobs
         grammar = None
         if params.grammar is not None and self._has_grammars:
@@ -259,17 +267,17 @@ class InputBatch:
         self._free_rows = list(range(2 * capacity - 1, capacity - 1, -1))
 
     def place_drafts(self, row: int, token_ids: Sequence[int]) -> None:
-        """Take drafts as the tokens after the tokens of the row."""
+        """Write drafts after the tokens of the row."""
         begin = self.num_tokens[row]
         self.token_ids[row, begin : begin + len(token_ids)] = token_ids
 
     def place_guesses(self, step: StepRows, staged: StagedStep, token_ids_S: Tensor) -> None:
-        """The tokens behind the tokens of a staged step are inputs of the next one (-1: any token is)."""
+        """Write the tokens that follow the tokens of a staged step, for the next pass. -1: any token may stand here."""
         ends_S = step.starts_S + step.lens_S + step.ahead
         self.token_ids[step.rows_S, ends_S] = token_ids_S.clamp(min=0).numpy()
 
     def step_rows(self, batch: ScheduledBatch) -> StepRows:
-        """The arrays' view of one scheduled batch."""
+        """The rows of one scheduled batch."""
         rows_S = np.fromiter((self.row_of[r] for r in batch.request_ids), dtype=np.int64, count=len(batch.request_ids))
         starts_S = np.array(batch.num_computed_tokens, dtype=np.int64)
         lens_S = np.array(batch.num_scheduled_tokens, dtype=np.int64)
@@ -285,11 +293,11 @@ class InputBatch:
     def stage(
         self, step: StepRows, parameters: Sequence[NDArray[Any]] = (), pad_to: Padding | None = None
     ) -> StagedStep:
-        """Start to bring one step's numbers to the device.
+        """Start to bring the numbers of one step to the device.
 
         Args:
             parameters: Sampler.host_parameters of the rows of logits.
-            pad_to: tokens and rows behind the step's own write and read nothing.
+            pad_to: the size to which the step is padded; None: it is not padded.
         """
         rows_S, starts_S, lens_S = step.rows_S, step.starts_S, step.lens_S
         num_rows = len(rows_S)
@@ -352,7 +360,7 @@ class InputBatch:
         return staged
 
     def _slots(self, pages_T: NDArray[np.int64], offsets_T: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The slots of these tokens on this rank; -1: another rank keeps the token."""
+        """The slots of these tokens in this rank's cache; -1: another rank has the page of the token."""
         if self._pages.num_owners == 1:
             return pages_T * self.block_size + offsets_T
         own_T, owners_T = np.divmod(pages_T, self._pages.num_owners)
@@ -380,9 +388,12 @@ class InputBatch:
         )
 
     def expect_tokens(self, staged: StagedStep, step: StepRows, token_ids_R: Tensor) -> ExpectedTokens:
-        """Rows without drafts have one more token, which only the device knows: `token_ids_R` (-1: there is none).
+        """Give each row without drafts one more token, which only the device knows.
 
-        A row that knows the token already has no more: a grammar forces it behind the token of the step before.
+        A row that knows this token already gets none: a grammar has forced it after the token of the step before.
+
+        Args:
+            token_ids_R: the sampled tokens on the device, int64; -1: a row has none.
         """
         at_N = step.expecting()
         rows_N, positions_N = step.rows_S[at_N], step.starts_S[at_N] + step.lens_S[at_N]
@@ -399,10 +410,10 @@ class InputBatch:
         return ExpectedTokens(at_N, rows_N, occupants_N, positions_N, verifying)
 
     def learn_tokens(self, expected: ExpectedTokens, token_ids_N: NDArray[np.int64]) -> None:
-        """The tokens have come back (-1: there was none). Requests may be gone, and others have their rows."""
+        """Take in the tokens that have come back (-1: there was none). A row may have another request by now."""
         is_here_N = self._occupant_C[expected.rows_N] == expected.occupants_N
         rows, token_ids = expected.rows_N[is_here_N], token_ids_N[is_here_N]
-        # A row that failed may be in a batch that is scheduled already. It computes a token that nobody reads.
+        # A failed row may be in a batch that is scheduled already. Then its step computes a token that nobody reads.
         self.token_ids[rows, expected.positions_N[is_here_N]] = token_ids.clip(min=0)
         if self.sampling.follows_tokens:
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
@@ -410,7 +421,7 @@ class InputBatch:
                     self.sampling.learn_token(row, token_id)
 
     def learn_step(self, expected: ExpectedTokens, token_ids: Sequence[Sequence[int]]) -> None:
-        """The tokens of a step have come back that another worker has sampled.
+        """Take in the tokens of a step that another worker has sampled.
 
         Args:
             token_ids: the tokens by position in the batch, as in StepResult.
@@ -421,7 +432,7 @@ class InputBatch:
             self.learn_verified(expected, index, token_ids[position])
 
     def take_forced(self, row: int, occupant: int) -> list[int]:
-        """Take in the tokens that a grammar forces behind the tokens of a row, unless another request has it now."""
+        """Append the tokens that a grammar forces after the tokens of a row, unless the row has another request now."""
         if self._occupant_C[row] != occupant:
             return []
         begin = self.num_tokens[row]
@@ -431,8 +442,10 @@ class InputBatch:
         return token_ids
 
     def learn_verified(self, expected: ExpectedTokens, index: int, token_ids: Sequence[int]) -> None:
-        """The tokens of row `index` of the rows with drafts have come back: the drafts that held, and the token behind
-        them.
+        """Take in the tokens of one row with drafts: the drafts that held, and the token after them.
+
+        Args:
+            index: the index of the row in `expected.verifying`.
         """
         _, row, occupant = expected.verifying[index]
         if self._occupant_C[row] != occupant:

@@ -1,4 +1,4 @@
-"""The memory of the paged KV cache: pages of one size, each with a block of tokens of several layers, and page copies.
+"""The memory of the paged KV cache, and copies of pages. A page holds a block of tokens of several layers.
 
 Dimensions: B pages, G kv heads, P block size, E head dim.
 """
@@ -33,11 +33,12 @@ class PagedCache:
     """All memory of the KV cache.
 
     Attributes:
-        pages: uint8 [B, bytes of a page]. A block of tokens is one piece of memory.
-        layers: views of it, by layer that keeps something. The parts of a layer in a page lie side by side: K, V, and
-            scales of both.
-        drafter_layers: the same for a drafter, whose layers lie behind the model's layers in the pages of one table.
-        num_owners: ranks that have the cache together: see PageShare. `pages` are the pages of this rank.
+        pages: uint8 [B, bytes of a page]: the pages of this rank. A page is one piece of memory.
+        layers: for each layer that keeps something, views of `pages`. In a page, the parts of a layer lie side by side:
+            keys, values, and the scales of both.
+        drafter_layers: the same for the layers of a drafter. They lie after the model's layers in the pages of one
+            block table.
+        num_owners: the number of ranks that share the cache: see PageShare.
     """
 
     pages: Tensor
@@ -47,14 +48,17 @@ class PagedCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes it takes when fully written."""
+        """Bytes of the memory when all of it has been written."""
         return self.pages.nbytes
 
     def copy_pages(self, copies: Sequence[tuple[int, int]], group: Group | None = None) -> None:
-        """Copy whole pages (source, destination). Sources are read before destinations are written.
+        """Copy whole pages. All sources are read before any destination is written.
 
         Args:
-            group: the ranks that share the cache. All of them copy.
+            copies: pairs of (source page, destination page).
+            group: the ranks that share the cache; all of them call this method. None: this rank has all pages.
+
+        Raises GroupError and StepVoid like `Group.gather`, if ranks share the cache.
         """
         if not copies:
             return
@@ -68,12 +72,12 @@ class PagedCache:
             piece[destinations] = piece[sources]
 
     def _copy_of_owners(self, copies: Sequence[tuple[int, int]], group: Group) -> None:
-        """Every rank brings its sources, and takes what goes to its own pages."""
+        """Copy between ranks: every rank sends its source pages, and takes the rows for its own pages."""
         count, owner = self.num_owners, group.rank % self.num_owners
         sources = [[source // count for source, _ in copies if source % count == each] for each in range(count)]
         firsts = [0, *accumulate(len(sources[rank % count]) for rank in range(group.size))]
-        places = [0] * count  # the place of the next row of each owner
-        taken: list[tuple[int, int]] = []  # rows of all ranks, and own pages
+        places = [0] * count  # for each owner, the place of its next row
+        taken: list[tuple[int, int]] = []  # pairs of a row among the rows of all ranks and a page of this rank
         for source, destination in copies:
             row = firsts[group.rank - owner + source % count] + places[source % count]
             places[source % count] += 1
@@ -97,10 +101,13 @@ def allocate(
     drafter: DrafterLayers | None = None,
     num_owners: int = 1,
 ) -> PagedCache:
-    """An empty cache of `dtype`, int8 with scales. If there are several owners, each has a part of the pages.
+    """An empty cache of `dtype`; an int8 cache has scales too. If there are several owners, each has some of the pages.
 
-    It is zero, because a head that drafts may read what nobody wrote: see HeadDrafter. On CPU the memory, in huge pages
-    where there are some, is taken by the operating system when first written.
+    The memory is zero, because a head that drafts may read places that were never written: see HeadDrafter. On a CPU,
+    the operating system provides the memory at the first write, in huge pages if it has them.
+
+    Raises:
+        OSError, OverflowError, RuntimeError: the system refuses the memory.
     """
     kv = next(kv for kv in KV_FORMATS.values() if kv.torch_dtype == str(dtype).removeprefix("torch."))
     begin, num_own = page_bytes(groups, kv, block_size, num_owners), PageShare(num_owners).num_pages(num_pages)
@@ -127,7 +134,7 @@ def allocate_for(
     device: torch.device,
     drafter: DrafterSettings | None = None,
 ) -> PagedCache:
-    """The cache of a model in the form that was settled, with room for the layers of a drafter."""
+    """The cache of a model with the settled dtype and block size, and with the layers of a drafter if there is one."""
     layers = None if drafter is None else drafter.layers(model)
     dtype: torch.dtype = getattr(torch, form.cache_dtype)
     return allocate(
@@ -136,7 +143,7 @@ def allocate_for(
 
 
 def _empty_pages(num_pages: int, num_bytes: int, device: torch.device) -> Tensor:
-    """uint8 [num_pages, num_bytes]. On Linux a CPU's may be more than the memory that is free."""
+    """uint8 [num_pages, num_bytes], zero. On a CPU with Linux it may have more bytes than are free."""
     if device.type != "cpu" or sys.platform != "linux":
         return torch.zeros((num_pages, num_bytes), dtype=torch.uint8, device=device)
     mapped, begin = map_huge_pages(num_pages * num_bytes, is_reserved=False)
@@ -145,7 +152,7 @@ def _empty_pages(num_pages: int, num_bytes: int, device: torch.device) -> Tensor
 
 
 def _layer_cache(pages: Tensor, spec: KvSpec, block_size: int, dtype: torch.dtype, table: int) -> LayerCache:
-    """Views of the bytes that each page begins with. Values of a latent row are the beginning of its key."""
+    """Views of the first bytes of each page. The value of a latent row is the beginning of its key."""
     begin = 0
 
     def view(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The bytes of tensors that live at once while some code runs."""
+"""Counts the bytes of tensors that live at the same time while some code runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBuffers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the results of torch's functions that have memory of their own, from their call until their last reference
-    is gone.
+    """Counts the results of torch's functions. A result counts from its call until its last reference is gone.
+
+    Views do not count, because they have no memory of their own.
 
     Attributes:
-        num_bytes: bytes that live now.
-        peak_bytes: the most bytes that lived at once.
+        num_bytes: the bytes that live now.
+        peak_bytes: the most bytes that lived at the same time.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class LiveBuffers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and to skip it torch would load its compiler, which takes a second of a start."""
+        """Let torch not load its compiler, which would take a second of each start. Nothing is compiled here."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

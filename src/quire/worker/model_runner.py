@@ -1,7 +1,7 @@
-"""One step on the device: rows -> forward pass -> logits -> sampled tokens and logprobs.
+"""Runs one step on the device: rows -> forward pass -> logits -> sampled tokens and logprobs.
 
-A step is launched without waiting for it, and its result is taken in when somebody asks for it. On a CPU, which does
-everything at once, a launched step is a computed one.
+A step is launched without waiting for it. Its result is taken in when somebody asks for it. On a CPU, a step is
+computed when its launch returns.
 
 Dimensions: T tokens, S rows, R rows of logits, X prompt positions, D hidden, V vocabulary.
 """
@@ -43,19 +43,20 @@ from quire.worker.kv_cache import PagedCache
 
 logger = get_logger(__name__)
 
-# Prompt positions turned into logits at once: bounds the [X, V] float32 scratch (64 x 152k x 4 bytes = 39 MB).
+# The most prompt positions that get logits at once. It limits the scratch memory [X, V], float32: 64 x 152k x 4 bytes
+# are 39 MB.
 PROMPT_LOGPROBS_CHUNK = 64
 
 
 def _failed(counts: Sequence[int], error: Exception) -> Drafted:
-    """No drafts, because of an error that needs no action."""
+    """The answer of a drafter that raised an error: no drafts. The error is logged and needs no other action."""
     logger.warning("The drafter failed: %s", error, exc_info=error)
     return Drafted([[ANY_TOKEN] * count for count in counts], error=f"The drafter failed ({type(error).__name__})")
 
 
 @dataclass(slots=True)
 class _PromptPiece:
-    """Logprobs of some prompt tokens of one row, on their way to the host."""
+    """The logprobs of some prompt tokens of one row, on their way to the host."""
 
     position: int  # the position of the row in the batch
     next_token_ids: Tensor  # on the host
@@ -64,7 +65,7 @@ class _PromptPiece:
 
 @dataclass(slots=True)
 class _Launched:
-    """The results of a step on the device, and their places."""
+    """The results of a step on the device, and the rows that they belong to."""
 
     sampling: list[int] = field(default_factory=list)  # positions in the batch of the rows of logits
     drafts: Drafts | None = None
@@ -78,7 +79,7 @@ class _Launched:
 
 
 class PendingStep:
-    """A launched step."""
+    """A launched step, whose result can be asked for."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class PendingStep:
         self.error: Exception | None = None
 
     def result(self) -> StepResult:
-        """Wait for this step, and for the steps before it. Raises EngineDeadError if the device has failed."""
+        """Wait for this step and for all earlier steps. Raises EngineDeadError if the device has failed."""
         self._runner.finish_until(self)
         if self.error is not None:
             raise self.error
@@ -103,18 +104,18 @@ class PendingStep:
 
 
 class ModelRunner:
-    """Launches ScheduledBatch after ScheduledBatch: on a device that runs ahead, an executor of any depth.
+    """Launches one ScheduledBatch after the other. On a device that runs ahead, any number of steps may be in flight.
 
-    The device works in the order of the launches. So a block may be given to another request as soon as the host knows
-    that its owner has ended. A step in flight may still write to the block, but the new owner's step comes later.
+    The device works in the order of the launches. So a block may go to another request as soon as the host knows that
+    its owner has ended. A step in flight may still write to the block, but the step of the new owner comes later.
 
     Args:
         captured: forward passes that are repeated instead of run; None: every kernel is launched by itself.
-        drafter: makes the drafts that a batch leaves to the worker.
-        experts: counts the tokens of experts, on a CPU.
-        ranks: the ranks that share the model.
-        balancer: moves experts between ranks.
-        shards_sampling: each rank samples some rows; else the first one samples all.
+        drafter: makes the drafts that a batch leaves to the worker; None: no batch does so.
+        experts: counts the tokens of experts, on a CPU; None: they are not counted.
+        ranks: the ranks that share the model; None: there is one rank.
+        balancer: moves experts between ranks; None: experts do not move.
+        shards_sampling: whether each rank samples some rows. If not, the first rank samples all rows.
     """
 
     def __init__(
@@ -146,25 +147,30 @@ class ModelRunner:
             self.sampler = SharedSampler(state, logprobs_mode, self._group, model.config.vocab_share)
         self._has_logits, self._is_alone = ranks is None or ranks.samples, ranks is None
         self._is_last_stage = ranks is None or ranks.behind is None
-        # Steps whose tokens another stage samples, oldest first: number, and where the tokens belong.
+        # Steps whose tokens another stage samples, oldest first: the step's number, and the places of its tokens.
         self._untold: deque[tuple[int, ExpectedTokens]] = deque()
         self.device = device
         self.drafter = drafter
         behind = None if ranks is None else ranks.behind
         self.forward_pass = ForwardPass(model, cache.layers, input_batch, captured, behind)
         self._in_flight: deque[PendingStep] = deque()
-        self.verify: Verify = verify  # benchmarks have another: see HoldAtRandom
+        self.verify: Verify = verify  # benchmarks may replace it by HoldAtRandom
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """Run one step and wait for it."""
         return self.submit(batch).result()
 
     def shutdown(self) -> None:
-        """There is nothing to stop: steps in flight end by themselves."""
+        """There is nothing to do: steps in flight end by themselves."""
 
     @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> PendingStep:
-        """Launch one step. A row that fails is reported in the result's `errors`; the others are not affected."""
+        """Launch one step. The result's `errors` report rows that fail; other rows are not affected.
+
+        Raises:
+            RowsFailedError: a request of the batch cannot be computed.
+            EngineDeadError: the device has failed.
+        """
         try:
             pending = self._launch(batch)
         except torch.OutOfMemoryError:
@@ -178,7 +184,7 @@ class ModelRunner:
         return pending
 
     def _join_lanes(self, batch: ScheduledBatch, lanes: LaneRows) -> PendingStep:
-        """A step of other lanes: this one has no rows, and experts for theirs."""
+        """Take part in a step of other lanes. This lane has no rows, but its rank has experts for their rows."""
         assert isinstance(self.model, Decoder), "lanes share experts"
         result, start = StepResult(batch.step_id, []), self.device.mark()
         self.model.join_lanes(lanes)
@@ -243,7 +249,7 @@ class ModelRunner:
         return pending
 
     def _learn_tokens(self, steps: Sequence[StepTokens]) -> None:
-        """Tokens that another stage has sampled. A step that it could not sample is void."""
+        """Take in tokens that another stage has sampled. If it could not sample a step, the step is void."""
         for told in steps:
             while self._untold and self._untold[0][0] <= told.step_id:
                 step_id, expected = self._untold.popleft()
@@ -255,16 +261,16 @@ class ModelRunner:
             drafter.learn(step)
         except torch.AcceleratorError:
             raise
-        except Exception as error:  # the same as for drafts
+        except Exception as error:  # any error only costs drafts, as in _drafted
             if not self._is_alone:
                 raise
             self.device.synchronize()
             result.draft_error = _failed((), error).error
 
     def _drafted(self, batch: ScheduledBatch, drafter: Drafter, result: StepResult) -> ScheduledBatch:
-        """The batch with drafts in place of UNDRAFTED, which go into the rows too.
+        """The batch with drafts in place of UNDRAFTED. The drafts are written to the rows too.
 
-        Drafts are known on the host before they are verified: on a GPU this waits, once per step.
+        The host must know the drafts before they are verified. So on a GPU this waits, once per step.
         """
         drafter.follow(batch)
         asked = [position for position, drafts in enumerate(batch.draft_token_ids) if UNDRAFTED in drafts]
@@ -278,10 +284,10 @@ class ModelRunner:
             drafted = drafter.draft(rows, counts)
         except torch.AcceleratorError:
             raise
-        except Exception as error:  # any error: the target needs no drafts
-            if not self._is_alone:  # ranks draft together, and leave the step together
+        except Exception as error:  # any error only costs drafts: the target does not need them
+            if not self._is_alone:  # ranks that draft together must leave the step together
                 raise
-            self.device.synchronize()  # raises if it is the device that has failed
+            self.device.synchronize()  # raises if the error is a failure of the device
             drafted = _failed(counts, error)
         draft_token_ids = list(batch.draft_token_ids)
         for position, row, token_ids in zip(asked, rows, drafted.token_ids, strict=True):
@@ -295,14 +301,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sequence_logits(self, token_ids: list[int], step_tokens: int) -> Iterator[Tensor]:
-        """logits_XV of every position of one sequence, in order, a chunk of positions at a time.
+        """Yield logits_XV (float32) of all positions of one sequence, in order, a chunk of positions at a time.
 
-        The next chunk may overwrite them.
-
-        Takes the first blocks of the KV cache, whoever holds them: not beside requests.
+        The next chunk may overwrite the logits. The sequence takes the first blocks of the KV cache, whoever owns them.
+        So call this only while there are no requests.
 
         Args:
-            step_tokens: most tokens of one forward pass.
+            step_tokens: the most tokens of one forward pass.
         """
         inputs = self.input_batch
         params = SamplingParams(temperature=0.0, max_tokens=1)
@@ -324,7 +329,7 @@ class ModelRunner:
             inputs.apply(ScheduledBatch(0, removed_request_ids=[row.request_id]))
 
     def _launch_prompt_logprobs(self, hidden_TD: Tensor, step: StepRows, staged: StagedStep) -> Iterator[_PromptPiece]:
-        """Logprobs of the prompt tokens that follow the positions computed in this step."""
+        """Compute the logprobs of the prompt tokens that follow the positions of this step."""
         inputs = self.input_batch
         ends = np.cumsum(step.lens_S)
         for position, row in enumerate(step.rows_S.tolist()):
@@ -346,7 +351,7 @@ class ModelRunner:
                 yield _PromptPiece(position, next_ids_X, list(numbers))
 
     def finish_until(self, pending: PendingStep) -> None:
-        """Take in the results up to this step's."""
+        """Take in the results of all steps up to this one."""
         while not pending.is_done:
             self._finish(1)
 
@@ -361,7 +366,7 @@ class ModelRunner:
                 start, forwarded, sampled = pending.marks
                 pending.step_result.forward_seconds = self.device.seconds_between(start, forwarded)
                 pending.step_result.sample_seconds = self.device.seconds_between(forwarded, sampled)
-            except Exception as error:  # the error belongs to this step, whichever step is being launched or waited for
+            except Exception as error:  # the error belongs to this step, although another one may be waited for
                 pending.error = error
 
     def _take_in(self, result: StepResult, launched: _Launched, on_host: Iterator[Tensor]) -> None:

@@ -25,18 +25,18 @@ Inputs = TypeVar("Inputs", ForwardBatch, StepTable)
 
 MAX_TOKENS = 64  # Python takes about a quarter of such a step of 28 small layers: benchmarks/NOTES.md, 2026-11-28
 _MIN_TABLE_WIDTH = 64
-# Fields of ForwardBatch that may be no tensors. Then they must be the object that was there when the calls were
-# recorded. All others are copied.
+# These fields of ForwardBatch need not be tensors. If one is no tensor, it must be the same object as in the recording.
+# All other fields are copied.
 _UNCOPIED_FIELDS = frozenset({"adapter_slots_T", "caches", "host", "hidden_TD"})
-_MOST_RECORDINGS = 256  # with lanes; without, there are 128: each number of tokens, with and without adapters
+_MOST_RECORDINGS = 256  # without lanes at most 128 are possible: every number of tokens, with and without adapters
 
-# Tokens, whether a row has an adapter, and the tokens of each lane.
+# The number of tokens, whether a row has an adapter, and the number of tokens of each lane.
 _Size = tuple[int, bool, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class _Recording:
-    """Calls on fixed memory: the residual stream and the batch they read, the result they write."""
+    """Recorded kernel calls on fixed memory: the residual stream and the batch that they read, and the result."""
 
     residual_TD: Tensor
     batch: ForwardBatch
@@ -45,13 +45,11 @@ class _Recording:
 
 
 class RecordedSteps:
-    """The steps of one model on one KV cache, by their number of tokens, whether a row has an adapter, and all lanes.
+    """CapturedSteps of one model on one KV cache, as recordings of kernel calls.
 
-    A step is padded with sequences of no tokens to as many sequences as tokens. So one recording serves the decodes of
-    T sequences and every other step of T tokens.
-
-    Attributes:
-        num_captured: see CapturedSteps.
+    A recording belongs to a number of tokens, to steps with or without adapters, and to the tokens of each lane. A step
+    of T tokens is padded to T sequences; the sequences of the padding have no tokens. So one recording serves T decodes
+    and every other step of T tokens.
     """
 
     def __init__(self, model: Decoder, inputs: InputBatch, caches: list[LayerCache]) -> None:
@@ -73,7 +71,7 @@ class RecordedSteps:
         return self.forward(self._inputs.forward_batch(staged, self._caches, hidden_TD))
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """hidden_TD of a step with as many sequences as tokens."""
+        """Compute hidden_TD of a step that has as many sequences as tokens."""
         recording = self._recordings.get(_size_of(batch))
         if recording is None or not _copy_inputs(batch, recording.batch):
             return self._record(batch)
@@ -87,7 +85,7 @@ class RecordedSteps:
         if own is None or not _copy_inputs(batch, own):
             return self._model.forward(batch)
         residual_TD = self._model.embed_step(batch)
-        with torch.inference_mode(False):  # later callers write to it in any mode
+        with torch.inference_mode(False):  # later callers may write to these tensors in any mode
             residual_TD = residual_TD.clone()
         result_TD, calls = record(lambda: self._model.run_blocks(residual_TD, own), self._arena)
         if calls is None:
@@ -107,7 +105,7 @@ def _size_of(batch: ForwardBatch) -> _Size:
 
 
 def _with_own_inputs(batch: Inputs) -> Inputs | None:
-    """The batch with tensors of its own, which stay where they are; None: it has a value that is no tensor."""
+    """A copy of the batch with tensors at fixed addresses; None: the batch has a value that is no tensor."""
     own: dict[str, Any] = {}
     for name, value in _inputs_of(batch):
         if name == "tables":
@@ -127,9 +125,9 @@ def _with_own_inputs(batch: Inputs) -> Inputs | None:
 
 
 def _copy_inputs(batch: ForwardBatch | StepTable, to: ForwardBatch | StepTable) -> bool:
-    """Copy all inputs of layers that change from step to step; False: something does not fit.
+    """Copy all inputs of layers that change from step to step; False: an input does not fit.
 
-    A tensor may be smaller than the place that it has: tables have the width of the longest one.
+    A tensor may be smaller than its copy, because the copies of block tables have the width of the longest table.
     """
     for name, value in _inputs_of(batch):
         target = getattr(to, name)

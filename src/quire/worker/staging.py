@@ -1,4 +1,4 @@
-"""The host's numbers for one step, written into pinned memory and brought to the device by one copy."""
+"""Staging memory: the host writes the numbers of a step into pinned memory, and one copy brings them to the device."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ ALIGNMENT = 16  # bytes: the alignment that kernels expect
 
 
 def padded(num_bytes: int) -> int:
-    """`num_bytes`, up to the next place where an array may begin."""
+    """`num_bytes`, rounded up to ALIGNMENT."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Staging:
-    """One place on the device, and several buffers on the host: one is filled while others are still being copied.
+    """StepArrays with one buffer on the device and several on the host: one is filled while others are being copied.
 
-    Arrays lie one behind the other, so that the same shapes in the same order have the same addresses on the device in
-    every step. A step's arrays are there until the next `send`, which the device does after earlier launches.
+    Arrays lie one after the other. So arrays of the same shapes in the same order have the same addresses on the device
+    in every step. The arrays of a step stay until the next `send`. The device copies after all earlier launches.
 
     Args:
-        num_bytes: bytes of all arrays of a step, each `padded`.
-        num_buffers: one more than steps in flight, and no step waits for the copy of an earlier one.
+        num_bytes: the bytes of all arrays of a step, each `padded`.
+        num_buffers: the number of buffers on the host. With one more than steps in flight, no step waits for a copy.
     """
 
     def __init__(self, accelerator: Accelerator, num_bytes: int, num_buffers: int) -> None:
@@ -40,14 +40,14 @@ class Staging:
         self._views: dict[tuple[int, int, Any], Tensor] = {}  # kept because making a view takes microseconds
 
     def begin(self) -> None:
-        """Start to fill the next buffer, once its last copy is done."""
+        """Begin to fill the next buffer. It waits until the last copy from this buffer is done."""
         self._current = (self._current + 1) % len(self._buffers)
         if (copied := self._copied[self._current]) is not None:
             copied.synchronize()
         self._offset = 0
 
     def array(self, count: int, dtype: DTypeLike) -> tuple[NDArray[Any], Tensor]:
-        """An array to be filled before `send`, and the tensor that has its numbers afterwards."""
+        """See StepArrays."""
         numpy_dtype = np.dtype(dtype)
         begin, end = self._offset, self._offset + count * numpy_dtype.itemsize
         self._offset = padded(end)
@@ -65,4 +65,4 @@ class Staging:
         self._copied[self._current] = self._accelerator.upload(host, self._on_device[: self._offset])
 
 
-_MOST_VIEWS = 4096  # steps of prompts have many sizes: a dictionary of all would only grow
+_MOST_VIEWS = 4096  # a limit, because steps of prompts have many sizes

@@ -35,17 +35,17 @@ from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner, PendingStep
 from quire.worker.prefault import Prefault
 
-LOADED_BEFORE_DRAFTER = 0.9  # share of loading: most drafters are a tenth of the model, or less
+LOADED_BEFORE_DRAFTER = 0.9  # share of the progress of loading: most drafters have at most a tenth of the model's size
 
 
 class Place(Protocol):
-    """The place of a model: the differences between devices in the life of a worker."""
+    """The device of a worker: everything in the life of a worker that depends on the kind of device."""
 
-    kv_cache_knob: str  # the setting for the size of the KV cache there, besides the exact numbers
+    kv_cache_knob: str  # the flag for the size of the KV cache on this device, besides the flags with exact numbers
     memory_device: torch.device
 
     def measure(self, model: CausalLM, drafter: CausalLM | None, settings: WorkerSettings) -> Measured:
-        """Memory and time of a step, measured on a KV cache that is thrown away."""
+        """Measure the memory and the time of a step, on a temporary KV cache."""
         ...
 
     def runner(
@@ -57,22 +57,22 @@ class Place(Protocol):
         settings: WorkerSettings,
         progress: Progress,
     ) -> ModelRunner:
-        """The runner of the steps, with captured ones.
+        """Make the runner of the steps, with captured steps.
 
         Args:
-            adapters: the slots of the adapters in memory, by digest. They change between steps.
+            adapters: the slots of the adapters in memory, by digest. They may change between steps.
         """
         ...
 
 
 class DeviceWorker:
-    """The real life_cycle.FirstWorker, which may also be another rank.
+    """The life_cycle.FirstWorker that computes on a device. Ranks other than the first use it too.
 
     Args:
-        model_config: the config of the model that it will load.
-        progress: is told how far loading and capturing are.
-        accelerator: makes the GPU's.
-        ranks: the ranks that share the model. The config describes this rank's part.
+        model_config: the config of the model to load. If ranks share the model, it describes the part of this rank.
+        progress: is told the progress of loading and capturing.
+        accelerator: makes the Accelerator, if the device is a GPU.
+        ranks: the ranks that share the model; None: there is one rank.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DeviceWorker:
     ) -> None:
         self._model_config, self._progress, self._accelerator = model_config, progress, accelerator
         self._ranks = ranks
-        # Each is made by its step.
+        # Each of these is set by one step of the worker's life.
         self.settings: WorkerSettings
         self.place: Place
         self.model: CausalLM
@@ -143,7 +143,7 @@ class DeviceWorker:
         return load_model(config, drafter.form, settings.device, progress, target, group)
 
     def _loading(self, first: float, last: float) -> Progress:
-        """Progress of a part of loading."""
+        """The progress of one part of loading, as a part of the whole."""
         return lambda phase, share, detail: self._progress(phase, first + share * (last - first), detail)
 
     def measure(self) -> Measured:
@@ -158,7 +158,7 @@ class DeviceWorker:
             self.cache = kv_cache.allocate_for(
                 self.model.config, form, size.num_blocks, self.place.memory_device, self.settings.drafter
             )
-        except (RuntimeError, OSError, OverflowError) as error:  # more than the system promises to anybody
+        except (RuntimeError, OSError, OverflowError) as error:  # the system does not give that much memory
             raise MemoryPlanError(
                 f"The system refuses {shown_bytes(size.num_bytes)} for the KV cache",
                 expected=f"less than the {shown_bytes(self.measured.memory.free_bytes)} that are free",
@@ -196,23 +196,23 @@ class DeviceWorker:
 
     @property
     def samples(self) -> bool:
-        """Other ranks learn the tokens."""
+        """Whether this rank samples. Other ranks learn the tokens."""
         return self._ranks is None or self._ranks.samples
 
     @contextmanager
     def _as_rank(self, phase: str, *, in_step: bool = False) -> Iterator[None]:
-        """The other ranks learn about an error in the block, and do not wait for this one.
+        """Tell the other ranks about an error in the block, so that they do not wait for this rank.
 
         Args:
-            phase: the name of the work, for errors.
-            in_step: they leave the step too, and all of them go on with the next one.
+            phase: the name of the work, for error messages.
+            in_step: whether all ranks leave the step after an error and go on with the next step.
         """
         ranks = self._ranks
         try:
             yield
         except GroupError as error:
             if ranks is not None:
-                ranks.fail()  # ranks that a network links to this rank do not know of the failure yet
+                ranks.fail()  # ranks on other machines do not know of the failure yet
             raise _lost(ranks, phase, error) from error
         except Exception as error:
             if ranks is None:
@@ -247,7 +247,7 @@ class DeviceWorker:
         self.adapters.drop(digest)
 
     def check_alive(self) -> None:
-        """It is in this process."""
+        """There is nothing to check: the worker is in this process."""
 
     def describe(self) -> str:
         rank, size = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.grid.size)
@@ -264,12 +264,12 @@ class DeviceWorker:
         return {} if self._ranks is None else self._ranks.whereabouts.late(pending)
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
-        """Takes memory of the KV cache that will be needed soon."""
+        """Touch memory of the KV cache that will be needed soon: see Prefault."""
         return self._prefault.step(num_blocks_ever_used)
 
 
 def _dispatch(ranks: Ranks | None) -> Dispatch | None:
-    """None: there is one lane."""
+    """The dispatch of rows to the experts of all lanes; None: there is one lane."""
     if ranks is None or ranks.everyone is None:
         return None
     return Dispatch(ranks.everyone, ranks.grid.lane(ranks.rank), ranks.grid.width)
@@ -285,8 +285,9 @@ def _lost(ranks: Ranks | None, phase: str, error: Exception) -> EngineDeadError:
 
 
 def _may_leave(ranks: Ranks, error: Exception) -> bool:
-    """Whether this rank may leave a step: no other rank may wait for it. Ranks of another stage do not leave a step
-    together with this one.
+    """Whether this rank may leave a step after an error.
+
+    It must not leave if a rank of another stage may wait for it, because such a rank does not leave the step with it.
     """
     if isinstance(error, EngineDeadError):
         return False

@@ -380,7 +380,7 @@ def sampling_case(kernel: Any, **constants: Any) -> dict[str, Any]:
 
 
 def rope_case(codes: str) -> dict[str, Any]:
-    constants = {"H": 32, "G": 8, "E": 128, "P": 16, "R": 128, "BLOCK_E": 128, "HAS_Q_NORM": True, "HAS_K_NORM": True}
+    constants = {"H": 32, "E": 128, "P": 16, "R": 128, "BLOCK_E": 128, "HAS_Q_NORM": True, "HAS_K_NORM": True}
     constants["HAS_TEMPERATURE"] = True
     types = {
         "positions_ptr": "*i64",

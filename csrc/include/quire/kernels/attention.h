@@ -10,13 +10,13 @@
 
 namespace quire {
 
-// Positions whose keys and values become one partial result, from position 0 on. Partial results are joined in their
-// order.
+// The number of positions that become one partial result, counted from position 0. Partial results are joined in the
+// order of positions.
 constexpr int kAttentionRange = 256;
 constexpr int kMostAttentionRows = 256;  // query rows of a partial result
 constexpr int kAttentionPadding = 32;    // the most elements by which a row of values may be longer there
 
-// Constants of a layer, equal for all steps.
+// The constants of a layer. They are equal for all steps.
 struct AttentionRule {
   float scale;
   int sliding_window;  // attends to positions > pos - sliding_window; 0 = all
@@ -47,8 +47,8 @@ struct AttentionArgs {
   int first_result, num_results;  // the heads of q that have results
 };
 
-// Memory that ranks fill and read in turns: a slot of slot_floats() for each. Kernels have no exceptions: a turn that
-// fails ends the call, and the owner of this object has the reason.
+// Memory that ranks fill and read in turns. Each rank has a slot of slot_floats(). Kernels have no exceptions: if a
+// turn fails, the call ends, and the owner of this object knows the reason.
 class Turns {
  public:
   virtual float* begin() = 0;                // this rank's slot, in whole cache lines; nullptr: there is no turn
@@ -60,9 +60,10 @@ class Turns {
   ~Turns() = default;
 };
 
-// Attention of ranks that share the pages of one cache. Page p of the tables is page p / num_owners of the owner p %
-// num_owners. Blocks are multiples of kAttentionRange, so a range is on one rank. Every rank computes the partial
-// results of its ranges for the heads of all owners, and joins the results of all ranges for its own heads.
+// Attention of ranks that share the pages of one cache. Page p of the tables is page p / num_owners of owner
+// p % num_owners. The size of a block is a multiple of kAttentionRange, so one rank has all of a range. Every rank
+// computes the partial results of its ranges for the heads of all owners. Then it joins the results of all ranges for
+// its own heads.
 struct SharedAttentionArgs {
   AttentionArgs attention;  // q of the heads of all owners, results of own heads, pages of this rank, one KV head
   int num_owners;           // at most kMaxRanks
@@ -71,7 +72,7 @@ struct SharedAttentionArgs {
 
 struct AttentionKernels {
   void (*paged_attention)(const AttentionArgs&);
-  // Slots hold a partial result of kMostAttentionRows rows.
+  // A slot must have room for a partial result of kMostAttentionRows rows.
   void (*shared_attention)(const SharedAttentionArgs&, Turns&);
 };
 const AttentionKernels& attention_kernels();        // for a cache of CacheType::model

@@ -1,7 +1,7 @@
-// Mixture of experts: routing, products of each token with the experts it goes to, and weighted sums of the results.
+// Mixture of experts: routing, products of each token with its experts, and weighted sums of the results.
 //
 // A step has rows * num_active pairs of a token and a slot. Pairs are sorted by expert, and a product reads and writes
-// rows in that order. The sum of a row is that of gemm() with the weight of its expert alone, to the bit.
+// rows in this order. The result of a row has the bits of gemm() with the weight of its expert.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace quire {
 enum class Scoring : int { softmax = 0, sigmoid = 1, softmax_of_chosen = 2, sparsemixer = 3 };
 enum class GroupScore : int { max = 0, top2 = 1 };
 
-// kernels/routing.py describes and checks it.
+// See kernels/routing.py, which describes and checks the rule.
 struct RoutingRule {
   int64_t num_experts, num_active;
   Scoring scoring;
@@ -33,13 +33,13 @@ struct RouteArgs {
   float* weights;     // [rows, num_active]
   int32_t* order;     // [rows * num_active]: pairs by the place of their expert, then by number
   int32_t* begins;    // [num_places + 1]: place e has order[begins[e]] to order[begins[e + 1]]
-  // Where experts are: [num_experts, num_copies], each in [0, num_places). The tokens of an expert take turns with its
-  // copies; some may be equal. nullptr: each expert has the place of its number.
+  // The places of experts: [num_experts, num_copies], each in [0, num_places). The tokens of an expert take turns with
+  // its copies. Some copies may have equal places. nullptr: the place of an expert is its number.
   const int32_t* places;
   int64_t num_places, num_copies;
 };
 
-// Experts of one shape. Each begins with a new panel.
+// Experts of one shape. The weight of each expert begins with a new panel.
 struct ExpertStack {
   PackedWeight first;  // the weight of expert 0, with its order [k] of orders [num_experts, k]
   int64_t num_experts;
@@ -61,8 +61,8 @@ struct ExpertProductArgs {
   DType out_dtype;
 };
 
-// out[t] = sum over slots of weight * y, in float and in the order of the slots, plus shared[t], times
-// sigmoid(shared_gate[t]) if that is given; rounded once.
+// out[t] = sum over slots of weight * y + shared[t], in float, in the order of the slots, and rounded once. If there is
+// a shared_gate, shared[t] is multiplied by sigmoid(shared_gate[t]).
 struct CombineArgs {
   StridedRows<const void> y;  // [rows * num_slots, columns], in sorted order
   DType dtype;                // of y, shared and out
@@ -78,12 +78,12 @@ void route(const RouteArgs& args);
 void multiply_experts(const ExpertProductArgs& args);
 void combine_experts(const CombineArgs& args);
 
-// ---- between the driver (csrc/experts.cpp) and the kernels of one instruction set (csrc/kernels/experts.cpp)
+// ---- the interface between the driver (csrc/experts.cpp) and the kernels of one instruction set (kernels/experts.cpp)
 
 struct ExpertKernels {
-  // Experts and weights of rows [begin, end).
+  // Chooses the experts and weights of rows [begin, end).
   void (*choose)(const RouteArgs& args, int64_t begin, int64_t end);
-  // Rows [begin, end) of the result; pair i has row places[i] of y.
+  // Computes rows [begin, end) of the result. The row of pair i is row places[i] of y.
   void (*combine)(const CombineArgs& args, const int32_t* places, int64_t begin, int64_t end);
 };
 const ExpertKernels& expert_kernels();

@@ -1,4 +1,4 @@
-// Multi-head latent attention between its projections and attention: rotary embedding, KV cache write.
+// Rotary embedding and the KV cache write of multi-head latent attention.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct LatentCacheArgs {
   KvCache cache;                 // one KV head, rows of L + R
   const float* cos_sin;          // [num_positions, R]: R / 2 cosines, then R / 2 sines
   int64_t num_positions, rotary_dim;
-  bool is_interleaved;     // pairs are 2 i and 2 i + 1, else i and i + R / 2; results always have the latter
+  bool is_interleaved;     // pairs are 2 i and 2 i + 1, else i and i + R / 2; in results they are i and i + R / 2
   StridedHeads<void> out;  // [T, H, R] the rotated parts of q
   int64_t num_tokens, num_heads, rank;
 };

@@ -1,5 +1,5 @@
-// Limits of this machine: streaming reads, and multiply-adds that touch only registers. Benchmarks and the cost model
-// give results as a share of these limits.
+// Measures the limits of this machine: streaming reads, and multiply-adds that touch only registers. Benchmarks and the
+// cost model give results as a share of these limits.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct LimitKernels {
   // Runs `rounds` rounds of multiply-adds with bfloat16 operands (for other types: float). Returns the number of
   // floating point operations.
   int64_t (*multiply)(DType dtype, int64_t rounds);
-  // The same with codes of 8 bits or fewer times 8-bit integers, like the products of grouped weights. Returns the
+  // Does the same with codes of at most 8 bits times 8-bit integers, as in products with grouped weights. Returns the
   // number of multiplications and additions.
   int64_t (*multiply_codes)(int bits, int64_t rounds);
 };

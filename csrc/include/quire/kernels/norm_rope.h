@@ -1,5 +1,5 @@
-// RMS and layer norm, and the work between the qkv projection and attention: per-head norm, rotary embedding, KV cache
-// write.
+// RMS norm, layer norm, and the work between the qkv projection and attention: norm of each head, rotary embedding, and
+// the KV cache write.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,8 @@ namespace quire {
 struct NormArgs {
   DType dtype;                // the type of x, residual and out
   StridedRows<const void> x;  // [rows, dim]
-  // [rows, dim] or null: residual += multiplier * x first, product and sum rounded to dtype; the norm reads the sum
+  // [rows, dim] or null. If given, residual += multiplier * x comes first, and the norm reads this sum. The product is
+  // rounded to dtype, and so is the sum.
   StridedRows<void> residual;
   float multiplier;
   const void *weight, *bias;  // [dim]; bias null: RMS norm, else layer norm, which takes the mean away

@@ -1,5 +1,5 @@
-// From logits to token ids: masks, greedy choice, filtered random choice, log-probabilities. The vocabulary is never
-// sorted.
+// From logits to token ids: masks, greedy choice, random choice with filters, log-probabilities. The vocabulary is
+// never sorted.
 #pragma once
 
 #include <cstdint>

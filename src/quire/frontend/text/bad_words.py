@@ -76,7 +76,7 @@ class WordIndex:
         return SpelledWord(dict(anywhere), steps)
 
     def _tokens_from(self, data: bytes, begin: int) -> dict[int, list[int]]:
-        """Tokens that continue a word after its first `begin` bytes -> the number of bytes that are out after each."""
+        """The tokens that continue a word after its first `begin` bytes, each with the number of bytes after it."""
         end = len(data)
         found = {token_id: [end] for token_id in self._heads.get(data[begin:], ())}
         for length in (*range(1, _KEY), *self._lengths.get(data[begin : begin + _KEY], ())):

@@ -81,7 +81,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str, *, armed: bool = True) -> str:
-        """Add text -> the text that is final now. After `matched` is set, no further push is allowed.
+        """Add text. Returns the text that is final now. After `matched` is set, no further push is allowed.
 
         Args:
             armed: False ignores matches that end in this text (before min_tokens).

@@ -71,7 +71,7 @@ def _quantized_activation_kernel(
     is_inside = columns < inner
     gate = tl.load(x_ptr + row * x_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + inner + columns, mask=is_inside, other=0.0).to(tl.float32)
-    y = _gated(gate, up, NAME).to(x_ptr.dtype.element_ty).to(tl.float32)  # the unquantized form rounds here too
+    y = _gated(gate, up, NAME).to(x_ptr.dtype.element_ty).to(tl.float32)  # gated_activation rounds here too
     codes.store_row(codes_ptr + row * inner, scales_ptr + row, y, columns, is_inside)
 
 

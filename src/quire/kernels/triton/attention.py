@@ -1,11 +1,13 @@
-"""Causal attention over a paged KV cache for any mix of prompts and decodes, and a split form for few long sequences.
+"""Causal attention over a paged KV cache for any mix of prompts and decodes, with a split form for few long sequences.
 
 A program takes BLOCK_M rows: BLOCK_Q query tokens of one sequence times the query heads of one KV head. So keys and
-values are read once for all of them. Softmax is online over tiles of keys (Dao et al., arXiv 2205.14135). In the split
-form a sequence is cut into `SEGMENTS` parts of equal length. Each part gives its maximum, its sum and its unnormalised
-output, and a second kernel joins them (FlashDecoding). Lengths are read on the device, and the launch does not depend
-on them, so a launch can be captured in a CUDA graph. Tiles of a cache of 8-bit codes are decoded exactly to q's dtype.
-Scales of int8 rows multiply scores and probabilities.
+values are read once for all these rows. The softmax is online over tiles of keys (Dao et al., arXiv 2205.14135).
+
+In the split form, a sequence is cut into `SEGMENTS` parts of equal length. Each part gives its maximum, its sum and its
+unnormalised output, and a second kernel joins them (FlashDecoding).
+
+Lengths are read on the device, and the launch does not depend on them. So a launch can be captured in a CUDA graph.
+Tiles of a cache of 8-bit codes are decoded exactly to q's dtype. Scales of int8 rows multiply scores and probabilities.
 
 The deterministic form (gpu.is_deterministic) has the same tiles for every batch and cuts keys at multiples of `RANGE`.
 Each range is summed separately. One program or the second kernel joins the ranges in order. So a row's bits depend only
@@ -31,10 +33,10 @@ from quire.kernels.layer_rules import AttentionRule
 from quire.kernels.triton import codes
 from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma, next_power_of_2
 
-# A launch should give work to this number of streaming multiprocessors; an H100 has 132.
+# A launch should have at least this number of programs: two for each of the 132 multiprocessors of an H100.
 _PROGRAMS_WANTED = 264
-_MAX_REGISTERS = 224  # registers of a thread: enough for the compiler, and two programs of 128 threads still fit
-# For the deterministic form: keys in a range, and the most ranges of a sequence that get their own programs.
+_MAX_REGISTERS = 224  # the most registers of a thread with which two programs of 128 threads fit
+# For the deterministic form: the fewest keys of a range, and the most ranges of a sequence.
 _SHORTEST_RANGE, _MOST_RANGES = 1024, 32
 
 
@@ -81,9 +83,9 @@ def _attend(
     CODES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Maxima (of log2) and sums [BLOCK_M], unnormalised output [BLOCK_M, BLOCK_E] over the keys begin .. end.
+    """Attend to the keys begin to end - 1. With a window or chunks, keys before `first` are not read.
 
-    With a window or chunks, keys before `first` are not read.
+    Returns maxima (of log2) and sums [BLOCK_M], and the unnormalised output [BLOCK_M, BLOCK_E].
     """
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -134,7 +136,7 @@ def _attend(
 
 @triton.jit
 def _join(maximum, total, acc, part_maximum, part_total, part_acc):
-    """Join two results to the result of `_attend` over both ranges. A key that a row does not see changes no bit."""
+    """Join two results of `_attend` to the result over both ranges. A range that a row does not see changes no bit."""
     new_maximum = tl.maximum(maximum, part_maximum)
     safe_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     weight, part_weight = tl.exp2(maximum - safe_maximum), tl.exp2(part_maximum - safe_maximum)
@@ -144,7 +146,7 @@ def _join(maximum, total, acc, part_maximum, part_total, part_acc):
 
 @triton.jit
 def _join_sink(maximum, total, acc, sink):
-    """Join a score of each row that has no value."""
+    """Join the sink of each row: a score without a value."""
     sink = sink.to(tl.float32) * 1.4426950408889634  # log2(e)
     new_maximum = tl.maximum(maximum, sink)
     weight = tl.exp2(maximum - new_maximum)
@@ -191,9 +193,10 @@ def _attention_kernel(
     CODES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Without segments: out [T, H, E]. With: float32 out [T, H, SEGMENTS, E], maxima and sums [T, H, SEGMENTS].
+    """Without segments, it writes out [T, H, E]. With segments, it writes float32 out [T, H, SEGMENTS, E], maxima and
+    sums [T, H, SEGMENTS].
 
-    RANGE is 0, or the number of keys that are summed separately; with segments, a segment has this number of keys.
+    RANGE is 0, or the number of keys that are summed separately. With segments, a segment has this number of keys.
     """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -217,8 +220,8 @@ def _attention_kernel(
     q = tl.load(q_ptrs, mask=is_row[:, None] & is_e[None, :], other=0.0)
 
     last_query = tl.minimum(first_query + BLOCK_Q, query_len) - 1
-    end = seq_len - query_len + last_query + 1  # the last row sees the keys before it
-    first = 0  # the first row sees keys from here: earlier slots may hold anything, and their blocks may be illegal
+    end = seq_len - query_len + last_query + 1  # the last row sees the keys before this one
+    first = 0  # the first row sees keys from here on; earlier slots may hold anything, and their blocks may be illegal
     if WINDOW > 0:
         first = tl.maximum(seq_len - query_len + first_query - WINDOW + 1, 0)
     if CHUNK > 0:
@@ -358,7 +361,7 @@ def _join_ranges_kernel(
     BLOCK_E: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """Join segments one after the other, as a single program does."""
+    """Join segments one after the other, in the same order as a single program."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = (token * H + head) * SEGMENTS + tl.arange(0, 1)
@@ -380,13 +383,13 @@ def _join_ranges_kernel(
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The cut of a launch: rows and keys of a tile, segments of a sequence, and options of the compiler.
+    """The tiles of a launch: rows and keys of a tile, segments of a sequence, and options of the compiler.
 
     Args:
-        range_len: keys that are summed separately, for every length of a sequence; a segment then has this number. 0:
-            there are no ranges.
-        max_registers: registers of a thread; None: the compiler's choice. It may spill some to run more programs at
-            once.
+        range_len: the number of keys that are summed separately, whatever the length of a sequence is. A segment then
+            has this number of keys. 0: there are no ranges.
+        max_registers: the most registers of a thread; None: the compiler chooses. It may spill some registers to run
+            more programs at once.
     """
 
     block_m: int
@@ -408,16 +411,18 @@ def choose_shape(
     is_wgmma: bool = False,
     is_float32: bool = False,
 ) -> AttentionShape:
-    """Tiles for a batch. The host knows only its sizes and no lengths.
+    """The tiles for a batch. The host knows only the sizes of the batch, and no lengths.
 
-    Decodes (one token a sequence) take 16 rows, the fewest that tensor cores multiply. Prompts take 64 or 128, with
-    which sm_90 uses wgmma. Decodes of few sequences are split until every multiprocessor has work. Tiles of codes are
-    smaller, because they are decoded in registers. Tiles of float32 are the smallest, because tensor cores do not
-    multiply them. Without wgmma, tiles are smaller too if groups do not divide the rows, which takes registers.
+    Decodes (one token of each sequence) take 16 rows, the fewest that tensor cores multiply. Prompts take 64 or 128
+    rows, with which sm_90 uses wgmma. Decodes of few sequences are split until every multiprocessor has work. Tiles of
+    codes are smaller, because they are decoded in registers. Tiles of float32 are the smallest, because tensor cores do
+    not multiply float32. Without wgmma, tiles are also smaller if groups do not divide the rows, because this takes
+    registers.
 
     Args:
+        group: the number of query heads of a KV head.
         is_wgmma: see launch.has_wgmma.
-        is_float32: of q.
+        is_float32: whether q is float32.
     """
     is_wide = head_dim > 128
     if num_tokens > num_seqs and not is_float32:
@@ -446,16 +451,16 @@ def choose_fixed_shape(
     is_wgmma: bool = False,
     is_float32: bool = False,
 ) -> AttentionShape:
-    """The shape of the deterministic form: tiles and ranges do not depend on the batch.
+    """The tiles of the deterministic form. Tiles and ranges do not depend on the batch.
 
-    The batch only decides whether ranges get their own programs: in decodes of few sequences. With wgmma, tiles have 64
-    rows even for a single token, so that one instruction multiplies prompts and decodes. Two outputs are held in
-    registers, of a range and of the ranges before it, so tiles are spread over 8 warps.
+    The batch decides only whether ranges get programs of their own; they do in decodes of few sequences. With wgmma,
+    tiles have 64 rows even for a single token, so that the same instruction multiplies prompts and decodes. Registers
+    hold two outputs, of the present range and of all earlier ranges. So tiles are spread over 8 warps.
 
     Args:
-        max_keys: room of the block tables, the same in all calls.
-        is_wgmma: whether 16-bit types use wgmma, see launch.has_wgmma.
-        is_float32: of q.
+        max_keys: the number of keys for which the block tables have room. It must be the same in all calls.
+        is_wgmma: whether 16-bit types use wgmma: see launch.has_wgmma.
+        is_float32: whether q is float32.
     """
     is_wide = head_dim > 128
     range_len = max(_SHORTEST_RANGE, next_power_of_2(ceil_div(max_keys, _MOST_RANGES)))
@@ -488,7 +493,7 @@ def paged_attention(
     shape: AttentionShape | None = None,
     sinks_H: Tensor | None = None,
 ) -> None:
-    """See ops.paged_attention. `shape`: tiles instead of the choice of `choose_shape`.
+    """See ops.paged_attention. `shape`: the tiles; None: `choose_shape` chooses them.
 
     Values in tables, lengths and sums are not checked, because the host would have to wait for the device.
     """
@@ -515,7 +520,7 @@ def paged_attention(
     else:
         maxima_THK = sums_THK = None
         partial = out_THE
-    block_e = max(16, next_power_of_2(E))  # tensor cores multiply 16 and more
+    block_e = max(16, next_power_of_2(E))  # tensor cores multiply at least 16 elements
     _attention_kernel[(T // block_q + S, G, shape.segments)](
         q_THE,
         k_cache_BGPE,
@@ -528,7 +533,7 @@ def paged_attention(
         sums_THK,
         cache.k_scales_BGP,
         cache.v_scales_BGP,
-        sinks_H if shape.segments == 1 else None,  # the last kernel joins them
+        sinks_H if shape.segments == 1 else None,  # with segments, the second kernel joins the sinks
         S,
         rule.scale,
         rule.soft_cap,

@@ -15,9 +15,10 @@ NAMES: dict[torch.dtype, str] = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2:
 
 @triton.jit
 def decode(codes, CODES: tl.constexpr):
-    """The exact numbers of int8 codes: float32, or float16 for e5m2. Numbers of int8 are without their scale."""
+    """The exact numbers of codes: float32, or float16 for e5m2. Numbers of int8 codes are not scaled yet."""
     if CODES == "e4m3":
-        # sign and magnitude where float32 has them: the number * 2^-120, as the biases of exponents are 7 and 127
+        # Sign and magnitude move to their places in float32. This gives the number * 2^-120, because the biases of the
+        # exponents are 7 and 127.
         bits = (codes.to(tl.int32) << 20) & -0x78100000
         y = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
         y = tl.where(tl.abs(y) > 448.0, float("nan"), y)
@@ -30,11 +31,11 @@ def decode(codes, CODES: tl.constexpr):
 
 @triton.jit
 def encode_e4m3(x):
-    """Nearest codes (ties to even) of float32: the largest code above 448, NaN for values that are not finite."""
+    """The nearest codes (ties to even) of float32. Numbers above 448 get the largest code; infinities become NaN."""
     magnitude = tl.minimum(tl.abs(x), 448.0)
     bits = magnitude.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # below 2^-6 codes are multiples of 2^-9: in the lowest bits of 2^14, as float32 rounds there
+    # Below 2^-6, codes are multiples of 2^-9. float32 numbers at 2^14 have this distance, so an addition rounds.
     subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < 0.015625, subnormal, normal)
     code = tl.where(tl.abs(x) < float("inf"), code, 0x7F)
@@ -43,11 +44,11 @@ def encode_e4m3(x):
 
 @triton.jit
 def encode_e5m2(x):
-    """Nearest codes (ties to even) of float32: the largest code above 57,344; infinities and NaN stay."""
+    """The nearest codes (ties to even) of float32. Above 57,344 it is the largest code; infinities and NaN stay."""
     magnitude = tl.minimum(tl.abs(x), 57344.0)
     bits = magnitude.to(tl.int32, bitcast=True)
     normal = ((bits + 0xFFFFF + ((bits >> 21) & 1)) >> 21) - (112 << 2)
-    # below 2^-14: multiples of 2^-16, in the lowest bits of 2^7
+    # Below 2^-14, codes are multiples of 2^-16. float32 numbers at 2^7 have this distance.
     subnormal = (magnitude + 128.0).to(tl.int32, bitcast=True) - 0x43000000
     code = tl.where(magnitude < 6.103515625e-05, subnormal, normal)
     code = tl.where(tl.abs(x) == float("inf"), 0x7C, code)
@@ -57,12 +58,12 @@ def encode_e5m2(x):
 
 @triton.jit
 def encode_int8(x):
-    """Nearest codes of a float32 row, and its scale: its largest magnitude / 127, NaN if the row is not finite."""
+    """The nearest codes of a float32 row, and its scale: the largest magnitude / 127; NaN if the row is not finite."""
     largest = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0), axis=0)
     is_finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), axis=0) > 0
     is_used = is_finite & (largest >= 1e-30)  # otherwise 127 / largest could overflow
     inverse = tl.where(is_used, tl.math.div_rn(127.0, tl.where(is_used, largest, 1.0)), 0.0)
-    # 1.5 * 2^23, where float32 rounds to whole numbers
+    # At 1.5 * 2^23, float32 rounds to whole numbers.
     rounded = (tl.where(is_finite, x, 0.0) * inverse + 12582912.0) - 12582912.0
     scale = tl.where(is_finite, tl.where(is_used, tl.math.div_rn(largest, 127.0), 0.0), float("nan"))
     return rounded.to(tl.int8), scale
@@ -70,11 +71,11 @@ def encode_int8(x):
 
 @triton.jit
 def store_row(codes_ptr, scale_ptr, y, columns, is_inside):
-    """A float32 row as e4m3 codes and their scale: largest magnitude / 448, NaN if the row is not finite."""
+    """Store a float32 row as e4m3 codes with a scale: the largest magnitude / 448; NaN if the row is not finite."""
     largest = tl.max(tl.where(tl.abs(y) < float("inf"), tl.abs(y), 0.0), axis=0)
     is_finite = tl.min((tl.abs(y) < float("inf")).to(tl.int32), axis=0) > 0
     scale = tl.math.div_rn(largest, 448.0)
-    # a scale that rounds to zero, or a row of zeros: codes of zero
+    # If the scale is zero, or rounds to zero, all codes are zero.
     scaled = tl.where(scale > 0, tl.math.div_rn(y, tl.where(scale > 0, scale, 1.0)), 0.0)
     tl.store(codes_ptr + columns, encode_e4m3(scaled), mask=is_inside)
     tl.store(scale_ptr, tl.where(is_finite, scale, float("nan")))

@@ -1,7 +1,7 @@
 """Deterministic products with floating-point weights: a row of the result does not depend on the number of rows.
 
-cuBLAS chooses tiles and parts of K by this number, so it multiplies only if results need not be deterministic. Here K
-is cut into parts as in products with quantized weights: see parts.py.
+cuBLAS chooses tiles and parts of K by the number of rows. So it is used only if results need not be deterministic. Here
+K is cut into parts as in products with quantized weights: see parts.py.
 
 Dimensions: M rows, K in-features, N out-features.
 """
@@ -46,7 +46,7 @@ def _dense_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Split: a program takes one part; float32 out [PARTS, M, N], no bias."""
+    """If it is split, a program takes one part of K, out is float32 [PARTS, M, N], and there is no bias."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -96,9 +96,9 @@ def for_dense(tile: Tile) -> Tile:
 def linear(
     x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor, experts: ExpertRows | None = None
 ) -> None:
-    """out = x @ weight.T + bias, float32 sums rounded once. The last dimension of every tensor is contiguous.
+    """Compute out = x @ weight.T + bias, in float32 and rounded once. The last dimension of all tensors is contiguous.
 
-    With experts, weight and bias have the rows of all of them, and out has their pairs.
+    With experts, weight and bias have the rows of all experts, and out has a row for each pair of token and expert.
     """
     M, K = x_MK.shape
     N = out_MN.shape[1]

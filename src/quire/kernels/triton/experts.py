@@ -1,4 +1,4 @@
-"""Routing to experts and sums of their results: see kernels.experts. Products are in dense, fp8 and grouped.
+"""Routes tokens to experts and adds their results up: see kernels.experts. Products are in dense, fp8 and grouped.
 
 Dimensions: T tokens, E experts, S slots, P = T * S pairs, D hidden.
 """
@@ -19,7 +19,7 @@ _BLOCK_D = 1024
 
 @triton.jit
 def _best(choice, e, is_left):
-    """The largest number that is left, and the lowest index that has it."""
+    """The largest of the remaining numbers, and the lowest index that has it."""
     largest = tl.max(tl.where(is_left, choice, float("-inf")), axis=0)
     return largest, tl.min(tl.where(is_left & (choice == largest), e, 1 << 30), axis=0)
 
@@ -63,7 +63,7 @@ def _route_kernel(
     is_left = is_e
     if ACTIVE_GROUPS < GROUPS:
         group = e // (E // GROUPS)
-        # of each expert, the score of its group
+        # For each expert, the score of its group.
         group_scores = tl.zeros([BLOCK_E], tl.float32)
         for g in tl.static_range(GROUPS):
             is_member = is_e & (group == g)
@@ -83,7 +83,7 @@ def _route_kernel(
         largest, best = _best(choice, e, is_left)
         if SCORING == "sparsemixer":
             is_near = is_left & ((largest - x) / tl.maximum(tl.abs(x), largest) <= 2 * jitter)
-            is_near = is_near | (is_left & (x == largest))  # 0 / 0
+            is_near = is_near | (is_left & (x == largest))  # the quotient is 0 / 0 if both are 0
             weight = 1.0 / tl.sum(tl.where(is_near, tl.exp(x - largest), 0.0), axis=0)
         else:
             weight = tl.sum(tl.where(e == best, scores, 0.0), axis=0)
@@ -104,7 +104,7 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["P"])
 def _sort_kernel(experts_ptr, order_ptr, begins_ptr, P, BLOCK_P: tl.constexpr):
-    """Program e writes the pairs of expert e, in order, after the pairs of all experts below it."""
+    """Program e writes the pairs of expert e, in order, after the pairs of all experts with lower numbers."""
     expert = tl.program_id(0)
     p = tl.arange(0, BLOCK_P)
     before = tl.zeros([BLOCK_P], tl.int32)
@@ -184,7 +184,7 @@ def _combine_kernel(
 def combine(
     y_PD: Tensor, routing: Routing, shared_TD: Tensor | None, shared_gate_T1: Tensor | None, out_TD: Tensor
 ) -> None:
-    """See kernels.experts.combine. Rows of all but the routing may be strided."""
+    """See kernels.experts.combine. Rows of all tensors except the routing may be strided."""
     (T, S), D = routing.weights_TS.shape, y_PD.shape[1]
     if T == 0:
         return

@@ -52,7 +52,10 @@ def _fp8_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Split: a program takes one part; float32 out [PARTS, M, N], no bias. Not grouped: a row has one scale."""
+    """If it is split, a program takes one part of K, out is float32 [PARTS, M, N], and there is no bias.
+
+    If it is not grouped, a row of the weight has one scale.
+    """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -103,7 +106,7 @@ def _fp8_kernel(
 
 
 def in_groups(tile: Tile, group_size: int) -> Tile:
-    """A tile with a scale for each sum. It lies within a group, and it has fewer columns to save registers."""
+    """The tile for grouped weights. Its K lies within one group, and it has fewer columns to save registers."""
     return replace(tile, block_n=64, block_k=min(tile.block_k, group_size & -group_size))
 
 
@@ -116,9 +119,9 @@ def fp8_linear(
     out_MN: Tensor,
     experts: ExpertRows | None = None,
 ) -> None:
-    """out = x @ weight.T + bias. See kernels.fp8. The last dimension of every tensor is contiguous.
+    """Compute out = x @ weight.T + bias: see kernels.fp8. The last dimension of all tensors is contiguous.
 
-    With experts, weight and bias have the rows of all of them, and out has their pairs.
+    With experts, weight and bias have the rows of all experts, and out has a row for each pair of token and expert.
     """
     M, K = x_MK.shape
     N = out_MN.shape[1]

@@ -27,7 +27,7 @@ _PANEL_WIDTH = 64  # kPanelWidth of grouped_layout.h
 
 @triton.jit
 def _power_of_two(exponent):
-    """2^(exponent - 128): half of the scale, because codes are taken twice. 255 is NaN."""
+    """2^(exponent - 128), half of the scale, because the kernel doubles codes. 255 gives NaN."""
     bits = tl.maximum(exponent.to(tl.int32) << 23, 0x00400000)
     bits = tl.where(bits == 0x7F800000, 0x7FC00000, bits)
     return bits.to(tl.float32, bitcast=True) * 0.5
@@ -77,11 +77,12 @@ def _grouped_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Split: a program takes one part; float32 out [PARTS, M, N], no bias. `ROWS` rows of numbers serve a tile.
+    """If it is split, a program takes one part of K, out is float32 [PARTS, M, N], and there is no bias.
 
-    All pointers except x, bias and out point into the packed weight. Each sees it as elements of its own dtype.
+    `ROWS` rows of scales and offsets serve a tile. All pointers except x, bias and out point into the packed weight,
+    each with its own dtype.
     """
-    # struct CodePlanes: WORDS words of CODES codes, then, where codes are split, one with their high bits
+    # See struct CodePlanes: WORDS words of CODES codes; if codes are split, a word with their high bits follows.
     CODES: tl.constexpr = 4 if BITS == 8 else 8 if BITS >= 4 else 16
     LOW_BITS: tl.constexpr = 32 // CODES
     HIGH_BITS: tl.constexpr = BITS - LOW_BITS
@@ -102,7 +103,7 @@ def _grouped_kernel(
     k = tl.arange(0, BLOCK_K)
     word = tl.arange(0, BLOCK_K // CODES)
     row = tl.arange(0, ROWS) * (BLOCK_K // ROWS)
-    # bytes of a word hold codes 0 to 3; of fewer bits: in their lowest bits, and 4 to 7 in those above
+    # The bytes of a word hold the codes 0 to 3. Codes of 4 bits or fewer are in the lowest bits, and 4 to 7 above them.
     quad = tl.arange(0, CODES // 4)
     byte = tl.arange(0, 4) * 8
     x_ptrs = x_ptr + row_of_x.to(tl.int64)[:, None] * x_stride + k[None, :]
@@ -130,7 +131,7 @@ def _grouped_kernel(
                 if HIGH_BITS != 0:
                     highs = tl.load(tile_ptrs + to_high)
             else:
-                # a group is packed whole, so words end where groups do
+                # Words end where groups end, because a group is packed as a whole.
                 x = tl.load(x_ptrs + start, mask=is_m[:, None] & (start + k < K)[None, :], other=0.0)
                 is_word = (start + word * CODES < tl.cdiv(K, group_size) * group_size)[:, None]
                 words = tl.load(tile_ptrs, mask=is_word, other=0)
@@ -154,12 +155,12 @@ def _grouped_kernel(
                 highs = highs >> (quad * HIGH_BITS)[None, None, :, None, None]
                 codes |= (highs & (0x01010101 * ((1 << HIGH_BITS) - 1))) << LOW_BITS
             codes = (codes >> byte[None, None, None, :, None]) & 0xFF
-            if HAS_FLOATS:  # twice the value, plus 16
+            if HAS_FLOATS:  # codes become twice the value, plus 16
                 magnitude = codes & 7
                 exponent = tl.maximum(magnitude >> 1, 1) - 1
                 double = tl.where(magnitude < 2, magnitude, (2 + (magnitude & 1)) << exponent)
                 codes = tl.where(codes > 7, 16 - double, 16 + double)
-            # a code in the lowest bits of 2^23, as float32: 2^23 + code
+            # With the code in the lowest bits of 2^23, the float32 number is 2^23 + code.
             w = (codes | 0x4B000000).to(tl.float32, bitcast=True)
             scale = scale[:, None, None, None, :]
             if OFFSETS == "none":
@@ -199,10 +200,10 @@ def grouped_linear(
     out_MN: Tensor,
     experts: ExpertRows | None = None,
 ) -> None:
-    """out = x @ w.T + bias, where w is the weight rounded to x's dtype; sums in float32. See kernels.grouped.
+    """Compute out = x @ w.T + bias, where w is the weight rounded to x's dtype. Sums are float32. See kernels.grouped.
 
-    x has the order of the packed columns. The last dimension of x, bias and out is contiguous. With experts of N rows
-    each, weight and bias have the rows of all of them, and out has their pairs.
+    Columns of x have the order of the packed columns. The last dimension of x, bias and out is contiguous. With experts
+    of N rows each, weight and bias have the rows of all experts, and out has a row for each pair of token and expert.
     """
     M, K = x_MK.shape
     tile = choose_tile(rows_of_tiles(M, experts), N, x_MK.dtype, has_wgmma(x_MK.device))
@@ -246,7 +247,7 @@ def grouped_linear(
 
 
 class _Sections:
-    """Bytes and dtypes of a panel: see GroupedLayout in grouped_layout.h."""
+    """The bytes and dtypes of the sections of a panel: see GroupedLayout in grouped_layout.h."""
 
     def __init__(self, weight_format: GroupedFormat, packed: Tensor, num_panels: int, K: int) -> None:
         assert weight_format.group_size is not None

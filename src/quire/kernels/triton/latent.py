@@ -1,10 +1,10 @@
 """Latent attention on GPUs: rotation with the cache write, and causal attention over the paged rows.
 
-A program of attention takes BLOCK_M rows: BLOCK_Q query tokens of one sequence times up to HEADS heads, which all read
-the same rows. A tile of rows is loaded once. A row is the key; without its rotating end it is the value. Keys are
-summed in ranges of RANGE, and ranges are joined in order, by one program or by a second kernel, so a row's bits depend
-only on its own query and keys: there is one form, which is deterministic. Lengths are read on the device, so a launch
-can be captured in a CUDA graph. For the rest see attention.py.
+A program of attention takes BLOCK_M rows: BLOCK_Q query tokens of one sequence times up to HEADS heads. All of them
+read the same latent rows, so a tile of rows is loaded once. A latent row is the key; without its rotating end it is the
+value. Keys are summed in ranges of RANGE keys. One program or a second kernel joins the ranges in order. So the bits of
+a row depend only on its own query and keys, and the only form is deterministic. Lengths are read on the device, so a
+launch can be captured in a CUDA graph. See attention.py for the rest.
 
 Dimensions: T tokens, H heads, L elements of a row, V latents, R rotary dims, P block size, S sequences.
 """
@@ -25,7 +25,7 @@ from quire.kernels.triton.attention import _join, _sequence_of
 from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, next_power_of_2
 from quire.kernels.triton.rope_cache import _store
 
-_BLOCK_M = 16  # rows of a program; of more, two outputs of 512 elements would not fit into registers
+_BLOCK_M = 16  # rows of a program; with more rows, two outputs of 512 elements would not fit into registers
 _PROGRAMS_WANTED = 264  # as in attention.py
 _SHORTEST_RANGE, _MOST_RANGES = 1024, 32
 
@@ -53,7 +53,10 @@ def _attend(
     CODES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Maxima (of log2) and sums [BLOCK_M], unnormalised output [BLOCK_M, BLOCK_V] over the rows begin .. end."""
+    """Attend to the latent rows begin to end - 1.
+
+    Returns maxima (of log2) and sums [BLOCK_M], and the unnormalised output [BLOCK_M, BLOCK_V].
+    """
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -130,7 +133,9 @@ def _latent_attention_kernel(
     CODES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Without segments: out [T, H, V]. With: float32 out [T, H, SEGMENTS, V], maxima and sums [T, H, SEGMENTS]."""
+    """Without segments, it writes out [T, H, V]. With segments, it writes float32 out [T, H, SEGMENTS, V], maxima and
+    sums [T, H, SEGMENTS].
+    """
     block = tl.program_id(0)
     s = _sequence_of(cu_seqlens_ptr, block, num_seqs, BLOCK_Q)
     first_token = tl.load(cu_seqlens_ptr + s)
@@ -201,7 +206,7 @@ def _latent_attention_kernel(
 
 
 def blocks(H: int, V: int, R: int, dtype: torch.dtype) -> dict[str, int]:
-    """The tiles of a launch: the same for every batch."""
+    """The tiles of a launch. They are the same for every batch."""
     heads = min(H, _BLOCK_M)
     return {
         "HEADS": heads,
@@ -214,7 +219,9 @@ def blocks(H: int, V: int, R: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def options(dtype: torch.dtype) -> dict[str, Any]:
-    """The compiler's. One program or a separate kernel joins ranges with equal bits: products and sums stay apart."""
+    """The options of the compiler. Products and sums are not fused, so that one program and two kernels join ranges
+    with equal bits.
+    """
     num_stages = 1 if dtype == torch.float32 else 2
     return {"num_warps": 8, "num_stages": num_stages, "maxnreg": 255, "enable_fp_fusion": False}
 
@@ -229,10 +236,12 @@ def latent_attention(
     out_THV: Tensor,
     range_len: int | None = None,
 ) -> None:
-    """See ops.paged_attention: of a cache whose values are the beginnings of its keys, without window and cap.
+    """See ops.paged_attention. The values of the cache are the beginnings of its keys. There is no window and no cap.
 
     Args:
-        range_len: instead of one chosen by the room of the tables.
+        range_len: the number of keys in a range; None: it follows from the width of the block tables.
+
+    Raises ValueError for a rule with a window, chunks or a cap.
     """
     T, H, L = q_THL.shape
     V, S, P, device = out_THV.shape[2], seq_lens_S.shape[0], cache.k_BGPE.shape[2], q_THL.device
@@ -324,7 +333,7 @@ def _latent_rope_and_cache_kernel(
     SECOND: tl.constexpr,
     CODES: tl.constexpr,
 ):
-    """Pair i of the rotating elements: STEP * i and STEP * i + SECOND. In results: i and i + R / 2."""
+    """Pair i of the rotating elements is STEP * i and STEP * i + SECOND. In results, it is i and i + R / 2."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     HALF: tl.constexpr = R // 2
@@ -367,7 +376,10 @@ def latent_rope_and_cache(
     rotation: LatentRotation,
     out_THR: Tensor,
 ) -> None:
-    """See ops.latent_rope_and_cache. Positions and slots are not checked: the host would have to wait."""
+    """See ops.latent_rope_and_cache.
+
+    Positions and slots are not checked, because the host would have to wait for the device.
+    """
     (T, H, R), L = q_THR.shape, rows_TL.shape[1]
     rows_BGPE, name = cache.k_BGPE, codes.NAMES.get(cache.k_BGPE.dtype, "none")
     if name != "none":

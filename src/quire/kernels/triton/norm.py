@@ -33,7 +33,7 @@ def _norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
 ):
-    """Layer norm if there is a bias. If quantized, out has codes."""
+    """It is a layer norm if there is a bias, else an RMS norm. If it is quantized, out gets codes."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     is_inside = columns < D
@@ -52,7 +52,7 @@ def _norm_kernel(
     if bias_ptr is not None:
         y += tl.load(bias_ptr + columns, mask=is_inside, other=0.0).to(tl.float32)
     if IS_QUANTIZED:
-        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)  # the unquantized form rounds here too
+        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)  # the norm without quantization rounds here too
         codes.store_row(out_ptr + row * out_stride, scales_ptr + row, y, columns, is_inside)
     else:
         tl.store(out_ptr + row * out_stride + columns, y.to(out_ptr.dtype.element_ty), mask=is_inside)

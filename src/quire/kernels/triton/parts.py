@@ -1,7 +1,7 @@
-"""The cut of products into programs: tiles, and parts of K that are summed separately.
+"""Cuts products into programs: into tiles, and into parts of K that are summed separately.
 
 The parts, and the order of every sum, depend only on the shape of the weight. Tiles also depend on the number of rows.
-On sm_90 all tiles have 64 or more rows, so that the same instruction (wgmma) multiplies at every size.
+On sm_90 all tiles have 64 or more rows, so that the same instruction (wgmma) multiplies for every number of rows.
 
 Dimensions: M rows, K in-features, N out-features, P parts.
 """
@@ -23,7 +23,7 @@ _PROGRAMS_WANTED = 528
 _SHORTEST_PART = 512
 _MOST_PARTS = 16
 _PART_UNIT = 128  # a multiple of every tile's K
-_JOINED = 1024  # columns of a program that joins
+_JOINED = 1024  # the columns of a program of _join_kernel
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Tile:
 
 def choose_tile(M: int, N: int, dtype: torch.dtype, is_wgmma: bool) -> Tile:
     """Tiles for M rows of activations of this dtype. `is_wgmma`: see launch.has_wgmma."""
-    if dtype == torch.float32:  # without tensor cores
+    if dtype == torch.float32:  # tensor cores do not multiply float32
         return Tile(16, 64, 32, 4, 2)
     if M > 64:
         return Tile(128, 128 if ceil_div(N, 64) % 2 == 0 else 64, 64, 8, 3)
@@ -47,14 +47,14 @@ def choose_tile(M: int, N: int, dtype: torch.dtype, is_wgmma: bool) -> Tile:
 
 
 def part_length(N: int, K: int) -> int:
-    """Elements of K in a part, except the last: a multiple of every tile's K."""
+    """The elements of K in each part except the last: a multiple of every tile's K."""
     parts = min(_PROGRAMS_WANTED // ceil_div(N, 64), K // _SHORTEST_PART, _MOST_PARTS)
     units: int = ceil_div(ceil_div(K, max(parts, 1)), _PART_UNIT)
     return units * _PART_UNIT
 
 
 def is_split(tile: Tile, M: int, N: int) -> bool:
-    """Whether parts get their own programs: only if whole sums make too few programs."""
+    """Whether parts get programs of their own. They do only if there are too few programs otherwise."""
     num_programs: int = ceil_div(M, tile.block_m) * ceil_div(N, tile.block_n)
     return num_programs < _PROGRAMS_WANTED
 
@@ -75,15 +75,15 @@ class ExpertRows:
     of_tokens: bool
 
     def num_tiles(self, block_m: int) -> int:
-        """The most tiles that any routing has: the host does not know the ranges of experts."""
+        """The most tiles that any routing can have. The host does not know the ranges of experts."""
         P = len(self.order_P)
         return P // block_m + min(P, self.num_experts)
 
 
 def rows_of_tiles(M: int, experts: ExpertRows | None) -> int:
-    """The number of rows for which tiles are chosen: M, or the mean of an expert.
+    """The number of rows for which tiles are chosen: M, or the mean number of an expert's rows.
 
-    Tiles of experts have at most 64 rows: larger ones stay half empty more often, and some spill on sm_80.
+    Tiles of experts have at most 64 rows. Larger tiles are half empty more often, and some of them spill on sm_80.
     """
     if experts is None:
         return M
@@ -102,9 +102,9 @@ def expert_rows(
     OF_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Of a tile by its number: its expert, rows of the result, whether they exist, and rows of x.
+    """For the number of a tile: its expert, its rows of the result, whether these rows exist, and its rows of x.
 
-    Tiles are counted from expert to expert. A number after the last tile gets no rows.
+    Tiles are numbered from expert to expert. A number after the last tile has no rows.
     """
     e = tl.arange(0, EXPERTS)
     is_e = e < num_experts
@@ -125,12 +125,12 @@ class Launch:
     """The common part of the launches of all products.
 
     Attributes:
-        grid: programs along M, N and, if parts get their own programs, the parts.
-        part_len: elements of K in a part.
-        bias_N: the bias that the kernel adds; None if there is none, or if it is added when the parts are joined.
-        out: the kernel writes here: out_MN, or float32 [parts, M, N].
-        experts: arguments of the kernel.
-        constants: constants of the kernel, and options of the compiler.
+        grid: the programs along M and N; if parts get programs of their own, also along the parts.
+        part_len: the elements of K in a part.
+        bias_N: the bias that the kernel adds; None: there is none, or it is added when the parts are joined.
+        out: the memory to which the kernel writes: out_MN, or float32 [parts, M, N].
+        experts: arguments of the kernel for experts.
+        constants: the constants of the kernel, and options of the compiler.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Launch:
         }
 
     def join(self) -> None:
-        """Add the parts after the kernel, if they had their own programs."""
+        """Add the parts up after the kernel, if they had programs of their own."""
         if self.out is not self._out_MN:
             join_parts(self.out, self._own_bias_N, self._out_MN)
 
@@ -185,7 +185,7 @@ def _join_kernel(
 
 
 def join_parts(partial_PMN: Tensor, bias_N: Tensor | None, out_MN: Tensor) -> None:
-    """out = sum over the parts in order + bias, rounded once."""
+    """Compute out = sum over the parts in order + bias, rounded once."""
     P, M, N = partial_PMN.shape
     _join_kernel[(M, ceil_div(N, _JOINED))](
         *(partial_PMN, bias_N, out_MN, M, N, out_MN.stride(0)),

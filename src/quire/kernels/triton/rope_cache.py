@@ -1,4 +1,4 @@
-"""Between the qkv projection and attention: norm per head, rotary embedding, write to the paged KV cache.
+"""Norm of single heads, rotary embedding and the write to the paged KV cache, in one kernel.
 
 Dimensions: T tokens, H query heads, G kv heads, E head dim, B cache blocks, P block size, R rotary dims, L positions.
 """
@@ -30,7 +30,7 @@ def _normed_and_rotated(
     BLOCK_E: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """One head, float32 [BLOCK_E]: the norm, then the rotation (halves of the first R dimensions belong together)."""
+    """One head after norm and rotation, float32 [BLOCK_E]. Halves of the first R dimensions form pairs."""
     e = tl.arange(0, BLOCK_E)
     is_inside = e < E
     x = tl.load(x_ptr + e, mask=is_inside, other=0.0).to(tl.float32)
@@ -98,7 +98,6 @@ def _rope_and_cache_kernel(
     temperature,
     temperature_floor,
     H: tl.constexpr,
-    G: tl.constexpr,
     E: tl.constexpr,
     P: tl.constexpr,
     R: tl.constexpr,
@@ -167,7 +166,7 @@ def rope_and_cache(
     name = codes.NAMES.get(k_cache_BGPE.dtype, "none")
     if name != "none":
         k_cache_BGPE, v_cache_BGPE = k_cache_BGPE.view(torch.int8), v_cache_BGPE.view(torch.int8)
-    # A program has one warp: q is changed in place, and only within a warp all loads come before the first store.
+    # A program has one warp, because q changes in place: only within a warp do all loads come before the first store.
     _rope_and_cache_kernel[(T, H + G)](
         q_THE,
         k_TGE,
@@ -191,7 +190,6 @@ def rope_and_cache(
         rotation.temperature,
         rotation.temperature_floor,
         H=H,
-        G=G,
         E=E,
         P=P,
         R=0 if cos_sin_PR is None else cos_sin_PR.shape[1],

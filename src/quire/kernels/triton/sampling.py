@@ -1,9 +1,9 @@
 """Masks, greedy choice and random sampling with top-k, top-p and min-p, without sorting, with exact integer sums.
 
-Probabilities count in units of 2^-44 of the largest (see ops.sample). So sums do not depend on the order of the
-programs that add them, and a row gets the same token in any batch. A row is cut into slices with one program each.
-Eight rounds find the thresholds of top-k and top-p among the 2^32 floats. Each round sums the weights above 15 pivots,
-which makes the range 16 times smaller.
+Probabilities count in units of 2^-44 of the largest (see ops.sample). So sums do not depend on the order in which
+programs add, and a row gets the same token in any batch. A row is cut into slices, with one program for each. Eight
+rounds find the thresholds of top-k and top-p among the 2^32 floats. Each round sums the weights above 15 pivots, and so
+makes the range 16 times smaller.
 
 Dimensions: R rows, V vocabulary, B slices of a row.
 """
@@ -28,14 +28,14 @@ _UNITS = tl.constexpr(2.0**44)
 
 @triton.jit
 def _key(x):
-    """int64 keys in the order of the floats; both zeros have one key."""
+    """int64 keys in the order of the floats. Both zeros have the same key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def _highest_kernel(logits_ptr, highest_ptr, token_ptr, stride, V, SLICE: tl.constexpr):
-    """Highest logit of each slice (NaN if the slice has one), and the lowest token id with it."""
+    """Find the highest logit of each slice (NaN if the slice has a NaN), and the lowest token id that has it."""
     row = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     x = tl.load(logits_ptr + row * stride + tokens, mask=tokens < V, other=float("-inf"))
@@ -49,7 +49,7 @@ def _highest_kernel(logits_ptr, highest_ptr, token_ptr, stride, V, SLICE: tl.con
 
 @triton.jit
 def _join_highest_kernel(highest_ptr, token_ptr, row_highest_ptr, row_token_ptr, num_slices, BLOCK_B: tl.constexpr):
-    """The same for whole rows; token id -1 for a row with a NaN."""
+    """Find the same for whole rows. A row with a NaN gets the token id -1."""
     row = tl.program_id(0)
     b = tl.arange(0, BLOCK_B)
     is_slice = b < num_slices
@@ -64,7 +64,7 @@ def _join_highest_kernel(highest_ptr, token_ptr, row_highest_ptr, row_token_ptr,
 
 @triton.jit
 def _threshold(masses_ptr, row, wanted, num_rows, NUM_ROUNDS: tl.constexpr):
-    """Lower end of the range of keys after some rounds: the highest pivot with `wanted` or more above it."""
+    """The lower end of the range of keys after some rounds: the highest pivot with `wanted` or more above it."""
     pivots = tl.arange(0, _PIVOTS)
     low = tl.full([], _LOWEST_KEY, tl.int64)
     for i in tl.static_range(NUM_ROUNDS):
@@ -85,7 +85,7 @@ def _wanted_units(total, top_p):
 def _keys_and_units(
     logits_ptr, stride, V, row, slice_index, highest_ptr, temperature_ptr, min_p_ptr, k_threshold, SLICE: tl.constexpr
 ):
-    """Keys and units of a slice; 0 units for a token that min-p or top-k leaves out."""
+    """The keys and units of a slice. A token that min-p or top-k leaves out has 0 units."""
     tokens = slice_index * SLICE + tl.arange(0, SLICE)
     is_token = tokens < V
     x = tl.load(logits_ptr + row.to(tl.int64) * stride + tokens, mask=is_token, other=float("-inf"))
@@ -93,7 +93,7 @@ def _keys_and_units(
     temperature = tl.load(temperature_ptr + row)
     min_p = tl.load(min_p_ptr + row)
     units = (tl.exp((x - highest) * (1.0 / temperature)).to(tl.float64) * _UNITS).to(tl.int64)
-    # min_p 0: minus infinity
+    # With min_p = 0, this is minus infinity.
     lowest = highest.to(tl.float64) + temperature.to(tl.float64) * tl.log(min_p.to(tl.float64))
     key = _key(x)
     is_kept = is_token & (x.to(tl.float64) >= lowest) & (key >= k_threshold)
@@ -102,7 +102,7 @@ def _keys_and_units(
 
 @triton.jit
 def _k_threshold(k_masses_ptr, row, top_k_ptr, V, num_rows):
-    """Key of the top_k-th highest logit; the lowest key if top-k is off."""
+    """The key of the top_k-th highest logit; the lowest key if top-k is off."""
     top_k = tl.load(top_k_ptr + row)
     if (top_k <= 0) | (top_k >= V):
         threshold = tl.full([], _LOWEST_KEY, tl.int64)
@@ -151,7 +151,7 @@ def _total_kernel(
     num_rows,
     SLICE: tl.constexpr,
 ):
-    """Units of a row after min-p and top-k."""
+    """Sum the units of a row after min-p and top-k."""
     row = tl.program_id(0)
     k_threshold = _k_threshold(k_masses_ptr, row, top_k_ptr, V, num_rows)
     _, units = _keys_and_units(
@@ -192,7 +192,10 @@ def _search_p_kernel(
 
 @triton.jit
 def _p_threshold(p_masses_ptr, row, top_p, total, num_rows):
-    """The last key of top-p: higher keys and the first tokens with this key are kept. If off: a key below all keys."""
+    """The last key that top-p keeps. Higher keys are kept, and the first tokens with this key.
+
+    If top-p is off, it is a key below all keys.
+    """
     if top_p >= 1:
         threshold = tl.full([], _LOWEST_KEY, tl.int64) - 1
     else:
@@ -219,7 +222,7 @@ def _weigh_slices_kernel(
     num_rows,
     SLICE: tl.constexpr,
 ):
-    """For each slice: units above top-p's threshold, number of tokens at it, and the units of one such token."""
+    """For each slice: the units above top-p's threshold, the number of tokens at it, and the units of such a token."""
     row, slice_index = tl.program_id(0), tl.program_id(1)
     k_threshold = _k_threshold(k_masses_ptr, row, top_k_ptr, V, num_rows)
     key, units = _keys_and_units(
@@ -235,7 +238,7 @@ def _weigh_slices_kernel(
 
 @triton.jit
 def _share(uniform, total):
-    """uniform * total with all bits: 53 bits times 63 bits, shifted right by 53, in halves that fit int64."""
+    """uniform * total with all bits: 53 bits times 63 bits, shifted right by 53. It is computed in int64 halves."""
     u = (uniform * 9007199254740992.0).to(tl.int64)  # 2^53
     u_high, u_low = u >> 26, u & ((1 << 26) - 1)
     total_high, total_low = total >> 27, total & ((1 << 27) - 1)
@@ -268,7 +271,7 @@ def _draw_kernel(
     SLICE: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Inverse CDF over ascending token ids: it finds the slice, then the token in it."""
+    """Draw by inverse CDF over ascending token ids. It finds the slice first, and then the token in the slice."""
     row = tl.program_id(0)
     highest = tl.load(highest_ptr + row)
     if tl.load(temperature_ptr + row) < smallest_temperature:
@@ -307,7 +310,7 @@ def _draw_kernel(
 
 @triton.jit
 def _forbid_kernel(logits_ptr, masks_ptr, rows_ptr, stride, V, SLICE: tl.constexpr):
-    """-inf where the bit of a token is 0; the other logits are not touched."""
+    """Write -inf where the bit of a token is 0. Other logits are not touched."""
     mask = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + mask).to(tl.int64)
     tokens = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
@@ -318,7 +321,7 @@ def _forbid_kernel(logits_ptr, masks_ptr, rows_ptr, stride, V, SLICE: tl.constex
 
 
 def forbid_tokens(logits_RV: Tensor, masks_MW: Tensor, rows_M: Tensor, slice_size: int = SLICE) -> None:
-    """See ops.forbid_tokens. The host reads nothing back, so rows are not checked."""
+    """See ops.forbid_tokens. Row numbers are not checked, because the host would have to wait for the device."""
     V = logits_RV.shape[1]
     grid = (len(rows_M), ceil_div(V, slice_size))
     _forbid_kernel[grid](logits_RV, masks_MW, rows_M, logits_RV.stride(0), V, SLICE=slice_size)
@@ -350,7 +353,7 @@ def sample(
     token_ids_R: Tensor,
     slice_size: int = SLICE,
 ) -> None:
-    """See ops.sample. The host reads nothing back, so the parameters of rows are not checked."""
+    """See ops.sample. Parameters of rows are not checked, because the host would have to wait for the device."""
     R, V = logits_RV.shape
     B, device = ceil_div(V, slice_size), logits_RV.device
     greedy_R = torch.empty_like(token_ids_R)

@@ -6,8 +6,8 @@ import msgspec
 
 
 class StepPrediction(msgspec.Struct, kw_only=True):
-    """What the step was taken to need before it ran, its `draft_seconds` aside. Nine of ten steps take between `low`
-    and `high`, and most of the time goes to `bound`: memory, arithmetic, attention or host."""
+    """The predicted time of a step, in seconds, without `draft_seconds`. Nine of ten steps take between `low` and
+    `high`. `bound` says what most of the time is for: memory, arithmetic, attention or host."""
 
     seconds: float
     low_seconds: float
@@ -18,12 +18,12 @@ class StepPrediction(msgspec.Struct, kw_only=True):
 class StepLine(msgspec.Struct, kw_only=True):
     """One step of the engine with the index `engine`.
 
-    A row is a request. `kv_tokens` are those whose keys and values are read, and `pairs` those of a new token and one
-    that it sees: each over the rows, a number per kind of layer (all tokens seen, a window, ...). Running and waiting
-    requests and blocks are as they were after the step. `drafts` are rows with drafts, `draft_tokens` their tokens and
-    `accepted_tokens` the tokens that held; `draft_failures` are requests that get no more drafts, because their drafter
-    failed. `predicted` is null if the engine did not predict. The forward pass of a step that is `captured` will be
-    repeated by later steps of its size, which take less time.
+    A row is a request. `kv_tokens` counts the tokens whose keys and values are read. `pairs` counts pairs of a new
+    token and a token that it sees. Both are sums over rows, with one number per kind of layer (full, window, ...).
+    Numbers of running and waiting requests and of blocks are from the end of the step. `drafts` counts rows with
+    drafts, `draft_tokens` their draft tokens, and `accepted_tokens` the accepted ones. `draft_failures` counts requests
+    that get no more drafts, because their drafter failed. `predicted` is null if the engine has made no prediction. If
+    a step is `captured`, later steps of its size repeat its forward pass, and take less time.
     """
 
     engine: int

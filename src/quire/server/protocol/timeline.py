@@ -9,10 +9,10 @@ from msgspec import UNSET, UnsetType
 
 
 class SpeculativeDecoding(msgspec.Struct, kw_only=True):
-    """What became of an answer's drafts: vLLM's names. A step is one with drafts; its last token is no draft.
+    """The results of an answer's drafts, with vLLM's names. Only steps with drafts count. Their last token is no draft.
 
-    mean_acceptance_length: tokens per step. acceptance_histogram: steps by the number of drafts that held, and by draft
-    length the same for each number of drafts in a step. num_spec_tokens: most drafts of a step. per_step_*: detailed.
+    mean_acceptance_length: tokens per step. acceptance_histogram: the number of steps by accepted drafts; there is also
+    one for each number of drafts in a step. num_spec_tokens: the most drafts of a step. per_step_*: a number per step.
     """
 
     mean_acceptance_length: float
@@ -28,11 +28,12 @@ class SpeculativeDecoding(msgspec.Struct, kw_only=True):
 
 
 class RequestTimings(msgspec.Struct, kw_only=True):
-    """Where an answer's time went; null where it never got there. The first five are vLLM's.
+    """The times of an answer. A time is null if the answer has not come so far. The first five fields are vLLM's.
 
-    time to first token: from the request's arrival. Queue: arrival to first scheduling. Generation: first token to last
-    token, and mean_itl its mean between two tokens. tokens_per_second: all tokens from first scheduling to last token.
-    speculative_decoding: with --per-request-spec-decode-metrics, for an answer with one choice.
+    The time to first token counts from the arrival of the request. Queue is the time from arrival to the first
+    scheduling. Generation is the time from the first to the last token, and mean_itl is its mean between two tokens.
+    tokens_per_second counts all tokens from the first scheduling to the last token. speculative_decoding comes with
+    --per-request-spec-decode-metrics, for an answer with one choice.
     """
 
     time_to_first_token_ms: float | None
