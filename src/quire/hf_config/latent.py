@@ -63,7 +63,7 @@ def latent_of_gguf(metadata: GgufMetadata, sizes: Fields) -> dict[str, Any]:
 
 
 def yarn_of_gguf(metadata: GgufMetadata) -> dict[str, Any]:
-    """Fields of YaRN from llama.cpp's keys. Its converter writes a tenth of mscale_all_dim, and assumes mscale is equal."""
+    """Fields of YaRN from llama.cpp's keys. Its converter writes a tenth of mscale_all_dim, and mscale is the same."""
     tenth = metadata.fields(tenth="rope.scaling.yarn_log_multiplier").number("tenth", 0.0)
     return {"mscale": 10 * tenth, "mscale_all_dim": 10 * tenth} if tenth else {}
 
