@@ -77,8 +77,8 @@ def total_memory_bytes() -> int:
 def free_memory_bytes() -> int:
     """RAM that can be taken now without swapping, page cache included.
 
-    On Linux MemAvailable and the free pages that it leaves out, within the cgroup's limit; on macOS pages that are free,
-    hold files, or may be dropped.
+    On Linux MemAvailable and the free pages that it leaves out, within the cgroup's limit; on macOS pages that are
+    free, hold files, or may be dropped.
     """
     free = _meminfo("MemAvailable")
     if free is not None:
