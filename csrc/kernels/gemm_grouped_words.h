@@ -435,7 +435,7 @@ void add_supers(const SuperRun& run, int32_t* supers, const Prefetch& prefetch) 
   } else if (kCodes == Codes::unpacked && run.bits == 6) {
     add_supers<kRows, kCodes, kOffset, 2>(run, 2, supers, prefetch);
   } else {
-    if constexpr (kHasEights && kCodes == Codes::packed) {
+    if constexpr (kHasEights && kCodes == Codes::packed && kOffset != Offset::middle) {
       if (run.group_quads % 8 == 0) return add_supers<kRows, kCodes, kOffset, 8, true>(run, 8, supers, prefetch);
     }
     add_supers<kRows, kCodes, kOffset, 4>(run, chunk_quads<kCodes>(run.bits), supers, prefetch);
