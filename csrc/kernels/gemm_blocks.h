@@ -56,7 +56,7 @@ class Spread {
     due_ = 0;
     now_.fetch();
   }
-  void fetch(int calls) {
+  __attribute__((always_inline)) void fetch(int calls) {
     if (kParts == 1) return now_.fetch(calls);
     due_ += calls;
     if (due_ < kParts) return;
