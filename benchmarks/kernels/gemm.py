@@ -1,8 +1,9 @@
 """Matrix products of one linear layer, compared with the machine's limits, torch, and oneDNN with prepacked weights.
 
 Every engine uses many copies of the weight in turns, so that the weight of a call is not in the caches, as in a model.
-The engines take turns in short bursts. Each burst begins after a pause, because OpenMP threads spin for some
-milliseconds after a call and would take a core from the next engine. A result is the median call. The limit of a shape
+Quire's calls are recorded, as in the engine's steps. The engines take turns in short bursts. Each burst begins after a
+pause, because OpenMP threads spin for some milliseconds after a call and would take a core from the next engine. A
+result is the median call. The limit of a shape
 is the larger of two times: the bytes of the weight divided by the measured read bandwidth, and the operations divided
 by the measured peak of arithmetic in registers. For integer weights it is the peak of products of codes with so many
 bits and 8-bit integers. Bandwidth and peak are measured between the bursts, so that a noisy machine changes them as it
@@ -12,8 +13,11 @@ measured one after the other.
 
     python benchmarks/kernels/gemm.py --quantization none --shapes 1024x3072,1024x151936 --m 1,4,16,64,256 --isa amx
     python benchmarks/kernels/gemm.py --no-peers --isa avx2,avx512_bf16 --save HARDWARE
+    python benchmarks/kernels/gemm.py --no-peers --isa avx2 --against before.so --commit 1234abcd --save HARDWARE
 
---save writes benchmarks/results/HARDWARE/gemm_DATE.md and .json, with the table of docs/performance.md.
+--save writes benchmarks/results/HARDWARE/gemm_DATE.md and .json, with the table of docs/performance.md. With --against
+another build of the extension takes turns with this one, both builds must give the same bits, and the files are called
+gemm_against_COMMIT.
 """
 
 from __future__ import annotations
@@ -23,12 +27,14 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from attention import load_extension
 from torch import Tensor
 
 from quire.formats.weight_format import GGUF, ON_LOAD, Fp8Format, GroupedFormat, WeightFormat
@@ -105,16 +111,33 @@ def random_weight(weight_format: GroupedFormat, N: int, K: int) -> GroupedWeight
 
 
 def product(x: Tensor, packed: Packed, out: Tensor) -> Callable[[], Any]:
-    if isinstance(packed, PackedLinear):
-        return partial(linear, x, packed, out=out)
-    if isinstance(packed, PackedFp8):
-        return partial(fp8_linear, x, packed)
-    return partial(grouped_linear, x, packed)
+    """A recorded call, which writes to `out`. The caller keeps all three."""
+    with cpu.recorded_calls() as calls:
+        if isinstance(packed, PackedLinear):
+            linear(x, packed, out=out)
+        elif isinstance(packed, PackedFp8):
+            fp8_linear(x, packed, out=out)
+        else:
+            grouped_linear(x, packed, out=out)
+    (call,) = calls
+    return call
 
 
-def engines(x: Tensor, out: Tensor, weights: list[Tensor], packed: list[Packed], peers: bool) -> Engines:
-    """For each engine, one call for each copy of the weight."""
+def product_of_build(build: Any, x: Tensor, packed: Packed, out: Tensor) -> Callable[[], Any]:
+    """The same with another build of the extension."""
+    used, cpu._C = cpu._C, build
+    try:
+        return product(x, replace(packed), out)  # a copy, because `panels` belong to a build
+    finally:
+        cpu._C = used
+
+
+def engines(x: Tensor, out: Tensor, weights: list[Tensor], packed: list[Packed], peers: bool, before: Any) -> Engines:
+    """For each engine, one call for each copy of the weight. `before`: another build, or None."""
     calls: Engines = {"quire": [product(x, p, out) for p in packed]}
+    if before is not None:
+        calls["before"] = [product_of_build(before, x, p, out) for p in packed]
+        check_bits(calls, out)
     if peers:
         calls["torch"] = [partial(F.linear, x, w) for w in weights]
         try:
@@ -124,32 +147,60 @@ def engines(x: Tensor, out: Tensor, weights: list[Tensor], packed: list[Packed],
     return calls
 
 
-def measure(calls: Engines, peak_of: Callable[[], float], seconds: float) -> tuple[dict[str, float], float, float]:
-    """The medians of the seconds of a call by engine, of the bytes read per second, and of the peak operations per
-    second.
-    """
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    bandwidths, peaks = list[float](), list[float]()
+def check_bits(calls: Engines, out: Tensor) -> None:
+    """Ends the program if the two builds do not give the same bits."""
+    results = []
+    for copies in calls.values():
+        out.fill_(float("nan"))
+        copies[0]()
+        results.append(out.clone().view(torch.uint8))
+    if not torch.equal(*results):
+        raise SystemExit("the two builds do not give the same bits")
+
+
+class Readings:
+    """Seconds of calls by engine, in bursts, and the rates of the machine between them."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.bursts: dict[str, list[list[float]]] = {name: [] for name in names}
+        self.bandwidths: list[float] = []
+        self.peaks: list[float] = []
+
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(itertools.chain(*bursts)) for name, bursts in self.bursts.items()}
+
+    def quartiles_before_over_now(self) -> list[float] | None:
+        """Of the medians of the bursts that belong together; None without another build."""
+        if "before" not in self.bursts:
+            return None
+        pairs = zip(self.bursts["before"], self.bursts["quire"], strict=True)
+        return statistics.quantiles((statistics.median(b) / statistics.median(n) for b, n in pairs), n=4)
+
+
+def measure(calls: Engines, peak_of: Callable[[], float], seconds: float) -> Readings:
+    readings = Readings(calls)
     deadline = time.perf_counter() + seconds
-    while not bandwidths or time.perf_counter() < deadline:
-        bandwidths.append(cpu.read_bandwidth(256 << 20, repeats=2))
-        peaks.append(peak_of())
-        for name, copies in calls.items():
+    while len(readings.peaks) < 3 or time.perf_counter() < deadline:
+        readings.bandwidths.append(cpu.read_bandwidth(256 << 20, repeats=2))
+        readings.peaks.append(peak_of())
+        for name in list(calls)[:: 1 if len(readings.peaks) % 2 else -1]:
+            copies, times = calls[name], list[float]()
+            first = len(readings.peaks) * 7  # so that each burst begins with another copy
             time.sleep(PAUSE_S)
-            copies[-1]()  # wakes the threads
+            copies[(first - 1) % len(copies)]()  # wakes the threads
             burst_end = time.perf_counter() + BURST_S
             start = 0.0
             while start < burst_end:
-                call = copies[len(times[name]) % len(copies)]
+                call = copies[(first + len(times)) % len(copies)]
                 start = time.perf_counter()
                 call()
-                times[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return medians, statistics.median(bandwidths), statistics.median(peaks)
+                times.append(time.perf_counter() - start)
+            readings.bursts[name].append(times)
+    return readings
 
 
 def bench_shape(
-    K: int, N: int, Ms: list[int], dtype: torch.dtype, quantization: str, seconds: float, peers: bool
+    K: int, N: int, Ms: list[int], dtype: torch.dtype, quantization: str, seconds: float, peers: bool, before: Any
 ) -> list[dict[str, Any]]:
     """Rows of results, one for each M. Each row is printed when it is measured."""
     num_copies = max(1, min(64, COLD_BYTES // (N * K * dtype.itemsize)))
@@ -160,8 +211,9 @@ def bench_shape(
     if isinstance(held := FORMATS.get(quantization), GroupedFormat):
         peak_of = partial(cpu.peak_int8_ops, held.bits, repeats=2)
     for M in Ms:
-        calls = engines(torch.randn(M, K).to(dtype), torch.empty(M, N, dtype=dtype), weights, packed, peers)
-        medians, bandwidth, peak = measure(calls, peak_of, seconds)
+        x, out = torch.randn(M, K).to(dtype), torch.empty(M, N, dtype=dtype)
+        readings = measure(engines(x, out, weights, packed, peers, before), peak_of, seconds)
+        bandwidth, peak = statistics.median(readings.bandwidths), statistics.median(readings.peaks)
         rows.append(
             {
                 "isa": cpu.isa(),
@@ -174,7 +226,8 @@ def bench_shape(
                 "peak_gops": peak / 1e9,
                 "weight_bytes": packed[0].nbytes,
                 "limit_us": max(packed[0].nbytes / bandwidth, 2 * M * N * K / peak) * 1e6,
-                "us": {name: s * 1e6 for name, s in medians.items()},
+                "us": {name: s * 1e6 for name, s in readings.medians().items()},
+                "before_over_now": readings.quartiles_before_over_now(),
             }
         )
         print_row(rows[-1])
@@ -186,22 +239,41 @@ def name_of(row: dict[str, Any]) -> str:
     return row["dtype"] if row["quantization"] == "none" else f"{row['quantization']}, {row['dtype']}"
 
 
+def share_of(row: dict[str, Any]) -> str:
+    is_read = row["weight_bytes"] / row["bandwidth_gb_s"] / 1e9 >= 0.99e-6 * row["limit_us"]
+    return f"{row['limit_us'] / row['us']['quire']:.0%} {'r' if is_read else 'm'}"
+
+
+def table(rows: list[dict[str, Any]], cell: Callable[[dict[str, Any]], str]) -> list[str]:
+    Ms = sorted({row["M"] for row in rows})
+    cases: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        case = (row["isa"], f"{row['K']}x{row['N']}", name_of(row))
+        cases.setdefault(case, []).append(cell(row))
+    head = "instruction set | shape | format | " + " | ".join(f"{M} rows" for M in Ms)
+    return ["", *report.table_head(head), *(f"| {' | '.join((*case, *cells))} |" for case, cells in cases.items())]
+
+
 def markdown(result: dict[str, Any]) -> str:
     """The text of the result file."""
-    Ms = sorted({row["M"] for row in result["rows"]})
     lines = [
         *report.heading("Matrix products: the share of what the machine can do", result),
         f"- {result['threads']} threads; a cell is the share at which weights are read (r) or numbers multiplied (m),"
         " whichever limits that product.",
-        "",
-        *report.table_head("instruction set | shape | format | " + " | ".join(f"{M} rows" for M in Ms)),
+        *table(result["rows"], share_of),
     ]
-    cases: dict[tuple[str, str, str], list[str]] = {}
-    for row in result["rows"]:
-        is_read = row["weight_bytes"] / row["bandwidth_gb_s"] / 1e9 >= 0.99e-6 * row["limit_us"]
-        share = f"{row['limit_us'] / row['us']['quire']:.0%} {'r' if is_read else 'm'}"
-        cases.setdefault((row["isa"], f"{row['K']}x{row['N']}", name_of(row)), []).append(share)
-    lines += [f"| {' | '.join((*case, *shares))} |" for case, shares in cases.items()]
+    if result["before"] is not None:
+
+        def ratio(row: dict[str, Any]) -> str:
+            low, middle, high = row["before_over_now"]
+            return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+        lines += [
+            "",
+            f"The time of commit {result['before']} over the time now: the median and the quartiles of pairs of bursts,"
+            " in turns in one process. Both builds give the same bits.",
+            *table(result["rows"], ratio),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -213,6 +285,8 @@ def print_row(row: dict[str, Any]) -> None:
     ]
     sizes = f"[{row['M']:4},{row['K']:5}] x [{row['K']:5},{row['N']:6}]"
     head = f"{name_of(row):>15} {sizes}  limit {flops / row['limit_us'] / 1e3:6.0f}"
+    if row["before_over_now"] is not None:
+        cells.append("before / now " + ", ".join(f"{ratio:.2f}" for ratio in row["before_over_now"]))
     print(f"{head} ({row['bandwidth_gb_s']:.1f} GB/s, {row['peak_gops']:.0f})  " + "  |  ".join(cells), flush=True)
 
 
@@ -242,22 +316,33 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="per product")
     parser.add_argument("--no-peers", action="store_true", help="only Quire")
+    parser.add_argument("--against", default="", help="file of another build of quire._C to take turns with")
+    parser.add_argument("--commit", help="of the build of --against, for result files")
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     args = parser.parse_args()
+    if args.against and args.save and not args.commit:
+        parser.error("--against with --save needs --commit")
     cpu.set_num_threads(args.threads)
     torch.set_num_threads(args.threads)
-    result = {**report.environment("python", "benchmarks/kernels/gemm.py"), "threads": args.threads, "rows": []}
+    before = load_extension(args.against) if args.against else None
+    if before is not None:
+        before.set_num_threads(args.threads)
+    facts = report.environment("python", "benchmarks/kernels/gemm.py")
+    result = {**facts, "threads": args.threads, "before": args.commit, "rows": []}
     for isa in args.isa.split(",") if args.isa else [cpu.isa()]:
         cpu.set_isa(isa)
+        if before is not None:
+            before.set_isa(isa)
         print(f"isa {isa}, {cpu.get_num_threads()} threads, torch {torch.__version__}")
         for dtype, quantization, shape in itertools.product(args.dtype, args.quantization, args.shapes.split(",")):
             K, N = (int(part) for part in shape.split("x"))
             Ms = [int(m) for m in args.m.split(",")]
             result["rows"] += bench_shape(
-                K, N, Ms, getattr(torch, dtype), quantization, args.seconds, not args.no_peers
+                K, N, Ms, getattr(torch, dtype), quantization, args.seconds, not args.no_peers, before
             )
     if args.save:
-        report.save_published(Path(__file__).parents[1], "gemm", args.save, result, markdown(result))
+        what = f"gemm_against_{args.commit}" if args.commit else "gemm"
+        report.save_published(Path(__file__).parents[1], what, args.save, result, markdown(result))
 
 
 if __name__ == "__main__":

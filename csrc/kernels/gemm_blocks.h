@@ -56,7 +56,7 @@ class Spread {
     due_ = 0;
     now_.fetch();
   }
-  void fetch(int calls) {
+  __attribute__((always_inline)) void fetch(int calls) {
     if (kParts == 1) return now_.fetch(calls);
     due_ += calls;
     if (due_ < kParts) return;
@@ -156,9 +156,16 @@ inline void store_finished(const GemmArgs& args, const Finished& f, const Sums& 
   store_with_adapters(args, f, number);
 }
 
-// The same for sums [rows][64].
+// The same for sums [rows][64]. Additions of adapters need not pass through memory.
 inline void store_finished(const GemmArgs& args, const Finished& f, const float* sums) {
-  store_finished(args, f, [&](int64_t row, int64_t column) { return load(sums + row * kPanelWidth + column); });
+  if (args.lora == nullptr)
+    return store_rounded(args, f,
+                         [&](int64_t r, int64_t c) { return load(sums + r * kPanelWidth + c) + load(f.bias + c); });
+  const int64_t first = f.panel * kPanelWidth, count = std::min(kPanelWidth, args.weight.n - first);
+  char* const out = static_cast<char*>(args.out.data) +
+                    (f.row * args.out.stride + first) * static_cast<int64_t>(size_of(args.out_dtype));
+  lora_kernels().finish(*args.lora, {f.row, f.num_rows, first, count},
+                        {{sums, kPanelWidth}, f.bias, {out, args.out.stride}, args.out_dtype});
 }
 
 }  // namespace

@@ -154,8 +154,9 @@ inline void add_words(const Quads<kRows, false>& x, int64_t first, int64_t count
 
 // sums += quads [first, first + count)
 template <int kRows, int kVectors>
-inline void add_wide(const Quads<kRows, true>& x, int64_t first, int64_t count, const uint8_t* w,
-                     Share<kVectors>& share, Sums<kRows, kVectors>& sums) {
+__attribute__((always_inline)) inline void add_wide(const Quads<kRows, true>& x, int64_t first, int64_t count,
+                                                    const uint8_t* w, Share<kVectors>& share,
+                                                    Sums<kRows, kVectors>& sums) {
   constexpr int kUnit = 2;
   // Quads at once: of 2, 4, 8 and 32, 8 were best for 4 to 32 rows, and 2 for one (Zen 3).
   constexpr int64_t kFetched = 2 * kPanelWidth / (kVectors * kLanes);
@@ -192,8 +193,8 @@ inline int64_t chunk_quads(int bits) {
 
 // words = 8 quads of 4-bit codes, which fit into 16 bits
 template <int kRows, int kVectors>
-inline void set_words(const Quads<kRows, false>& x, int64_t first, const uint8_t* w, Share<kVectors>& share,
-                      Sums<kRows, kVectors>& words) {
+__attribute__((always_inline)) inline void set_words(const Quads<kRows, false>& x, int64_t first, const uint8_t* w,
+                                                     Share<kVectors>& share, Sums<kRows, kVectors>& words) {
   share.fetch(calls_of<Codes::packed>(8));
 #pragma GCC unroll 8
   for (int quad = 0; quad < 8; ++quad) {
@@ -220,8 +221,9 @@ inline void set_words(const Quads<kRows, false>& x, int64_t first, const uint8_t
 // a chunk, and with sums that begin with a product and not with zero, 1.05 to 1.12 times as fast from 3 rows on (Zen
 // 3).
 template <int kRows, int kVectors>
-inline void add_eights(const Quads<kRows, false>& x, int64_t first, int64_t count, const uint8_t* w,
-                       Share<kVectors>& share, Sums<kRows, kVectors>& sums) {
+__attribute__((always_inline)) inline void add_eights(const Quads<kRows, false>& x, int64_t first, int64_t count,
+                                                      const uint8_t* w, Share<kVectors>& share,
+                                                      Sums<kRows, kVectors>& sums) {
   for (const int64_t last = first + count; first < last; first += 8, w += 4 * kQuadBytes) {
     Sums<kRows, kVectors> words;
     set_words<kRows, kVectors>(x, first, w, share, words);
@@ -287,41 +289,69 @@ void run_part(const int8_t* codes, int64_t stride, const uint8_t* weights, int64
   }
 }
 
-// Whole groups of a block, for kRows rows. The float sums are in L1.
-template <int kRows, Codes kCodes, Offset kOffset>
+// Adds the finished sums of a group to the float sums of kRows rows, in L1. `scales` and `factors` belong to the rows,
+// `numbers` to the columns.
+template <int kRows, int kVectors, Offset kOffset>
+__attribute__((always_inline)) inline void add_sums(const Sums<kRows, kVectors>& sums, const float* scales,
+                                                    const float* factors, const DecodedGroup& numbers, int64_t column,
+                                                    float* totals) {
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    const RowNumbers of_row(scales[r], factors[r]);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      float* const total = totals + r * kPanelWidth + v * kLanes;
+      const F32 offset = kOffset == Offset::middle ? zero() : load(numbers.offsets + column + v * kLanes);
+      store(total, add_group<kOffset, false>(load(total), sums[r][v], of_row,
+                                             load(numbers.scales + column + v * kLanes), offset));
+    }
+  }
+}
+
+// Whole groups of a block, for kRows rows. The float sums are in L1. kIsEight: a group is 8 quads of 4-bit codes, so
+// its sums in 16 bits are all that it has.
+template <int kRows, Codes kCodes, Offset kOffset, bool kIsEight>
 void add_groups(const GroupRun& run, Prefetch& prefetch) {
   constexpr int kVectors = num_vectors(kRows);
   const QuantizedRows& input = *run.input;
-  const int64_t quads = run.num_groups * run.group_quads;
-  const int64_t group_bytes = run.group_quads * kQuadBytes / (is_packed(kCodes) ? 2 : 1);
-  const Quads<kRows, kIsWide<kCodes>> x(
-      input.codes + run.row * input.stride + run.first_group * run.group_quads * kQuad, input.stride, quads);
+  const int64_t group_quads = kIsEight ? 8 : run.group_quads, quads = run.num_groups * group_quads;
+  const int64_t group_bytes = group_quads * kQuadBytes / (is_packed(kCodes) ? 2 : 1);
+  const Quads<kRows, kIsWide<kCodes>> x(input.codes + run.row * input.stride + run.first_group * group_quads * kQuad,
+                                        input.stride, quads);
   if (run.first_group == 0) std::fill(run.totals, run.totals + kRows * kPanelWidth, 0.0f);
-  const float* const row_scales = input.scales + input.at(run.row, run.first_group);
-  const float* const row_factors = input.offset_factors + input.at(run.row, run.first_group);
-  const int64_t pitch = input.number_pitch;
+  // copies, which no store through a pointer can change
+  const DecodedGroup* const numbers = run.numbers;
+  const int64_t num_groups = run.num_groups, pitch = input.number_pitch;
   Share<kVectors> share(prefetch);
   for (int64_t column = 0; column < kPanelWidth; column += kVectors * kLanes) {
-    float* const totals = run.totals + column;
-    for (int64_t g = 0; g < run.num_groups; ++g) {
+    const float* scales = input.scales + input.at(run.row, run.first_group);
+    const float* factors = input.offset_factors + input.at(run.row, run.first_group);
+    const uint8_t* w = run.weights + column * kQuad;
+    float* totals = run.totals + column;
+    for (int64_t g = 0; g < num_groups; ++g, w += group_bytes, scales += pitch, factors += pitch) {
+      __asm__("" : "+r"(totals));  // otherwise g++ 12 keeps the address of each total in memory
       Sums<kRows, kVectors> sums;
-      set_zero<kRows, kVectors>(sums);
-      add_quads<kCodes, kRows, kVectors>(x, g * run.group_quads, run.group_quads, run.bits,
-                                         run.weights + g * group_bytes + column * kQuad, share, sums);
-      const float* const scales = run.numbers[g].scales + column;
-      const float* const offsets = run.numbers[g].offsets + column;
+      if constexpr (kIsEight) {
+        set_words<kRows, kVectors>(x, g * group_quads, w, share, sums);
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const RowNumbers of_row(row_scales[g * pitch + r], row_factors[g * pitch + r]);
+        for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) {
-          float* const total = totals + r * kPanelWidth + v * kLanes;
-          const F32 offset = kOffset == Offset::middle ? zero() : load(offsets + v * kLanes);
-          store(total, add_group<kOffset, false>(load(total), sums[r][v], of_row, load(scales + v * kLanes), offset));
-        }
+          for (int v = 0; v < kVectors; ++v) sums[r][v] = multiply_pairs(sums[r][v], ones());
+      } else {
+        set_zero<kRows, kVectors>(sums);
+        add_quads<kCodes, kRows, kVectors>(x, g * group_quads, group_quads, run.bits, w, share, sums);
       }
+      add_sums<kRows, kVectors, kOffset>(sums, scales, factors, numbers[g], column, totals);
     }
   }
+}
+
+template <int kRows, Codes kCodes, Offset kOffset>
+void add_groups(const GroupRun& run, Prefetch& prefetch) {
+  if constexpr (kHasEights && kCodes == Codes::packed) {
+    if (run.group_quads == 8) return add_groups<kRows, kCodes, kOffset, true>(run, prefetch);
+  }
+  add_groups<kRows, kCodes, kOffset, false>(run, prefetch);
 }
 
 // Whole super-groups of a block, for kRows rows. The sums in 16 bits are multiplied by the factor as they become sums
@@ -330,8 +360,9 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
 // A zero in the middle is taken off before the products, so that the sums of a piece fit although its codes have 6
 // bits: 32 * 127 * 8 < 2^15. On the way to them sums wrap around.
 //
-// With AVX-VNNI sums of a whole group have 32 bits, and a chunk is a group.
-template <int kRows, Codes kCodes, Offset kOffset, int kUnit>
+// With AVX-VNNI sums of a whole group have 32 bits, and a chunk is a group. kIsEight: chunks are 8 quads of 4-bit
+// codes.
+template <int kRows, Codes kCodes, Offset kOffset, int kUnit, bool kIsEight = false>
 void add_supers(const SuperRun& run, int64_t chunk, int32_t* supers, Prefetch prefetch) {
   constexpr int kVectors = num_vectors(kRows);
   constexpr int64_t kHalves = is_packed(kCodes) ? 2 : 1;
@@ -358,17 +389,21 @@ void add_supers(const SuperRun& run, int64_t chunk, int32_t* supers, Prefetch pr
         for (const int64_t group_end = quad + run.group_quads; quad < group_end;) {
           const int64_t count = std::min(chunk, group_end - quad);
           Sums<kRows, kVectors> words;
-          if constexpr (kOffset == Offset::middle) {
-            const int32_t* const zero_of_chunk = zeros + quad / chunk * input.number_pitch;
-#pragma GCC unroll 8
-            for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
-              for (int v = 0; v < kVectors; ++v)
-                words[r][v] = broadcast_i32(kHasWords ? zero_of_chunk[r] : -zero_of_chunk[r]);
+          if constexpr (kIsEight) {
+            set_words<kRows, kVectors>(x, quad, w, share, words);
           } else {
-            set_zero<kRows, kVectors>(words);
+            if constexpr (kOffset == Offset::middle) {
+              const int32_t* const zero_of_chunk = zeros + quad / chunk * input.number_pitch;
+#pragma GCC unroll 8
+              for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+                for (int v = 0; v < kVectors; ++v)
+                  words[r][v] = broadcast_i32(kHasWords ? zero_of_chunk[r] : -zero_of_chunk[r]);
+            } else {
+              set_zero<kRows, kVectors>(words);
+            }
+            add_words<kCodes, kUnit, kRows, kVectors>(x, quad, count, w, share, words);
           }
-          add_words<kCodes, kUnit, kRows, kVectors>(x, quad, count, w, share, words);
           w += count / kHalves * kQuadBytes;
 #pragma GCC unroll 8
           for (int r = 0; r < kRows; ++r)
@@ -400,6 +435,9 @@ void add_supers(const SuperRun& run, int32_t* supers, const Prefetch& prefetch) 
   } else if (kCodes == Codes::unpacked && run.bits == 6) {
     add_supers<kRows, kCodes, kOffset, 2>(run, 2, supers, prefetch);
   } else {
+    if constexpr (kHasEights && kCodes == Codes::packed && kOffset != Offset::middle) {
+      if (run.group_quads % 8 == 0) return add_supers<kRows, kCodes, kOffset, 8, true>(run, 8, supers, prefetch);
+    }
     add_supers<kRows, kCodes, kOffset, 4>(run, chunk_quads<kCodes>(run.bits), supers, prefetch);
   }
 }

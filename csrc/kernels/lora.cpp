@@ -20,7 +20,7 @@ namespace {
 constexpr int kLanes = F32::kWidth;
 constexpr int64_t kRowsPerChunk = 1024;          // rows that are added at a time: this bounds the scratch memory
 constexpr int64_t kMinMacs = 32 * 1024;          // multiply-adds worth a wake-up of another thread
-constexpr int64_t kShrinkRows = 32;              // rows of x that stay in the L2 cache while the ranks of A pass by
+constexpr int64_t kShrinkRows = 64;              // rows of x that stay in the L2 cache while the ranks of A pass by
 constexpr int64_t kShrinkRanks = 4;              // ranks of a unit: 8 KiB of A with k = 1024
 constexpr int kVectors = kLoraColumns / kLanes;  // vectors in a row of a panel
 
@@ -197,6 +197,30 @@ void shrink_on_tiles(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit&
 }
 #endif
 
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+// The sum of the lanes of vector(row, rank) for 4 x 4 vectors, in lane 4 * row + rank, with the bits of reduce_add:
+// halves are added to halves. This takes a third of the instructions of 16 calls.
+template <class Vector>
+inline F32 reduce_add_4x4(const Vector& vector) {
+  __m512 halves[8], quarters[4], pairs[2];
+  // Vectors i and i + 8, halves i and i + 4, and so on share a vector next, so bits of their numbers change places.
+  const auto at = [&](int i) { return vector((i >> 1 & 2) | (i >> 3 & 1), (i << 1 & 2) | (i >> 1 & 1)).v; };
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+    halves[i] =
+        _mm512_add_ps(_mm512_shuffle_f32x4(at(i), at(i + 8), 0x44), _mm512_shuffle_f32x4(at(i), at(i + 8), 0xee));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    quarters[i] = _mm512_add_ps(_mm512_shuffle_f32x4(halves[i], halves[i + 4], 0x88),
+                                _mm512_shuffle_f32x4(halves[i], halves[i + 4], 0xdd));
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i)
+    pairs[i] = _mm512_add_ps(_mm512_shuffle_ps(quarters[i], quarters[i + 2], 0x44),
+                             _mm512_shuffle_ps(quarters[i], quarters[i + 2], 0xee));
+  return {_mm512_add_ps(_mm512_shuffle_ps(pairs[0], pairs[1], 0x88), _mm512_shuffle_ps(pairs[0], pairs[1], 0xdd))};
+}
+#endif
+
 // to[row][rank] = scale * sum of x[row] * a[rank] over k.
 template <class Step, int kRows, int kRanks, class X, class A>
 inline void shrink_tile(const X* const* x, const A* a, int64_t k, float scale, float* const* to, int64_t first,
@@ -227,6 +251,16 @@ inline void shrink_tile(const X* const* x, const A* a, int64_t k, float scale, f
     add(i, [](const auto* p) { return Step::load_full(p); });
   }
   if (i < k) add(i, [left = k - i](const auto* p) { return Step::load_part(p, left); });
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+  if constexpr (kRows == 4 && kRanks == 4) {
+    const F32 all = broadcast(scale) * reduce_add_4x4([&](int row, int rank) { return sums[row][rank]; });
+    _mm_storeu_ps(to[0] + first, _mm512_extractf32x4_ps(all.v, 0));
+    _mm_storeu_ps(to[1] + first, _mm512_extractf32x4_ps(all.v, 1));
+    _mm_storeu_ps(to[2] + first, _mm512_extractf32x4_ps(all.v, 2));
+    _mm_storeu_ps(to[3] + first, _mm512_extractf32x4_ps(all.v, 3));
+    return;
+  }
+#endif
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 8
@@ -299,7 +333,49 @@ void run(const LoraPlan& plan, int task) {
   });
 }
 
-// Sums of consecutive rows with one adapter, and a part's panels of its B.
+// Sums of consecutive rows with one adapter, and panels of its B.
+template <class B>
+struct Factors {
+  const float* sums;
+  int64_t stride;
+  const B* b;
+  int64_t rank;
+};
+
+// done(row, column, sums[row] * columns of b, a vector) for kPanels panels of b. Meanwhile the panels of the next block
+// are fetched, because products ask for one block after the other.
+template <int kRows, int kPanels, class B, class Done>
+inline void expand_panels(const Factors<B>& f, const Done& done) {
+  constexpr int kColumns = kPanels * kVectors;
+  const int64_t ahead = f.rank * kLoraBlockColumns;
+  F32 totals[kRows][kColumns];
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 16
+    for (int v = 0; v < kColumns; ++v) totals[row][v] = zero();
+  for (int64_t r = 0; r < f.rank; ++r) {
+    F32 w[kColumns];
+#pragma GCC unroll 8
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const B* from = f.b + (panel * f.rank + r) * kLoraColumns;
+      __builtin_prefetch(from + ahead, 0, 2);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) w[panel * kVectors + v] = load(from + v * kLanes);
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      const F32 h = broadcast(f.sums[row * f.stride + r]);
+#pragma GCC unroll 16
+      for (int v = 0; v < kColumns; ++v) totals[row][v] = fma(h, w[v], totals[row][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 16
+    for (int v = 0; v < kColumns; ++v) done(row, v * kLanes, totals[row][v]);
+}
+
+// Sums of consecutive rows with one adapter, a part's panels of its B, and rows of a LoraSpace.
 struct Expansion {
   const float* sums;
   int64_t stride;
@@ -308,49 +384,20 @@ struct Expansion {
   float* to;
 };
 
-// to[row][columns of kPanels panels] = sums[row] * panels of b, over the ranks. Meanwhile the panels of the next block
-// are fetched, because products ask for one block after the other.
-template <int kRows, int kPanels, class B>
-inline void expand_panels(const Expansion& e, int64_t first_panel) {
-  constexpr int kColumns = kPanels * kVectors;
-  const B* const b = static_cast<const B*>(e.b) + first_panel * e.rank * kLoraColumns;
-  const int64_t ahead = e.rank * kLoraBlockColumns;
-  F32 totals[kRows][kColumns];
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 16
-    for (int v = 0; v < kColumns; ++v) totals[row][v] = zero();
-  for (int64_t r = 0; r < e.rank; ++r) {
-    F32 w[kColumns];
-#pragma GCC unroll 8
-    for (int panel = 0; panel < kPanels; ++panel) {
-      const B* from = b + (panel * e.rank + r) * kLoraColumns;
-      __builtin_prefetch(from + ahead, 0, 2);
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) w[panel * kVectors + v] = load(from + v * kLanes);
-    }
-#pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) {
-      const F32 h = broadcast(e.sums[row * e.stride + r]);
-#pragma GCC unroll 16
-      for (int v = 0; v < kColumns; ++v) totals[row][v] = fma(h, w[v], totals[row][v]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 16
-    for (int v = 0; v < kColumns; ++v)
-      store(e.to + row * kLoraPitch + first_panel * kLoraColumns + v * kLanes, totals[row][v]);
-}
-
 template <int kRows, class B>
 void expand_rows(const Expansion& e) {
+  const auto expand_some = [&]<int kPanels>(std::integral_constant<int, kPanels>, int64_t panel) {
+    float* const to = e.to + panel * kLoraColumns;
+    expand_panels<kRows, kPanels, B>(
+        {e.sums, e.stride, static_cast<const B*>(e.b) + panel * e.rank * kLoraColumns, e.rank},
+        [to](int row, int column, F32 total) { store(to + row * kLoraPitch + column, total); });
+  };
   int64_t panel = 0;
   for (; panel + kPanelsTogether <= e.panels; panel += kPanelsTogether)
-    expand_panels<kRows, kPanelsTogether, B>(e, panel);
+    expand_some(std::integral_constant<int, kPanelsTogether>(), panel);
   if constexpr (kPanelsTogether > 2)
-    for (; panel + 2 <= e.panels; panel += 2) expand_panels<kRows, 2, B>(e, panel);
-  for (; panel < e.panels; ++panel) expand_panels<kRows, 1, B>(e, panel);
+    for (; panel + 2 <= e.panels; panel += 2) expand_some(std::integral_constant<int, 2>(), panel);
+  for (; panel < e.panels; ++panel) expand_some(std::integral_constant<int, 1>(), panel);
 }
 
 template <class B, int... kRows>
@@ -382,15 +429,15 @@ void expand_rows_of_slot(const LoraPlan& plan, const LoraBlock& block, float* to
   }
 }
 
-// Calls fn(rows, to) for rows of a block that follow each other and have one adapter or none, at most `most` at a time.
+// Calls fn(rows) for rows of a block that follow each other and have one adapter or none, at most `most` at a time.
 template <class Fn>
-inline void for_rows_of_slots(const LoraPlan& plan, const LoraBlock& block, int64_t most, float* to, const Fn& fn) {
+inline void for_rows_of_slots(const LoraPlan& plan, const LoraBlock& block, int64_t most, const Fn& fn) {
   const int32_t* const slots = plan.input.slots;
   const int64_t row_end = block.row + block.num_rows;
   for (int64_t row = block.row, end; row < row_end; row = end) {
     const int64_t limit = std::min(row_end, row + most);
     for (end = row + 1; end < limit && slots[end] == slots[row];) ++end;
-    fn(LoraBlock{row, end - row, block.column, block.num_columns}, to + (row - block.row) * kLoraPitch);
+    fn(LoraBlock{row, end - row, block.column, block.num_columns});
   }
 }
 
@@ -400,16 +447,18 @@ inline void for_rows_of_slots(const LoraPlan& plan, const LoraBlock& block, int6
 void expand_terms(const LoraPlan& plan, const LoraBlock& block, float* to) {
   const int64_t tile_rows = std::min(plan.input.rows, kTileRows);
   const WithoutSubnormals flushing;  // once for all rows, because vectors wait for a change
-  for_rows_of_slots(plan, block, kLoraRows, to, [&](const LoraBlock& rows, float* to_rows) {
+  const auto to_row = [&](int64_t row) { return to + (row - block.row) * kLoraPitch; };
+  for_rows_of_slots(plan, block, kLoraRows, [&](const LoraBlock& rows) {
     const int64_t written = round_up(rows.num_rows, tile_rows);
     if (rows.num_rows >= kMinExpandTileRows && rows.row - block.row + written <= kLoraRows) {
       const TilesAs configured(config_of(tile_rows, kRowBytes));
-      expand_rows_of_slot<bf16>(plan, rows, to_rows,
+      expand_rows_of_slot<bf16>(plan, rows, to_row(rows.row),
                                 rows.num_rows > kTileRows ? expand_on_tiles<2> : expand_on_tiles<1>);
       return;
     }
-    for_rows_of_slots(plan, rows, 2, to_rows, [&](const LoraBlock& few, float* to_few) {
-      expand_rows_of_slot<bf16>(plan, few, to_few, few.num_rows > 1 ? expand_in_vectors<2> : expand_in_vectors<1>);
+    for_rows_of_slots(plan, rows, 2, [&](const LoraBlock& few) {
+      expand_rows_of_slot<bf16>(plan, few, to_row(few.row),
+                                few.num_rows > 1 ? expand_in_vectors<2> : expand_in_vectors<1>);
     });
   });
 }
@@ -424,24 +473,97 @@ const float* expand(const LoraPlan& plan, const LoraBlock& block, float* to) {
 #endif
   with_type_of(plan.input.table.dtype, [&]<class B>(B) {
     static constexpr auto kExpand = expansions<B>(std::make_integer_sequence<int, kExpandTile>());
-    for_rows_of_slots(plan, block, kExpandTile, to, [&](const LoraBlock& rows, float* to_rows) {
-      expand_rows_of_slot<B>(plan, rows, to_rows, kExpand[rows.num_rows - 1]);
+    for_rows_of_slots(plan, block, kExpandTile, [&](const LoraBlock& rows) {
+      expand_rows_of_slot<B>(plan, rows, to + (rows.row - block.row) * kLoraPitch, kExpand[rows.num_rows - 1]);
     });
   });
   return to;
 }
 
-// out = round(base + added) of a block.
-template <class Out>
-inline void finish(const LoraArgs& args, const LoraBlock& block, const float* added) {
-  for (int64_t row = block.row; row < block.row + block.num_rows; ++row, added += kLoraPitch) {
-    const float* const base = args.base.data + row * args.base.stride + block.column;
-    Out* const out = static_cast<Out*>(args.out.data) + row * args.out.stride + block.column;
+// number(row, column), a vector, rounded to out. Columns after the last are cut off.
+template <class Out, class Number>
+inline void store_rounded(const LoraBlock& block, Out* out, int64_t stride, const Number& number) {
+  for (int64_t row = 0; row < block.num_rows; ++row, out += stride) {
     int64_t i = 0;
-    for (; i + kLanes <= block.num_columns; i += kLanes) store(out + i, load(base + i) + load(added + i));
-    if (const auto left = static_cast<int>(block.num_columns - i); left > 0)
-      store_n(out + i, load_n(base + i, left) + load_n(added + i, left), left);
+    for (; i + kLanes <= block.num_columns; i += kLanes) store(out + i, number(row, i));
+    if (i < block.num_columns) store_n(out + i, number(row, i), static_cast<int>(block.num_columns - i));
   }
+}
+
+// The part of the result that has all columns of a block of 64, in whole panels of its B; -1: there is none.
+int part_with_panels_of(const LoraTable& table, const LoraBlock& block) {
+  int64_t column = block.column;  // counted from the part's first column
+  int part = 0;
+  while (column >= table.columns[part]) column -= table.columns[part++];
+  const bool is_inside = column + kLoraBlockColumns <= table.columns[part];
+  return is_inside && column % kLoraColumns == 0 && block.num_columns == kLoraBlockColumns ? part : -1;
+}
+
+// Consecutive rows with one adapter, 64 columns, whose additions stay in registers.
+template <int kRows, class T>
+void finish_rows(const Factors<T>& factors, const LoraFinish& finish) {
+  for (int64_t first = 0; first < kLoraBlockColumns; first += kPanelsTogether * kLoraColumns) {
+    const float *const sums = finish.sums.data + first, *const bias = finish.bias + first;
+    T* const out = static_cast<T*>(finish.out.data) + first;
+    expand_panels<kRows, kPanelsTogether, T>(
+        {factors.sums, factors.stride, factors.b + first * factors.rank, factors.rank},
+        [&](int row, int column, F32 added) {
+          store(out + row * finish.out.stride + column,
+                load(sums + row * finish.sums.stride + column) + load(bias + column) + added);
+        });
+  }
+}
+
+template <class T, int... kRows>
+constexpr auto finishes(std::integer_sequence<int, kRows...>) {
+  return std::array{finish_rows<kRows + 1, T>...};
+}
+
+void finish(const LoraPlan& plan, const LoraBlock& block, const LoraFinish& whole) {
+  const LoraTable& table = plan.input.table;
+  const auto from_row = [&](int64_t row) {
+    LoraFinish rest = whole;
+    rest.sums.data += (row - block.row) * whole.sums.stride;
+    rest.out.data = static_cast<char*>(whole.out.data) +
+                    (row - block.row) * whole.out.stride * static_cast<int64_t>(size_of(whole.out_dtype));
+    return rest;
+  };
+  const int part = part_with_panels_of(table, block);
+  with_type_of(whole.out_dtype, [&]<class Out>(Out) {
+    if (part >= 0 && whole.out_dtype == table.dtype && !takes_tiles(plan.input)) {
+      static constexpr auto kFinish = finishes<Out>(std::make_integer_sequence<int, kExpandTile>());
+      int64_t column = block.column;  // counted from the part's first column
+      for (int i = 0; i < part; ++i) column -= table.columns[i];
+      for_rows_of_slots(plan, block, kExpandTile, [&](const LoraBlock& rows) {
+        const LoraFinish f = from_row(rows.row);
+        const int32_t slot = plan.input.slots[rows.row];
+        const LoraDelta* const deltas = slot < 0 ? nullptr : table.deltas + slot * table.num_parts;
+        if (slot < 0 || deltas[part].rank == 0)
+          return store_rounded(rows, static_cast<Out*>(f.out.data), f.out.stride, [&](int64_t r, int64_t c) {
+            return load(f.sums.data + r * f.sums.stride + c) + load(f.bias + c);
+          });
+        const float* sums = plan.sums + rows.row * plan.stride;
+        for (int i = 0; i < part; ++i) sums += deltas[i].rank;
+        const int64_t rank = deltas[part].rank;
+        kFinish[rows.num_rows - 1]({sums, plan.stride, static_cast<const Out*>(deltas[part].b) + column * rank, rank},
+                                   f);
+      });
+      return;
+    }
+    LoraSpace space;
+    for (int64_t row = block.row; row < block.row + block.num_rows; row += kLoraRows) {
+      const LoraBlock rows = {row, std::min(kLoraRows, block.row + block.num_rows - row), block.column,
+                              block.num_columns};
+      const LoraFinish f = from_row(row);
+      const float* const added = expand(plan, rows, space.rows());
+      store_rounded(rows, static_cast<Out*>(f.out.data), f.out.stride, [&](int64_t r, int64_t c) {
+        const float* const sum = f.sums.data + r * f.sums.stride + c;
+        const int64_t left = block.num_columns - c;
+        return (left >= kLanes ? load(sum) : load_n(sum, static_cast<int>(left))) + load(f.bias + c) +
+               load(added + r * kLoraPitch + c);
+      });
+    }
+  });
 }
 
 void add_chunk(const LoraArgs& args) {
@@ -452,15 +574,17 @@ void add_chunk(const LoraArgs& args) {
   for (int part = 0; part < table.num_parts; ++part) num_columns += table.columns[part];
   const int64_t macs = args.input.rows * num_columns * (planned.stride / table.num_parts + 1);
   const int64_t blocks = ceil_div(num_columns, kLoraBlockColumns), tasks = macs < kMinMacs ? 1 : blocks;
+  float bias[kLoraBlockColumns];
+  std::fill_n(bias, kLoraBlockColumns, -0.0f);  // keeps the bits of every number that it is added to
   parallel_for(static_cast<int>(tasks), [&](int task, int) {
-    LoraSpace space;
     for (int64_t block = blocks * task / tasks; block < blocks * (task + 1) / tasks; ++block) {
       const int64_t column = block * kLoraBlockColumns, count = std::min(kLoraBlockColumns, num_columns - column);
-      for (int64_t row = 0; row < args.input.rows; row += kLoraRows) {
-        const LoraBlock rows = {row, std::min(kLoraRows, args.input.rows - row), column, count};
-        const float* const added = expand(planned, rows, space.rows());
-        with_type_of(args.out_dtype, [&]<class Out>(Out) { finish<Out>(args, rows, added); });
-      }
+      const int64_t out_offset = column * static_cast<int64_t>(size_of(args.out_dtype));
+      finish(planned, {0, args.input.rows, column, count},
+             {.sums = {args.base.data + column, args.base.stride},
+              .bias = bias,
+              .out = {static_cast<char*>(args.out.data) + out_offset, args.out.stride},
+              .out_dtype = args.out_dtype});
     }
   });
 }
@@ -487,7 +611,7 @@ void add(const LoraArgs& args) {
 }  // namespace
 
 extern const LoraKernels lora_table;
-const LoraKernels lora_table = {plan, run, expand, add};
+const LoraKernels lora_table = {plan, run, expand, finish, add};
 
 }  // namespace quire::QUIRE_ISA
 

@@ -24,7 +24,7 @@ _PUBLIC = {
     "TokensPrompt": "quire.frontend.prompts",
     "PromptType": "quire.frontend.prompts",
 }
-# vLLM's names, so that a script runs with a changed import. New code uses the right-hand names.
+# vLLM's names, so that a script runs when only its import is changed. New code uses the names on the right.
 _ALIASES = {"AsyncEngineArgs": "EngineArgs", "AsyncLLMEngine": "AsyncLLM"}
 
 __all__ = ["__version__", *_PUBLIC, *_ALIASES]

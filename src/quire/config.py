@@ -54,7 +54,7 @@ logger = get_logger(__name__)
 
 
 def _parse_backend(text: str) -> str:
-    """In any case, as vLLM takes them."""
+    """The name of a backend in upper case, or `auto`. Any case is accepted, as in vLLM."""
     return "auto" if text.lower() == "auto" else text.upper()
 
 
@@ -448,54 +448,58 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Processes of an engine, which share a copy of the model, or its experts."""
+        """The number of processes of an engine. They share a copy of the model, or its experts."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.num_lanes
 
     @property
     def num_lanes(self) -> int:
-        """Lanes of an engine: each has its own requests and its own copy of the model, except for the experts, which
-        lanes share.
+        """The number of lanes of an engine.
+
+        Each has its own requests and its own copy of the model, but lanes share the experts.
         """
         return self.data_parallel_size if self.enable_expert_parallel else 1
 
     @property
     def num_replicas(self) -> int:
-        """Engines behind one API. Each has a copy of the model."""
+        """The number of engines behind one API. Each has a copy of the model."""
         return self.data_parallel_size // self.num_lanes
 
     @property
     def has_ray_replicas(self) -> bool:
-        """Ray places them on machines of its cluster."""
+        """Whether Ray places the replicas on machines of its cluster."""
         return self.data_parallel_backend == "ray"
 
     @property
     def num_local_replicas(self) -> int:
-        """Replicas that share this machine. A replica that Ray has placed is told how many share its machine."""
+        """The number of replicas that share this machine. A replica that Ray has placed is told this number."""
         return self.data_parallel_size_local or 1 if self.has_ray_replicas else self.num_replicas
 
     @property
     def balancing(self) -> EplbConfig | None:
-        """How ranks exchange experts; None: they do not."""
+        """The rules by which ranks exchange experts; None: they do not exchange any."""
         return EplbConfig.of(self.eplb_config or {}) if self.enable_eplb else None
 
     @property
     def gpu_ids(self) -> list[str]:
-        """What `device_ids` names, in its order."""
+        """The GPUs that `device_ids` names, in its order."""
         return [name for word in self.device_ids for each in word.split(",") if (name := each.strip())]
 
     @property
     def num_local_ranks(self) -> int:
-        """On each machine."""
+        """The number of ranks on each machine."""
         return self.num_ranks // self.nnodes
 
     def undivided(self) -> EngineConfig:
-        """The same, with all of the KV cache on every rank that reads it."""
+        """The same config, but the KV cache is not divided: every rank has all keys and values that it reads."""
         block_size = None if self.block_size == RANGE_POSITIONS else self.block_size
         return replace(self, decode_context_parallel_size=1, block_size=block_size)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """From LLM(...) arguments: an unknown one is an error with the nearest known name; foreign ones are settled."""
+        """The config from arguments of LLM(...). Foreign arguments are translated.
+
+        An unknown argument raises an error that suggests the most similar name.
+        """
         known = {f.name for f in options(cls)} | {"sources"}
         settled = settle(kwargs)
         for name in settled:
@@ -689,7 +693,7 @@ def _take_slo(config: EngineConfig) -> None:
 
 
 def max_draft(config: EngineConfig) -> int:
-    """Tokens of the longest draft; 0: nothing drafts."""
+    """The number of tokens of the longest draft; 0: nothing drafts."""
     return 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens
 
 

@@ -21,10 +21,12 @@ from quire.speculative_config import BY_WORKER, SpeculativeConfig
 def drafter_settings(
     speculation: SpeculativeConfig | None, model: ModelConfig, form: ModelSettings
 ) -> DrafterSettings | None:
-    """Of the drafter of a model; None: none is wanted. Raises ConfigError for one that cannot draft for the model.
+    """The settings of a model's drafter; None: there is no drafter.
 
     Args:
-        form: the form of the model.
+        form: the settings of the model.
+
+    Raises ConfigError for a drafter that cannot draft for the model.
     """
     if speculation is None or speculation.method not in BY_WORKER:
         return None
@@ -64,7 +66,7 @@ def _check(model: ModelConfig, max_model_len: int) -> None:
 
 
 def _quantization(given: str | None, drafter: ModelConfig, of_target: str | None) -> str | None:
-    """The format of the checkpoint, or the format that its weights get."""
+    """The format of the drafter's checkpoint, or the format that its weights get on load."""
     if (found := drafter.quantized) is not None:
         if given is not None and QUANTIZATION_NAMES.get(given) != found.method:
             raise _error("The draft model's checkpoint is not quantized in this way", given, found.method)

@@ -62,7 +62,7 @@ class Variable(Generic[T]):
 
 
 def for_children() -> dict[str, str]:
-    """The environment for engine and render processes: this one without the API key, which they do not need."""
+    """The environment for engine and render processes: this environment without the API key, which they do not need."""
     return {name: value for name, value in os.environ.items() if name != API_KEY.name}
 
 

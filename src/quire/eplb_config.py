@@ -11,17 +11,17 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class EplbConfig:
-    """When ranks exchange experts, so that all ranks get about the same number of tokens.
+    """Says when ranks exchange experts, so that all ranks get about the same number of tokens.
 
     Attributes:
-        window_size: steps whose tokens are counted, before experts are moved; at most step_interval count.
-        step_interval: steps between two times of moving.
-        num_redundant_experts: copies of experts, beside one of each, in every layer.
-        log_balancedness: log how evenly the tokens of a step went to ranks.
-        log_balancedness_interval: steps between two such lines.
-        use_async: a few experts move before each step. Else all move before one step, which takes longer.
-        policy: `default`.
-        communicator: experts move through memory that ranks share, whatever it says.
+        window_size: the number of steps before a move in which tokens are counted; at most step_interval count.
+        step_interval: the number of steps between two moves.
+        num_redundant_experts: the number of additional copies of experts in every layer.
+        log_balancedness: whether it is logged how evenly the tokens of a step went to ranks.
+        log_balancedness_interval: the number of steps between two such lines.
+        use_async: True: a few experts move before each step. False: all move before one step, which takes longer.
+        policy: only `default`.
+        communicator: it has no effect: experts always move through memory that ranks share.
     """
 
     window_size: int = 1000
@@ -35,7 +35,7 @@ class EplbConfig:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> EplbConfig:
-        """Raises ConfigError for a key or a value that does not exist."""
+        """The config from an object of keys. Raises ConfigError for a key or a value that does not exist."""
         known = {field.name: field for field in fields(cls)}
         for name, value in given.items():
             if name not in known:

@@ -1,4 +1,4 @@
-"""How a step is executed on its device: the attention backend, whether kernels are deterministic, and CUDA graphs."""
+"""Chooses how a step runs on its device: the attention backend, deterministic kernels or not, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ _SHORT_ATTENTION_BACKENDS = {
 
 
 def enforce_eager(config: EngineConfig, model: ModelConfig) -> Choice[bool]:
-    """Whether decoding is not captured: a captured step may only launch kernels, and never read a result on the
-    host.
-    """
+    """Whether steps are not captured. A captured step may only launch kernels, and never read a result on the host."""
     if config.enforce_eager:
         return True, config.sources["enforce_eager"], "no CUDA graphs"
     if not model.is_native or config.model_impl == "transformers":
@@ -32,7 +30,7 @@ def enforce_eager(config: EngineConfig, model: ModelConfig) -> Choice[bool]:
 
 
 def cudagraph_mode(config: EngineConfig, eager: Choice[bool], backend: Choice[str]) -> Choice[str]:
-    """NONE, FULL_DECODE_ONLY or FULL: graphs hold whole forward passes, attention included."""
+    """The mode of CUDA graphs: NONE, FULL_DECODE_ONLY or FULL. Graphs hold whole forward passes, with attention."""
     chosen, source = config.cudagraph_mode, config.sources["cudagraph_mode"]
     if eager[0]:
         return "NONE", *eager[1:]
@@ -46,9 +44,9 @@ def cudagraph_mode(config: EngineConfig, eager: Choice[bool], backend: Choice[st
 
 
 def put_graph_sizes(record: Record, config: EngineConfig, mode: str, max_num_seqs: int, num_tokens: int) -> int:
-    """The sizes and their bound. As in vLLM, the settled bound is the largest size that is captured.
+    """Settle the sizes and their upper limit. As in vLLM, the settled limit is the largest size that is captured.
 
-    Raises ConfigError for a bound that nothing fits under or that contradicts the sizes.
+    Raises ConfigError if no size is within the limit, or if the limit contradicts the sizes.
     """
     wished, bound = config.cudagraph_capture_sizes, config.max_cudagraph_capture_size
     if mode != "NONE" and bound is not None:
@@ -98,7 +96,7 @@ def deterministic(config: EngineConfig, model: ModelConfig, device: str) -> Choi
 def attention_backend(
     config: EngineConfig, model: ModelConfig, device: str, dtype: str, is_deterministic: bool
 ) -> Choice[str]:
-    """By vLLM's names, or "reference". Raises ConfigError for one that does not exist or cannot be used."""
+    """The attention backend, by vLLM's name or "reference". Raises ConfigError for one that cannot be used."""
     chosen, source = config.attention_backend, config.sources["attention_backend"]
     fix = "Leave --attention-backend out"
     variable = envs.ATTENTION_BACKEND

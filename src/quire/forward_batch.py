@@ -19,12 +19,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """KV cache of one layer: both tensors [num_blocks, num_kv_heads, block_size, head_dim], contiguous in a block.
-    Values may be a view of the beginnings of the keys: the rows of latent attention.
+    """The KV cache of one layer: keys and values [num_blocks, num_kv_heads, block_size, head_dim].
 
-    They hold the model's dtype or codes of 8 bits (float8_e4m3fn, float8_e5m2, int8). int8 codes have a float32 scale
-    per token and KV head, in the same blocks: [num_blocks, num_kv_heads, block_size]. Blocks of other layers lie
-    between the blocks of a layer.
+    A block of a layer is contiguous.
+    With latent attention, values are a view of the beginnings of the keys. The cache holds the model's dtype, or codes
+    of 8 bits (float8_e4m3fn, float8_e5m2, int8). int8 codes have a float32 scale per token and KV head, in the same
+    blocks: [num_blocks, num_kv_heads, block_size]. Blocks of other layers lie between the blocks of a layer.
     """
 
     k_BGPE: Tensor
@@ -66,7 +66,7 @@ class LaneRows:
 
     @classmethod
     def of(cls, counts: Sequence[int]) -> LaneRows | None:
-        """None: there is one lane."""
+        """The tokens of all lanes in a step; None: there is one lane."""
         if len(counts) == 0:
             return None
         return cls(tuple(counts), torch.tensor([*accumulate(counts, initial=0)], dtype=torch.int32))
@@ -82,9 +82,9 @@ class StepTable:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One step's rows, packed: tokens of sequence s are cu_seqlens_q[s]..cu_seqlens_q[s+1].
+    """The packed rows of one step. Sequence s has the tokens cu_seqlens_q[s] to cu_seqlens_q[s + 1] - 1.
 
-    The query tokens of a sequence are its last positions: token i of a row with seq_len L and query length Q is at
+    The query tokens of a sequence are its last positions: if its length is L and its query length Q, token i is at
     position L - Q + i.
     """
 
@@ -101,7 +101,7 @@ class ForwardBatch:
 
     @classmethod
     def without_rows(cls, lanes: LaneRows) -> ForwardBatch:
-        """Of a lane that has no tokens in a step of others."""
+        """The batch of a lane that has no tokens in a step of other lanes."""
         nothing, zero = torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
         return cls(nothing, nothing, zero, zero[:0], (), [], lanes=lanes)
 

@@ -50,12 +50,13 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class Cut:
-    """The way in which several devices may share a linear layer.
+    """How several ranks may share a linear layer.
 
     Attributes:
-        by: `rows`: each has some of the outputs, and goes on with them. `joined`: each has some of the outputs; inputs
-            and outputs of all devices are joined. `none`: each has the whole layer.
-        sections: sizes of the sections of the outputs; each section is shared. Empty: the shards are the sections.
+        by: `rows`: each rank has some of the outputs, and uses only these. `joined`: each rank has some of the outputs,
+            and inputs and outputs of all ranks are joined. `none`: each rank has the whole layer.
+        sections: the sizes of the sections of the outputs. Each section is shared by itself. Empty: each shard is a
+            section.
     """
 
     by: Literal["none", "rows", "joined"]
@@ -70,10 +71,10 @@ class Share:
     """The part of a linear layer that one of several ranks holds: some of the outputs, with all inputs.
 
     Attributes:
-        rows: for each shard and each rank, rows of the tensor in the checkpoint.
-        tensor_rows: the number of rows of that tensor, for each shard. Shards of one name are parts of one
-            tensor.
-        inputs: in-features that each rank has before they are joined; empty: every rank has all.
+        rows: for each shard and each rank, the rows of the checkpoint's tensor.
+        tensor_rows: for each shard, the number of rows of the checkpoint's tensor. Shards with one name are parts of
+            one tensor.
+        inputs: the in-features that each rank has before they are joined; empty: every rank has all in-features.
     """
 
     rank: int
@@ -86,18 +87,18 @@ class Share:
         return self.rows[shard][self.rank]
 
     def widths(self, shard: int) -> tuple[int, ...]:
-        """Out-features of each rank."""
+        """The number of out-features of each rank."""
         return tuple(map(len, self.rows[shard]))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The experts of each rank. Each expert has one place or several: ranks in order, then as here.
+    """The experts of each rank. An expert has one place or several. Places are numbered rank after rank.
 
     Attributes:
-        experts: the numbers of each rank's experts. No rank has an expert twice.
-        columns: columns of the experts' results. Each rank adds up some columns for all tokens.
-        num_lanes: the lanes whose tokens they get.
+        experts: for each rank, the numbers of its experts, in the order of its places. No rank has an expert twice.
+        columns: for each rank, the columns of the experts' results that it sums for all tokens.
+        num_lanes: the number of lanes whose tokens go to these experts.
     """
 
     rank: int
@@ -112,12 +113,12 @@ class Placement:
 
     @property
     def num_experts(self) -> int:
-        """Of the layer."""
+        """The number of experts of the layer."""
         return 1 + max(max(own) for own in self.experts)
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """The first place of each rank, and at last the number of places."""
+        """The first place of each rank, and then the number of all places."""
         return tuple(accumulate(map(len, self.experts), initial=0))
 
     @property
@@ -130,10 +131,10 @@ class Stage:
     """The part of a model that one of several stages holds: some of its layers.
 
     Attributes:
-        index: 0 has the first layers, and the embeddings. The last one has the final norm and the output.
-        layers: their numbers.
-        tables: the cache contents of the whole model's layers, with their numbers of block tables: all stages have
-            these.
+        index: the number of the stage. Stage 0 has the embeddings; the last stage has the final norm and the output.
+        layers: the numbers of its layers.
+        tables: the cache contents of all layers of the model, with their numbers of block tables. All stages have the
+            same tables.
     """
 
     index: int
@@ -154,8 +155,8 @@ class HeadMatrices(NamedTuple):
     """A matrix [N, K] for each head.
 
     Attributes:
-        name: the name of a module with these matrices alone, [num_heads, N, K], which GGUF files have.
-        num_rows: the number of rows of each matrix, in the weight that is taken apart.
+        name: GGUF files have a module with only these matrices, [num_heads, N, K]. This is its name.
+        num_rows: the number of rows of each matrix in the whole weight.
     """
 
     name: str
@@ -170,24 +171,25 @@ class LinearShape:
     """A linear layer. Several tensors of the checkpoint, side by side, may form its weight.
 
     Attributes:
-        prefix: of the tensors' names, for example `model.layers.0.self_attn.`. For experts it has `{}` in the place of
-            their number: `model.layers.0.mlp.experts.{}.`.
+        prefix: the prefix of the tensors' names, for example `model.layers.0.self_attn.`. For experts it has `{}` in
+            place of their number: `model.layers.0.mlp.experts.{}.`.
         shards: (name, N) in the order of the outputs: (("q_proj", 64), ("k_proj", 16), ("v_proj", 16)).
         in_features: K.
-        bias: every shard has one.
-        cut: the way to cut the layer; planning/cut_model.py checks that its stored form allows it.
-        share: the shape is the part of one rank; None: it is the whole layer.
+        bias: whether every shard has a bias.
+        cut: how the layer may be cut. planning/cut_model.py checks that its stored form allows this.
+        share: the rank's share, if the shape is a part of the layer; None: it is the whole layer.
         paired_heads: for each shard, the number of heads that rotate neighbouring dimensions in the checkpoint; 0 or no
             entry: none. Here halves of a head rotate, so loading reorders their rows.
-        num_experts: the number of stacked layers of this shape; 0: an ordinary layer. Sizes are of one of them.
-        placement: they are the experts of one rank; None: they are all experts of the layer.
+        num_experts: the number of stacked layers of this shape; 0: an ordinary layer. Sizes are those of one expert.
+        placement: the placement of experts, if a rank has only some of them; None: it has all experts of the layer.
         stacked: the name of one tensor [num_experts, N, K] that a checkpoint may hold instead; empty: there is none.
             Biases and the tensors of a quantized form have its name and their own behind it (moe/stack.py).
         stacked_form: `columns`: the tensor is [num_experts, K, N]. `turns`: so too, and in all of them the outputs of
             the shards take turns.
-        is_gate: its few outputs decide about others, so it stays in floating point, and adapters do not change it.
-        matrices: the weight is taken apart after loading. These matrices are held in the model's dtype, whatever form
-            the checkpoint has. Empty: the weight is held as it is.
+        is_gate: whether its few outputs decide about other outputs. Then it stays in floating point, and adapters do
+            not change it.
+        matrices: the matrices into which the weight is taken apart after loading. They are in the model's dtype,
+            whatever form the checkpoint has. Empty: the weight is not taken apart.
     """
 
     prefix: str
@@ -234,7 +236,7 @@ class LinearShape:
         return replace(self, shards=tuple(self.shards[index] for index in shards), share=share, paired_heads=heads)
 
     def whole(self) -> LinearShape:
-        """The layer that this is a part of. Its shards are the tensors of the checkpoint."""
+        """The whole layer, if this is a part. Its shards are the tensors of the checkpoint."""
         if self.share is None:
             return self
         sizes = {name: size for (name, _), size in zip(self.shards, self.share.tensor_rows, strict=True)}
@@ -260,7 +262,7 @@ class LinearShape:
 
     @property
     def is_adaptable(self) -> bool:
-        """Whether adapters may change it."""
+        """Whether adapters may change the layer."""
         return not (self.num_experts or self.is_gate)
 
     def of_expert(self, expert: int) -> LinearShape:
@@ -281,7 +283,7 @@ class NormShape(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Of its weight and its bias."""
+        """The number of elements of its weight and its bias."""
         return (2 if self.is_layer_norm else 1) * self.size
 
 
@@ -316,14 +318,14 @@ class Full:
 
     Attributes:
         scale: factor on q.k.
-        soft_cap: cap * tanh(score / cap); 0: none.
-        rope: None: a layer without position encoding.
+        soft_cap: scores become cap * tanh(score / cap); 0: they do not change.
+        rope: the position encoding; None: the layer has none.
         qk_norm: RMS norm of q and k: per head, over the full width of all heads, or per head without weights (unit).
         qkv: its shards are q, k and v, or one shard with all three.
-        sinks: each head has a learned score without a value, which takes a part of the weights (gpt-oss).
-        sink_share: the scores that a rank has; None: all.
-        temperature, temperature_floor: of queries at late positions: see kernels/layer_rules.py; 0: there is none.
-        clip: elements of q, k and v are not above it, and not below its negative, before they rotate; 0: there is none.
+        sinks: whether each head has a learned score without a value, which joins the softmax (gpt-oss).
+        sink_share: the share of the scores that a rank has; None: it has all.
+        temperature, temperature_floor: they scale queries at late positions: see kernels/layer_rules.py; 0: no scaling.
+        clip: elements of q, k and v are clamped to [-clip, clip] before they rotate; 0: they are not clamped.
     """
 
     num_q_heads: int
@@ -555,12 +557,12 @@ class Experts:
 
     @property
     def num_routed(self) -> int:
-        """That the router chooses from."""
+        """The number of experts from which the router chooses."""
         return self.router.linear.out_features
 
     @property
     def num_active_here(self) -> int:
-        """Held experts per token, if tokens go to all experts alike."""
+        """The mean number of held experts that a token uses, if tokens go to all experts equally."""
         return -(-self.num_active * self.num_experts // self.num_routed)
 
     @property
@@ -655,20 +657,21 @@ class LayerSpec:
 class DraftHead:
     """A head drafts from the hidden states of another model, its target. Its ModelConfig has its own layers.
 
-    At each position it reads the target's hidden state there and the embedding of the token behind it.
+    At each position it reads the target's hidden state at this position and the embedding of the next token.
 
     Attributes:
         kind: `eagle3`: the first layer's attention reads both side by side, and the hidden state is the residual
             stream. `mtp`: `input` makes the residual stream of both.
-        streams: the residual streams of the target that are the hidden state: before these of its layers. The number
-            of its layers means: behind the last one.
+        streams: the hidden state is made of the target's residual streams before these layers. The number of all layers
+            means the stream after the last layer.
         stream_size: elements of one stream.
         input: `eagle3`: the streams to the hidden state. `mtp`: hidden state and embedding to the residual stream.
         norms: the norms of the embedding, and of the hidden state.
         norm_before_residual: eagle3: the residual stream begins with the norm of the hidden state.
         num_tokens: tokens that it can draft.
-        maps_tokens: a table has the target's ids of these tokens; else they are its first ones.
-        owns_embeddings, owns_output: else the target's are used.
+        maps_tokens: whether a table has the target's ids of these tokens. If not, they are the target's first tokens.
+        owns_embeddings, owns_output: whether the head has embeddings and an output layer of its own. If not, it uses
+            the target's.
     """
 
     kind: Literal["eagle3", "mtp"]

@@ -1,4 +1,4 @@
-"""The life of a worker: facts, load, measure, allocate, capture, then steps. The engine decides, workers obey.
+"""The life of a worker: facts, load, measure, allocate, capture, and then steps. The engine decides; workers obey.
 
 They exchange plain data, so a worker may live in another process or on another machine.
 """
@@ -35,14 +35,14 @@ class WorkerSettings:
 
     @classmethod
     def of(cls, resolved: Resolved) -> WorkerSettings:
-        """The part of all settings that workers obey."""
+        """The worker's part of all settings."""
         steps = resolved.scheduler
         limits = (steps.max_num_seqs, steps.num_logits_rows, steps.max_num_batched_tokens, steps.depth)
         rates = steps.speculation.synthetic_acceptance_rates if steps.speculation is not None else ()
         return cls(resolved.model, resolved.device, *limits, rates, resolved.drafter, resolved.lora)
 
     def of_drafter(self) -> WorkerSettings:
-        """As if the drafter were the model. Its captured steps compute one token of each row."""
+        """The settings for a drafter in place of the model. Its captured steps compute one token of each row."""
         assert self.drafter is not None
         mode = "NONE" if self.device.cudagraph_mode == "NONE" else "FULL_DECODE_ONLY"
         device = replace(self.device, cudagraph_mode=mode)
@@ -50,11 +50,11 @@ class WorkerSettings:
 
     @property
     def most_tokens(self) -> int:
-        """Of a step, padding included."""
+        """The most tokens of a step, with padding."""
         return max(self.max_num_batched_tokens, self.max_num_seqs)
 
     def hidden_bytes(self, target: ModelConfig) -> int:
-        """Bytes that are kept for a head that drafts."""
+        """The bytes of the hidden states that are kept for a head that drafts."""
         return 0 if self.drafter is None else self.drafter.hidden_bytes(target, self.max_num_seqs, self.most_tokens)
 
     def graph_sizes(self) -> GraphSizes:
@@ -83,18 +83,18 @@ class CacheSize:
 
 
 class AdapterLoad(Polled[AdapterFacts], Protocol):
-    """An adapter that is being read. The result raises AdapterError."""
+    """An adapter that is being read. `result` raises AdapterError if it cannot be read."""
 
     def add(self) -> None:
-        """Keep it for later steps, once the result was asked for. One that is in memory already stays there once."""
+        """Keep the adapter for later steps. Call it after `result`. An adapter that is in memory is not kept twice."""
         ...
 
 
 class Worker(Protocol):
-    """One rank. Its life has this order. Errors that the user can mend are QuireErrors."""
+    """One rank. Its methods are called in this order. Errors that the user can mend are QuireErrors."""
 
     def facts(self, wants_gpu: bool) -> DeviceFacts:
-        """The facts of its machine. `wants_gpu`: look for a GPU."""
+        """The facts of the rank's machine. `wants_gpu`: whether to look for a GPU."""
         ...
 
     def load(self, settings: WorkerSettings) -> None:
@@ -110,11 +110,11 @@ class Worker(Protocol):
         ...
 
     def capture(self) -> None:
-        """Prepare for steps, and record the steps that will be repeated."""
+        """Prepare for steps, and capture the steps that will be repeated."""
         ...
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        """Compute a step. The first rank's result has the tokens."""
+        """Compute a step and wait for it. The first rank's result has the tokens."""
         ...
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
@@ -122,7 +122,7 @@ class Worker(Protocol):
         ...
 
     def check_alive(self) -> None:
-        """Raise EngineDeadError if the rank is in another process, which has ended."""
+        """Raise EngineDeadError if the rank is in another process and this process has ended."""
         ...
 
     def describe(self) -> str:
@@ -130,19 +130,19 @@ class Worker(Protocol):
         ...
 
     def give_up(self) -> None:
-        """Give this rank up. The others stop waiting."""
+        """Give this rank up. The other ranks stop waiting for it."""
         ...
 
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
         """Begin to read an adapter, while steps go on.
 
         Args:
-            digest: the content that it must have: another one is an AdapterChangedError.
+            digest: the digest that its content must have. Other content raises AdapterChangedError. None: any content.
         """
         ...
 
     def drop_adapter(self, digest: str) -> None:
-        """Give an adapter's memory back: no later step has it."""
+        """Give the memory of an adapter back. No later step uses it."""
         ...
 
     def close(self) -> None:
@@ -151,14 +151,14 @@ class Worker(Protocol):
 
 
 class FirstWorker(Worker, Protocol):
-    """The rank in the engine's process. It samples, so it alone has grammars."""
+    """The rank in the engine's process. It samples, so only it has grammars."""
 
     def whereabouts(self) -> tuple[object, ...]:
-        """Changes while any rank of this machine makes progress in a common operation. Any thread may ask."""
+        """A value that changes as long as any rank of this machine makes progress. Any thread may call it."""
         ...
 
     def late(self, pending: Sequence[int]) -> dict[int, str]:
-        """The ranks that others wait for, and their work, for people. Any thread may ask.
+        """The ranks for which others wait, and what they do, as text for people. Any thread may call it.
 
         Args:
             pending: ranks that have not ended their step.
@@ -170,13 +170,13 @@ class FirstWorker(Worker, Protocol):
         ...
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
-        """The vocabulary of grammars: see messages.UseTokenizer."""
+        """Take the tokenizer whose vocabulary grammars use: see messages.UseTokenizer."""
         ...
 
     def prepare_grammar(self, text: str) -> Polled[object]:
-        """Compile a grammar beside the steps. The result raises InvalidRequestError if it cannot be used.
+        """Compile a grammar at the same time as steps run. `result` raises InvalidRequestError if it cannot be used.
 
-        The compiled grammar is kept for rows as long as the answer is.
+        The compiled grammar is kept for rows as long as the returned object lives.
         """
         ...
 
@@ -187,9 +187,9 @@ Workers = tuple[FirstWorker, *tuple[Worker, ...]]  # the workers of an engine, b
 class WorkerExecutor(Executor, Protocol):
     """Takes all ranks through the life of a worker.
 
-    Each method goes to every rank and returns when all ranks are done. It raises an error of one rank after that. Only
-    reading and dropping adapters is not waited for. Once the result of a load was asked for, steps may have it.
-    Grammars are made by the first rank alone.
+    Each method calls every rank, and returns when all ranks are done. Then it raises the error of a rank, if there is
+    one. Only reading and dropping adapters are not waited for. Steps may use an adapter after its `result` was called.
+    Only the first rank makes grammars.
     """
 
     def facts(self, wants_gpu: bool) -> Sequence[DeviceFacts]: ...
@@ -211,13 +211,13 @@ class WorkerExecutor(Executor, Protocol):
     def check_alive(self) -> None: ...
 
     def describe(self) -> str:
-        """Which rank is in this process, and where. Any thread may ask."""
+        """The rank in this process, and its place, as text for people. Any thread may call it."""
         ...
 
     def late_ranks(self) -> str:
-        """The ranks that the others wait for, their places and their work; empty if no step waits for ranks.
+        """The ranks for which others wait, their places and what they do, as text for people. Empty: no step waits.
 
-        Any thread may ask.
+        Any thread may call it.
         """
         ...
 

@@ -64,7 +64,7 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
 
 
 class Abort(msgspec.Struct, tag="abort"):
-    """The caller left: free these requests within one step. No answer is sent for them."""
+    """The caller has left. The engine frees these requests within one step, and sends no answer for them."""
 
     request_ids: list[str]
 
@@ -73,7 +73,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class SetLimits(msgspec.Struct, tag="limits", omit_defaults=True):
-    """Move limits while serving; None does not change a limit. Decoding refuses illegal values."""
+    """Changes limits while serving. None leaves a limit as it is. Decoding refuses illegal values."""
 
     max_num_seqs: Positive | None = None
     max_num_batched_tokens: Positive | None = None
@@ -87,16 +87,17 @@ class SetLimits(msgspec.Struct, tag="limits", omit_defaults=True):
 
 
 class UseTokenizer(msgspec.Struct, tag="tokenizer", frozen=True):
-    """The vocabulary of the grammars of requests. It is an engine's first message, if it gets one."""
+    """The tokenizer whose vocabulary grammars use. If an engine gets this message, it is the first one."""
 
     tokenizer: str  # the content of a tokenizer.json
     eos_token_ids: list[int]  # end an output where the grammar allows it
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", omit_defaults=True):
-    """Read an adapter's folder, check it, and keep it for requests. The answer is an AdapterState.
+    """Asks the engine to read and check an adapter's folder, and to keep the adapter. The answer is an AdapterState.
 
-    One whose digest is known, because an engine has read it, is read when a request needs it, and not answered.
+    If the digest is given, another engine has read the adapter. Then this engine reads it when a request needs it, and
+    sends no answer.
     """
 
     operation: int  # chosen by the sender, returned with the answer
@@ -105,14 +106,14 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter", omit_defaults=True):
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
-    """Takes back one LoadAdapter. Without any, no new request names the digest; earlier requests finish with it."""
+    """Takes back one LoadAdapter. After the last one, no new request names the digest; earlier ones finish with it."""
 
     digest: str
     path: str
 
 
 class ObservedOverhead(msgspec.Struct, tag="overhead"):
-    """What the front end took for one request besides the engine: see cost.overhead."""
+    """The time that the front end has taken for one request, outside of the engine: see cost.overhead."""
 
     num_prompt_tokens: int
     seconds: float
@@ -168,7 +169,7 @@ class _FromEngine(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class EngineOutputs(_FromEngine, tag="outputs", omit_defaults=True):
-    """One message per step for all requests that changed."""
+    """The deltas of one step, for all requests that changed."""
 
     deltas: list[RequestDelta]
     record: StepRecord | None = None
@@ -195,7 +196,7 @@ class Pace(msgspec.Struct, frozen=True):
 
 
 class EngineReady(_FromEngine, tag="ready"):
-    """Sent after the first real token: facts about the loaded model for the front end."""
+    """Facts about the loaded model for the front end. It is sent after the first real token."""
 
     max_model_len: int
     num_blocks: int
@@ -224,17 +225,17 @@ class EngineProgress(_FromEngine, tag="progress"):
 
     @property
     def stage(self) -> tuple[bool, float]:
-        """It grows in a start."""
+        """A number that grows during a start."""
         return self.phase == WARM_UP, self.fraction
 
 
 class EngineBeat(_FromEngine, tag="beat", omit_defaults=True):
-    """Sent every second from its own thread, also while the engine computes. A stopped process sends none.
+    """A sign of life. A thread sends it every second, also while the engine computes. A stopped process sends none.
 
-    Of an engine with several ranks:
+    These fields are for an engine with several ranks:
         rank: the number and place of the rank in this process.
-        late_ranks: the ranks that others wait for in a step now, with their places and their work.
-        rank_timeout_seconds: the seconds that a rank waits for another one.
+        late_ranks: the ranks for which others wait in a step now, with their places and what they do.
+        rank_timeout_seconds: the most seconds that a rank waits for another one.
     """
 
     predicted_seconds: float  # the predicted time of the batches in flight; 0: there are none

@@ -102,11 +102,11 @@ class ModelConfig:
 
     @property
     def has_output(self) -> bool:
-        """It has the final norm too."""
+        """Whether it has the output projection; then it has the final norm too."""
         return self.stage is None or self.stage.is_last
 
     def holds(self, name: str) -> bool:
-        """Whether a tensor of the checkpoint is of this stage and this rank's experts, by its name there."""
+        """Whether a tensor, by its name in the checkpoint, belongs to this stage and to this rank's experts."""
         if self.stage is None and not self._placements:
             return True
         for prefix, ours in self.renamed_prefixes:
@@ -130,7 +130,7 @@ class ModelConfig:
 
     @cached_property
     def _placements(self) -> dict[str, Placement]:
-        """Of experts that ranks share, by the part of the names of their tensors before the number."""
+        """The placements of shared experts, by the part of their tensors' names before the number."""
         linears = (linear for part in self.experts() for linear in part.expert.linears)
         return {each.prefix.partition("{}")[0]: each.placement for each in linears if each.placement is not None}
 
@@ -140,9 +140,9 @@ class ModelConfig:
 
     @cached_property
     def layer_kinds(self) -> tuple[tuple[LayerSpec, int], ...]:
-        """A layer of each kind, and the number of such layers, which differ only in the number in their names.
+        """One layer of each kind, with the number of such layers. Layers of a kind differ only in the number in names.
 
-        In a quantized checkpoint, whose format depends on names, each layer is a kind.
+        In a quantized checkpoint, each layer is a kind of its own, because its format depends on names.
         """
         if self.quantized is not None:
             return tuple((layer, 1) for layer in self.layers)
@@ -299,7 +299,7 @@ class ModelConfig:
         return [(linear, count) for layer, count in self.layer_kinds for linear in layer.active_linears()]
 
     def output_linear(self) -> LinearShape:
-        """hidden -> logits."""
+        """The output projection, from hidden states to logits."""
         prefix, name = ("model.", "embed_tokens") if self.tie_word_embeddings else ("", OUTPUT)
         num_tokens = self.vocab_size if self.head is None else self.head.num_tokens
         return self._over_vocabulary(prefix, name, num_tokens, bias=self.output_bias)
@@ -377,7 +377,7 @@ def load_model_config(
 
 
 def load_head_config(folder: Path, method: str, target: ModelConfig, names: Collection[str]) -> ModelConfig:
-    """Read config.json of a head that drafts for `target`, whose own folder it is for a layer of the target.
+    """Read config.json of a head that drafts for `target`. If the head is a layer of the target, it is the target's.
 
     Args:
         method: eagle3 or mtp.

@@ -13,7 +13,7 @@ from quire.errors import ConfigError
 
 
 def cache_folder(name: str, what: str) -> Path:
-    """A folder in QUIRE_CACHE_DIR, else in `quire` in the user's cache. ConfigError if both are missing.
+    """A folder in QUIRE_CACHE_DIR, or else in `quire` in the user's cache. Raises ConfigError if both are missing.
 
     Args:
         what: the content of the folder, for the error.

@@ -68,7 +68,7 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What the machine has. Memory in bytes."""
+    """The facts of the machine. Memory is in bytes."""
 
     kind: Literal["cpu"]
     name: str
@@ -90,7 +90,7 @@ class DeviceFacts:
         """The share of one of several ranks on this machine.
 
         Args:
-            num_stages: these ranks together have the layers of a whole model, and share this memory.
+            num_stages: the number of stages on this machine. Together they have a whole model, and share this memory.
         """
         return replace(
             self,
@@ -313,7 +313,7 @@ def _put_rest(record: Record, config: EngineConfig | ServerConfig) -> None:
             record.put(f.name, shown, config.sources[f.name], detail)
 
 
-# The reason for settings whose None needs no choice.
+# The reason for settings that may stay None.
 _UNSET = {
     "model": "the bundled demo model",
     "tokenizer": "the model's",
@@ -336,7 +336,7 @@ _UNSET = {
 
 
 def _check_budget(config: EngineConfig, budget: int, max_num_seqs: int, max_model_len: int) -> None:
-    """ConfigError for a step that is too short for the tokens that it must hold."""
+    """Raise ConfigError for a step that is too short for the tokens that it must hold."""
     if budget < max_num_seqs:
         raise ConfigError(
             "The token budget is smaller than the number of running requests",
@@ -372,7 +372,7 @@ def _device(config: EngineConfig, device: DeviceFacts) -> Choice[str]:
 
 
 def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
-    """ConfigError for settings that ranks of one model do not support in this version."""
+    """Raise ConfigError for settings that ranks of one model do not support in this version."""
     backend = config.distributed_executor_backend
     has_stages = config.pipeline_parallel_size > 1
     name = "pipeline_parallel_size" if has_stages else "tensor_parallel_size"
@@ -403,7 +403,7 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
 
 
 def _check_context(config: EngineConfig, model: ModelConfig) -> None:
-    """ConfigError for settings that a divided KV cache does not support in this version."""
+    """Raise ConfigError for settings that a divided KV cache does not support in this version."""
     backend = envs.ATTENTION_BACKEND.get() if config.attention_backend == "auto" else config.attention_backend
     refused = (
         (
@@ -429,7 +429,7 @@ def _check_context(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def _experts_of_ranks(model: ModelConfig) -> str:
-    """How many experts each rank has."""
+    """The number of experts of each rank."""
     placements = {part.placement for part in model.experts()}
     counts = (" + ".join(str(len(own)) for own in placement.experts) for placement in placements if placement)
     return "; ".join(f"{count} experts of a layer, by ranks" for count in counts) or "one rank has all experts"
@@ -504,7 +504,7 @@ def _kv_detail(config: EngineConfig, dtype: str, model: ModelConfig) -> str:
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> Choice[int]:
-    """-1 is replaced by the longest that fits once memory is known."""
+    """The longest request. -1 is replaced by the longest that fits when memory is known."""
     wanted = config.max_model_len
     border = model.rope.switches_after(model.max_model_len if wanted in (None, -1) else wanted)
     longrope = "" if border is None else f"; a sequence of more than {border} tokens takes longrope's long factors"

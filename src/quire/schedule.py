@@ -1,4 +1,6 @@
-"""One step between scheduler and workers: the request and the answer. Plain integers: each side is tested alone."""
+"""One step between scheduler and workers: the batch and the result. They are plain integers, so each side can be tested
+alone.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ MAX_FORCED_TOKENS = 32  # most tokens that a worker adds to a sampled token, whe
 
 @dataclass(slots=True)
 class NewRow:
-    """A request that the worker does not hold yet, because it is new, or because it resumes after a preemption."""
+    """A request that the worker does not hold yet: it is new, or it resumes after a preemption."""
 
     request_id: str
     token_ids: list[int]  # prompt and the output sampled so far
@@ -33,16 +35,16 @@ class NewRow:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step of at least one row, of all lanes together. Lists are aligned: row i is request_ids[i].
+    """One step of all lanes, with at least one row. Lists are aligned: row i is request_ids[i].
 
-    A row wants the logits of its last num_logits tokens. num_logits is 0 if known tokens are left for later steps, 1 to
-    sample the next token, and k + 1 if its last k tokens are drafts (guesses at the next tokens). Logits are sampled as
-    if the drafts before them were true, and a draft holds if it equals the token that is sampled in its place. A row
-    that wants a vector gets it with its last token, instead of that token's logits. A row samples nothing if the result
-    of a step before has shown that a grammar forces the token (StepResult.forced).
+    The worker computes the logits of the last num_logits tokens of a row. num_logits is 0 if known tokens are left for
+    later steps, 1 if the next token is sampled, and k + 1 if the last k tokens are drafts (guesses at the next tokens).
+    Each token is sampled as if the drafts before it were right. A draft holds if it equals the token that is sampled in
+    its place. A row that wants a vector gets it with its last token, in place of logits. A row samples nothing if an
+    earlier result has shown that a grammar forces its token (StepResult.forced).
 
-    The worker applies, in order: removed_request_ids, new_rows, new_block_ids, forced_tokens, block_copies; then it
-    computes. The KV of drafts that do not hold stays in the cache until a later step writes the same slots.
+    The worker applies removed_request_ids, new_rows, new_block_ids, forced_tokens and block_copies, in this order. Then
+    it computes. The KV of drafts that do not hold stays in the cache until a later step writes the same slots.
     """
 
     step_id: int
@@ -129,7 +131,7 @@ class StepResult:
 
     @classmethod
     def of_lanes(cls, step_id: int, lanes: list[StepResult]) -> StepResult:
-        """Lanes compute side by side: a step takes as long as the slowest one."""
+        """Join the results of all lanes. Lanes compute side by side, so a step takes as long as the slowest lane."""
         return cls(
             step_id,
             [token_ids for lane in lanes for token_ids in lane.token_ids],
@@ -144,7 +146,7 @@ class StepResult:
 
 
 class LaneUse(msgspec.Struct, array_like=True):
-    """A lane at a step."""
+    """The state of a lane after a step."""
 
     num_tokens: int
     num_running: int
@@ -164,7 +166,7 @@ class RowsFailedError(Exception):
 
 
 class Pending(Protocol[T_co]):
-    """A result that may come later."""
+    """A result that may not be ready yet."""
 
     def result(self) -> T_co:
         """Wait for the result. Raises the worker's error."""
@@ -172,7 +174,7 @@ class Pending(Protocol[T_co]):
 
 
 class Polled(Pending[T_co], Protocol):
-    """A result that need not be waited for."""
+    """A pending result that can be asked whether it is ready."""
 
     def done(self) -> bool:
         """Whether `result` would not wait."""

@@ -366,6 +366,30 @@ def test_a_product_adds_before_it_rounds(
         assert not torch.equal(got[slots == 2], plain[slots == 2])
 
 
+@pytest.mark.parametrize("weight", [None, GroupedFormat(8, None)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_whole_panels(isa: str, weight: GroupedFormat | None, dtype: torch.dtype) -> None:
+    """Additions that stay in registers have the bits of those that pass through memory.
+
+    They stay there if the result has the dtype of the adapters.
+    """
+    K, columns, ranks = 300, (64, 144, 128, 32), ((3, 0, 17, 4), (0, 16, 0, 0), (16, 2, 7, 19))
+    made = layer(K, columns, ranks, dtype)
+    product = product_of(weight, made.table.N, K, dtype)
+    narrow = BF16 if dtype == F32 else dtype
+    for T in (1, 2, 6, 7, 33, 70):
+        _, x = inputs(T, K, made.table.N, dtype)
+        slots = torch.randint(-1, 3, (T,), generator=torch.Generator().manual_seed(T)).to(torch.int32)
+        slots[T // 2 :] = 2  # neighbours with one adapter
+        adapters = RowAdapters(made.table, slots)
+        in_float = product(x, out_dtype=F32, adapters=adapters)
+        got = product(x, out_dtype=narrow, adapters=adapters)
+        assert torch.equal(bits(got), bits(in_float.to(narrow))), T
+        plain = product(x, out_dtype=F32)
+        assert torch.equal(bits(in_float[slots < 0]), bits(plain[slots < 0]))
+        assert_near(in_float, made.dense(plain, x, slots), 2e-5, made.error_bound(x, slots))
+
+
 def test_a_product_of_many_rows(set_num_threads: Callable[[int], None]) -> None:
     """More than the driver takes at a time: each row has its own adapter's, and the bits that it has alone."""
     made, T = layer(64, (70, 58), ((8, 3), (16, 16), (1, 0)), BF16), 1100

@@ -267,3 +267,26 @@ def test_facts_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.num_efficient_cores() == 4
     del answers["hw.perflevel0.physicalcpu"]  # a Mac with Intel's CPU
     assert devices.num_cores() == 8
+
+
+def test_free_pages_that_linux_keeps_for_single_processors_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MemAvailable leaves them out: memory that a program has returned seemed to be taken."""
+    zones = """
+Node 0, zone   Normal
+  pages free     3169374
+  pagesets
+    cpu: 0
+              count:    3107
+              high:     55439
+    cpu: 1
+              count:    18396
+              high:     56238
+Node 0, zone  Movable
+    cpu: 0
+              count:    1
+"""
+    files = {Path("/proc/meminfo"): "MemTotal: 16777216 kB\nMemAvailable: 4194304 kB\n"}
+    monkeypatch.setattr(devices, "_read_text", files.get)
+    assert devices.free_memory_bytes() == 4 * GIB  # a system that does not tell
+    files[Path("/proc/zoneinfo")] = zones
+    assert devices.free_memory_bytes() == 4 * GIB + (3107 + 18396 + 1) * os.sysconf("SC_PAGE_SIZE")

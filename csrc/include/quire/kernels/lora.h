@@ -82,6 +82,14 @@ struct LoraSpace {
   float* rows() { return memory + kLoraColumns; }
 };
 
+// Finished sums of the rows and columns of a rectangle, and the place of the result.
+struct LoraFinish {
+  StridedRows<const float> sums;
+  const float* bias;      // [64]
+  StridedRows<void> out;  // `sums` itself if it is float
+  DType out_dtype;
+};
+
 struct LoraArgs {
   LoraInput input;
   StridedRows<const float> base;
@@ -95,6 +103,9 @@ struct LoraKernels {
   // Called when all tasks are done. to[row][column] = the addition, in the rows of a LoraSpace, or -0 where nothing is
   // added: -0 keeps the bits of every number that it is added to. Returns `to`.
   const float* (*expand)(const LoraPlan&, const LoraBlock&, float* to);
+  // out = round(sums + bias + the addition), for a rectangle with at most 64 columns and any number of rows. Called
+  // when all tasks are done.
+  void (*finish)(const LoraPlan&, const LoraBlock&, const LoraFinish&);
   void (*add)(const LoraArgs&);
 };
 const LoraKernels& lora_kernels();
