@@ -31,7 +31,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +46,7 @@ from quire.entry.launch import find_model
 from quire.kernels import extension
 from quire.measure import report
 from quire.measure.arrivals import arrival_times
+from quire.measure.kept_costs import wait_for_costs
 from quire.measure.load import Outcome
 from quire.measure.options import Target, Traffic, Workload
 from quire.measure.serving import find_server, one_round
@@ -54,7 +54,7 @@ from quire.measure.statistics import tpot
 from quire.measure.workload import BenchRequest, named_workload, request_lengths
 from quire.model_config import ModelConfig, load_model_config
 from quire.planning import devices
-from quire.planning.step_costs import known_cost, step_arithmetic
+from quire.planning.step_costs import KnownCost, known_cost, step_arithmetic
 from quire.resolve import DeviceFacts
 from quire.settings import Planned
 from quire.simulate.executor import UntaughtCost
@@ -82,8 +82,8 @@ GOOD_SHARE = 0.95
 SEED = 7
 SERVED_RATES, SERVED_SHARE = (0.9, 1.1), 0.6  # of the simulated goodput; of the requests of a workload
 CALIBRATION_SECONDS = 60
-# Requests before all others: their steps correct the costs of a start, which a pause writes down.
-TEACHING, NUM_TEACHING, TEACHING_CONCURRENCY, PAUSE_SECONDS = "chat", 12, 6, 2.0
+# Requests before all others: their steps correct the costs of a start. The server keeps corrections after 256 steps.
+TEACHING, NUM_TEACHING, TEACHING_CONCURRENCY = "chat", 12, 6
 FIRST_ID = 1000  # of tokens that mark a prompt
 RATE_STEP = 1.02  # how exactly a goodput is known
 RECORDED = Path(__file__).parents[1] / "tests" / "planning" / "constants_0.6b.json"
@@ -225,22 +225,22 @@ class Served:
         self._num_rounds = 0
 
     def machine(self) -> Machine:
-        """This machine. Waits without load until the server has measured its steps; the program ends if it does not.
+        """This machine. Waits without load until the server has measured its steps; raises TimeoutError if it does not.
 
         Then requests correct what was measured: steps of a server that answers take longer.
         """
         model = find_model(self._config, None, weights=False)[2]
         device = devices.detect(extension.chosen_isa(), "none was looked for")
-        resolved, end = plan_engine(self._config, model, device), time.monotonic() + CALIBRATION_SECONDS
-        while not known_cost(resolved, model, device).is_measured:
-            if time.monotonic() > end:
-                sys.exit(f"the server has not measured its steps after {CALIBRATION_SECONDS} s")
-            time.sleep(0.5)
+        resolved = plan_engine(self._config, model, device)
+
+        def read() -> KnownCost:
+            return known_cost(resolved, model, device)
+
+        measured = wait_for_costs(read, CALIBRATION_SECONDS)
         workload = replace(named_workload(TEACHING), num_prompts=NUM_TEACHING)
         load = self._server.prepare(workload, Traffic(max_concurrency=TEACHING_CONCURRENCY))
         self._runner.run(one_round(self._server, load, load.requests(SEED), SEED, lambda: None))
-        time.sleep(PAUSE_SECONDS)
-        return Machine(model, device, {self._form: known_cost(resolved, model, device).cost.fit})
+        return Machine(model, device, {self._form: wait_for_costs(read, CALIBRATION_SECONDS, other_than=measured)})
 
     def goodput(self, case: Case, settings: Settings, rate: float) -> float:
         """Good requests per second of a case with these limits, at a rate."""

@@ -38,6 +38,7 @@ from quire.config import EngineConfig
 from quire.entry.launch import find_model
 from quire.kernels import extension
 from quire.measure import report
+from quire.measure.kept_costs import wait_for_costs
 from quire.measure.load import Run
 from quire.measure.options import Target, Traffic, Workload
 from quire.measure.prepared_load import PreparedLoad
@@ -45,7 +46,7 @@ from quire.measure.serving import find_server, one_round, warm_up
 from quire.measure.statistics import Metrics, measure
 from quire.measure.workload import named_workload
 from quire.planning import devices
-from quire.planning.step_costs import known_cost
+from quire.planning.step_costs import KnownCost, known_cost
 from quire.simulate.run import plan_engine, simulate
 
 # Requests of at most 2,048 tokens. `shared` is --dataset-name prefix_repetition: 10 beginnings of 256 tokens.
@@ -54,7 +55,7 @@ RATES = (0.5, 0.9, 1.5)
 MAX_NUM_SEQS, MAX_QUEUED = 32, 128
 CONTEXTS = 12  # of 2,048 tokens that fit in the KV cache; more run at once, so requests are preempted
 CALIBRATION_SECONDS = 120
-PAUSE_SECONDS = 1.0  # an idle server writes down within this time what its steps have corrected
+PAUSE_SECONDS = 4.0  # within this time an idle server takes memory, and keeps what the last 256 steps have corrected
 FEWEST_REQUESTS = 24
 # Requests before the first rate: their steps and what the front end takes for them correct the costs of a start.
 TEACHING, NUM_TEACHING, TEACHING_CONCURRENCY = "chat", 12, 6
@@ -122,13 +123,12 @@ class Bench:
         self._seed = 0
 
     def wait_for_calibration(self) -> None:
-        """Wait without load until the server has measured its steps. The program ends if it does not."""
-        resolved = plan_engine(self._config, self._model, self._device)
-        end = time.monotonic() + CALIBRATION_SECONDS
-        while not known_cost(resolved, self._model, self._device).is_measured:
-            if time.monotonic() > end:
-                sys.exit(f"the server has not measured its steps after {CALIBRATION_SECONDS} s")
-            time.sleep(0.5)
+        """Wait without load until the server has measured its steps. Raises TimeoutError if it does not."""
+        self._measured = wait_for_costs(self._known, CALIBRATION_SECONDS)
+
+    def _known(self) -> KnownCost:
+        """The costs that the server keeps now."""
+        return known_cost(plan_engine(self._config, self._model, self._device), self._model, self._device)
 
     def prepare(self, name: str, num_prompts: int, traffic: Traffic) -> PreparedLoad:
         """Make requests with prompts that are not in the prefix cache."""
@@ -152,8 +152,9 @@ class Bench:
         return run, {"preemptions": own["num_preemptions"], "cached tokens": own["prefix_cache_hits"]}
 
     def teach(self) -> None:
-        """Serve requests that are not measured."""
+        """Serve requests that are not measured, and wait until the server keeps what they correct."""
         self.serve(self.prepare(TEACHING, NUM_TEACHING, Traffic(max_concurrency=TEACHING_CONCURRENCY)))
+        wait_for_costs(self._known, CALIBRATION_SECONDS, other_than=self._measured)
 
     def cells(self, name: str, rates: list[float], seconds: float) -> list[Cell]:
         """A workload at each rate."""
