@@ -154,9 +154,8 @@ inline void add_words(const Quads<kRows, false>& x, int64_t first, int64_t count
 
 // sums += quads [first, first + count)
 template <int kRows, int kVectors>
-__attribute__((always_inline)) inline void add_wide(const Quads<kRows, true>& x, int64_t first, int64_t count,
-                                                    const uint8_t* w, Share<kVectors>& share,
-                                                    Sums<kRows, kVectors>& sums) {
+QUIRE_INLINE_ON_AVX2 inline void add_wide(const Quads<kRows, true>& x, int64_t first, int64_t count, const uint8_t* w,
+                                          Share<kVectors>& share, Sums<kRows, kVectors>& sums) {
   constexpr int kUnit = 2;
   // Quads at once: of 2, 4, 8 and 32, 8 were best for 4 to 32 rows, and 2 for one (Zen 3).
   constexpr int64_t kFetched = 2 * kPanelWidth / (kVectors * kLanes);
@@ -193,8 +192,8 @@ inline int64_t chunk_quads(int bits) {
 
 // words = 8 quads of 4-bit codes, which fit into 16 bits
 template <int kRows, int kVectors>
-__attribute__((always_inline)) inline void set_words(const Quads<kRows, false>& x, int64_t first, const uint8_t* w,
-                                                     Share<kVectors>& share, Sums<kRows, kVectors>& words) {
+QUIRE_INLINE_ON_AVX2 inline void set_words(const Quads<kRows, false>& x, int64_t first, const uint8_t* w,
+                                           Share<kVectors>& share, Sums<kRows, kVectors>& words) {
   share.fetch(calls_of<Codes::packed>(8));
 #pragma GCC unroll 8
   for (int quad = 0; quad < 8; ++quad) {
@@ -221,9 +220,8 @@ __attribute__((always_inline)) inline void set_words(const Quads<kRows, false>& 
 // a chunk, and with sums that begin with a product and not with zero, 1.05 to 1.12 times as fast from 3 rows on (Zen
 // 3).
 template <int kRows, int kVectors>
-__attribute__((always_inline)) inline void add_eights(const Quads<kRows, false>& x, int64_t first, int64_t count,
-                                                      const uint8_t* w, Share<kVectors>& share,
-                                                      Sums<kRows, kVectors>& sums) {
+QUIRE_INLINE_ON_AVX2 inline void add_eights(const Quads<kRows, false>& x, int64_t first, int64_t count,
+                                            const uint8_t* w, Share<kVectors>& share, Sums<kRows, kVectors>& sums) {
   for (const int64_t last = first + count; first < last; first += 8, w += 4 * kQuadBytes) {
     Sums<kRows, kVectors> words;
     set_words<kRows, kVectors>(x, first, w, share, words);
@@ -292,9 +290,8 @@ void run_part(const int8_t* codes, int64_t stride, const uint8_t* weights, int64
 // Adds the finished sums of a group to the float sums of kRows rows, in L1. `scales` and `factors` belong to the rows,
 // `numbers` to the columns.
 template <int kRows, int kVectors, Offset kOffset>
-__attribute__((always_inline)) inline void add_sums(const Sums<kRows, kVectors>& sums, const float* scales,
-                                                    const float* factors, const DecodedGroup& numbers, int64_t column,
-                                                    float* totals) {
+QUIRE_INLINE_ON_AVX2 inline void add_sums(const Sums<kRows, kVectors>& sums, const float* scales, const float* factors,
+                                          const DecodedGroup& numbers, int64_t column, float* totals) {
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
     const RowNumbers of_row(scales[r], factors[r]);
@@ -329,7 +326,7 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
     const uint8_t* w = run.weights + column * kQuad;
     float* totals = run.totals + column;
     for (int64_t g = 0; g < num_groups; ++g, w += group_bytes, scales += pitch, factors += pitch) {
-      __asm__("" : "+r"(totals));  // otherwise g++ 12 keeps the address of each total in memory
+      if constexpr (kHasEights) __asm__("" : "+r"(totals));  // otherwise g++ 12 keeps the addresses of totals in memory
       Sums<kRows, kVectors> sums;
       if constexpr (kIsEight) {
         set_words<kRows, kVectors>(x, g * group_quads, w, share, sums);
