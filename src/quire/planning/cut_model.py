@@ -88,7 +88,10 @@ class ModelCut:
         return replace(model, layers=layers, vocab_share=share, drafter=self._drafter(rank))
 
     def _drafter(self, rank: int) -> ModelConfig | None:
-        """The part of a drafter. A drafting model is cut too. Every rank has all of it if it is a head or cannot be cut."""
+        """The part of a drafter. A drafting model is cut too.
+
+        Every rank has all of it if it is a head or cannot be cut.
+        """
         drafter = self._model.drafter
         if drafter is None or why_not_cut(drafter, self._num_parts) is not None:
             return drafter
