@@ -88,7 +88,10 @@ class ModelCut:
         return replace(model, layers=layers, vocab_share=share, drafter=self._drafter(rank))
 
     def _drafter(self, rank: int) -> ModelConfig | None:
-        """The part of a drafter. A model that drafts is cut too. A rank has all of a head, or of what cannot be cut."""
+        """The part of a drafter. A drafting model is cut too.
+
+        Every rank has all of it if it is a head or cannot be cut.
+        """
         drafter = self._model.drafter
         if drafter is None or why_not_cut(drafter, self._num_parts) is not None:
             return drafter
@@ -281,7 +284,7 @@ def legal_divisions(model: ModelConfig, num_parts: int) -> list[int]:
 
 
 def check_division(model: ModelConfig, num_parts: int, num_owners: int) -> None:
-    """Raise ConfigError, with the legal numbers, if ranks cannot divide the KV cache so. The degree must be legal."""
+    """Raise ConfigError if ranks cannot divide the KV cache so; it names legal numbers. The degree must be legal."""
     reason = why_not_divided(model, num_parts, num_owners)
     if reason is not None:
         legal = legal_divisions(model, num_parts)
