@@ -271,7 +271,7 @@ from quire.worker.worker import DeviceWorker
 execute, join, steps = DeviceWorker.execute, SharedMemoryGroup.gather_to, []
 def count(worker, batch):
     ids = batch.request_ids
-    steps.append(len(ids) >= int(os.environ["LEAST_ROWS"]) and not ids[0].startswith("probe"))
+    steps.append(len(ids) >= int(os.environ["LEAST_ROWS"]) and ids[0][0] == "r")  # not a probe, nor the warm-up
     return execute(worker, batch)
 def join_or_raise(group, *arguments):
     if steps and steps[-1] and sum(steps) == 3:
