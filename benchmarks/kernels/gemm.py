@@ -3,13 +3,12 @@
 Every engine uses many copies of the weight in turns, so that the weight of a call is not in the caches, as in a model.
 Quire's calls are recorded, as in the engine's steps. The engines take turns in short bursts. Each burst begins after a
 pause, because OpenMP threads spin for some milliseconds after a call and would take a core from the next engine. A
-result is the median call. The limit of a shape
-is the larger of two times: the bytes of the weight divided by the measured read bandwidth, and the operations divided
-by the measured peak of arithmetic in registers. For integer weights it is the peak of products of codes with so many
-bits and 8-bit integers. Bandwidth and peak are measured between the bursts, so that a noisy machine changes them as it
-changes the calls. `--quantization` lists the formats of the weights (`none`: the weights are in `--dtype`). Weights in
-formats of checkpoints (`q4_k`, `awq` ...) are random codes in the form that the kernels read. Instruction sets are
-measured one after the other.
+result is the median call. The limit of a shape is the larger of two times: the bytes of the weight divided by the
+measured read bandwidth, and the operations divided by the measured peak of arithmetic in registers. For integer weights
+it is the peak of products of codes with so many bits and 8-bit integers. Bandwidth and peak are measured between the
+bursts, so that a noisy machine changes them as it changes the calls. `--quantization` lists the formats of the weights
+(`none`: the weights are in `--dtype`). Weights in formats of checkpoints (`q4_k`, `awq` ...) are random codes in the
+form that the kernels read. Instruction sets are measured one after the other.
 
     python benchmarks/kernels/gemm.py --quantization none --shapes 1024x3072,1024x151936 --m 1,4,16,64,256 --isa amx
     python benchmarks/kernels/gemm.py --no-peers --isa avx2,avx512_bf16 --save HARDWARE

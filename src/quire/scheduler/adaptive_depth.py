@@ -127,7 +127,7 @@ class _Drafting:
     is_read: bool = False  # whether the drafter has drafted with its present blocks
     is_trial: bool = False  # whether its last drafts were a trial
     is_over: bool = False  # whether it drafts no more
-    wait: int = 1  # the steps between a failed trial and the next one
+    wait: int = 1  # the steps between a trial that says nothing new and the next one
     next_trial: int = 0  # the first step in which it may try again
 
 
