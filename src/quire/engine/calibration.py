@@ -18,11 +18,12 @@ from quire.logs import get_logger
 
 logger = get_logger(__name__)
 
-REPEATED_SECONDS = 0.1  # a step is repeated for this time, between LEAST_REPEATS and MOST_REPEATS times
+REPEATED_SECONDS = 0.1  # a step is repeated for this time in a round, between LEAST_REPEATS and MOST_REPEATS times
 LEAST_REPEATS, MOST_REPEATS = 2, 3
 # A request that comes while a step is measured waits for its end: longer ones are not measured.
 MAX_STEP_SECONDS = 0.5
-MAX_SECONDS = 10.0  # the most time for all of them
+MAX_SECONDS = 10.0  # the most time for all of them, in both rounds
+MOST_DELAYED = 1.1  # a step that took more than this multiple of its time in the second round was held up in the first
 RUNNING_REPEATS = 2  # the running steps of a size that count like measured steps
 WELL_PREDICTED = 1.1  # a running step within this ratio of its prediction needs no other constants
 KEPT_STEPS = 256  # running steps whose corrections are kept for later starts, together
@@ -31,13 +32,18 @@ KEPT_STEPS = 256  # running steps whose corrections are kept for later starts, t
 class Calibration:
     """The measured steps of one engine.
 
+    All steps are measured in two rounds. Other programs only delay steps, and they often run for longer than one step
+    is repeated, so a step of the first round is compared with the same step some seconds later. What the second round
+    does not correct stays as it is.
+
     A server that gets requests at once has no time to measure. Then its first running steps count as measured ones: a
     few of each size, by tokens and by the length of contexts.
 
     Args:
         guess: constants before anything is measured.
         points: the steps to measure, in this order.
-        done: is told the constants that all of them gave, with the costs that do not depend on constants.
+        done: is told the constants that all of them gave, after each round, with the costs that do not depend on
+            constants.
     """
 
     def __init__(
@@ -51,10 +57,11 @@ class Calibration:
     ) -> None:
         self._core, self._cost, self._guess, self._done, self._clock = core, cost, guess, done, clock
         self._points = deque(points)
-        self._repeats: list[float] = []  # seconds of the first point, so far
+        self._repeats: list[float] = []  # seconds of the first point in this round, so far
         self._seconds_left = MAX_SECONDS
         self.rows: list[Rows] = []  # the rows of `steps`
         self.steps: list[MeasuredStep] = []
+        self._is_second_round = False  # its points are the `rows`
         self._running: list[MeasuredStep] = []
         self._running_sizes: Counter[tuple[int, int]] = Counter()
         if self._points:
@@ -95,14 +102,26 @@ class Calibration:
         load, seconds = probed
         self._seconds_left -= seconds
         self._repeats.append(seconds)
-        timed = self._repeats[1:]  # the first one takes memory, and is recorded
+        timed = (
+            self._repeats if self._is_second_round else self._repeats[1:]
+        )  # the first one takes memory, and is recorded
         if len(timed) == MOST_REPEATS or (len(timed) >= LEAST_REPEATS and sum(timed) >= REPEATED_SECONDS):
-            self.rows.append(self._points[0])
             # Other programs only delay steps, so the shorter one of two counts.
-            self.steps.append(MeasuredStep(self._cost.arithmetic.demand(load), statistics.median_low(timed)))
-            self._fit()
+            self._take_in(MeasuredStep(self._cost.arithmetic.demand(load), statistics.median_low(timed)))
             self._drop_point()
         return True
+
+    def _take_in(self, step: MeasuredStep) -> None:
+        """The first point takes this time."""
+        if self._is_second_round:
+            index = len(self.rows) - len(self._points)
+            if self.steps[index].seconds <= MOST_DELAYED * step.seconds:
+                return
+            self.steps[index] = step
+        else:
+            self.rows.append(self._points[0])
+            self.steps.append(step)
+        self._fit()
 
     def _learn(self, load: Load, seconds: float) -> None:
         """A running step took `seconds`."""
@@ -124,6 +143,9 @@ class Calibration:
             self._cost.learn = None
             if self.steps:
                 self._done(self._cost.corrected_fit())
+            if not self._is_second_round:
+                self._is_second_round = True
+                self._points.extend(self.rows)
 
     def _context(self) -> int:
         return max(start for start, _ in self._points[0])
