@@ -17,12 +17,14 @@ from quire.frontend.logprobs import LogprobDecoder
 from quire.frontend.tokenizer import Tokenizer
 from quire.server import completions, limits, loop_lag
 from quire.server.logprobs import LogprobWriter
+from quire.server.text import tagged_calls
 from quire.server.tool_choice import ToolChoice
 from tests.server.serving import RunningServer
 from tests.server.test_errors import CHAT, COMPLETIONS, JSON, MESSAGES, error_of
 
 LONG_PROMPT = {"prompt": "a " * 300}
 STRICT = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+CALLED = {"type": "function", "function": {"name": "f", "parameters": STRICT["parameters"]}}
 STRICT_TOOLS = {"messages": MESSAGES, "max_tokens": 1, "tools": [{"type": "function", "function": STRICT}]}
 LONG_CHAT = {"messages": [{"role": "user", "content": "a " * 300}]}
 
@@ -134,3 +136,14 @@ def test_lag_is_measured(large):
     large.wait_for(
         lambda: large.metric("quire_event_loop_lag_seconds_count", engine=None) >= 2, "two looks at the loop"
     )
+
+
+def test_the_tools_of_a_request_are_read_once(large, monkeypatch):
+    """However many continuations there are: reading large schemas takes half a second."""
+    read = spy(monkeypatch, tagged_calls, "json_types")
+    body = {"messages": MESSAGES, "max_tokens": 1, "n": 8, "tools": [CALLED]}
+    with RunningServer(enable_auto_tool_choice=True, tool_call_parser="hermes") as server:
+        assert len(server.http.post(CHAT, json=body).json()["choices"]) == 8
+        loop = server.run(threading.get_ident)
+    assert len(read) == 1, "the only parameter was read for every continuation"
+    assert loop not in read, "the tools were read on the event loop"
