@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from quire.frontend import infill
+from quire import sampling_params
+from quire.frontend import async_engine, grammar_pool, infill
 from quire.frontend.input_processor import InputProcessor
 from quire.frontend.logprobs import LogprobDecoder
 from quire.frontend.tokenizer import Tokenizer
@@ -26,6 +27,8 @@ LONG_PROMPT = {"prompt": "a " * 300}
 STRICT = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 CALLED = {"type": "function", "function": {"name": "f", "parameters": STRICT["parameters"]}}
 STRICT_TOOLS = {"messages": MESSAGES, "max_tokens": 1, "tools": [{"type": "function", "function": STRICT}]}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"$ref": "#/none"}}}  # refused, by a process
+MANY_IDS = [*range(4_000), *[5] * 1_000]
 LONG_CHAT = {"messages": [{"role": "user", "content": "a " * 300}]}
 
 
@@ -59,6 +62,10 @@ def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
         (COMPLETIONS, {"prompt": [5] * 5_000}, InputProcessor, "process"),
         (COMPLETIONS, {"prompt": "a " * 4000, "truncate_prompt_tokens": 5, "max_tokens": 1}, InputProcessor, "process"),
         (COMPLETIONS, {"prompt": "a " * 900, "suffix": "b", "max_tokens": 1}, InputProcessor, "encode"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1, "allowed_token_ids": MANY_IDS}, sampling_params, "plain_list"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1, "allowed_token_ids": MANY_IDS}, InputProcessor, "process"),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 1, "allowed_token_ids": MANY_IDS}, sampling_params, "plain_list"),
+        (CHAT, {"messages": MESSAGES, "response_format": SCHEMA}, grammar_pool, "framed"),
         (CHAT, STRICT_TOOLS, ToolChoice, "of"),
         ("/v1/responses/input_tokens", {"input": "a", "tools": [STRICT | {"type": "function"}]}, ToolChoice, "of"),
         ("/tokenize", {"prompt": "a " * 4000}, Tokenizer, "encode"),
@@ -90,6 +97,7 @@ def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
     ],
 )
 def test_large_bodies_do_not_run_on_the_event_loop(large, monkeypatch, path, body, owner, name):
+    monkeypatch.setattr(async_engine, "INLINE_PROMPT_CHARS", 3_000)  # this vocabulary is small
     threads = spy(monkeypatch, owner, name)
     response = large.http.post(path, content=json.dumps(body).encode(), headers=JSON)
     if response.status_code != 200:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from quire.errors import InvalidRequestError, NotReadyError, UnsupportedFieldError
+from quire.frontend.async_engine import has_many_ids
 from quire.frontend.input_processor import ProcessedRequest, Truncation
 from quire.frontend.prompts import PromptType
 from quire.frontend.stream import RequestStream
@@ -209,6 +210,11 @@ def check_body(state: ServerState, body: GenerationRequest, ignored: list[str]) 
     _check_beam_search(body)
     if body.priority and not state.settings.has_priorities:
         ignored.append("priority")
+
+
+async def made(make: Callable[[], Generation], body: GenerationRequest) -> Generation:
+    """The result of `make`, which checks the fields of the body. If it has many token ids, it runs in a thread."""
+    return await asyncio.to_thread(make) if has_many_ids(body.allowed_token_ids) else make()
 
 
 def of_body(
