@@ -204,7 +204,7 @@ def check(state: ServerState, body: GenerationRequest, ignored: list[str]) -> No
 def check_body(state: ServerState, body: GenerationRequest, ignored: list[str]) -> None:
     """Refuse fields that exclude each other, and fill in the server's defaults. Adds fields without effect."""
     state.adapter(body.model)
-    _check_stream_options(body)
+    _check_stream_options(body, ignored)
     _apply_defaults(state, body)
     _check_truncation(body)
     _check_beam_search(body)
@@ -248,8 +248,12 @@ def of_body(
     )
 
 
-def _check_stream_options(body: GenerationRequest) -> None:
-    if body.stream_options is not None and not body.is_streamed:
+def _check_stream_options(body: GenerationRequest, ignored: list[str]) -> None:
+    if body.stream_options is None:
+        return
+    if body.stream_options.include_obfuscation:
+        ignored.append("stream_options.include_obfuscation")
+    if not body.is_streamed:
         raise InvalidRequestError(
             "stream_options is only for streamed answers",
             fix="Set stream to true, or remove it",
