@@ -158,6 +158,35 @@ def test_a_slow_constraint_ends_alone() -> None:
     in_pool(use, max_seconds=0.3)
 
 
+def test_nobody_waits_for_the_work_of_callers_that_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that gives up and asks again would else fill the queue with constraints that nobody wants."""
+    monkeypatch.setattr(bounded_pool, "MAX_PROCESSES", 1)
+    exchange, compiled = bounded_pool._BoundedProcess.exchange, list[bytes]()
+
+    async def recorded(process: bounded_pool._BoundedProcess, frame: bytes) -> bytes:
+        compiled.append(frame)
+        return await exchange(process, frame)
+
+    monkeypatch.setattr(bounded_pool._BoundedProcess, "exchange", recorded)
+
+    async def use(pool: GrammarPool) -> None:
+        await pool.grammar(DIGITS)
+        (process,) = compilers()
+        process.suspend()
+        waiting = [asyncio.create_task(pool.grammar(Structured(regex=f"[0-9]{{{length}}}"))) for length in range(4, 9)]
+        while len(compiled) < 2:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(2 * bounded_pool.PATIENCE_SECONDS)
+        for task in waiting[1:-1]:
+            task.cancel()
+        await asyncio.wait(waiting[1:-1])
+        process.resume()
+        assert await waiting[0] and await waiting[-1]
+        assert len(compiled) == 3, "DIGITS, and the constraints of the first and the last caller"
+
+    in_pool(use)
+
+
 def test_a_process_that_is_killed_at_any_stage_is_replaced() -> None:
     """While it is idle, while it starts, while it compiles: the request is tried again once."""
 

@@ -182,6 +182,17 @@ def test_continuous_usage(server):
     assert counts[-1] == len(ANSWER) + 1
 
 
+@pytest.mark.parametrize("is_wanted", [True, False, None])
+def test_padding_is_accepted_without_effect(server, is_wanted):
+    """OpenAI's clients may send it. It does not change the text."""
+    body = {"messages": MESSAGES, "stream": True, "stream_options": {"include_obfuscation": is_wanted}}
+    response = server.http.post(CHAT, json=body)
+    assert response.status_code == 200
+    assert b"obfuscation" not in response.content
+    named = response.headers.get("x-quire-ignored-fields")
+    assert named == ("stream_options.include_obfuscation" if is_wanted else None)
+
+
 def test_no_usage_unless_asked(server):
     assert all("usage" not in event for event in server.events(CHAT, messages=MESSAGES))
 

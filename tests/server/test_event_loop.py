@@ -11,19 +11,24 @@ from typing import Any
 
 import pytest
 
-from quire.frontend import infill
+from quire import sampling_params
+from quire.frontend import async_engine, grammar_pool, infill
 from quire.frontend.input_processor import InputProcessor
 from quire.frontend.logprobs import LogprobDecoder
 from quire.frontend.tokenizer import Tokenizer
 from quire.server import completions, limits, loop_lag
 from quire.server.logprobs import LogprobWriter
+from quire.server.text import tagged_calls
 from quire.server.tool_choice import ToolChoice
 from tests.server.serving import RunningServer
 from tests.server.test_errors import CHAT, COMPLETIONS, JSON, MESSAGES, error_of
 
 LONG_PROMPT = {"prompt": "a " * 300}
 STRICT = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+CALLED = {"type": "function", "function": {"name": "f", "parameters": STRICT["parameters"]}}
 STRICT_TOOLS = {"messages": MESSAGES, "max_tokens": 1, "tools": [{"type": "function", "function": STRICT}]}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"$ref": "#/none"}}}  # refused, by a process
+MANY_IDS = [*range(4_000), *[5] * 1_000]
 LONG_CHAT = {"messages": [{"role": "user", "content": "a " * 300}]}
 
 
@@ -57,6 +62,10 @@ def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
         (COMPLETIONS, {"prompt": [5] * 5_000}, InputProcessor, "process"),
         (COMPLETIONS, {"prompt": "a " * 4000, "truncate_prompt_tokens": 5, "max_tokens": 1}, InputProcessor, "process"),
         (COMPLETIONS, {"prompt": "a " * 900, "suffix": "b", "max_tokens": 1}, InputProcessor, "encode"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1, "allowed_token_ids": MANY_IDS}, sampling_params, "plain_list"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1, "allowed_token_ids": MANY_IDS}, InputProcessor, "process"),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 1, "allowed_token_ids": MANY_IDS}, sampling_params, "plain_list"),
+        (CHAT, {"messages": MESSAGES, "response_format": SCHEMA}, grammar_pool, "framed"),
         (CHAT, STRICT_TOOLS, ToolChoice, "of"),
         ("/v1/responses/input_tokens", {"input": "a", "tools": [STRICT | {"type": "function"}]}, ToolChoice, "of"),
         ("/tokenize", {"prompt": "a " * 4000}, Tokenizer, "encode"),
@@ -88,6 +97,7 @@ def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
     ],
 )
 def test_large_bodies_do_not_run_on_the_event_loop(large, monkeypatch, path, body, owner, name):
+    monkeypatch.setattr(async_engine, "INLINE_PROMPT_CHARS", 3_000)  # this vocabulary is small
     threads = spy(monkeypatch, owner, name)
     response = large.http.post(path, content=json.dumps(body).encode(), headers=JSON)
     if response.status_code != 200:
@@ -134,3 +144,14 @@ def test_lag_is_measured(large):
     large.wait_for(
         lambda: large.metric("quire_event_loop_lag_seconds_count", engine=None) >= 2, "two looks at the loop"
     )
+
+
+def test_the_tools_of_a_request_are_read_once(large, monkeypatch):
+    """However many continuations there are: reading large schemas takes half a second."""
+    read = spy(monkeypatch, tagged_calls, "json_types")
+    body = {"messages": MESSAGES, "max_tokens": 1, "n": 8, "tools": [CALLED]}
+    with RunningServer(enable_auto_tool_choice=True, tool_call_parser="hermes") as server:
+        assert len(server.http.post(CHAT, json=body).json()["choices"]) == 8
+        loop = server.run(threading.get_ident)
+    assert len(read) == 1, "the only parameter was read for every continuation"
+    assert loop not in read, "the tools were read on the event loop"

@@ -120,6 +120,25 @@ def test_malformed_bodies(body, param):
     assert error.value.param == param
 
 
+@pytest.mark.parametrize(
+    "text", [r"\ud800", r"\udfff", r"x\ud83d y", r"\uD83D\ud83d\ude00", r"\ud83d\u0041", r"\\\ude00", r"\ud83d\\ude00"]
+)
+def test_half_a_character_is_named(text):
+    """It is what a client sends that cuts its texts by UTF-16 units."""
+    decoder, _, _ = COMPLETION
+    with pytest.raises(InvalidRequestError, match="half of a surrogate pair"):
+        decoder.decode(b'{"prompt": "%s"}' % text.encode())
+
+
+@pytest.mark.parametrize("text", [r"\ud83d\ude00", r"\\ud83d", r"\uD83D\uDE00\\ude00", r"\ud7ff\ue000"])
+def test_whole_characters_and_escaped_backslashes_are_not(text):
+    decoder, _, _ = COMPLETION
+    body, _ = decoder.decode(b'{"prompt": "%s"}' % text.encode())
+    assert body.prompt == json.loads(f'"{text}"')
+    with pytest.raises(InvalidRequestError, match="not valid JSON"):
+        decoder.decode(b'{"prompt": "%s"' % text.encode())
+
+
 def test_a_number_without_a_fraction_is_an_integer():
     """As in JSON Schema; what is no integer by its type stays as it was written."""
     decoder, _, _ = COMPLETION

@@ -169,6 +169,7 @@ def test_an_unknown_model(server: RunningServer, path: str, fields) -> None:
         ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools[0].type", "invalid_value"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "unsupported_field"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice", "invalid_value"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name", "invalid_value"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "messages[0].content[0].type",

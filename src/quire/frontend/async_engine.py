@@ -230,7 +230,7 @@ class AsyncEngine:
                 request_id, prompt, sampling_params, arrival_time=arrival_time, grammar=grammar, **options
             )
 
-        is_slow = params is not None and bool(params.bad_words)
+        is_slow = params is not None and (bool(params.bad_words) or has_many_ids(params.allowed_token_ids))
         return await asyncio.to_thread(process) if is_slow or _is_long(prompt) else process()
 
     def _pick(self, rank: int | None = None, num_prompt_tokens: int = 1, waited: float = 0.0) -> Replica:
@@ -382,6 +382,11 @@ class AsyncEngine:
             await replica.wait_closed()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
+
+
+def has_many_ids(ids: Sequence[int] | None) -> bool:
+    """Whether a list of token ids is long: to check a million takes 0.1 s."""
+    return ids is not None and len(ids) > INLINE_PROMPT_CHARS
 
 
 def _is_long(prompt: PromptType) -> bool:

@@ -6,9 +6,28 @@ The engine sees ordinary one-token requests, and the prefix cache keeps each bea
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, PositionLogprobs
 from quire.sampling_params import BeamSearchParams, SamplingParams
+
+
+class _Extension(NamedTuple):
+    """A beam with one more token. Its lists are copied only if it is among the best."""
+
+    beam: BeamSearchSequence
+    token_id: int
+    cum_logprob: float
+    choices: PositionLogprobs
+
+    def sequence(self, finish_reason: Literal["stop"] | None = None) -> BeamSearchSequence:
+        return BeamSearchSequence(
+            [*self.beam.tokens, self.token_id],
+            self.cum_logprob,
+            [*self.beam.logprobs, self.choices],
+            finish_reason=finish_reason,
+            stop_reason=None if finish_reason is None else self.token_id,
+        )
 
 
 class BeamSearch:
@@ -22,7 +41,7 @@ class BeamSearch:
         self._num_prompt_tokens = len(prompt_token_ids)
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._beams = [BeamSearchSequence(list(prompt_token_ids))]
-        self._finished: list[BeamSearchSequence] = []
+        self._finished: list[BeamSearchSequence] = []  # the best ones: their scores do not change any more
 
     def step_params(self) -> SamplingParams:
         """Parameters of the one-token request that extends a beam. Twice the width is enough if every beam ends."""
@@ -43,25 +62,28 @@ class BeamSearch:
 
     def advance(self, logprobs: Sequence[PositionLogprobs]) -> None:
         """Take the next-token logprobs of each pending sequence, in its order."""
-        candidates: list[BeamSearchSequence] = []
-        for beam, choices in zip(self._beams, logprobs, strict=True):
-            for token_id, choice in choices.items():
-                extended = BeamSearchSequence(
-                    [*beam.tokens, token_id], beam.cum_logprob + choice.logprob, [*beam.logprobs, choices]
-                )
-                if token_id in self._eos:
-                    extended.finish_reason, extended.stop_reason = "stop", token_id
-                    self._finished.append(extended)
-                else:
-                    candidates.append(extended)
-        self._beams = sorted(candidates, key=self._score, reverse=True)[: self._params.beam_width]
+        found = [
+            _Extension(beam, token_id, beam.cum_logprob + choice.logprob, choices)
+            for beam, choices in zip(self._beams, logprobs, strict=True)
+            for token_id, choice in choices.items()
+        ]
+        ends = [extension.sequence("stop") for extension in self._most_likely(found, is_end=True)]
+        self._finished = self._best(self._finished + ends)
+        self._beams = [extension.sequence() for extension in self._most_likely(found, is_end=False)]
+
+    def _most_likely(self, found: Sequence[_Extension], *, is_end: bool) -> list[_Extension]:
+        """The best of the extensions that end a sequence, or of the others. They all have the same length."""
+        chosen = [extension for extension in found if (extension.token_id in self._eos) is is_end]
+        return sorted(chosen, key=lambda extension: extension.cum_logprob, reverse=True)[: self._params.beam_width]
+
+    def _best(self, sequences: Sequence[BeamSearchSequence]) -> list[BeamSearchSequence]:
+        return sorted(sequences, key=self._score, reverse=True)[: self._params.beam_width]
 
     def result(self) -> BeamSearchOutput:
         """The best sequences, finished or cut at max_tokens, best first."""
         for beam in self._beams:
             beam.finish_reason = "length"
-        best = sorted(self._finished + self._beams, key=self._score, reverse=True)
-        return BeamSearchOutput(best[: self._params.beam_width])
+        return BeamSearchOutput(self._best(self._finished + self._beams))
 
     def _score(self, sequence: BeamSearchSequence) -> float:
         length = len(sequence.tokens) - (sequence.finish_reason == "stop")

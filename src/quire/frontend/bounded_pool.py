@@ -14,6 +14,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import msgspec
@@ -43,6 +44,13 @@ _FAULTS = {
     -signal.SIGSEGV: "made its process crash",
     -signal.SIGABRT: "made its process crash",
 }
+
+
+@dataclass(slots=True)
+class _Work:
+    """A framed message; empty if its caller has left, so that the memory is free and no process works for nobody."""
+
+    frame: bytes
 
 
 class BoundedPool(ABC):
@@ -81,25 +89,33 @@ class BoundedPool(ABC):
             QuireError: the process answered with it, or the request ended the process (`refusal`).
             ProcessLostError: two processes ended or stood still, and the request is not the reason.
         """
-        # A caller that leaves does not stop the work. Otherwise the next caller would get this one's text.
-        task = asyncio.create_task(self._text(frame))
+        # A caller that leaves does not stop work that has begun. Otherwise the next caller would get this one's text.
+        work = _Work(frame)
+        task = asyncio.create_task(self._text(work))
         self._running.add(task)
         task.add_done_callback(self._on_done)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            work.frame = b""
+            raise
 
     def _on_done(self, task: asyncio.Task[str]) -> None:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # mark it as seen: its caller may have left
 
-    async def _text(self, frame: bytes) -> str:
+    async def _text(self, work: _Work) -> str:
         try:
-            return await self._text_from(await self._free_process(), frame)
+            return await self._text_from(await self._free_process(), work.frame)
         except ProcessLostError as error:
             _lost_log.warning("%s A new process does the work again", error.message)
-        return await self._text_from(await self._new_process(), frame)  # an idle process may be stopped too
+        return await self._text_from(await self._new_process(), work.frame)  # an idle process may be stopped too
 
     async def _text_from(self, process: _BoundedProcess, frame: bytes) -> str:
+        if not frame:  # the caller has left while it waited for a process
+            self._idle.put_nowait(process)
+            return ""
         try:
             answer = await process.exchange(frame)
         except (EOFError, OSError):

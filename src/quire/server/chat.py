@@ -94,10 +94,11 @@ async def generation_of(
     if (constraint := tools.constraint or constraint) is not None:
         constraint = tools.behind_reasoning(constraint, state.settings.server, prompt)
         body.structured_outputs, body.response_format = constraint, None
-    new_parser = tools.new_parser(body, state.settings.server, prompt)
+    new_parser = tools.new_parser(state.settings.server, prompt)
     if new_parser is not None and state.has_special_tags:
         body.skip_special_tokens = False
-    return replace(_generation(state, body, prompt, request_id, prefix), new_parser=new_parser)
+    asked = await generation.made(partial(_generation, state, body, prompt, request_id, prefix), body)
+    return replace(asked, new_parser=new_parser)
 
 
 async def render(state: ServerState, body: ChatRequest) -> str:

@@ -56,7 +56,7 @@ async def prepare(
     prompts = split_prompts(body.prompt) if len(body.prompt) <= INLINE_PROMPT_CHARS else await _split_long(body.prompt)
     if body.suffix:
         prompts = await asyncio.to_thread(_infill_prompts, state, body, prompts, body.suffix)
-    asked = _generation(state, body, prompts, request_id)
+    asked = await generation.made(partial(_generation, state, body, prompts, request_id), body)
     return asked, _CompletionWriter(state, body, asked)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from quire.errors import InvalidRequestError, NotReadyError, UnsupportedFieldError
+from quire.frontend.async_engine import has_many_ids
 from quire.frontend.input_processor import ProcessedRequest, Truncation
 from quire.frontend.prompts import PromptType
 from quire.frontend.stream import RequestStream
@@ -203,12 +204,17 @@ def check(state: ServerState, body: GenerationRequest, ignored: list[str]) -> No
 def check_body(state: ServerState, body: GenerationRequest, ignored: list[str]) -> None:
     """Refuse fields that exclude each other, and fill in the server's defaults. Adds fields without effect."""
     state.adapter(body.model)
-    _check_stream_options(body)
+    _check_stream_options(body, ignored)
     _apply_defaults(state, body)
     _check_truncation(body)
     _check_beam_search(body)
     if body.priority and not state.settings.has_priorities:
         ignored.append("priority")
+
+
+async def made(make: Callable[[], Generation], body: GenerationRequest) -> Generation:
+    """The result of `make`, which checks the fields of the body. If it has many token ids, it runs in a thread."""
+    return await asyncio.to_thread(make) if has_many_ids(body.allowed_token_ids) else make()
 
 
 def of_body(
@@ -242,8 +248,12 @@ def of_body(
     )
 
 
-def _check_stream_options(body: GenerationRequest) -> None:
-    if body.stream_options is not None and not body.is_streamed:
+def _check_stream_options(body: GenerationRequest, ignored: list[str]) -> None:
+    if body.stream_options is None:
+        return
+    if body.stream_options.include_obfuscation:
+        ignored.append("stream_options.include_obfuscation")
+    if not body.is_streamed:
         raise InvalidRequestError(
             "stream_options is only for streamed answers",
             fix="Set stream to true, or remove it",

@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.errors import InvalidRequestError
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.server import chat, lora_admin
 from quire.server.answer import Writer, parsed, respond
@@ -146,6 +147,12 @@ def _function(tool: Tool) -> dict[str, Any]:
 
 def _tool_choice(wish: ToolWish) -> str | dict[str, Any]:
     if wish.type == "tool":
+        if wish.name is None:
+            raise InvalidRequestError(
+                "tool_choice of type tool has no name",
+                expected='{"type": "tool", "name": ...}',
+                param="tool_choice.name",
+            )
         return {"type": "function", "function": {"name": wish.name}}
     return "required" if wish.type == "any" else wish.type
 

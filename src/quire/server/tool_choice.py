@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire.errors import InvalidRequestError, UnsupportedFieldError
@@ -16,6 +16,7 @@ from quire.server.text import harmony
 from quire.server.text.parser import CALL_LIST, AnswerParser
 from quire.server.text.reasoning import REASONING_FORMATS
 from quire.server.text.strict_calls import harmony_calls, moved, strict_tag
+from quire.server.text.tagged_calls import ParameterTypes, parameter_types
 from quire.settings import ServerSettings
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -30,12 +31,14 @@ class ToolChoice:
         named: the tool that the answer is the arguments of.
         constraint: the form that the answer must have.
         most_calls: None: any number.
+        types: the types of the tools' parameters, which the parsers of all continuations share.
     """
 
     parser: str | None = None
     named: str | None = None
     constraint: StructuredOutputsParams | None = None
     most_calls: int | None = None
+    types: ParameterTypes = field(default_factory=dict)
 
     @classmethod
     async def read(cls, body: ChatRequest, settings: ServerSettings, ignored: list[str]) -> ToolChoice:
@@ -62,7 +65,8 @@ class ToolChoice:
         if choice in (None, "auto"):
             _check_automatic(settings)
             constraint = None if body.constraint() is not None else _strict(body.tools, schemas, settings)
-            return cls(settings.tool_call_parser, constraint=constraint, most_calls=most_calls)
+            types = parameter_types(body.tools)
+            return cls(settings.tool_call_parser, constraint=constraint, most_calls=most_calls, types=types)
         name = None if choice == "required" else _named(choice, schemas)
         if settings.tool_call_parser == HARMONY_TOOLS or settings.reasoning_parser == HARMONY_REASONING:
             asked = schemas if name is None else {name: schemas[name]}
@@ -83,7 +87,7 @@ class ToolChoice:
         reasoning = REASONING_FORMATS.get(settings.reasoning_parser or "")
         return constraint if reasoning is None else reasoning.constrained(constraint, prompt)
 
-    def new_parser(self, body: ChatRequest, settings: ServerSettings, prompt: str) -> Callable[[], AnswerParser] | None:
+    def new_parser(self, settings: ServerSettings, prompt: str) -> Callable[[], AnswerParser] | None:
         """Makes the parser of a continuation; None: its whole text is content."""
         reasoning = settings.reasoning_parser
         if reasoning is None and self.parser is None and self.named is None:
@@ -93,7 +97,7 @@ class ToolChoice:
             self.parser,
             named=self.named,
             prompt=prompt,
-            schemas=body.tools or (),
+            types=self.types,
             most_calls=self.most_calls,
         )
 

@@ -14,6 +14,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.grammar.compiled import compiled_matcher, vocabulary
 from quire.server.text.events import Content, Event, Reasoning, ToolArguments, ToolCallStart
 from quire.server.text.parser import AnswerParser
+from quire.server.text.tagged_calls import parameter_types
 
 TOOLS = [
     {
@@ -38,7 +39,7 @@ TOOLS = [
 def parse(pieces: str | Iterable[str], **formats: Any) -> tuple[list[Event], str]:
     """The events of an answer, with neighbouring texts joined, and its finish reason if it ends with `stop`."""
     numbers = count()
-    parser = AnswerParser(schemas=TOOLS, new_id=lambda: f"id{next(numbers)}", **formats)
+    parser = AnswerParser(types=parameter_types(TOOLS), new_id=lambda: f"id{next(numbers)}", **formats)
     pieces = [pieces] if isinstance(pieces, str) else pieces
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
     return merged(events), parser.finish_reason("stop")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quire.formats.answer_formats import REASONING_PARSERS, TOOL_PARSERS
 from quire.server.text.events import Content, Reasoning, ToolCallStart
 from quire.server.text.parser import AnswerParser
+from quire.server.text.tagged_calls import parameter_types
 from tests.examples import IS_FULL, examples
 from tests.server.text.answers import TOOLS, calls_of, merged, parse, text_of
 
@@ -170,7 +171,7 @@ def test_finished_calls_have_valid_arguments_and_no_text_is_lost(tools):
 @pytest.mark.parametrize("tools", ANSWERS)
 def test_pieces_come_at_once(tools):
     """The name and the first arguments are there before the call is complete."""
-    parser = AnswerParser(tools=tools, schemas=TOOLS)
+    parser = AnswerParser(tools=tools, types=parameter_types(TOOLS))
     answer = ANSWERS[tools]
     events = parser.feed(answer[: answer.index("ris")])
     assert calls_of(events)[0][1:] in [("get_weather", f'{{"city": "{start}') for start in ("Pa\\", 'Pa\\"')]
@@ -237,7 +238,7 @@ def test_the_schema_says_what_a_tagged_argument_is(text, arguments):
 @pytest.mark.parametrize("parameters", [None, 5, [], {"properties": []}, {"properties": {"a": None, "b": {"type": 7}}}])
 def test_schemas_may_say_anything(parameters):
     schemas = [{"function": {"name": "f", "parameters": parameters}}, {"function": "f"}, {}]
-    parser = AnswerParser(tools="qwen3_xml", schemas=schemas)
+    parser = AnswerParser(tools="qwen3_xml", types=parameter_types(schemas))
     events = parser.feed("<function=f><parameter=a>1</parameter><parameter=b>[2]</parameter></function>")
     assert json.loads(calls_of(events)[0][2]) == {"a": "1", "b": [2]}
 
@@ -285,7 +286,7 @@ def lines_run(text: str, size: int, **formats: str) -> int:
         num_lines += event == "line"
         return trace
 
-    parser = AnswerParser(schemas=TOOLS, **formats)
+    parser = AnswerParser(types=parameter_types(TOOLS), **formats)
     before = sys.gettrace()
     sys.settrace(trace)
     try:
@@ -342,7 +343,7 @@ def test_types_of_tagged_arguments_behind_references():
     }
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     values = "".join(f"<parameter={key}>5</parameter>" for key in "abcdef")
-    parser = AnswerParser(tools="qwen3_coder", schemas=tools)
+    parser = AnswerParser(tools="qwen3_coder", types=parameter_types(tools))
     events = parser.feed(f"<function=f>{values}</function>") + parser.finish()
     ((_, _, arguments),) = calls_of(merged(events))
     assert json.loads(arguments) == {"a": "5", "b": 5, "c": 5, "d": "5", "e": "5", "f": "5"}

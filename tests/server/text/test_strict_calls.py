@@ -23,6 +23,7 @@ from quire.grammar.text import grammar_text
 from quire.sampling_params import StructuredOutputsParams
 from quire.server.protocol.chat import ChatRequest
 from quire.server.text.parser import AnswerParser
+from quire.server.text.tagged_calls import parameter_types
 from quire.server.tool_choice import ToolChoice
 from quire.settings import ServerSettings
 from tests.covering import in_turn
@@ -139,7 +140,7 @@ def constrained(form: str, parameters: Any) -> str:
 
 
 def parsed(form: str, text: str) -> list[tuple[str, Any]]:
-    parser = AnswerParser(tools=form, schemas=[WEATHER, NOW])
+    parser = AnswerParser(tools=form, types=parameter_types([WEATHER, NOW]))
     events = merged(parser.feed(text) + parser.finish())
     return [(name, json.loads(arguments)) for _, name, arguments in calls_of(events)]
 
@@ -184,7 +185,7 @@ def test_random_texts_behind_the_beginning_of_a_call(form: str) -> None:
         text = walk(start.deep_copy(), numbers.choice(BEGINNINGS[form]), numbers)
         if text is None:
             continue
-        parser = AnswerParser(tools=form, schemas=[WEATHER, NOW])
+        parser = AnswerParser(tools=form, types=parameter_types([WEATHER, NOW]))
         calls = calls_of(merged(parser.feed(text) + parser.finish()))
         assert calls, text
         for _, name, arguments in calls:
@@ -490,7 +491,7 @@ def test_json_has_no_mark_of_its_end(form: str, mark: str, schema: Any, value: A
         assert allows(grammar, call) == is_allowed, call
         if is_allowed:
             tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-            parser = AnswerParser(tools=form, schemas=[tool])
+            parser = AnswerParser(tools=form, types=parameter_types([tool]))
             ((_, _, read),) = calls_of(merged(parser.feed(call) + parser.finish()))
             assert isinstance(value, str) or json.loads(read) == arguments
     with pytest.raises(UnsupportedFieldError, match=mark):

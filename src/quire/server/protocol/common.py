@@ -42,10 +42,11 @@ SAMPLING_FIELDS = (
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """When a streamed answer reports usage: once at the end, or in every chunk."""
+    """When a streamed answer reports usage: once at the end, or in every chunk. Chunks are never padded."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):

@@ -7,6 +7,7 @@ unconstrained text for a constrained one. So every other name is refused as unkn
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
@@ -139,6 +140,8 @@ REFUSED_IN_DETOKENIZE: dict[str, Refusal] = {
 _MAX_NEUTRAL_BYTES = 64
 _WIDEST_INTEGER = 2**64  # no field takes a larger integer
 _MAX_TYPE_ERROR_CHARS = 200
+# The escape of half of a character: a first half without a second one behind it, or a second half without a first one.
+_HALF_PAIR = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F])", re.DOTALL)
 
 
 class BodyDecoder(Generic[T]):
@@ -166,6 +169,12 @@ class BodyDecoder(Generic[T]):
         except msgspec.ValidationError as error:
             raise _wrong_type(str(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if _HALF_PAIR.search(body.replace(rb"\\", b"")):  # msgspec's error names the end of the body, or nothing
+                raise InvalidRequestError(
+                    "A string in the body has half of a surrogate pair, which is no character",
+                    expected="whole characters, such as \\ud83d\\ude00",
+                    fix="Do not cut texts between the two halves",
+                ) from None
             detail = "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
             raise InvalidRequestError(
                 f"The body is not valid JSON: {detail}", expected="one JSON object in UTF-8"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
 
 from quire.formats.answer_formats import HARMONY_REASONING, HARMONY_TOOLS
 from quire.server.text.events import Event
@@ -14,7 +14,7 @@ from quire.server.text.json_calls import read_arguments
 from quire.server.text.output import Output
 from quire.server.text.reader import Malformed, Reader, Steps
 from quire.server.text.reasoning import REASONING_FORMATS
-from quire.server.text.tagged_calls import parameter_types
+from quire.server.text.tagged_calls import ParameterTypes
 from quire.server.text.tools import CALL_LIST, TOOL_FORMATS
 
 __all__ = ["CALL_LIST", "AnswerParser", "new_call_id"]
@@ -38,7 +38,7 @@ class AnswerParser:
         tools: the name of the format of tool calls; None: nothing is a call.
         named: the tool that the answer behind the reasoning is the arguments of.
         prompt: the text before the answer, which may have opened the reasoning.
-        schemas: the tools of the request; their types decide on the types of tagged arguments.
+        types: the types of the parameters of the request's tools, for tagged arguments: see `parameter_types`.
         most_calls: further calls are left out; None: no limit.
         new_id: makes the id of a call that the model gave none.
     """
@@ -50,7 +50,7 @@ class AnswerParser:
         *,
         named: str | None = None,
         prompt: str = "",
-        schemas: Sequence[Mapping[str, Any]] = (),
+        types: ParameterTypes = MappingProxyType({}),
         most_calls: int | None = None,
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
@@ -66,7 +66,7 @@ class AnswerParser:
             if named is not None:
                 parts.append(_read_named(self._reader, self._output, named))
             elif tools is not None:
-                parts.append(TOOL_FORMATS[tools].read(self._reader, self._output, parameter_types(schemas)))
+                parts.append(TOOL_FORMATS[tools].read(self._reader, self._output, types))
         self._steps = self._read(parts)
 
     def _read(self, parts: Sequence[Steps[None]]) -> Steps[None]:
