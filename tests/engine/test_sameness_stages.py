@@ -231,11 +231,13 @@ FORCING: list[dict[str, Any]] = [
     {"width": 2, "async_scheduling": True},
     {"width": 2, "async_scheduling": True, "enable_batch_sharded_sampling": True},
 ]
+# A draft model drafts by the code of a head.
 DRAFTING: list[dict[str, Any]] = [
     speculation("ngram", None),
-    {"drafter_folder": quire.demo.path("draft")} | speculation("draft_model", quire.demo.path("draft")),
     {"drafter_folder": quire.demo.path("eagle3")} | speculation("eagle3", quire.demo.path("eagle3")),
 ]
+if IS_FULL:
+    DRAFTING.append({"drafter_folder": quire.demo.path("draft")} | speculation("draft_model", quire.demo.path("draft")))
 
 
 def test_tokens_that_a_grammar_forces_take_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ class Calibration:
         if 1 < self._running_sizes[size] <= 1 + RUNNING_REPEATS:  # the first one takes memory
             self._running.append(MeasuredStep(self._cost.arithmetic.demand(load), seconds))
             ratio = seconds / self._cost.predict(load).seconds
-            if not 1 / WELL_PREDICTED <= ratio <= WELL_PREDICTED:  # a fit takes some 4 ms
+            if not 1 / WELL_PREDICTED <= ratio <= WELL_PREDICTED:  # a fit takes 1 to 3 ms
                 self._fit()
 
     def _fit(self) -> None:
