@@ -244,6 +244,19 @@ def test_a_size_that_nobody_asks_for_any_more_is_not_believed_to_be_slow_for_eve
     assert cost.predict(slow).seconds < 1.1 * true
 
 
+@pytest.mark.parametrize("slowness", [0.7, 1.4])
+def test_sizes_that_are_not_run_stay_comparable_where_the_machine_changes(slowness: float) -> None:
+    """Steps with drafts are the only ones that run, and their price is compared with that of steps without drafts."""
+    cost, decode, verify = cost_model(), load_of(1), load_of(6)
+    true = {load: step_seconds(ARITHMETIC.demand(load), CONSTANTS) for load in (decode, verify)}
+    for load in (decode, verify) * 20:
+        cost.observe(load, cost.predict(load).seconds, true[load])
+    for _ in range(40):
+        cost.observe(verify, cost.predict(verify).seconds, slowness * true[verify])
+    found = cost.predict(verify).seconds / cost.predict(decode).seconds
+    assert found == pytest.approx(true[verify] / true[decode], rel=0.1)
+
+
 @pytest.mark.parametrize("isa", ["", "amx"])
 @given(num_rows=st.integers(1, 40), start=st.integers(0, 3000), most=st.integers(0, 60))
 def test_drafts_lengthen_a_step_as_predicted(isa: str, num_rows: int, start: int, most: int) -> None:

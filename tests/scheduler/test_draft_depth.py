@@ -291,6 +291,37 @@ def test_a_new_request_tries_later_where_others_have_tried() -> None:
         is_known = True
 
 
+@pytest.mark.parametrize("num_others", [0, 2])
+def test_a_request_in_the_place_of_another_drafts_from_its_first_step(num_others: int) -> None:
+    """The number of running requests stays the same. The one before was too short to draft."""
+
+    def begin(name: str, num_tokens: int, max_tokens: int) -> Request:
+        request = Request(name, [0] * num_tokens, SamplingParams(), max_tokens, frozenset(), output_token_ids=[0])
+        adaptive.admit(request, 0)
+        return request
+
+    def step(running: Sequence[Request]) -> list[int]:
+        may_draft = adaptive.begin_step(running, MOST, MOST * len(running))
+        depths = [adaptive.depth(request, MOST) if may_draft else 0 for request in running]
+        for request, depth in zip(running, depths, strict=True):
+            if depth:
+                adaptive.drafted(request, depth)
+                adaptive.settle(request, depth, depth)
+        return depths
+
+    adaptive = AdaptiveDepth(BFLOAT16, DrafterTime(2.5e-3))
+    running = [begin(f"other {index}", 50, 400) for index in range(1 + num_others)]
+    for _ in range(200):
+        step(running)
+    for num_tokens, max_tokens in ((2000, 4), (50, 400)):
+        for request in running:
+            adaptive.forget(request.request_id)
+        running = [begin(f"{num_tokens}-{index}", num_tokens, max_tokens) for index in range(1 + num_others)]
+        for _ in range(3):
+            depths = step(running)
+            assert all(depths) == any(depths) == (num_tokens == 50)
+
+
 @pytest.mark.parametrize("num_requests", [1, 8, 64])
 def test_drafts_that_cannot_pay_are_not_tried(num_requests: int) -> None:
     """Where a step takes as long as it has tokens."""

@@ -12,6 +12,9 @@ from quire.cost.step_time import MIN_SPREAD
 NEWEST_WEIGHT = 1 / 16  # the weight of a step in the factor of its size
 PRIOR_STEPS = 4  # the calibration counts as 4 steps: the first step of a size has a weight of 1/4, the next one 1/5
 FORGOTTEN_SHARE = 1 / 256  # each step moves the factors of the other sizes by this share towards its own
+# When a factor moves, that of steps with half or twice the tokens moves by this share, and so on: what slows a machine
+# down slows all its steps, neighbours most. See benchmarks/NOTES.md, 2026-11-29.
+NEIGHBOUR_SHARE = 0.9
 MAX_RATIO = 20.0  # a delayed step moves no factor further
 SPREAD_QUANTILE = 1.65  # nine of ten values lie within this number of standard deviations on both sides
 RECENT_STEPS = 512  # steps that say how often a prediction is exceeded, and by how much
@@ -30,7 +33,8 @@ def possible_spread(spread: float) -> float:
 class Correction:
     """Factors by the size of a step: steps between two powers of two in tokens, with the larger one, have one size.
 
-    A size without steps has the factor of the nearest size with steps.
+    A size without steps has the factor of the nearest size with steps. The others follow each change of a factor by a
+    share. So sizes that are not run now stay comparable with those that are.
 
     Args:
         factors: the factors of an earlier start, by size. They have no steps of this one, so they follow its first
@@ -66,11 +70,13 @@ class Correction:
         size, error = size_of_step(num_tokens), _log_error(predicted, measured)
         before, count = self._logs.get(size, (math.log(self.factor(num_tokens)), 0))
         weight = max(1 / (count + PRIOR_STEPS), NEWEST_WEIGHT)
-        self._logs[size] = before + weight * error, count + 1
+        moved = weight * error
+        self._logs[size] = before + moved, count + 1
         # A scheduler may avoid sizes that it believes to be slow: this belief fades.
         for other, (log, steps) in self._logs.items():
             if other != size:
-                self._logs[other] = log + FORGOTTEN_SHARE * (self._logs[size][0] - log), steps
+                log += moved * NEIGHBOUR_SHARE ** abs(other - size)
+                self._logs[other] = log + FORGOTTEN_SHARE * (before + moved - log), steps
         self._factors.clear()
         self.num_steps += 1
         self._variance += NEWEST_WEIGHT * (error * error - self._variance)

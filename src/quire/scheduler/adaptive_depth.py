@@ -120,6 +120,7 @@ class _Drafting:
     """The state of a request."""
 
     depth: int
+    is_chosen: bool = False  # whether its depth was chosen, also if it is 0
     longest: int = 0  # the most drafts that pay if no drafts are found for other requests
     is_finding: bool = False  # whether the last search found drafts for it
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY, PRIOR_WEIGHT))
@@ -201,6 +202,8 @@ class AdaptiveDepth:
         self._num_asked = self._num_found = self._num_finding = 0
         num_running = len(running)
         self._num_news += abs(num_running - self._num_running)
+        # The number stays the same if a request takes the place of another one.
+        self._num_news += sum(bool(r.output_token_ids) and not self._drafting(r).is_chosen for r in running)
         self._num_running = num_running
         if self._step >= self._next_look or (self._num_news and self._num_news >= NEWS_SHARE * num_running):
             self._choose([r for r in running if r.output_token_ids], most_each, most)
@@ -368,6 +371,7 @@ class AdaptiveDepth:
         price = self._price(chances_of, depths)
         for drafting, depth, row in zip(known, depths, chances_of, strict=True):
             drafting.depth, drafting.longest = depth, sum(chance > price for chance in row)
+            drafting.is_chosen = True
         least = min((row[depth - 1] for row, depth in zip(chances_of, depths, strict=True) if depth), default=2.0)
         self._depth_of_new = sum(chance >= least for chance in chances(prior)) if not self._reads_late else 0
         self._gain = self._gain_of(chances_of, depths)
