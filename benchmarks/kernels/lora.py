@@ -26,7 +26,7 @@ from quire.formats.weight_format import GroupedFormat
 from quire.kernels import cpu
 from quire.kernels.dense import linear, pack_linear
 from quire.kernels.grouped import grouped_linear, pack_grouped, quantize_grouped
-from quire.kernels.lora import DeltaShape, LoraTable, PackedDelta, RowAdapters, empty_deltas, pack_factors
+from quire.kernels.lora import DeltaMemory, DeltaShape, LoraTable, PackedDelta, RowAdapters, empty_deltas, pack_factors
 
 COLD_BYTES = 192 << 20
 WEIGHT_BITS = {"none": 16, "int8": 8, "int4": 4}
@@ -68,7 +68,7 @@ def deltas_of(
 ) -> Iterator[list[PackedDelta]]:
     """The deltas of each adapter and layer. As with a loaded adapter, their memory is larger than a huge page."""
     dtype, num = given[0][0].dtype, adapters * num_layers
-    deltas = empty_deltas([DeltaShape(rank, K, len(b), 1.0) for _, b in given] * num, dtype)
+    deltas = empty_deltas([DeltaShape(rank, K, len(b), 1.0) for _, b in given] * num, dtype, DeltaMemory())
     for delta, (a, b) in zip(deltas, list(given) * num, strict=True):
         for x, factor in ((a, delta.a_from(0, dtype)), (b, delta.b_from(0, dtype))):
             pack_factors(x.view(-1).view(torch.uint8), [factor], delta.memory)

@@ -17,7 +17,16 @@ from quire.kernels import cpu, reference
 from quire.kernels.dense import linear, pack_linear
 from quire.kernels.fp8 import fp8_linear, pack_fp8, quantize_fp8
 from quire.kernels.grouped import grouped_linear, pack_grouped
-from quire.kernels.lora import DeltaShape, LoraTable, RowAdapters, add_lora, empty_deltas, pack_delta, pack_factors
+from quire.kernels.lora import (
+    DeltaMemory,
+    DeltaShape,
+    LoraTable,
+    RowAdapters,
+    add_lora,
+    empty_deltas,
+    pack_delta,
+    pack_factors,
+)
 from tests.covering import covering
 from tests.kernels.grouped_weights import random_weight
 
@@ -427,13 +436,35 @@ def test_numbers_that_are_not_finite_stay_in_their_part(isa: str, dtype: torch.d
     assert torch.equal(bits(got[-1]), bits(plain[-1]))
 
 
+def test_memory_of_an_adapter_goes_to_the_next_one() -> None:
+    """Of the same size, and only when nothing of the adapter is left."""
+    memory, shapes = DeltaMemory(), [DeltaShape(8, 64, 100, 1.0), DeltaShape(8, 32, 16, 1.0)]
+    deltas = empty_deltas(shapes, BF16, memory)
+    address = deltas[0].memory.data_ptr()
+    other = empty_deltas(shapes, BF16, memory)
+    assert other[0].memory.data_ptr() != address, "it is in use"
+    deltas[0].memory.fill_(torch.nan)
+    deltas.pop()
+    assert empty_deltas(shapes, BF16, memory)[0].memory.data_ptr() != address, "it is in use still"
+    deltas.pop()
+    (again, _) = empty_deltas(shapes, BF16, memory)
+    assert again.memory.data_ptr() == address
+    b_NR = torch.ones(100, 8, dtype=BF16)
+    pack_factors(b_NR.view(-1).view(torch.uint8), [again.b_from(0, BF16)], again.memory)
+    assert torch.equal(again.unpacked_b(), b_NR)
+    assert torch.equal(again.panels[-1, :, 4:], torch.zeros(8, 12, dtype=BF16)), "not what was there before"
+    del again, _
+    assert memory.tensor(32, BF16).shape == (32,)
+    assert memory.tensor(32, torch.float32).shape == (32,)
+
+
 def test_an_adapter_asks_for_huge_pages() -> None:
     """Steps read some KB of each adapter in turns. With small pages they wait for page tables."""
     if not cpu.available():
         pytest.skip("the compiled kernels ask for them")
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("this system has no transparent huge pages")
-    (delta,) = empty_deltas([DeltaShape(64, 32_768, 32_768, 1.0)], BF16)
+    (delta,) = empty_deltas([DeltaShape(64, 32_768, 32_768, 1.0)], BF16, DeltaMemory())
     flags = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if " " in (name := line.split(":")[0]):  # a mapping: first-end, and so on

@@ -203,6 +203,27 @@ def test_a_process_of_low_priority_loads(tmp_path: Path, niceness: int) -> None:
     assert found == [min(niceness + 1, 19)]
 
 
+def test_new_adapters_rest_beside_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the pieces of its file. No token waits for it, as tokens wait for an adapter that is read again."""
+    monkeypatch.setattr(adapter_module, "ADAPTER_READ_BYTES", 1)
+    folder = write_random_adapter(tmp_path, BASE, modules=["q_proj"])
+    rests: list[float] = []
+    loader = AdapterLoader(open_file, read, rests.append)
+
+    def num_rests(digest: str | None) -> int:
+        before = len(rests)
+        loader.load(folder, digest).result()
+        return len(rests) - before
+
+    digest = digest_of(folder)
+    assert num_rests(None) == 0, "no step is computed"
+    with loader.beside_step():
+        assert num_rests(None) == 2 * len(BASE.layers), "one for each tensor"
+        assert num_rests(digest) == 0
+    assert num_rests(None) == 0
+    assert min(rests) > 0
+
+
 def test_a_call_that_nobody_waits_for_is_left_out(tmp_path: Path) -> None:
     folder = write_random_adapter(tmp_path, BASE, modules=["q_proj"])
     gate, packed = threading.Event(), []

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import mmap
 import struct
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,12 +95,49 @@ class PackedDelta:
         return [begin + self.first_a * size, begin + self.first_b * size, self.rank, scale]
 
 
-def empty_deltas(shapes: Sequence[DeltaShape], dtype: torch.dtype) -> list[PackedDelta]:
-    """Memory for deltas, side by side in one piece that goes back to the system when all of them are gone.
+class DeltaMemory:
+    """Gives each adapter one piece of memory, and keeps the last piece whose deltas are gone for the next adapter.
 
-    `pack_factors` fills it. malloc would not give all of it back, because an adapter has hundreds of small factors. The
-    piece has huge pages where the system has them: a step reads a few KB of each adapter in turns, and most of the time
-    would go to looking up pages.
+    To map the memory of an adapter anew takes much longer than to fill it where a virtual machine gets its pages from a
+    host (benchmarks/NOTES.md). Any thread may use it.
+    """
+
+    def __init__(self) -> None:
+        self._spare: deque[mmap.mmap] = deque(maxlen=1)
+
+    def tensor(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Memory with any content. It comes back when the tensor object is gone, so hold that one and no view of it.
+
+        Raises MemoryError.
+        """
+        piece, num_bytes = self._take(), num_elements * dtype.itemsize
+        is_new = piece is None or len(piece) != num_bytes
+        if is_new:
+            del piece  # before there is a second one
+            try:
+                piece = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except OSError as error:  # an OSError of a file would mean something else
+                raise MemoryError(f"no memory for {num_elements} elements of an adapter") from error
+        memory = torch.frombuffer(piece, dtype=dtype)
+        if is_new:
+            cpu.advise_huge_pages(memory)
+        weakref.finalize(memory, self._spare.append, piece).atexit = False
+        return memory
+
+    def _take(self) -> mmap.mmap | None:
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return None
+
+
+def empty_deltas(shapes: Sequence[DeltaShape], dtype: torch.dtype, memory: DeltaMemory) -> list[PackedDelta]:
+    """Deltas side by side in one piece of memory, which is free again when all of them are gone. Their numbers are not
+    set: `pack_factors` does that.
+
+    malloc would not give all of the memory back, because an adapter has hundreds of small factors. The piece has huge
+    pages where the system has them: a step reads a few KB of each adapter in turns, and most of the time would go to
+    looking up pages.
 
     Raises MemoryError.
     """
@@ -108,13 +147,8 @@ def empty_deltas(shapes: Sequence[DeltaShape], dtype: torch.dtype) -> list[Packe
         for size in (shape.rank * shape.K, shape.rank * -(-shape.N // LORA_PANEL) * LORA_PANEL):
             places.append(end)
             end += -(-size // step) * step
-    try:
-        piece = mmap.mmap(-1, end * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:  # an OSError of a file would mean something else
-        raise MemoryError(f"no memory for {end} elements of an adapter") from error
-    memory = torch.frombuffer(piece, dtype=dtype)
-    cpu.advise_huge_pages(memory)
-    return [PackedDelta(shape, memory, *places[2 * i : 2 * i + 2]) for i, shape in enumerate(shapes)]
+    piece = memory.tensor(end, dtype)
+    return [PackedDelta(shape, piece, *places[2 * i : 2 * i + 2]) for i, shape in enumerate(shapes)]
 
 
 def pack_factors(source: Tensor, factors: Sequence[Sequence[int]], memory: Tensor) -> None:
@@ -142,7 +176,7 @@ def pack_delta(a_RK: Tensor, b_NR: Tensor, scale: float, *, looks_up: bool = Fal
     check_dtype("b", b_NR, a_RK.dtype)
     if 0 in (*a_RK.shape, N):
         raise ValueError(f"a is {list(a_RK.shape)} and b is {list(b_NR.shape)}, expected [R, K] and [N, R], none 0")
-    (delta,) = empty_deltas([DeltaShape(R, a_RK.shape[1], N, scale, looks_up)], a_RK.dtype)
+    (delta,) = empty_deltas([DeltaShape(R, a_RK.shape[1], N, scale, looks_up)], a_RK.dtype, DeltaMemory())
     for x, factor in ((a_RK, delta.a_from(0, a_RK.dtype)), (b_NR, delta.b_from(0, b_NR.dtype))):
         pack_factors(x.contiguous().view(-1).view(torch.uint8), [factor], delta.memory)
     return delta

@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader, FileIO
@@ -129,6 +129,7 @@ class AdapterFile:
         is_settled: the stamps prove from now on that the files are unchanged.
         digest: SHA-256 over names, factors and the tensors as they are in the file. Empty until all tensors are read.
             Code that knows that the content equals an earlier reading sets it first. Then nothing is checked again.
+        between_pieces: is called before each piece is read.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class AdapterFile:
         now_ns = time.time_ns()
         self.is_settled = all(stamp.is_settled(now_ns) for stamp in stamps)
         self.digest = ""
+        self.between_pieces: Callable[[], None] = lambda: None
 
     def facts(self, dtype: torch.dtype) -> AdapterFacts:
         """The facts of an adapter that is read into tensors of `dtype`."""
@@ -156,15 +158,16 @@ class AdapterFile:
         hashes: dict[TensorEntry, str] = {}
         memory = torch.empty(max(end - begin for begin, end, _ in pieces), dtype=torch.uint8)
         for begin, end, entries in pieces:
+            self.between_pieces()
             piece = AdapterPiece(begin, memory[: end - begin], entries)
             self._file.seek(begin)
             if self._file.readinto(piece.raw.numpy().data) != end - begin:
                 raise AdapterError(f"{TENSORS_NAME} changed while it was read", fix=_AGAIN)
             if not is_known:
-                for entry, module in entries:
-                    tensor = piece.tensor(entry)
-                    _check_finite(tensor, module.name, dtype)
-                    hashes[entry] = hashlib.sha256(tensor.view(torch.uint8).numpy().data).hexdigest()
+                _check_piece(piece, dtype)
+                data = piece.raw.numpy().data
+                for entry, _ in entries:
+                    hashes[entry] = hashlib.sha256(data[entry.begin - begin : entry.end - begin]).hexdigest()
             yield piece
         if not is_known:
             self.digest = self._digest(hashes)
@@ -402,10 +405,23 @@ def _is_finite(chunk: Tensor) -> bool:
     return bool((bits & mask).max() != mask)
 
 
+def _chunks(stored: Tensor) -> Iterator[Tensor]:
+    return (stored[begin : begin + _CHUNK] for begin in range(0, len(stored), _CHUNK))
+
+
+def _check_piece(piece: AdapterPiece, dtype: torch.dtype) -> None:
+    """Raise AdapterError if a number of a piece is NaN or infinite in `dtype`."""
+    dtypes = {getattr(torch, entry.dtype) for entry, _ in piece.entries}
+    # Hundreds of small tensors take longer one by one than together.
+    if dtypes == {dtype} and all(map(_is_finite, _chunks(piece.raw.view(dtype)))):
+        return
+    for entry, module in piece.entries:
+        _check_finite(piece.tensor(entry), module.name, dtype)
+
+
 def _check_finite(stored: Tensor, name: str, dtype: torch.dtype) -> None:
     """Raise AdapterError if a number of this module's tensor is NaN or infinite in `dtype`."""
-    for begin in range(0, len(stored), _CHUNK):
-        source = stored[begin : begin + _CHUNK]
+    for source in _chunks(stored):
         if not _is_finite(source.to(dtype)):
             is_finite = _is_finite(source)
             raise AdapterError(

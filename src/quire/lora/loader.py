@@ -6,10 +6,11 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -20,6 +21,7 @@ from quire.lora.adapter import AdapterFile, FileStamp
 T = TypeVar("T")
 
 _MOST_PROOFS = 4096  # folders. Without its proof an adapter is read more slowly
+_RESTS = 7  # seconds of rest beside steps for each second of processor time
 
 
 @dataclass(frozen=True)
@@ -36,18 +38,35 @@ class AdapterLoader(Generic[T]):
     Content that was read before is proved by the stamps of its files, if they are the same and were settled then.
     Otherwise its digest proves it.
 
+    An adapter that is read for the first time takes a small part of a core while steps are computed: nobody waits for
+    its tokens yet. One that is read again takes what it needs, because requests wait for it.
+
     Args:
         open_file: the adapter in a folder; raises AdapterError.
         pack: reads an adapter into the form that steps use. It runs in the thread too.
+        sleep: takes seconds.
     """
 
     def __init__(
-        self, open_file: Callable[[Path], AbstractContextManager[AdapterFile]], pack: Callable[[AdapterFile], T]
+        self,
+        open_file: Callable[[Path], AbstractContextManager[AdapterFile]],
+        pack: Callable[[AdapterFile], T],
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._open, self._pack = open_file, pack
+        self._open, self._pack, self._sleep = open_file, pack, sleep
+        self._is_beside_step = False
         self._proofs: OrderedDict[Path, _Proof] = OrderedDict()  # by folder, the one used last at the end
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="adapters", daemon=True).start()
+
+    @contextmanager
+    def beside_step(self) -> Iterator[None]:
+        """The block computes a step, on the cores that the thread uses."""
+        self._is_beside_step = True
+        try:
+            yield
+        finally:
+            self._is_beside_step = False
 
     def load(self, folder: Path, digest: str | None = None) -> Future[T]:
         """Read an adapter. `done()` of the answer does not wait, `result()` waits and raises the error.
@@ -71,8 +90,11 @@ class AdapterLoader(Generic[T]):
 
     def _load(self, folder: Path, digest: str | None) -> T:
         proof = self._proofs.pop(folder, None)
+        rest = self._rests()
         try:
             with self._open(folder) as file:
+                if digest is None:
+                    file.between_pieces = rest
                 if proof is not None and (proof.digest, proof.stamps) == (digest, file.stamps):
                     file.digest = proof.digest
                 packed = self._pack(file)
@@ -87,6 +109,18 @@ class AdapterLoader(Generic[T]):
             if len(self._proofs) > _MOST_PROOFS:
                 self._proofs.popitem(last=False)
         return packed
+
+    def _rests(self) -> Callable[[], None]:
+        """A function that rests for the work of this thread since its last call."""
+        begin = time.thread_time()
+
+        def rest() -> None:
+            nonlocal begin
+            if self._is_beside_step:
+                self._sleep(_RESTS * (time.thread_time() - begin))
+            begin = time.thread_time()
+
+        return rest
 
     def _run(self) -> None:
         _step_back()

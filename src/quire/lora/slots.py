@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import torch
 
-from quire.kernels.lora import DeltaShape, LoraTable, SlotRow, empty_deltas, pack_factors
+from quire.kernels.lora import DeltaMemory, DeltaShape, LoraTable, SlotRow, empty_deltas, pack_factors
 from quire.lora.adapter import AdapterFile
 from quire.lora.facts import AdapterFacts
 from quire.models.decoder import Decoder
@@ -63,6 +63,7 @@ class AdapterSlots:
             self._looks_up |= dict.fromkeys(names, place.looks_up)
             for name, own in zip(names, rows, strict=True):
                 self._rows.setdefault(name, []).append(own)
+        self._memory = DeltaMemory()
         self._slots: dict[str, int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -83,7 +84,7 @@ class AdapterSlots:
             for module, rows in parts
         ]
         keys = [(module.name, rows.start) for module, rows in parts]
-        deltas = dict(zip(keys, empty_deltas(shapes, self._dtype), strict=True))
+        deltas = dict(zip(keys, empty_deltas(shapes, self._dtype, self._memory), strict=True))
         memory = next(iter(deltas.values())).memory
         for piece in file.pieces(self._dtype):
             factors = []

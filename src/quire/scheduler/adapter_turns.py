@@ -59,6 +59,8 @@ class AdapterTurns:
         """Add a request that waits: it is new, or it was preempted."""
         assert request.adapter is not None
         insort(self._waiting.setdefault(request.adapter, []), request, key=self._key)
+        if request.adapter not in self._running and request.adapter not in self.wanted:
+            self.wanted = [*self.wanted, request.adapter]  # until the next step, so that reading begins before it
 
     def leave(self, request: Request) -> None:
         """Remove a waiting request. It still has the status of a waiting one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +44,10 @@ class WorkerAdapters:
     def load(self, path: str, digest: str | None) -> LoadingAdapter:
         """See life_cycle.Worker."""
         return LoadingAdapter(self._loader.load(Path(path), digest), self._slots)
+
+    def beside_step(self) -> AbstractContextManager[None]:
+        """The block computes a step on the CPU."""
+        return self._loader.beside_step()
 
     def drop(self, digest: str) -> None:
         """See life_cycle.Worker."""

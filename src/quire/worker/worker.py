@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
@@ -174,17 +174,18 @@ class DeviceWorker:
             self.runner.verify = HoldAtRandom(rates).verify
 
     def submit(self, batch: ScheduledBatch) -> PendingStep:
-        return self.runner.submit(batch)
+        with nullcontext() if self.adapters is None else self.adapters.beside_step():
+            return self.runner.submit(batch)
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         if self._ranks is None:
-            return self.runner.execute(batch)
+            return self.submit(batch).result()
         start, waited = time.perf_counter(), self._ranks.waited_seconds
         self._ranks.begin_step()
         with self._as_rank("a step", in_step=True):
             if self.runner.balancer is not None:
                 self.runner.balancer.begin_step()
-            pending = self.runner.submit(batch)
+            pending = self.submit(batch)
         self._ranks.end_step()
         result = pending.result()
         result.ranks = ((time.perf_counter() - start, self._ranks.waited_seconds - waited),)
