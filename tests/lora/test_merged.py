@@ -12,6 +12,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from quire import LLM, SamplingParams
+from quire.lora.request import LoRARequest
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.decoder import EMBEDDINGS
 from quire.models.registry import build_model
@@ -22,6 +24,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # PEFT's, about embeddings that it saves, and about tied weights
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # transformers', which PEFT reads
 ]
+
+NUM_TOKENS = 12  # that are generated
 
 
 @dataclass(frozen=True)
@@ -120,3 +124,28 @@ def test_deltas_are_what_peft_merges(name: str, tmp_path: Path) -> None:
     trained = hf_logits(PeftModel.from_pretrained(model, tmp_path / "adapter"), tokens)
     assert torch.allclose(hf_logits(ours, tokens), trained, rtol=1e-5, atol=1e-4)
     assert not torch.allclose(trained, before, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["list", "embeddings", "fused"])
+def test_greedy_tokens_are_those_of_a_merged_model(name: str, tmp_path: Path) -> None:
+    """The engine reads the adapter's files beside the base; transformers generates after `merge_and_unload`."""
+    from peft import PeftModel
+
+    model, _, _ = saved(KINDS[name], tmp_path)
+    model.save_pretrained(tmp_path)
+    prompts = [list(range(3, 40)), [7, 5, 3, 2]]
+    theirs = PeftModel.from_pretrained(untied(model), tmp_path / "adapter").merge_and_unload()
+    want = [
+        theirs.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)[0]
+        for prompt in prompts
+    ]
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    options: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 22, "num_threads": 1, "skip_tokenizer_init": True}
+    llm = LLM(str(tmp_path), dtype="float32", enable_lora=True, **options)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    base, adapted = (
+        [list(output.outputs[0].token_ids) for output in llm.generate(inputs, params, lora_request=request)]
+        for request in (None, LoRARequest("adapter", 1, str(tmp_path / "adapter")))
+    )
+    assert adapted == [tokens[len(prompt) :].tolist() for tokens, prompt in zip(want, prompts, strict=True)]
+    assert adapted != base
