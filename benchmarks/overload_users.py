@@ -39,7 +39,7 @@ from quire.measure import report
 MAX_NUM_SEQS, MAX_QUEUED = 8, 16
 FEW, MANY = 24, 240
 PROMPT_TOKENS, MAX_TOKENS = 32, 64
-NUM_BODIES = 4096  # so many that a prompt has left the prefix cache when it comes again
+NUM_BODIES = 4096  # enough bodies: when a prompt comes again, it has left the prefix cache
 WARM_UP_SECONDS = 3.0
 HEALTH_SECONDS = 0.05  # between two requests for /health
 NICENESS = 10

@@ -5,7 +5,7 @@ Quire's calls are recorded, as in the engine's steps. The engines take turns in 
 pause, because OpenMP threads spin for some milliseconds after a call and would take a core from the next engine. A
 result is the median call. The limit of a shape is the larger of two times: the bytes of the weight divided by the
 measured read bandwidth, and the operations divided by the measured peak of arithmetic in registers. For integer weights
-it is the peak of products of codes with so many bits and 8-bit integers. Bandwidth and peak are measured between the
+it is the peak of products of codes with as many bits and 8-bit integers. Bandwidth and peak are measured between the
 bursts, so that a noisy machine changes them as it changes the calls. `--quantization` lists the formats of the weights
 (`none`: the weights are in `--dtype`). Weights in formats of checkpoints (`q4_k`, `awq` ...) are random codes in the
 form that the kernels read. Instruction sets are measured one after the other.

@@ -76,7 +76,7 @@ class EngineModel:
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """The defaults of the model, and those of Quire for all other parameters."""
+        """The model's defaults. For parameters without a default of the model, Quire's default is used."""
         params = self._params({})
         return {name: getattr(params, name) for name in PARAMETERS}
 

@@ -84,7 +84,7 @@ class Answer:
     targets: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, str]:
-        """For JSON."""
+        """The object for JSON."""
         return {name: value for name, value in asdict(self).items() if name != "targets"}
 
 
@@ -112,7 +112,7 @@ class CommandExplanation:
         return self.error is None and all(answer.status not in STOPS for answer in self.answers)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The object for JSON."""
         return {
             "version": __version__,
             "model": self.model,

@@ -266,7 +266,7 @@ class EngineProcessHandle:
 
     @property
     def socket_folder(self) -> Path | None:
-        """Where the sockets of the last process are."""
+        """The folder with the sockets of the last process; None: there is no folder."""
         return Path(self._sockets.name) if self._sockets is not None else None
 
     @property

@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 BACKLOG = 2048  # connections the system holds until they are accepted; uvicorn's default
 _SO_ATTACH_FILTER = 26  # the number of this option on Linux
-# In the language of its filters, over a TCP packet: load byte 13, the flags; if they have SYN, keep 0 bytes, else all.
+# A filter of TCP packets in the system's own language: load byte 13, the flags; with SYN keep 0 bytes, else keep all.
 _DROP_SYN = ((0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
 SOCKET_UMASK = 0o177  # a Unix socket is its owner's alone: mode 0600
 

@@ -140,7 +140,7 @@ class LLM:
             chat_template_content_format: "string" or "openai" (a list of parts); "auto": the form that the template
                 reads.
 
-        The other arguments, and the errors, are those of generate().
+        generate() describes the other arguments and the errors.
         """
         refuse(mm_processor_kwargs=mm_processor_kwargs)
         prompts = self._render(
@@ -171,7 +171,7 @@ class LLM:
     ) -> list[str]:
         """Queue prompts without computing anything yet; wait_for_completion() does that. Returns their request ids.
 
-        The arguments are those of generate(). `use_tqdm` has no effect here.
+        generate() describes the arguments. `use_tqdm` has no effect here.
         """
         refuse(mm_processor_kwargs=mm_processor_kwargs)
         add_special_tokens = wants_special_tokens(tokenization_kwargs)
@@ -201,7 +201,7 @@ class LLM:
         priority: Sequence[int] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Queue conversations like enqueue(). Returns their request ids. The arguments are those of chat()."""
+        """Queue conversations like enqueue(). Returns their request ids. chat() describes the arguments."""
         refuse(mm_processor_kwargs=mm_processor_kwargs)
         prompts = self._render(
             messages,

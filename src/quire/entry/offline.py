@@ -107,7 +107,7 @@ class OfflineRunner:
             return self._collect(request_ids, use_tqdm, check_interrupt)
 
     def step(self, request_ids: Collection[str]) -> list[RequestOutput]:
-        """Make one step of the engine. Returns the new outputs of these requests, also those of earlier steps.
+        """Make one step of the engine. Returns all outputs of these requests that were not returned before.
 
         A failed request raises no error: its output has the error.
         """
