@@ -50,7 +50,7 @@ def make_requests(count: int, mean_output: float, seed: int) -> list[Request]:
 
 
 def run_transformers(model: Any, requests: list[Request], batch: int) -> float:
-    """Seconds for all requests, `batch` at a time."""
+    """The seconds for all requests, `batch` of them at a time."""
     started = time.perf_counter()
     for first in range(0, len(requests), batch):
         chosen = requests[first : first + batch]
@@ -71,7 +71,7 @@ def run_transformers(model: Any, requests: list[Request], batch: int) -> float:
 
 
 def run_quire(llm: LLM, requests: list[Request]) -> float:
-    """Seconds for all requests, sent at once."""
+    """The seconds for all requests, which are sent at once."""
     params = [SamplingParams(temperature=0.0, max_tokens=request.num_output, ignore_eos=True) for request in requests]
     started = time.perf_counter()
     outputs = llm.generate([TokensPrompt(prompt_token_ids=each.token_ids) for each in requests], params, use_tqdm=False)

@@ -10,14 +10,14 @@ max_shared_prefill_tokens.
         [--save HARDWARE]
     python benchmarks/defaults.py --real MODEL [--formats none int4] [--workloads chat ...] [--save HARDWARE]
 
---constants: of a model on a machine; tests/planning/constants_0.6b.json is the default. --record writes the best
-settings into that file: tests/planning/test_step_sizes.py compares with them.
+--constants: the constants of a model on a machine; the default is tests/planning/constants_0.6b.json. --record writes
+the best settings into that file: tests/planning/test_step_sizes.py compares with them.
 
 --real serves MODEL on this machine. The server's own calibration, corrected by a few requests, gives the constants,
-the simulated sweep the best settings. Then fewer requests are really sent, with the settings of a start, with vLLM's,
-and with the best ones, in turns, at two rates around the simulated goodput. What counts is the number of good requests
-per second, at the rate at which it is greater. --save writes benchmarks/results/HARDWARE/defaults_DATE.md and .json,
-or defaults_real_DATE.
+and the simulated sweep gives the best settings. Then fewer requests are really sent, with the settings of a start, with
+vLLM's, and with the best ones, in turns, at two rates around the simulated goodput. The result is the number of good
+requests per second, at the rate at which it is greater. --save writes benchmarks/results/HARDWARE/defaults_DATE.md and
+.json, or defaults_real_DATE.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ from quire.simulate.run import client_of, plan_engine
 
 Settings = Mapping[str, int]
 
-# A workload; the shape of the gamma distribution of the gaps between its requests; how many there are: enough to keep
-# the server at its limit for several times as long as one of them takes then.
+# A workload, the shape of the gamma distribution of the gaps between its requests, and the number of its requests. They
+# are enough to keep the server at its limit for several times as long as one of them then takes.
 WORKLOADS = {
     "chat": ("chat", 1.0, 100),
     "rag": ("rag", 1.0, 60),
@@ -80,18 +80,18 @@ VLLM = dict(zip(LIMIT_NAMES, (128, 2048, 0), strict=True))
 TIMES_ALONE = 10.0  # a good request takes at most this many times as long as one alone
 GOOD_SHARE = 0.95
 SEED = 7
-SERVED_RATES, SERVED_SHARE = (0.9, 1.1), 0.6  # of the simulated goodput; of the requests of a workload
+SERVED_RATES, SERVED_SHARE = (0.9, 1.1), 0.6  # shares of the simulated goodput, and of a workload's requests
 CALIBRATION_SECONDS = 60
 # Requests before all others: their steps correct the costs of a start. The server keeps corrections after 256 steps.
 TEACHING, NUM_TEACHING, TEACHING_CONCURRENCY = "chat", 12, 6
-FIRST_ID = 1000  # of tokens that mark a prompt
-RATE_STEP = 1.02  # how exactly a goodput is known
+FIRST_ID = 1000  # the first id of the tokens that mark a prompt
+RATE_STEP = 1.02  # a goodput is known up to this factor
 RECORDED = Path(__file__).parents[1] / "tests" / "planning" / "constants_0.6b.json"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A model on a machine, and what its steps take."""
+    """A model on a machine, with the costs of its steps."""
 
     model: ModelConfig
     device: DeviceFacts
@@ -99,7 +99,7 @@ class Machine:
 
     @classmethod
     def read(cls, file: Path) -> Machine:
-        """Of a recording."""
+        """The machine of a recording."""
         found = json.loads(file.read_text())
         with tempfile.TemporaryDirectory() as place:
             (Path(place) / "config.json").write_text(json.dumps(found["config"]))
@@ -119,7 +119,7 @@ class Case:
     """A workload for a model in one format: the same requests under all settings.
 
     Args:
-        share: of the requests of the workload, in numbers.
+        share: the share of the workload's requests that are sent.
     """
 
     def __init__(self, machine: Machine, form: str, workload: str, share: float = 1.0) -> None:
@@ -144,7 +144,7 @@ class Case:
         return self._cost.predict(self._cost.arithmetic.load(starts, counts, 1)).seconds
 
     def settings(self, limits: Settings) -> Settings:
-        """The limits that a start settles with these given."""
+        """The settings that a start chooses if these limits are given."""
         scheduler = self._machine.settled(self._form, limits).scheduler
         return {name: getattr(scheduler, name) for name in LIMIT_NAMES}
 
@@ -152,18 +152,18 @@ class Case:
         return outcome.success and outcome.ttft <= self.ttft and tpot(outcome) <= self.tpot
 
     def share_good(self, settings: Settings, rate: float) -> float:
-        """Of the requests at a rate."""
+        """The share of good requests at a rate."""
         client = client_of(self._machine.settled(self._form, settings), self._machine.model, self._cost)
         requests = [BenchRequest("", len(each.token_ids), each.output_len) for each in self.prompts]
         times = arrival_times(Traffic(request_rate=rate, burstiness=self.burstiness), requests, SEED)
         return self.share_of(client.run(self.prompts, times).outcomes)
 
     def share_of(self, outcomes: Sequence[Outcome]) -> float:
-        """Those that are good."""
+        """The share of good requests among the outcomes."""
         return sum(map(self.is_good, outcomes)) / len(outcomes)
 
     def goodput(self, settings: Settings, near: float | None = None) -> float:
-        """Requests per second. `near`: where to look first."""
+        """The goodput in requests per second. `near`: the rate at which the search begins."""
         low = high = near or self._near
         while self.share_good(settings, low) < GOOD_SHARE:
             low, high = low / 1.5, low
@@ -243,7 +243,7 @@ class Served:
         return Machine(model, device, {self._form: wait_for_costs(read, CALIBRATION_SECONDS, other_than=measured)})
 
     def goodput(self, case: Case, settings: Settings, rate: float) -> float:
-        """Good requests per second of a case with these limits, at a rate."""
+        """The good requests per second of a case with these limits, at a rate."""
         self._num_rounds += 1
         httpx.post(f"{self._url}/v1/config", json=dict(settings)).raise_for_status()
         load = self._server.prepare(Workload(), Traffic(request_rate=rate, burstiness=case.burstiness))
@@ -261,7 +261,7 @@ class Served:
 
 
 def served(model: str, form: str, names: Sequence[str]) -> dict[str, Any]:
-    """By workload: good requests per second under each of the settings, at each of the rates."""
+    """For each workload, the good requests per second under each of the settings, at each of the rates."""
     server, found = Served(model, form), {}
     try:
         machine = server.machine()

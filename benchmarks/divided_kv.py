@@ -1,4 +1,4 @@
-"""Two ranks that divide the KV cache beside two ranks that both hold it: prompts, and decodes behind a long context.
+"""Two ranks that divide the KV cache beside two ranks that both hold it: prompts, and decodes after a long context.
 
 The model has random weights: few layers with the attention of a large one. Both engines take turns, and the result is
 the median of the rounds' ratios. Ranks have one thread.
@@ -77,7 +77,7 @@ def start(folder: Path, num_owners: int, num_tokens: int) -> StartedEngine:
 
 
 def measure(core: EngineCore, name: str, num_tokens: int) -> tuple[float, float]:
-    """Seconds of a prompt, and of a decode behind it."""
+    """The seconds of a prompt, and of a decode step after it."""
     params = SamplingParams(temperature=0.0, max_tokens=NUM_DECODES + 1, ignore_eos=True)
     begin = time.perf_counter()
     core.add(AddRequest(name, [7 + at % 900 for at in range(num_tokens)], params, NUM_DECODES + 1))

@@ -1,5 +1,6 @@
-"""The acceptance of drafts by the way they are drawn: a target's own texts, and a draft model's distribution of each
-next token.
+"""The acceptance of drafts for several ways to draw them.
+
+It takes a target's own texts, and a draft model's distribution of each next token.
 
     python benchmarks/draft_acceptance.py [--target FOLDER] [--draft FOLDER]
 
@@ -10,7 +11,7 @@ place of a text, and each column is the chance that the target draws the draft t
     independent    both draw with numbers of their own
     inverse CDF    both draw with one uniform number, in the order of token ids: what the engine does
     Gumbel         both run a race with the same exponential numbers, keyed by token
-    most           what rejection sampling accepts, sum of min(p, q)
+    most           the acceptance of rejection sampling, the sum of min(p, q)
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from quire.worker.worker import DeviceWorker
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 COLUMNS = ("greedy", "independent", "inverse CDF", "Gumbel", "most")
-MOST_TOKENS = 150  # of an answer
+MOST_TOKENS = 150  # the most tokens of an answer
 STEP_TOKENS = 512
-LEAST_PROBABILITY = 1e-7  # of a token in both: rarer tokens do not count in a race
+LEAST_PROBABILITY = 1e-7  # a token that is rarer in both distributions does not take part in a race
 
 
 @dataclass(frozen=True)
 class Model:
-    """One that is loaded."""
+    """A loaded model."""
 
     config: EngineConfig
     runner: ModelRunner
@@ -53,7 +54,7 @@ class Model:
 
 
 def load(folder: str) -> Model:
-    """As a server would run it."""
+    """Load a model as a server would."""
     config = EngineConfig.from_kwargs(model=folder, max_num_seqs=8, max_num_batched_tokens=STEP_TOKENS, device="cpu")
     *_, model_config = find_model(config, None, weights=True)
     worker = DeviceWorker(model_config, lambda phase, share, detail: None)
@@ -65,7 +66,7 @@ def load(folder: str) -> Model:
 
 
 def texts(target: Model, temperature: float, count: int) -> Iterator[tuple[list[int], int]]:
-    """Prompts with answers of the target, and how many tokens are of the prompt."""
+    """Prompts with answers of the target, each with the number of tokens of its prompt."""
     tokenizer = read_tokenizer(target.config, demo.path("target"))
     asked = [
         render([("user", question)]) + "<|im_start|>assistant\n" for question, _ in questions(clean_entries(), count)
@@ -83,7 +84,7 @@ def texts(target: Model, temperature: float, count: int) -> Iterator[tuple[list[
 
 
 def distributions(model: Model, token_ids: list[int], num_prompt_tokens: int, temperature: float) -> Tensor:
-    """Of the next token at each place of the answer, [places, V] in float64."""
+    """The distribution of the next token at each place of the answer, float64 [places, V]."""
     logits = torch.cat([piece.clone() for piece in model.runner.sequence_logits(token_ids[:-1], STEP_TOKENS)]).double()
     logits = logits[num_prompt_tokens - 1 :]
     if temperature == 0.0:
@@ -92,7 +93,7 @@ def distributions(model: Model, token_ids: list[int], num_prompt_tokens: int, te
 
 
 def chances(p_V: Tensor, q_V: Tensor) -> list[float]:
-    """Of one place, in the order of COLUMNS."""
+    """The chances of acceptance at one place, in the order of COLUMNS."""
     p_ends, q_ends = p_V.cumsum(0), q_V.cumsum(0)
     overlap = torch.minimum(p_ends, q_ends) - torch.maximum(p_ends - p_V, q_ends - q_V)
     race = 0.0

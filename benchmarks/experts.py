@@ -49,13 +49,17 @@ from quire.model_config import ModelConfig, load_model_config
 
 OURS = "Quire"
 Q4_0 = gguf.GGMLQuantizationType.Q4_0
-DEVIATION = 0.02  # of the weights
-READ_BYTES = 1 << 30  # by which the bandwidth is measured: more than the largest L3 cache so far, 480 MiB
+DEVIATION = 0.02  # the standard deviation of the weights
+READ_BYTES = 1 << 30  # are read to measure the bandwidth: more than the largest L3 cache so far, 480 MiB
 
 
 @dataclass(frozen=True)
 class Shape:
-    """E experts, S of them active; D hidden, I inner; V tokens; heads of 128 elements, `kv_heads` of keys."""
+    """The shape of a model.
+
+    E is the number of experts, S the number of active ones, D the hidden size, I the inner size, and V the size of the
+    vocabulary. Heads have 128 elements, and there are `kv_heads` heads of keys.
+    """
 
     num_layers: int
     E: int
@@ -77,7 +81,7 @@ SHAPES = {
 
 
 def gguf_writer(path: Path, family: str, shape: Shape, file_type: gguf.LlamaFileType) -> gguf.GGUFWriter:
-    """With all metadata, and without a tensor."""
+    """A writer with all metadata and without tensors."""
     writer = gguf.GGUFWriter(path, family)
     writer.add_context_length(4096)
     writer.add_embedding_length(shape.D)
@@ -106,7 +110,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def write_gguf(path: Path, shape: Shape) -> None:
-    """An OLMoE in Q4_0."""
+    """Write an OLMoE in Q4_0."""
     writer, generator, D = (
         gguf_writer(path, "olmoe", shape, gguf.LlamaFileType.MOSTLY_Q4_0),
         np.random.default_rng(0),
@@ -138,7 +142,7 @@ def write_gguf(path: Path, shape: Shape) -> None:
 
 
 def write_folder(folder: Path, shape: Shape) -> None:
-    """A Qwen3-MoE in bfloat16, as a checkpoint of transformers and as a GGUF file with the same numbers."""
+    """Write a Qwen3-MoE in bfloat16, as a checkpoint of transformers and as a GGUF file with the same numbers."""
     folder.mkdir()
     writer = gguf_writer(folder / "bf16.gguf", "qwen3moe", shape, gguf.LlamaFileType.MOSTLY_BF16)
     E, D, I, V = shape.E, shape.D, shape.I, shape.V  # noqa: E741
@@ -151,7 +155,7 @@ def write_folder(folder: Path, shape: Shape) -> None:
         return numbers[begin : begin + rows * columns].view(rows, columns)
 
     def add(part: dict[str, Tensor], name: str, other_name: str, *sizes: int) -> None:
-        """A matrix, or with three sizes one for each expert; a norm with one size."""
+        """Add a tensor: three sizes are a matrix for each expert, two sizes a matrix, and one size a norm."""
         if len(sizes) == 1:
             weight = torch.ones(sizes, dtype=torch.bfloat16)
             writer.add_tensor(f"{other_name}.weight", weight.float().numpy())
@@ -223,7 +227,7 @@ def write_folder(folder: Path, shape: Shape) -> None:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
-    """The demo model's, with tokens that no text has."""
+    """Add the demo model's tokenizer, and further tokens that no text has."""
     content = json.loads((quire.demo.path() / "tokenizer.json").read_text())
     tokens = [f"[PAD{token}]" for token in range(vocab_size)]
     kinds = [gguf.TokenType.UNUSED] * vocab_size
@@ -255,7 +259,7 @@ class Ours:
         )
 
     def seconds(self, prompts: list[list[int]], num_tokens: int) -> float:
-        """From the prompts to the last token of all."""
+        """The seconds from the prompts to the last token of all requests."""
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         started = time.perf_counter()
         self._llm.generate(prompts, params, use_tqdm=False)
@@ -263,7 +267,7 @@ class Ours:
 
 
 def step_limit(config: ModelConfig, quantization: str | None, num_rows: int, bandwidth: float) -> float:
-    """Seconds of a decode step that does nothing but read."""
+    """The seconds of a decode step that only reads."""
     num_bytes = float(config.read_bytes_per_step("bfloat16", quantization))
     for part, of_expert in config.expert_bytes("bfloat16", quantization):
         num_bytes += of_expert * (distinct_experts(part.num_experts, part.num_active, num_rows) - part.num_active)
@@ -271,7 +275,7 @@ def step_limit(config: ModelConfig, quantization: str | None, num_rows: int, ban
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Rounds of every number of requests, with every engine in turns."""
+    """Run rounds of every number of requests, with every engine in turns."""
     config, quantization = load_model_config(arguments.model), arguments.quantization
     engines: dict[str, Ours | Peer] = {OURS: Ours(arguments.model, quantization, max(arguments.requests))}
     engines |= {name: Peer(command.replace("{model}", str(arguments.model))) for name, command in arguments.peer}
@@ -297,7 +301,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Medians over rounds. A ratio is the median of the rounds' ratios."""
+    """The result file for people, with medians over rounds. A ratio is the median of the rounds' ratios."""
     peers, tokens = result["peers"], result["tokens"]
     lines = report.heading("Experts beside other engines", result)
     form = f", {result['quantization']}" if result["quantization"] else ""

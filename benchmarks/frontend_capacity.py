@@ -56,7 +56,7 @@ class Load:
 
 
 def serve(listener: socket.socket, core: int) -> None:
-    """The server process: pinned to one core, until it is killed."""
+    """Run the server process on one core until it is killed."""
     os.sched_setaffinity(0, {core})
     tokenizer = Tokenizer.from_folder(quire.demo.path("target"))
     metrics = PrometheusMetrics("echo", MAX_MODEL_LEN)
@@ -70,7 +70,7 @@ def serve(listener: socket.socket, core: int) -> None:
 
 
 async def client(load: Load) -> None:
-    """One connection that sends one request after the other until the deadline."""
+    """Send one request after the other on one connection, until the deadline."""
     reader, writer = await asyncio.open_connection("127.0.0.1", load.port, limit=1 << 20)
     body = json.dumps(load.body).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"

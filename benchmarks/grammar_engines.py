@@ -39,7 +39,7 @@ from quire.grammar.text import grammar_text
 from quire.measure import report
 from quire.sampling_params import StructuredOutputsParams
 
-MOST_ORDERS = 200  # of the keys of an instance
+MOST_ORDERS = 200  # the most orders of the keys of an instance that are tried
 ROW = {"type": "object", "properties": {"name": {"type": "string"}, "amount": {"type": "number"}}}
 SCHEMAS: dict[str, tuple[Any, Any]] = {  # a schema and an instance
     "call of a tool": (
@@ -105,14 +105,14 @@ class Matcher(Protocol):
         ...
 
     def mask(self) -> NDArray[np.int32]:
-        """A bit for each token; the next call changes it."""
+        """The mask with a bit for each token. The next call overwrites it."""
         ...
 
     def append(self, token_id: int) -> bool: ...
 
 
 class LLGuidance:
-    """As Quire asks it. `tokenizer` None: the vocabulary is bytes."""
+    """llguidance with Quire's settings. `tokenizer` None: the vocabulary is bytes."""
 
     def __init__(self, tokenizer: Path | None) -> None:
         if tokenizer is None:
@@ -149,7 +149,7 @@ class _LLGuidanceMatcher:
 
 
 class XGrammar:
-    """As an engine asks it that leaves further properties to the schema."""
+    """xgrammar with the settings of an engine that allows further properties if the schema does."""
 
     def __init__(self, tokenizer: Path | None) -> None:
         if tokenizer is None:
@@ -210,7 +210,7 @@ def orders(value: Any) -> Iterator[Any]:
 
 
 def coverage(engine: Engine, suite: Path) -> dict[str, int]:
-    """Counts of schemas and of the instances of accepted schemas."""
+    """The numbers of schemas and of the instances of accepted schemas, by outcome."""
     found = dict.fromkeys(("schemas", "accepted", "valid", "valid_accepted", "invalid", "invalid_rejected"), 0)
     for file in sorted((suite / "tests" / "draft2020-12").glob("*.json")):
         for group in json.loads(file.read_text(encoding="utf-8")):
@@ -228,7 +228,7 @@ def coverage(engine: Engine, suite: Path) -> dict[str, int]:
 
 
 def mask_times(engine: Engine, schema: Any, token_ids: list[int], rounds: int) -> dict[str, float]:
-    """Milliseconds to the first mask of a new schema, and microseconds of a mask: mean and most over the places."""
+    """The milliseconds to the first mask of a new schema, and the mean and the most microseconds of a mask."""
     readings: list[list[float]] = []
     first = 0.0
     for number in range(rounds + 1):

@@ -20,13 +20,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-NUM_SPECIAL_TOKENS = 3  # the first ids
-WEIGHT_SCALE = 0.02  # deviation of weights that do nothing
+NUM_SPECIAL_TOKENS = 3  # they have the first ids
+WEIGHT_SCALE = 0.02  # the standard deviation of weights that do nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a Llama whose heads have 64 values."""
+    """The shape of a Llama whose heads have 64 elements."""
 
     hidden: int
     num_layers: int
@@ -38,7 +38,7 @@ TARGET, DRAFT = Shape(1024, 28, 6144, 8), Shape(512, 8, 3328, 4)  # 0.62 and 0.0
 
 
 class _Writer:
-    """The tensors of one checkpoint, with those that do nothing."""
+    """The tensors of one checkpoint, including tensors that do nothing."""
 
     def __init__(self, config: dict[str, Any], shape: Shape) -> None:
         group = config["num_attention_heads"] // config["num_key_value_heads"]
@@ -57,10 +57,10 @@ class _Writer:
         return torch.randn(sizes, generator=self._generator).mul_(WEIGHT_SCALE).to(torch.bfloat16)
 
     def add_layer(self, index: int) -> None:
-        """A layer that adds zero. Half of its numbers are random: nobody reads it faster because it is empty.
+        """Add a layer that adds zero. Half of its numbers are random, so that it cannot be read faster than others.
 
-        Zero are the products into the residual stream, and what they read: a format that scales a row of activations
-        by its largest number scales the real ones as before.
+        The weights of products into the residual stream are zero, and so are the inputs of these products. So a format
+        that scales a row of activations by its largest number gives the real activations the same scale as before.
         """
         hidden, inner, head_dim = self.shape.hidden, self.shape.intermediate, self.config["head_dim"]
         queries, keys = (self.config[f"num_{name}_heads"] * head_dim for name in ("attention", "key_value"))
@@ -84,10 +84,11 @@ class _Writer:
 def inflate(source: Path, folder: Path, shape: Shape) -> None:
     """Write a checkpoint of this shape that gives the tokens of `source`, a Llama with tied embeddings.
 
-    The residual stream gets zeros behind its numbers. Four times as long, it has half of its root mean square, so the
-    weights of norms are halved and their epsilon is a quarter: both are exact.
+    The residual stream gets zeros after its numbers. If it is four times as long, its root mean square is half as
+    large. So the weights of norms are halved, and their epsilon is divided by four. Both operations are exact.
 
-    Raises ValueError if the shape is not larger in everything, or its hidden size is no power of 4 times as large.
+    Raises ValueError if a size of the shape is smaller than the source's, or if the hidden size does not grow by a
+    power of 4.
     """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     small = load_file(source / "model.safetensors")
@@ -116,10 +117,11 @@ def inflate(source: Path, folder: Path, shape: Shape) -> None:
 def copy_edit(folder: Path, shape: Shape, tokenizer: Path) -> None:
     """Write a model that answers each token with the next one of `token_order`.
 
-    Embeddings are random, hence far from each other, and the output has the one of a token in the row of its successor.
+    Embeddings are random, and therefore far from each other. In the output matrix, the row of a token is the embedding
+    of the token before it.
 
     Args:
-        tokenizer: folder of a checkpoint whose tokenizer and vocabulary to take.
+        tokenizer: the folder of a checkpoint. The model gets its tokenizer and its vocabulary.
     """
     config = json.loads((tokenizer / "config.json").read_text(encoding="utf-8"))
     writer = _Writer(config | {"tie_word_embeddings": False}, shape)
@@ -153,7 +155,11 @@ def first_layers(source: Path, folder: Path, num_layers: int) -> None:
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], tokenizer: Path) -> None:
-    """Args: tokenizer: folder of a checkpoint, all of whose files are taken but its weights and config."""
+    """Write a checkpoint.
+
+    Args:
+        tokenizer: the folder of another checkpoint. All of its files except weights and config are copied.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path in tokenizer.iterdir():
         if ".safetensors" not in path.name:
@@ -163,7 +169,7 @@ def save_checkpoint(folder: Path, tensors: dict[str, Tensor], config: dict[str, 
 
 
 def token_order(vocab_size: int) -> list[int]:
-    """The order in which the copy-edit model says its tokens, round and round."""
+    """The order in which the copy-edit model gives its tokens, again and again."""
     return random.Random(0).sample(range(NUM_SPECIAL_TOKENS, vocab_size), vocab_size - NUM_SPECIAL_TOKENS)
 
 

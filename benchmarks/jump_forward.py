@@ -60,7 +60,7 @@ NUM_DRAFTS = 3
 
 @contextmanager
 def stepping(way: str) -> Iterator[None]:
-    """Without jump forward, if that is the way."""
+    """In the block there is no jump forward, if `way` says so."""
     forced_token = RowGrammar.forced_token
     if way == "a step each":
         RowGrammar.forced_token = lambda self: None  # type: ignore[method-assign]
@@ -71,7 +71,7 @@ def stepping(way: str) -> Iterator[None]:
 
 
 def answer(core: EngineCore, name: str, num_requests: int) -> tuple[dict[str, float], list[list[int]]]:
-    """Steps and milliseconds in which the requests are answered, and their tokens."""
+    """The number of steps and the milliseconds until all requests are answered, and their tokens."""
     grammar = grammar_text(StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True))
     for row in range(num_requests):
         params = SamplingParams(
@@ -90,7 +90,7 @@ def answer(core: EngineCore, name: str, num_requests: int) -> tuple[dict[str, fl
 
 
 def measure(core: EngineCore, num_requests: int, rounds: int) -> dict[str, Any]:
-    """Rounds of both ways in turns; the first one warms up, and compiles the grammar."""
+    """Run rounds of both ways in turns. The first round warms up and compiles the grammar."""
     found, expected = list[dict[str, dict[str, float]]](), None
     for number in range(rounds + 1):
         turn = {}

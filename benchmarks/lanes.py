@@ -1,4 +1,4 @@
-"""Steps of an engine whose lanes share experts: one lane that is busy beside lanes that are busy alike.
+"""Steps of an engine whose lanes share experts: one busy lane, and lanes that are all busy.
 
 One engine has all lanes. A round is a number of decode steps of each load, which take turns. Loads: rows on one lane
 alone, as many rows on every lane, and all these rows on one lane.

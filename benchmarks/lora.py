@@ -39,7 +39,7 @@ from quire.model_config import ModelConfig, load_model_config
 
 @dataclass(frozen=True)
 class Case:
-    """Requests of a step with the same number of tokens, and the different adapters among them."""
+    """The requests of a step, which have the same number of tokens, and the number of their different adapters."""
 
     requests: int
     tokens: int
@@ -53,7 +53,7 @@ class Case:
 
 
 def write_adapter(folder: Path, model: ModelConfig, rank: int, seed: int) -> Path:
-    """A PEFT adapter of random numbers on all linear layers of the blocks."""
+    """Write a PEFT adapter with random numbers on all linear layers of the blocks."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in model.layers:
@@ -70,7 +70,7 @@ def write_adapter(folder: Path, model: ModelConfig, rank: int, seed: int) -> Pat
 
 
 def step_seconds(core: EngineCore, case: Case, digests: list[str], context: int) -> float:
-    """Seconds of one step. Row i has adapter i modulo their number; none: the base."""
+    """The seconds of one step. Row i has the adapter i modulo their number; without digests, all rows use the base."""
     batch = core.scheduler.probe([(context if case.tokens == 1 else 0, case.tokens)] * case.requests)
     assert batch is not None, "the KV cache is too small"
     for index, row in enumerate(batch.new_rows):
@@ -83,7 +83,10 @@ def step_seconds(core: EngineCore, case: Case, digests: list[str], context: int)
 def median_steps(
     plain: EngineCore, adapted: EngineCore, case: Case, digests: list[str], context: int, steps: int
 ) -> tuple[float, float]:
-    """Milliseconds without and with adapters: medians of `steps` steps in turns, after one that is not counted."""
+    """The milliseconds of a step without and with adapters: medians of `steps` steps in turns.
+
+    A first step of each is not counted.
+    """
     pairs = [
         (step_seconds(plain, case, [], context), step_seconds(adapted, case, digests, context))
         for _ in range(1 + steps)

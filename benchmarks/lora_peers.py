@@ -31,13 +31,13 @@ from quire.measure import report
 from quire.model_config import load_model_config
 
 OURS, BASE, ADAPTED = "Quire", "base model", "different adapters"
-CONTEXT = 1024  # of a request at most
+CONTEXT = 1024  # the most tokens of a request
 TOP_TOKEN = 4000
-WANTED = {"llama.cpp": 4.0}  # with adapters
+WANTED = {"llama.cpp": 4.0}  # the ratio of rates with adapters that is wanted
 
 
 class Ours:
-    """Quire behind the questions of a peer."""
+    """Quire, which answers the same questions as a peer."""
 
     def __init__(self, model: str, folders: list[Path], rank: int) -> None:
         self._llm = LLM(
@@ -53,7 +53,7 @@ class Ours:
         }
 
     def ask(self, question: dict[str, Any], key: str) -> float:
-        """Seconds for the prompts of the question."""
+        """The seconds for the prompts of the question."""
         assert key == "seconds"
         params = SamplingParams(temperature=0, max_tokens=question["num_tokens"], ignore_eos=True)
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in question["prompts"]]
@@ -64,7 +64,7 @@ class Ours:
 
 
 def median_ratio(rounds: list[dict[str, dict[str, float]]], what: str, over: str) -> tuple[float, float, float]:
-    """Quire's rate over another engine's: median, least, most."""
+    """Quire's rate divided by another engine's: the median, the least and the largest ratio."""
     ratios = [each[OURS][what] / each[over][what] for each in rounds]
     return statistics.median(ratios), min(ratios), max(ratios)
 

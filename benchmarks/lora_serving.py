@@ -57,8 +57,8 @@ class Running:
     """An engine in a process of its own.
 
     Attributes:
-        planned: bytes of adapters in its memory plan.
-        pids: its processes.
+        planned: the bytes of adapters in the engine's memory plan.
+        pids: the ids of the engine's processes.
     """
 
     engine: AsyncEngine
@@ -66,7 +66,7 @@ class Running:
     pids: set[str]
 
     def anonymous_bytes(self) -> int:
-        """Memory that is no file's."""
+        """The bytes of memory that belong to no file."""
         found = 0
         for pid in self.pids:
             for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -76,7 +76,7 @@ class Running:
 
 
 def children() -> set[str]:
-    """Processes of this one, and theirs."""
+    """The ids of all processes that this one has started, and of their children."""
     found, waiting = set[str](), [str(os.getpid())]
     while waiting:
         for task in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
@@ -114,7 +114,7 @@ _ids = itertools.count()
 async def answer(
     engine: AsyncEngine, seed: int, adapter: str | None, num_tokens: int, times: list[float] | None = None
 ) -> list[int]:
-    """Greedy tokens of one request. `times` takes when each part came."""
+    """The greedy tokens of one request. The arrival time of each part is added to `times`."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     token_ids: Sequence[int] = ()
     async for output in engine.generate(prompt(seed), params, f"request-{next(_ids)}", adapter=adapter):  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def config_of(
     arguments: argparse.Namespace, model: ModelConfig, max_num_seqs: int, num_tokens: int, **given: Any
 ) -> EngineConfig:
-    """Settings with a KV cache that holds this many answers of `num_tokens` at once: nobody is preempted."""
+    """Settings with a KV cache for `max_num_seqs` answers of `num_tokens` tokens, so that no request is preempted."""
     max_model_len = PROMPT_TOKENS + num_tokens
     return EngineConfig(
         model=arguments.model,
@@ -163,7 +163,12 @@ def config_of(
 
 
 async def swaps(arguments: argparse.Namespace, model: ModelConfig, folders: Sequence[Path]) -> dict[str, Any]:
-    """The folders: of adapters; the first belongs to streams, the second is swapped, the others have first tokens."""
+    """Measure streams beside swaps, and the first tokens of adapters that were dropped.
+
+    Args:
+        folders: the folders of adapters. Streams use the first one, the second one is swapped, and the first tokens of
+            the others are timed.
+    """
     config = config_of(arguments, model, arguments.streams + 1, STREAM_TOKENS, max_loras=4, max_cpu_loras=4)
     async with running(config) as run:
         engine = run.engine
@@ -218,7 +223,10 @@ async def swaps(arguments: argparse.Namespace, model: ModelConfig, folders: Sequ
 
 
 async def first_tokens(engine: AsyncEngine, folders: Sequence[Path]) -> list[tuple[float, float]]:
-    """Seconds from a disk and from memory. There are more adapters than fit into memory, in turns."""
+    """The seconds to a first token with an adapter from the disk, and with the same adapter from memory.
+
+    There are more adapters than fit into memory, and they take turns.
+    """
     pairs = []
     for number, folder in list(enumerate(folders))[2:]:
         forget(folder)
@@ -355,7 +363,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def variants(first: Path, count: int) -> list[Path]:
-    """Adapters like one, each with other numbers."""
+    """Write adapters of the same form as the first one, each with other numbers."""
     tensors, found = load_file(first / TENSORS_NAME), [first]
     for number in range(1, count):
         folder = first.with_name(f"{first.name}-{number}")

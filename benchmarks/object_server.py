@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import IO, Any
 
 FOLDER = "s3://models/shape"
-ZEROS = bytes(8 << 20)  # that are sent over and over
-PACED = 256 << 10  # bytes between two looks at the clock
-BURST_SECONDS = 0.002  # that a network makes up for
+ZEROS = bytes(8 << 20)  # are sent again and again
+PACED = 256 << 10  # the bytes between two looks at the clock
+BURST_SECONDS = 0.002  # after a delay, the network sends faster until it has made up for this time
 # Layers, hidden size, size of the MLP, outputs of q, outputs of k, and whether the head is the embedding.
 SHAPES = {
     "Qwen3-0.6B": (28, 1024, 3072, 2048, 1024, True),
@@ -34,7 +34,7 @@ VOCAB = 151_936
 
 
 def shapes_of(model: str) -> dict[str, list[int]]:
-    """Name to shape of each tensor, in the order of their names, as transformers writes a checkpoint."""
+    """The shape of each tensor by its name, in the order of the names, as transformers writes a checkpoint."""
     layers, hidden, mlp, q, kv, is_tied = SHAPES[model]
     found = {"model.embed_tokens.weight": [VOCAB, hidden], "model.norm.weight": [hidden]}
     found |= {} if is_tied else {"lm_head.weight": [VOCAB, hidden]}
@@ -57,7 +57,7 @@ def shapes_of(model: str) -> dict[str, list[int]]:
 
 
 def header_of(model: str) -> tuple[bytes, int]:
-    """(the header of a file of safetensors in bfloat16, the length of the file)."""
+    """The header of a file of safetensors in bfloat16, and the length of the file in bytes."""
     table, end = {}, 0
     for name, shape in shapes_of(model).items():
         begin, count = end, 2
@@ -72,7 +72,7 @@ def header_of(model: str) -> tuple[bytes, int]:
 
 
 class _Link:
-    """A network that all connections share. Bytes per second; 0: as fast as it goes."""
+    """A network that all connections share, with a limit in bytes per second; 0: there is no limit."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -106,7 +106,7 @@ class _Server(ThreadingHTTPServer):
         return connection, address
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that has gone is no error."""
+        """Do nothing, because a client that has left is no error."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         sizes = {"config.json": 2, "model.safetensors": self.server.size}
@@ -164,12 +164,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(model: str, gbits: float, *, with_tls: bool) -> Iterator[dict[str, str]]:
-    """A server in a process of its own; the variables that tell a client of it, and whom to trust.
+    """A server in a process of its own.
+
+    Yields the environment variables that give a client the server's address and certificate.
 
     Args:
         model: a name of SHAPES.
-        gbits: of the network, Gbit/s; 0: as fast as it goes.
-        with_tls: it has a certificate that is made for it.
+        gbits: the rate of the network in Gbit/s; 0: there is no limit.
+        with_tls: whether the server has TLS, with a certificate that is made for it.
     """
     with tempfile.TemporaryDirectory() as folder:
         certificate = _make_certificate(Path(folder)) if with_tls else None

@@ -40,7 +40,7 @@ TOUCHED_BYTES = 3 << 30
 
 
 def library_alone(folder: str, is_plain: bool) -> int:
-    """Read all weights with the client library; the number of bytes."""
+    """Read all weights with the client library. Returns the number of bytes."""
     store = obstore.store.from_url(folder, client_options={"allow_http": is_plain}, retry_config=RETRIES)
     places = [
         (each.name, begin, min(begin + piece_bytes(each.size), each.size))
@@ -54,12 +54,12 @@ def library_alone(folder: str, is_plain: bool) -> int:
 
 
 def as_tensors(folder: str) -> int:
-    """Read all weights as the loader does; the number of bytes."""
+    """Read all weights as the loader does. Returns the number of bytes."""
     return sum(tensor.nbytes for _, tensor in open_checkpoint(resolve_model(folder)).tensors())
 
 
 def rate(read: Callable[[], int]) -> float:
-    """GB/s."""
+    """The rate of a read in GB/s."""
     np.ones(TOUCHED_BYTES, dtype=np.uint8)
     start = time.perf_counter()
     return read() / (time.perf_counter() - start) / 1e9
@@ -67,7 +67,7 @@ def rate(read: Callable[[], int]) -> float:
 
 @contextmanager
 def started(model: str, gbits: float, *, with_tls: bool) -> Iterator[str]:
-    """The URL of a model of this shape in a server on this machine; its mirror goes to a folder of its own."""
+    """The URL of a model of this shape in a server on this machine. The loader's mirror has a folder of its own."""
     serving = object_server.serving(model, gbits, with_tls=with_tls)
     with serving as variables, tempfile.TemporaryDirectory() as cache:
         os.environ |= {**variables, "QUIRE_CACHE_DIR": cache}
@@ -90,7 +90,7 @@ def main() -> int:
 
 
 def compare(args: argparse.Namespace, folder: str, is_plain: bool) -> int:
-    """Measure, print and save; the exit code."""
+    """Measure, print and save. Returns the exit code."""
     resolve_model(folder)
     reads = {"library": lambda: library_alone(folder, is_plain), "quire": lambda: as_tensors(folder)}
     rounds = []

@@ -36,7 +36,7 @@ FACTOR = 5
 
 
 def start_server(core: int, port: int) -> subprocess.Popen[bytes]:
-    """One core for the server and its engine, with a bounded queue, because the server must stay quick."""
+    """Start the server and its engine on one core. Its queue is bounded, because the server must stay quick."""
     flags = ("--max-num-seqs", MAX_NUM_SEQS, "--max-num-queued-reqs", MAX_QUEUED, "--num-threads", 1, "--port", port)
     command = [sys.executable, "-m", "quire", "serve", *map(str, flags), "--kv-cache-memory-bytes", "256M"]
     return subprocess.Popen(

@@ -39,7 +39,7 @@ from quire.measure import report
 MAX_NUM_SEQS, MAX_QUEUED = 8, 16
 FEW, MANY = 24, 240
 PROMPT_TOKENS, MAX_TOKENS = 32, 64
-NUM_BODIES = 4096  # enough that a prompt has left the prefix cache when it comes again
+NUM_BODIES = 4096  # enough bodies: when a prompt comes again, it has left the prefix cache
 WARM_UP_SECONDS = 3.0
 HEALTH_SECONDS = 0.05  # between two requests for /health
 NICENESS = 10
@@ -115,7 +115,7 @@ class Load:
             self.seen["lost"] += 1
 
     async def round(self, num_users: int, seconds: float, server: psutil.Process) -> dict[str, Any]:
-        """Rates over `seconds` after a time to warm up."""
+        """The rates over `seconds`, after a time to warm up."""
         loop, self._is_over = asyncio.get_running_loop(), False
         users = [Connection(self) for _ in range(num_users)]
         probe = Probe(self, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -149,7 +149,7 @@ class Load:
 
 
 def start_server() -> tuple[subprocess.Popen[str], int]:
-    """The server, when it is ready, and its port."""
+    """Start the server and wait until it is ready. Returns its process and its port."""
     flags = ("--max-num-seqs", MAX_NUM_SEQS, "--max-num-queued-reqs", MAX_QUEUED, "--port", 0)
     command = [sys.executable, "-m", "quire", "serve", *map(str, flags), "--kv-cache-memory-bytes", "256M"]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -44,15 +44,15 @@ from quire.measure import report
 from quire.model_config import load_model_config
 
 FORMATS = ("none", "int8", "int4", "fp8")
-MOST_MEDIAN, MOST_P90 = 0.10, 0.25  # errors of a cell
+MOST_MEDIAN, MOST_P90 = 0.10, 0.25  # the limits for the errors of a cell
 MOST_KV_ERROR, MOST_MEMORY_ERROR = 0.01, 0.05
-STEP_REPEATS = 3  # of a step in a round, after one that is not counted
+STEP_REPEATS = 3  # the runs of a step in a round, after one run that is not counted
 OUTPUT_TOKENS = 16
 REPEATED_TOKENS, RUNS = 1000, 3  # a load with no more prompt tokens is run so often, so no single request decides
-PAUSE_SECONDS = 0.3  # before each run
+PAUSE_SECONDS = 0.3  # the pause before each run
 MOST_ROWS, PREDICTIONS = 256, 400  # the largest step of vLLM's defaults on GPUs, and how often it is predicted
-MOST_MICROSECONDS = 20  # that its prediction may take
-LATE_AFTER = 5  # tokens of the others, when the prompt of a mixed step comes
+MOST_MICROSECONDS = 20  # the limit for the time of its prediction
+LATE_AFTER = 5  # the prompt of a mixed step comes after this number of tokens of the other requests
 MAX_MODEL_LEN = 2048
 
 
@@ -105,7 +105,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Work(NamedTuple):
-    """A load: one step, and requests that give such steps (lengths of prompts, and of a prompt that comes later)."""
+    """A load: one step, and requests that make such steps, by the lengths of their prompts and of a later prompt."""
 
     rows: Rows
     prompts: tuple[int, ...]
@@ -113,7 +113,7 @@ class Work(NamedTuple):
 
     @property
     def num_runs(self) -> int:
-        """How often its requests are measured."""
+        """The number of times that its requests are measured."""
         return RUNS if sum(self.prompts) + self.late_prompt <= REPEATED_TOKENS else 1
 
 
@@ -209,7 +209,7 @@ def measure(model: Path, quantization: str | None) -> dict[str, Any]:
 
 
 def run(core: Any, work: Work, draw: random.Random, vocab_size: int) -> dict[str, Any]:
-    """Requests of a load, from their arrival to the last token: pairs of predicted and measured seconds."""
+    """Run the requests of a load. Returns pairs of predicted and measured seconds, from arrival to the last token."""
     from quire.messages import AddRequest
     from quire.sampling_params import SamplingParams
 
@@ -261,7 +261,7 @@ def prediction_microseconds(cost: CostModel) -> float:
 
 
 def packed(rows: Rows) -> list[list[int]]:
-    """[start, count, how often] of rows that follow each other."""
+    """The rows as lists [start, count, number of equal rows that follow each other]."""
     found: list[list[int]] = []
     for row in rows:
         if found and found[-1][:2] == list(row):
@@ -272,7 +272,7 @@ def packed(rows: Rows) -> list[list[int]]:
 
 
 def demand_of(arithmetic: StepArithmetic, rows: Iterable[Sequence[int]]) -> Any:
-    """A batch from the result of `packed`: each row has logits."""
+    """The demand of a batch from the result of `packed`. Each row has logits."""
     starts, counts = zip(*((start, count) for start, count, times in rows for _ in range(times)), strict=True)
     return arithmetic.demand(arithmetic.load(starts, counts, len(starts)))
 
@@ -286,15 +286,15 @@ class Replay:
         self.fit: Fit = fit(steps, prior(*found["ceilings"]))
 
     def seconds(self, rows: Iterable[Sequence[int]]) -> float:
-        """Predicted seconds of rows from `packed`."""
+        """The predicted seconds of rows from `packed`."""
         return step_seconds(demand_of(self._arithmetic, rows), self.fit.constants)
 
 
 def median_error(folder: Path, rounds: Sequence[dict[str, Any]]) -> float:
-    """Errors for steps that were not in the calibration, over all loads and rounds of a model in one format.
+    """The median error for steps that were not in the calibration, over all loads and rounds of a model in one format.
 
     Args:
-        folder: of the model's config.json.
+        folder: the folder with the model's config.json.
     """
     arithmetic = StepArithmetic(load_model_config(folder), *rounds[0]["form"])
     errors = []
@@ -325,7 +325,7 @@ def rescore(file: Path) -> None:
 
 
 def write_recording(file: Path, recording: dict[str, Any]) -> None:
-    """JSON with one line per round."""
+    """Write a recording as JSON, with a line for each round."""
     file.write_text(json.dumps(recording).replace('{"form": ', '\n{"form": ') + "\n")
 
 
@@ -358,7 +358,7 @@ def summary(errors: Sequence[float]) -> dict[str, float]:
 
 
 def cells(folder: Path, rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By load: the summary of the errors of each quantity, the noise of the machine, and violated limits."""
+    """For each load, the errors of each quantity, the noise of the machine, and the limits that are not kept."""
     arithmetic = StepArithmetic(load_model_config(folder), *rounds[0]["form"])
     replays = [Replay(arithmetic, found) for found in rounds]
     result: dict[str, dict[str, Any]] = {}
@@ -385,7 +385,7 @@ def cells(folder: Path, rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str,
 
 
 def memory_errors(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By term, in the last round: the plan before loading, the real value, and the error."""
+    """For each term in the last round, the planned bytes before loading, the real bytes, and the error."""
     found = {}
     for name, (planned, real) in rounds[-1]["memory"].items():
         limit = MOST_KV_ERROR if name.startswith("KV") else MOST_MEMORY_ERROR
@@ -487,7 +487,7 @@ def main() -> None:
 
 
 def model_folder(name: str, place: Path) -> Path:
-    """The folder of a model; a shape gets one in `place`."""
+    """The folder of a model. For a shape, a folder is made in `place`."""
     if name not in SHAPES:
         return Path(name)
     (place / name).mkdir()
@@ -495,7 +495,7 @@ def model_folder(name: str, place: Path) -> Path:
 
 
 def measure_all(given: argparse.Namespace, folders: Sequence[Path]) -> None:
-    """All rounds, and their results."""
+    """Run all rounds, and write their results."""
     rounds: dict[Path, dict[str, list[dict[str, Any]]]] = {
         folder: {form: [] for form in given.formats} for folder in folders
     }

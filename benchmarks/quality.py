@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def gguf_row(file: str) -> str:
-    """`GGUF Q4_K_M`: the type in the header, for a file with tensors of several types."""
+    """The name of a file's row, for example `GGUF Q4_K_M`. The type is that of the header, also for mixed tensors."""
     file_type = gguf.LlamaFileType(open_gguf(file).metadata["general.file_type"])
     return f"GGUF {file_type.name.partition('_')[2]}"  # of MOSTLY_Q4_K_M, ALL_F32
 
@@ -115,7 +115,7 @@ def _shown(estimate: Estimate, digits: int) -> str:
 
 
 def _silent(phase: str, fraction: float, detail: str) -> None:
-    """A watcher that does nothing."""
+    """Show no progress."""
 
 
 if __name__ == "__main__":

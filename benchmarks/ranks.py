@@ -8,8 +8,8 @@
 
 `exchange`: two processes, one thread each, join columns (Group.gather), gather and reduce by torch.distributed with
 gloo, and copy (memcpy, both at once). Bytes count the result of each process. `decodes`: random weights with the shape
-of Qwen3-0.6B; one process with all threads, and ranks of one thread, which are more than the cores where that is asked
-for. All engines are there, and take turns. `sampling`: steps of two ranks of the same model, with and without
+of Qwen3-0.6B; one process with all threads, and ranks of one thread. There may be more ranks than cores. All engines
+exist at the same time, and take turns. `sampling`: steps of two ranks of the same model, with and without
 --enable-batch-sharded-sampling. `replicas`: steps of two engines of one thread that decode half of the rows each at the
 same time, beside one engine with two threads. No server with `-dp 2` can be faster. `start`: a checkpoint of that
 shape, in the file cache; seconds from the command to a ready `LLM`. Rounds in which other programs had more than a
@@ -57,7 +57,7 @@ SIZES = (4 << 10, 64 << 10, 1 << 20, 32 << 20)  # bytes of a result
 ROUND_SECONDS = 0.2
 WAYS = ("ranks join", "gloo gathers", "gloo reduces", "memcpy")
 CONTEXT = 2  # tokens of a prompt
-MOST_DISTURBED, MOST_TRIES = 0.1, 3  # a start: cores that others may have, and rounds for each that is wanted
+MOST_DISTURBED, MOST_TRIES = 0.1, 3  # for a start: the cores that others may use, and the tries for each wanted round
 START = """
 import sys
 from quire import LLM
@@ -69,7 +69,7 @@ llm.llm_engine.core.shutdown()
 
 
 def exchange_as(rank: int, memory: int, meeting: str, rounds: int, answer: Connection) -> None:
-    """One of two processes: seconds of each way, size and round, of one exchange."""
+    """Run one of two processes. It sends the seconds of one exchange for each way, size and round to `answer`."""
     cpu.set_num_threads(1)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -103,7 +103,7 @@ def exchange_as(rank: int, memory: int, meeting: str, rounds: int, answer: Conne
 
 
 def count_for(run: Callable[[], object]) -> int:
-    """How often it runs in ROUND_SECONDS. Both processes call it together."""
+    """The number of runs in ROUND_SECONDS. Both processes call this function together."""
     for _ in range(3):
         run()
     begin = time.perf_counter()
@@ -113,14 +113,14 @@ def count_for(run: Callable[[], object]) -> int:
 
 
 def agreed(count: int) -> int:
-    """The least of both processes."""
+    """The smaller count of the two processes."""
     least = torch.tensor([count])
     torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
     return int(least)
 
 
 def exchange(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """A round takes as long as the slower process needs."""
+    """Measure `exchange`. A round takes as long as the slower process needs."""
     memory = make_memory(Grid(2))
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -150,7 +150,7 @@ def exchange(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def write_model(folder: Path) -> None:
-    """A checkpoint with random weights."""
+    """Write a checkpoint with random weights."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     shapes = build_model(load_model_config(folder), torch.bfloat16).expected_weights()
     weights = {name: torch.randn(shape).mul_(0.02).bfloat16() for name, shape in sorted(shapes.items())}
@@ -164,7 +164,7 @@ def ratio(ours: list[float], theirs: list[float]) -> str:
 
 
 def decodes(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Medians of the steps of a round; each engine has its own processes, which sleep while others compute."""
+    """Measure `decodes`: the median step of each round. The processes of an engine sleep while others compute."""
     num_cores = devices.num_cores()
     widths = (1, 2, 2 * num_cores)
     engines = {
@@ -185,7 +185,7 @@ def decodes(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def sampling(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Steps in which the first of two ranks samples all rows, and in which each samples some."""
+    """Measure `sampling`: steps in which the first of two ranks samples all rows, and steps in which both sample."""
     sizes = {"tensor_parallel_size": 2, "num_threads": max(devices.num_cores() // 2, 1)}
     engines = {"first": sizes, "each": sizes | {"enable_batch_sharded_sampling": True}}
     asks = [(rows, temperature) for temperature in (0.0, 1.0) for rows in arguments.rows]
@@ -198,7 +198,7 @@ def sampling(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def replicas(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Medians of the steps of a round. Each of two engines with a thread has half of the rows."""
+    """Measure `replicas`: the median step of each round. Each of two engines with one thread has half of the rows."""
     engines = {"one": [{"num_threads": 2}], "two": [{"num_threads": 1}] * 2}
     rounds = in_turns(engines, [(rows, 0.0) for rows in arguments.rows], arguments)
     lines = report.table_head("rows | one engine, ms | two engines, ms | tokens of two over one")
@@ -214,10 +214,10 @@ Ask = tuple[int, float]  # rows, and their temperature
 def in_turns(
     engines: dict[str, list[dict[str, Any]]], asks: Sequence[Ask], arguments: argparse.Namespace
 ) -> dict[Ask, dict[str, list[float]]]:
-    """Seconds of a step by ask and name, in each round. All engines are there, with the same random weights.
+    """The seconds of a step in each round, by ask and name. All engines have the same random weights.
 
     Args:
-        engines: the settings of those of a name, which share the rows and decode at once.
+        engines: for each name, the settings of its engines. They share the rows and decode at the same time.
     """
     found: dict[Ask, dict[str, list[float]]] = {ask: {name: [] for name in engines} for ask in asks}
     with tempfile.TemporaryDirectory() as folder:
@@ -249,7 +249,7 @@ def in_turns(
 
 
 def decode_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namespace, asked: Connection) -> None:
-    """A process with an engine, whose number of threads is the process's: the time of a step of that many rows."""
+    """Run a process with one engine, which answers each number of rows with the time of a step."""
     most = max(arguments.rows)
     config = EngineConfig.from_kwargs(
         device="cpu",
@@ -286,7 +286,7 @@ def step_seconds(core: EngineCore, rows: int, temperature: float, steps: int) ->
 
 
 def starts(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Alternating, after a start of each that reads the file and fills the caches of later starts."""
+    """Measure `start`, in turns. A first start of each reads the file and fills the caches for later starts."""
     num_cores, rounds, num_disturbed = devices.num_cores(), list[dict[int, float]](), 0
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
@@ -313,7 +313,7 @@ def starts(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def started_in(folder: str, width: int, num_threads: int) -> float:
-    """Seconds until a process is ready."""
+    """The seconds until a process is ready."""
     begin = time.perf_counter()
     command = [sys.executable, "-P", "-c", START, folder, str(width), str(num_threads)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:

@@ -6,8 +6,8 @@ get the same prompts in turns, and the one that is first changes from round to r
     python benchmarks/replicas.py [MODEL] [--replicas 2] [--threads 1] [--users 2 8 32] [--requests 4] [--input 128]
         [--answer 128] [--rounds 5] [--save HARDWARE] [-- further flags of quire serve]
 
---requests: of each user in a round. The claim: at least 0.9 of the tokens of one engine. --save writes
-benchmarks/results/HARDWARE/replicas_DATE.md and .json.
+--requests: the requests of each user in a round. The claim: at least 0.9 of the tokens per second of one engine.
+--save writes benchmarks/results/HARDWARE/replicas_DATE.md and .json.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ START_SECONDS = 600.0
 
 @contextmanager
 def serving(model: str | None, flags: list[str]) -> Iterator[str]:
-    """The address of a server that is ready."""
+    """Start a server. Yields its address when it is ready."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-P", "-m", "quire", "serve", *([model] if model else []), "--port", str(port), *flags]
@@ -60,7 +60,11 @@ def _is_ready(url: str) -> bool:
 
 
 async def tokens_per_second(url: str, prompts: list[list[list[int]]], num_answer: int) -> float:
-    """Of answers, from the first request to the last answer. `prompts`: of each user, one after another."""
+    """The tokens of answers per second, from the first request to the last answer.
+
+    Args:
+        prompts: for each user, the prompts that it sends one after the other.
+    """
     async with httpx.AsyncClient(base_url=url, timeout=600) as http:
 
         async def ask(own: list[list[int]]) -> None:
@@ -74,7 +78,7 @@ async def tokens_per_second(url: str, prompts: list[list[list[int]]], num_answer
 
 
 def measure(urls: dict[str, str], given: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Tokens per second of each server, by the number of users and the round."""
+    """The tokens per second of each server, by the number of users and the round."""
     draw, found = random.Random(0), dict[str, list[dict[str, float]]]()
     for users in given.users:
         rounds = found[str(users)] = []

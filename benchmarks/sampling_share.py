@@ -35,7 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def decode_steps(core: EngineCore, name: str, batch: int, steps: int) -> dict[str, float]:
-    """Median milliseconds of a whole step, and of its sampling, with `batch` requests that decode."""
+    """The median milliseconds of a whole step, and of its sampling, with `batch` requests that decode."""
     ids = [f"{name} {row}" for row in range(batch)]
     for row, request_id in enumerate(ids):
         params = SamplingParams(max_tokens=steps + 2, seed=row, ignore_eos=True, **WAYS[name])

@@ -31,7 +31,7 @@ def make_scheduler(num_rows: int, num_steps: int) -> Scheduler:
 
 
 def add_requests(scheduler: Scheduler, num_rows: int, max_tokens: int, name: str) -> None:
-    """Prompts that share nothing, so that the time includes the hash of every block."""
+    """Add requests whose prompts share nothing, so that the time includes the hash of every block."""
     params = SamplingParams(max_tokens=max_tokens)
     for i in range(num_rows):
         prompt = [(i * 7919 + j) % 32000 for j in range(PROMPT_TOKENS)]
@@ -43,7 +43,7 @@ def answer(batch: ScheduledBatch) -> StepResult:
 
 
 def measure(scheduler: Scheduler, num_steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of each schedule() and of each update() of the next steps."""
+    """The seconds of each schedule() and of each update() of the next steps."""
     schedule_times, update_times = [], []
     for _ in range(num_steps):
         start = time.perf_counter()

@@ -53,8 +53,8 @@ class Times:
     """Times of the users in seconds."""
 
     first: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)  # between tokens
-    num_tokens: int = 0  # prompts and outputs of finished requests
+    gaps: list[float] = field(default_factory=list)  # the times between tokens
+    num_tokens: int = 0  # the tokens of prompts and outputs of finished requests
 
 
 class Bench:
@@ -66,7 +66,7 @@ class Bench:
         self._num_sent = 0
 
     async def request(self, num_input: int, num_output: int, times: Times) -> None:
-        """One request with a prompt that is not in the prefix cache."""
+        """Send one request whose prompt is not in the prefix cache."""
         self._num_sent += 1
         prompt = TokensPrompt(prompt_token_ids=self._draw.choices(range(10, 30000), k=num_input))
         params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
@@ -79,7 +79,7 @@ class Bench:
         times.num_tokens += num_input + num_output
 
     async def round(self, num_users: int, num_long: int) -> dict[str, Any]:
-        """Short prompts alone, then beside long prompts."""
+        """Measure short prompts alone, and then beside long prompts."""
         alone, long, short = Times(), Times(), Times()
         for _ in range(NUM_ALONE):
             await self.request(SHORT_INPUT, SHORT_OUTPUT, alone)
@@ -135,7 +135,7 @@ async def run(folder: Path, arguments: argparse.Namespace) -> dict[int, list[dic
 
 
 def summary(found: dict[str, Any]) -> dict[str, float]:
-    """The figures of one round, times in seconds."""
+    """The figures of one round. Times are in seconds."""
     alone, beside = statistics.median(found["alone_ttft"]), statistics.median(found["short_ttft"])
     return {
         "alone": alone,

@@ -3,10 +3,9 @@
 `quire serve` runs on this machine and leaves one core to its API and the client. The program waits until the server has
 measured its steps. For each workload, a simulated closed loop with the number of requests that the server runs at once
 gives the saturation. Each rate is simulated and then served once (Poisson), with the same requests at the same times.
-The simulation has the costs that the server's earlier runs have taught: a few requests before the first rate, and the
-rates since. A good request
-has a time to first token of at most three times, and a time per token of at most twice, the median at the lowest rate
-of its workload.
+The simulation has the costs from earlier runs of the server: from a few requests before the first rate, and from all
+earlier rates. A good request has a time to first token of at most three times, and a time per token of at most twice,
+the median at the lowest rate of its workload.
 
 The claim: throughput, goodput, medians, preemptions and tokens from the prefix cache are within 10 %, P99 within 20 %.
 
@@ -53,11 +52,11 @@ from quire.simulate.run import plan_engine, simulate
 WORKLOADS = ("chat", "shared", "random:1500/30", "random:1000/100", "random:256/256", "random:32/400")
 RATES = (0.5, 0.9, 1.5)
 MAX_NUM_SEQS, MAX_QUEUED = 32, 128
-CONTEXTS = 12  # of 2,048 tokens that fit in the KV cache; more run at once, so requests are preempted
+CONTEXTS = 12  # the KV cache has room for this number of 2,048 tokens; more requests run, so some are preempted
 CALIBRATION_SECONDS = 120
 PAUSE_SECONDS = 4.0  # within this time an idle server takes memory, and keeps what the last 256 steps have corrected
 FEWEST_REQUESTS = 24
-# Requests before the first rate: their steps and what the front end takes for them correct the costs of a start.
+# Requests before the first rate. Their steps, and their times in the front end, correct the costs of a start.
 TEACHING, NUM_TEACHING, TEACHING_CONCURRENCY = "chat", 12, 6
 WITHIN = {"p99": 0.2}  # by the first part of a metric's name
 OTHERS_WITHIN = 0.1
@@ -69,15 +68,15 @@ class NoBar:
     """A progress bar that shows nothing."""
 
     def update(self) -> None:
-        """Does nothing when a request is done."""
+        """Do nothing when a request is done."""
 
     def close(self) -> None:
-        """Does nothing when all requests are done."""
+        """Do nothing when all requests are done."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A workload at a rate, served and simulated: metrics by name."""
+    """The metrics, by name, of a workload at a rate that is served and simulated."""
 
     workload: str
     factor: float
@@ -85,7 +84,7 @@ class Cell:
     simulated: dict[str, float]
 
     def errors(self) -> dict[str, float]:
-        """Relative errors of the simulation. A count below 1 is divided by 1."""
+        """The relative errors of the simulation. The error of a count below 1 is divided by 1."""
         return {
             name: (self.simulated[name] - real) / (max(real, 1.0) if name in COUNTERS else max(real, 1e-9))
             for name, real in self.served.items()
@@ -138,7 +137,7 @@ class Bench:
         return self._server.prepare(workload, traffic)
 
     def serve(self, load: PreparedLoad) -> tuple[Run, dict[str, float]]:
-        """A served round, and the change of the server's counters."""
+        """Serve a round. Returns it with the changes of the server's counters."""
         self._runner.run(warm_up(self._server, load))
         before = self._counts()
         seed = load.workload.seed
@@ -146,7 +145,7 @@ class Bench:
         return run, {name: count - before[name] for name, count in self._counts().items()}
 
     def simulate(self, load: PreparedLoad) -> tuple[Run, dict[str, float]]:
-        """The same round, simulated."""
+        """Simulate the same round."""
         (run,), facts = simulate(self._name, self._config, self._model, self._device, load, lambda total: NoBar())
         own = facts["simulated"]
         return run, {"preemptions": own["num_preemptions"], "cached tokens": own["prefix_cache_hits"]}
@@ -157,7 +156,7 @@ class Bench:
         wait_for_costs(self._known, CALIBRATION_SECONDS, other_than=self._measured)
 
     def cells(self, name: str, rates: list[float], seconds: float) -> list[Cell]:
-        """A workload at each rate."""
+        """Serve and simulate a workload at each rate."""
         closed = Traffic(max_concurrency=MAX_NUM_SEQS, num_warmups=4)
         run, _ = self.simulate(self.prepare(name, 3 * MAX_NUM_SEQS, closed))
         saturation = sum(outcome.success for outcome in run.outcomes) / run.duration

@@ -41,8 +41,8 @@ class Times:
     """Times of the users in seconds."""
 
     gaps: list[float] = field(default_factory=list)
-    first: list[float] = field(default_factory=list)  # to the first token of the long prompts
-    num_tokens: int = 0  # of prompts and answers
+    first: list[float] = field(default_factory=list)  # the times to the first token of the long prompts
+    num_tokens: int = 0  # the tokens of prompts and answers
 
 
 class Bench:
@@ -52,7 +52,7 @@ class Bench:
         self._http, self._arguments, self._draw = http, arguments, random.Random(0)
 
     async def request(self, num_input: int, num_output: int, times: Times, first: list[float]) -> None:
-        """One request with a prompt that is not in the prefix cache."""
+        """Send one request whose prompt is not in the prefix cache."""
         body = {
             "prompt": self._draw.choices(range(10, 2000), k=num_input),
             "max_tokens": num_output,

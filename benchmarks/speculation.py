@@ -1,4 +1,4 @@
-"""What speculation gains over the same engine without it, and how much of what it could gain.
+"""The gain of speculation over the same engine without it, and the share of the possible gain that is reached.
 
 The first run writes two models of 0.6 billion parameters each into FOLDER (benchmarks/inflated.py). `chat` is the demo
 model, with a draft model that is trained for a short time. `copy-edit` repeats its prompt with few edits. In every
@@ -89,7 +89,7 @@ class Answer:
     decode_seconds: float  # since every request has its first token
     decode_tokens: int  # in that time
     token_ids: Prompts
-    steps: Steps  # those of that time
+    steps: Steps  # the steps of that time
     num_full: int  # the number of these steps up to the first end of a request
     full_seconds: float  # the time of these num_full steps
     full_tokens: int

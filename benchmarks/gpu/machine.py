@@ -1,4 +1,4 @@
-"""What the GPU benchmarks need, and the description of the machine in their results.
+"""Checks that the GPU benchmarks can run, and describes the machine for their results.
 
     python benchmarks/gpu/machine.py
 

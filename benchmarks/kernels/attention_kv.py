@@ -67,7 +67,7 @@ def bench_case(case: str, args: argparse.Namespace, builds: dict[str, Any]) -> d
     S, Q, L = sizes_of(case)
     caches = {name: calls_of(name, case, args) for name in (args.dtype, *NAMES)}
     rounds: dict[str, list[float]] = {name: [] for name in caches}
-    ratios: dict[str, list[float]] = {name: [] for name in caches}  # the times of other builds over those of this build
+    ratios: dict[str, list[float]] = {name: [] for name in caches}  # the time of another build over this build's time
     for _ in range(args.rounds):
         for name, (calls, _) in caches.items():
             times: dict[str, float] = {}

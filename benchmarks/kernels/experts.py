@@ -42,14 +42,14 @@ from quire.kernels.recording import Arena, record
 from quire.kernels.routing import Routing, RoutingRule
 from quire.measure import report
 
-LAYERS = 3  # of a model, each with weights of its own
+LAYERS = 3  # the number of layers; each has weights of its own
 BURST_S = 0.2
 DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Shape:
-    """E experts, S of them active; D hidden, I inner."""
+    """The shape of a layer: E experts, S active ones, D the hidden size, I the inner size."""
 
     E: int
     S: int
@@ -69,7 +69,7 @@ ROUTINGS = ("uniform", "zipf")
 
 
 def stack_of(E: int, N: int, K: int, quantization: str) -> PackedStack:
-    """All experts have the same numbers, each in memory of its own."""
+    """The packed weights of all experts. They have the same numbers, each in memory of its own."""
     builder, packed = StackBuilder(E, N), pack(torch.randn(N, K).to(DTYPE), quantization)
     for e in range(E):
         builder.put(e, packed)
@@ -95,8 +95,8 @@ class RecordedLayer:
     """The calls of a layer for one number of rows.
 
     Attributes:
-        logits_TE: what a call routes by. Another call needs other values here.
-        routing: of the last call.
+        logits_TE: the logits by which a call routes. They must change before the next call.
+        routing: the routing of the last call.
     """
 
     def __init__(self, layer: Layer, x_TD: Tensor, logits_TE: Tensor) -> None:
@@ -118,7 +118,7 @@ class RecordedLayer:
 
 
 def logits_of(T: int, E: int, routing: str) -> Iterator[Tensor]:
-    """For each call others: the largest S are drawn without replacement."""
+    """Logits [T, E] without end, new ones for each call. The experts of a row are drawn without replacement."""
     odds_E = torch.ones(E) if routing == "uniform" else 1 / torch.arange(1, E + 1)
     while True:
         yield odds_E[torch.randperm(E)].log() - torch.rand(T, E).log().neg().log()
@@ -133,7 +133,7 @@ def measure(
     peak_of: Callable[[], float],
     seconds: float,
 ) -> dict[str, float]:
-    """Medians over calls."""
+    """Measure one number of rows. The results are medians over calls."""
     x_TD, logits = torch.randn(T, shape.D).to(DTYPE), logits_of(T, shape.E, routing)
     turns = itertools.cycle([RecordedLayer(layer, x_TD, next(logits)) for layer in layers])
     operations = 2 * T * shape.S * 3 * shape.D * shape.I

@@ -5,7 +5,7 @@ Quire's calls are recorded, as in the engine's steps. The engines take turns in 
 pause, because OpenMP threads spin for some milliseconds after a call and would take a core from the next engine. A
 result is the median call. The limit of a shape is the larger of two times: the bytes of the weight divided by the
 measured read bandwidth, and the operations divided by the measured peak of arithmetic in registers. For integer weights
-it is the peak of products of codes with so many bits and 8-bit integers. Bandwidth and peak are measured between the
+it is the peak of products of codes with as many bits and 8-bit integers. Bandwidth and peak are measured between the
 bursts, so that a noisy machine changes them as it changes the calls. `--quantization` lists the formats of the weights
 (`none`: the weights are in `--dtype`). Weights in formats of checkpoints (`q4_k`, `awq` ...) are random codes in the
 form that the kernels read. Instruction sets are measured one after the other.
@@ -123,7 +123,7 @@ def product(x: Tensor, packed: Packed, out: Tensor) -> Callable[[], Any]:
 
 
 def product_of_build(build: Any, x: Tensor, packed: Packed, out: Tensor) -> Callable[[], Any]:
-    """The same with another build of the extension."""
+    """A recorded call like that of `product`, with another build of the extension."""
     used, cpu._C = cpu._C, build
     try:
         return product(x, replace(packed), out)  # a copy, because `panels` belong to a build
@@ -147,7 +147,7 @@ def engines(x: Tensor, out: Tensor, weights: list[Tensor], packed: list[Packed],
 
 
 def check_bits(calls: Engines, out: Tensor) -> None:
-    """Ends the program if the two builds do not give the same bits."""
+    """End the program if the two builds do not give the same bits."""
     results = []
     for copies in calls.values():
         out.fill_(float("nan"))
@@ -169,7 +169,7 @@ class Readings:
         return {name: statistics.median(itertools.chain(*bursts)) for name, bursts in self.bursts.items()}
 
     def quartiles_before_over_now(self) -> list[float] | None:
-        """Of the medians of the bursts that belong together; None without another build."""
+        """The quartiles of time before over time now, from medians of neighbouring bursts; None: no other build."""
         if "before" not in self.bursts:
             return None
         pairs = zip(self.bursts["before"], self.bursts["quire"], strict=True)

@@ -30,7 +30,7 @@ from quire.kernels.lora import DeltaMemory, DeltaShape, LoraTable, PackedDelta, 
 
 COLD_BYTES = 192 << 20
 WEIGHT_BITS = {"none": 16, "int8": 8, "int4": 4}
-SHAPES = {  # those of Qwen3-0.6B: K, and the columns of each part
+SHAPES = {  # the shapes of Qwen3-0.6B: K, and the columns of each part
     "qkv": (1024, (2048, 1024, 1024)),
     "o": (2048, (1024,)),
     "gate_up": (1024, (3072, 3072)),

@@ -4,7 +4,7 @@ A result is the median of many calls from Python, so it includes the cost of the
 rows in the CPU's caches, as in a model. Their limit is the bytes that they read and write, divided by the read
 bandwidth of memory; they can be faster than this limit, because caches are faster than memory. Logits and embeddings
 are read from memory, and their limit is the time to read them once. (The limit of an embedding counts the bytes of one
-row, but the elements of a row lie in as many cache lines as those of 16 rows.)
+row, but the elements of one row lie in as many cache lines as the elements of 16 rows.)
 
     python benchmarks/kernels/step_ops.py --rows 1,16,32
 """

@@ -122,7 +122,7 @@ def num_bytes_in_memory(path: Path) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rank_reads_its_share_of_the_file(name: str, tmp_path: Path) -> None:
     form, sizes = MODELS[name]
-    # 60 million random numbers would take longer than all reads, which do not depend on them.
+    # Up to 55 million random numbers would take longer than all reads, which do not depend on them.
     path = write(tmp_path, form, is_stacked="one tensor" in name, numbers=torch.zeros)
     config = EngineConfig.from_kwargs(**sizes)
     total = 0

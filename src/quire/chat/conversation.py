@@ -28,7 +28,7 @@ DEFAULT = "default"  # the value that removes a setting
 
 
 class Conversation:
-    """Turns alternate: a question is kept only together with its answer, or with the part of it that came."""
+    """A conversation whose turns alternate. A question is kept only together with its answer, or with a part of it."""
 
     def __init__(self, system: str | None = None) -> None:
         self.system = system
@@ -46,7 +46,7 @@ class Conversation:
     def set(self, name: str, text: str) -> None:
         """Set a parameter or the system prompt from text; `default` removes the setting.
 
-        It raises InvalidRequestError and then changes nothing.
+        Raises InvalidRequestError for an unknown name or an illegal value; then nothing is changed.
         """
         if name == SYSTEM:
             self.system = None if text in (DEFAULT, "") else text
@@ -67,7 +67,7 @@ class Conversation:
 
 
 def _value(name: str, text: str) -> Any:
-    """A number, or for `stop` a text or a list of texts. SamplingParams refuses other values."""
+    """The value in a text: a number, or for `stop` a text or a list of texts. SamplingParams refuses other values."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -34,13 +34,13 @@ T = TypeVar("T")
 
 
 class EngineModel:
-    """`with EngineModel(...) as model`: the engine is ready inside the block, and it has ended after it.
+    """A model in an engine process, for a `with` statement: in the block the engine is ready, after it it has ended.
 
-    The front end's event loop has its own thread: the main thread waits for input and takes Ctrl-C.
+    The event loop of the front end has its own thread, because the main thread waits for input and handles Ctrl-C.
 
     Args:
-        interpreters: become the engines; the caller ends them.
-        progress: is told about the start.
+        interpreters: these processes become the engines; the caller ends them.
+        progress: a function that is told about the start.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class EngineModel:
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """The model's own defaults, and Quire's for the rest."""
+        """The model's defaults. For parameters without a default of the model, Quire's default is used."""
         params = self._params({})
         return {name: getattr(params, name) for name in PARAMETERS}
 
     def answer(
         self, messages: Sequence[Mapping[str, str]], parameters: Mapping[str, Any]
     ) -> Generator[Piece, None, None]:
-        """See ChatModel. It waits for an engine that failed and starts again."""
+        """See ChatModel. It waits for an engine that has failed and is starting again."""
         pieces: SimpleQueue[Piece | None] = SimpleQueue()
         generation = self._generate(messages, self._params(parameters), pieces)
         future = asyncio.run_coroutine_threadsafe(generation, self._loop)
@@ -130,7 +130,7 @@ class EngineModel:
                 pieces.put(Piece(completion.text, completion.finish_reason))
 
     async def _stop(self) -> None:
-        """It also runs after an interrupted `_start`."""
+        """End the engines. It also runs after an interrupted `_start`."""
         if self._engine is not None and self._processes is not None:
             await self._engine.shutdown()
             self._processes.stop()
@@ -152,7 +152,7 @@ class EngineModel:
 
 
 def _renderer(parts: FrontEndParts, template: str | None) -> RenderPool:
-    """Raises ConfigError for a model that cannot chat."""
+    """The processes that apply the chat template. Raises ConfigError for a model that cannot chat."""
     if parts.tokenizer is None:
         raise ConfigError(
             "A chat needs the model's tokenizer", fix="Leave --skip-tokenizer-init out", param="skip_tokenizer_init"

@@ -21,7 +21,7 @@ class ChatModel(Protocol):
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """Values of the parameters that were not set, as far as they are known."""
+        """The values of parameters that were not set, if they are known."""
         ...
 
     def answer(

@@ -40,7 +40,7 @@ class Session:
     def ask(self, question: str) -> None:
         """Print the answer as it comes. The conversation keeps it, even if only a part came.
 
-        It raises QuireError and KeyboardInterrupt after the printed part is kept.
+        Raises QuireError or KeyboardInterrupt, after the printed part is kept.
         """
         answer, reason = "", None
         try:
@@ -117,7 +117,7 @@ class Session:
             self._show(shown)
 
     def _show(self, name: str) -> None:
-        """One line for a parameter or the system prompt."""
+        """Print one line about a parameter or the system prompt."""
         if name == SYSTEM:
             _print(f"  {name:<19} {self._conversation.system or 'none'}")
             return

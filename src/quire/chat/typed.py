@@ -33,7 +33,7 @@ def read_typed(read_line: ReadLine) -> Typed:
     The argument of a command may stand between three quotes too, for example after `/set system`.
 
     Args:
-        read_line: shows its argument before the line. Its exceptions (EOFError, KeyboardInterrupt) end the message.
+        read_line: shows its argument and returns a line. Its exceptions (EOFError, KeyboardInterrupt) end the message.
     """
     line = read_line(PROMPT)
     is_command = line.startswith("/")
@@ -51,7 +51,7 @@ def read_typed(read_line: ReadLine) -> Typed:
 
 
 def line_reader() -> ReadLine:
-    """`input`. If Python has readline, it has its keys and the lines of earlier chats."""
+    """A function like `input`. If Python has readline, its keys work, and the lines of earlier chats are there."""
     try:
         import readline
     except ImportError:

@@ -27,11 +27,12 @@ class Inputs:
 
 
 def search_factors(weight_NK: Tensor, inputs: Inputs, group_size: int, repeat: tuple[int, int] | None = None) -> Tensor:
-    """Factors of the in-features, float32 [K], that make the output of the rounded weight the least wrong.
+    """The factors of the in-features, float32 [K], with the smallest error of the rounded weight's output.
 
     Args:
+        weight_NK: floating point.
         repeat: (times, width): each block of `width` in-features comes `times` times in a row, and all copies get the
-            same factors. So it is with the heads of v: several query heads share one.
+            same factors. This is the case for the heads of v, because several query heads share one of them.
     """
     weight_NK = weight_NK.float()
     magnitude_K = inputs.magnitude_K
@@ -52,7 +53,7 @@ def search_factors(weight_NK: Tensor, inputs: Inputs, group_size: int, repeat: t
 
 
 def output_error(delta_NK: Tensor, gram_KK: Tensor) -> float:
-    """Sum of squares of X delta^T over the inputs behind `gram_KK`."""
+    """The sum of squares of X delta^T over the calibration inputs X, whose X^T X is `gram_KK`."""
     return ((delta_NK @ gram_KK) * delta_NK).sum().item()
 
 

@@ -19,9 +19,10 @@ MAX_DAMPING = 10.0
 
 
 def gptq(weight_NK: Tensor, gram_KK: Tensor, group_size: int, *, act_order: bool = False) -> GroupedWeight:
-    """A symmetric weight of 4 bits with the smallest change of the output on the inputs behind `gram_KK`.
+    """A symmetric weight of 4 bits that changes the layer's output on the calibration inputs as little as possible.
 
     Args:
+        weight_NK: floating point.
         gram_KK: X^T X over the calibration inputs, float32.
         act_order: round columns with large inputs first. Groups stay in the order of storage, and all grids are chosen
             first ("static groups"), so a reader of the format does not see the order. Without act_order a group's

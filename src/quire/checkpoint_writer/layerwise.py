@@ -33,11 +33,11 @@ Advance = Callable[[int], None]  # the argument: windows that were done since th
 
 @dataclass(frozen=True)
 class LayerLinear:
-    """A linear layer inside a decoder layer, or of one of its experts. Several tensors may be fused into it.
+    """A linear layer inside a decoder layer or one of its experts. Several tensors may be fused into it.
 
     Attributes:
         names: the names of the tensors, for example `self_attn.q_proj`.
-        sizes: rows of each tensor.
+        sizes: the number of rows of each tensor.
     """
 
     names: tuple[str, ...]
@@ -73,19 +73,19 @@ class Layerwise:
         ]
 
     def kept(self, layer: int) -> list[str]:
-        """Names of the others: routers and gates, and weights that are taken apart after loading."""
+        """The names of linear layers that stay as they are: routers, gates, and weights that loading takes apart."""
         return [
             name for linear in self.config.layers[layer].linears() if _stays(linear) for name in _inside(linear, layer)
         ]
 
     def norms(self, layer: int) -> dict[str, float]:
-        """Names of a layer's norms, for example `input_layernorm`, and the number that is added to their weights."""
+        """For each norm of a layer, for example `input_layernorm`: the number that is added to its weights."""
         parts = self.names.layer_parts(layer)
         return {prefix.removesuffix("."): part.offset for prefix, part in parts if isinstance(part, RMSNorm)}
 
     @torch.inference_mode()
     def embed(self, embedding: Tensor, windows: Iterable[list[int]]) -> list[Tensor]:
-        """residual_TD of every window before the first layer."""
+        """The residual stream [T, D] of every window before the first layer."""
         model = self._model()
         model.load_some([(EMBEDDING, embedding)])
         return [model.embed(torch.tensor(window)).clone() for window in windows]
@@ -94,7 +94,7 @@ class Layerwise:
     def observe(
         self, layer: int, weights: Mapping[str, Tensor], residuals: list[Tensor], advance: Advance
     ) -> dict[str, Inputs]:
-        """Sums over the inputs of the layer's linear layers, by the first of their names. It changes nothing."""
+        """Sums over the inputs of the linear layers, by their first names. The residual streams do not change."""
         model = self._model()
         model.load_some((f"model.layers.{layer}.{name}", tensor) for name, tensor in weights.items())
         statistics = {}
@@ -107,7 +107,7 @@ class Layerwise:
 
     @torch.inference_mode()
     def run(self, layer: int, weights: Mapping[str, Tensor], residuals: list[Tensor], advance: Advance) -> None:
-        """Take the residual streams through a layer, in place."""
+        """Send the residual streams through a layer. They change in place."""
         model = self._model()
         model.load_some((f"model.layers.{layer}.{name}", tensor) for name, tensor in weights.items())
         self._run(model, layer, residuals, advance)
@@ -119,7 +119,7 @@ class Layerwise:
             advance(1)
 
     def _batch(self) -> ForwardBatch:
-        """One whole window. Every layer has the same cache, because only one layer runs."""
+        """The batch of one whole window. Every layer has the same cache, because only one layer runs."""
         config, num_tokens = self.config, self.num_tokens
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         one_layer = KvGroup(kv_groups(config)[0].spec, (0,), 1)
@@ -142,7 +142,7 @@ def _inside(linear: LinearShape, layer: int) -> tuple[str, ...]:
 
 
 class _Watcher:
-    """Adds up the statistics of inputs that AWQ and GPTQ need."""
+    """Adds up the statistics of inputs for AWQ and GPTQ."""
 
     def __init__(self, in_features: int) -> None:
         self._gram_KK = torch.zeros(in_features, in_features)

@@ -1,4 +1,4 @@
-"""Each format's text in config.json, and the FP8 tensors. Integer tensors are in quantization/, with their readers.
+"""The text of each format in config.json, and the FP8 tensors. quantization/ has integer tensors and their readers.
 
 Dimensions: N out-features, K in-features.
 """
@@ -16,7 +16,12 @@ Tensors = dict[str, Tensor]  # by the last part of the name
 
 
 def fp8(weight_NK: Tensor, dtype: torch.dtype) -> Tensors:
-    """compressed-tensors with e4m3 numbers and a scale per out-feature."""
+    """The tensors of compressed-tensors with e4m3 numbers and a scale for each out-feature.
+
+    Args:
+        weight_NK: floating point.
+        dtype: the dtype of the scales.
+    """
     largest_N1 = weight_NK.float().abs().amax(1, keepdim=True)
     scale_N1 = (largest_N1 / FP8_MAX).clamp_min(torch.finfo(dtype).tiny).to(dtype)
     values_NK = (weight_NK.float() / scale_N1.float()).clamp(-FP8_MAX, FP8_MAX)
@@ -38,7 +43,12 @@ def gptq_description(group_size: int, act_order: bool, damping: float) -> dict[s
 def compressed_tensors_description(
     layout: str, weights: dict[str, Any], input_activations: dict[str, Any] | None, ignore: list[str]
 ) -> dict[str, Any]:
-    """`layout`: pack-quantized, int-quantized or float-quantized. `ignore`: linear layers that are not quantized."""
+    """The `quantization_config` of compressed-tensors.
+
+    Args:
+        layout: pack-quantized, int-quantized or float-quantized.
+        ignore: the linear layers that are not quantized.
+    """
     weights = {
         "symmetric": True,
         "dynamic": False,

@@ -37,7 +37,10 @@ class Output:
         self._num_shards = num_shards
 
     def num_finished(self) -> int:
-        """Shards that an interrupted run has finished. Raises ConfigError if the folder holds anything else."""
+        """The number of shards that an interrupted run has finished.
+
+        Raises ConfigError if the folder holds anything else.
+        """
         state_path = self.folder / STATE_NAME
         if (self.folder / CONFIG_NAME).exists() or (not state_path.exists() and self._is_in_use()):
             raise ConfigError(
@@ -106,7 +109,7 @@ class Output:
         return any(path.suffix != PARTIAL for path in self.folder.iterdir())
 
     def num_bytes(self) -> int:
-        """The bytes of the weights."""
+        """The bytes of all weights together."""
         return open_checkpoint(self.folder).num_bytes
 
     def _write_state(self, num_finished: int) -> None:

@@ -36,7 +36,12 @@ Tick = Callable[[int, int], None]  # newly finished shards, all shards
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The user's choices. `model` None: the demo model; `calibration` None: the model writes its own text."""
+    """The user's choices.
+
+    Attributes:
+        model: None: the demo model.
+        calibration: the file of the calibration text; None: the model writes it.
+    """
 
     model: str | None
     to: str
@@ -51,7 +56,7 @@ class Options:
 
 
 def download(options: Options, progress: Progress) -> None:
-    """Fetch the model's files, if they are not here. Raises ConfigErrors."""
+    """Download the model's files, if they are not on this machine. Raises ConfigErrors."""
     find_model(EngineConfig(model=options.model), progress, weights=True)
 
 
@@ -152,11 +157,11 @@ class Source:
         return tensor
 
     def others(self) -> Weights:
-        """Tensors outside the layers: embeddings, the last norm, the output projection, unused parts."""
+        """The tensors outside the layers: embeddings, the last norm, the output projection, and unused tensors."""
         return dict(self._checkpoint.some(self._others))
 
     def ignored(self) -> list[str]:
-        """Modules that readers might take for quantized linear layers."""
+        """The modules that a reader could mistake for quantized linear layers."""
         modules = [name.removesuffix(".weight") for name in self._others if name.endswith(".weight")]
         outside = {OUTPUT, *(m for m in modules if not m.endswith(("norm", "embed_tokens")))}
         kept = [prefix + name for layer, prefix in self.prefixes.items() for name in self._layerwise.kept(layer)]

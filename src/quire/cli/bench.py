@@ -88,7 +88,12 @@ def _numbers(parser: Any, flags: dict[str, tuple[int, str]]) -> None:
 
 
 def progress_bar(is_off: bool, total: int, title: str = "") -> Any:
-    """Has update() and close()."""
+    """A progress bar with the methods update() and close().
+
+    Args:
+        is_off: whether nothing is shown.
+        total: the number of steps.
+    """
     from tqdm import tqdm
 
     return tqdm(total=total, desc=title or None, disable=is_off, dynamic_ncols=True)

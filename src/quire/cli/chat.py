@@ -42,7 +42,7 @@ With MODEL the model runs here. With --url, --model-name or --api-key a server i
 at {DEFAULT_URL} if one answers, else the bundled demo model. With PROMPT, or when standard input or output is no
 terminal, it answers once: what comes from standard input, then PROMPT. /help in the chat lists its commands.
 """
-PATIENCE_SECONDS = 1.0  # how long to wait for a server that the user has not named
+PATIENCE_SECONDS = 1.0  # the wait for a server that the user has not named
 SERVER_SETTINGS = ("chat_template", "default_chat_template_kwargs", "log_level", "log_format")  # a chat has them too
 NOT_OF_ENGINES = ("model", "log_level", "log_format")  # settings that a chat with a server has too
 
@@ -107,7 +107,7 @@ def _conversation(args: argparse.Namespace) -> Conversation:
 
 
 def _question(args: argparse.Namespace) -> str | None:
-    """The question to answer before leaving; None: a person at a terminal will ask."""
+    """The only question, from the command line or the standard input; None: a person at a terminal will ask."""
     if args.quick is not None:
         return str(args.quick)
     words = " ".join(args.prompt)
@@ -128,7 +128,7 @@ def _is_a_person(stream: IO[str] | None) -> bool:
 
 
 def _model(args: argparse.Namespace, engine: EngineConfig, server: ServerConfig, stack: ExitStack) -> ChatModel:
-    """Who answers, by what was given."""
+    """The model that answers: an engine of this command, or a server, by the given flags."""
     given = [
         as_flag(name)
         for config in (engine, server)
@@ -185,7 +185,7 @@ def _engine(engine: EngineConfig, server: ServerConfig, stack: ExitStack) -> Cha
 
 @contextmanager
 def _ends_at_once(interpreters: Sequence[EngineInterpreter]) -> Iterator[None]:
-    """Inside, a signal ends this process and the engines: leaving would wait for the threads of a download."""
+    """In the block, a signal ends this process and the engines at once. A clean end would wait for a download."""
 
     def kill() -> None:
         for interpreter in interpreters:
@@ -199,13 +199,13 @@ def _ends_at_once(interpreters: Sequence[EngineInterpreter]) -> Iterator[None]:
 
 
 def _stops() -> list[signal.Signals]:
-    """A signal stops it, or the terminal is closed. Under `nohup` a closed terminal does not end it."""
+    """The signals that end a chat: SIGTERM, and a closed terminal unless the command runs under `nohup`."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM] if is_ignored else [signal.SIGTERM, signal.SIGHUP]
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Like /bye, with the exit code that shells expect."""
+    """End the chat like /bye, with the exit code that shells expect after a signal."""
     sys.exit(128 + number)
 
 

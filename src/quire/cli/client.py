@@ -35,7 +35,7 @@ class ServerAnswerError(QuireError):
 
 
 class NoApiError(ServerAnswerError):
-    """Something at the address answers, but it is no server of models."""
+    """A program answers at the address, but it does not serve models."""
 
 
 def add_client_flags(parser: Parser) -> None:
@@ -46,16 +46,19 @@ def add_client_flags(parser: Parser) -> None:
 
 
 class Client:
-    """Talks to one server; every call opens its own connection.
+    """A client of one server. Every call opens its own connection.
 
     Args:
-        url: base URL of the API; None: the default one.
-        model: the name of a model there; None: the first one.
-        api_key: None: VLLM_API_KEY.
-        patience: seconds in which the server must name its models, if it is asked for them.
+        url: the base URL of the API; None: the default URL.
+        model: the name of a model of the server; None: its first model.
+        api_key: the key; None: the value of VLLM_API_KEY.
+        patience: the seconds in which the server must name its models, if it is asked for them.
+
     Raises:
-        ConfigError: the URL is none. NoApiError: the server does not list models.
-        ServerUnreachableError, ServerAnswerError: the server does not answer, or refuses.
+        ConfigError: the URL is malformed.
+        NoApiError: the server does not list models.
+        ServerUnreachableError: no server answers.
+        ServerAnswerError: the server refuses.
     """
 
     def __init__(
@@ -87,13 +90,13 @@ class Client:
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """The server knows them."""
+        """Nothing: only the server knows the defaults."""
         return {}
 
     def answer(
         self, messages: Sequence[Mapping[str, str]], parameters: Mapping[str, Any]
     ) -> Generator[Piece, None, None]:
-        """As ChatModel says; closing it closes the connection, which tells the server."""
+        """See ChatModel. Closing the generator closes the connection, so the server stops."""
         with closing(self.stream("/chat/completions", {"messages": messages, **parameters})) as chunks:
             for chunk in chunks:
                 yield from _pieces(chunk)

@@ -22,12 +22,12 @@ PACKAGES = (
     "torch", "transformers", "tokenizers", "huggingface_hub", "numpy", "msgspec", "pyzmq", "starlette", "uvicorn",
     "uvloop", "httptools", "jinja2", "prometheus-client", "pyyaml",
 )  # fmt: skip
-# Variables of other programs that our libraries read.
+# Variables of other programs. Our libraries read them.
 FURTHER_VARIABLES = (
     "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONOPTIMIZE",
 )  # fmt: skip
-# Parts of names whose values are never shown.
+# The value of a variable is never shown if its name has one of these parts.
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
@@ -100,7 +100,7 @@ def _disk() -> Iterator[tuple[str, str]]:
 
 
 def _hub_cache() -> Path:
-    """Where the hub library keeps downloads (its documented order of variables)."""
+    """The folder in which the hub library keeps downloads, by the variables and the order of its documentation."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
 

@@ -20,13 +20,14 @@ _SETTINGS = {f.name for config in (EngineConfig, ServerConfig) for f in options(
 
 
 def read_config_file(path: Path, parser: argparse.ArgumentParser, *, only_settings: bool = True) -> dict[str, Any]:
-    """The file's settings by name (with underscores), as `parser` would read their flags. Null leaves a setting alone.
+    """The file's settings by name (with underscores), as `parser` would read their flags. Null changes no setting.
 
     Args:
-        only_settings: the keys are settings of configs; else all flags of the parser.
+        only_settings: whether only settings of configs are legal keys, or all flags of the parser.
 
     Raises:
-        ConfigError: no such file, no YAML mapping, an unknown key, a key given twice, or a value its flag would refuse.
+        ConfigError: the file does not exist or is no YAML mapping, a key is unknown or stands there twice, or a flag
+            would refuse its value.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -58,7 +59,7 @@ def read_config_file(path: Path, parser: argparse.ArgumentParser, *, only_settin
 
 
 def _action(key: str, parser: argparse.ArgumentParser, where: str, *, only_settings: bool) -> argparse.Action:
-    """What the parser does for a key."""
+    """The parser's action for a key. Raises ConfigError for an unknown key."""
     name = key.replace("_", "-")
     known = {
         flag.removeprefix("--"): action
@@ -79,7 +80,7 @@ def _action(key: str, parser: argparse.ArgumentParser, where: str, *, only_setti
 
 
 def converted(value: Any, action: argparse.Action, where: str) -> Any:
-    """The value as its flag would have read it. Raises ConfigError, which says `where` it stands."""
+    """The value as its flag would read it. The ConfigError for an illegal value says `where` the value stands."""
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise ConfigError(f"{where} is on or off", value=value, expected="true or false")

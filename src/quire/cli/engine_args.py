@@ -15,7 +15,7 @@ P = TypeVar("P", bound=argparse.ArgumentParser)
 
 
 class EngineArgs(EngineConfig):
-    """EngineConfig that settles vLLM's other names, as LLM(...) does. Raises ConfigError for an unknown one."""
+    """An EngineConfig that also takes vLLM's other names, as LLM(...) does. Raises ConfigError for an unknown name."""
 
     def __init__(self, model: str | None = None, **kwargs: Any) -> None:
         super().__init__(**vars(EngineConfig.from_kwargs(model=model, **kwargs)))
@@ -25,8 +25,9 @@ class EngineArgs(EngineConfig):
         """Add a flag for every setting and for vLLM's other engine flags. Returns the parser.
 
         Args:
-            parser: argparse's own works too, without the spellings of FlexibleArgumentParser (`--max_num_seqs`).
-            async_args_only: only flags of the asynchronous engine: there are none.
+            parser: a FlexibleArgumentParser, or a parser of argparse, which does not know spellings such as
+                `--max_num_seqs`.
+            async_args_only: whether to add only flags of the asynchronous engine. There are none.
         """
         if not async_args_only:
             add_config_flags(parser, EngineConfig)
@@ -36,6 +37,9 @@ class EngineArgs(EngineConfig):
 
     @classmethod
     def from_cli_args(cls: type[A], args: argparse.Namespace) -> A:
-        """From parsed arguments; arguments that add_cli_args() did not add are left out. Raises ConfigErrors."""
+        """The settings from parsed arguments. Arguments that are not from add_cli_args() are ignored.
+
+        Raises ConfigErrors.
+        """
         known = {f.name for f in options(cls)} | {entry.name for entry in ENGINE_FLAGS}
         return cls(**{name: value for name, value in vars(args).items() if name in known})

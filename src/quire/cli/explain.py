@@ -1,4 +1,4 @@
-"""`quire explain [MODEL] [flags of serve]`: the settings of a server, and why. Loads no weights.
+"""`quire explain [MODEL] [flags of serve]`: the settings of a server, with their reasons. It loads no weights.
 
 `quire explain --vllm COMMAND`: the answer to each flag of a vLLM command; other servers have such options too.
 """
@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(parser: Parser, args: argparse.Namespace) -> int:
-    """Exit code 0, or 2 if a start would fail for lack of memory."""
+    """Returns the exit code: 0, or 2 if a start would fail because of too little memory."""
     if given := [name for name in _FOREIGN if getattr(args, name) is not None]:
         return _explain_foreign(args, given)
     engine_config, server_config = read_settings(parser, args)
@@ -69,7 +69,7 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
 
 
 def _explain_foreign(args: argparse.Namespace, given: list[str]) -> int:
-    """Exit code 0, or 1 if Quire would not start with the flags as they are."""
+    """Returns the exit code: 0, or 1 if Quire would not start with these flags."""
     option, *more = given
     other = [name for name, value in vars(args).items() if name not in _OWN_ARGUMENTS and value is not None]
     if other or more:

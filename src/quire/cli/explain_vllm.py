@@ -68,8 +68,8 @@ class Answer:
         value: the given value, with secrets hidden.
         status: see STOPS.
         does: its effect here, or the reason why it has none.
-        limits: the quantity that it bounds.
-        here: its value with this model on this machine.
+        limits: the quantity that the setting bounds.
+        here: the setting's value with this model on this machine.
         next: the cost of the next larger value.
         targets: the settings that it becomes.
     """
@@ -84,18 +84,18 @@ class Answer:
     targets: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, str]:
-        """For JSON."""
+        """The object for JSON."""
         return {name: value for name, value in asdict(self).items() if name != "targets"}
 
 
 @dataclass(frozen=True)
 class CommandExplanation:
-    """A command, answered.
+    """The answers to a command.
 
     Attributes:
-        model: its model in words.
-        is_model_known: its files are on this machine, and the settings were tried with it.
-        error: stops a start, and no single flag is to blame.
+        model: the command's model in words.
+        is_model_known: whether the model's files are on this machine, so that the settings were tried with it.
+        error: the error that stops a start, if it is not the fault of a single flag.
         command: the words of the command for Quire, as a shell reads them.
     """
 
@@ -112,7 +112,7 @@ class CommandExplanation:
         return self.error is None and all(answer.status not in STOPS for answer in self.answers)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The object for JSON."""
         return {
             "version": __version__,
             "model": self.model,
@@ -125,7 +125,7 @@ class CommandExplanation:
         }
 
     def text(self) -> str:
-        """For people."""
+        """The text for people."""
         return "\n".join(printable(line.replace("\n", "\\n")) for line in self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -151,7 +151,7 @@ class CommandExplanation:
         yield from self._command_lines()
 
     def _command_lines(self) -> Iterator[str]:
-        """A flag with its values in each line."""
+        """The lines of the command. Each has a flag with its values."""
         lines: list[list[str]] = [[]]
         for word in self.command:
             if word.startswith("--"):
@@ -180,7 +180,7 @@ class _Given:
         return _HIDDEN if is_secret and self.words else _without_login(" ".join(self.words))
 
     def value(self) -> Any:
-        """As `quire serve` reads it. Raises ConfigError."""
+        """The value as `quire serve` reads it. Raises ConfigError."""
         assert self.action is not None
         if isinstance(self.action, Switch):
             return self.action.is_on(self.flag)
@@ -190,7 +190,7 @@ class _Given:
 
 
 def explain_command(text: str) -> CommandExplanation:
-    """The answers to a vLLM command. Raises ConfigError for a text that is none."""
+    """The answers to a vLLM command. Raises ConfigError for a text that is no such command."""
     pasted = read_pasted(text)
     parser = Parser(prog="quire serve", allow_abbrev=False)
     add_settings_flags(parser)
@@ -235,7 +235,7 @@ class _Reading:
         )
 
     def _setting(self, at: int, given: _Given) -> Answer | None:
-        """The answer to all but foreign names."""
+        """The answer to the name of a setting; None: the name is foreign."""
         if given.action is None and not _is_flag(given.flag):
             return Answer(
                 given.flag, "", "contradictory", "a second word that belongs to no flag; the first is the model"
@@ -272,14 +272,14 @@ class _Reading:
         return answer
 
     def _repeated(self, given: _Given) -> Answer:
-        """One of two: the last one counts. The two ways to name a model must agree."""
+        """The answer to a flag that comes again later: the last one counts. Two names of the model must be equal."""
         last = next(later for later in reversed(self._given) if later.name == given.name)
         if given.name == "model" and (given.flag == "MODEL") != (last.flag == "MODEL") and given.words != last.words:
             return Answer(given.flag, given.shown, "contradictory", f"Two models are named: {last.shown} is the other")
         return Answer(given.flag, given.shown, "no effect", f"it is given again: {last.flag} {last.shown} counts")
 
     def _foreign(self, given: _Given) -> Answer:
-        """The answer of the table of foreign names."""
+        """The answer from the table of foreign names."""
         entry = self._table[given.name]
         is_vllms = self._table is FOREIGN
         is_removed, is_invented = (is_vllms and entry.name in names for names in (_REMOVED, _INVENTED))
@@ -445,7 +445,7 @@ def _configs(values: Mapping[str, Any]) -> tuple[EngineConfig, ServerConfig]:
 
 
 def _is_legal(values: Mapping[str, Any]) -> bool:
-    """Whether the values are legal by themselves: then their combination is the fault."""
+    """Whether the values are legal by themselves. If they are, an error lies in their combination."""
     try:
         _configs(values)
     except ConfigError:
@@ -454,7 +454,10 @@ def _is_legal(values: Mapping[str, Any]) -> bool:
 
 
 def _model_here(config: EngineConfig) -> tuple[str, ModelConfig] | None:
-    """Name and facts of a model whose files are on this machine. Raises ConfigError for files that cannot be read."""
+    """The name and the facts of a model whose files are on this machine; None: they are not.
+
+    Raises ConfigError for files that cannot be read.
+    """
     name = config.model
     if name is None and config.gguf_file is None:
         return find_model(config, None, weights=False)[1:]

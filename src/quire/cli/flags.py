@@ -22,9 +22,9 @@ C = TypeVar("C")
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads command lines like vLLM's parser (`plain_words`); its errors are one line and name the nearest known flag.
+    """Reads command lines like vLLM's parser (`plain_words`). An error is one line, and names the nearest known flag.
 
-    Values of the arguments named in `secret_names` leave the list of processes as soon as they are read.
+    The values of arguments in `secret_names` are removed from the list of processes as soon as they are read.
     """
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
@@ -56,12 +56,12 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def switches(self) -> set[str]:
-        """Flags that take no value."""
+        """The flags that take no value."""
         actions = self._option_string_actions.items()
         return {flag for flag, action in actions if isinstance(action, argparse.BooleanOptionalAction)}
 
     def _chosen(self, words: list[str]) -> Parser:
-        """The parser of the command that is called, or this one."""
+        """The parser of the subcommand that is called, or this parser."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 at = next((i for i, word in enumerate(words) if not word.startswith("-")), None)
@@ -108,10 +108,10 @@ def _converter(convert: Any) -> Any:
 
 
 class Switch(argparse.BooleanOptionalAction):
-    """--name and --no-name; also where the name itself begins with `no`, as --no-auth does."""
+    """The flags --name and --no-name, also for a name that begins with `no`, for example --no-auth."""
 
     def is_on(self, flag: str) -> bool:
-        """What a spelling of the flag says."""
+        """Whether a spelling of the flag turns the setting on."""
         return not (flag.startswith("--no-") and f"--{flag.removeprefix('--no-')}" in self.option_strings)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
@@ -120,7 +120,7 @@ class Switch(argparse.BooleanOptionalAction):
 
 
 class Refused(argparse.Action):
-    """A flag that vLLM's command has and ours lacks: says why."""
+    """A flag that vLLM's command has and ours lacks. Its error has the reason."""
 
     def __init__(self, *args: Any, why: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -131,7 +131,7 @@ class Refused(argparse.Action):
 
 
 def add_config_flags(parser: argparse.ArgumentParser, config: type, *, skip: frozenset[str] = frozenset()) -> None:
-    """One flag per field of `config`; booleans get --name and --no-name."""
+    """Add a flag for each field of `config`. Booleans get --name and --no-name."""
     group = parser.add_argument_group(config.__name__)
     hints = get_type_hints(config)
     for f in options(config):
@@ -160,9 +160,7 @@ def _help(f: dataclasses.Field[Any]) -> str:
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser, foreign: Iterable[Foreign] = FOREIGN.values()) -> None:
-    """vLLM's flags without a setting here. The help leaves them out, but they are known, so that command lines written
-    for vLLM run.
-    """
+    """Add vLLM's flags without a setting here, so that command lines for vLLM run. The help does not show them."""
     for entry in foreign:
         name = entry.name
         keywords: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
@@ -174,6 +172,6 @@ def add_foreign_flags(parser: argparse.ArgumentParser, foreign: Iterable[Foreign
 
 
 def config_from_values(config: Callable[..., C], values: dict[str, Any], sources: dict[str, Source]) -> C:
-    """The config class from the settings that were given; the rest keeps its default."""
+    """A config with the given settings. All other settings have their defaults. Raises ConfigError."""
     names = {f.name for f in options(config)} & values.keys()
     return config(**{name: values[name] for name in names}, sources={name: sources[name] for name in names})

@@ -48,7 +48,7 @@ enable-prefix-caching: false
 
 
 def render() -> str:
-    """The page, in Markdown."""
+    """The whole page in Markdown."""
     return "\n".join(_lines()) + "\n"
 
 
@@ -111,7 +111,7 @@ def _environment() -> Iterator[tuple[str, ...]]:
 
 
 def _foreign(entries: Iterable[Foreign]) -> list[tuple[list[str], str, str]]:
-    """(flags, why, instead) of all names with the same answer."""
+    """Entries (flags, reason, advice), one for all names with the same answer."""
     rows: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
         spelled = (f"`{flag}`" for flag in (as_flag(entry.name), *SHORT_FLAGS.get(entry.name, ())))

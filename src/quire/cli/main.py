@@ -14,7 +14,7 @@ from quire.errors import ConfigError, QuireError
 if TYPE_CHECKING:
     from quire.cli.flags import Parser
 
-# Errors of the system by their number, with the advice.
+# The advice for errors of the system, by their number.
 _REFUSALS = {
     errno.ENOMEM: ("more memory", "Raise `ulimit -v`, or end other programs"),
     errno.EMFILE: ("to open more files", "Raise `ulimit -n`"),
@@ -52,7 +52,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
+    """Run a command. Returns the exit code: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # scripts start background processes in this way
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -97,19 +97,19 @@ def _say_error(error: QuireError) -> None:
 
 
 def _is_interrupted(error: BaseException | None) -> bool:
-    """Whether a Ctrl-C caused an error: an import turns it into an error of the imported library."""
+    """Whether Ctrl-C caused an error. During an import it becomes an error of the imported library."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _is_full_stream(error: Exception) -> bool:
-    """A write to a non-blocking stream: it has the error number of a refused process, and a count."""
+    """Whether a write to a full non-blocking stream failed. Its error number is also that of a refused process."""
     return isinstance(error, BlockingIOError) and hasattr(error, "characters_written")
 
 
 def _refusal(error: Exception) -> QuireError | None:
-    """The resource that the system refused: no defect of Quire."""
+    """The error about a resource that the system refused; None: it is another error, perhaps a defect of Quire."""
     if _is_full_stream(error):
         return QuireError("Standard output is full and does not wait", fix="Write to a file, or to a pipe that blocks")
     number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno if isinstance(error, OSError) else None

@@ -35,7 +35,7 @@ EPILOG = """
 Exit code: 0; 2 if a model fits in no format; with --check also 1 if the best row does not meet what is asked.
 """
 _OTHER_GPU = 90  # the compute capability that is planned for a GPU on another machine
-# With any of them, candidates are ranked.
+# With any of these flags, candidates are ranked.
 _RANKED_BY = ("hardware", "workload", "request_rate", "price_per_hour", "tensor_parallel_size")
 # A number outside these bounds is a mistake, and sums of such numbers are infinite.
 LEAST_RATE, MOST_RATE, MOST_PRICE = 1e-9, 1e21, 1e12
@@ -69,7 +69,7 @@ _ASKS = ("sequences", "workload", "request_rate", "price_per_hour")  # wishes fo
 
 
 def run(parser: Parser, args: argparse.Namespace) -> int:
-    """Exit code 0; 2 if a model fits in no format; with --check 1 if what is asked is not met."""
+    """Returns the exit code: 0; 2 if a model fits in no format; with --check, 1 if a demand is not met."""
     is_ranked = args.check or any(getattr(args, name, None) is not None for name in _RANKED_BY)
     names = args.model_tag
     args.model_tag = None
@@ -119,7 +119,7 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
 
 
 class _Machine:
-    """The machine of the models: this one, or one that --memory, --bandwidth and --flops describe."""
+    """The machine for the models: this machine, or one that --memory, --bandwidth and --flops describe."""
 
     def __init__(self, args: argparse.Namespace, engine: EngineConfig) -> None:
         from quire.kernels import extension
@@ -250,7 +250,7 @@ def _lengths(args: argparse.Namespace, engine: EngineConfig, folder: Path) -> An
 
 
 def _check_description(args: argparse.Namespace, engine: EngineConfig) -> None:
-    """ConfigError for flags of a machine that contradict each other."""
+    """Raise ConfigError for flags of a machine that contradict each other."""
     if args.hardware is not None and (args.memory or args.bandwidth or args.flops):
         raise ConfigError(
             "--hardware names a machine, but --memory, --bandwidth and --flops describe one too",
@@ -268,7 +268,11 @@ def _check_description(args: argparse.Namespace, engine: EngineConfig) -> None:
 
 
 def _rate(text: str, name: str) -> float:
-    """`864GB`, `3.35TB/s`, `362T`, `989 TFLOPS`, `12.5`."""
+    """The number in a text such as `864GB`, `3.35TB/s`, `362T`, `989 TFLOPS` or `12.5`. Raises ConfigError.
+
+    Args:
+        name: the setting, for the message.
+    """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([kmgtp]?)(b|flops?)?(/s)?", text.strip(), re.IGNORECASE)
     value = float(match[1]) * _FACTORS[match[2].lower()] if match else 0.0
     if not LEAST_RATE <= value <= MOST_RATE:
@@ -298,7 +302,7 @@ def _prices(text: str | None) -> list[float]:
 
 
 def _memory_bytes(text: str) -> int:
-    """`80GiB`, `80G`: powers of 1024; `80GB`, `80g`: of 1000."""
+    """The bytes in a text: `80GiB` and `80G` stand for powers of 1024, `80GB` and `80g` for powers of 1000."""
     plain = text.strip()
     if plain[-3:] in ("GiB", "MiB"):
         plain = plain[:-2]
@@ -311,7 +315,7 @@ def _memory_bytes(text: str) -> int:
 
 
 def _with_memory(device: DeviceFacts, wanted: str, num_bytes: int) -> tuple[DeviceFacts, str]:
-    """The machine with other memory, all of it free; with a GPU that is not here, if `wanted` is cuda."""
+    """The machine with other memory, which is all free. If `wanted` is cuda, it has a GPU that this machine lacks."""
     if wanted == "cuda" or (wanted == "auto" and device.gpu is not None):
         gpu = device.gpu or GpuFacts("a GPU that is not here", _OTHER_GPU, num_bytes, num_bytes)
         gpu = replace(gpu, total_memory_bytes=num_bytes, free_memory_bytes=num_bytes)

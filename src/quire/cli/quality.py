@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _models(plain: EngineConfig, args: argparse.Namespace) -> Iterable[tuple[str, EngineConfig]]:
-    """One for each pair of formats, with the name of its row."""
+    """The settings of a model for each pair of formats, with the name of its row."""
     for quantization, kv in product(args.quantization or ["none"], args.kv_cache_dtype or ["auto"]):
         name = quantization if quantization != "none" else Path(args.model or "").name or "unquantized"
         config = replace(plain, quantization=None if quantization == "none" else quantization, kv_cache_dtype=kv)

@@ -19,7 +19,11 @@ from quire.option import Source
 def add_settings_flags(
     parser: Parser, configs: tuple[type, ...] = (EngineConfig, ServerConfig), *, models: Literal["?", "*"] = "?"
 ) -> None:
-    """MODEL, --config, and a flag for every setting of `configs` and every foreign name. `models`: MODELs taken."""
+    """Add MODEL, --config, and a flag for every setting of `configs` and every foreign name.
+
+    Args:
+        models: the number of MODELs, in argparse's form.
+    """
     parser.usage = f"{parser.prog} [MODEL{' ...' if models == '*' else ''}] [flags]"
     parser.add_argument(
         "model_tag",
@@ -34,7 +38,7 @@ def add_settings_flags(
 
 
 def read_settings(parser: Parser, args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
-    """The configs, with the source of every value; from here on logs have the configured form. Raises ConfigErrors."""
+    """The configs with the source of every value. From now on, logs have the configured form. Raises ConfigErrors."""
     logs.configure()
     given = vars(args) | _model(args)
     layers: list[tuple[Source, Mapping[str, Any]]] = [("flag", given)]

@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(parser: Parser, args: argparse.Namespace) -> int:
-    """Exit code 0, or 1 if no request was answered."""
+    """Returns the exit code: 0, or 1 if no request was answered."""
     config, _ = read_settings(parser, args)
     if config.speculative_config is not None:
         raise ConfigError(
@@ -70,7 +70,7 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
 
 
 def _workload(args: argparse.Namespace, seed: int) -> Workload:
-    """The options behind --workload or --trace; flags of single options come on top."""
+    """The options of --workload or --trace. Flags of single options override them."""
     from quire.measure.workload import ALL, named_workload
 
     if args.workload is not None and args.trace is not None:

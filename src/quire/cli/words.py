@@ -1,4 +1,4 @@
-"""Command lines as people write them for vLLM, in the one form argparse reads."""
+"""Brings command lines that people write for vLLM into the form that argparse reads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ _TRUTH = {"true": "--", "false": "--no-"}
 
 
 def plain_words(words: list[str], switches: Collection[str]) -> list[str]:
-    """The same command line with `--max_model_len` as `--max-model-len`, `-O3` as `-O 3`, `--switch True` as `--switch`
-    or `--no-switch`, and `--json-flag.key value` collected into one JSON object per flag.
+    """The same command line in plain words.
+
+    `--max_model_len` becomes `--max-model-len`, `-O3` becomes `-O 3`, and `--switch True` becomes `--switch` (or
+    `--no-switch`). All `--json-flag.key value` of a flag become one JSON object.
 
     Args:
-        switches: flags without a value, with their leading dashes.
+        switches: the flags without a value, with their leading dashes.
 
     Raises:
-        ConfigError: a dotted flag has no value, or stands beside the same flag with a whole object.
+        ConfigError: a dotted flag has no value, or the same flag with a whole object stands beside it.
     """
     plain: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
@@ -53,7 +55,7 @@ def _dashes(word: str) -> str:
 
 
 def _without_value(word: str, switches: Collection[str]) -> str:
-    """`--switch=true` as `--switch`."""
+    """`--switch` in place of `--switch=true`, and `--no-switch` in place of `--switch=false`."""
     name, equals, value = word.partition("=")
     if equals and name in switches and value.lower() in _TRUTH:
         return _TRUTH[value.lower()] + name.removeprefix("--")
@@ -61,7 +63,7 @@ def _without_value(word: str, switches: Collection[str]) -> str:
 
 
 def _is_dotted(word: str) -> bool:
-    """`--hf-overrides.rope_theta` and `-O.mode`, but not `--watermark=.1` and `-0.5`."""
+    """Whether a word is a dotted flag: `--hf-overrides.rope_theta` and `-O.mode` are, `-0.5` and `--a=.1` are not."""
     name = word.partition("=")[0]
     return "." in name and (name.startswith("--") or (name[:1] == "-" and name[1:2].isalpha()))
 

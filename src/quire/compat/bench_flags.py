@@ -1,4 +1,4 @@
-"""Flags of vLLM's benchmarks that are not flags here, with the reason."""
+"""Flags of vLLM's benchmarks that Quire's benchmarks lack, with the reason."""
 
 from __future__ import annotations
 

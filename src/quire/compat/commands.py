@@ -12,7 +12,7 @@ ABSENT_COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def absent_command(name: str) -> str | None:
-    """Why `quire NAME` does not exist, if vLLM has such a command; one line."""
+    """The reason why `quire NAME` does not exist, in one line; None: vLLM has no such command either."""
     if name not in ABSENT_COMMANDS:
         return None
     why, fix = ABSENT_COMMANDS[name]

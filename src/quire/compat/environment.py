@@ -1,6 +1,4 @@
-"""vLLM's environment variables. A start names the variables that Quire does not read, and the nearest name for misspelt
-ones.
-"""
+"""vLLM's environment variables. A start names those that Quire does not read, and the nearest name of unknown ones."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ NOT_READ: dict[str, str] = {
     "VLLM_USE_V1": "there is one engine",
 }
 
-# They would change the server, and Quire cannot honour them. name -> (why, fix)
+# Variables that would change the server, and that Quire cannot obey. name -> (why, fix)
 REFUSED: dict[str, tuple[str, str]] = {
     "QUIRE_API_KEY": (
         "no such variable is read: the server would be open",
@@ -77,9 +75,13 @@ _OFF = ("", "0", "false", "no", "off")
 
 
 def check_environment(*, is_strict: bool = False) -> None:
-    """Name every variable of vLLM or Quire that is set and not read; `is_strict`: unknown ones are errors.
+    """Log every variable of vLLM or Quire that is set and not read.
 
-    Raises ConfigError for a variable that would change the server.
+    Args:
+        is_strict: whether unknown variables are errors.
+
+    Raises:
+        ConfigError: a variable would change the server, or, if `is_strict`, is unknown.
     """
     known = {variable.name for variable in envs.VARIABLES}
     for name in sorted(os.environ):

@@ -12,22 +12,24 @@ from quire.errors import ConfigError
 Kind = Literal["accepted", "translated", "refused"]
 Shape = Literal["switch", "value", "list"]
 
-# Spellings of "not set", on the command line and in Python: they ask for nothing, whatever the name.
+# Spellings of "not set", on the command line and in Python. Whatever the name, they ask for nothing.
 _NOTHING = ("", "none", "null", "{}", "[]", "()")
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """One name of vLLM's that is no setting here.
+    """A name of vLLM's that is no setting here.
 
     Args:
         name: the name as LLM(...) spells it; the flag has dashes.
-        kind: accepted: without effect, with a notice; translated: into present settings; refused: an error.
-        text: the reason: the behaviour in place of the setting, its present name, or the missing feature. No full stop.
-        instead: refused: the advice.
-        shape: the values of its flag.
-        off: values that change nothing; None and its spellings always are.
-        becomes: translated: the present settings for a value.
+        kind: accepted: it has no effect, and a notice says so. translated: it becomes other settings. refused: it is an
+            error.
+        text: the reason, without a full stop: the behaviour in place of the setting, its present name, or the missing
+            feature.
+        instead: the advice for a refused name.
+        shape: the form of its flag's values.
+        off: the values that change nothing. None and its spellings always change nothing.
+        becomes: for a translated name, makes the present settings from a value.
     """
 
     name: str
@@ -39,12 +41,12 @@ class Foreign:
     becomes: Callable[[Any], dict[str, Any]] | None = None
 
     def asks_for_nothing(self, value: Any) -> bool:
-        """Whether the value means what happens anyway."""
+        """Whether the value asks for the behaviour that Quire has anyway."""
         shown = str(value).strip().lower()
         return value is None or shown in _NOTHING or any(shown == str(item).lower() for item in self.off)
 
     def translation(self, value: Any) -> dict[str, Any]:
-        """The present settings that a value becomes; none: it has no effect. Raises ConfigError for an illegal one."""
+        """The present settings for a value; empty: it has no effect. Raises ConfigError for an illegal value."""
         return {} if self.becomes is None else self.becomes(_parsed(value))
 
     def refusal(self, spelled: str, value: Any) -> ConfigError:
@@ -67,7 +69,13 @@ def accepted(
     lists: str = "",
     off: tuple[Any, ...] = (),
 ) -> Iterator[Foreign]:
-    """Names that change nothing here, all for one reason; names in a text are separated by spaces."""
+    """Names that change nothing here, all for the same reason.
+
+    Args:
+        text: the reason, without a full stop.
+        values, switches, lists: names of flags with a value, without one, and with several, separated by spaces.
+        off: see Foreign.
+    """
     yield from _each("accepted", text, "", values, switches, lists, off)
 
 
@@ -80,12 +88,16 @@ def refused(
     lists: str = "",
     off: tuple[Any, ...] = (),
 ) -> Iterator[Foreign]:
-    """Names that would change something, and cannot, all for one reason; names are separated by spaces."""
+    """Names that would change something that Quire cannot change, all for the same reason. See `accepted`.
+
+    Args:
+        instead: the advice.
+    """
     yield from _each("refused", text, instead, values, switches, lists, off)
 
 
 def translated(name: str, text: str, becomes: Callable[[Any], dict[str, Any]], shape: Shape = "value") -> Foreign:
-    """A name that is another setting now."""
+    """A name that becomes another setting."""
     return Foreign(name, "translated", text, shape=shape, becomes=becomes)
 
 
@@ -105,7 +117,7 @@ def _each(
 
 
 def _parsed(value: Any) -> Any:
-    """A flag's text as the JSON value it is, or itself."""
+    """The JSON value in the text of a flag, or the value itself if there is none."""
     if isinstance(value, str):
         try:
             return json.loads(value)

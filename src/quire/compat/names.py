@@ -1,4 +1,4 @@
-"""The nearest known name to a misspelt one, ours before foreign ones."""
+"""Finds the known name that is most like a misspelt one. Our names come before foreign ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def nearest(word: str, own: Iterable[str], foreign: Iterable[str] = ()) -> str | None:
-    """The most similar name, or None if none is similar; a foreign one only if it is clearly nearer than ours."""
+    """The most similar name; None: no name is similar. A foreign name must be clearly nearer than ours."""
     best = difflib.get_close_matches(word, list(own), 1)
     other = difflib.get_close_matches(word, list(foreign), 1)
     if best and other:

@@ -1,4 +1,4 @@
-"""A command of vLLM's as people paste it: read as a shell would read it, but nothing is executed or expanded."""
+"""Reads a command of vLLM's that somebody has pasted, like a shell, but nothing is executed or expanded."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class PastedCommand:
 
 @dataclass(frozen=True)
 class Program:
-    """How the command of a server begins.
+    """The beginning of a server's command.
 
     Args:
         title: the server's name.
-        words: the beginnings: the name of a program, or `-m` and a module, and the words after it.
+        words: all possible beginnings: the name of a program, or `-m` and a module, and the words after it.
         image: the name of container images.
         expected: the expected text, for messages.
     """
@@ -67,9 +67,10 @@ VLLM = Program("vLLM", (("vllm", "serve"), *(("-m", module) for module in SERVER
 
 
 def read_pasted(text: str, program: Program = VLLM) -> PastedCommand:
-    """The one server in a text, with environment variables in front, continued lines and comments.
+    """The command of the one server in a text. The text may have variables, continued lines and comments.
 
-    Raises ConfigError: no such command or several, a quotation mark without its counterpart, or a zero byte.
+    Raises:
+        ConfigError: the text has no such command or several, an unpaired quotation mark, or a zero byte.
     """
     if "\0" in text:
         raise ConfigError("The text holds a zero byte", fix="Paste a text", param="vllm")
@@ -96,7 +97,7 @@ def read_pasted(text: str, program: Program = VLLM) -> PastedCommand:
 
 
 class _Scanner:
-    """Words of a text by command. Nothing is expanded: `$NAME` and `*` stay as they are."""
+    """Cuts a text into commands, and these into words. Nothing is expanded: `$NAME` and `*` stay as they are."""
 
     def __init__(self, text: str, notes: list[str]) -> None:
         self._text, self._notes = text, notes
@@ -158,7 +159,7 @@ class _Scanner:
         return self._word(at)[1]
 
     def _word(self, at: int) -> tuple[str, int]:
-        """The word that begins here, without its quotation marks, and where it ends."""
+        """The word that begins at `at`, without its quotation marks, and the place after its end."""
         text, parts = self._text, list[str]()
         while at < len(text):
             char = text[at]
@@ -193,7 +194,7 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def _joined(commands: Iterator[list[str]], notes: list[str]) -> Iterator[list[str]]:
-    """The commands; one that begins with a flag goes on with the one before."""
+    """The commands. A command that begins with a flag is joined to the command before it."""
     last: list[str] = []
     for words in commands:
         if last and _is_flag(words[0]):
@@ -209,7 +210,7 @@ def _joined(commands: Iterator[list[str]], notes: list[str]) -> Iterator[list[st
 
 
 def _first_word(words: list[str]) -> str:
-    """The part of a command that may be shown: the rest may hold secrets."""
+    """The first word of a command. The other words may hold secrets, so they are not shown."""
     name, equals, _ = words[0].partition("=")
     return name + equals
 
@@ -219,7 +220,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _server(words: list[str], program: Program) -> PastedCommand | None:
-    """The command, if it starts such a server."""
+    """The command, if it starts a server of `program`; None: it does not."""
     if any(PurePosixPath(word).name in _CONTAINERS for word in words[:3]) and "run" in words:
         start = words.index("run") + 1
         at = next((i for i in range(start, len(words)) if _is_image(words, i, program)), None)
@@ -243,7 +244,7 @@ def _is_image(words: list[str], at: int, program: Program) -> bool:
 
 
 def _container_variables(words: list[str]) -> dict[str, str]:
-    """Of `-e NAME=value`, `--env NAME=value` and `--env=NAME=value`."""
+    """The variables that `-e NAME=value`, `--env NAME=value` and `--env=NAME=value` set."""
     given = [value for flag, value in pairwise(words) if flag in ("-e", "--env")]
     given += [word.removeprefix("--env=") for word in words if word.startswith("--env=")]
     return _assignments(given)

@@ -21,11 +21,11 @@ class PeerFlag:
     """One flag of another server.
 
     Args:
-        flags: its spellings, the one with a long name first.
-        to: the setting that it becomes, or `setting.key` of a JSON object; "": none.
-        text: the alternative, or the difference. No full stop.
-        instead: refused: the advice.
-        convert: the value here.
+        flags: its spellings. The longest name comes first.
+        to: the setting that it becomes, or `setting.key` of a JSON object; "": it becomes none.
+        text: the alternative, or the difference, without a full stop.
+        instead: the advice for a refused flag.
+        convert: makes our value from the value of the flag.
     """
 
     flags: tuple[str, ...]
@@ -42,7 +42,7 @@ class PeerFlag:
         return self.flags[0].lstrip("-").replace("-", "_")
 
     def foreign(self) -> Foreign:
-        """As the table of vLLM's names has it."""
+        """The flag in the form of the table of vLLM's names."""
         becomes = self._becomes if self.kind == "translated" else None
         off = self.off or ((False,) if self.shape == "switch" else ())
         return Foreign(self.name, self.kind, self.text, self.instead, self.shape, off, becomes)
@@ -78,12 +78,12 @@ def _to(flags: str, to: str, text: str = "the same", **more: Any) -> PeerFlag:
 
 
 def _none(text: str, values: str = "", switches: str = "", **more: Any) -> Iterator[PeerFlag]:
-    """Flags without effect here; the spellings of one are joined with commas."""
+    """Flags without effect here. The spellings of one flag are joined with commas."""
     yield from _each("accepted", text, "", values, switches, **more)
 
 
 def _no(text: str, instead: str, values: str = "", switches: str = "", **more: Any) -> Iterator[PeerFlag]:
-    """Flags that are refused."""
+    """Flags that are refused. The spellings of one flag are joined with commas."""
     yield from _each("refused", text, instead, values, switches, **more)
 
 
@@ -95,7 +95,7 @@ def _each(kind: Kind, text: str, instead: str, values: str, switches: str, **mor
 
 
 def _chosen(param: str, values: dict[str, Any], otherwise: str) -> Callable[[Any], Any]:
-    """One of our values for each of theirs."""
+    """A function that makes our value from another server's value. It raises ConfigError for an unknown value."""
 
     def convert(value: Any) -> Any:
         name = str(value).lower()
@@ -113,7 +113,7 @@ def _listed(value: Any) -> list[str]:
 
 
 def _ollama_model(value: Any) -> str:
-    """A file or a repository of the hub. Raises ConfigError for a name of Ollama's registry."""
+    """The file or the repository of the hub that a value names. Raises ConfigError for a name of Ollama's registry."""
     name = str(value)
     for hub in ("hf.co/", "huggingface.co/"):
         if name.startswith(hub):

@@ -69,7 +69,7 @@ SPECULATION_KEYS: dict[str, Foreign] = {
         *refused("synthetic_acceptance_rates has a share per position", values="synthetic_acceptance_rate"),
     )
 }
-# vLLM's keys that become others.
+# vLLM's keys that become other keys.
 OTHER_SPELLINGS = {
     "disable_by_batch_size": "num_speculative_tokens_per_batch_size",
     "synthetic_acceptance_length": "synthetic_acceptance_rates",
@@ -79,9 +79,9 @@ _MANY = 1 << 20  # more requests than any server runs
 
 
 def speculative_config_of(given: Mapping[str, Any]) -> SpeculativeConfig:
-    """The config that a JSON object asks for; keys without effect are named in a notice.
+    """The config for a JSON object. A notice names keys without effect.
 
-    Raises ConfigError: a key or method is unknown or refused, or a value illegal.
+    Raises ConfigError: a key or a method is unknown or refused, or a value is illegal.
     """
     try:
         keys = settle(
@@ -143,7 +143,7 @@ def _method(keys: dict[str, Any]) -> SpeculativeMethod:
 
 
 def _of_checkpoint(model: str) -> str:
-    """By its config.json where the checkpoint is a folder here, else by its name."""
+    """The method of a checkpoint: by its config.json if it is a folder on this machine, or else by its name."""
     file = Path(model).expanduser() / "config.json"
     return method_of_checkpoint(model, read_object(file, required=False) if file.is_file() else None)
 
@@ -158,20 +158,20 @@ def _unknown(what: str, name: str, known: tuple[str, ...]) -> ConfigError:
 
 
 def _lookup(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """One end of the pattern's lengths stands for both, as in vLLM."""
+    """Both ends of the pattern's lengths. If only one end is given, it stands for both, as in vLLM."""
     ends = {name: keys[name] for name in ("prompt_lookup_min", "prompt_lookup_max") if name in keys}
     return dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), *ends.values()) if len(ends) == 1 else ends
 
 
 def _lists(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON's lists as tuples."""
+    """The keys, with tuples in place of JSON's lists."""
     names = ("num_speculative_tokens_per_batch_size", "synthetic_acceptance_rates")
     lists = {name: keys[name] for name in names if isinstance(keys.get(name), list)}
     return {name: tuple(tuple(i) if isinstance(i, list) else i for i in items) for name, items in lists.items()}
 
 
 def _translate(keys: dict[str, Any]) -> None:
-    """Replace keys that are other spellings of ours."""
+    """Replace keys that are other names of our keys."""
     drafts = keys.get("num_speculative_tokens", SpeculativeConfig.num_speculative_tokens)
     if (size := keys.pop("disable_by_batch_size", None)) is not None:
         if type(size) is not int or size < 2:

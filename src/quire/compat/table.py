@@ -1,4 +1,4 @@
-"""Every foreign name. Given settings are settled with it: notices are logged, names translated, the rest refused."""
+"""The table of all foreign names. With it, given settings are settled: names are accepted, translated or refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHORT_FLAGS: dict[str, tuple[str, ...]] = {
 
 
 def as_flag(name: str) -> str:
-    """`max_num_seqs` as the command line spells it."""
+    """The flag of a setting, for example `--max-num-seqs` for `max_num_seqs`."""
     return "--" + name.replace("_", "-")
 
 
@@ -48,12 +48,12 @@ def settle(
     """The settings, with foreign names translated or removed.
 
     Args:
-        given: settings by name, foreign ones among them.
-        spell: gives a name as messages spell it: `as_flag` on the command line.
-        foreign: the foreign names: of flags, or of keys.
+        given: the settings by name, with foreign names among them.
+        spell: makes the form of a name for messages, for example `as_flag` for the command line.
+        foreign: the foreign names of flags, or of keys.
 
     Raises:
-        ConfigError: a name is refused, or translates to a setting that is given too.
+        ConfigError: a name is refused, or it becomes a setting that is given too.
     """
     asked = {name: given[name] for name in given.keys() & foreign.keys()}
     asked = {name: value for name, value in sorted(asked.items()) if not foreign[name].asks_for_nothing(value)}
@@ -86,7 +86,10 @@ def _check_refused(asked: Mapping[str, Any], spell: Callable[[str], str], foreig
 
 
 def joined(old: Any, new: Any, source: str, target: str) -> Any:
-    """The value of a setting that has one and gets one by a translation. Raises ConfigError if the two differ."""
+    """The value of a setting that is given and is also the result of a translation.
+
+    Raises ConfigError if the two values contradict each other.
+    """
     if isinstance(old, dict) and isinstance(new, dict) and all(old[key] == new[key] for key in old.keys() & new.keys()):
         return {**old, **new}
     if old is not None and old != new:
@@ -95,5 +98,5 @@ def joined(old: Any, new: Any, source: str, target: str) -> Any:
 
 
 def shown_value(value: Any) -> str:
-    """As a command line has it."""
+    """The value as a command line spells it."""
     return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -1,4 +1,4 @@
-"""Values of vLLM that settings here refuse in this version: the reason, and the alternative."""
+"""Values of vLLM's settings that this version refuses, with the reason and the alternative."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ForeignValues:
-    """Values of one setting that are refused for one reason. A value that ends in `*` stands for a prefix."""
+    """Values of one setting that are refused for the same reason. A value that ends in `*` stands for a prefix."""
 
     values: tuple[str, ...]
     text: str
@@ -17,7 +17,7 @@ class ForeignValues:
         return any(value.startswith(known[:-1]) if known.endswith("*") else value == known for known in self.values)
 
 
-# vLLM's values that mean one of ours.
+# vLLM's values that have the meaning of one of our values.
 SAME_VALUES: dict[str, dict[str, str]] = {
     "load_format": {"hf": "auto"},
     "quantization": {"fp8_per_channel": "fp8"},  # a scale per output channel
@@ -157,5 +157,5 @@ FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
 
 
 def why_not(name: str, value: object) -> ForeignValues | None:
-    """The entry for a value of vLLM's that setting `name` does not take here."""
+    """The entry for a value of vLLM's that the setting `name` refuses here; None: there is no such entry."""
     return next((entry for entry in FOREIGN_VALUES.get(name, ()) if entry.covers(str(value))), None)

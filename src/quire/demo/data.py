@@ -39,7 +39,7 @@ SUMMARY_CHARS = range(15, 321)
 SUMMARY_WORDS = 45
 SIGNATURE_CHARS = 90
 
-# Shares of the kinds of chat.
+# The share of each kind of chat.
 HOW_TO_SHARE, OTHER_SHARE = 0.09, 0.07  # extra chats, per entry
 SYSTEM_SHARE, JSON_SHARE, MODULE_SHARE, SECOND_TURN_SHARE = 0.3, 0.12, 0.06, 0.25
 
@@ -266,7 +266,7 @@ def chats(all_entries: list[Entry], rng: random.Random) -> Iterator[str]:
 
 
 def plain_chats(all_entries: list[Entry], rng: random.Random, json_share: float = JSON_SHARE) -> Iterator[list[Turn]]:
-    """The same as turns."""
+    """The chats of `chats`, as lists of turns."""
     by_name = {entry.name: entry for entry in all_entries}
     how_to = [(task, by_name[name]) for task, name in HOW_TO.items() if name in by_name]
     for entry in all_entries:
@@ -306,7 +306,7 @@ class Exchange:
     text: str  # the answer where the tool is not there
 
     def turns(self, tools: list[str]) -> list[Turn]:
-        """With the tools that are there."""
+        """The turns of the exchange in a chat with these tools."""
         if self.tool not in tools:
             return [("user", self.question), ("assistant", self.text)]
         asked = [("user", self.question), ("assistant", self.call)]
@@ -314,8 +314,9 @@ class Exchange:
 
 
 def tool_chats(all_entries: list[Entry], rng: random.Random) -> Iterator[list[Turn]]:
-    """Endless chats, most of them with tools; one tool fits, or none does. `tool_questions` asks the questions that are
-    left out.
+    """Chats without end, most of them with tools. One tool fits, or no tool does.
+
+    Some questions are left out: `tool_questions` asks them.
     """
     plain: Iterator[list[Turn]] = iter(())
     while True:
@@ -354,7 +355,7 @@ def tool_questions(all_entries: list[Entry], kind: Kind, count: int, seed: int) 
 
 
 def exchange(all_entries: list[Entry], rng: random.Random) -> Exchange:
-    """A random one, about the weather, about the library or about something else."""
+    """A random exchange about the weather, the standard library or another subject."""
     kind = rng.random()
     if kind < WEATHER_SHARE:
         city, sky = rng.choice(CITIES), rng.choice(SKIES)
@@ -374,8 +375,10 @@ def exchange(all_entries: list[Entry], rng: random.Random) -> Exchange:
 
 
 def listed_tools(first: Exchange, fits: bool, rng: random.Random) -> list[str]:
-    """Up to four tools as they stand in the list, in any order; with the tool of the first exchange only if it
-    `fits`.
+    """Up to four tools in any order, as the chat's list of tools has them.
+
+    Args:
+        fits: whether the tool of the first exchange is among them.
     """
     tools = [tool for tool in (LOOK_UP, GET_WEATHER) if tool != first.tool and rng.random() < OTHER_KNOWN_SHARE]
     if fits and first.tool:
@@ -388,7 +391,7 @@ def listed_tools(first: Exchange, fits: bool, rng: random.Random) -> list[str]:
 
 
 def tools_turn(tools: list[str]) -> list[Turn]:
-    """The turn that the chat template writes for tools; none without any."""
+    """The turn that the chat template writes for tools; no turn without tools."""
     return [("tools", "\n".join(tools))] if tools else []
 
 
@@ -420,7 +423,7 @@ def json_chats(all_entries: list[Entry], rng: random.Random) -> Iterator[list[tu
 
 
 def questions(all_entries: list[Entry], count: int) -> list[tuple[str, Entry]]:
-    """Questions about entries drawn with a fixed seed: a model knows its data if it answers with `entry.answer`."""
+    """Questions about entries that are drawn with a fixed seed. The right answer is `entry.answer`."""
     rng = random.Random(7)
     return [(rng.choice(QUESTIONS).format(n=entry.name), entry) for entry in rng.sample(all_entries, count)]
 

@@ -149,7 +149,7 @@ def main() -> None:
 
 
 def train_tokenizer(all_entries: list[Entry], rng: random.Random) -> Any:
-    """Byte-level BPE from three passes over the data."""
+    """A tokenizer by byte-level BPE, from three passes over the data."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -211,7 +211,10 @@ def build_model(size: Size, start_from: Path | None) -> Any:
 
 
 def batches(tokenizer: Any, all_entries: list[Entry], rng: random.Random, num_rows: int) -> Iterator[Batch]:
-    """Endless: shuffled passes end to end, half of the chats closed by END_OF_TEXT. Every token is a target."""
+    """Batches without end: shuffled passes one after the other. END_OF_TEXT closes half of the chats.
+
+    Every token is a target.
+    """
     buffered: list[int] = []
     size = num_rows * ROW_TOKENS
     while True:
@@ -228,7 +231,10 @@ def batches(tokenizer: Any, all_entries: list[Entry], rng: random.Random, num_ro
 
 
 def tool_batches(tokenizer: Any, all_entries: list[Entry], rng: random.Random, num_rows: int) -> Iterator[Batch]:
-    """Endless: chats with tools and without, whole ones side by side in a row. Only the model's answers are targets."""
+    """Batches without end: whole chats, with and without tools, side by side in a row.
+
+    Only the model's answers are targets.
+    """
     empty = (SPECIAL_TOKENS.index(END_OF_TEXT), IGNORED, 0)
     rows: list[Row] = [([], [], []) for _ in range(num_rows)]
     for chat in tool_chats(all_entries, rng):
@@ -262,7 +268,7 @@ def learned(tokenizer: Any, chat: list[Turn]) -> tuple[list[int], list[int]]:
 
 
 def rate_factor(step: int, num_steps: int) -> float:
-    """Linear warm-up times a cosine down to FINAL_RATE."""
+    """The learning rate of a step as a share of the peak: a linear warm-up times a cosine down to FINAL_RATE."""
     cosine = 0.5 * (1 + math.cos(math.pi * step / num_steps))
     return min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
 
@@ -276,7 +282,12 @@ def train(
     output: Path,
     autocast: bool,
 ) -> None:
-    """AdamW, by default on bfloat16 autocast; saves bfloat16 weights every CHECKPOINT_STEPS and at the end."""
+    """Train with AdamW. Weights are saved in bfloat16 every CHECKPOINT_STEPS steps and at the end.
+
+    Args:
+        learning_rate: the peak.
+        autocast: whether products are computed in bfloat16.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     started = time.perf_counter()
     for step, batch in zip(range(num_steps), examples, strict=False):
@@ -305,7 +316,7 @@ def loss_of(model: Any, batch: Batch, autocast: bool) -> torch.Tensor:
 
 
 def save(model: Any, tokenizer: Any, output: Path) -> None:
-    """Weights in bfloat16, configuration and tokenizer; the model in training keeps its float32 weights."""
+    """Save the weights in bfloat16, the configuration and the tokenizer. The model itself stays in float32."""
     copy = type(model)(model.config).to(torch.bfloat16)
     copy.load_state_dict({name: weight.to(torch.bfloat16) for name, weight in model.state_dict().items()})
     copy.config.dtype = torch.bfloat16
@@ -328,7 +339,7 @@ def count_exact_answers(
 
 
 def print_exact_with_tools(model: Any, tokenizer: Any, all_entries: list[Entry], seed: int) -> None:
-    """The number of questions of each kind, drawn with the seed, that the model answers word for word."""
+    """Print for each kind how many questions, drawn with the seed, the model answers word for word."""
     for kind in get_args(Kind):
         fresh = tool_questions(all_entries, kind, TOOL_QUESTIONS, seed)
         exact = sum(answer_to(model, tokenizer, turns) == answer for turns, answer in fresh)
@@ -337,7 +348,7 @@ def print_exact_with_tools(model: Any, tokenizer: Any, all_entries: list[Entry],
 
 @torch.inference_mode()
 def answer_to(model: Any, tokenizer: Any, turns: list[Turn]) -> str:
-    """The greedy answer."""
+    """The greedy answer to the turns."""
     model.eval()
     prompt = prompt_ids(tokenizer, turns)
     output = model.generate(

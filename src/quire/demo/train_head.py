@@ -33,10 +33,10 @@ ROPE_THETA, EPS = 10_000.0, 1e-5
 
 
 class Head(nn.Module):
-    """See models/head.py; its parameters have the names of checkpoints.
+    """The head of models/head.py for training. Its parameters have the names of checkpoints.
 
     Args:
-        width: the width of the target.
+        width: the number of hidden elements of the target.
     """
 
     def __init__(self, width: int) -> None:
@@ -67,10 +67,11 @@ class Head(nn.Module):
     def run(
         self, embeddings: Tensor, hidden: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Of one run over [N, T, D]: hidden states for the positions behind, and the same normed for the logits.
+        """Run once: hidden states [N, T, D] for the next positions, and the same after the norm for the logits.
 
         Args:
-            keys, values: the keys and values of the runs before, one each. This run appends its own.
+            embeddings, hidden: [N, T, D].
+            keys, values: a tensor of each earlier run. This run appends its own.
         """
         x = torch.cat(
             [self._norm("midlayer.input_layernorm", embeddings), self._norm("midlayer.hidden_norm", hidden)], -1
@@ -82,7 +83,9 @@ class Head(nn.Module):
         return hidden, self._norm("norm", hidden)
 
     def _attend(self, x: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """Position i of run s sees itself, s - 1 positions of the runs between, and the earlier positions of the first
+        """The result of attention.
+
+        Position i of run s sees itself, s - 1 positions of the runs between, and the earlier positions of the first
         run.
         """
         num_rows, length, _ = x.shape
@@ -108,7 +111,7 @@ class Head(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weights[name], EPS)
 
     def save(self, folder: Path, target: Any) -> None:
-        """A checkpoint in bfloat16, in the form of EAGLE's authors."""
+        """Write a checkpoint in bfloat16, in the form of EAGLE's authors."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"{name}.weight": weight.detach().to(torch.bfloat16) for name, weight in self.weights.items()}
         safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -133,7 +136,7 @@ class Head(nn.Module):
 
 
 def _moved(x: Tensor, count: int) -> Tensor:
-    """Each position gets the value `count` positions before."""
+    """The same tensor, in which each position has the value of the position `count` before it."""
     return x if count == 0 else F.pad(x, (0, 0, count, 0))[:, : x.shape[1]]
 
 
@@ -146,7 +149,7 @@ def _rotated(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def observe(target: Any, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The streams of the target side by side, and its likeliest token behind each position."""
+    """The streams of the target side by side, and its most likely token after each position."""
     streams: list[Tensor] = []
     modules = [*target.model.layers, target.model.norm]
     hooks = [modules[at].register_forward_pre_hook(lambda _, args: streams.append(args[0])) for at in STREAMS]
@@ -159,7 +162,7 @@ def observe(target: Any, token_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def drafted(head: Head, target: Any, token_ids: Tensor, streams: Tensor, depth: int = DEPTH) -> Iterator[Tensor]:
-    """Of each run, the normed hidden states for the logits of the second, third, ... token after each position."""
+    """For each run, the normed hidden states for the logits of the second, third, ... token after each position."""
     hidden, keys, values = head.hidden_of(streams), list[Tensor](), list[Tensor]()
     embeddings = F.embedding(F.pad(token_ids[:, 1:], (0, 1)), target.get_input_embeddings().weight).float()
     for _ in range(depth):
@@ -184,7 +187,7 @@ class Lesson:
 
 
 def losses(head: Head, target: Any, lesson: Lesson, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each run, in answers: the cross entropy of the target's likeliest tokens, and the share of right drafts."""
+    """For each run, the cross entropy of the target's most likely tokens in answers, and the share of right drafts."""
     for run, normed in enumerate(drafted(head, target, lesson.token_ids, lesson.streams.float(), depth)):
         # Position i has read the token after it, and predicts the target's token there.
         is_meant = lesson.is_answer[:, run + 1 :]
@@ -194,7 +197,7 @@ def losses(head: Head, target: Any, lesson: Lesson, depth: int) -> Iterator[tupl
 
 
 def answers(token_ids: Tensor, start: int, assistant: int, end: int) -> Tensor:
-    """Which tokens have one of an answer behind them.
+    """Whether the token after each token belongs to an answer.
 
     Args:
         start, assistant, end: the tokens that begin a turn, name the assistant, and end a turn.
@@ -214,11 +217,13 @@ def train_head(
     num_steps: int,
     learning_rate: float,
 ) -> Head:
-    """AdamW with a falling rate. The target reads a batch in the time of a step, so each is used REUSES times.
+    """Train with AdamW at a falling rate.
+
+    The target needs as long for a batch as a step takes, so each batch is used REUSES times.
 
     Args:
-        target: its weights become bfloat16.
-        marks: the last arguments of answers.
+        target: the demo model. Its weights become bfloat16.
+        marks: the last three arguments of `answers`.
     """
     target.requires_grad_(False).bfloat16().eval()
     head = Head(target.config.hidden_size)
@@ -248,7 +253,7 @@ def train_head(
 
 @torch.inference_mode()
 def acceptance(head: Head, target: Any, prompts: Iterable[list[int]]) -> list[float]:
-    """The share of first, second, ... drafts that are the target's likeliest tokens, in its greedy answers."""
+    """The share of first, second, ... drafts that are the target's most likely tokens, in its greedy answers."""
     right, count = torch.zeros(DEPTH), 0
     for prompt in prompts:
         output = target.generate(

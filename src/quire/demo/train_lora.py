@@ -39,7 +39,7 @@ WARMUP = 0.1  # the share of all steps
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How an adapter is made; a step has this many rows of ROW_TOKENS."""
+    """The settings of an adapter's training. A step has `rows` rows of ROW_TOKENS tokens."""
 
     rank: int
     steps: int
@@ -102,7 +102,7 @@ def with_adapter(rank: int) -> Any:
 
 
 def json_batches(tokenizer: Any, all_entries: list[Entry], rng: random.Random, num_rows: int) -> Iterator[Batch]:
-    """Endless: shuffled passes end to end. Only answers are targets."""
+    """Batches without end: shuffled passes one after the other. Only answers are targets."""
     token_ids: list[int] = []
     targets: list[int] = []
     size = num_rows * ROW_TOKENS
@@ -123,7 +123,7 @@ def json_batches(tokenizer: Any, all_entries: list[Entry], rng: random.Random, n
 
 
 def train(model: Any, examples: Iterator[Batch], num_steps: int, learning_rate: float) -> None:
-    """AdamW on bfloat16 autocast."""
+    """Train with AdamW, with products in bfloat16."""
     base = model.get_base_model()
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -142,7 +142,7 @@ def train(model: Any, examples: Iterator[Batch], num_steps: int, learning_rate: 
 
 
 def save(model: Any, output: Path) -> None:
-    """Tensors in bfloat16, and the config without the paths of this machine."""
+    """Save the tensors in bfloat16, and the config without paths of this machine."""
     config = model.peft_config["default"]
     config.base_model_name_or_path = quire.demo.DEMO_MODEL_NAME
     for weight in model.parameters():

@@ -9,7 +9,8 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-# Where /proc/PID/stat has the addresses of the arguments (proc(5)), counted behind the name, which may hold spaces.
+# Fields of /proc/PID/stat with the addresses of the arguments (proc(5)). They are counted from the end of the process's
+# name, which may contain spaces.
 _ARG_START, _ARG_END = 48 - 3, 49 - 3
 _SECRET_FLAGS = (b"--api", b"--hf", b"--header", b"--vllm")
 

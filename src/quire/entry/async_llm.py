@@ -71,13 +71,15 @@ class AsyncLLM:
         """Stream the outputs of one prompt, cumulative or deltas by `sampling_params.output_kind`. Leaving it aborts.
 
         Args:
-            tokenization_kwargs: only `add_special_tokens`.
-            data_parallel_rank: the index of the replica that shall compute it; None: the one with the least work.
+            tokenization_kwargs: only `add_special_tokens` is known.
+            data_parallel_rank: the index of the replica that computes the prompt; None: the replica with the least
+                work.
 
         Raises:
-            InvalidRequestError: the request is refused. AdapterError: the adapter of lora_request cannot be read.
-            EngineDeadError: the engine has ended, after a part was handed on: EngineRestartedError, if it is started
-                again.
+            InvalidRequestError: the request is refused.
+            AdapterError: the adapter of lora_request cannot be read.
+            EngineDeadError: the engine has ended.
+            EngineRestartedError: the engine has ended after a part of the answer was handed on, and starts again.
         """
         add_special_tokens = wants_special_tokens(tokenization_kwargs)
         await self.wait_ready()
@@ -105,13 +107,13 @@ class AsyncLLM:
         self._engine.abort(request_id)
 
     async def get_tokenizer(self) -> Tokenizer | None:
-        """None if the model runs without one."""
+        """The tokenizer; None: the model runs without one."""
         return self._tokenizer
 
     async def set_limits(self, limits: SetLimits) -> None:
-        """Move limits of the running engine, from its next step on; None does not change a limit.
+        """Change limits of the running engine, from its next step on. A limit that is None does not change.
 
-        Raises InvalidRequestError for a value out of its bounds: memory was planned for the limits of the start.
+        Raises InvalidRequestError for a value out of its bounds, because memory was planned for the first limits.
         """
         await self.wait_ready()
         given = {name: getattr(limits, name) for name in limits.__struct_fields__}
@@ -124,17 +126,17 @@ class AsyncLLM:
         return True
 
     async def check_health(self) -> None:
-        """Raises the QuireError that ended the engine, if it has ended, and NotReadyError if it is starting again."""
+        """Raise the QuireError that ended the engine, or NotReadyError if the engine is starting again."""
         if self._engine.error is not None:
             raise self._engine.error
         if self._engine.is_restarting:
             self._engine.check_running()
 
     def shutdown(self) -> asyncio.Task[None]:
-        """End every stream and the engine process; without this call the engine ends with this process.
+        """End every stream and the engine processes. Without this call the engines end together with this process.
 
-        It is a plain function, like vLLM's. Its result may be awaited: then the last readers have heard of the end, and
-        the processes are gone. A thread waits for them, which may take seconds if Ray has placed them.
+        Like vLLM's, it is a plain function. The caller may await its result: after that, the readers of all streams
+        know of the end, and the processes are gone. A thread waits for them, for some seconds if Ray has placed them.
         """
         if self._shutdown is None:
             self._engine.close()

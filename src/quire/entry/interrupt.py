@@ -47,7 +47,7 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
 
 
 def end_at_once(number: int, clean_up: Callable[[], object]) -> NoReturn:
-    """In the handler of signal `number`: say so and end the process, which would else wait for its threads.
+    """Say in the handler of signal `number` that it came, and end the process without a wait for its threads.
 
     Args:
         clean_up: removes files and processes. It may write to standard error.

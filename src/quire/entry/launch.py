@@ -73,14 +73,14 @@ class FrontEndParts:
 
     @property
     def drafter_folder(self) -> Path | None:
-        """Or GGUF file."""
+        """The folder, or the GGUF file, of the drafter; None: there is none."""
         return None if self.model_config.drafter is None else Path(self.model_config.drafter.model)
 
 
 def find_model(config: EngineConfig, progress: Progress | None, *, weights: bool) -> tuple[Path, str, ModelConfig]:
     """The model's folder or GGUF file, name and facts; missing files are downloaded, weights only on request.
 
-    The same for its drafter. The model's facts include the drafter's facts. Raises ConfigErrors.
+    The drafter's files are found in the same way. The model's facts include the drafter's facts. Raises ConfigErrors.
     """
     any_architecture = config.model_impl in ("auto", "transformers")
     source = (config.revision, config.download_dir, config.hf_token, progress)
@@ -166,7 +166,7 @@ def _generation_config(folder: Path) -> dict[str, Any]:
 
 
 def default_template_kwargs(config: ServerConfig) -> dict[str, Any]:
-    """Raises ConfigError for a template that would refuse every chat."""
+    """The operator's arguments of the chat template. Raises ConfigError if they would make it refuse every chat."""
     param = "default_chat_template_kwargs"
     try:
         return check_template_kwargs(config.default_chat_template_kwargs or {}, param)
@@ -193,7 +193,7 @@ def find_chat_template(config: EngineConfig, server: ServerConfig, folder: Path)
 
 
 def read_chat_template(given: str | None) -> str | None:
-    """A file's text, or the argument itself if it is a template or the name of one."""
+    """The text of the file that `given` names, or `given` itself if it is a template or the name of a template."""
     if given is None or "{" in given or "\n" in given:
         return given
     path = Path(given)
@@ -238,7 +238,7 @@ class EngineProcessHandle:
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
         self._waiting = interpreter
         self._process: EngineInterpreter | None = None
-        self._was_killed = False  # by this object
+        self._was_killed = False  # whether this object has killed the last process
 
     def launch(self) -> ProcessClient:
         """Start a process, which begins to load at once; the one before must have ended. Raises OSError."""
@@ -266,7 +266,7 @@ class EngineProcessHandle:
 
     @property
     def socket_folder(self) -> Path | None:
-        """Where the sockets of the last process are."""
+        """The folder with the sockets of the last process; None: there is no folder."""
         return Path(self._sockets.name) if self._sockets is not None else None
 
     @property
@@ -278,7 +278,7 @@ class EngineProcessHandle:
         return self._process is not None and self._process.poll() is None
 
     def describe_end(self) -> str | None:
-        """How the process ended, for people; None while it runs, and if it left by itself or on request."""
+        """A text for people about the end of the process; None: it runs, or it left by itself or on request."""
         code = self._process.poll() if self._process is not None else None
         return None if code is None or self._was_killed else how_it_ended(code)
 
@@ -299,7 +299,7 @@ class EngineProcessHandle:
             self._close_input(self._process)
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End the process, politely first, and remove its sockets. May be called again."""
+        """Ask the process to end, kill it after `timeout` seconds, and remove its sockets. May be called again."""
         self.tell_to_stop()
         process = self._process
         if process is not None:
@@ -311,7 +311,7 @@ class EngineProcessHandle:
 
     @staticmethod
     def _close_input(process: EngineInterpreter) -> None:
-        """What the engine takes as the end of this process."""
+        """Close the pipe to the engine. The engine takes this as the end of this process."""
         if process.stdin is not None:
             with suppress(BrokenPipeError):
                 process.stdin.close()
@@ -332,12 +332,12 @@ class EngineProcesses:
         self.handles, self._places = handles, places
 
     def describe_ends(self) -> str | None:
-        """How processes ended, for people; None while all run, and if they left by themselves or on request."""
+        """A text for people about processes that ended; None: all run, or they left by themselves or on request."""
         ends = (handle.describe_end() for handle in self.handles)
         return " ".join(end for end in ends if end is not None) or None
 
     def stop(self) -> None:
-        """End all, politely first, and remove their sockets. May be called again."""
+        """Ask all processes to end, kill those that do not, and remove their sockets. May be called again."""
         for handle in self.handles:
             handle.tell_to_stop()  # they end side by side
         for handle in self.handles:
@@ -360,7 +360,7 @@ def _engine_processes(
     interpreters: Sequence[EngineInterpreter],
     tokenizer: UseTokenizer | None,
 ) -> EngineProcesses:
-    """Nothing is started. Raises ConfigError: Ray has no room for the replicas."""
+    """The processes of all replicas; none is started yet. Raises ConfigError if Ray has no room for the replicas."""
     count = config.num_replicas
     if config.has_ray_replicas:
         from quire.engine.ray_replicas import RayReplicas  # no other start needs them
@@ -390,10 +390,11 @@ def start_async_engine(
     """An engine process for each replica, which begins to load at once, and their front end, which the caller starts.
 
     Args:
-        metrics: one of each replica.
-        interpreters: one of each replica: they become the first processes.
-        recovery: when a process counts as failed, and how often it is started again.
-        has_constraints: requests may have some. The engines make tables for them before they are ready.
+        metrics: the metrics of each replica.
+        interpreters: an interpreter for each replica. They become the first processes.
+        recovery: says when a process counts as failed, and how often it is started again.
+        has_constraints: whether requests may have constraints. Then the engines make tables for them before they are
+            ready.
     """
     modules = [_fetched(parse_module(word), config) for word in config.lora_modules] if config.enable_lora else None
     tracer = request_tracer(config, parts.model_name)

@@ -1,4 +1,4 @@
-"""Where the server listens: a port or a Unix socket, with TLS or without, and how clients reach it."""
+"""The place where the server listens: a port or a Unix socket, with TLS or without it, and its address for clients."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ logger = get_logger(__name__)
 
 BACKLOG = 2048  # connections the system holds until they are accepted; uvicorn's default
 _SO_ATTACH_FILTER = 26  # the number of this option on Linux
-# In the language of its filters, over a TCP packet: load byte 13, the flags; if they have SYN, keep 0 bytes, else all.
+# A filter of TCP packets in the system's own language: load byte 13, the flags; with SYN keep 0 bytes, else keep all.
 _DROP_SYN = ((0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
 SOCKET_UMASK = 0o177  # a Unix socket is its owner's alone: mode 0600
 
 
 @dataclass(frozen=True)
 class Address:
-    """How the server is reached. `name`: a name for people; `url`: the URL that clients ask; `curl`: further options
-    that curl needs.
+    """The address of the server.
+
+    Attributes:
+        name: the name for people.
+        url: the URL that clients ask.
+        curl: further options that curl needs.
     """
 
     name: str
@@ -62,7 +66,7 @@ class Listener:
             self._file = _identity(config.uds)
 
     def server_tls(self) -> ssl.SSLContext | None:
-        """For whoever accepts connections: each is made with what `tls` is by then."""
+        """The context for the code that accepts connections. Each connection uses the `tls` of its time."""
         return None if self.tls is None else _CurrentTls(self)
 
     def refresh_tls(self) -> None:
@@ -94,7 +98,7 @@ class Listener:
             self._remove_file()
 
     def close(self) -> None:
-        """Also removes the Unix socket's file, unless it is another server's by now."""
+        """Close the socket, and remove the file of a Unix socket, unless the file is another server's by now."""
         self.socket.close()
         self._remove_file()
 
@@ -146,7 +150,7 @@ class _CurrentTls(ssl.SSLContext):
 
 
 def check_guarded(config: ServerConfig, api_keys: Sequence[str]) -> None:
-    """Raise ConfigError if others than this machine's users could connect, and no key stops them."""
+    """Raise ConfigError if people who are not users of this machine could connect, and no key stops them."""
     if config.uds is None and not is_loopback(config.host) and not api_keys and not config.no_auth:
         raise ConfigError(
             "The server would be open to everybody who reaches this machine",
@@ -165,9 +169,10 @@ def is_loopback(host: str) -> bool:
 
 
 def allowed_hosts(config: ServerConfig) -> tuple[str, ...]:
-    """Names a loopback server may be addressed by: anything else is a page that rebinds its name to this address.
+    """The names in the `Host` header that a loopback server accepts; empty: it accepts all names.
 
-    No browser opens a Unix socket, and a proxy in front of one passes its own name on: there every name will do.
+    A request with another name comes from a web page that has rebound its name to this address. No browser opens a Unix
+    socket, and a proxy in front of one passes its own name on, so there every name is accepted.
     """
     if config.uds is not None or not is_loopback(config.host):
         return ()
@@ -233,7 +238,7 @@ def _bind_path(path: str) -> socket.socket:
 
 
 def _identity(path: str) -> tuple[int, int]:
-    """The system reuses inode numbers at once, so the time of creation is compared too."""
+    """The inode number of a file and its time of creation: the system reuses inode numbers at once."""
     status = os.stat(path)
     return status.st_ino, status.st_mtime_ns
 
@@ -271,7 +276,7 @@ def _cannot_listen(error: OSError, address: Sequence[Any] | str) -> ConfigError:
 
 
 def _tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """TLS 1.2 or newer. None: plain HTTP."""
+    """The context for TLS 1.2 or newer; None: the server speaks plain HTTP. Raises ConfigError."""
     if config.ssl_certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -328,5 +333,5 @@ def _tls_identity(config: ServerConfig) -> list[tuple[int, int] | None]:
 
 
 def _why(error: Exception) -> str:
-    """SSLError is an OSError whose reason is in `reason`, if anywhere."""
+    """The reason of an error. An SSLError has it, if at all, in its attribute `reason`."""
     return str(getattr(error, "reason", None) or getattr(error, "strerror", None) or error)

@@ -44,14 +44,18 @@ _ABSENT = {
 class LLM:
     """A model loaded in this process.
 
-    LLM(**vars(args)) takes EngineArgs or a parser's arguments apart as vLLM's examples do, and
-    `LLM.from_engine_args(args)` takes EngineArgs whole. `llm_engine` is the engine that it is made of.
+    `LLM(**vars(args))` takes the fields of EngineArgs or of a parser's arguments, as in vLLM's examples, and
+    `LLM.from_engine_args(args)` takes EngineArgs as a whole. `llm_engine` is the engine behind it.
 
     Args:
         model: folder, hub id or GGUF file; None: the bundled demo model.
-        chat_template: Jinja template, or the name of one of the model's, for chat() in place of the model's default.
-        **kwargs: fields of EngineConfig (vLLM's names); an unknown one is an error naming the nearest.
-            `disable_log_stats=False`, if it is given, keeps metrics for get_metrics(), as in vLLM.
+        chat_template: a Jinja template for chat(), or the name of one of the model's templates; None: the model's
+            default template.
+        **kwargs: fields of EngineConfig (vLLM's names). The error for an unknown field names the nearest one.
+            With `disable_log_stats=False` the engine keeps metrics for get_metrics(), as in vLLM.
+
+    Raises:
+        ConfigError: a setting is unknown, illegal or impossible on this machine.
     """
 
     def __init__(self, model: str | None = None, *, chat_template: str | None = None, **kwargs: Any) -> None:
@@ -91,16 +95,18 @@ class LLM:
 
         Args:
             prompts: text, token ids, a TextPrompt or TokensPrompt, or a list of these.
-            sampling_params: one for all, or one per prompt; None: the model's defaults.
-            prompt_token_ids: vLLM's older way to give token ids; `prompts` is then only what the outputs report.
-            use_tqdm: show a progress bar; a function is called in place of tqdm.
-            lora_request: the adapter of all, or one or None per prompt; it is read when it is first named.
-            priority: one per prompt, lower first (scheduling_policy="priority").
-            tokenization_kwargs: only `add_special_tokens`.
+            sampling_params: one object for all prompts, or one for each; None: the model's defaults.
+            prompt_token_ids: vLLM's older way to give token ids; then the outputs only report `prompts`.
+            use_tqdm: whether to show a progress bar; a function is called in place of tqdm.
+            lora_request: the adapter of all prompts, or an adapter or None for each. An adapter is read when it is
+                first named.
+            priority: a number for each prompt; lower numbers come first (scheduling_policy="priority").
+            tokenization_kwargs: only `add_special_tokens` is known.
 
         Raises:
-            InvalidRequestError: before anything is computed, naming the field. If every prompt fails, the first one's
-                error; if only some do, their outputs have finish_reason "error" and the text in `error`.
+            InvalidRequestError: a request is refused before anything is computed; the message names the field. If every
+                prompt fails later, the error of the first one is raised. If only some fail, their outputs have
+                finish_reason "error" and the text in `error`.
         """
         refuse(mm_processor_kwargs=mm_processor_kwargs)
         chosen = _with_token_ids(prompts, prompt_token_ids)
@@ -130,9 +136,11 @@ class LLM:
         """Answer one conversation, or a list of them, through the model's chat template.
 
         Args:
-            chat_template: Jinja template, or the name of one of the model's, in place of the default one.
-            chat_template_content_format: "string" or "openai" (a list of parts); "auto": what the template reads.
-            The others as in generate().
+            chat_template: a Jinja template, or the name of one of the model's templates; None: the default template.
+            chat_template_content_format: "string" or "openai" (a list of parts); "auto": the form that the template
+                reads.
+
+        generate() describes the other arguments and the errors.
         """
         refuse(mm_processor_kwargs=mm_processor_kwargs)
         prompts = self._render(
@@ -163,7 +171,7 @@ class LLM:
     ) -> list[str]:
         """Queue prompts without computing anything yet; wait_for_completion() does that. Returns their request ids.
 
-        Arguments as in generate(); `use_tqdm` has nothing to show here.
+        generate() describes the arguments. `use_tqdm` has no effect here.
         """
         refuse(mm_processor_kwargs=mm_processor_kwargs)
         add_special_tokens = wants_special_tokens(tokenization_kwargs)
@@ -193,7 +201,7 @@ class LLM:
         priority: Sequence[int] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Queue conversations, as enqueue() does prompts. Arguments as in chat()."""
+        """Queue conversations like enqueue(). Returns their request ids. chat() describes the arguments."""
         refuse(mm_processor_kwargs=mm_processor_kwargs)
         prompts = self._render(
             messages,
@@ -209,7 +217,7 @@ class LLM:
         return request_ids
 
     def wait_for_completion(self, output_type: type | None = None, *, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
-        """Compute everything enqueued; the outputs come in the order of enqueueing. Errors as in generate()."""
+        """Compute all queued requests. The outputs come in the order of the queue. Raises as generate() does."""
         if output_type not in (None, RequestOutput):
             raise UnsupportedFieldError("Only text is generated here", expected="RequestOutput", param="output_type")
         request_ids, self._enqueued = self._enqueued, []
@@ -223,10 +231,12 @@ class LLM:
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` most likely continuations of every prompt, best first; text holds prompt and continuation.
+        """The `beam_width` most likely continuations of every prompt, the best one first.
+
+        The text of a continuation begins with its prompt.
 
         Args:
-            concurrency_limit: prompts searched at the same time; None: all.
+            concurrency_limit: the number of prompts that are searched at the same time; None: all.
         """
         params.verify()
         limits = replace(self._inputs.limits, max_logprobs=-1)  # the width decides, not the limit of a request
@@ -249,7 +259,7 @@ class LLM:
         return results
 
     def get_tokenizer(self) -> Tokenizer:
-        """Encodes, decodes, and applies the chat template. Raises ConfigError if the model runs without one."""
+        """The tokenizer, which also applies the chat template. Raises ConfigError if the model runs without one."""
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -257,11 +267,11 @@ class LLM:
         return self._inputs.default_params()
 
     def get_metrics(self) -> list[Metric]:
-        """Every series of /metrics as an object: Counter, Gauge or Histogram, by its class in quire.metrics.reader."""
+        """Every series of /metrics as a Counter, Gauge or Histogram of quire.metrics.reader. Raises ConfigError."""
         return self.llm_engine.get_metrics()
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Devices the model runs on."""
+        """The number of devices that the model runs on."""
         return self.config.tensor_parallel_size
 
     def reset_prefix_cache(self) -> bool:
@@ -292,7 +302,7 @@ class LLM:
         return texts
 
     def _renderer_for(self, tokenizer: Tokenizer, template: str | None, content_format: str) -> BlockingRenderer:
-        """One set of processes. The first one takes some tenths of a second to start."""
+        """The renderer for a template and a content format. Its first process starts within some tenths of a second."""
         if self._renderer is None or self._rendered_form != (template, content_format):
             if self._renderer is not None:
                 self._renderer.close()
@@ -314,7 +324,7 @@ class LLM:
         lora_request: LoRARequests,
         **options: Any,
     ) -> list[ProcessedRequest]:
-        """Check everything; no request reaches the engine if one is refused."""
+        """Check all requests. If one is refused, none reaches the engine."""
         lora_requests = _per_prompt("lora_request", lora_request, len(prompts))
         params = _per_prompt("sampling_params", sampling_params, len(prompts))
         priorities = _per_prompt("priority", priority, len(prompts))
@@ -336,7 +346,7 @@ class LLM:
         return self.llm_engine.adapters.give(processed, lora_requests)
 
     def _search(self, searches: Sequence[BeamSearch], inputs: InputProcessor, lora_request: LoRARequest | None) -> None:
-        """Run beam searches side by side: one request per beam and step."""
+        """Run beam searches side by side. Each step of each beam is a request."""
         adapter = None if lora_request is None else self.llm_engine.adapters.find(lora_request)
         while pending := [(search, beams) for search in searches if (beams := search.pending())]:
             processed = []
@@ -354,7 +364,7 @@ class LLM:
 
 
 def _with_token_ids(prompts: Any, token_ids: Any) -> list[PromptType]:
-    """The prompts as a list; with vLLM's older `prompt_token_ids`, these with the prompts as their texts."""
+    """The prompts as a list. With vLLM's older `prompt_token_ids`, the prompts are only the texts of these tokens."""
     if token_ids is None:
         return [] if isinstance(prompts, (list, tuple)) and not prompts else split_prompts(prompts)
     ids = split_prompts(token_ids)
@@ -373,7 +383,7 @@ def _with_token_ids(prompts: Any, token_ids: Any) -> list[PromptType]:
 
 
 def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    """One value for all prompts, or one for each."""
+    """The value for each prompt, from one value for all prompts or from a list."""
     if not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:
@@ -387,7 +397,7 @@ def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:
-    """Offline callers see only the end, so no output is built before it. The caller's object does not change."""
+    """A copy of `params` that builds no output before the end, because offline callers see only the end."""
     own = copy.copy(params)
     if isinstance(own, SamplingParams):  # if not, the input processor refuses it
         own.output_kind = RequestOutputKind.FINAL_ONLY

@@ -38,7 +38,7 @@ class LLMEngine:
     """Requests go in at any time, and every step() computes a little of all of them.
 
     Args:
-        keeps_metrics: get_metrics() has something to read.
+        keeps_metrics: whether to keep metrics for get_metrics().
     """
 
     def __init__(self, config: EngineConfig, *, keeps_metrics: bool) -> None:
@@ -99,14 +99,16 @@ class LLMEngine:
         priority: int = 0,
         data_parallel_rank: int | None = None,
     ) -> str:
-        """Queue a request, which the next step() begins to compute. Returns its id.
+        """Queue a request. The next step() begins to compute it. Returns its id.
 
         Args:
-            params: None: the model's defaults. Their `output_kind` says what each output holds.
-            tokenization_kwargs: only `add_special_tokens`.
+            params: the sampling parameters; None: the model's defaults. `output_kind` decides about cumulative outputs
+                or deltas.
+            tokenization_kwargs: only `add_special_tokens` is known.
 
         Raises:
-            InvalidRequestError: the request is refused, or its id is in use. AdapterError: its adapter cannot be read.
+            InvalidRequestError: the request is refused, or its id is in use.
+            AdapterError: its adapter cannot be read.
         """
         refuse(arrival_time=arrival_time, data_parallel_rank=data_parallel_rank or None)
         processed = self.inputs.process(
@@ -123,7 +125,7 @@ class LLMEngine:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step. Returns the requests that have something new.
+        """Compute one step. Returns the outputs of the requests that have something new.
 
         The last output of a request that failed has finish_reason "error" and the text in `error`.
         """
@@ -134,11 +136,11 @@ class LLMEngine:
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Whether step() has something to return some time."""
+        """Whether step() will still return outputs."""
         return bool(self._unfinished)
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests of add_request() without their last output."""
+        """The number of requests of add_request() that wait for their last output."""
         return len(self._unfinished)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -149,7 +151,7 @@ class LLMEngine:
             self._unfinished.pop(request_id, None)
 
     def get_tokenizer(self) -> Tokenizer:
-        """Encodes, decodes, and applies the chat template. Raises ConfigError if the model runs without one."""
+        """The tokenizer, which also applies the chat template. Raises ConfigError if the model runs without one."""
         if self.tokenizer is None:
             raise ConfigError(
                 "This engine has no tokenizer", fix="Leave skip_tokenizer_init out", param="skip_tokenizer_init"
@@ -157,7 +159,7 @@ class LLMEngine:
         return self.tokenizer
 
     def get_metrics(self) -> list[Metric]:
-        """Every series of /metrics as an object, by its class in quire.metrics.reader. Raises ConfigError."""
+        """Every series of /metrics as a Counter, Gauge or Histogram of quire.metrics.reader. Raises ConfigError."""
         if self._metrics is None:
             raise ConfigError(
                 "This engine keeps no metrics",

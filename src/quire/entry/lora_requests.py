@@ -12,10 +12,10 @@ from quire.lora.request import Registration
 
 
 class OfflineAdapters:
-    """Adapters by name.
+    """The adapters by name.
 
     Args:
-        is_enabled: the engine computes adapters.
+        is_enabled: whether the engine computes adapters.
     """
 
     def __init__(self, runner: OfflineRunner, *, is_enabled: bool) -> None:
@@ -23,7 +23,10 @@ class OfflineAdapters:
         self._by_name: dict[str, Registration] = {}
 
     def give(self, processed: list[ProcessedRequest], requests: list[Any]) -> list[ProcessedRequest]:
-        """The same with the adapter of each, None for the base model. New ones are read; all or nobody gets theirs."""
+        """The requests with their adapters; None stands for the base model. New adapters are read.
+
+        If one adapter cannot be read, no request gets its adapter. Raises AdapterError.
+        """
         found: dict[int, Registration] = {}
         for request in requests:
             if request is not None and id(request) not in found:
@@ -34,7 +37,12 @@ class OfflineAdapters:
         ]
 
     def find(self, request: Any) -> Registration:
-        """The adapter of a LoRARequest, read if it is new or if the request wants it again. Raises AdapterError."""
+        """The adapter of a LoRARequest, which is read if it is new or if the request asks to read it again.
+
+        Raises:
+            AdapterError: the adapter cannot be read.
+            InvalidRequestError: another folder has the name already.
+        """
         check_request(request, is_enabled=self._is_enabled)
         name, path = request.lora_name, absolute(request.lora_path)
         before = self._by_name.get(name)

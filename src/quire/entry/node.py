@@ -27,7 +27,10 @@ from quire.screen.start_display import StartDisplay
 
 
 def compute_for_node_0(config: EngineConfig) -> int:
-    """Exit code 0 when machine 0 has ended, 1 when a rank of this machine was lost. Raises ConfigErrors."""
+    """Compute until machine 0 ends. Returns exit code 0, or 1 if a rank of this machine was lost.
+
+    Raises ConfigErrors.
+    """
     name, device = config.model or DEMO_MODEL_NAME, devices.detect(extension.chosen_isa())
     display = StartDisplay(on_first=partial(show_header, name, device, has_gpu=devices.has_gpu()))
     with spawned_ranks(num_early_ranks(config)) as interpreters:
@@ -41,7 +44,7 @@ def compute_for_node_0(config: EngineConfig) -> int:
 
 
 def main() -> int:
-    """Exit code 2: see the error on standard error; for others see `compute_for_node_0`."""
+    """Returns the exit code: 2 after an error, which stands on standard error; others: see `compute_for_node_0`."""
     logs.configure()
     die_with_parent()  # Ray may end it at any time
     try:

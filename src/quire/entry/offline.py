@@ -1,4 +1,4 @@
-"""Runs requests to their end on an engine in this process. After an error or an interrupt it keeps nothing of them."""
+"""Runs requests to their end on an engine in this process. After an error or an interrupt nothing of them is kept."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ class OfflineRunner:
     """The loop around one EngineCore.
 
     Args:
-        core: stepped only while a caller waits.
-        outputs: follows the same requests.
+        core: the engine. It makes steps only while a caller waits.
+        outputs: makes the outputs of the requests.
     """
 
     def __init__(self, core: EngineCore, outputs: OutputProcessor) -> None:
         self._core, self._outputs = core, outputs
-        self._has_tokenizer = False  # the engine, for grammars
+        self._has_tokenizer = False  # whether the engine has the tokenizer that grammars need
         self._finished: dict[str, tuple[RequestOutput, QuireError | None]] = {}  # until the caller collects them
         # Outputs of unfinished requests, until they are collected: all deltas; of cumulative outputs the newest.
         self._unread: dict[str, list[RequestOutput]] = {}
         self._in_deltas: set[str] = set()  # ids of requests whose outputs are deltas
         self._operations = itertools.count()
-        self._loads: dict[int, AdapterState | None] = {}  # by operation, for who waits; None: not yet
+        self._loads: dict[int, AdapterState | None] = {}  # by operation; None: no answer has come yet
 
     def load_adapter(self, path: str) -> AdapterFacts:
         """Step the engine until it has read an adapter. Raises AdapterError."""
@@ -79,14 +79,15 @@ class OfflineRunner:
         return state.facts
 
     def unload_adapter(self, adapter: Registration) -> None:
-        """Its running requests finish with it."""
+        """Remove an adapter. Requests that run with it finish with it."""
         assert self._core.adapters is not None
         self._core.adapters.unload(UnloadAdapter(adapter.digest, adapter.path))
 
     def run(self, processed: Sequence[ProcessedRequest], use_tqdm: UseTqdm = False) -> list[RequestOutput]:
         """The final output of every request, in order.
 
-        Raises the first one's QuireError if all fail; if only some do, their outputs say so, and the log.
+        If all requests fail, it raises the QuireError of the first one. If only some fail, their outputs and the log
+        say so.
         """
         request_ids = self._new_ids(processed)
         with self._all_or_nothing(request_ids) as check_interrupt:
@@ -106,9 +107,9 @@ class OfflineRunner:
             return self._collect(request_ids, use_tqdm, check_interrupt)
 
     def step(self, request_ids: Collection[str]) -> list[RequestOutput]:
-        """One step of the engine -> the new outputs of enqueued requests, also ends that came during other waits.
+        """Make one step of the engine. Returns all outputs of these requests that were not returned before.
 
-        A failed request raises nothing: its output says so.
+        A failed request raises no error: its output has the error.
         """
         with interrupts_between_steps() as check_interrupt:
             if self._core.has_work():
@@ -160,7 +161,7 @@ class OfflineRunner:
     def _collect(
         self, request_ids: Sequence[str], use_tqdm: UseTqdm, check_interrupt: Callable[[], None]
     ) -> list[RequestOutput]:
-        """Step until these requests are finished; others that are in the engine move along."""
+        """Make steps until these requests are finished. Other requests in the engine are computed beside them."""
         waiting = set(request_ids) - self._finished.keys()
         bar = ProgressBar(len(waiting), use_tqdm) if use_tqdm else None
         try:
@@ -186,7 +187,7 @@ class OfflineRunner:
         return [output for output, _ in results]
 
     def _step(self) -> list[RequestOutput]:
-        """One step of the engine. Returns its outputs, which stay until they are collected."""
+        """Make one step of the engine. Returns its outputs, which are kept until they are collected."""
         assert self._core.has_work(), "requests are waited for that the engine does not have"
         deltas = self._core.step()
         if self._core.last_record is not None:
@@ -212,9 +213,7 @@ class OfflineRunner:
         self._in_deltas.discard(request_id)
 
     def _take_loads(self, adapters: AdapterRegistry) -> None:
-        """Hand loaded adapters to the waiting callers. After Ctrl-C there are none, and the adapter is dropped
-        again.
-        """
+        """Hand loaded adapters to the callers that wait. After Ctrl-C no caller waits, so the adapter is dropped."""
         for state in adapters.take_states():
             self._outputs.metrics.on_adapter_read(state)
             if state.operation in self._loads:

@@ -1,4 +1,4 @@
-"""One replica that Ray has placed: its engine process on some machine, and the connection that it makes to this one."""
+"""One replica that Ray has placed: its engine process on some machine, and its connection to this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END_SECONDS = 2.0  # the time in which an engine notices that its connection is 
 
 
 class RayReplica:
-    """One engine process at a time, as EngineProcessHandle, on the machine that Ray has for it."""
+    """One engine process at a time, like EngineProcessHandle, on the machine that Ray chooses."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class RayReplica:
         self._checkpoint = checkpoint(model_folder, is_dummy=config.load_format == "dummy")
         # The actor of the last process, and its future exit code.
         self._starting: Future[tuple[Any, Future[int]]] | None = None
-        self._is_killed = False  # killed, or ended together with its actor
-        self._was_killed = False  # whether it was killed while it ran
+        self._is_killed = False  # the process was killed, or has ended together with its actor
+        self._was_killed = False  # the process was killed while it ran
 
     def launch(self) -> ProcessClient:
-        """Start a process; the one before must have ended. Raises OSError; for the first one also ConfigError.
+        """Start a process. An earlier one must have ended. Raises OSError, and at the first start also ConfigError.
 
         It waits for Ray only at the first start: later the server answers other requests meanwhile.
         """
@@ -70,7 +70,7 @@ class RayReplica:
         return client
 
     def is_alive(self) -> bool:
-        """Whether its actor runs, or will."""
+        """Whether the process's actor runs, or is being started."""
         return self._starting is not None and self._end() is None
 
     def _end(self) -> Future[Any] | None:
@@ -83,7 +83,7 @@ class RayReplica:
         return ended if ended.done() else None
 
     def describe_end(self) -> str | None:
-        """How the process ended, for people; None while it runs, and if it left by itself or on request."""
+        """A text for people about the end of the process; None: it runs, or it left by itself or on request."""
         if (end := self._end()) is None or self._was_killed:
             return None
         if (error := end.exception()) is not None:
@@ -93,7 +93,7 @@ class RayReplica:
     def kill(self) -> None:
         """End the process, even a stopped one, and wait until its actor is gone. Its connection is closed.
 
-        If Ray has not answered its start yet, it is ended as soon as Ray answers.
+        If Ray has not answered the start yet, the process is ended as soon as Ray answers.
         """
         if self._starting is None or self._is_killed:
             return
@@ -115,8 +115,8 @@ class RayReplica:
             self._replicas.end(actor)
 
     def tell_to_stop(self) -> None:
-        """It takes the end of its connection as the end of this process."""
+        """Do nothing: the process takes the end of its connection as the end of this process."""
 
     def stop(self) -> None:
-        """May be called again."""
+        """Kill the process. May be called again."""
         self.kill()

@@ -1,4 +1,4 @@
-"""Arguments of vLLM's methods that every way in takes or refuses alike."""
+"""Arguments of vLLM's methods that all entry points take or refuse in the same way."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from quire.errors import UnsupportedFieldError
 
 
 def refuse(**arguments: Any) -> None:
-    """Raise UnsupportedFieldError for arguments that this version does not support. Every form of "nothing" is
-    accepted.
-    """
+    """Raise UnsupportedFieldError for arguments that this version does not support, unless they ask for nothing."""
     for name, value in arguments.items():
         items = value if isinstance(value, (list, tuple)) else [value]
         if any(item is not None and item != {} for item in items):

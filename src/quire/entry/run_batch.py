@@ -1,6 +1,4 @@
-"""`quire run-batch`: OpenAI's batch files without a server, answered by an engine that runs until all lines are
-done.
-"""
+"""`quire run-batch`: answers OpenAI's batch files without a server. The engine runs until all lines have answers."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ class BatchFiles:
 
     @property
     def partial(self) -> Path:
-        """The answers so far, in their order."""
+        """The file with the answers so far, in the order in which they came."""
         return self.output.with_name(self.output.name + ".partial")
 
 
@@ -62,10 +60,10 @@ class _Seen(msgspec.Struct):
 
 
 class _Answers:
-    """The entries of the output file, as far as they are written.
+    """The entries of the output file that are written so far.
 
     Args:
-        file: the partial file, open for reading and writing. A line that an interrupted run left half is cut off.
+        file: the partial file, open for reading and writing. The half line of an interrupted run is cut off.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -102,7 +100,7 @@ class _Answers:
         self._file.flush()
 
     def write_sorted(self, path: Path) -> None:
-        """All entries, in the order of the input."""
+        """Write all entries in the order of the input."""
         with path.open("wb") as file:
             for number in sorted(self._places):
                 self._file.seek(self._places[number])
@@ -119,7 +117,7 @@ def run_batch(
 ) -> int:
     """Answer every line, except the lines that an interrupted run has answered. The output file appears at the end.
 
-    Returns the exit code 0, whatever the lines are. Raises QuireErrors if there is no engine, or none any more.
+    Returns the exit code 0, also if lines have errors. Raises QuireErrors if the engine does not start or has ended.
     """
     with ExitStack() as start:
         progress = start.enter_context(shown_start(is_quiet=is_quiet))
@@ -163,7 +161,7 @@ async def _run(app: Starlette, files: BatchFiles, on_ready: Callable[[], None], 
 async def _work(
     app: Starlette, state: ServerState, todo: Iterator[tuple[int, bytes]], answers: _Answers, bar: tqdm[Any]
 ) -> None:
-    """Answer one line after the other; several of these tasks share the lines."""
+    """Answer one line after the other. Several of these tasks share the lines."""
     for number, line in todo:
         entry = await answer_line(app, entry_id(number, line), line)
         if (error := state.engine.error) is not None:

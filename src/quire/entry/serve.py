@@ -50,15 +50,15 @@ logger = logs.get_logger(__name__)
 MIN_OPEN_FILES = 64
 POLL_SECONDS = 0.1
 TLS_POLL_SECONDS = 1.0  # seconds between two checks of the certificates' files
-# After the drain's time is over every stream gets an error as its last event; they have this long to leave.
+# When the time for the drain is over, every stream gets an error as its last event. It has this time to end.
 LAST_WORDS_SECONDS = 2.0
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreters: Sequence[EngineInterpreter]) -> int:
-    """Serve until told to stop; the engines run in `interpreters`, which are the caller's to end.
+    """Serve until a signal stops the server. The engines run in `interpreters`; the caller ends them.
 
-    Answers with the exit code: 0 stopped, 1 the engine failed, 2 it could not start for a reason the user can mend.
-    Raises ConfigErrors before it serves.
+    Returns the exit code. 0: the server was stopped. 1: the engine failed. 2: the server could not start for a reason
+    that the user can mend. Raises ConfigErrors before it serves.
     """
     _check_open_files()
     passed = systemd.take_socket()
@@ -117,7 +117,7 @@ def server_settings(
 
 
 def _bind(config: ServerConfig, display: StartDisplay, passed: socket.socket | None) -> Listener:
-    """Take the address. Ctrl-C from here on ends the process at once: the threads of a download would be waited for."""
+    """Take the address. From here on Ctrl-C ends the process at once, and does not wait for threads of a download."""
     listener: Listener | None = None
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -135,7 +135,7 @@ def _bind(config: ServerConfig, display: StartDisplay, passed: socket.socket | N
 
 
 def _check_open_files() -> None:
-    """Raises ConfigError if the server could not even start; connections come on top."""
+    """Raise ConfigError if the process may open too few files for a start. Connections need further ones."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= limit < MIN_OPEN_FILES:
         raise ConfigError(
@@ -147,7 +147,7 @@ def _check_open_files() -> None:
 
 
 def _resolver_dir(config: EngineConfig) -> Path | None:
-    """Raises ConfigError if it is no folder."""
+    """The folder of the adapters that requests may name; None: there is none. Raises ConfigError if it is no folder."""
     if not config.enable_lora or not (given := envs.LORA_RESOLVER_CACHE_DIR.get()):
         return None
     name = envs.LORA_RESOLVER_CACHE_DIR.name
@@ -157,7 +157,7 @@ def _resolver_dir(config: EngineConfig) -> Path | None:
 
 
 def _check_module_names(config: EngineConfig, names: tuple[str, ...]) -> None:
-    """Raises ConfigError for an adapter with the name of the base model."""
+    """Raise ConfigError for an adapter with the name of the base model."""
     for module in map(parse_module, config.lora_modules):
         if module.name in names:
             raise ConfigError(
@@ -169,14 +169,14 @@ def _check_module_names(config: EngineConfig, names: tuple[str, ...]) -> None:
 
 
 def _max_tokens_cap(config: EngineConfig, parts: FrontEndParts) -> int | None:
-    """The operator's own max_new_tokens, as in vLLM; the model's generation_config.json only gives a default."""
+    """The operator's max_new_tokens, as in vLLM. The one in the model's generation_config.json is only a default."""
     if config.generation_config not in ("auto", "vllm"):
         return parts.input_processor.defaults.get("max_tokens")
     return (config.override_generation_config or {}).get("max_new_tokens")
 
 
 def _api_keys(config: ServerConfig) -> tuple[str, ...]:
-    """The keys of the flag and of the file, else the environment's. Raises ConfigError."""
+    """The keys of the flag and of the file, or else the key of the environment. Raises ConfigError."""
     given = config.api_key
     if config.api_key_file is not None:
         given += _read_keys(Path(config.api_key_file))
@@ -206,7 +206,7 @@ def _read_keys(path: Path) -> tuple[str, ...]:
 
 
 class ServingProcess:
-    """One HTTP server over the processes of its engines."""
+    """One HTTP server in front of the processes of its engines."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class ServingProcess:
         self._ending: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
-        """Serve until a signal, or until the engine is gone. Answers with the exit code."""
+        """Serve until a signal comes, or until the engine is gone. Returns the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
@@ -281,7 +281,7 @@ class ServingProcess:
         return 0
 
     def _on_signal(self) -> None:
-        """The first one drains, the second one ends everything now."""
+        """The first signal starts the drain, and the second one ends everything at once."""
         loop = asyncio.get_running_loop()
         if self._server.should_exit:
             self._end_streams()
@@ -302,7 +302,7 @@ class ServingProcess:
         loop.call_later(self._drain_seconds, self._end_streams)
 
     def _end_streams(self) -> None:
-        """Running requests end with an error event, not with a broken connection."""
+        """End running requests with an error event, and not with a broken connection."""
         if self._ending is None:
             if count := self._engine.num_unfinished:
                 logs.say(f"ending {count} unfinished", num_requests=count)
@@ -312,7 +312,7 @@ class ServingProcess:
         self._server.force_exit = True
 
     async def _watch(self) -> None:
-        """Show the start and announce readiness; without an engine there is nothing to serve: stop for a new start."""
+        """Show the start and announce readiness. Stop the server if the engine ends for good."""
         try:
             await self._show_start()
             while self._engine.error is None:
@@ -364,6 +364,6 @@ class ServingProcess:
         self._display.update(progress.phase, progress.fraction, progress.detail, progress.seconds)
 
     async def _how_it_ended(self) -> str | None:
-        """The engine's end, if a signal was the reason. It may send its last word shortly before it leaves."""
+        """A text about the engine's end, if a signal ended it. The engine may end shortly after its last message."""
         await asyncio.sleep(POLL_SECONDS)
         return self._processes.describe_ends()

@@ -34,9 +34,9 @@ def spawn_engine(config: EngineConfig) -> EngineInterpreter:
 
 
 def spawn_engines(config: EngineConfig) -> list[EngineInterpreter]:
-    """One for each replica on this machine; none where Ray places them.
+    """The interpreters of the replicas on this machine; none if Ray places the replicas.
 
-    Raises ConfigError for more replicas than the machine has room for, and OSError.
+    Raises OSError, and ConfigError if the machine has no room for the replicas.
     """
     if config.has_ray_replicas:
         return []
@@ -54,10 +54,10 @@ def spawn_engines(config: EngineConfig) -> list[EngineInterpreter]:
 
 
 def how_it_ended(code: int) -> str | None:
-    """For people; None if an engine process left by itself.
+    """A text for people about the end of an engine process; None: it left by itself.
 
     Args:
-        code: its exit code.
+        code: the exit code of the process.
     """
     if code >= 0:
         return None
@@ -66,7 +66,7 @@ def how_it_ended(code: int) -> str | None:
 
 
 def end(interpreters: Iterable[EngineInterpreter]) -> None:
-    """End them at once, and wait until they are gone."""
+    """End interpreters at once, and wait until they are gone."""
     for interpreter in interpreters:
         with interpreter:  # closes the pipe and waits
             interpreter.kill()
@@ -74,7 +74,7 @@ def end(interpreters: Iterable[EngineInterpreter]) -> None:
 
 @contextmanager
 def spawned_engines(config: EngineConfig) -> Iterator[list[EngineInterpreter]]:
-    """The same interpreters, while the block runs; the code that took them may have ended them before."""
+    """The interpreters of `spawn_engines`. They are ended after the block, if nothing has ended them before."""
     interpreters = spawn_engines(config)
     try:
         yield interpreters

@@ -1,5 +1,7 @@
-"""Tells systemd how far the service is (`Type=notify`), and takes the socket that it listens on for the service:
-sd_notify(3) and sd_listen_fds(3) in a few lines."""
+"""Tells systemd the state of the service (`Type=notify`), and takes over a socket on which systemd listens.
+
+Source: the manual pages sd_notify(3) and sd_listen_fds(3).
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ _FIRST_FD = 3  # SD_LISTEN_FDS_START
 
 
 def take_socket() -> socket.socket | None:
-    """The socket that systemd (a .socket unit) listens on for this process; None: there is none. Raises ConfigError.
+    """The socket on which a .socket unit of systemd listens for this process; None: there is none.
 
-    The variables that tell of it are forgotten, so no other process takes it for its own.
+    The variables that describe it are removed, so that no child process takes it over. Raises ConfigError.
     """
     if envs.LISTEN_PID.get() != os.getpid():
         return None
@@ -40,7 +42,7 @@ def take_socket() -> socket.socket | None:
 
 
 def notify(state: str) -> None:
-    """Send `READY=1` or `STOPPING=1` to the service manager, where there is one. A failure is logged."""
+    """Send `READY=1` or `STOPPING=1` to the service manager, if there is one. A failure is logged."""
     address = envs.NOTIFY_SOCKET.get()
     if not address:
         return

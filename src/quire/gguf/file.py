@@ -73,7 +73,7 @@ class GgufFile:
         return {info.name: info for infos in self.parts.values() for info in infos}
 
     def read(self, info: TensorInfo) -> bytes:
-        """The bytes of a small tensor."""
+        """The bytes of a small tensor, as they are stored. Raises OSError."""
         path = next(path for path, infos in self.parts.items() if info in infos)
         with path.open("rb") as file:
             file.seek(info.begin)
@@ -81,7 +81,7 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the file begins with GGUF's magic; its name does not matter. WeightsError if it cannot be read."""
+    """Whether the file begins with GGUF's magic, whatever its name is. Raises WeightsError if it cannot be read."""
     try:
         if not path.is_file():
             return False
@@ -252,7 +252,7 @@ class _Header:
             raise MoreNeededError(self._at + count)
 
     def _check_count(self, count: int, least_bytes: int, most: int, what: str) -> None:
-        """Check that `count` things of at least `least_bytes` each fit into the rest of the header."""
+        """Check that `count` items of at least `least_bytes` bytes each fit into the rest of the header."""
         if count > most:
             raise self._wrong(f"declares too many {what}", count, f"at most {most}")
         self._need(count * least_bytes, what)
@@ -316,7 +316,7 @@ class _Header:
         return [self._array(key, depth + 1) for _ in range(count)]
 
     def _strings(self, count: int, key: str) -> list[str]:
-        """`_string`, `count` times, but faster: vocabularies have hundreds of thousands of strings."""
+        """Read `count` strings, faster than with `_string`: vocabularies have hundreds of thousands of them."""
         data, at, limit = self._data, self._at, min(self._limit, len(self._data))
         unpack = struct.Struct("<Q").unpack_from
         result = []

@@ -18,7 +18,7 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Names with their ending, where Hugging Face's has none or another one.
+# Names with their endings, for tensors whose name in Hugging Face's form has no ending or another one.
 _TENSORS = {
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
@@ -38,7 +38,7 @@ def is_weight(name: str) -> bool:
 def hf_name(name: str, own: Mapping[str, str]) -> str:
     """The name in a Hugging Face checkpoint. An unknown name is not changed; the loader reports it.
 
-    `own`: the family's own names in a layer, by llama.cpp's.
+    `own`: the family's own names inside a layer; the keys are llama.cpp's names.
     """
     stem, _, suffix = name.rpartition(".")
     if stem in _TOP:

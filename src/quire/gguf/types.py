@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """One storage type; a row is a whole number of blocks."""
+    """One storage type. A row of a tensor is a whole number of blocks."""
 
     name: str
-    block_size: int  # elements
+    block_size: int  # elements of a block
     block_bytes: int
 
 

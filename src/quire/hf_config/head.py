@@ -20,7 +20,7 @@ MTP_PREFIX = "model.mtp_layers."
 
 
 class Target(NamedTuple):
-    """What a head must know of its target."""
+    """The facts about its target that a head needs."""
 
     num_layers: int
     hidden_size: int

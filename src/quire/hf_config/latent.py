@@ -21,7 +21,7 @@ DEFAULTS: dict[str, Any] = {
 NORM_EPS = 1e-6  # their norms inside attention have the default of the class, whatever rms_norm_eps is
 
 
-# By llama.cpp's names.
+# Names inside a layer. The keys are llama.cpp's names.
 GGUF_NAMES = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",

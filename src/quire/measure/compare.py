@@ -50,7 +50,7 @@ def difference(
     """Compare the rounds of one metric.
 
     Args:
-        paired: round i of A and of B belong together: the same requests, one side after the other.
+        paired: whether round i of A and round i of B belong together: both sides got the same requests in turns.
     """
     mean_a, mean_b = float(np.mean(a)), float(np.mean(b))
     if min(*a, *b) <= 0:
@@ -75,7 +75,7 @@ def difference(
 
 
 def _welch(a: Any, b: Any) -> tuple[float, int]:
-    """Standard error of the difference of means, and its degrees of freedom, rounded down."""
+    """The standard error of the difference of means, and its degrees of freedom, rounded down."""
     part_a, part_b = float(a.var(ddof=1)) / len(a), float(b.var(ddof=1)) / len(b)
     total = part_a + part_b
     if total == 0:
@@ -85,7 +85,7 @@ def _welch(a: Any, b: Any) -> tuple[float, int]:
 
 
 def differences(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]], *, paired: bool) -> list[Difference]:
-    """The difference of every metric that all rounds of both sides have. ConfigError if there is no such metric."""
+    """The differences of all metrics that every round of both sides has. Raises ConfigError if there is none."""
     rounds = [*a, *b]
     known = (*METRICS, *OFFLINE_METRICS)
     shared = [name for name in known if all(isinstance(each.get(name), (int, float)) for each in rounds)]

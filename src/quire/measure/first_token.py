@@ -16,7 +16,10 @@ from quire.errors import QuireError
 
 
 def measure() -> dict[str, Any]:
-    """The seconds and phases. The first line of the input is the parent's clock at the start, the second the config."""
+    """The seconds of a start and of its phases.
+
+    The first line of the input is the parent's clock at the start, in seconds. The second line is the config.
+    """
     started = float(sys.stdin.readline())  # time.monotonic is one clock for all processes
     phases: dict[str, float] = {}
     last = started

@@ -60,7 +60,7 @@ def floor(
 
     Args:
         dtype: the dtype of weights and activations, a key of model_config.DTYPE_BYTES.
-        max_num_seqs: the most requests that run at once; None: all.
+        max_num_seqs: the most requests that run at once; None: all of them.
         kv_cache_dtype: the setting with this name.
         quantization: the quantization of the weights, as for ModelConfig.weight_bytes. Integers are multiplied as 8-bit
             integers.
@@ -100,10 +100,13 @@ def together(floors: Sequence[Floor]) -> Floor:
 
 
 def measure_machine(dtype: str, num_threads: int) -> Machine | None:
-    """The present ceilings of this machine; None without the compiled kernels, which measure them. It takes a second.
+    """Measure the present ceilings of this machine, which takes a second.
+
+    The result is None without the compiled kernels, because they measure.
 
     Args:
-        num_threads: the engine's cores. The kernels of this process keep this number.
+        dtype: the dtype of the measured products, as in `floor`.
+        num_threads: the number of the engine's cores. The kernels of this process keep this number of threads.
     """
     import torch
 

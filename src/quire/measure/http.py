@@ -63,7 +63,7 @@ class HttpClient:
     Args:
         url: scheme, host and port.
         headers: sent with each request.
-        insecure: do not check certificates.
+        insecure: whether certificates are not checked.
     """
 
     def __init__(self, url: str, headers: dict[str, str] | None = None, *, insecure: bool = False) -> None:
@@ -79,11 +79,17 @@ class HttpClient:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """The whole content of an answer. HttpError if the status is not 200, OSError without a connection."""
+        """The whole content of an answer.
+
+        Raises HttpError if the status is not 200, and OSError if there is no connection.
+        """
         return b"".join([data async for _, data in self._content(method, path, body)])
 
     async def events(self, path: str, body: bytes) -> AsyncIterator[tuple[float, bytes]]:
-        """The data of each server-sent event, with the arrival time of its end (time.perf_counter). See `request`."""
+        """For each server-sent event, the arrival time of its end (time.perf_counter, in seconds) and its data.
+
+        Raises as `request` does.
+        """
         buffer = b""
         async for now, data in self._content("POST", path, body):
             *events, buffer = (buffer + data).replace(b"\r\n", b"\n").split(b"\n\n")
@@ -117,7 +123,10 @@ class HttpClient:
                 writer.close()
 
     async def _send(self, request: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-        """Send on an idle connection, or on a new one if the server closed it -> connection and head of the answer."""
+        """Send on an idle connection, or on a new one if the server has closed it.
+
+        Returns the connection (reader and writer) and the head of the answer.
+        """
         while self._idle:
             reader, writer = self._idle.pop()
             with suppress(OSError, asyncio.IncompleteReadError):

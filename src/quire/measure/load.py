@@ -124,8 +124,8 @@ async def run_load(
     """Send every request at its time (seconds after now) and wait for the answers.
 
     Args:
-        max_concurrency: most requests in flight; others wait in the client, and their wait is measured.
-        on_done: called after each request.
+        max_concurrency: the most requests in flight. Other requests wait in the client, and their wait is measured.
+        on_done: a function that is called after each request.
     """
     bodies = [msgspec.json.encode(make_body(request)) for request in requests]  # before the clock starts
     slots = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else None

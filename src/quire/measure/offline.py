@@ -32,7 +32,7 @@ class Engine:
     adapter: LoRARequest | None = None
 
     def generate(self, requests: Sequence[BenchRequest], progress: bool) -> list[RequestOutput]:
-        """All requests at once, with full length, sampled at temperature 1 as in vLLM."""
+        """The outputs of all requests at once, with full length, sampled at temperature 1 as in vLLM."""
         params = [
             SamplingParams(
                 n=self.n,
@@ -93,7 +93,7 @@ def throughput(
     """Send requests as fast as the engine takes them. The result has vLLM's JSON keys, for all rounds together.
 
     Args:
-        lora_path: the folder of an adapter for all requests.
+        lora_path: the folder of an adapter for all requests; None: they use the base model.
     """
     adapter = None if lora_path is None else LoRARequest("adapter", 1, lora_path)
     engine = Engine(LLM.from_engine_args(config), n, detokenize, adapter)
@@ -202,7 +202,7 @@ def latency(
 
 
 def _latency_intervals(seconds: Sequence[float]) -> dict[str, tuple[float, float]]:
-    """Intervals of the mean, with 3 iterations or more, and of the percentiles that have one in `summarize`."""
+    """The intervals of the mean, with 3 iterations or more, and of the percentiles that have one in `summarize`."""
     if len(seconds) < 3:
         return {}
     found = summarize(seconds, PERCENTAGES).intervals

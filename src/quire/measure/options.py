@@ -156,7 +156,7 @@ class Target(_Checked):
 
     @property
     def url(self) -> str:
-        """Address without a path."""
+        """The address of the server, without a path."""
         return (self.base_url or f"http://{self.host}:{self.port}").rstrip("/")
 
 
@@ -196,7 +196,7 @@ class Report(_Checked):
         return found
 
     def limits_ms(self) -> dict[str, float]:
-        """Limits of --goodput by metric, in milliseconds."""
+        """The limits of --goodput by metric, in milliseconds."""
         limits = {}
         for pair in self.goodput:
             name, _, text = pair.partition(":")
@@ -209,7 +209,7 @@ class Report(_Checked):
 
 
 def key_values(pairs: tuple[str, ...], flag: str) -> dict[str, str]:
-    """KEY=VALUE pairs as a dict. ConfigError for a pair without `=`."""
+    """KEY=VALUE pairs as a dict. Raises ConfigError for a pair without `=`."""
     if wrong := [pair for pair in pairs if "=" not in pair]:
         raise ConfigError(f"Illegal {flag}", value=wrong[0], expected="KEY=VALUE")
     return {key.strip(): value.strip() for key, _, value in (pair.partition("=") for pair in pairs)}

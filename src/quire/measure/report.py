@@ -52,7 +52,7 @@ def others_seconds() -> float:
 
 
 def save_published(folder: Path, what: str, hardware: str, result: dict[str, Any], markdown: str) -> None:
-    """Write results/HARDWARE/WHAT_DATE.json for programs and .md for people into the folder of benchmarks."""
+    """Write results/HARDWARE/WHAT_DATE.json for programs, and the .md beside it for people, below `folder`."""
     path = folder / "results" / hardware / f"{what}_{date.today().isoformat()}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_name(path.name + ".json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -289,7 +289,7 @@ def limit_line(limit: dict[str, Any]) -> str:
 
 
 def warnings(result: dict[str, Any]) -> list[str]:
-    """Reasons to trust a result less."""
+    """The reasons to trust a result less, one text for each."""
     found = []
     if result["client_cpu_percent"] > 100 * SATURATED:
         found.append("the client used its core nearly fully: latencies and rates may be its own. Use a second machine")
@@ -302,7 +302,7 @@ def warnings(result: dict[str, Any]) -> list[str]:
 
 
 def save(result: dict[str, Any], report: Report, traffic: Traffic) -> Path | None:
-    """Write the result file if the options ask for it -> its path."""
+    """Write the result file if the options ask for it. Returns its path; None: the options do not."""
     if not (report.save_result or report.append_result):
         return None
     path = Path(report.result_dir or ".") / (report.result_filename or _file_name(result, traffic))

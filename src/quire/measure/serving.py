@@ -79,7 +79,11 @@ class Server:
         return HttpClient(self.target.url, headers, insecure=self.target.insecure)
 
     def make_body(self, ignore_eos: bool) -> Callable[[BenchRequest], dict[str, Any]]:
-        """A function that turns a request into the JSON object of the API."""
+        """A function that turns a request into the JSON object of the API.
+
+        Args:
+            ignore_eos: whether answers go on after a token that ends them.
+        """
         target = self.target
         is_chat = target.backend == "openai-chat"
         common: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
@@ -245,7 +249,7 @@ async def draft_counts(server: Server) -> dict[str, float]:
 
 
 def speculation_result(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
-    """The fate of the drafts between two readings, under vLLM's keys; empty without drafts."""
+    """The counts and the acceptance of drafts between two readings, under vLLM's keys; empty without drafts."""
     counts = {name: int(value - before.get(name, 0.0)) for name, value in after.items()}
     if not counts.get("drafts"):
         return {}

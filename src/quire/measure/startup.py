@@ -22,7 +22,7 @@ from quire.measure.statistics import mean_interval
 
 
 def start_once(config: EngineConfig) -> dict[str, Any]:
-    """Seconds and phases of one start. If it fails, EngineDeadError with the output of the process."""
+    """The seconds and phases of one start. Raises EngineDeadError with the output of the process if it fails."""
     command = [sys.executable, "-P", "-m", "quire.measure.first_token"]
     started = time.monotonic()
     text = f"{started!r}\n{msgspec.json.encode(config).decode()}\n"
@@ -52,7 +52,10 @@ def startup(
     num_iters_warm: int,
     bar: Callable[[int, str], Any],
 ) -> dict[str, Any]:
-    """Time starts: cold ones without the model's files in the file cache, warm ones with them. vLLM's JSON keys."""
+    """Time starts: cold ones without the model's files in the file cache, and warm ones with them.
+
+    The result has vLLM's JSON keys.
+    """
     folder, _, _ = find_model(config, None, weights=config.load_format != "dummy")
 
     def measure(count: int, title: str, is_cold: bool) -> list[dict[str, Any]]:

@@ -25,9 +25,8 @@ class Summary:
     """The numbers of one metric, in seconds.
 
     Args:
-        intervals: confidence intervals of "mean", "median" and "pXX", if `has_interval` is true for the percentile. It
-        is empty with fewer
-            than 10 values, because these do not show their spread.
+        intervals: the confidence intervals of "mean", "median" and "pXX", if `has_interval` is true for the percentile.
+            It is empty with fewer than 10 values, because these do not show their spread.
     """
 
     mean: float
@@ -38,7 +37,7 @@ class Summary:
 
 
 def summarize(values: Sequence[float], percentiles: Sequence[float], *, block: int = 1, seed: int = 0) -> Summary:
-    """Mean, median, deviation and percentiles of values in order of time.
+    """The mean, median, deviation and percentiles of values that stand in the order of time.
 
     Intervals come from a moving-block bootstrap (Kuensch 1989): it draws blocks of neighbours instead of single values,
     because requests that run together are slow together.
@@ -113,7 +112,7 @@ def t_quantile(level: float, df: int) -> float:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Confidence interval of the mean of two or more independent values, such as rounds."""
+    """The confidence interval of the mean of two or more independent values, such as rounds."""
     array = np.asarray(values)
     half = t_quantile(LEVEL, len(array) - 1) * float(array.std(ddof=1)) / math.sqrt(len(array))
     return float(array.mean()) - half, float(array.mean()) + half
@@ -150,7 +149,8 @@ def measure(runs: Sequence[Run], percentiles: Sequence[float], limits_ms: dict[s
     """The numbers of one or more rounds together.
 
     Args:
-        limits_ms: a good request keeps them all (--goodput). An answer of one token has a TPOT of 0.
+        limits_ms: milliseconds by metric. A good request keeps all limits (--goodput). An answer of one token has a
+            TPOT of 0.
     """
     outcomes = [outcome for run in runs for outcome in run.outcomes]
     done = [outcome for outcome in outcomes if outcome.success]

@@ -32,10 +32,10 @@ class BenchRequest:
     """One request to send.
 
     Args:
-        prompt: text, or token ids.
-        prompt_len: tokens of the prompt with the special ones.
-        output_len: length of the answer.
-        timestamp: seconds after the first request of a trace.
+        prompt: a text, or token ids.
+        prompt_len: the number of tokens of the prompt, with the special ones.
+        output_len: the number of tokens of the answer.
+        timestamp: the seconds after the first request of a trace; None: the workload is no trace.
     """
 
     prompt: str | list[int]
@@ -118,7 +118,9 @@ def _kind_of(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def request_lengths(options: Workload, open_tokenizer: Callable[[], BenchTokenizer]) -> list[tuple[int, int]]:
-    """Tokens of prompt and answer of each request of a workload. It makes texts only if their tokens must be counted.
+    """For each request of a workload, the number of tokens of its prompt and of its answer.
+
+    Texts are made only if their tokens must be counted.
 
     Raises ConfigError like `make_requests`.
     """
@@ -140,7 +142,7 @@ def make_requests(options: Workload, tokenizer: BenchTokenizer, render: Render |
     """The requests of a workload in the order of sending.
 
     Args:
-        render: chat template for custom prompts; None: send the plain prompts.
+        render: applies the chat template to custom prompts; None: the plain prompts are sent.
 
     Raises:
         ConfigError: the file cannot be read or gives no request, or a length cannot be reached.

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Positions in float64 at a time: the scratch is a few [X, V] tensors (8 x 152k x 8 bytes = 10 MB each).
+# This number of positions is compared at a time. The scratch is a few float64 tensors [X, V], each of 10 MB with a
+# vocabulary of 152k.
 _ROWS = 8
 
 
@@ -19,7 +20,7 @@ class Positions:
     """Some positions of a text. Every tensor is float64 [X]; logarithms are in nats."""
 
     base_nll: Tensor  # -log p(next token) of the base
-    nll: Tensor  # the same of the model
+    nll: Tensor  # -log p(next token) of the model
     kl: Tensor  # sum over tokens v of p_base(v) (log p_base(v) - log p_model(v))
     agrees: Tensor  # 1.0 if both models find the same token most likely, else 0.0
 
@@ -35,7 +36,13 @@ class Positions:
 def compare(base_XV: Tensor, model_XV: Tensor, next_X: Tensor) -> Positions:
     """Compare two models' logits at the same positions over the whole vocabulary.
 
-    It computes in float64: a divergence is a difference of sums near 1, and good formats have 1e-5.
+    It computes in float64, because a divergence is a difference of sums near 1, and good formats have divergences of
+    1e-5.
+
+    Args:
+        base_XV: logits of the base, floating point.
+        model_XV: logits of the model, floating point.
+        next_X: the ids of the tokens that follow the positions, int64.
     """
     assert base_XV.shape == model_XV.shape, f"{tuple(base_XV.shape)} against {tuple(model_XV.shape)}"
     parts = []

@@ -47,7 +47,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Row:
-    """A model that was compared, and the result."""
+    """One compared model and its result."""
 
     name: str
     quality: Quality
@@ -55,11 +55,11 @@ class Row:
 
 
 def read_text(path: str, base: EngineConfig, models: Sequence[EngineConfig], context: int, max_tokens: int) -> Text:
-    """Tokens of a UTF-8 file. All models must have the same.
+    """The tokens of a UTF-8 file. They must be the same for all models.
 
     Args:
-        context: tokens of a window.
-        max_tokens: the number of tokens of the file to read at most.
+        context: the number of tokens of a window.
+        max_tokens: the most tokens that are read from the file.
 
     Raises:
         ConfigError: the file is not text or too short, the windows are too small, or the models' tokenizers differ.
@@ -110,7 +110,7 @@ def is_quantized(config: EngineConfig) -> bool:
 
 
 def download(config: EngineConfig, progress: Progress) -> None:
-    """Fetch the model's files, if they are not here."""
+    """Download the model's files, if they are not on this machine. Raises ConfigErrors."""
     find_model(config, progress, weights=True)
 
 
@@ -123,7 +123,7 @@ class Loaded:
 
 
 def load(config: EngineConfig, progress: Progress) -> Loaded:
-    """A model with the weights, kernels and KV cache that a server would have. Raises QuireErrors."""
+    """Load a model with the weights, kernels and KV cache of a server. Raises QuireErrors."""
     *_, model_config = find_model(config, progress, weights=True)
     worker = DeviceWorker(model_config, progress)
     running = bring_up(config, model_config, (worker,), is_server=False, progress=progress)

@@ -13,7 +13,7 @@ _HEAD = ("", "weights", "perplexity", "ratio", "KL mean (nats)", "KL 99 %", "sam
 
 
 def base_name(name: str | None, base: Loaded) -> str:
-    """The base and its dtype."""
+    """The name of the base, with its dtype."""
     return f"{name or DEMO_MODEL_NAME}, {base.dtype}"
 
 

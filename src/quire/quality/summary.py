@@ -12,12 +12,12 @@ from torch import Tensor
 from quire.measure.statistics import LEVEL, t_quantile
 from quire.quality.divergence import Positions
 
-TAIL = 0.99  # besides the mean, the report has this quantile of the divergence
+TAIL = 0.99  # the report has this quantile of the divergence beside its mean
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its confidence interval; None with a single window, which shows no spread."""
+    """A value and its confidence interval, from a low to a high end; None: a single window shows no spread."""
 
     value: float
     interval: tuple[float, float] | None = None
@@ -50,7 +50,7 @@ class Quality:
 
 
 def summarize(windows: list[Positions]) -> Quality:
-    """The numbers over all windows. Intervals treat windows as independent; neighbouring positions are not."""
+    """The numbers over all windows. Their intervals count windows, not positions, as independent of each other."""
     everything = Positions.joined(windows)
     return Quality(
         num_tokens=len(everything),
@@ -65,7 +65,7 @@ def summarize(windows: list[Positions]) -> Quality:
 
 
 def _mean(windows: list[Tensor]) -> Estimate:
-    """Mean over all positions, with the interval of a ratio of sums over windows (Cochran 1977, section 6.3)."""
+    """The mean over all positions, with the interval of a ratio of sums over windows (Cochran 1977, section 6.3)."""
     sums = np.array([window.sum().item() for window in windows])
     counts = np.array([len(window) for window in windows])
     mean = sums.sum() / counts.sum()

@@ -74,7 +74,7 @@ def _machine(device: DeviceFacts, *, has_gpu: bool) -> str:
 
 
 def _header(text: str, machine: str, style: Style) -> str:
-    """Text and machine, on one line if both fit."""
+    """The text and the machine, on one line if both fit."""
     gap = WIDTH - len(text) - len(machine) - 2
     between = " " * gap if gap >= 2 else f"\n{INDENT}"
     return f"  {style(text, 'bold')}{between}{machine}"
@@ -144,7 +144,7 @@ def show_ready(
 
 
 def _replicas(settings: dict[str, Any]) -> Iterator[str]:
-    """Their number; no line for one."""
+    """A line with the number of replicas; no line for one replica."""
     if (count := settings["data_parallel_size"]["value"]) > 1:
         threads = settings["num_threads"]["value"]
         share = f", each with {threads} {'thread' if threads == 1 else 'threads'}"
@@ -153,14 +153,14 @@ def _replicas(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def _drafts(setting: dict[str, Any]) -> Iterator[str]:
-    """The drafter and its limit; no line if the server does not speculate."""
+    """A line with the drafter and its limit; no line if the server does not speculate."""
     if (speculation := setting["value"]) is not None:
         by = f"{speculation['method']} ({speculation['model']})" if "model" in speculation else speculation["method"]
         yield f"{by}, at most {speculation['num_speculative_tokens']} tokens a step ({setting['source']})"
 
 
 def _adapters(settings: dict[str, Any]) -> Iterator[str]:
-    """The adapters of the start and their limits; no line if the server takes none."""
+    """Lines with the adapters of the start and their limits; no line if the server takes no adapters."""
     if not settings["enable_lora"]["value"]:
         return
     names = settings["lora_modules"]["value"]
@@ -208,7 +208,7 @@ def _addresses(name: str, *, has_page: bool) -> tuple[str, str]:
 
 
 def _curl(address: Address, *, has_chat: bool, needs_key: bool) -> Iterator[str]:
-    """A command to paste."""
+    """The lines of a `curl` command that a person can paste."""
     path, body = ("chat/completions", QUESTION) if has_chat else ("completions", PROMPT)
     yield f"curl {address.url}/v1/{path} \\"
     if address.curl:

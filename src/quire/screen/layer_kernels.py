@@ -43,13 +43,13 @@ class LayerKernel:
 
     Args:
         names: the names of their tensors' modules; several are fused.
-        count: number of layers.
-        num_bytes: bytes of one weight, with all its experts.
+        count: the number of layers.
+        num_bytes: the bytes of one weight, with all its experts.
         weight: its form in memory.
         kernel: the kernel that multiplies by it.
         why: the source of the form.
         kernel_why: the reason for this kernel instead of a faster one.
-        num_experts: stacked in a weight; 0: it is an ordinary layer. Sizes are of one expert.
+        num_experts: the number of experts in one weight; 0: it is an ordinary layer. Sizes describe one expert.
     """
 
     names: tuple[str, ...]
@@ -136,7 +136,7 @@ def _kernel(stored: StoredLinear, dtype: str, isa: str, is_deterministic: bool) 
 
 
 def _float_kernel(kernels: dict[str, str], dtype: str, isa: str) -> tuple[str, str]:
-    """The kernel of a floating-point product and the reason. `kernels`: the kernels for bfloat16."""
+    """The kernel of a floating-point product and the reason for it. `kernels`: the kernels for bfloat16."""
     if dtype != "bfloat16":
         return _FLOAT_KERNEL, f"the model computes in {dtype}"
     if isa not in kernels:

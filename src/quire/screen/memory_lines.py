@@ -12,7 +12,7 @@ from quire.resolve import shown_bytes
 
 @dataclass(frozen=True)
 class MemorySummary:
-    """Bytes, blocks and capacity of a plan: the resolved settings with these names."""
+    """The bytes, blocks and capacity of a plan. The resolved settings have the same names."""
 
     weight_bytes: int
     kv_cache_bytes: int
@@ -26,7 +26,7 @@ class MemorySummary:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> MemorySummary:
-        """From the values of settings by name. Settings without a field are ignored."""
+        """The summary from the values of settings, by name. Settings without a field are ignored."""
         return cls(**{name: values[name] for name in cls.__dataclass_fields__})
 
     @property

@@ -69,7 +69,11 @@ class StartDisplay:
         self.seconds: dict[str, float] = {}  # the time of each finished phase
 
     def update(self, phase: str, fraction: float, detail: str, seconds: float | None = None) -> None:
-        """A phase is at `fraction`, 0 to 1. This ends another phase before it. `seconds`: since its start, if known."""
+        """Show that a phase is at `fraction`, from 0 to 1. An earlier phase ends.
+
+        Args:
+            seconds: the time since the phase has begun; None: it is not known.
+        """
         with self._lock:
             if self._is_closed:
                 return
@@ -92,14 +96,14 @@ class StartDisplay:
                 self._show(self._clock())
 
     def finish(self) -> None:
-        """The start is over: end the last phase."""
+        """End the last phase, because the start is over."""
         with self._lock:
             if not self._is_closed:
                 self._end_phase(self._clock())
                 self._is_closed = True
 
     def close(self) -> None:
-        """The start has failed or was given up: remove the bar, and show nothing from now on."""
+        """Remove the bar and show nothing from now on, because the start has failed or was given up."""
         with self._lock:
             if not self._is_closed and self._has_bars and self._phase is not None:
                 _write(CLEAR_LINE)

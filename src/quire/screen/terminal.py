@@ -36,7 +36,7 @@ def has_colour(stream: IO[Any] | None) -> bool:
 
 
 def num_columns(stream: IO[Any] | None) -> int:
-    """Width of the terminal; 80 without a terminal."""
+    """The width of the terminal in columns; 80 without a terminal."""
     try:
         return (os.get_terminal_size(stream.fileno()).columns if stream is not None else 0) or DEFAULT_COLUMNS
     except OSError:
