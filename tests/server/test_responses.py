@@ -124,6 +124,32 @@ def test_the_events(client: openai.OpenAI) -> None:
     assert len(response.output[0].content[0].logprobs) == len(logprobs)
 
 
+@pytest.mark.parametrize(
+    "thoughts", ["", "<think>\nLet me see: 1 < 2.\n</think>\n\n", "<think></think>", "\n<think>x", "<thin"]
+)
+@pytest.mark.parametrize("text", ["Hi <b> there\n\nwörld 😀 <thi", "<tool_call>", "ok "])
+def test_logprobs_are_those_of_the_text(thoughts: str, text: str) -> None:
+    """Not those of what the model thought, nor of tags; the same in a stream."""
+    tokens = TOKENIZER.encode(thoughts + text, add_special_tokens=False)
+    body = {"model": MODEL, "input": "Hi", "include": ["message.output_text.logprobs"]}
+    with RunningServer(answer=tokens, reasoning_parser="qwen3") as server:
+        whole = server.http.post(PATH, json=body).json()["output"]
+        streamed = [event for _, event in server.named_events(PATH, **body)]
+        plain = server.http.post(PATH, json=body | {"include": []}).json()["output"]
+    assert [item["type"] for item in whole] == [item["type"] for item in plain]
+    parts = [item["content"][0] for item in whole if item["type"] == "message"]
+    if thoughts.endswith("<think>x"):
+        assert [part["logprobs"] for part in parts] == []
+        return
+    (part,) = parts
+    (done,) = (event for event in streamed if event["type"] == "response.output_text.done")
+    assert done["logprobs"] == part["logprobs"]
+    *names, end = [position["token"] for position in part["logprobs"]]
+    assert ("".join(names), end) == (part["text"], "<|im_end|>")
+    deltas = [event for event in streamed if event["type"] == "response.output_text.delta"]
+    assert [position for event in deltas for position in event["logprobs"]] == part["logprobs"]
+
+
 def test_a_streamed_answer_is_the_whole_one(client: openai.OpenAI) -> None:
     def fixed(response: Response) -> dict[str, Any]:
         changing = {"id", "created_at", "completed_at", "output"}

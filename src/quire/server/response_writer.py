@@ -15,7 +15,7 @@ from starlette.responses import Response
 from quire.errors import QuireError
 from quire.frontend.stream import RequestStream
 from quire.logs import get_logger
-from quire.outputs import RequestOutput
+from quire.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from quire.server import generation
 from quire.server.answer import parsed
 from quire.server.generation import Generation
@@ -62,6 +62,7 @@ from quire.server.sse import named_event
 from quire.server.state import ServerState, new_request_id
 from quire.server.text.events import Content, Event, ToolArguments, ToolCallStart
 from quire.server.text.events import Reasoning as ReasoningPart
+from quire.server.text.token_parser import TokenParser
 
 logger = get_logger(__name__)
 
@@ -108,6 +109,8 @@ class ResponseWriter:
             top_p=asked.params.top_p,
         )
         self._parser = None if asked.new_parser is None else asked.new_parser()
+        # With it each part of the answer has the logprobs of its own tokens.
+        self._token_parser = None if self._parser is None or not body.logprobs else TokenParser(self._parser)
         self._open: OutputItem | None = None  # the last item, while it grows
         self._pieces: list[str] = []  # the pieces of its text
         self._part_logprobs: list[TokenLogprob] = []  # the logprobs of its text, if it is a message
@@ -179,17 +182,23 @@ class ResponseWriter:
             self._answer.usage = ResponseUsage(input_tokens=len(output.prompt_token_ids), input_tokens_details=details)
         for completion in output.outputs:
             self._answer.usage.output_tokens += len(completion.token_ids)
-            new = parsed(self._parser, completion)
-            logprobs = self._logprobs.chat(completion.logprobs or ()).content if self._logprobs is not None else []
-            if logprobs and not new and self._parser is None:
-                new = [Content("")]
-            for part in new:
-                data += self._part(part, logprobs)
-                if isinstance(part, Content):
-                    logprobs = []
+            for part, positions in self._parts(completion):
+                data += self._part(part, self._written_logprobs(positions))
             if completion.finish_reason is not None:
                 data += self._ending(completion.finish_reason, self._answer.usage)
         return data
+
+    def _parts(self, completion: CompletionOutput) -> list[tuple[Event, Sequence[PositionLogprobs]]]:
+        """The new parts of the answer. Text comes with the logprobs of its tokens, if they were asked for."""
+        if self._token_parser is not None:
+            return self._token_parser.feed(completion)
+        if self._logprobs is None:
+            return [(part, ()) for part in parsed(self._parser, completion)]
+        has_news = completion.text or completion.logprobs
+        return [(Content(completion.text), completion.logprobs or ())] if has_news else []
+
+    def _written_logprobs(self, positions: Sequence[PositionLogprobs]) -> list[TokenLogprob]:
+        return [] if self._logprobs is None else self._logprobs.chat(positions).content
 
     def _part(self, part: Event, logprobs: list[TokenLogprob]) -> bytes:
         data = b""

@@ -22,7 +22,8 @@ class Output:
         self._kind: type[Content | Reasoning] | None = Content  # the kind of the pieces; None: arguments
         self._pieces: list[str] = []
         self._space: list[str] = []  # space at the end of the text so far, which is written before the next text
-        self._is_edge = False  # only spaces have come since the last tag
+        self.is_edge = False  # only spaces have come since the last tag
+        self.num_tags = 0  # tags so far, and the beginnings of calls
         self.num_calls = 0
         self.is_open = False  # the last call is not complete
         self.is_broken = False  # a call was not completed
@@ -37,26 +38,27 @@ class Output:
     def _add_text(self, kind: type[Content | Reasoning], text: str) -> None:
         body = text.rstrip()
         if body:
-            if self._is_edge:
+            if self.is_edge:
                 self._add(kind, body.lstrip())
             else:
                 for space in self._space:
                     self._add(kind, space)
                 self._add(kind, body)
             self._space.clear()
-            self._is_edge = False
-        if not self._is_edge:
+            self.is_edge = False
+        if not self.is_edge:
             self._space.append(text[len(body) :])
 
     def edge(self) -> None:
         """Here is a tag between texts."""
+        self.num_tags += 1
         self._space.clear()
-        self._is_edge = True
+        self.is_edge = True
 
     @property
     def is_after_call(self) -> bool:
         """Nothing but space has come since a complete call."""
-        return self._is_edge and self.num_calls > 0 and not self.is_open
+        return self.is_edge and self.num_calls > 0 and not self.is_open
 
     def hold(self, text: str) -> None:
         """Text that becomes content, if it does not become a call."""

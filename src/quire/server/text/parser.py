@@ -87,6 +87,16 @@ class AnswerParser:
         next(self._steps, None)
         return self._output.finish()
 
+    @property
+    def num_tags(self) -> int:
+        """The number of tags so far. A call counts as one where its arguments begin."""
+        return self._output.num_tags
+
+    @property
+    def is_at_tag(self) -> bool:
+        """Whether nothing but space has come since the last tag, or a call is open. This space is dropped."""
+        return self._output.is_edge
+
     def finish_reason(self, reason: str) -> str:
         """Why the answer ended: `tool_calls` in place of `stop` if the model has chosen to call tools."""
         has_calls = self._output.num_calls > 0 and not self._output.is_broken and not self._is_named
