@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from quire.cost.arithmetic import StepArithmetic
 from quire.cost.calibrate import Fit, MeasuredStep, Rows, fit
 from quire.cost.model import CostModel
-from quire.cost.step_time import prior, step_seconds
+from quire.cost.step_time import MIN_SPREAD, prior, step_seconds
 from quire.measure import report
 from quire.model_config import load_model_config
 
@@ -289,6 +289,11 @@ class Replay:
         """The predicted seconds of rows from `packed`."""
         return step_seconds(demand_of(self._arithmetic, rows), self.fit.constants)
 
+    def is_inside(self, rows: Iterable[Sequence[int]], seconds: float) -> bool:
+        """Whether a measured time lies in the interval of the prediction."""
+        ratio = 1 + max(self.fit.spread, MIN_SPREAD)
+        return 1 / ratio <= seconds / self.seconds(rows) <= ratio
+
 
 def median_error(folder: Path, rounds: Sequence[dict[str, Any]]) -> float:
     """The median error for steps that were not in the calibration, over all loads and rounds of a model in one format.
@@ -368,6 +373,7 @@ def cells(folder: Path, rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str,
         if not pairs:
             continue  # its rows do not fit into the KV cache
         cell: dict[str, Any] = {"step": summary(errors_of(pairs))}
+        cell["inside"] = sum(replay.is_inside(rows, each) for replay, rows, measured in steps for each in measured)
         for quantity in QUANTITIES[1:]:
             cell[quantity] = summary([e for found in rounds for e in errors_of(found["requests"][name][quantity])])
         medians = [statistics.median(measured) for *_, measured in steps]
@@ -442,6 +448,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"{good} of {total} cells are within both limits in every quantity; by quantity: {shares}.",
+        f"{result['steps_inside']} of {result['steps']} steps lie in the interval of their prediction (wanted: 90%).",
         f"Other programs had {min(others):.2f} to {max(others):.2f} of a core meanwhile.",
         "",
         f"The cost model's part of a step of {MOST_ROWS} rows takes {result['microseconds']:.1f} microseconds (at most "
@@ -526,6 +533,8 @@ def measure_all(given: argparse.Namespace, folders: Sequence[Path]) -> None:
             quantity: sum(not any(each.startswith(quantity) for each in cell["exceeds"]) for cell in every)
             for quantity in QUANTITIES
         },
+        "steps_inside": sum(cell["inside"] for cell in every),
+        "steps": sum(cell["step"]["count"] for cell in every),
         "microseconds": statistics.median(costs),
         "models": models,
     }

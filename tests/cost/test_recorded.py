@@ -54,6 +54,24 @@ def test_nine_of_ten_steps_on_amx_are_within_ten_percent(isa: str, is_good: bool
     assert (sum(error <= 0.1 for error in errors) >= 0.9 * len(errors)) == is_good
 
 
+def test_nine_of_ten_recorded_steps_lie_in_the_interval(tmp_path: Path) -> None:
+    """Steps that the constants were not fitted to, of all models and formats together."""
+    found = [share for file in RECORDED for share in _inside(file, tmp_path)]
+    assert len(found) >= 500
+    assert 0.9 <= sum(found) / len(found) <= 0.97, "neither too narrow nor too wide"
+
+
+def _inside(file: Path, scratch: Path) -> list[bool]:
+    recording = json.loads(file.read_text())
+    model = load_model_config(predict.config_folder(recording["config"], str(scratch)))
+    inside = []
+    for form in recording["formats"].values():
+        for found in form["rounds"]:
+            replay = predict.Replay(StepArithmetic(model, *found["form"]), found)
+            inside += [replay.is_inside(rows, seconds) for rows, measured in found["held_out"] for seconds in measured]
+    return inside
+
+
 def test_every_format_of_several_models_is_recorded() -> None:
     assert len(RECORDED) >= 2
     for file in RECORDED:

@@ -248,6 +248,20 @@ def test_a_place_in_the_client_is_taken_on_the_way_to_the_engine() -> None:
     assert run.outcomes[2].latency == 1.5
 
 
+def test_longer_steps_bring_first_tokens_sooner_and_hold_up_answers() -> None:
+    """A prompt of 64 tokens beside an answer: both follow the token budget, in opposite directions."""
+    firsts, gaps = [], []
+    for budget in (9, 17, 33, 65):
+        own = client(per_token=0.125, max_num_batched_tokens=budget)
+        answer, prompt = own.run([Prompt([1], 40), Prompt(list(range(64)), 1)], [0.0, 0.5]).outcomes
+        firsts.append(prompt.ttft)
+        gaps.append(max(answer.itl))
+    assert firsts == sorted(firsts, reverse=True)
+    assert firsts[0] > 1.5 * firsts[-1]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] > 4 * gaps[0]
+
+
 def test_a_load_after_another_one() -> None:
     """The engine keeps its cache, and the clock goes on."""
     own, prompt = client(), Prompt(list(range(13)), 1)

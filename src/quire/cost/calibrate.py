@@ -3,6 +3,9 @@
 The fit is a maximum a posteriori fit in the logarithms of the constants, by Gauss-Newton steps. With few measured
 steps the constants stay near the machine's ceilings; with many they follow the steps. Errors count by Cauchy's loss
 (Barron 2019, arXiv:1701.03077, alpha = 0), so one delayed step does not bend the rest, even if it is far off.
+
+A fit comes closer to the steps that it was made from than to others. So the interval is taken from the errors that each
+step would have if it were left out (the leverage of linear least squares, Cook and Weisberg 1982).
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class Fit:
     """Constants, and how far steps are from them.
 
     Attributes:
-        spread: nine of ten measured steps lie within the ratio 1 + spread of the fit.
+        spread: nine of ten steps that were not measured lie within the ratio 1 + spread of the fit.
         factors: size of a step (see cost/correct.py) -> measured over fitted time of the steps that ran later.
         cold: seconds that a step takes longer after an endless pause (see cost/correct.py).
         overhead: the time of a request outside the engine; None: no server has measured it.
@@ -139,7 +142,14 @@ def fit(steps: Sequence[MeasuredStep], guess: Constants) -> Fit:
             damping *= 8
         if np.abs(step).max() < SMALLEST_STEP:
             break
-    spread = float(np.expm1(np.quantile(np.abs(log_errors(logs)), 0.9))) if len(steps) > FEW_STEPS else FEW_STEPS_SPREAD
+    spread = FEW_STEPS_SPREAD
+    if len(steps) > FEW_STEPS:
+        slopes = (errors(logs + changes) - current).T / 1e-5
+        of_steps = slopes[: len(steps)]
+        leverages = np.einsum("ij,ji->i", of_steps, np.linalg.solve(slopes.T @ slopes, of_steps.T))
+        left_out = np.abs(log_errors(logs)) / (1 - leverages)
+        # A further step is below the n-th smallest of N errors with a chance of n / (N + 1).
+        spread = float(np.expm1(np.quantile(left_out, 0.9, method="weibull")))
     return Fit(Constants(*_from_logs(logs).tolist()), possible_spread(spread))
 
 

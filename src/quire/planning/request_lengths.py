@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from quire.planning.memory_plan import KvPages
@@ -45,7 +46,7 @@ class RequestLengths:
     def mean_output(self) -> float:
         return sum(request.output for request in self.requests) / len(self.requests)
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """The tokens of the longest request."""
         return max(request.total for request in self.requests)
