@@ -6,15 +6,19 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from quire.cost.step_time import MIN_SPREAD
 
 NEWEST_WEIGHT = 1 / 16  # the weight of a step in the factor of its size
 PRIOR_STEPS = 4  # the calibration counts as 4 steps: the first step of a size has a weight of 1/4, the next one 1/5
 FORGOTTEN_SHARE = 1 / 256  # each step moves the factors of the other sizes by this share towards its own
-# When a factor moves, that of steps with half or twice the tokens moves by this share, and so on: what slows a machine
-# down slows all its steps, neighbours most. See benchmarks/NOTES.md, 2026-11-29.
-NEIGHBOUR_SHARE = 0.9
+# What slows a machine down slows all its steps. So a factor moves others: by this share for each doubling between the
+# sizes, if the other size has had no step for FOLLOWING_STEPS steps or more, and by less if it has, because it knows
+# better. Otherwise steps with drafts are compared with times of steps without drafts from a faster or slower moment.
+# Both were chosen by the sequences of steps in tests/cost/test_model.py.
+NEIGHBOUR_SHARE = 0.95
+FOLLOWING_STEPS = 8
 MAX_RATIO = 20.0  # a delayed step moves no factor further
 SPREAD_QUANTILE = 1.65  # nine of ten values lie within this number of standard deviations on both sides
 RECENT_STEPS = 512  # steps that say how often a prediction is exceeded, and by how much
@@ -30,11 +34,31 @@ def possible_spread(spread: float) -> float:
     return min(max(spread, MIN_SPREAD), MAX_RATIO)
 
 
+@dataclass(slots=True)
+class _Size:
+    """The steps of one size.
+
+    Attributes:
+        log: logarithm of the factor.
+        num_steps: the steps of this start.
+        last_step: the number of the last one among all steps of this start.
+    """
+
+    log: float
+    num_steps: int = 0
+    last_step: int = -FOLLOWING_STEPS
+
+    @property
+    def weight(self) -> float:
+        """The weight of the next step in the factor."""
+        return max(1 / (self.num_steps + PRIOR_STEPS), NEWEST_WEIGHT)
+
+
 class Correction:
     """Factors by the size of a step: steps between two powers of two in tokens, with the larger one, have one size.
 
-    A size without steps has the factor of the nearest size with steps. The others follow each change of a factor by a
-    share. So sizes that are not run now stay comparable with those that are.
+    A size without steps has the factor of the nearest size with steps. Sizes that are not run now follow those that
+    are, so their predictions stay comparable.
 
     Args:
         factors: the factors of an earlier start, by size. They have no steps of this one, so they follow its first
@@ -46,8 +70,7 @@ class Correction:
     """
 
     def __init__(self, spread: float, factors: Mapping[int, float]) -> None:
-        # size -> mean log of the factor, steps
-        self._logs: dict[int, tuple[float, int]] = {size: (math.log(each), 0) for size, each in factors.items()}
+        self._sizes = {size: _Size(math.log(each)) for size, each in factors.items()}
         self._factors: dict[int, float] = {}  # size -> factor, for every size that was asked for
         self._variance = (math.log1p(spread) / SPREAD_QUANTILE) ** 2
         self.spread = spread
@@ -55,28 +78,32 @@ class Correction:
 
     def factors(self) -> dict[int, float]:
         """The factor of every size that has steps, of this start or an earlier one, up to MAX_RATIO."""
-        return {size: min(max(math.exp(log), 1 / MAX_RATIO), MAX_RATIO) for size, (log, _) in self._logs.items()}
+        return {size: min(max(math.exp(each.log), 1 / MAX_RATIO), MAX_RATIO) for size, each in self._sizes.items()}
 
     def factor(self, num_tokens: int) -> float:
         """The factor of a prediction for a step of `num_tokens` tokens."""
         size = size_of_step(num_tokens)
         if (known := self._factors.get(size)) is None:
-            nearest = min(self._logs, key=lambda other: abs(other - size), default=None)
-            known = self._factors[size] = 1.0 if nearest is None else math.exp(self._logs[nearest][0])
+            nearest = min(self._sizes, key=lambda other: abs(other - size), default=None)
+            known = self._factors[size] = 1.0 if nearest is None else math.exp(self._sizes[nearest].log)
         return known
 
     def add(self, num_tokens: int, predicted: float, measured: float) -> None:
         """A step took `measured` seconds. `predicted` includes the factor before this call. Both are positive."""
         size, error = size_of_step(num_tokens), _log_error(predicted, measured)
-        before, count = self._logs.get(size, (math.log(self.factor(num_tokens)), 0))
-        weight = max(1 / (count + PRIOR_STEPS), NEWEST_WEIGHT)
-        moved = weight * error
-        self._logs[size] = before + moved, count + 1
-        # A scheduler may avoid sizes that it believes to be slow: this belief fades.
-        for other, (log, steps) in self._logs.items():
-            if other != size:
-                log += moved * NEIGHBOUR_SHARE ** abs(other - size)
-                self._logs[other] = log + FORGOTTEN_SHARE * (before + moved - log), steps
+        if (own := self._sizes.get(size)) is None:
+            own = self._sizes[size] = _Size(math.log(self.factor(num_tokens)))
+        weight = own.weight
+        own.log += weight * error
+        for other, each in self._sizes.items():
+            if each is not own:
+                share = min((self.num_steps - each.last_step) / FOLLOWING_STEPS, 1.0)
+                share *= NEIGHBOUR_SHARE ** abs(other - size)
+                each.log += min(weight, each.weight) * share * error
+                # A scheduler may avoid sizes that it believes to be slow: this belief fades.
+                each.log += FORGOTTEN_SHARE * (own.log - each.log)
+        own.num_steps += 1
+        own.last_step = self.num_steps
         self._factors.clear()
         self.num_steps += 1
         self._variance += NEWEST_WEIGHT * (error * error - self._variance)

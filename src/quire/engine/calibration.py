@@ -33,8 +33,9 @@ class Calibration:
     """The measured steps of one engine.
 
     All steps are measured in two rounds. Other programs only delay steps, and they often run for longer than one step
-    is repeated, so a step of the first round is compared with the same step some seconds later. What the second round
-    does not correct stays as it is.
+    is repeated, so a step of the first round is compared with the same step some seconds later. If the second round
+    finds steps that were held up, the constants are fitted once more at its end. Then corrections by running steps
+    begin anew, because they belong to the constants before.
 
     A server that gets requests at once has no time to measure. Then its first running steps count as measured ones: a
     few of each size, by tokens and by the length of contexts.
@@ -42,8 +43,8 @@ class Calibration:
     Args:
         guess: constants before anything is measured.
         points: the steps to measure, in this order.
-        done: is told the constants that all of them gave, after each round, with the costs that do not depend on
-            constants.
+        done: is told the constants at the end of the first round, and of the second one if it changed them, with the
+            costs that do not depend on constants.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Calibration:
         self.rows: list[Rows] = []  # the rows of `steps`
         self.steps: list[MeasuredStep] = []
         self._is_second_round = False  # its points are the `rows`
+        self._was_held_up = False  # whether the second round has found a step that was held up in the first
         self._running: list[MeasuredStep] = []
         self._running_sizes: Counter[tuple[int, int]] = Counter()
         if self._points:
@@ -79,8 +81,8 @@ class Calibration:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to measure."""
-        return not self._points
+        """Whether the first round is over."""
+        return self._is_second_round or not self._points
 
     def step(self) -> bool:
         """Compute one step; False: nothing is left to measure, or there is no room for it now."""
@@ -102,9 +104,8 @@ class Calibration:
         load, seconds = probed
         self._seconds_left -= seconds
         self._repeats.append(seconds)
-        timed = (
-            self._repeats if self._is_second_round else self._repeats[1:]
-        )  # the first one takes memory, and is recorded
+        first = 0 if self._is_second_round else 1  # the first step of its size takes memory, and is recorded
+        timed = self._repeats[first:]
         if len(timed) == MOST_REPEATS or (len(timed) >= LEAST_REPEATS and sum(timed) >= REPEATED_SECONDS):
             # Other programs only delay steps, so the shorter one of two counts.
             self._take_in(MeasuredStep(self._cost.arithmetic.demand(load), statistics.median_low(timed)))
@@ -115,13 +116,13 @@ class Calibration:
         """The first point takes this time."""
         if self._is_second_round:
             index = len(self.rows) - len(self._points)
-            if self.steps[index].seconds <= MOST_DELAYED * step.seconds:
-                return
-            self.steps[index] = step
+            if self.steps[index].seconds > MOST_DELAYED * step.seconds:
+                self.steps[index] = step
+                self._was_held_up = True
         else:
             self.rows.append(self._points[0])
             self.steps.append(step)
-        self._fit()
+            self._fit()
 
     def _learn(self, load: Load, seconds: float) -> None:
         """A running step took `seconds`."""
@@ -139,13 +140,16 @@ class Calibration:
     def _drop_point(self) -> None:
         self._points.popleft()
         self._repeats.clear()
-        if not self._points:
-            self._cost.learn = None
-            if self.steps:
-                self._done(self._cost.corrected_fit())
-            if not self._is_second_round:
-                self._is_second_round = True
-                self._points.extend(self.rows)
+        if self._points:
+            return
+        self._cost.learn = None
+        if self._was_held_up:
+            self._fit()
+        if self.steps and (self._was_held_up or not self._is_second_round):
+            self._done(self._cost.corrected_fit())
+        if not self._is_second_round:
+            self._is_second_round = True
+            self._points.extend(self.rows)
 
     def _context(self) -> int:
         return max(start for start, _ in self._points[0])
