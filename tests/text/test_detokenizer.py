@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire import demo
 from quire.frontend.text.detokenizer import MAX_WINDOW, ByteDetokenizer, WindowDetokenizer, compile_decoder
 from quire.frontend.tokenizer import Tokenizer
 from tests.text.small_tokenizers import BYTE_KINDS, UNUSUAL_KINDS, build
 
 REPLACEMENT = "\ufffd"
+TOKENIZER = Tokenizer.from_folder(demo.path("target"))
 
 
 @cache
@@ -93,6 +95,23 @@ def test_a_prompt_without_text_does_not_count():
     assert tokenizer.new_detokenizer([begin]).push([the]) == "the"
     assert tokenizer.new_detokenizer([begin], skip_special_tokens=False).push([the]) == " the"
     assert tokenizer.new_detokenizer([the]).push([the]) == " the"
+
+
+def test_only_the_end_of_a_prompt_is_read():
+    """With byte-level BPE, whose texts do not depend on what came before: prompts are long, and n is up to 128."""
+
+    class Prompt(list[int]):
+        def __iter__(self):
+            raise AssertionError("the whole prompt was read")
+
+        __reversed__ = __iter__
+
+    special = TOKENIZER.eos_token_id
+    text = TOKENIZER.encode("é the", add_special_tokens=False)
+    for begin in range(len(text)):
+        detokenizer = TOKENIZER.new_detokenizer(Prompt([special] * 100 + text[:begin]))
+        before = TOKENIZER.decode(text[:begin]).rstrip(REPLACEMENT)
+        assert before + detokenizer.push(text[begin:]) + detokenizer.flush() == "é the"
 
 
 @pytest.mark.parametrize("kind", ["llama", "metaspace"])

@@ -182,7 +182,9 @@ class Tokenizer:
 
             return WindowDetokenizer(decode, prompt_token_ids)
         table = self._table(skip_special_tokens)
-        if any(table[token_id] for token_id in reversed(prompt_token_ids)):
+        # A prompt of special tokens alone would be read to its beginning, for each of n continuations.
+        is_same_at_start = self._rule.first is None and not self._rule.strip_left
+        if is_same_at_start or any(table[token_id] for token_id in reversed(prompt_token_ids)):
             return ByteDetokenizer(table, pending=_incomplete_end(table, prompt_token_ids))
         first = self._table(skip_special_tokens, as_first=True) if self._rule.first else None
         return ByteDetokenizer(table, first, self._rule.strip_left)
