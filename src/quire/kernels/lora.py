@@ -110,25 +110,25 @@ class DeltaMemory:
 
         Raises MemoryError.
         """
-        piece, num_bytes = self._take(), num_elements * dtype.itemsize
-        is_new = piece is None or len(piece) != num_bytes
-        if is_new:
-            del piece  # before there is a second one
-            try:
-                piece = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            except OSError as error:  # an OSError of a file would mean something else
-                raise MemoryError(f"no memory for {num_elements} elements of an adapter") from error
+        num_bytes = num_elements * dtype.itemsize
+        spare = self._take(num_bytes)
+        try:
+            piece = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if spare is None else spare
+        except OSError as error:  # an OSError of a file would mean something else
+            raise MemoryError(f"no memory for {num_elements} elements of an adapter") from error
         memory = torch.frombuffer(piece, dtype=dtype)
-        if is_new:
+        if spare is None:
             cpu.advise_huge_pages(memory)
         weakref.finalize(memory, self._spare.append, piece).atexit = False
         return memory
 
-    def _take(self) -> mmap.mmap | None:
+    def _take(self, num_bytes: int) -> mmap.mmap | None:
+        """The spare piece, if it has this size. A piece of another size goes back to the system."""
         try:
-            return self._spare.pop()
+            piece = self._spare.pop()
         except IndexError:
             return None
+        return piece if len(piece) == num_bytes else None
 
 
 def empty_deltas(shapes: Sequence[DeltaShape], dtype: torch.dtype, memory: DeltaMemory) -> list[PackedDelta]:
