@@ -6,6 +6,7 @@
 #include <array>
 #include <utility>
 
+#include "quire/isa.h"
 #include "quire/round_up.h"
 #include "quire/scratch.h"
 #include "quire/simd.h"
@@ -274,6 +275,9 @@ void shrink(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& followin
   const int64_t k = input.table.k;
   const auto scale = static_cast<float>(unit.delta->scale);
   const A* next = static_cast<const A*>(following.delta->a) + following.begin * k;
+  // One row waits for memory. Where the CPU fetches what is read in order, that is faster than prefetching.
+  const bool in_order = unit.row_end - unit.row == 1 && follows_streams();
+  const int64_t most_ranks = in_order ? 1 : kShrinkRanks;
   const X* x[kShrinkTile];
   float* to[kShrinkTile];
   for (int64_t row = unit.row, count; row < unit.row_end; row += count) {
@@ -283,9 +287,9 @@ void shrink(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& followin
       x[i] = static_cast<const X*>(input.x.data) + at * input.x.stride;
       to[i] = plan.sums + at * plan.stride + unit.sums;
     }
-    const char* fetched = row == unit.row ? reinterpret_cast<const char*>(next) : nullptr;
+    const char* fetched = row == unit.row && !in_order ? reinterpret_cast<const char*>(next) : nullptr;
     for (int64_t rank = unit.begin, ranks; rank < unit.end; rank += ranks) {
-      ranks = unit.end - rank >= kShrinkRanks ? kShrinkRanks : 1;
+      ranks = unit.end - rank >= most_ranks ? most_ranks : 1;
       const A* a = static_cast<const A*>(unit.delta->a) + rank * k;
       const auto tile = ranks == 1
                             ? (count == 1 ? shrink_tile<Step, 1, 1, X, A> : shrink_tile<Step, kShrinkTile, 1, X, A>)
@@ -405,27 +409,39 @@ constexpr auto expansions(std::integer_sequence<int, kRows...>) {
   return std::array{expand_rows<kRows + 1, B>...};
 }
 
+// What the adapter of a row adds to a part, and the row's A x for it. Without an addition the rank is 0.
+struct PartOfRow {
+  LoraDelta delta;
+  const float* sums;
+};
+inline PartOfRow part_of_row(const LoraPlan& plan, int64_t row, int part) {
+  const int32_t slot = plan.input.slots[row];
+  const float* sums = plan.sums + row * plan.stride;
+  if (slot < 0) return {{}, sums};
+  const LoraDelta* const deltas = plan.input.table.deltas + slot * plan.input.table.num_parts;
+  for (int i = 0; i < part; ++i) sums += num_sums(plan.input, deltas[i].rank);
+  return {deltas[part], sums};
+}
+
 // A block of rows that have one adapter or none. expand_part takes the fields of Expansion.
 template <class B, class ExpandPart>
 void expand_rows_of_slot(const LoraPlan& plan, const LoraBlock& block, float* to, const ExpandPart& expand_part) {
   const LoraTable& table = plan.input.table;
-  const int32_t slot = plan.input.slots[block.row];
-  const float* sums = plan.sums + block.row * plan.stride;
   int64_t first = -block.column, end;  // first of the part's columns, counted from the block's first column
   // In this order, the next part overwrites the columns of a part's last panel that are beyond the part.
   for (int part = 0; part < table.num_parts && first < block.num_columns; ++part, first = end) {
     end = first + table.columns[part];
     const int64_t begin = std::max<int64_t>(first, 0), count = std::min(end, block.num_columns) - begin;
-    const LoraDelta delta = slot < 0 ? LoraDelta{} : table.deltas[slot * table.num_parts + part];
-    if (count > 0 && delta.rank == 0) {
+    if (count <= 0) continue;
+    const auto [delta, sums] = part_of_row(plan, block.row, part);
+    if (delta.rank == 0) {
       for (int64_t row = 0; row < block.num_rows; ++row) std::fill_n(to + row * kLoraPitch + begin, count, -0.0f);
-    } else if (count > 0) {
+    } else {
       const int64_t panel = (begin - first) / kLoraColumns;
       const B* const b = static_cast<const B*>(delta.b) + panel * delta.rank * kLoraColumns;
       expand_part({sums, plan.stride, b, delta.rank, ceil_div(begin + count - first, kLoraColumns) - panel,
                    to + first + panel * kLoraColumns});
     }
-    sums += num_sums(plan.input, delta.rank);
   }
 }
 
@@ -490,13 +506,15 @@ inline void store_rounded(const LoraBlock& block, Out* out, int64_t stride, cons
   }
 }
 
-// The part of the result that has all columns of a block of 64, in whole panels of its B; -1: there is none.
-int part_with_panels_of(const LoraTable& table, const LoraBlock& block) {
-  int64_t column = block.column;  // counted from the part's first column
+// A part of the result, and a column of the result, counted from the part's first column.
+struct ColumnOfPart {
+  int part;
+  int64_t column;
+};
+inline ColumnOfPart part_of_column(const LoraTable& table, int64_t column) {
   int part = 0;
   while (column >= table.columns[part]) column -= table.columns[part++];
-  const bool is_inside = column + kLoraBlockColumns <= table.columns[part];
-  return is_inside && column % kLoraColumns == 0 && block.num_columns == kLoraBlockColumns ? part : -1;
+  return {part, column};
 }
 
 // Consecutive rows with one adapter, 64 columns, whose additions stay in registers.
@@ -528,25 +546,21 @@ void finish(const LoraPlan& plan, const LoraBlock& block, const LoraFinish& whol
                     (row - block.row) * whole.out.stride * static_cast<int64_t>(size_of(whole.out_dtype));
     return rest;
   };
-  const int part = part_with_panels_of(table, block);
+  const ColumnOfPart first = part_of_column(table, block.column);
+  const bool has_whole_panels = block.num_columns == kLoraBlockColumns && first.column % kLoraColumns == 0 &&
+                                first.column + kLoraBlockColumns <= table.columns[first.part];
   with_type_of(whole.out_dtype, [&]<class Out>(Out) {
-    if (part >= 0 && whole.out_dtype == table.dtype && !takes_tiles(plan.input)) {
+    if (has_whole_panels && whole.out_dtype == table.dtype && !takes_tiles(plan.input)) {
       static constexpr auto kFinish = finishes<Out>(std::make_integer_sequence<int, kExpandTile>());
-      int64_t column = block.column;  // counted from the part's first column
-      for (int i = 0; i < part; ++i) column -= table.columns[i];
       for_rows_of_slots(plan, block, kExpandTile, [&](const LoraBlock& rows) {
         const LoraFinish f = from_row(rows.row);
-        const int32_t slot = plan.input.slots[rows.row];
-        const LoraDelta* const deltas = slot < 0 ? nullptr : table.deltas + slot * table.num_parts;
-        if (slot < 0 || deltas[part].rank == 0)
+        const auto [delta, sums] = part_of_row(plan, rows.row, first.part);
+        if (delta.rank == 0)
           return store_rounded(rows, static_cast<Out*>(f.out.data), f.out.stride, [&](int64_t r, int64_t c) {
             return load(f.sums.data + r * f.sums.stride + c) + load(f.bias + c);
           });
-        const float* sums = plan.sums + rows.row * plan.stride;
-        for (int i = 0; i < part; ++i) sums += deltas[i].rank;
-        const int64_t rank = deltas[part].rank;
-        kFinish[rows.num_rows - 1]({sums, plan.stride, static_cast<const Out*>(deltas[part].b) + column * rank, rank},
-                                   f);
+        const Out* const b = static_cast<const Out*>(delta.b) + first.column * delta.rank;
+        kFinish[rows.num_rows - 1]({sums, plan.stride, b, delta.rank}, f);
       });
       return;
     }

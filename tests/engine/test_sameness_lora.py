@@ -79,6 +79,14 @@ def test_mixed_batches(chunk: int, depth: int, preempt_every: int, prefix_cachin
     mixed.shutdown()
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_formats_of_the_kv_cache(kv_cache_dtype: str) -> None:
+    """They change tokens, and each request still gets those that it gets alone."""
+    plain = Schedule(kv_cache_dtype=kv_cache_dtype)
+    alone = [run(core("bfloat16", plain), [prompt])[0] for prompt in prompts()]
+    assert run(core("bfloat16", replace(plain, chunk=7, prefix_caching=True)), prompts()) == alone
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", "int4"])
 def test_drafts_are_verified_with_the_adapter(precision: str) -> None:
     proposer = Guesser(0.6, vocab_size=4096)

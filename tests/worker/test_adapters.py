@@ -17,8 +17,10 @@ from quire.errors import AdapterChangedError, AdapterError
 from quire.lora.request import LoRARequest
 from quire.model_config import load_model_config
 from quire.models.decoder import Decoder
+from quire.schedule import ScheduledBatch
 from quire.settings import ADAPTER_READ_BYTES, LoraSettings
 from quire.worker.adapters import WorkerAdapters
+from quire.worker.model_runner import PendingStep
 from tests.loading import load_model
 from tests.lora.adapters import write_random_adapter
 from tests.lora.whole_adapters import read_adapter
@@ -97,6 +99,26 @@ def test_the_demo_adapter_answers_in_json(async_scheduling: bool) -> None:
     adapted, base = llm.chat([[question], [question]], params, lora_request=[request, None])
     assert base.outputs[0].token_ids == plain.outputs[0].token_ids
     assert isinstance(json.loads(adapted.outputs[0].text), dict)
+
+
+def test_a_load_beside_steps_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker tells the loader's thread when it computes a step."""
+    llm = LLM(enable_lora=True, max_model_len=256, max_num_seqs=2, kv_cache_memory_bytes=1 << 24)
+    worker = llm.llm_engine.core.executor.workers[0]  # type: ignore[attr-defined]
+    folder = write_random_adapter(tmp_path, worker.model.config, 8)
+    rests: list[float] = []
+    monkeypatch.setattr(worker.adapters._loader, "_sleep", rests.append)
+    worker.adapters.load(str(folder), None).result()
+    assert not rests
+    submit = worker.runner.submit
+
+    def load_meanwhile(batch: ScheduledBatch) -> PendingStep:
+        worker.adapters.load(str(folder), None).result()
+        return submit(batch)
+
+    monkeypatch.setattr(worker.runner, "submit", load_meanwhile)
+    llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)
+    assert rests
 
 
 def test_a_load_that_was_interrupted_gives_nobody_its_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
