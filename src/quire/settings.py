@@ -15,8 +15,8 @@ from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source, options
 from quire.speculative_config import LEAST_LOGITS_ROWS, SpeculativeConfig
 
-# Of an adapter's file at a time. The thread that loads takes 2 to 3 ms for them, then it rests beside steps; smaller
-# pieces wait more often for the disk.
+# Of an adapter's file at a time, but a whole tensor. The thread that loads takes 2 to 3 ms for one MiB, then it may
+# rest beside steps. Smaller pieces wait more often for the disk.
 ADAPTER_READ_BYTES = 1 << 20
 _OBJECT_BYTES = 300  # the bytes of Python's objects for the part of an adapter that belongs to one weight
 LEAST_KEPT = 8  # positions whose hidden states wait for a head, which reads them in about the time of one position

@@ -277,7 +277,7 @@ def test_sizes_that_take_turns_are_corrected_one_by_one() -> None:
     for factor, load in list(loads.items()) * 20:
         cost.observe(load, cost.predict(load).seconds, true[factor])
     for factor, load in loads.items():
-        assert cost.predict(load).seconds == pytest.approx(true[factor], rel=0.05)
+        assert cost.predict(load).seconds == pytest.approx(true[factor], rel=0.08)
 
 
 @pytest.mark.parametrize("isa", ["", "amx"])

@@ -187,6 +187,23 @@ def test_nobody_waits_for_the_work_of_callers_that_have_left(monkeypatch: pytest
     in_pool(use)
 
 
+def test_no_process_starts_for_callers_that_have_left() -> None:
+    async def use(pool: GrammarPool) -> None:
+        await pool.grammar(DIGITS)
+        (process,) = compilers()
+        process.suspend()
+        first, *others = [asyncio.create_task(pool.grammar(Structured(regex=f"[0-9]{{{n}}}"))) for n in range(4, 7)]
+        await asyncio.sleep(bounded_pool.PATIENCE_SECONDS / 2)
+        for task in others:
+            task.cancel()
+        await asyncio.sleep(2 * bounded_pool.PATIENCE_SECONDS)
+        assert compilers() == [process], "a process for those who have left"
+        first.cancel()
+        process.resume()
+
+    in_pool(use)
+
+
 def test_a_process_that_is_killed_at_any_stage_is_replaced() -> None:
     """While it is idle, while it starts, while it compiles: the request is tried again once."""
 

@@ -152,6 +152,27 @@ def test_logits_are_those_of_merged_weights(
     assert torch.equal(logits_of(model, slots, "again"), got)
 
 
+def test_memory_of_an_adapter_in_a_slot_is_not_given_to_another_one(tmp_path: Path) -> None:
+    merged(tmp_path / "plain", {}, untied=False)
+    model = load_model(load_model_config(tmp_path / "plain"), torch.float32)
+    assert isinstance(model, Decoder)
+    slots = AdapterSlots(model, 2, 8, torch.float32)
+
+    def add(digest: str, seed: int) -> Tensor:
+        slots.add(packed(slots, digest, random_deltas(model, torch.float32, seed=seed, rank=8)))
+        return logits_of(model, slots, digest)
+
+    first, second = add("first", 1), add("second", 2)
+    assert torch.equal(logits_of(model, slots, "first"), first)
+    slots.remove("first")
+    assert len(slots._memory._spare) == 1, "the memory of the first one waits for the third"
+    add("third", 3)
+    assert not slots._memory._spare
+    assert torch.equal(logits_of(model, slots, "second"), second)
+    slots.remove("third")
+    assert torch.equal(add("first", 1), first)
+
+
 def test_only_wanted_modules_have_tables() -> None:
     model = model_of("bfloat16", Path())
     AdapterSlots(model, 1, 16, torch.bfloat16, target_modules=("q_proj", "lm_head"))

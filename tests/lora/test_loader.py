@@ -224,6 +224,22 @@ def test_new_adapters_rest_beside_steps(tmp_path: Path, monkeypatch: pytest.Monk
     assert min(rests) > 0
 
 
+def test_nobody_rests_before_an_adapter_that_requests_wait_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called while a new adapter rests, which could last for minutes here, and then rests no more."""
+    monkeypatch.setattr(adapter_module, "ADAPTER_READ_BYTES", 1)
+    monkeypatch.setattr(loader_module, "_RESTS", 1e9)
+    monkeypatch.setattr(loader_module, "_LONGEST_REST", 600.0)
+    folders = [write_random_adapter(tmp_path / name, BASE, modules=["q_proj"]) for name in ("new", "known")]
+    loader = AdapterLoader(open_file, read)
+    with loader.beside_step():
+        new = loader.load(folders[0])
+        with pytest.raises(TimeoutError):
+            new.result(0.2)
+        again = loader.load(folders[1], digest_of(folders[1]))
+        again.result(60)
+        assert new.done()
+
+
 def test_a_call_that_nobody_waits_for_is_left_out(tmp_path: Path) -> None:
     folder = write_random_adapter(tmp_path, BASE, modules=["q_proj"])
     gate, packed = threading.Event(), []

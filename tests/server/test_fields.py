@@ -121,7 +121,17 @@ def test_malformed_bodies(body, param):
 
 
 @pytest.mark.parametrize(
-    "text", [r"\ud800", r"\udfff", r"x\ud83d y", r"\uD83D\ud83d\ude00", r"\ud83d\u0041", r"\\\ude00", r"\ud83d\\ude00"]
+    "text",
+    [
+        r"\ud800",
+        r"\udfff",
+        r"x\ud83d y",
+        r"\uD83D\ud83d\ude00",
+        r"\ud83d\u0041",
+        r"\\\ude00",
+        r"\ud83d\\ude00",
+        r"\ud83d\\\ude00",
+    ],
 )
 def test_half_a_character_is_named(text):
     """It is what a client sends that cuts its texts by UTF-16 units."""

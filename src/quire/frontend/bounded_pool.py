@@ -107,8 +107,11 @@ class BoundedPool(ABC):
 
     async def _text(self, work: _Work) -> str:
         try:
-            return await self._text_from(await self._free_process(), work.frame)
+            process = await self._free_process(work)
+            return "" if process is None else await self._text_from(process, work.frame)
         except ProcessLostError as error:
+            if not work.frame:
+                return ""
             _lost_log.warning("%s A new process does the work again", error.message)
         return await self._text_from(await self._new_process(), work.frame)  # an idle process may be stopped too
 
@@ -132,8 +135,9 @@ class BoundedPool(ABC):
         self._idle.put_nowait(process)
         return text_of(answer)
 
-    async def _free_process(self) -> _BoundedProcess:
-        while True:
+    async def _free_process(self, work: _Work) -> _BoundedProcess | None:
+        """A process for this work; None: its caller has left."""
+        while work.frame:
             if self._num_processes == 0:
                 async with self._starts:  # so that several requests wait for the start of one process
                     if self._num_processes == 0:
@@ -141,13 +145,14 @@ class BoundedPool(ABC):
             try:
                 process = await asyncio.wait_for(self._idle.get(), PATIENCE_SECONDS)
             except TimeoutError:
-                if self._num_processes < MAX_PROCESSES and not self._starts.locked():
+                if work.frame and self._num_processes < MAX_PROCESSES and not self._starts.locked():
                     async with self._starts:
                         return await self._new_process()
             else:
                 if process.is_alive:
                     return process
                 await self._discard(process)  # somebody ended it while it was idle
+        return None
 
     async def _new_process(self) -> _BoundedProcess:
         self._num_processes += 1

@@ -132,8 +132,8 @@ class DeltaMemory:
 
 
 def empty_deltas(shapes: Sequence[DeltaShape], dtype: torch.dtype, memory: DeltaMemory) -> list[PackedDelta]:
-    """Deltas side by side in one piece of memory, which is free again when all of them are gone. Their numbers are not
-    set: `pack_factors` does that.
+    """Deltas side by side in one piece of memory, which is free again when all of them are gone. They hold any
+    numbers until `pack_factors` writes them.
 
     malloc would not give all of the memory back, because an adapter has hundreds of small factors. The piece has huge
     pages where the system has them: a step reads a few KB of each adapter in turns, and most of the time would go to

@@ -21,7 +21,10 @@ from quire.lora.adapter import AdapterFile, FileStamp
 T = TypeVar("T")
 
 _MOST_PROOFS = 4096  # folders. Without its proof an adapter is read more slowly
-_RESTS = 7  # seconds of rest beside steps for each second of processor time
+# Seconds of rest beside steps for each second of processor time, and the longest rest: see "What a load does beside
+# streams" in benchmarks/NOTES.md.
+_RESTS = 7
+_LONGEST_REST = 0.1
 
 
 @dataclass(frozen=True)
@@ -38,23 +41,26 @@ class AdapterLoader(Generic[T]):
     Content that was read before is proved by the stamps of its files, if they are the same and were settled then.
     Otherwise its digest proves it.
 
-    An adapter that is read for the first time takes a small part of a core while steps are computed: nobody waits for
-    its tokens yet. One that is read again takes what it needs, because requests wait for it.
+    An adapter that is read for the first time takes a small part of a core while steps are computed, as long as no
+    adapter is to be read again: requests wait for that one.
 
     Args:
         open_file: the adapter in a folder; raises AdapterError.
         pack: reads an adapter into the form that steps use. It runs in the thread too.
-        sleep: takes seconds.
+        rest: waits for some seconds; None: until an adapter is to be read again.
     """
 
     def __init__(
         self,
         open_file: Callable[[Path], AbstractContextManager[AdapterFile]],
         pack: Callable[[AdapterFile], T],
-        sleep: Callable[[float], None] = time.sleep,
+        rest: Callable[[float], object] | None = None,
     ) -> None:
-        self._open, self._pack, self._sleep = open_file, pack, sleep
+        self._open, self._pack = open_file, pack
         self._is_beside_step = False
+        self._num_awaited = 0  # adapters that are to be read again
+        self._lock, self._has_awaited = threading.Lock(), threading.Event()
+        self._rest = rest or self._has_awaited.wait
         self._proofs: OrderedDict[Path, _Proof] = OrderedDict()  # by folder, the one used last at the end
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="adapters", daemon=True).start()
@@ -78,15 +84,26 @@ class AdapterLoader(Generic[T]):
         loaded: Future[T] = Future()
 
         def task() -> None:
-            if not loaded.set_running_or_notify_cancel():
-                return
             try:
-                loaded.set_result(self._load(folder, digest))
+                if loaded.set_running_or_notify_cancel():
+                    loaded.set_result(self._load(folder, digest))
             except BaseException as error:
                 loaded.set_exception(error)
+            finally:
+                self._await(0 if digest is None else -1)
 
+        self._await(0 if digest is None else 1)
         self._tasks.put(task)
         return loaded
+
+    def _await(self, change: int) -> None:
+        """The number of adapters that are to be read again changes."""
+        with self._lock:
+            self._num_awaited += change
+            if self._num_awaited:
+                self._has_awaited.set()
+            else:
+                self._has_awaited.clear()
 
     def _load(self, folder: Path, digest: str | None) -> T:
         proof = self._proofs.pop(folder, None)
@@ -116,8 +133,8 @@ class AdapterLoader(Generic[T]):
 
         def rest() -> None:
             nonlocal begin
-            if self._is_beside_step:
-                self._sleep(_RESTS * (time.thread_time() - begin))
+            if self._is_beside_step and not self._num_awaited:
+                self._rest(min(_RESTS * (time.thread_time() - begin), _LONGEST_REST))
             begin = time.thread_time()
 
         return rest

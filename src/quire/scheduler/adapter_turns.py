@@ -35,7 +35,8 @@ class AdapterTurns:
         self._last_admitted: Key | None = None  # the key of the last request that was admitted since the last step
         self._reserved_for: Key = ()
         self._draining: str | None = None
-        self.wanted: Sequence[str] = ()  # adapters that do not run and have waiting requests; the most urgent is first
+        # Adapters that do not run and have waiting requests. At a step the most urgent is first; later ones are behind.
+        self.wanted: Sequence[str] = ()
 
     @property
     def running(self) -> Collection[str]:

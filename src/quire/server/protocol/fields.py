@@ -169,7 +169,7 @@ class BodyDecoder(Generic[T]):
         except msgspec.ValidationError as error:
             raise _wrong_type(str(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if _HALF_PAIR.search(body.replace(rb"\\", b"")):  # msgspec's error names the end of the body, or nothing
+            if _HALF_PAIR.search(body.replace(rb"\\", b"--")):  # msgspec's error names the end of the body, or nothing
                 raise InvalidRequestError(
                     "A string in the body has half of a surrogate pair, which is no character",
                     expected="whole characters, such as \\ud83d\\ude00",
