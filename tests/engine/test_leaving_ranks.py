@@ -92,9 +92,7 @@ def seconds_until_all_have_left(
     ("width", "num_stages"), [(3, 1), pytest.param(2, 2, marks=pytest.mark.slow)], ids=["ranks", "ranks and stages"]
 )
 @pytest.mark.parametrize("fault", ["is killed", "is stopped", "raises"])
-def test_others_leave(
-    fault: str, width: int, num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_leave(fault: str, width: int, num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them wait for it inside an exchange: one in the engine's process, and one in another one."""
     for number in range(MOST_TRIES):
         with monkeypatch.context() as patch:
