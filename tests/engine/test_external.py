@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -34,6 +35,14 @@ with open(f"{sys.argv[3]}/{rank}.json", "w") as file:
     json.dump(found, file)
 if "differ" in sys.argv:
     llm.generate([*prompts, "Something else" if rank == "1" else "The same"], params)
+if "lost" in sys.argv:
+    import signal
+    from quire.distributed.shared_memory import SharedMemoryGroup
+    def end(*arguments):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == "1":
+        SharedMemoryGroup.gather_to = end
+    llm.generate([[5, 7, 9, 11]], params)
 """
 
 
@@ -87,6 +96,13 @@ def test_ranks_with_different_requests_end(tmp_path: Path) -> None:
     for code, text in ended:
         assert code == 1
         assert "Rank 1 has scheduled something else than rank 0" in text
+
+
+def test_a_rank_that_is_killed_in_an_exchange(tmp_path: Path) -> None:
+    """The other one waits for it there, and learns of its end by its connection: 600 s would be the limit."""
+    (first, text), (second, _) = together(tmp_path, 2, "lost", pipeline_parallel_size=2)
+    assert (first, second) == (1, -signal.SIGKILL)
+    assert "rank 1 has failed" in text or "Rank 1 has ended" in text
 
 
 @pytest.mark.slow

@@ -62,6 +62,20 @@ def test_nobody_waits_for_a_cluster_that_does_not_answer(monkeypatch: pytest.Mon
         asked.set()
 
 
+def test_a_lack_of_room_is_said_within_ten_seconds() -> None:
+    """Ray is asked for so long. What each machine lacks is known at once then."""
+    asked: list[float] = []
+    cluster = object.__new__(ray_cluster.RayCluster)
+    group = SimpleNamespace(wait=asked.append)  # it answers None: there is no room
+    cluster.ray = SimpleNamespace(util=SimpleNamespace(placement_group=lambda *bundles, strategy: group))
+    cluster._here = "127.0.0.1"
+    cluster._no_room = lambda *arguments: ConfigError("no room")  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="no room"):
+        cluster.take_places([{"CPU": 1}], "SPREAD", is_first_here=True, whom="nodes", expected="more")
+    (seconds,) = asked
+    assert seconds <= 8.0 < 10.0
+
+
 class LostNodes:
     """A Starting whose nodes end at once."""
 

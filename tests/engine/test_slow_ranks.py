@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the comp
 SHARES = ["tensor_parallel_size", "pipeline_parallel_size"]
 SLOW_SECONDS = 1.2  # of an exchange, which is less than the limit
 LIMIT = 3  # seconds: a start has to end its exchanges in it too
-WITHIN = 10.0  # seconds behind the limit
+WITHIN = 5.0  # seconds behind the limit, as docs/parallel.md promises; on a quiet machine it takes at most 1.6
 ENDLESS = Prompt((5, 7, 9), SamplingParams(temperature=0.0, max_tokens=120, min_tokens=120))
 HANGING = """
 import threading
@@ -160,7 +160,7 @@ def test_a_script_ends_though_its_first_rank_hangs(limit: int) -> None:
             process.send_signal(signal.SIGINT)
             time.sleep(0.5)
         try:
-            _, errors = process.communicate(timeout=LIMIT + WITHIN + 10.0)
+            _, errors = process.communicate(timeout=LIMIT + WITHIN + 15.0)
         finally:
             process.kill()
     assert process.returncode == (1 if limit == LIMIT else -signal.SIGINT)

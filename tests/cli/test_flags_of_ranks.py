@@ -1,0 +1,138 @@
+"""Every flag of vLLM's for several ranks is decided, in `quire serve` and in LLM(...): does what it says, has no effect
+with a notice, or is refused with a reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from quire.compat.table import FOREIGN
+from quire.config import EngineConfig
+from quire.eplb_config import EplbConfig
+from quire.errors import ConfigError
+from tests.cli.reading import read
+
+# Words of a command line -> the settings that they become.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "-tp 2": {"tensor_parallel_size": 2},
+    "--tensor-parallel-size 2": {"tensor_parallel_size": 2},
+    "-pp 2": {"pipeline_parallel_size": 2},
+    "--pipeline-parallel-size 2": {"pipeline_parallel_size": 2},
+    "-tp 2 -dcp 2": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+    "-tp 2 --decode-context-parallel-size 2": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+    "-tp 2 -ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "-tp 2 --enable-expert-parallel": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "-dp 2": {"data_parallel_size": 2},
+    "--data-parallel-size 2": {"data_parallel_size": 2},
+    "-dp 2 --data-parallel-size-local 2": {"data_parallel_size": 2, "data_parallel_size_local": 2},
+    "-dp 2 --data-parallel-backend mp": {"data_parallel_size": 2, "data_parallel_backend": "mp"},
+    "-dp 2 --data-parallel-backend ray": {"data_parallel_size": 2, "data_parallel_backend": "ray"},
+    **{
+        f"-tp {width} --distributed-executor-backend {name}": {"distributed_executor_backend": name}
+        for width, name in ((2, "mp"), (2, "ray"), (1, "uni"), (2, "external_launcher"))
+    },
+    "-pp 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 29502": {
+        "nnodes": 2,
+        "node_rank": 0,
+        "master_addr": "10.0.0.1",
+        "master_port": 29502,
+    },
+    "-pp 2 --nnodes 2 --node-rank 1 --headless": {"node_rank": 1, "headless": True},
+    "--device-ids 2,3": {"device_ids": ("2,3",)},
+    "-tp 2 --numa-bind": {"numa_bind": True},
+    "-tp 2 --numa-bind-nodes 0 1": {"numa_bind_nodes": (0, 1)},
+    "-tp 2 --numa-bind-cpus 0-3 4-7": {"numa_bind_cpus": ("0-3", "4-7")},
+    "-tp 2 -ep --enable-eplb": {"enable_eplb": True},
+    "-tp 2 --enable-batch-sharded-sampling": {"enable_batch_sharded_sampling": True},
+    **{
+        f"-tp 2 -ep --expert-placement-strategy {name}": {"expert_placement_strategy": name}
+        for name in ("linear", "round_robin")
+    },
+    "--distributed-timeout-seconds 30": {"distributed_timeout_seconds": 30},
+    "--cpu-distributed-timeout-seconds 30": {"distributed_timeout_seconds": 30},
+}
+# Flags that change nothing here, with a word of the notice.
+ACCEPTED = {
+    "--enable-ep-weight-filter": "its own experts only",
+    "--enable-fault-tolerance": "always replaced",
+    **{
+        f"--all2all-backend {name}": "memory that they share"
+        for name in ("naive", "pplx", "deepep_high_throughput", "deepep_low_latency", "allgather_reducescatter")
+    },
+    "--dcp-comm-backend a2a": "memory that they share",
+    "--dcp-q-replicate": "memory that they share",
+    "--dcp-kv-cache-interleave-size 16": "whole blocks of 256 tokens",
+    "--disable-custom-all-reduce": "in no other way",
+    "--max-parallel-loading-workers 2": "its own part",
+}
+# Flags that are refused, with a word of the reason.
+REFUSED = {
+    "-pcp 2": "in chunks by all ranks together",
+    "--prefill-context-parallel-size 2": "in chunks by all ranks together",
+    "--enable-elastic-ep": "does not change after the start",
+    "--enable-dbo": "computed together",
+    "--worker-cls a.module.Worker": "",
+}
+EPLB = {
+    "window_size": 10,
+    "step_interval": 20,
+    "num_redundant_experts": 2,
+    "log_balancedness": True,
+    "log_balancedness_interval": 5,
+    "use_async": False,
+    "policy": "default",
+    "communicator": "torch_gloo",
+}
+
+
+@pytest.mark.parametrize("words", SETTINGS)
+def test_settings(words: str) -> None:
+    config, _ = read(*words.split())
+    for name, value in SETTINGS[words].items():
+        assert getattr(config, name) == value, name
+        assert config.sources[name] == "flag"
+    names = {name for name, source in config.sources.items() if source == "flag"}
+    given = {name: getattr(config, name) for name in names}
+    as_arguments = EngineConfig.from_kwargs(**given)  # as LLM(...) takes them
+    assert {name: getattr(as_arguments, name) for name in names} == given
+
+
+def _as_argument(words: str) -> tuple[str, Any]:
+    flag, *values = words.split()
+    name = {"-pcp": "prefill_context_parallel_size"}.get(flag, flag.removeprefix("--").replace("-", "_"))
+    return name, values[0] if values else True
+
+
+@pytest.mark.parametrize("words", ACCEPTED)
+def test_without_effect(words: str, caplog: pytest.LogCaptureFixture) -> None:
+    name, value = _as_argument(words)
+    with caplog.at_level(logging.WARNING):
+        config, _ = read(*words.split())
+        assert config == EngineConfig.from_kwargs(**{name: value})
+    assert config == EngineConfig()
+    assert [ACCEPTED[words] in record.getMessage() for record in caplog.records] == [True] * len(caplog.records)
+    assert caplog.records
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(words: str) -> None:
+    name, value = _as_argument(words)
+    why = REFUSED[words] or FOREIGN[name].text
+    for ask in (lambda: read(*words.split()), lambda: EngineConfig.from_kwargs(**{name: value})):
+        with pytest.raises(ConfigError) as error:
+            ask()
+        assert error.value.param == name
+        assert why in error.value.message
+
+
+def test_every_key_of_eplb_config() -> None:
+    config, _ = read("-tp", "2", "-ep", "--enable-eplb", *(f"--eplb-config.{key}={_text(EPLB[key])}" for key in EPLB))
+    assert config.balancing == EplbConfig(**EPLB)  # type: ignore[arg-type]
+    assert EPLB.keys() == EplbConfig.__dataclass_fields__.keys()
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
