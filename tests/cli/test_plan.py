@@ -70,6 +70,19 @@ def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "fixes     " in text
 
 
+def test_json_of_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """405B in bfloat16 on 8 x 80 GB: each way to share it lacks memory, and no request fits."""
+    large = str(write_config(tmp_path, "Llama-3.1-405B"))
+    rows = [row for row in shown(capsys, large, "--hardware", "h100x8")["candidates"] if row["weights"] == "bfloat16"]
+    assert {row["tensor_parallel_size"] for row in rows} == {1, 2, 4, 8}
+    for row in rows:
+        assert (row["verdict"], row["num_sequences"], row["points"]) == ("does not fit", 0, [])
+        assert row["missing_bytes"] * row["tensor_parallel_size"] > 812e9 - 0.9 * row["tensor_parallel_size"] * 85e9
+    (found,) = json.loads(text_of(capsys, large, "--hardware", "l4", "--json", code=2))["models"]
+    assert (found["best"], found["check"]) == (None, 2)
+    assert found["candidates"][0]["missing_bytes"] > 0
+
+
 def test_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The lengths decide the number of requests that fit; `quire bench` reads the same files."""
     folder = str(write_config(tmp_path, "Llama-3.1-8B"))
