@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,37 @@ def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = text_of(capsys, large, "--hardware", "l4x2", "--check", code=2)
     assert "are missing on each device for a request of" in text
     assert "fixes     " in text
+
+
+def test_json_of_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """405B in bfloat16 on 8 x 80 GB: each way to share it lacks memory, and no request fits."""
+    large = str(write_config(tmp_path, "Llama-3.1-405B"))
+    rows = [row for row in shown(capsys, large, "--hardware", "h100x8")["candidates"] if row["weights"] == "bfloat16"]
+    assert {row["tensor_parallel_size"] for row in rows} == {1, 2, 4, 8}
+    for row in rows:
+        assert (row["verdict"], row["num_sequences"], row["points"]) == ("does not fit", 0, [])
+        assert row["missing_bytes"] * row["tensor_parallel_size"] > 812e9 - 0.9 * row["tensor_parallel_size"] * 85e9
+    (found,) = json.loads(text_of(capsys, large, "--hardware", "l4", "--json", code=2))["models"]
+    assert (found["best"], found["check"]) == (None, 2)
+    assert found["candidates"][0]["missing_bytes"] > 0
+
+
+def test_the_command_of_the_best_row_has_the_flags_that_were_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each once, and no goal of the plan; a plan of the command's own flags is the same plan."""
+    folder = str(write_config(tmp_path, "Llama-3.1-8B"))
+    given = ("--gpu-memory-utilization", "0.8", "--max-model-len", "8192", "--quantization", "int4", "--enable-lora")
+    goal = ("--slo-itl", "1s", "--hardware", "l4x2")
+
+    def best(*words: str) -> list[str]:
+        line = next(line for line in text_of(capsys, *words).splitlines() if line.startswith("best "))
+        return shlex.split(line)[1:]
+
+    found = best(folder, *given, *goal, "--hf-token", "hidden")
+    assert found[:3] == ["quire", "serve", folder]
+    assert sorted(found[3:]) == sorted([*given, "--data-parallel-size", "2"])
+    assert best(folder, *found[3:], *goal) == found
 
 
 def test_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ The answers come from `compat` and from the settings themselves. Nothing is exec
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -27,7 +26,7 @@ from quire.compat.foreign import Foreign
 from quire.compat.old_flags import INVENTED_FLAGS, OLD_FLAGS
 from quire.compat.pasted import PastedCommand, read_pasted
 from quire.compat.peers import Peer, read_modelfile
-from quire.compat.table import FOREIGN, as_flag, joined, shown_value
+from quire.compat.table import FOREIGN, as_flag, flag_words, joined, shown_value
 from quire.compat.values import SAME_VALUES
 from quire.config import EngineConfig, ServerConfig
 from quire.entry.launch import find_model
@@ -393,12 +392,8 @@ class _Reading:
             return [flag, f'"${_SECRET_FROM[name]}"']
         if name in self._unchecked:
             return [flag, *self._unchecked_words(name)]
-        value = self._values[name]
-        if isinstance(value, bool):
-            return [flag if value else "--no-" + flag.removeprefix("--")]
-        if isinstance(value, dict):
-            return [flag, _word(json.dumps(value))]
-        return [flag, *(_word(item) for item in (value if isinstance(value, (list, tuple)) else [value]))]
+        flag, *values = flag_words(name, self._values[name])
+        return [flag, *map(_word, values)]
 
     def _unchecked_words(self, name: str) -> list[str]:
         return ['"' + _without_login(word).replace('"', '\\"') + '"' for word in self._unchecked.get(name, ())]

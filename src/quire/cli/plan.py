@@ -17,12 +17,12 @@ from typing import Any
 from quire import __version__
 from quire.cli.flags import Parser
 from quire.cli.settings import add_settings_flags, read_settings
-from quire.compat.table import as_flag
+from quire.compat.table import as_flag, flag_words
 from quire.config import EngineConfig
 from quire.cost.devices import Ceilings
 from quire.errors import ConfigError
 from quire.model_config import ModelConfig
-from quire.option import parse_human_int
+from quire.option import options, parse_human_int
 from quire.resolve import DeviceFacts, GpuFacts, shown_bytes
 
 DESCRIPTION = """
@@ -65,6 +65,11 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=partial(run, parser))
 
 
+# Settings that a row has of its own, and goals of the plan.
+_DECIDED = {
+    *("model", "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel", "enable_eplb", "eplb_config"),
+    *("slo_ttft", "slo_itl"),
+}
 _ASKS = ("sequences", "workload", "request_rate", "price_per_hour")  # wishes for a row, beside --check and targets
 
 
@@ -236,7 +241,15 @@ def _ranked(
     # The share of this machine is one device; the other shares are its copies.
     is_asked = args.hardware is not None and engine.sources["data_parallel_size"] != "default"
     copies = engine.data_parallel_size if is_asked else None
-    return RankedPlan(name, model, hardware, Candidates(engine, model, hardware, demand, degree, copies))
+    found = Candidates(engine, model, hardware, demand, degree, copies)
+    return RankedPlan(name, model, hardware, found, _given_flags(engine))
+
+
+def _given_flags(engine: EngineConfig) -> dict[str, list[str]]:
+    """The flags of `quire serve` that were given and that no row decides, with their values."""
+    names = [f.name for f in options(EngineConfig) if not f.metadata["secret"] and f.name not in _DECIDED]
+    words = (flag_words(name, getattr(engine, name)) for name in names if engine.sources[name] == "flag")
+    return {flag: values for flag, *values in words}
 
 
 def _lengths(args: argparse.Namespace, engine: EngineConfig, folder: Path) -> Any:

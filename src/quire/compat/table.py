@@ -42,6 +42,16 @@ def as_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def flag_words(name: str, value: Any) -> list[str]:
+    """The words of a command line that give a setting this value; a shell needs them quoted."""
+    flag = as_flag(name)
+    if isinstance(value, bool):
+        return [flag if value else "--no-" + flag.removeprefix("--")]
+    if isinstance(value, (list, tuple)):
+        return [flag, *map(str, value)]
+    return [flag, shown_value(value)]
+
+
 def settle(
     given: Mapping[str, Any], spell: Callable[[str], str] = str, foreign: Mapping[str, Foreign] = FOREIGN
 ) -> dict[str, Any]:

@@ -94,6 +94,12 @@ def step_time(
     return StepTime(seconds, seconds / ratio, seconds * ratio, bound)
 
 
+def knee_rows(row: Demand, constants: Constants) -> float:
+    """The number of such rows from which on a step's products take longer than reading the weights."""
+    products = (row.linear_flops + row.linear_int8_ops) * constants.per_operation
+    return row.weight_bytes * constants.per_weight_byte / products
+
+
 def amounts(demand: Demand) -> tuple[float, float, float, float, float, float, float]:
     """The factors of the constants, in their order: each but the overlap."""
     return (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire.model_config import ModelConfig
@@ -24,12 +24,14 @@ class RankedPlan:
 
     Args:
         hardware: in the order it was given.
+        given: flags of `quire serve` that were given, with their values; a row's own flags come first.
     """
 
     model_name: str
     model: ModelConfig
     hardware: list[Hardware]
     candidates: Candidates
+    given: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
@@ -122,8 +124,8 @@ class RankedPlan:
             yield "* is planned: this version shares a copy among CPUs, and not yet among GPUs."
 
     def _best(self, best: Candidate) -> Iterator[str]:
-        command = " ".join(("quire serve", shlex.quote(self.model_name), *best.flags))
-        yield f"best      {command}"
+        given = [word for flag, values in self.given.items() if flag not in best.flags for word in (flag, *values)]
+        yield f"best      quire serve {shlex.join([self.model_name, *best.flags, *given])}"
         if not best.meets:
             yield "          it comes closest, and does not meet what is asked"
         elif not best.is_runnable:

@@ -90,7 +90,9 @@ class Candidate:
 
     @property
     def num_sequences(self) -> int:
-        """The number of requests of max_model_len tokens that all copies hold."""
+        """The number of requests of max_model_len tokens that all copies hold; 0: not a token fits."""
+        if not self.max_model_len:
+            return 0
         return self.copies * self.fit.pages.num_requests(self.fit.num_blocks, self.max_model_len)
 
     @property

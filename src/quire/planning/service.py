@@ -11,7 +11,7 @@ from typing import Any
 from quire.cost.arithmetic import Load
 from quire.cost.collectives import AllReduces
 from quire.cost.model import CostModel
-from quire.cost.step_time import Bound, StepTime
+from quire.cost.step_time import Bound, StepTime, knee_rows
 from quire.planning.estimate import Estimate
 from quire.planning.request_lengths import RequestLengths
 
@@ -94,9 +94,7 @@ class Service:
     @property
     def knee(self) -> int:
         """The number of requests from which on a decode's products take longer than reading the weights."""
-        demand, constants = self._cost.arithmetic.demand(self._row), self._cost.fit.constants
-        reads = demand.weight_bytes * constants.per_weight_byte
-        rows = reads / ((demand.linear_flops + demand.linear_int8_ops) * constants.per_operation)
+        rows = knee_rows(self._cost.arithmetic.demand(self._row), self._cost.fit.constants)
         return min(max(math.ceil(rows), 1), self.most)
 
     def within(self, goals: Goals) -> int:
