@@ -88,6 +88,8 @@ def random_weight(weight_format: GroupedFormat, N: int, K: int) -> GroupedWeight
     S = -(-G // weight_format.super_size)
 
     def numbers(name: str | None) -> Tensor | None:
+        if name == "e8m0":  # powers of two around 1
+            return torch.randint(124, 131, (N, G), dtype=torch.uint8)
         return None if name is None else torch.randint(1, 8, (N, G)).to(getattr(torch, name))
 
     def supers(name: str | None) -> Tensor | None:
