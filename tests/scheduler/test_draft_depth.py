@@ -322,6 +322,31 @@ def test_a_request_in_the_place_of_another_drafts_from_its_first_step(num_others
             assert all(depths) == any(depths) == (num_tokens == 50)
 
 
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(("num_prompt_tokens", "most"), [(0, 56), (1000, 10), (320, 3), (99, 0)])
+def test_drafts_beside_a_prompt_take_at_most_a_hundredth_of_the_step(
+    drafter: str, num_prompt_tokens: int, most: int
+) -> None:
+    """A token of a prompt takes 1 ms, and so does a draft. A drafter in the worker takes its time too."""
+    time_of, requests = DRAFTERS[drafter], Stream(8, [], BFLOAT16).requests
+    adaptive = AdaptiveDepth(BFLOAT16, time_of, prompt_seconds=lambda count: 1e-3 * count)
+    for _ in range(20):
+        assert adaptive.begin_step(requests, 7, 56, num_prompt_tokens)
+        depths = [adaptive.depth(requests[0], 7)]
+        for request in requests[1:]:
+            if depths[-1]:
+                adaptive.drafted(requests[len(depths) - 1], depths[-1])
+            depths.append(adaptive.depth(request, 7))
+        depths = [depth for depth in depths if depth]
+        drafting = 0.0 if time_of is None else time_of.of_step(depths)
+        if num_prompt_tokens:
+            assert 1e-3 * sum(depths) + drafting <= 1e-5 * num_prompt_tokens * (1 + 1e-9)
+        if time_of is None or not num_prompt_tokens:
+            assert sum(depths) >= 8 or most < 8
+            assert (sum(depths) > 0) == (most > 0)
+        adaptive._depths.clear()
+
+
 @pytest.mark.parametrize("num_requests", [1, 8, 64])
 def test_drafts_that_cannot_pay_are_not_tried(num_requests: int) -> None:
     """Where a step takes as long as it has tokens."""

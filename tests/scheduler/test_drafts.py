@@ -81,6 +81,30 @@ def test_depths_that_follow_what_held_do_not_change_tokens(right: float) -> None
         assert num_right > 50
 
 
+@pytest.mark.parametrize("max_num_seqs", [2, 1])
+def test_a_request_that_waits_for_its_first_token_waits_for_few_drafts(max_num_seqs: int) -> None:
+    """The steps with its prompt have no drafts, neither the first of them nor the others. A request that cannot run
+    yet changes nothing.
+    """
+    adaptive = AdaptiveDepth(
+        lambda starts, most: [20e-3 + 1e-4 * n for n in range(most + 1)], prompt_seconds=lambda count: 1e-3 * count
+    )
+    driver = Driver(proposer=Guesser(1.0), adaptive=adaptive, max_num_seqs=max_num_seqs, max_num_batched_tokens=20)
+    driver.add(request("a", prompt(9), max_tokens=90))
+    for _ in range(5):
+        driver.step()
+    driver.add(request("b", prompt(50), max_tokens=20))
+    for _ in range(3):
+        driver.step()
+    with_prompt = [batch for batch in driver.batches if "b" in batch.request_ids]
+    assert len(with_prompt) == (3 if max_num_seqs == 2 else 0)
+    assert any(map(any, (batch.draft_token_ids for batch in driver.batches[-3:]))) == (max_num_seqs == 1)
+    driver.run_all()
+    assert any(len(batch.request_ids) == 2 and all(batch.draft_token_ids) for batch in driver.batches) == (
+        max_num_seqs == 2
+    )
+
+
 def test_fewer_drafts_beside_more_requests() -> None:
     guesser = Guesser(1.0)
     guesser.continuation_of = lambda request_id: [0] * 99

@@ -8,6 +8,8 @@ become wrong when texts change. So there is a credit, in seconds. It limits the 
 - The cost of drafts, and of waiting for them, is subtracted from it. This holds for drafts that are on and for trials.
 - While there is credit, drafts may stay on even if they pay only with slightly higher chances than the measured ones.
 - While drafts are off, some requests try one draft together as soon as the credit covers all these trials.
+- A step that computes prompts has only the drafts that fit in a small share of its time: a request waits for its first
+  token.
 
 A drafter that is often right pays for its own trials. A drafter that is always wrong costs no more than the share.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Protocol
@@ -53,6 +55,7 @@ READ_MORE = 2
 DRAFTER_MEMORY, READING_MEMORY = 9, 5  # steps that count in what a drafter takes
 HIDDEN_SHARE = 0.1  # share of a step: the host's work meanwhile, with two steps in flight
 FOUND_MEMORY = 8  # steps that count in the share of drafts that are found where they are asked for
+PROMPT_SHARE = 1 / 100  # share of the time of a step that computes prompts: so much longer its drafts may make it
 HORIZON = 1024  # tokens of a request, at most, that have to pay for what its drafter must read first
 
 
@@ -141,6 +144,8 @@ class AdaptiveDepth:
         steps_in_flight: if there are several, they hide the time of the host. A step with drafts cannot hide it,
             because it waits for the tokens of the step before.
         reads_late: whether the drafter reads missing tokens of a request only when it drafts for this request.
+        prompt_seconds: predicts the time of a step with this number of tokens of a prompt; None: prompts set no limit
+            to drafts.
 
     Attributes:
         waits: whether the next step should wait for the tokens of the step before, so that it can have drafts.
@@ -154,8 +159,12 @@ class AdaptiveDepth:
         steps_in_flight: int = 1,
         *,
         reads_late: bool = True,
+        prompt_seconds: Callable[[int], float] | None = None,
     ) -> None:
         self._step_seconds, self._draft_seconds = step_seconds, draft_seconds
+        self._prompt_seconds = prompt_seconds
+        # Beside prompts: the seconds that drafts may still add to this step, and those of one more row.
+        self._room, self._row_seconds = math.inf, 0.0
         self._reads_late = draft_seconds is not None and reads_late
         self._hidden_share = HIDDEN_SHARE if steps_in_flight > 1 else 0.0
         self.waits = self._is_reading = False
@@ -184,15 +193,17 @@ class AdaptiveDepth:
         self._saved_for = 0.0  # seconds of a trial that somebody lacks
         self._log = RateLimited(logger)
 
-    def begin_step(self, running: Sequence[Request], most_each: int, most: int) -> bool:
+    def begin_step(self, running: Sequence[Request], most_each: int, most: int, num_prompt_tokens: int = 0) -> bool:
         """Begin a step. Returns whether any request may draft in it.
 
         Args:
             running: the running requests, at least one.
             most_each: the most drafts of one request, at least 1.
             most: the most drafts of the step.
+            num_prompt_tokens: tokens of prompts that the step computes.
         """
         self._step += 1
+        self._limit_beside(num_prompt_tokens)
         has_waited = self.waits
         self._account(has_waited)
         if self._num_asked:
@@ -223,13 +234,15 @@ class AdaptiveDepth:
             longest = max(drafting.longest, drafting.depth)
             depth = min(drafting.depth + self._more_each * drafting.is_finding, longest, most)
             drafting.is_finding = False
+            depth = self._fitting(request, drafting, depth)
             self._num_asked += depth
             return depth
-        return int(request.request_id in self._due)
+        return self._fitting(request, drafting, int(request.request_id in self._due))
 
     def drafted(self, request: Request, num_drafts: int) -> None:
         """Note how many drafts the request has in this step."""
         drafting = self._requests[request.request_id]
+        self._room -= self._added_seconds(request, drafting, num_drafts)
         read_seconds = self._read_seconds(request, drafting)
         self._is_reading |= read_seconds > 0 or not drafting.is_read
         self._num_missed += (request.num_tokens - drafting.num_read) * (read_seconds > 0)
@@ -344,6 +357,31 @@ class AdaptiveDepth:
             return set()
         self._next_search = 0
         return {request_id for _, request_id in due}
+
+    def _limit_beside(self, num_prompt_tokens: int) -> None:
+        """Note what drafts may add to a step with these tokens of prompts."""
+        self._room = math.inf
+        if self._prompt_seconds is None or not num_prompt_tokens:
+            return
+        seconds, twice = (self._prompt_seconds(count) for count in (num_prompt_tokens, 2 * num_prompt_tokens))
+        self._room, self._row_seconds = PROMPT_SHARE * seconds, max(twice - seconds, 0.0) / num_prompt_tokens
+
+    def _fitting(self, request: Request, drafting: _Drafting, depth: int) -> int:
+        """The most drafts of a request, up to `depth`, that fit beside the prompts of the step."""
+        if self._room == math.inf:
+            return depth
+        return next(
+            (count for count in range(depth, 0, -1) if self._added_seconds(request, drafting, count) <= self._room), 0
+        )
+
+    def _added_seconds(self, request: Request, drafting: _Drafting, depth: int) -> float:
+        """The seconds that so many drafts of a request add to a step with prompts and the drafts that it has."""
+        seconds = depth * self._row_seconds
+        if self._draft_seconds is None:
+            return seconds
+        drafter, others = self._draft_seconds, self._depths
+        seconds += drafter.of_step([*others, depth]) - drafter.of_step(others)
+        return seconds + self._read_seconds(request, drafting)
 
     def _more_seconds(self, depths: Sequence[int]) -> float:
         """The seconds that these drafts add to a step."""

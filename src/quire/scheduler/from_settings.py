@@ -116,7 +116,13 @@ def speculation_of(
     adaptive = None
     if config.adaptive:
         reads_late = config.method == "draft_model"  # a head reads the model's hidden states in every step
-        adaptive = AdaptiveDepth(cost.with_drafts, drafter, schedule.depth, reads_late=reads_late)
+        adaptive = AdaptiveDepth(
+            cost.with_drafts,
+            drafter,
+            schedule.depth,
+            reads_late=reads_late,
+            prompt_seconds=lambda count: cost.predict(cost.arithmetic.load([0], [count], 1)).seconds,
+        )
     most_by_rows = config.num_speculative_tokens_per_batch_size
     proposer, most = proposer_of(config), config.num_speculative_tokens
     waits = schedule.pipeline_parallel_size == 1  # with several stages, each request waits by itself
