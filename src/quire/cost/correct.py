@@ -16,7 +16,7 @@ FORGOTTEN_SHARE = 1 / 256  # each step moves the factors of the other sizes by t
 # What slows a machine down slows all its steps. So a factor moves others: by this share for each doubling between the
 # sizes, if the other size has had no step for FOLLOWING_STEPS steps or more, and by less if it has, because it knows
 # better. Otherwise steps with drafts are compared with times of steps without drafts from a faster or slower moment.
-# Both were chosen by the sequences of steps in tests/cost/test_model.py.
+# See "Why one request lost a sixth of the best fixed depth" in benchmarks/NOTES.md.
 NEIGHBOUR_SHARE = 0.95
 FOLLOWING_STEPS = 8
 MAX_RATIO = 20.0  # a delayed step moves no factor further
