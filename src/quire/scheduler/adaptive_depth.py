@@ -213,8 +213,8 @@ class AdaptiveDepth:
         self._num_asked = self._num_found = self._num_finding = 0
         num_running = len(running)
         self._num_news += abs(num_running - self._num_running)
-        # The number stays the same if a request takes the place of another one. Such a request counts in each step until
-        # its depth is chosen. So even one among many does not wait for long.
+        # The number stays the same if a request takes the place of another one. Such a request counts in each step
+        # until its depth is chosen. So even one among many does not wait for long.
         self._num_news += sum(bool(r.output_token_ids) and not self._drafting(r).is_chosen for r in running)
         self._num_running = num_running
         if self._step >= self._next_look or (self._num_news and self._num_news >= NEWS_SHARE * num_running):
