@@ -107,7 +107,7 @@ def test_a_load_beside_steps_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     worker = llm.llm_engine.core.executor.workers[0]  # type: ignore[attr-defined]
     folder = write_random_adapter(tmp_path, worker.model.config, 8)
     rests: list[float] = []
-    monkeypatch.setattr(worker.adapters._loader, "_sleep", rests.append)
+    monkeypatch.setattr(worker.adapters._loader, "_rest", rests.append)
     worker.adapters.load(str(folder), None).result()
     assert not rests
     submit = worker.runner.submit
