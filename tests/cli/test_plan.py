@@ -100,6 +100,9 @@ def test_the_command_of_the_best_row_has_the_flags_that_were_given(
     assert found[:3] == ["quire", "serve", folder]
     assert sorted(found[3:]) == sorted([*given, "--data-parallel-size", "2"])
     assert best(folder, *found[3:], *goal) == found
+    drafts = best(folder, *given, *goal, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
+    assert json.loads(drafts[drafts.index("--speculative-config") + 1])["num_speculative_tokens"] == 3
+    assert best(folder, *drafts[3:], *goal) == drafts
 
 
 def test_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

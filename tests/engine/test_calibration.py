@@ -358,3 +358,26 @@ def test_what_running_steps_correct_is_kept() -> None:
     assert len(kept) == 2
     assert kept[-1].constants == driver.cost.fit.constants
     assert kept[-1].factors[0] == pytest.approx(2.0, rel=0.1), "steps of one token"
+
+
+def test_corrections_are_kept_again_after_a_second_round() -> None:
+    """It has changed the constants, so corrections begin anew and are counted from zero."""
+    driver = CalibratedDriver()
+    calibration, done = driver.calibration()
+    in_a_round = len(POINTS) * MOST_REPEATS
+    driver.delay([2.0] * (in_a_round + len(POINTS)) + [1.0] * in_a_round)
+    kept: list[Fit] = []
+    costs = KeptCosts(driver.cost, kept.append, calibration)
+    while not calibration.is_done:
+        assert calibration.step()
+    for num in (1, 2):
+        for name in "ab":
+            driver.add(request(name, range(5), KEPT_STEPS // 2))
+            driver.run()
+        costs.keep()
+        assert len(kept) == num
+        driver.core.command(Command("reset_prefix_cache"))  # it leaves pages to measure with
+        while calibration.step():
+            pass
+        costs.keep()
+    assert len(done) == 2

@@ -187,16 +187,18 @@ def test_nobody_waits_for_the_work_of_callers_that_have_left(monkeypatch: pytest
     in_pool(use)
 
 
-def test_no_process_starts_for_callers_that_have_left() -> None:
+def test_no_process_starts_for_callers_that_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_pool, "PATIENCE_SECONDS", 1.0)
+
     async def use(pool: GrammarPool) -> None:
         await pool.grammar(DIGITS)
         (process,) = compilers()
         process.suspend()
         first, *others = [asyncio.create_task(pool.grammar(Structured(regex=f"[0-9]{{{n}}}"))) for n in range(4, 7)]
-        await asyncio.sleep(bounded_pool.PATIENCE_SECONDS / 2)
+        await asyncio.sleep(0.01)
         for task in others:
             task.cancel()
-        await asyncio.sleep(2 * bounded_pool.PATIENCE_SECONDS)
+        await asyncio.sleep(1.5 * bounded_pool.PATIENCE_SECONDS)
         assert compilers() == [process], "a process for those who have left"
         first.cancel()
         process.resume()

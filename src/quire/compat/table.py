@@ -12,6 +12,7 @@ from quire.compat.old_flags import INVENTED_FLAGS, OLD_FLAGS
 from quire.compat.server_flags import SERVER_FLAGS
 from quire.errors import ConfigError
 from quire.logs import get_logger
+from quire.speculative_config import SpeculativeConfig
 
 logger = get_logger(__name__)
 
@@ -109,4 +110,6 @@ def joined(old: Any, new: Any, source: str, target: str) -> Any:
 
 def shown_value(value: Any) -> str:
     """The value as a command line spells it."""
+    if isinstance(value, SpeculativeConfig):
+        value = value.effective()
     return json.dumps(value) if isinstance(value, dict) else str(value)

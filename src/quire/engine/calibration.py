@@ -183,6 +183,7 @@ class KeptCosts:
     def keep(self) -> None:
         """Keep the corrections, if KEPT_STEPS steps or more have run since they were kept."""
         num = self._cost.num_corrections // KEPT_STEPS
+        self._num_kept = min(self._num_kept, num)  # a second round of the calibration begins corrections anew
         if num != self._num_kept and num and (self._calibration is None or self._calibration.is_done):
             self._write(self._cost.corrected_fit())
             self._num_kept = num

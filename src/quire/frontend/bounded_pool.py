@@ -140,7 +140,7 @@ class BoundedPool(ABC):
         while work.frame:
             if self._num_processes == 0:
                 async with self._starts:  # so that several requests wait for the start of one process
-                    if self._num_processes == 0:
+                    if work.frame and self._num_processes == 0:
                         return await self._new_process()
             try:
                 process = await asyncio.wait_for(self._idle.get(), PATIENCE_SECONDS)

@@ -219,6 +219,9 @@ class AdaptiveDepth:
         self._num_running = num_running
         if self._step >= self._next_look or (self._num_news and self._num_news >= NEWS_SHARE * num_running):
             self._choose([r for r in running if r.output_token_ids], most_each, most)
+        if not self._has_room:
+            self.waits, self._due = False, set()
+            return has_waited
         is_on = self._most_depth > 0
         if is_on or not has_waited:
             self._due = self._trials(running)
@@ -366,6 +369,12 @@ class AdaptiveDepth:
             return
         seconds, twice = (self._prompt_seconds(count) for count in (num_prompt_tokens, 2 * num_prompt_tokens))
         self._room, self._row_seconds = PROMPT_SHARE * seconds, max(twice - seconds, 0.0) / num_prompt_tokens
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether one draft of any request fits beside the prompts of the step."""
+        drafting = 0.0 if self._draft_seconds is None else self._draft_seconds.of_step([1])
+        return self._room == math.inf or self._row_seconds + drafting <= self._room
 
     def _fitting(self, request: Request, drafting: _Drafting, depth: int) -> int:
         """The most drafts of a request, up to `depth`, that fit beside the prompts of the step."""
