@@ -105,6 +105,25 @@ def test_a_request_that_waits_for_its_first_token_waits_for_few_drafts(max_num_s
     )
 
 
+@pytest.mark.parametrize("limit", ["max_shared_prefill_tokens", "long_prefill_token_threshold"])
+def test_a_prompt_that_comes_in_small_pieces_leaves_no_room_for_drafts(limit: str) -> None:
+    """Nine tokens of a prompt in a step leave no room for a draft. The whole of it would leave room for ten."""
+    adaptive = AdaptiveDepth(
+        lambda starts, most: [20e-3 + 1e-4 * n for n in range(most + 1)], prompt_seconds=lambda count: 1e-3 * count
+    )
+    limits = {"num_blocks": 400, "max_model_len": 1100, "max_num_batched_tokens": 1000, limit: 9}
+    driver = Driver(proposer=Guesser(1.0), adaptive=adaptive, **limits)
+    driver.add(request("a", prompt(9), max_tokens=90))
+    for _ in range(5):
+        driver.step()
+    driver.add(request("b", prompt(1000), max_tokens=20))
+    for _ in range(6):
+        driver.step()
+    with_prompt = [batch for batch in driver.batches if "b" in batch.request_ids]
+    assert len(with_prompt) == 6
+    assert not any(any(batch.draft_token_ids) for batch in with_prompt)
+
+
 def test_fewer_drafts_beside_more_requests() -> None:
     guesser = Guesser(1.0)
     guesser.continuation_of = lambda request_id: [0] * 99

@@ -46,8 +46,7 @@ class GrammarPool(BoundedPool):
             CompilerLostError: two processes ended or stood still, and the constraint is not the reason.
         """
         # To write a schema of 15 MB takes 0.2 s.
-        is_slow = asked.json is not None and not isinstance(asked.json, str)
-        frame = await asyncio.to_thread(_written, asked) if is_slow else _written(asked)
+        frame = await asyncio.to_thread(_written, asked) if _has_schema_to_write(asked) else _written(asked)
         key = frame.decode("utf-8", "surrogateescape")
         if (kept := self._kept.get(key)) is None:
             kept = await self.text(frame)
@@ -63,10 +62,15 @@ class GrammarPool(BoundedPool):
         )
 
 
+def _has_schema_to_write(asked: StructuredOutputsParams) -> bool:
+    """Whether the constraint is a schema that is not text yet."""
+    return asked.json is not None and not isinstance(asked.json, str)
+
+
 def _written(asked: StructuredOutputsParams) -> bytes:
     """The framed constraint. Raises InvalidRequestError."""
     try:
-        if asked.json is not None and not isinstance(asked.json, str):
+        if _has_schema_to_write(asked):
             asked = structs.replace(asked, json=json.dumps(asked.json))  # NaN and long numbers pass as text
         return framed(asked)
     except (TypeError, ValueError, RecursionError) as error:

@@ -90,9 +90,10 @@ class AdapterLoader(Generic[T]):
             except BaseException as error:
                 loaded.set_exception(error)
             finally:
-                self._await(0 if digest is None else -1)
+                self._await(-num_awaited)
 
-        self._await(0 if digest is None else 1)
+        num_awaited = int(digest is not None)
+        self._await(num_awaited)
         self._tasks.put(task)
         return loaded
 

@@ -270,8 +270,7 @@ class Scheduler:
             self._take_back_lengthened(self._rope_switches_after)
         num_drafts_left = 0
         if self.speculation is not None:
-            prompts_left = self._num_prompt_tokens(budget)
-            num_drafts_left = self.speculation.begin_step(self._running, self._num_drafts(), prompts_left)
+            num_drafts_left = self.speculation.begin_step(self._running, self._num_drafts(), self._num_prompt_tokens)
             if self._in_flight and self.speculation.drafter_time is not None:
                 num_drafts_left = 0  # the worker would draft during the step in flight, and change that step's time
 
@@ -552,17 +551,18 @@ class Scheduler:
         num_others = max(num_running, min(num_running + len(self._queue), limits.max_num_seqs))
         return min(limits.max_num_batched_tokens, max(limits.max_num_seqs, LEAST_LOGITS_ROWS)) - num_others
 
-    def _num_prompt_tokens(self, budget: int) -> int:
-        """The tokens of prompts in the next step, at most `budget`: of running requests, and of the next one to run."""
+    def _num_prompt_tokens(self) -> int:
+        """The tokens of prompts in the next step, at most: of running requests, and of the next one to run."""
         limits = self.limits
-        if self._enable_chunked_prefill and limits.max_shared_prefill_tokens and self._clock() < self._shared_until:
-            budget = min(budget, limits.max_shared_prefill_tokens)
-        count = sum(num_lacking(each) for each in self._running if num_lacking(each) > each.num_forced_tokens + 1)
-        if count < budget and len(self._running) < limits.max_num_seqs and (entry := self._queue.first_in_order()):
+        budget = left = limits.max_shared_prefill_tokens if self._is_shared() else limits.max_num_batched_tokens
+        for request in self._running:
+            if num_lacking(request) > request.num_forced_tokens + 1:
+                left -= self._chunk(num_lacking(request), left)
+        if left > 0 and len(self._running) < limits.max_num_seqs and (entry := self._queue.first_in_order()):
             request = entry[1]
             if request.num_tokens < self.kv.num_free_blocks * self.kv.block_size:
-                count += request.num_tokens - self._cached_prefix(request).num_tokens
-        return min(count, budget)
+                left -= self._chunk(request.num_tokens - self._cached_prefix(request).num_tokens, left)
+        return budget - left
 
     def _draft(self, request: Request, most: int) -> Sequence[int]:
         """The drafts of a request after its newest token, if this token is known: see Speculation.
