@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class WeightTable:
         Args:
             headers: the name of each tensor of the checkpoint, and a tensor without values (on torch's device `meta`).
         """
-        self._take((pair for pair in headers if not pair[0].endswith(_KV_SCALE_SUFFIXES)), is_real=False)
+        self._visit((pair for pair in headers if not pair[0].endswith(_KV_SCALE_SUFFIXES)), lambda slot, header: None)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take pairs of (checkpoint name, tensor).
@@ -103,9 +103,15 @@ class WeightTable:
         Raises:
             WeightsError: tensors are missing, unexpected or unfit. The message names them.
         """
-        self._take(without_kv_scales(weights), is_real=True)
 
-    def _take(self, weights: Iterable[tuple[str, Tensor]], is_real: bool) -> None:
+        def load_into(slot: WeightSlot, tensor: Tensor) -> None:
+            slot.is_loaded = True
+            slot.load(tensor)
+
+        self._visit(without_kv_scales(weights), load_into)
+
+    def _visit(self, weights: Iterable[tuple[str, Tensor]], take: Callable[[WeightSlot, Tensor], None]) -> None:
+        """Call `take` for each tensor that fits, then raise WeightsError if there are others or some are missing."""
         unexpected: list[str] = []
         unfit: list[str] = []
         seen: set[str] = set()
@@ -117,19 +123,13 @@ class WeightTable:
             if slot is None:
                 if not _is_void(checkpoint_name, tensor):
                     unexpected.append(checkpoint_name)
-            elif name in seen:
-                unfit.append(f"{checkpoint_name} comes twice")
-            elif tuple(tensor.shape) not in (slot.shape, *slot.other_shapes):
-                unfit.append(f"{checkpoint_name} has shape {list(tensor.shape)} instead of {list(slot.shape)}")
-            elif tensor.dtype not in slot.accepts:
-                expected = " or ".join(_shown(dtype) for dtype in slot.accepts)
-                unfit.append(f"{checkpoint_name} has dtype {_shown(tensor.dtype)} instead of {expected}")
-            elif is_real:
+            elif (why := " comes twice" if name in seen else _misfit(slot, tensor)) is not None:
+                unfit.append(checkpoint_name + why)
+            else:
                 try:
-                    slot.load(tensor)
+                    take(slot, tensor)
                 except WeightsError as error:
                     unfit.append(f"{checkpoint_name}: {error.what}")
-                slot.is_loaded = True
             seen.add(name)
         missing = [] if unfit else [n for n, slot in self._all() if slot.is_required and n not in seen]
         check_fit({"unfit": unfit, "missing": missing, "unexpected": unexpected})  # an unfit tensor is missing too
@@ -228,6 +228,15 @@ def check_fit(names_by_problem: Mapping[str, Sequence[str]], messages: Sequence[
             "The checkpoint does not fit its config.json: " + "; ".join([*problems, *messages]),
             fix="Check that config.json and all weight files are of one model and completely downloaded",
         )
+
+
+def _misfit(slot: WeightSlot, tensor: Tensor) -> str | None:
+    """The reason why the tensor cannot go to the slot, as the end of a sentence; None: it can."""
+    if tuple(tensor.shape) not in (slot.shape, *slot.other_shapes):
+        return f" has shape {list(tensor.shape)} instead of {list(slot.shape)}"
+    if tensor.dtype not in slot.accepts:
+        return f" has dtype {_shown(tensor.dtype)} instead of {' or '.join(map(_shown, slot.accepts))}"
+    return None
 
 
 def _is_void(name: str, tensor: Tensor) -> bool:
