@@ -197,6 +197,8 @@ def test_patterns_that_are_read(pattern: str) -> None:
         ({**AWQ, "bits": 8}, "bits per weight.*8.*Expected 4"),
         ({**AWQ, "bits": "4x"}, "illegal bits.*'4x'"),
         ({**GPTQ, "bits": 3}, "bits per weight.*3.*Expected 4 or 8"),
+        (with_weights(group_size=None), "lacks group_size.*per group"),
+        (with_weights(group_size=-1), "illegal group_size.*Got -1.*per group"),
         ({**GPTQ, "group_size": 0}, "illegal group_size.*Got 0"),
         ({**GPTQ, "group_size": -5}, "illegal group_size.*Got -5"),
         ({**GPTQ, "group_size": 10**9}, "illegal group_size"),

@@ -13,7 +13,7 @@ from typing import Any
 from quire.errors import ModelConfigError
 from quire.formats.weight_format import MAX_GROUP_SIZE
 from quire.hf_config.fields import Fields
-from quire.hf_config.layer_format import LayerFormat, QuantizedCheckpoint, Rule
+from quire.hf_config.layer_format import LayerFormat, Layout, QuantizedCheckpoint, Rule, Scales
 
 # AutoGPTQ, AutoAWQ and ModelOpt wrote these files before config.json held the description.
 SEPARATE_FILES = {
@@ -90,10 +90,9 @@ def _awq(fields: Fields) -> Iterable[Rule]:
     yield _left_out(fields, "modules_to_not_convert")
     yield _output_left_out("AWQ leaves the output projection")
     bits = _bits(fields, "bits" if fields.has("bits") else "w_bit", (4,))
-    group_size = _group_size(fields, "group_size" if fields.has("group_size") else "q_group_size")
-    yield Rule(
-        format=LayerFormat(layout="awq", bits=bits, has_zeros=True, **group_size), reason="quant_method", is_rest=True
-    )
+    scales, group_size = _groups(fields, "group_size" if fields.has("group_size") else "q_group_size")
+    layer_format = LayerFormat(layout="awq", bits=bits, scales=scales, group_size=group_size, has_zeros=True)
+    yield Rule(format=layer_format, reason="quant_method", is_rest=True)
 
 
 def _gptq(fields: Fields) -> Iterable[Rule]:
@@ -120,16 +119,17 @@ def _gptq_format(fields: Fields) -> LayerFormat:
         raise _unread(fields, "in a layout of GPTQ", version, "gptq or gptq_v2")
     if fields.get("pack_dtype") not in (None, "int32"):
         raise _unread(fields, "packed into words", fields.get("pack_dtype"), "int32")
-    group_size = _group_size(fields, "group_size")
+    scales, group_size = _groups(fields, "group_size")
     is_symmetric = fields.flag("sym", True)
     is_ordered = fields.flag("desc_act", False) and not fields.flag("static_groups", False)
     return LayerFormat(
         layout="gptq",
         bits=_bits(fields, "bits", (4, 8)),
+        scales=scales,
+        group_size=group_size,
         has_zeros=not is_symmetric,
-        has_order=is_ordered and group_size["group_size"] is not None,
+        has_order=is_ordered and group_size is not None,
         zero_offset=1 if version == "gptq" else 0,
-        **group_size,
     )
 
 
@@ -147,7 +147,18 @@ def _compressed_tensors(fields: Fields) -> Iterable[Rule]:
         yield _named(group, "targets", None if layout == "dense" else _compressed_format(group, layout))
 
 
-def _compressed_format(group: Fields, layout: str) -> LayerFormat | None:
+# The format, the type and the bits of weights in compressed-tensors: our layout, and the scales that it may have.
+_COMPRESSED: dict[tuple[str, str, int], tuple[Layout, tuple[Scales, ...]]] = {
+    ("pack-quantized", "int", 4): ("packed", ("channel", "group")),
+    ("pack-quantized", "int", 8): ("packed", ("channel", "group")),
+    ("int-quantized", "int", 8): ("int8", ("channel", "tensor")),
+    ("naive-quantized", "int", 8): ("int8", ("channel", "tensor")),
+    ("float-quantized", "float", 8): ("fp8", ("tensor", "channel", "block")),
+    ("naive-quantized", "float", 8): ("fp8", ("tensor", "channel", "block")),
+}
+
+
+def _compressed_format(group: Fields, written: str) -> LayerFormat | None:
     weights = group.object("weights")
     if not weights.values:
         return None
@@ -158,48 +169,38 @@ def _compressed_format(group: Fields, layout: str) -> LayerFormat | None:
         ("tensor", "channel", "group", "block", "tensor_group"),
         "group" if weights.has("group_size") and weights.get("group_size") != -1 else "tensor",
     )
-    layouts = {
-        ("pack-quantized", "int", 4): "packed",
-        ("pack-quantized", "int", 8): "packed",
-        ("int-quantized", "int", 8): "int8",
-        ("naive-quantized", "int", 8): "int8",
-        ("float-quantized", "float", 8): "fp8",
-        ("naive-quantized", "float", 8): "fp8",
-    }
-    ours = layouts.get((layout, kind, bits))
-    expected = {
-        "packed": ("channel", "group"),
-        "int8": ("channel", "tensor"),
-        "fp8": ("tensor", "channel", "block"),
-        None: (),
-    }[ours]
-    if ours is None or strategy not in expected:
+    layout, scales_of_layout = _COMPRESSED.get((written, kind, bits), (None, ()))
+    scales = next((each for each in scales_of_layout if each == strategy), None)
+    if layout is None or scales is None:
         raise _unread(
             group,
             "in a scheme of compressed-tensors",
-            f"{layout}, {kind}{bits}, scales per {strategy}",
+            f"{written}, {kind}{bits}, scales per {strategy}",
             "pack-quantized int4 or int8 (channel, group), int-quantized int8 (channel, tensor), "
             "float-quantized fp8 (tensor, channel, block)",
         )
     is_symmetric = weights.flag("symmetric", True)
-    if not is_symmetric and ours != "packed":
-        raise _unread(group, "with zero points in a scheme", layout, "pack-quantized, or symmetric weights")
+    if not is_symmetric and layout != "packed":
+        raise _unread(group, "with zero points in a scheme", written, "pack-quantized, or symmetric weights")
     order = weights.get("actorder")
     if order not in (None, False, True, "group", "weight", "static", "dynamic"):
         raise weights.illegal("actorder", "group, weight, static, dynamic, true, false or null")
+    group_size = _groups(weights, "group_size")[1] if strategy == "group" else None
+    if strategy == "group" and group_size is None:
+        raise weights.illegal("group_size", "the number of inputs that share a scale, since scales are per group")
     block = weights.sequence("block_structure", int) if strategy == "block" else None
     if strategy == "block" and (block is None or len(block) != 2):
         raise weights.illegal("block_structure", "[rows, columns] of a block")
     return LayerFormat(
-        layout=ours,  # type: ignore[arg-type]
+        layout=layout,
         bits=bits,
-        scales=strategy,  # type: ignore[arg-type]
-        group_size=_group_size(weights, "group_size")["group_size"] if strategy == "group" else None,
+        scales=scales,
+        group_size=group_size,
         block=None if block is None else _block(weights, "block_structure"),
         scale_name="weight_scale",
         has_zeros=not is_symmetric,
         has_order=strategy == "group" and order in (True, "group", "dynamic"),
-        has_input_scale=_has_input_scale(group, ours),
+        has_input_scale=_has_input_scale(group, layout),
     )
 
 
@@ -257,14 +258,15 @@ def _modelopt(fields: Fields) -> Iterable[Rule]:
     is_own_file = fields.has("quantization")
     own = fields.object("quantization") if is_own_file else fields
     algorithm = str(own.get("quant_algo")).upper()
-    scales = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel"}.get(algorithm)
+    scales_of: dict[str, Scales] = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel"}
+    scales = scales_of.get(algorithm)
     if scales is None:
         raise _unread(own, "by an algorithm of ModelOpt", own.get("quant_algo"), "FP8 or FP8_PER_CHANNEL_PER_TOKEN")
     yield _trees(own, "exclude_modules" if is_own_file else "ignore")
     layer_format = LayerFormat(
         layout="fp8",
         bits=8,
-        scales=scales,  # type: ignore[arg-type]
+        scales=scales,
         scale_name="weight_scale",
         has_input_scale=scales == "tensor",
     )
@@ -296,14 +298,14 @@ def _bits(fields: Fields, name: str, choices: tuple[int, ...]) -> int:
     return bits
 
 
-def _group_size(fields: Fields, name: str) -> dict[str, Any]:
-    """The group size and its kind of scales; -1 means the whole row."""
+def _groups(fields: Fields, name: str) -> tuple[Scales, int | None]:
+    """The kind of scales, and the group size; None: the whole row is a group, which is -1 in the file."""
     size = fields.integer(name, -1, minimum=-1)
     if size == -1:
-        return {"group_size": None, "scales": "channel"}
+        return "channel", None
     if size % _GROUP_UNIT or not 0 < size <= MAX_GROUP_SIZE:
         raise fields.illegal(name, f"-1, or a multiple of {_GROUP_UNIT} up to {MAX_GROUP_SIZE:,}")
-    return {"group_size": size, "scales": "group"}
+    return "group", size
 
 
 def _block(fields: Fields, name: str) -> tuple[int, int]:
