@@ -48,6 +48,7 @@ from quire.loader.safetensors_writer import write_tensors
 from quire.measure import report
 from quire.messages import AddRequest
 from quire.model_config import load_model_config
+from quire.models.form import ModelForm
 from quire.models.registry import build_model
 from quire.planning import devices
 from quire.sampling_params import SamplingParams
@@ -152,7 +153,7 @@ def exchange(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 def write_model(folder: Path) -> None:
     """Write a checkpoint with random weights."""
     (folder / "config.json").write_text(json.dumps(MODEL))
-    shapes = build_model(load_model_config(folder), torch.bfloat16).expected_weights()
+    shapes = build_model(load_model_config(folder), ModelForm(torch.bfloat16)).expected_weights()
     weights = {name: torch.randn(shape).mul_(0.02).bfloat16() for name, shape in sorted(shapes.items())}
     write_tensors(folder / "model.safetensors", weights)
 

@@ -10,6 +10,7 @@ from quire.distributed.group import Link
 from quire.loader import load
 from quire.messages import Progress
 from quire.model_config import ModelConfig
+from quire.models.form import Sharing
 from quire.models.registry import CausalLM
 from quire.settings import DeviceSettings, ModelSettings
 
@@ -38,4 +39,4 @@ def load_model(
     """`fields` of ModelSettings."""
     model = ModelSettings(dtype=str(dtype).removeprefix("torch."), **MODEL | fields)
     place = DeviceSettings(device, "", 1, False, "auto", "NONE", (), None, None)
-    return load.load_model(config, model, place, progress, target, before=before)
+    return load.load_model(config, model, place, progress, target=target, sharing=Sharing(before=before))

@@ -27,6 +27,7 @@ from quire.kernels import cpu, gpu
 from quire.life_cycle import WorkerSettings
 from quire.loader import load
 from quire.model_config import load_model_config
+from quire.models.form import ModelForm
 from quire.models.registry import build_model
 from quire.planning import flashinfer_facts
 from quire.resolve import DeviceFacts, GpuFacts, resolve
@@ -366,13 +367,12 @@ def test_an_installation_that_does_not_work_names_the_other_backend(monkeypatch:
 def test_a_model_knows_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the settings to the layers' specs: the layers refuse the same shapes as the settings."""
     monkeypatch.setattr(gpu, "serves", lambda device: True)
-    build_model(MODEL, torch.bfloat16, None, CPU, "FLASHINFER", torch.float8_e4m3fn)
+    build_model(MODEL, ModelForm(torch.bfloat16, None, CPU, "FLASHINFER", torch.float8_e4m3fn))
     with pytest.raises(ConfigError, match="does not read a KV cache of int8"):
-        build_model(MODEL, torch.bfloat16, None, CPU, "FLASHINFER", torch.int8)
+        build_model(MODEL, ModelForm(torch.bfloat16, None, CPU, "FLASHINFER", torch.int8))
 
-    def build(*arguments: Any) -> Any:
-        (cache_dtype,) = (x for x in arguments[2:] if isinstance(x, torch.dtype))
-        raise InterruptedError(cache_dtype)
+    def build(config: Any, form: ModelForm, **sharing: Any) -> Any:
+        raise InterruptedError(form.cache_dtype)
 
     monkeypatch.setattr(load, "build_model", build)
     for name, dtype in (("auto", torch.bfloat16), ("fp8_e5m2", torch.float8_e5m2), ("int8", torch.int8)):

@@ -14,6 +14,7 @@ import quire.demo
 from quire.demo.data import FALLBACK, render
 from quire.loader.safetensors import open_checkpoint
 from quire.model_config import load_model_config
+from quire.models.form import ModelForm
 from quire.models.registry import CausalLM, build_model
 from tests.lora.whole_adapters import read_adapter
 from tests.models.paged_run import greedy
@@ -46,7 +47,7 @@ def model() -> CausalLM:
             delta = adapter.deltas.get(name.removesuffix(".weight"))
             yield name, weight.float() + (0 if delta is None else delta.scale * delta.b_NR @ delta.a_RK)
 
-    model = build_model(config, torch.float32, None, torch.device("cpu"))
+    model = build_model(config, ModelForm(torch.float32))
     model.load_weights(merged())
     model.finalize()
     return model

@@ -17,6 +17,7 @@ from quire.engine.core import EngineCore
 from quire.kernels import cpu, gpu
 from quire.model_config import ModelConfig, load_head_config, load_model_config
 from quire.models.decoder import Decoder
+from quire.models.form import ModelForm
 from quire.models.registry import CausalLM, build_model
 from quire.sampling_params import SamplingParams
 from quire.spec_decode.by_worker import DraftedByWorker
@@ -56,7 +57,7 @@ def tiny_model(folder: Path, *, drafts: bool = False) -> tuple[ModelConfig, Caus
     raw |= {"num_hidden_layers": 2} | (HEADS_OF_DRAFTER if drafts else HEADS)
     (folder / "config.json").write_text(json.dumps(raw))
     config = load_model_config(folder)
-    model = build_model(config, torch.float32)
+    model = build_model(config, ModelForm(torch.float32))
     generator = torch.Generator().manual_seed(int(drafts))
     weights = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in model.expected_weights().items()}
     model.load_weights((name, weight + ("norm" in name)) for name, weight in weights.items())
@@ -71,7 +72,7 @@ def tiny_head(folder: Path, target_config: ModelConfig, target: CausalLM) -> tup
     raw |= HEADS_OF_DRAFTER
     (folder / "config.json").write_text(json.dumps(raw))
     config = load_head_config(folder, "eagle3", target_config, {"lm_head.weight", "d2t"})
-    model = build_model(config, torch.float32, target=target)
+    model = build_model(config, ModelForm(torch.float32), target=target)
     generator = torch.Generator().manual_seed(2)
     weights = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in model.expected_weights().items()}
     weights["d2t"] = torch.zeros(37, dtype=torch.int64)

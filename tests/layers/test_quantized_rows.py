@@ -15,6 +15,7 @@ from quire.layers.activation import gated_activation
 from quire.layers.linear import Linear, SplitLinear
 from quire.layers.norm import RMSNorm
 from quire.model_config import load_model_config
+from quire.models.form import ModelForm
 from quire.models.registry import build_model
 from quire.quantization.fp8 import Fp8OnLoad
 from quire.quantization.unquantized import Unquantized
@@ -104,9 +105,8 @@ def test_layers_that_quantize_nothing_get_rows_as_they_are(monkeypatch: pytest.M
 def test_every_family_feeds_its_layers() -> None:
     """The norms before attention and MLP; those behind them, the final one and OLMo's feed none."""
     for architecture in ("LlamaForCausalLM", "Gemma2ForCausalLM", "GraniteForCausalLM"):
-        model = build_model(
-            load_model_config(quire.demo.path("target"), {"architectures": [architecture]}), torch.bfloat16
-        )
+        config = load_model_config(quire.demo.path("target"), {"architectures": [architecture]})
+        model = build_model(config, ModelForm(torch.bfloat16))
         for sublayer in model._sublayers:
             assert sublayer.input_norm.feeds is sublayer._mixer.reader
         assert model._sublayers[-1].next_norm.feeds is None

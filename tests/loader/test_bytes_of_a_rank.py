@@ -26,6 +26,7 @@ from quire.loader.hub import resolve_model
 from quire.loader.safetensors_writer import write_tensors
 from quire.model_config import load_model_config
 from quire.models.decoder import Decoder
+from quire.models.form import ModelForm
 from quire.models.registry import build_model
 from quire.planning.cut_stages import part_of_rank
 from tests.loader.local_store import Store
@@ -77,7 +78,7 @@ def write(
 ) -> Path:
     """A checkpoint -> its file. `numbers` makes a tensor by its shape."""
     (folder / "config.json").write_text(json.dumps(config))
-    shapes = build_model(load_model_config(folder), torch.bfloat16).expected_weights()
+    shapes = build_model(load_model_config(folder), ModelForm(torch.bfloat16)).expected_weights()
     if is_stacked:
         shapes = {name: shape for name, shape in shapes.items() if ".experts." not in name}
         for prefix in (f"model.layers.{layer}.mlp.experts." for layer in range(config["num_hidden_layers"])):

@@ -22,6 +22,7 @@ import torch
 from quire.kernels import cpu
 from quire.loader.hub import resolve_model
 from quire.model_config import load_model_config
+from quire.models.form import ModelForm
 from quire.models.registry import build_model
 from tests.gguf.writing import add_config
 from tests.loader.local_store import Store
@@ -92,7 +93,7 @@ pytestmark = [
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, ...]]:
     folder = tmp_path_factory.mktemp("config")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    return build_model(load_model_config(folder), torch.bfloat16).expected_weights()
+    return build_model(load_model_config(folder), ModelForm(torch.bfloat16)).expected_weights()
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, shapes: dict[str, tuple[int
 def experts_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """1.2 GB of experts in one of two forms."""
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS_CONFIG))
-    shapes = build_model(load_model_config(tmp_path), torch.bfloat16).expected_weights()
+    shapes = build_model(load_model_config(tmp_path), ModelForm(torch.bfloat16)).expected_weights()
     if request.param == "one tensor":
         shapes = {name: shape for name, shape in shapes.items() if ".experts." not in name}
         for layer in range(2):

@@ -16,6 +16,7 @@ from quire import LLM, SamplingParams
 from quire.lora.request import LoRARequest
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.decoder import EMBEDDINGS
+from quire.models.form import ModelForm
 from quire.models.registry import build_model
 from tests.lora.whole_adapters import Adapter, read_adapter
 from tests.models.tiny_models import SIZES, hf_logits
@@ -110,7 +111,7 @@ def test_deltas_are_what_peft_merges(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     model, adapter, config = saved(kind, tmp_path)
     assert len(adapter.deltas) == kind.num_modules
-    own = build_model(config, torch.float32, None, torch.device("cpu"))
+    own = build_model(config, ModelForm(torch.float32))
     slots = {slot.removesuffix(".weight") for slot in own.expected_weights()}
     assert adapter.deltas.keys() <= slots | {"lm_head"}
     weights, tokens = merged(untied(model), adapter), list(range(3, 40))

@@ -22,6 +22,7 @@ from quire.layer_spec import Cut, LinearShape
 from quire.layers.weight_slot import StackedSlots
 from quire.loader.safetensors import Checkpoint
 from quire.model_config import load_model_config
+from quire.models.form import ModelForm
 from quire.models.registry import CausalLM, build_model
 from quire.models.weights import WeightTable
 from quire.moe.stack import ExpertStack, make_stack
@@ -117,7 +118,7 @@ def test_the_order_of_tensors_does_not_matter(quantization: str | None, folder: 
     tensors = [*load_file(folder / "model.safetensors").items()]
     found = []
     for order in (torch.arange(len(tensors)), torch.randperm(len(tensors))):
-        model = build_model(load_model_config(folder), torch.float32, quantization)
+        model = build_model(load_model_config(folder), ModelForm(torch.float32, quantization))
         model.load_weights(tensors[index] for index in order.tolist())
         found.append(logits(model))
     assert torch.equal(*found)

@@ -25,6 +25,7 @@ from quire.hf_config.translate import OPTIONAL_FIELDS
 from quire.kernels import cpu, gpu, reference
 from quire.layer_spec import Latent
 from quire.model_config import ModelConfig, load_model_config
+from quire.models.form import ModelForm
 from quire.models.registry import CausalLM, build_model
 from tests.covering import covering
 from tests.examples import IS_FULL
@@ -344,7 +345,7 @@ def load(
     config = load_model_config(folder, overrides)
     if case.max_model_len is not None:
         config = dataclasses.replace(config, max_model_len=case.max_model_len)
-    model = build_model(config, dtype, quantization)
+    model = build_model(config, ModelForm(dtype, quantization))
     weights = given = load_file(folder / "model.safetensors")
     if rounded_to is not None:
         weights = {name: round_weight(name, weight, config, rounded_to) for name, weight in given.items()}
@@ -539,7 +540,7 @@ def test_aligned_sizes_have_no_padding(tmp_path, path):
     }
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = load_model_config(tmp_path)
-    model = build_model(config, torch.bfloat16)
+    model = build_model(config, ModelForm(torch.bfloat16))
     model.load_weights((name, torch.zeros(shape)) for name, shape in model.expected_weights().items())
     assert model.weight_bytes() == config.weight_bytes("bfloat16")
 
@@ -588,7 +589,7 @@ def test_fields_of_other_families_change_nothing(family, tmp_path, expected):
     weights = load_file(want.folder / "model.safetensors")
     config = load_model_config(tmp_path)
     assert set(config.ignored_fields) == set(foreign)
-    ours = build_model(config, torch.float32)
+    ours = build_model(config, ModelForm(torch.float32))
     ours.load_weights(weights.items())
     tokens = want.tokens[0]
     logits = PagedRun(ours, torch.float32).step({0: tokens})[0]
@@ -607,7 +608,7 @@ def test_extended_families_compute_what_the_other_does(family, tmp_path, expecte
     raw = json.loads((want.folder / "config.json").read_text())
     raw |= {"model_type": family, "architectures": list(FAMILIES[family].architectures)}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    model = build_model(load_model_config(tmp_path), torch.float32)
+    model = build_model(load_model_config(tmp_path), ModelForm(torch.float32))
     drafts = {"model.mtp_layers.0.input_proj.weight": torch.zeros(3)}
     model.load_weights((load_file(want.folder / "model.safetensors") | drafts).items())
     logits = PagedRun(model, torch.float32).step({0: want.tokens[0]})[0]
@@ -623,7 +624,7 @@ def test_a_model_with_vision_tower_runs_its_text_part(name, architecture, prefix
     raw = {"architectures": [f"{architecture}ForConditionalGeneration"], "model_type": architecture.lower()}
     raw["text_config"] = inner
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    model = build_model(load_model_config(tmp_path), torch.float32)
+    model = build_model(load_model_config(tmp_path), ModelForm(torch.float32))
     model_prefix, head_prefix = prefixes
     weights = {
         name.replace("model.", model_prefix, 1) if name.startswith("model.") else head_prefix + name: tensor

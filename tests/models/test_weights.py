@@ -14,6 +14,7 @@ from quire.errors import ModelConfigError, WeightsError
 from quire.kernels import cpu
 from quire.model_config import load_model_config
 from quire.models.decoder import Decoder
+from quire.models.form import ModelForm
 from quire.models.registry import build_model
 
 TINY = {
@@ -42,7 +43,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 def build(tmp_path: Path):
     def build_tiny(**changes: Any) -> Decoder:
         (tmp_path / "config.json").write_text(json.dumps({**TINY, **changes}))
-        model = build_model(load_model_config(tmp_path), torch.float32)
+        model = build_model(load_model_config(tmp_path), ModelForm(torch.float32))
         assert isinstance(model, Decoder)
         return model
 
@@ -178,4 +179,4 @@ def test_unknown_architecture_is_refused_with_the_way_out(tmp_path):
     )
     config = load_model_config(tmp_path, any_architecture=True)
     with pytest.raises(ModelConfigError, match=r"FalconForCausalLM.*--model-impl transformers"):
-        build_model(config, torch.float32)
+        build_model(config, ModelForm(torch.float32))

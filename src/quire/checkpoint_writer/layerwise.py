@@ -19,6 +19,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.model_config import ModelConfig
 from quire.models.decoder import Decoder
+from quire.models.form import ModelForm
 from quire.models.registry import build_model
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
@@ -59,7 +60,7 @@ class Layerwise:
         self.names = self._model()  # this decoder only knows names; it never has weights
 
     def _model(self) -> Decoder:
-        model = build_model(self.config, self.dtype)
+        model = build_model(self.config, ModelForm(self.dtype))
         assert isinstance(model, Decoder)
         return model
 

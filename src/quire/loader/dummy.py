@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from quire.models.registry import CPU
+from quire.models.form import CPU
 
 # One table of random numbers serves all tensors; each begins at its own place. New numbers for every weight would take
 # seconds. The length is prime, so that rows of a matrix do not repeat.

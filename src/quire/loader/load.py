@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from quire.distributed.group import Group, Link
 from quire.errors import ConfigError
 from quire.hf_config.gguf_types import GgufWeights
 from quire.hf_config.layer_format import LayerFormat
@@ -19,8 +18,8 @@ from quire.logs import get_logger
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.models.decoder import Decoder
-from quire.models.registry import CPU, CausalLM, build_model
-from quire.moe.dispatch import Dispatch
+from quire.models.form import ALONE, CPU, ModelForm, Sharing
+from quire.models.registry import CausalLM, build_model
 from quire.settings import DeviceSettings, ModelSettings
 
 logger = get_logger(__name__)
@@ -31,10 +30,9 @@ def load_model(
     settings: ModelSettings,
     device: DeviceSettings,
     progress: Progress | None = None,
+    *,
     target: CausalLM | None = None,
-    group: Group | None = None,
-    before: Link | None = None,
-    dispatch: Dispatch | None = None,
+    sharing: Sharing = ALONE,
 ) -> CausalLM:
     """Build the model of a config, load its weights from `config.model` and finalize it.
 
@@ -45,75 +43,92 @@ def load_model(
         device: the model's device and attention backend.
         progress: called with ("load", fraction, text with the bytes).
         target: the target of a head that drafts; a native model.
-        group: the ranks that share the model; the config describes this rank's part.
-        before: brings the input, if the config describes a stage after the first one.
-        dispatch: brings rows to experts, if lanes share them.
+        sharing: the ranks with which the model is shared.
 
     Raises:
         WeightsError: weights are missing, malformed, or do not fit the config.
         ModelConfigError: no implementation for the architecture.
         ConfigError: the settings do not fit the model.
     """
-    dtype: torch.dtype = getattr(torch, settings.dtype)
-    place, quantization, load_format = torch.device(device.device), settings.quantization, settings.load_format
     # Headers first: a broken checkpoint is reported before memory is taken.
-    checkpoint = None if load_format == "dummy" else _open(config, load_format)
+    checkpoint = None if settings.load_format == "dummy" else _open(config, settings.load_format)
+    form = ModelForm(
+        dtype=getattr(torch, settings.dtype),
+        quantization=settings.quantization,
+        device=torch.device(device.device),
+        attention_backend=device.attention_backend,
+        cache_dtype=getattr(torch, settings.cache_dtype),
+    )
     model: CausalLM
     if settings.model_impl == "transformers" or (settings.model_impl == "auto" and not config.is_native):
-        if quantization is not None or config.quantized is not None:
-            raise ConfigError(
-                f"{config.architecture} runs through transformers' modelling code, which is not quantized here",
-                value=quantization if config.quantized is None else config.quantized.method,
-                fix="Take the checkpoint in floating point, or a model with a native implementation",
-                param="quantization",
-            )
-        from quire.models.transformers_backend import TransformersModel
-
-        model = TransformersModel(config, dtype, place, device.attention_backend)
+        model = _transformers_model(config, form)
     else:
-        if checkpoint is None and config.quantized is not None:
-            raise ConfigError(
-                "Dummy weights are not made for a quantized checkpoint",
-                value=config.quantized.method,
-                fix="Use --hf-overrides '{\"quantization_config\": null}' with --quantization int8, int4 or fp8",
-                param="load_format",
-            )
-        if config.ignored_fields:
-            fields = ", ".join(config.ignored_fields)
-            logger.warning("config.json's %s: not applied, because %s does not read it", fields, config.architecture)
-        cache_dtype: torch.dtype = getattr(torch, settings.cache_dtype)
-        of = target if isinstance(target, Decoder) else None
-        form = (dtype, quantization, place, device.attention_backend, cache_dtype)
-        model = build_model(config, *form, of, group, before, dispatch, settings.decode_context_parallel_size)
-        sources = (stored.source for stored in config.stored_linears())
-        if any(isinstance(source, LayerFormat) and source.has_input_scale for source in sources):
-            logger.info("the checkpoint's scales for activations are not used: activations stay in %s", dtype)
-    if isinstance(model, Decoder) and checkpoint is not None:
-        model.check_weights(checkpoint.headers())
-    if settings.packed_weights_cache:
-        if isinstance(model, Decoder) and checkpoint is not None and extension.is_used() and place == CPU:
-            _load_cached(model, PackedCache(config, dtype, quantization, checkpoint.files), checkpoint, progress)
-            trim()
-            return model
-        logger.warning("packed weights are not kept: this needs a native model on the compiled CPU kernels")
-    if checkpoint is None:
-        model.load_weights(dummy_weights(model.expected_weights(), dtype, place))
-    else:
-        model.load_weights(checkpoint.tensors(progress, model.extent if isinstance(model, Decoder) else all_of))
+        native = target if isinstance(target, Decoder) else None
+        model = _native_model(config, form, native, sharing, is_dummy=checkpoint is None)
+        if checkpoint is not None:
+            model.check_weights(checkpoint.headers())
+    _load_weights(model, checkpoint, form, progress, keeps_packed=settings.packed_weights_cache)
     model.finalize()
     trim()
     return model
 
 
-def _load_cached(
-    model: Decoder, cache: PackedCache, checkpoint: Checkpoint | GgufCheckpoint, progress: Progress | None
+def _transformers_model(config: ModelConfig, form: ModelForm) -> CausalLM:
+    if form.quantization is not None or config.quantized is not None:
+        raise ConfigError(
+            f"{config.architecture} runs through transformers' modelling code, which is not quantized here",
+            value=form.quantization if config.quantized is None else config.quantized.method,
+            fix="Take the checkpoint in floating point, or a model with a native implementation",
+            param="quantization",
+        )
+    from quire.models.transformers_backend import TransformersModel
+
+    return TransformersModel(config, form.dtype, form.device, form.attention_backend)
+
+
+def _native_model(
+    config: ModelConfig, form: ModelForm, target: Decoder | None, sharing: Sharing, *, is_dummy: bool
+) -> Decoder:
+    if is_dummy and config.quantized is not None:
+        raise ConfigError(
+            "Dummy weights are not made for a quantized checkpoint",
+            value=config.quantized.method,
+            fix="Use --hf-overrides '{\"quantization_config\": null}' with --quantization int8, int4 or fp8",
+            param="load_format",
+        )
+    if config.ignored_fields:
+        fields = ", ".join(config.ignored_fields)
+        logger.warning("config.json's %s: not applied, because %s does not read it", fields, config.architecture)
+    model = build_model(config, form, target=target, sharing=sharing)
+    sources = (stored.source for stored in config.stored_linears())
+    if any(isinstance(source, LayerFormat) and source.has_input_scale for source in sources):
+        logger.info("the checkpoint's scales for activations are not used: activations stay in %s", form.dtype)
+    return model
+
+
+def _load_weights(
+    model: CausalLM,
+    checkpoint: Checkpoint | GgufCheckpoint | None,
+    form: ModelForm,
+    progress: Progress | None,
+    *,
+    keeps_packed: bool,
 ) -> None:
-    if (held := cache.read(progress)) is not None:
-        model.restore(held, cache.mapped_bytes)
+    """Load the weights. `keeps_packed`: map the packed weights of an earlier start, or keep them for the next one."""
+    if keeps_packed:
+        if isinstance(model, Decoder) and checkpoint is not None and extension.is_used() and form.device == CPU:
+            cache = PackedCache(model.config, form.dtype, form.quantization, checkpoint.files)
+            if (held := cache.read(progress)) is not None:
+                model.restore(held, cache.mapped_bytes)
+            else:
+                model.load_weights(checkpoint.tensors(progress, model.extent))
+                cache.write(model.held(), progress)
+            return
+        logger.warning("packed weights are not kept: this needs a native model on the compiled CPU kernels")
+    if checkpoint is None:
+        model.load_weights(dummy_weights(model.expected_weights(), form.dtype, form.device))
     else:
-        model.load_weights(checkpoint.tensors(progress, model.extent))
-        cache.write(model.held(), progress)
-    model.finalize()
+        model.load_weights(checkpoint.tensors(progress, model.extent if isinstance(model, Decoder) else all_of))
 
 
 def _open(config: ModelConfig, load_format: str) -> Checkpoint | GgufCheckpoint:

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend, AttentionSpec
 from quire.attention.divided import DividedAttention
 from quire.attention.layer import Attention, Sinks
-from quire.distributed.group import Group
 from quire.forward_batch import ForwardBatch
 from quire.kernels.fp8 import Rows
 from quire.kernels.layer_rules import LatentRotation
@@ -40,8 +38,8 @@ from quire.layers.norm import RMSNorm, make_norm
 from quire.layers.up_projection import UpProjection
 from quire.layers.weight_slot import AnySlots
 from quire.model_config import ModelConfig
+from quire.models.form import ModelForm, Sharing
 from quire.models.latent import LatentAttention
-from quire.moe.dispatch import Dispatch
 from quire.moe.layer import ChoiceBias, MoE
 from quire.moe.stack import ExchangedStack, ExpertStack, JoinedStack, SplitStack, make_stack
 
@@ -168,14 +166,10 @@ class LayerBuilder:
     config: ModelConfig
     spec: LayerSpec
     cache: int  # index of the layer's cache in ForwardBatch.caches
-    dtype: torch.dtype
-    device: torch.device
-    quantization: str | None
+    form: ModelForm
+    sharing: Sharing
     rope_table: Callable[[RopeConfig], Tensor]  # cos_sin_LR
     backend: Callable[[AttentionSpec], AttentionBackend]
-    group: Group | None  # the ranks that share the layer
-    dispatch: Dispatch | None  # set if lanes share the layer's experts (expert parallelism)
-    num_kv_owners: int = 1  # the number of ranks that share one KV cache
     parts: list[tuple[str, Weighted]] = field(default_factory=list)  # (prefix of its tensors' names, part)
     mixtures: list[MoE] = field(default_factory=list)
 
@@ -192,30 +186,30 @@ class LayerBuilder:
     def norm(self, shape: NormShape, eps: float | None = None) -> RMSNorm:
         """A norm of the layer. `eps`: its epsilon; None: the epsilon of the model."""
         eps = self.config.rms_norm_eps if eps is None else eps
-        norm = make_norm(shape, eps, self.config.norm_offset, self.dtype)
+        norm = make_norm(shape, eps, self.config.norm_offset, self.form.dtype)
         self.parts.append((f"{shape.name}.", norm))
         return norm
 
     def linear(self, shape: LinearShape) -> Projection:
         """A linear layer in the form that the config and `quantization` choose."""
-        linear = make_linear(self.config.stored(shape, self.quantization), self.dtype)
+        linear = make_linear(self.config.stored(shape, self.form.quantization), self.form.dtype)
         self.parts += [(shape.prefix, part) for part in linear.parts]
         return linear
 
     def joined(self, shape: LinearShape, *, keeps_part: bool = False) -> Projection | JoinedLinear:
         """A linear layer that reads the outputs of a layer that is cut over ranks. `keeps_part`: see JoinedLinear."""
         linear = self.linear(shape)
-        if self.group is None:
+        if self.sharing.group is None:
             return linear
         assert shape.share is not None, "a rank of a group has a part of the layer"
-        return JoinedLinear(linear, shape.share, self.group, keeps_part=keeps_part)
+        return JoinedLinear(linear, shape.share, self.sharing.group, keeps_part=keeps_part)
 
     def wide_norms(self, spec: Full, norms: Sequence[RMSNorm]) -> list[Callable[[Tensor], Tensor]]:
         """The norms over all query heads and over all key heads, which change their input in place."""
-        share = spec.qkv.share
-        if self.group is None or share is None:
+        share, group = spec.qkv.share, self.sharing.group
+        if group is None or share is None:
             return [partial(_in_place, norm) for norm in norms]
-        return [JoinedNorm(norm, share, shard, self.group) for shard, norm in enumerate(norms)]
+        return [JoinedNorm(norm, share, shard, group) for shard, norm in enumerate(norms)]
 
     def gate(self, shape: LinearShape) -> Linear:
         """A linear layer that decides about others, a router for example. The checkpoint has one tensor for it."""
@@ -230,10 +224,11 @@ class LayerBuilder:
             share: the rank's share of the linear layer that gives the queries.
             head_rows: the rows of that layer for one query head.
         """
-        if self.num_kv_owners == 1:
+        group, num_owners = self.sharing.group, self.sharing.num_kv_owners
+        if num_owners == 1:
             return self.backend(spec)
-        assert self.group is not None and share is not None, "one rank has all of the cache"
-        return DividedAttention(spec, self.group, [rows // head_rows for rows in share.widths(0)], self.num_kv_owners)
+        assert group is not None and share is not None, "one rank has all of the cache"
+        return DividedAttention(spec, group, [rows // head_rows for rows in share.widths(0)], num_owners)
 
     def attention(self, spec: Full) -> SelfAttention:
         """Attention to all earlier tokens, or to the earlier tokens of a window or a chunk."""
@@ -247,7 +242,7 @@ class LayerBuilder:
                 scale=spec.scale,
                 sliding_window=size if kind == "window" else 0,
                 soft_cap=spec.soft_cap,
-                dtype=self.dtype,
+                dtype=self.form.dtype,
                 chunk=size if kind == "chunked" else 0,
                 has_sinks=spec.sinks,
             ),
@@ -256,14 +251,14 @@ class LayerBuilder:
         )
         sinks = None
         if spec.sinks:
-            sinks = Sinks(spec.num_q_heads, self.dtype, spec.sink_share)
+            sinks = Sinks(spec.num_q_heads, self.form.dtype, spec.sink_share)
             self.parts.append((spec.qkv.prefix, sinks))
         norms = [self.norm(shape) for shape in spec.norms]
         head_norms, wide_norms = ([], norms) if spec.qk_norm == "full" else (norms, [])
         table = None if spec.rope is None else self.rope_table(spec.rope)
         if spec.qk_norm == "unit":
             eps = self.config.rms_norm_eps
-            head_norms = [RMSNorm.without_weights(spec.head_dim, eps, self.dtype, self.device)] * 2
+            head_norms = [RMSNorm.without_weights(spec.head_dim, eps, self.form.dtype, self.form.device)] * 2
         q_norm, k_norm = head_norms or (None, None)
         temperature = (spec.temperature, spec.temperature_floor)
         attention = Attention(self.cache, backend, table, q_norm, k_norm, sinks, *temperature)
@@ -271,7 +266,7 @@ class LayerBuilder:
 
     def latent(self, spec: Latent) -> LatentAttention:
         """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
-        up = UpProjection(self.config.stored(spec.up, self.quantization), self.dtype)
+        up = UpProjection(self.config.stored(spec.up, self.form.quantization), self.form.dtype)
         self.parts.append((spec.up.prefix, up))
         backend = self.attention_backend(
             AttentionSpec(
@@ -282,7 +277,7 @@ class LayerBuilder:
                 scale=spec.scale,
                 sliding_window=0,
                 soft_cap=0.0,
-                dtype=self.dtype,
+                dtype=self.form.dtype,
             ),
             spec.up.share,
             spec.nope_dim + spec.value_dim,
@@ -307,29 +302,30 @@ class LayerBuilder:
 
     def stack(self, shape: LinearShape) -> ExpertStack | SplitStack:
         """The linear layers of all experts."""
-        stack = make_stack(self.config.stored(shape, self.quantization), self.dtype)
+        stack = make_stack(self.config.stored(shape, self.form.quantization), self.form.dtype)
         self.parts += [(shape.prefix, part) for part in stack.parts]
         return stack
 
     def experts(self, spec: Experts) -> MoE:
         """The experts of the layer and their router. With lanes, the ranks of `dispatch` share the experts."""
-        if self.dispatch is not None and self.group is not self.dispatch.group:
-            return replace(self, group=self.dispatch.group).experts(spec)
+        group, dispatch = self.sharing.group, self.sharing.dispatch
+        if dispatch is not None and group is not dispatch.group:
+            return replace(self, sharing=replace(self.sharing, group=dispatch.group)).experts(spec)
         router, choice_bias = self.gate(spec.router.linear), None
         if spec.router.has_bias_for_choice:
             choice_bias = ChoiceBias(spec.num_routed)
             self.parts.append((f"{spec.router.linear.names[0]}.", choice_bias))
         gate_up, stack, join = self.stack(spec.expert.gate_up), self.stack(spec.expert.down), None
         down: ExpertStack | SplitStack | JoinedStack | ExchangedStack = stack
-        if self.group is not None and (placement := spec.placement) is not None:
-            down = ExchangedStack(stack, placement, self.group)
-            join = partial(self.group.gather, widths=[len(columns) for columns in placement.columns])
-        elif self.group is not None and (share := spec.expert.down.share) is not None:
-            down, join = JoinedStack(stack, share, self.group), partial(self.group.gather, widths=share.widths(0))
+        if group is not None and (placement := spec.placement) is not None:
+            down = ExchangedStack(stack, placement, group)
+            join = partial(group.gather, widths=[len(columns) for columns in placement.columns])
+        elif group is not None and (share := spec.expert.down.share) is not None:
+            down, join = JoinedStack(stack, share, group), partial(group.gather, widths=share.widths(0))
         shared = None if spec.shared is None else self.mlp(spec.shared, keeps_part=True)
         shared_gate = None if spec.shared_gate is None else self.gate(spec.shared_gate)
         parts = (gate_up, down, shared, shared_gate)
-        self.mixtures.append(MoE(spec, router, choice_bias, *parts, self.device, join, self.dispatch))
+        self.mixtures.append(MoE(spec, router, choice_bias, *parts, self.form.device, join, dispatch))
         return self.mixtures[-1]
 
 

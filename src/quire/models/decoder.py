@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from quire.attention.select import SharedBackends
-from quire.distributed.group import Group, Link
 from quire.formats.kv_groups import kv_groups, table_of_layer
 from quire.forward_batch import ForwardBatch, HostStep, LaneRows, LayerCache
 from quire.hf_config.quantization import OUTPUT
@@ -30,8 +29,8 @@ from quire.layers.rope import cos_sin_table
 from quire.layers.weight_slot import Extent, StackedSlots, WeightSlot
 from quire.model_config import ModelConfig
 from quire.models.block import LayerBuilder, Sublayer, Weighted
+from quire.models.form import ALONE, ModelForm, Sharing
 from quire.models.weights import WeightTable
-from quire.moe.dispatch import Dispatch
 from quire.moe.layer import MoE
 
 EMBEDDINGS = "model.embed_tokens"
@@ -63,57 +62,36 @@ class Decoder:
 
     Args:
         config: its `max_model_len` limits the positions, which are the rows of the rotary tables.
-        dtype: the dtype of weights and activations.
-        quantization: a key of ON_LOAD; None: weights stay in the checkpoint's format.
-        device: the model runs there, and `load_weights` brings the tensors there.
-        attention_backend: the name of the backend; see attention.select.
-        cache_dtype: the dtype of the KV cache; None: it is `dtype`.
-        group: the ranks that share the model (tensor parallelism); None: one rank has all of it.
-        before: the link from the previous pipeline stage; None: this is the first stage.
-        dispatch: sends rows to the ranks of their experts; None: lanes share no experts.
-        num_kv_owners: the number of neighbouring ranks of the group that share one KV cache.
 
     Raises:
         ConfigError: the attention backend cannot serve a layer.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        quantization: str | None,
-        device: torch.device,
-        attention_backend: str = "auto",
-        cache_dtype: torch.dtype | None = None,
-        group: Group | None = None,
-        before: Link | None = None,
-        dispatch: Dispatch | None = None,
-        num_kv_owners: int = 1,
-    ) -> None:
-        self.config, self._group, self._dispatch, self._num_kv_owners = config, group, dispatch, num_kv_owners
-        self.dtype = dtype
-        self.device = device
+    def __init__(self, config: ModelConfig, form: ModelForm, sharing: Sharing = ALONE) -> None:
+        self.config, self._form, self._sharing = config, form, sharing
+        self.dtype, self.device = form.dtype, form.device
         self.mapped_bytes = 0
         self._parts: list[tuple[str, Weighted]] = []
         self._mixtures: list[MoE] = []
-        self._backends = SharedBackends(table_of_layer(kv_groups(config)), device, attention_backend, cache_dtype)
+        tables = table_of_layer(kv_groups(config))
+        self._backends = SharedBackends(tables, form.device, form.attention_backend, form.cache_dtype)
         self._output: OutputProjection
         self._embed: Lookup
-        if before is not None:
-            self._embed = ReceivedRows(before, config.hidden_size, dtype)
+        if sharing.before is not None:
+            self._embed = ReceivedRows(sharing.before, config.hidden_size, form.dtype)
             if config.has_output:
-                self._output = self._make_output(quantization)
+                self._output = self._make_output()
         else:
-            self._embed = self._make_embeddings(quantization)
-        if group is not None and before is None:
-            assert config.vocab_share is not None, "a rank has a part of the model"
-            self._embed = JoinedLookup(self._embed, config.vocab_share, group)
-        self._layers = list(self._make_layers(quantization))
+            self._embed = self._make_embeddings()
+            if sharing.group is not None:
+                assert config.vocab_share is not None, "a rank has a part of the model"
+                self._embed = JoinedLookup(self._embed, config.vocab_share, sharing.group)
+        self._layers = list(self._make_layers())
         if config.has_output:
-            final_norm = make_norm(config.final_norm, config.rms_norm_eps, config.norm_offset, dtype)
+            final_norm = make_norm(config.final_norm, config.rms_norm_eps, config.norm_offset, form.dtype)
             self._parts.append((f"{config.final_norm.name}.", final_norm))
         else:  # this norm only adds to the residual stream: nothing reads its result
-            final_norm = RMSNorm.without_weights(config.hidden_size, config.rms_norm_eps, dtype, device)
+            final_norm = RMSNorm.without_weights(config.hidden_size, config.rms_norm_eps, form.dtype, form.device)
         self._sublayers = [sublayer for layer in self._layers for sublayer in layer]
         for sublayer, successor in pairwise(self._sublayers):
             sublayer.next_norm = successor.input_norm
@@ -121,24 +99,24 @@ class Decoder:
         self._parts_of_pass: list[_PartOfPass] = list(self._sublayers)
         # transformers rounds Gemma's factor to the dtype; Granite's factors are exact in every dtype.
         multiplier = config.embedding_multiplier if config.has_embeddings else 1.0
-        self._embedding_multiplier = torch.tensor(multiplier, dtype=dtype).item()
+        self._embedding_multiplier = torch.tensor(multiplier, dtype=form.dtype).item()
         ignored = config.ignored_prefixes + (("lm_head.",) if config.tie_word_embeddings else ())
         self._weights = WeightTable(self._slots(), config.renamed_prefixes, ignored)
 
-    def _make_output(self, quantization: str | None) -> OutputProjection:
-        (stored,) = self.config.stored(self.config.output_linear(), quantization)
+    def _make_output(self) -> OutputProjection:
+        (stored,) = self.config.stored(self.config.output_linear(), self._form.quantization)
         output = OutputProjection(stored, self.dtype)
         self._parts.append((stored.shape.prefix, output))
         return output
 
-    def _make_embeddings(self, quantization: str | None) -> Lookup:
-        config, dtype = self.config, self.dtype
+    def _make_embeddings(self) -> Lookup:
+        config = self.config
         if config.has_output or config.tie_word_embeddings:
-            self._output = self._make_output(quantization)
+            self._output = self._make_output()
         if config.tie_word_embeddings:
             return PackedEmbedding(self._output)
         if (own := config.stored_embeddings()) is not None:
-            packed = OutputProjection(own, dtype)
+            packed = OutputProjection(own, self.dtype)
             self._parts.append((own.shape.prefix, packed))
             return PackedEmbedding(packed)
         return self._make_own_embeddings()
@@ -148,7 +126,7 @@ class Decoder:
         self._parts.append((f"{EMBEDDINGS}.", table))
         return table
 
-    def _make_layers(self, quantization: str | None) -> Iterable[list[Sublayer]]:
+    def _make_layers(self) -> Iterable[list[Sublayer]]:
         tables: dict[RopeConfig, Tensor] = {}
 
         def rope_table(rope: RopeConfig) -> Tensor:
@@ -162,14 +140,10 @@ class Decoder:
                 config=self.config,
                 spec=spec,
                 cache=num_caches,
-                dtype=self.dtype,
-                device=self.device,
-                quantization=quantization,
+                form=self._form,
+                sharing=self._sharing,
                 rope_table=rope_table,
                 backend=partial(self._backends.get, num_caches),
-                group=self._group,
-                dispatch=self._dispatch,
-                num_kv_owners=self._num_kv_owners,
             )
             yield build.sublayers()
             self._parts += build.parts
@@ -369,8 +343,8 @@ class Decoder:
 
     def _room_for_logits(self, num_rows: int, owners_R: Tensor | None) -> Tensor | None:
         """Memory [R, V] in which the first rank computes its own logits in their place; None: it is not used here."""
-        share = self.config.vocab_share
-        if self._group is None or share is None or owners_R is not None or self._group.rank != 0:
+        share, group = self.config.vocab_share, self._sharing.group
+        if group is None or share is None or owners_R is not None or group.rank != 0:
             return None
         return self._output.memory(num_rows, sum(share.widths(0)))
 
@@ -381,12 +355,12 @@ class Decoder:
             owners_R: see `compute_logits`.
             joined_RV: see Group.gather_to_first.
         """
-        share = self.config.vocab_share
-        if self._group is None or share is None:
+        share, group = self.config.vocab_share, self._sharing.group
+        if group is None or share is None:
             return logits_RV
         if owners_R is not None:
-            return self._group.gather_rows(logits_RV, share.widths(0), owners_R)
-        return self._group.gather_to_first(logits_RV, share.widths(0), joined_RV)
+            return group.gather_rows(logits_RV, share.widths(0), owners_R)
+        return group.gather_to_first(logits_RV, share.widths(0), joined_RV)
 
 
 def _run(first_norm: RMSNorm | None, parts: Sequence[_PartOfPass], residual_TD: Tensor, batch: ForwardBatch) -> Rows:

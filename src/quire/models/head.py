@@ -20,6 +20,7 @@ from quire.layers.norm import make_norm
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 from quire.model_config import ModelConfig
 from quire.models.decoder import Decoder
+from quire.models.form import ModelForm
 from quire.quantization.scheme import FLOATS
 
 
@@ -30,34 +31,23 @@ class Head(Decoder):
         config: a config with a `head`.
         target: the model that verifies the drafts. The head uses its embeddings and its output projection, unless the
             head's checkpoint has its own.
-
-    The other arguments are Decoder's.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        target: Decoder,
-        dtype: torch.dtype,
-        quantization: str | None,
-        device: torch.device,
-        attention_backend: str = "auto",
-        cache_dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, target: Decoder, form: ModelForm) -> None:
         assert config.head is not None
         self.head, self._target = config.head, target
-        super().__init__(config, dtype, quantization, device, attention_backend, cache_dtype)
+        super().__init__(config, form)
 
-    def _make_embeddings(self, quantization: str | None) -> Lookup:
+    def _make_embeddings(self) -> Lookup:
         config, head = self.config, self.head
-        self._input = make_linear(config.stored(head.input, quantization), self.dtype)
+        self._input = make_linear(config.stored(head.input, self._form.quantization), self.dtype)
         self._parts += [(head.input.prefix, part) for part in self._input.parts]
         self._norms = [make_norm(shape, config.rms_norm_eps, config.norm_offset, self.dtype) for shape in head.norms]
         self._parts += [(f"{shape.name}.", norm) for shape, norm in zip(head.norms, self._norms, strict=True)]
         self._drafted = _DraftedTokens(head.num_tokens, config.vocab_size) if head.maps_tokens else None
         if self._drafted is not None:
             self._parts.append(("", self._drafted))
-        self._output = self._make_output(quantization) if head.owns_output else self._target._output
+        self._output = self._make_output() if head.owns_output else self._target._output
         return self._make_own_embeddings() if head.owns_embeddings else self._target._embed
 
     def hidden_of(self, streams_TX: Tensor) -> Tensor:

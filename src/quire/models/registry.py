@@ -8,15 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.distributed.group import Group, Link
 from quire.errors import ModelConfigError
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.model_config import ModelConfig
 from quire.models.decoder import Decoder
+from quire.models.form import ALONE, ModelForm, Sharing
 from quire.models.head import Head
-from quire.moe.dispatch import Dispatch
-
-CPU = torch.device("cpu")
 
 
 class CausalLM(Protocol):
@@ -64,25 +61,13 @@ class CausalLM(Protocol):
 
 
 def build_model(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    quantization: str | None = None,
-    device: torch.device = CPU,
-    attention_backend: str = "auto",
-    cache_dtype: torch.dtype | None = None,
-    target: Decoder | None = None,
-    group: Group | None = None,
-    before: Link | None = None,
-    dispatch: Dispatch | None = None,
-    num_kv_owners: int = 1,
+    config: ModelConfig, form: ModelForm, *, target: Decoder | None = None, sharing: Sharing = ALONE
 ) -> Decoder:
     """The native model of a config, without weights.
 
     Args:
         config: its `max_model_len` limits the positions. The caller sets it to the length that is served.
         target: the target, if the config describes a head that drafts.
-
-    The other arguments are Decoder's.
 
     Raises:
         ModelConfigError: the architecture has no native implementation.
@@ -94,7 +79,6 @@ def build_model(
             value=config.architecture,
             fix="Use --model-impl transformers to run it through transformers' modelling code",
         )
-    form = (dtype, quantization, device, attention_backend, cache_dtype)
     if config.head is not None and target is not None:
-        return Head(config, target, *form)
-    return Decoder(config, *form, group, before, dispatch, num_kv_owners)
+        return Head(config, target, form)
+    return Decoder(config, form, sharing)

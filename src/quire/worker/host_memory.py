@@ -14,7 +14,8 @@ from quire.life_cycle import Measured, WorkerSettings
 from quire.messages import Progress
 from quire.metrics.stopwatch import Lap, Stopwatch
 from quire.models.decoder import Decoder
-from quire.models.registry import CPU, CausalLM
+from quire.models.form import CPU
+from quire.models.registry import CausalLM
 from quire.planning import devices
 from quire.planning.memory_plan import MemoryFacts, logits_bytes, work_bytes
 from quire.sampling_params import SamplingParams

@@ -20,6 +20,7 @@ from quire.loader.load import load_model
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.models.decoder import Decoder
+from quire.models.form import ALONE, Sharing
 from quire.models.registry import CausalLM
 from quire.moe.dispatch import Dispatch
 from quire.planning import devices
@@ -112,15 +113,8 @@ class DeviceWorker:
         config = replace(self._model_config, max_model_len=form.max_model_len)
         share = 1.0 if settings.drafter is None else LOADED_BEFORE_DRAFTER
         with self._as_rank("reading weights"):
-            model = load_model(
-                config,
-                form,
-                device,
-                self._loading(0.0, share),
-                group=None if self._ranks is None else self._ranks.group,
-                before=None if self._ranks is None else self._ranks.before,
-                dispatch=_dispatch(self._ranks),
-            )
+            sharing = _sharing(self._ranks, form.decode_context_parallel_size)
+            model = load_model(config, form, device, self._loading(0.0, share), sharing=sharing)
         self.settings, self.model = settings, model
         self.adapters = None
         if settings.lora is not None:
@@ -139,8 +133,9 @@ class DeviceWorker:
             return None
         config = replace(config, max_model_len=drafter.form.max_model_len)
         group = self._ranks.group if self._ranks is not None and config.vocab_share is not None else None
+        sharing = Sharing(group=group, num_kv_owners=drafter.form.decode_context_parallel_size)
         progress = self._loading(LOADED_BEFORE_DRAFTER, 1.0)
-        return load_model(config, drafter.form, settings.device, progress, target, group)
+        return load_model(config, drafter.form, settings.device, progress, target=target, sharing=sharing)
 
     def _loading(self, first: float, last: float) -> Progress:
         """The progress of one part of loading, as a part of the whole."""
@@ -269,11 +264,14 @@ class DeviceWorker:
         return self._prefault.step(num_blocks_ever_used)
 
 
-def _dispatch(ranks: Ranks | None) -> Dispatch | None:
-    """The dispatch of rows to the experts of all lanes; None: there is one lane."""
-    if ranks is None or ranks.everyone is None:
-        return None
-    return Dispatch(ranks.everyone, ranks.grid.lane(ranks.rank), ranks.grid.width)
+def _sharing(ranks: Ranks | None, num_kv_owners: int) -> Sharing:
+    """The ranks with which this one shares the model."""
+    if ranks is None:
+        return ALONE
+    dispatch = None
+    if ranks.everyone is not None:
+        dispatch = Dispatch(ranks.everyone, ranks.grid.lane(ranks.rank), ranks.grid.width)
+    return Sharing(group=ranks.group, before=ranks.before, dispatch=dispatch, num_kv_owners=num_kv_owners)
 
 
 def _lost(ranks: Ranks | None, phase: str, error: Exception) -> EngineDeadError:
