@@ -111,138 +111,36 @@ class _Form:
     quantization: str | None
     block_size: int
     num_kv_owners: int
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class _StepLimits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_shared_prefill_tokens: int
+    max_num_queued_reqs: int | None
 
 
 def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is_server: bool) -> Resolved:
     """Every setting except the settings of memory. Raises ConfigError when a value does not fit the model."""
-    record = Record()
-    put = record.put
-
-    def put_or(name: str, chosen: T | None, default: T, source: Source, detail: str) -> T:
-        """The user's value if given, else the default with its reason."""
-        if chosen is None:
-            return put(name, default, source, detail)
-        return put(name, chosen, config.sources[name], f"default would be {default}: {detail}")
-
-    kind = put("device", *_device(config, device))
-    gpu = device.gpu if kind == "cuda" else None
-    if (num_ranks := config.num_ranks) > 1:
-        _check_ranks(config, model, kind)
-        why = "processes of this machine, with its cores divided; tokens and logprobs are as with one rank, to the bit"
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            put(name, getattr(config, name), config.sources[name], why)
-    if config.enable_expert_parallel:
-        put("enable_expert_parallel", True, config.sources["enable_expert_parallel"], _experts_of_ranks(model))
-    if gpu is not None:
-        isa = put("isa", gpu.isa, "device", gpu.name)
-    else:
-        isa = put("isa", device.isa, "environment" if envs.ISA.get() else "device", device.name)
-    if config.dtype == "auto":
-        dtype = put("dtype", *_auto_dtype(model, gpu))
-    else:
-        given = DTYPE_ALIASES.get(config.dtype, config.dtype)
-        dtype = put("dtype", given, config.sources["dtype"], f"checkpoint is {model.dtype}")
-    quantization = put("quantization", *_quantization(config, model))
-    put("kv_cache_dtype", config.kv_cache_dtype, config.sources["kv_cache_dtype"], _kv_detail(config, dtype, model))
-    source: Source
-    num_kv_owners, default_size, source = config.decode_context_parallel_size, 16, "default"
-    why = "tokens per KV block; waste is under one block per sequence"
-    if num_kv_owners > 1:
-        default_size, source = RANGE_POSITIONS, "formula"
-        why = f"the positions of one partial result of attention; each of {num_kv_owners} ranks has blocks of its own"
-    block_size = put_or("block_size", config.block_size, default_size, source, why)
-    if threads := envs.NUM_THREADS.get():
-        num_threads = put_or("num_threads", config.num_threads, threads, "environment", envs.NUM_THREADS.name)
-    else:
-        why = "physical cores allowed by affinity and cgroup quota"
-        if device.num_efficient_cores:
-            why = f"performance {why.removeprefix('physical ')}, without {device.num_efficient_cores} efficient cores"
-        if config.num_local_replicas > 1:
-            why += f", for each of {config.num_local_replicas} replicas"
-        if num_ranks > 1:
-            why += f", divided by {num_ranks} ranks"
-        num_threads = put_or("num_threads", config.num_threads, device.num_cores, "device", why)
-    if num_kv_owners > 1:
-        _check_context(config, model)
-        why = f"each rank has one of {num_kv_owners} blocks; tokens and logprobs are as without it, to the bit"
-        source = config.sources["decode_context_parallel_size"]
-        put("decode_context_parallel_size", num_kv_owners, source, why)
-    max_model_len = put("max_model_len", *_max_model_len(config, model))
-
-    sizes = _step_sizes(
-        config, model, device, _Form(kind, isa, num_threads, dtype, quantization, block_size, num_kv_owners), is_server
-    )
-    max_num_seqs = put_or("max_num_seqs", config.max_num_seqs, *sizes.max_num_seqs())
-    budget, source, why = sizes.max_num_batched_tokens(max_num_seqs)
-    if budget > (most := max_num_seqs * max_model_len):
-        budget, source, why = most, "formula", f"max_num_seqs {max_num_seqs} x {max_model_len} tokens"
-    budget = max(budget, max_num_seqs, 0 if config.enable_chunked_prefill else max_model_len)
-    why = f"{why}; at least one token per running request"
-    budget = put_or("max_num_batched_tokens", config.max_num_batched_tokens, budget, source, why)
-    _check_budget(config, budget, max_num_seqs, max_model_len)
-    shared, source, why = sizes.max_shared_prefill_tokens(budget)
-    shared = put_or("max_shared_prefill_tokens", config.max_shared_prefill_tokens, shared, source, why)
-    why = "bounded in the server, unbounded offline"
-    queued = put_or("max_num_queued_reqs", config.max_num_queued_reqs, 1024 if is_server else None, "default", why)
-    memory_share = config.gpu_memory_utilization
-    if gpu is None:
-        why = "on CPU the kernels use every core, so there is nothing to hide behind"
-        if config.pipeline_parallel_size > 1:
-            why = "as many batches as stages are in flight"
-        is_async = put_or("async_scheduling", config.async_scheduling, False, "default", why)
-    else:
-        why = "the GPU computes a step while the next one is scheduled"
-        is_async = put_or("async_scheduling", config.async_scheduling, True, "default", why)
-        why = "of all memory: weights, work, graphs and KV cache together; vLLM's default"
-        memory_share = put_or("gpu_memory_utilization", memory_share, GPU_MEMORY_UTILIZATION, "default", why)
-        put("enforce_eager", *enforce_eager(config, model))
-    is_deterministic = put("deterministic", *deterministic(config, model, kind))
-    backend = attention_backend(config, model, kind, dtype, is_deterministic)
-    put("attention_backend", *backend)
-    mode, largest = config.cudagraph_mode, config.max_cudagraph_capture_size
-    if gpu is not None:
-        mode = put("cudagraph_mode", *cudagraph_mode(config, enforce_eager(config, model), backend))
-        largest = put_graph_sizes(record, config, mode, max_num_seqs, budget)
-    if (speculation := config.speculative_config) is not None:
-        source = config.sources["speculative_config"]
-        put("speculative_config", speculation.effective(), source, speculation.describe())
-        put("spec_tokens", speculation.num_speculative_tokens, source, "num_speculative_tokens of speculative_config")
-    shards_sampling = put("enable_batch_sharded_sampling", *_shards_sampling(config))
-    form = ModelSettings(
-        dtype=dtype,
-        quantization=quantization,
-        kv_cache_dtype=config.kv_cache_dtype,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        load_format=config.load_format,
-        model_impl=config.model_impl,
-        packed_weights_cache=config.packed_weights_cache,
-        logprobs_mode=config.logprobs_mode,
-        expert_metrics=config.expert_metrics,
-        balancing=config.balancing,
-        enable_batch_sharded_sampling=shards_sampling,
-        decode_context_parallel_size=num_kv_owners,
-    )
-    lora = lora_settings(config, model, form, record)
-    _put_rest(record, config)
+    settling = _Settling(config, model, device)
+    form = settling.form()
+    limits = settling.step_limits(form, is_server)
+    is_async, memory_share = settling.async_scheduling(form)
+    device_settings = settling.execution(form, limits, memory_share)
+    settling.speculation()
+    model_settings = settling.model_settings(form)
+    lora = lora_settings(config, model, model_settings, settling.record)
+    _put_rest(settling.record, config)
     return Resolved(
-        form,
-        DeviceSettings(
-            device=kind,
-            isa=isa,
-            num_threads=num_threads,
-            deterministic=is_deterministic,
-            attention_backend=backend[0],
-            cudagraph_mode=mode,
-            cudagraph_capture_sizes=config.cudagraph_capture_sizes,
-            max_cudagraph_capture_size=largest,
-            gpu_memory_utilization=memory_share,
-        ),
+        model_settings,
+        device_settings,
         SchedulerSettings(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            max_shared_prefill_tokens=shared,
-            max_num_queued_reqs=queued,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_shared_prefill_tokens=limits.max_shared_prefill_tokens,
+            max_num_queued_reqs=limits.max_num_queued_reqs,
             slo_ttft=config.slo_ttft,
             slo_itl=config.slo_itl,
             slo_attainment=config.slo_attainment,
@@ -254,15 +152,167 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
             watermark=config.watermark,
             kv_cache_metrics=config.kv_cache_metrics,
             kv_cache_metrics_sample=config.kv_cache_metrics_sample,
-            speculation=speculation,
+            speculation=config.speculative_config,
             pipeline_parallel_size=config.pipeline_parallel_size,
             data_parallel_size=config.data_parallel_size,
             enable_expert_parallel=config.enable_expert_parallel,
         ),
-        record,
-        drafter=drafter_settings(config.speculative_config, model, form),
+        settling.record,
+        drafter=drafter_settings(config.speculative_config, model, model_settings),
         lora=lora,
     )
+
+
+class _Settling:
+    """The settings of an engine while they are being settled. People see them in the order of the record."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> None:
+        self._config, self._model, self._device = config, model, device
+        self.record = Record()
+
+    def _put_or(self, name: str, chosen: T | None, default: T, source: Source, detail: str) -> T:
+        """The user's value if given, else the default with its reason."""
+        if chosen is None:
+            return self.record.put(name, default, source, detail)
+        return self.record.put(name, chosen, self._config.sources[name], f"default would be {default}: {detail}")
+
+    def form(self) -> _Form:
+        """The device, the dtypes and the block size."""
+        config, model, put = self._config, self._model, self.record.put
+        device = put("device", *_device(config, self._device))
+        if config.num_ranks > 1:
+            _check_ranks(config, model, device)
+            why = "processes of this machine, with its cores divided; "
+            why += "tokens and logprobs are as with one rank, to the bit"
+            for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+                put(name, getattr(config, name), config.sources[name], why)
+        if config.enable_expert_parallel:
+            put("enable_expert_parallel", True, config.sources["enable_expert_parallel"], _experts_of_ranks(model))
+        gpu = self._device.gpu if device == "cuda" else None
+        if gpu is not None:
+            isa = put("isa", gpu.isa, "device", gpu.name)
+        else:
+            isa = put("isa", self._device.isa, "environment" if envs.ISA.get() else "device", self._device.name)
+        if config.dtype == "auto":
+            dtype = put("dtype", *_auto_dtype(model, gpu))
+        else:
+            given = DTYPE_ALIASES.get(config.dtype, config.dtype)
+            dtype = put("dtype", given, config.sources["dtype"], f"checkpoint is {model.dtype}")
+        quantization = put("quantization", *_quantization(config, model))
+        put("kv_cache_dtype", config.kv_cache_dtype, config.sources["kv_cache_dtype"], _kv_detail(config, dtype, model))
+        block_size, num_threads = self._block_size(), self._num_threads()
+        if (num_kv_owners := config.decode_context_parallel_size) > 1:
+            _check_context(config, model)
+            why = f"each rank has one of {num_kv_owners} blocks; tokens and logprobs are as without it, to the bit"
+            source = config.sources["decode_context_parallel_size"]
+            put("decode_context_parallel_size", num_kv_owners, source, why)
+        max_model_len = put("max_model_len", *_max_model_len(config, model))
+        return _Form(device, isa, num_threads, dtype, quantization, block_size, num_kv_owners, max_model_len)
+
+    def _block_size(self) -> int:
+        default, why = 16, "tokens per KV block; waste is under one block per sequence"
+        source: Source = "default"
+        if (num_owners := self._config.decode_context_parallel_size) > 1:
+            default, source = RANGE_POSITIONS, "formula"
+            why = f"the positions of one partial result of attention; each of {num_owners} ranks has blocks of its own"
+        return self._put_or("block_size", self._config.block_size, default, source, why)
+
+    def _num_threads(self) -> int:
+        config, device = self._config, self._device
+        if threads := envs.NUM_THREADS.get():
+            return self._put_or("num_threads", config.num_threads, threads, "environment", envs.NUM_THREADS.name)
+        why = "physical cores allowed by affinity and cgroup quota"
+        if device.num_efficient_cores:
+            why = f"performance {why.removeprefix('physical ')}, without {device.num_efficient_cores} efficient cores"
+        if config.num_local_replicas > 1:
+            why += f", for each of {config.num_local_replicas} replicas"
+        if config.num_ranks > 1:
+            why += f", divided by {config.num_ranks} ranks"
+        return self._put_or("num_threads", config.num_threads, device.num_cores, "device", why)
+
+    def step_limits(self, form: _Form, is_server: bool) -> _StepLimits:
+        """The sizes of steps, and of the queue."""
+        config, max_model_len = self._config, form.max_model_len
+        sizes = _step_sizes(config, self._model, self._device, form, is_server)
+        max_num_seqs = self._put_or("max_num_seqs", config.max_num_seqs, *sizes.max_num_seqs())
+        budget, source, why = sizes.max_num_batched_tokens(max_num_seqs)
+        if budget > (most := max_num_seqs * max_model_len):
+            budget, source, why = most, "formula", f"max_num_seqs {max_num_seqs} x {max_model_len} tokens"
+        budget = max(budget, max_num_seqs, 0 if config.enable_chunked_prefill else max_model_len)
+        why = f"{why}; at least one token per running request"
+        budget = self._put_or("max_num_batched_tokens", config.max_num_batched_tokens, budget, source, why)
+        _check_budget(config, budget, max_num_seqs, max_model_len)
+        shared = self._put_or(
+            "max_shared_prefill_tokens", config.max_shared_prefill_tokens, *sizes.max_shared_prefill_tokens(budget)
+        )
+        why, most_queued = "bounded in the server, unbounded offline", 1024 if is_server else None
+        queued = self._put_or("max_num_queued_reqs", config.max_num_queued_reqs, most_queued, "default", why)
+        return _StepLimits(max_num_seqs, budget, shared, queued)
+
+    def async_scheduling(self, form: _Form) -> tuple[bool, float | None]:
+        """Whether steps are scheduled ahead, and the share of a GPU's memory; None: on a CPU."""
+        config = self._config
+        if form.device != "cuda":
+            why = "on CPU the kernels use every core, so there is nothing to hide behind"
+            if config.pipeline_parallel_size > 1:
+                why = "as many batches as stages are in flight"
+            is_async = self._put_or("async_scheduling", config.async_scheduling, False, "default", why)
+            return is_async, config.gpu_memory_utilization
+        why = "the GPU computes a step while the next one is scheduled"
+        is_async = self._put_or("async_scheduling", config.async_scheduling, True, "default", why)
+        why = "of all memory: weights, work, graphs and KV cache together; vLLM's default"
+        name, given = "gpu_memory_utilization", config.gpu_memory_utilization
+        share = self._put_or(name, given, GPU_MEMORY_UTILIZATION, "default", why)
+        self.record.put("enforce_eager", *enforce_eager(config, self._model))
+        return is_async, share
+
+    def execution(self, form: _Form, limits: _StepLimits, memory_share: float | None) -> DeviceSettings:
+        """The kernels, and CUDA graphs."""
+        config, model, put = self._config, self._model, self.record.put
+        is_deterministic = put("deterministic", *deterministic(config, model, form.device))
+        backend = attention_backend(config, model, form.device, form.dtype, is_deterministic)
+        put("attention_backend", *backend)
+        mode, largest = config.cudagraph_mode, config.max_cudagraph_capture_size
+        if form.device == "cuda":
+            mode = put("cudagraph_mode", *cudagraph_mode(config, enforce_eager(config, model), backend))
+            most_tokens = limits.max_num_batched_tokens
+            largest = put_graph_sizes(self.record, config, mode, limits.max_num_seqs, most_tokens)
+        return DeviceSettings(
+            device=form.device,
+            isa=form.isa,
+            num_threads=form.num_threads,
+            deterministic=is_deterministic,
+            attention_backend=backend[0],
+            cudagraph_mode=mode,
+            cudagraph_capture_sizes=config.cudagraph_capture_sizes,
+            max_cudagraph_capture_size=largest,
+            gpu_memory_utilization=memory_share,
+        )
+
+    def speculation(self) -> None:
+        if (speculation := self._config.speculative_config) is not None:
+            source = self._config.sources["speculative_config"]
+            self.record.put("speculative_config", speculation.effective(), source, speculation.describe())
+            num_tokens = speculation.num_speculative_tokens
+            self.record.put("spec_tokens", num_tokens, source, "num_speculative_tokens of speculative_config")
+
+    def model_settings(self, form: _Form) -> ModelSettings:
+        config = self._config
+        return ModelSettings(
+            dtype=form.dtype,
+            quantization=form.quantization,
+            kv_cache_dtype=config.kv_cache_dtype,
+            block_size=form.block_size,
+            max_model_len=form.max_model_len,
+            load_format=config.load_format,
+            model_impl=config.model_impl,
+            packed_weights_cache=config.packed_weights_cache,
+            logprobs_mode=config.logprobs_mode,
+            expert_metrics=config.expert_metrics,
+            balancing=config.balancing,
+            enable_batch_sharded_sampling=self.record.put("enable_batch_sharded_sampling", *_shards_sampling(config)),
+            decode_context_parallel_size=form.num_kv_owners,
+        )
 
 
 def resolve_server(config: ServerConfig, chat_template: str = "") -> ServerSettings:
