@@ -184,8 +184,8 @@ class LinearShape:
         placement: the placement of experts, if a rank has only some of them; None: it has all experts of the layer.
         stacked: the name of one tensor [num_experts, N, K] that a checkpoint may hold instead; empty: there is none.
             Biases and the tensors of a quantized form have its name and their own behind it (moe/stack.py).
-        stacked_form: `columns`: the tensor is [num_experts, K, N]. `turns`: so too, and in all of them the outputs of
-            the shards take turns.
+        stacked_form: `columns`: the tensor is [num_experts, K, N]. `turns`: the tensor has this shape too, and the
+            outputs of the shards take turns in it.
         is_gate: whether its few outputs decide about other outputs. Then it stays in floating point, and adapters do
             not change it.
         matrices: the matrices into which the weight is taken apart after loading. They are in the model's dtype,
@@ -212,12 +212,12 @@ class LinearShape:
 
     @property
     def num_weights(self) -> int:
-        """Of all experts."""
+        """The number of weights, of all experts together."""
         return self.out_features * self.in_features * max(self.num_experts, 1)
 
     @property
     def num_biases(self) -> int:
-        """Of all experts."""
+        """The number of biases, of all experts together."""
         return self.out_features * max(self.num_experts, 1) if self.bias else 0
 
     @property
@@ -257,7 +257,7 @@ class LinearShape:
 
     @property
     def num_stored_experts(self) -> int:
-        """Stacked layers of this shape in the checkpoint."""
+        """The number of stacked layers of this shape in the checkpoint."""
         return self.num_experts if self.placement is None else self.placement.num_experts
 
     @property
@@ -307,7 +307,7 @@ class KvSpec:
     state_bytes: int = 0
 
     def bytes_per_token(self, kv: KvFormat) -> int:
-        """Bytes of one token in one layer, with scales."""
+        """The bytes of one token in one layer, with scales."""
         own_rows = (self.head_dim_k,) if self.kind == "latent" else (self.head_dim_k, self.head_dim_v)
         return self.num_kv_heads * sum(kv.row_bytes(head_dim) for head_dim in own_rows if head_dim)
 
@@ -363,7 +363,7 @@ class Full:
 
     @property
     def flops_per_pair(self) -> int:
-        """Operations for one new token and one token that it sees: the score, and the sum of values."""
+        """The operations for one new token and one token that it sees: the score, and the sum of values."""
         return 4 * self.num_q_heads * self.head_dim
 
     def _kv_spec(self, kind: KvKind, window: int) -> KvSpec:
@@ -408,10 +408,11 @@ class Latent:
         nope_dim: elements of a head's query that do not rotate. The first ones: nope_dim + rope_dim.
         value_dim: elements of a head's value.
         scale: factor on q.k.
-        is_interleaved: the checkpoint rotates dimensions 2 i and 2 i + 1 together, else i and i + rope_dim / 2.
-        input: its last shard gives the row, and the one before it the queries, or the input of `query`.
+        is_interleaved: whether the checkpoint rotates dimensions 2 i and 2 i + 1 together. If not, it rotates
+            dimensions i and i + rope_dim / 2 together.
+        input: its last shard gives the row. The shard before gives the queries, or the input of `query`.
         query: None: `input` gives the queries.
-        up: the latents to the keys and values of all heads, head by head.
+        up: makes the keys and values of all heads from the latents, head by head.
         query_norm: the norm of the input of `query`.
         row_norm: the norm of the latents.
         norm_eps: the epsilon of both norms.
@@ -449,7 +450,7 @@ class Latent:
 
     @property
     def flops_per_pair(self) -> int:
-        """Operations for one new token and one token that it sees, in the space of the rows."""
+        """The operations for one new token and one token that it sees, in the space of the rows."""
         return 2 * self.num_heads * (2 * self.rank + self.rope_dim)
 
 
@@ -495,7 +496,7 @@ class Dense:
 
     @property
     def width(self) -> int:
-        """Elements between the linear layers, per token."""
+        """The number of elements between the linear layers, for one token."""
         return self.gate_up.out_features
 
 
@@ -505,10 +506,11 @@ class Router:
 
     Attributes:
         linear: hidden -> logits.
-        scoring: `softmax`, `sigmoid`: the scores of all experts. `softmax_of_chosen`: over the logits of the chosen.
-            `sparsemixer`: see kernels/routing.py.
+        scoring: `softmax`, `sigmoid`: of the logits of all experts. `softmax_of_chosen`: of the logits of the chosen
+            experts. `sparsemixer`: see kernels/routing.py.
         has_bias_for_choice: a tensor adds to the scores of all experts, for the choice alone.
-        num_groups: experts in equal groups of neighbours; only the best `num_active_groups` are chosen from.
+        num_groups: the number of equal groups of neighbouring experts. Only experts of the best `num_active_groups`
+            are chosen.
         group_score: the score of a group: its largest score, or the sum of its two largest.
         normalizes: weights are divided by their sum.
         scale: factor on the weights.
@@ -529,7 +531,7 @@ class Router:
 
     @property
     def num_biases(self) -> int:
-        """Elements of the tensor for the choice."""
+        """The number of elements of the tensor for the choice."""
         return self.linear.out_features if self.has_bias_for_choice else 0
 
 
@@ -541,7 +543,7 @@ class Experts:
         expert: the shape of each; its linear layers are stacks of all experts.
         num_active: experts per token.
         shared: an expert for every token; None: there is none.
-        shared_gate: hidden -> 1. The shared expert's result is multiplied by its sigmoid. None: by 1.
+        shared_gate: hidden -> 1. Its sigmoid multiplies the shared expert's result. None: there is no gate.
     """
 
     router: Router
@@ -581,7 +583,7 @@ class Experts:
 
     @property
     def width(self) -> int:
-        """Elements between the linear layers, per token."""
+        """The number of elements between the linear layers, for one token."""
         return self.num_active * self.expert.width + (self.shared.width if self.shared else 0)
 
     def _linears(self, num_experts: int) -> tuple[LinearShape, ...]:
@@ -687,5 +689,5 @@ class DraftHead:
 
     @property
     def hidden_width(self) -> int:
-        """Elements of all streams of a token."""
+        """The number of elements of all streams of a token."""
         return len(self.streams) * self.stream_size

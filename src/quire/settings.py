@@ -15,11 +15,11 @@ from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source, options
 from quire.speculative_config import LEAST_LOGITS_ROWS, SpeculativeConfig
 
-# Of an adapter's file at a time, but a whole tensor. The thread that loads takes 2 to 3 ms for one MiB, then it may
-# rest beside steps. Smaller pieces wait more often for the disk.
+# The bytes of an adapter's file that are read at a time; at least one tensor is read. The thread that loads takes 2 to
+# 3 ms for one MiB. Then it may rest beside steps. Smaller pieces wait more often for the disk.
 ADAPTER_READ_BYTES = 1 << 20
 _OBJECT_BYTES = 300  # the bytes of Python's objects for the part of an adapter that belongs to one weight
-LEAST_KEPT = 8  # positions whose hidden states wait for a head, which reads them in about the time of one position
+LEAST_KEPT = 8  # hidden states that are kept of a request for a head. It reads them in about the time of one
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Setting:
     maximum: int | None = None  # for a setting that can change in a running server: what memory was planned for
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The fields as JSON shows them."""
         shown: dict[str, object] = {
             "value": self.value,
             "source": self.source,
@@ -159,12 +159,12 @@ class SchedulerSettings:
 
     @property
     def num_logits_rows(self) -> int:
-        """Most rows of logits in a step."""
+        """The most rows of logits in a step."""
         return self.max_num_seqs if self.speculation is None else max(self.max_num_seqs, LEAST_LOGITS_ROWS)
 
     @property
     def most_tokens(self) -> int:
-        """Of a step, padding included."""
+        """The most tokens of a step, with its padding."""
         return max(self.max_num_batched_tokens, self.max_num_seqs)
 
     @property
@@ -187,32 +187,30 @@ class DrafterSettings:
     is_greedy: bool
 
     def layers(self, target: ModelConfig) -> DrafterLayers:
-        """Of the drafter in the KV cache of its target."""
+        """The layers that the drafter has in the KV cache of its target."""
         table = full_table(kv_groups(target))
         assert target.drafter is not None and table is not None
         kv = kv_format(self.form.kv_cache_dtype, self.form.dtype)
         return DrafterLayers(tuple(target.drafter.kv_specs()), kv, table)
 
     def kv_bytes_per_token(self, target: ModelConfig) -> int:
-        """That the drafter adds to the KV cache: the pages of all block tables have room for it, and it uses one."""
+        """The bytes of a token that the drafter adds: pages of all block tables have room for it, and it uses one."""
         return num_tables(kv_groups(target)) * self.layers(target).bytes_per_token()
 
     @property
     def positions_kept(self) -> int:
-        """Positions of each request whose hidden states wait for a head: at least all positions that a step
-        verifies.
-        """
+        """The hidden states that are kept of each request for a head: at least those of one step's positions."""
         return max(self.max_drafts + 1, LEAST_KEPT)
 
     def hidden_bytes(self, target: ModelConfig, max_num_seqs: int, max_tokens: int) -> int:
-        """Of the target's hidden states that are kept for a head: of the largest step, twice, and of its rows."""
+        """The bytes of the hidden states that are kept for a head: twice for the largest step, and for its rows."""
         if target.drafter is None or (head := target.drafter.head) is None:
             return 0
         num_positions = 2 * max_tokens + max_num_seqs * self.positions_kept
         return num_positions * head.hidden_width * DTYPE_BYTES[self.form.dtype]
 
     def weight_bytes(self, target: ModelConfig, isa: str) -> int:
-        """That the drafter's weights will take in memory once they are loaded."""
+        """The bytes of the drafter's weights in memory, once they are loaded."""
         assert target.drafter is not None
         is_packed = packs_floats(isa)
         return target.drafter.weight_bytes(self.form.dtype, self.form.quantization, is_packed=is_packed)
@@ -223,9 +221,9 @@ class LoraSettings:
     """Which adapters are served.
 
     Attributes:
-        max_loras: different adapters of a step.
+        max_loras: the most different adapters of a step.
         max_rank: the largest rank of an adapter; memory is planned for it.
-        max_cpu_loras: adapters in memory, at least max_loras.
+        max_cpu_loras: the most adapters in memory, at least max_loras.
         dtype: the dtype of the adapters' weights in memory, as torch's name.
         target_modules: last names of modules that adapters may change; none: all that can be.
     """
@@ -244,13 +242,13 @@ class LoraSettings:
         return (self.max_cpu_loras + 1) * self.adapter_bytes(model) + max(largest, ADAPTER_READ_BYTES)
 
     def adapter_bytes(self, model: ModelConfig) -> int:
-        """Of an adapter of the largest rank, on every weight."""
+        """The bytes of an adapter that has the largest rank and changes every weight."""
         weights = self._weights(model)
         elements = sum(in_features + -(-size // LORA_PANEL) * LORA_PANEL for _, in_features, size in weights)
         return self.max_rank * elements * DTYPE_BYTES[self.dtype] + len(weights) * _OBJECT_BYTES
 
     def _weights(self, model: ModelConfig) -> list[tuple[str, int, int]]:
-        """Last name, in-features and out-features of the weights that adapters may change."""
+        """The last name, the in-features and the out-features of each weight that adapters may change."""
         linears = [linear for linear in model.linears() if linear.is_adaptable]
         shards = [(name, linear.in_features, size) for linear in linears for name, size in linear.shards]
         shards.append(("embed_tokens", model.vocab_size, model.hidden_size))
@@ -287,7 +285,7 @@ class Resolved:
     lora: LoraSettings | None = field(default=None, kw_only=True)
 
     def noting(self: R, more: Mapping[str, Setting]) -> R:
-        """The same, with what was found out since."""
+        """These settings, with the sources of more of them."""
         return replace(self, settings={**self.settings, **more})
 
 
@@ -299,5 +297,5 @@ class Planned(Resolved):
 
 
 def as_dict(settings: Mapping[str, Setting]) -> dict[str, object]:
-    """For JSON: {name: Setting.as_dict()}."""
+    """The settings as JSON shows them: {name: Setting.as_dict()}."""
     return {name: setting.as_dict() for name, setting in settings.items()}

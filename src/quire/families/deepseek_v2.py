@@ -22,7 +22,7 @@ def shared_width(fields: Fields) -> int:
 
 
 def _routing(fields: Fields) -> dict[str, Any]:
-    """As transformers: weights are not normalised, whatever norm_topk_prob says."""
+    """Weights are not normalised, whatever norm_topk_prob says. transformers does the same."""
     method = fields.text("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     groups = {} if method == "greedy" else group_routing(fields) | {"group_score": "max"}
     return groups | {"scale": fields.number("routed_scaling_factor", 1.0)}

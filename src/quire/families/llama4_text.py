@@ -14,13 +14,13 @@ from quire.layer_spec import Chunked, FeedForward, Full, LayerSpec
 
 
 def _has_experts(fields: Fields, layer: int) -> bool:
-    """`moe_layers` of the file, else every `interleave_moe_layer_step`-th layer."""
+    """Whether `moe_layers` of the file has the layer; without this list, every `interleave_moe_layer_step`-th has."""
     layers = fields.sequence("moe_layers", int)
     return (layer + 1) % fields.integer("interleave_moe_layer_step") == 0 if layers is None else layer in layers
 
 
 def _is_chunked(fields: Fields, layer: int) -> bool:
-    """By `layer_types` of the file, else the layers with rope."""
+    """Whether `layer_types` of the file gives the layer chunks. Without this list, layers with rope have them."""
     layer_types = fields.sequence("layer_types", str, fields.integer("num_hidden_layers"))
     is_wanted = has_rope(fields, layer) if layer_types is None else layer_types[layer] == "chunked_attention"
     return is_wanted and fields.has("attention_chunk_size")

@@ -51,7 +51,7 @@ class GgufCheckpoint:
         """Yield (name, tensor) in file order. Tensors are views of the mapped file, as in `Checkpoint.tensors`."""
 
         def of_file(name: str) -> Extent | None:
-            """Of tensors that are not read as a whole to bring them into Hugging Face's form."""
+            """The part that is read; None: the whole tensor is needed to bring it into Hugging Face's form."""
             ours = self._names[name]
             module = ours.rpartition(".")[0]
             return None if module in self._num_heads or module in self._of_heads else extent_of(ours)

@@ -69,5 +69,5 @@ class Registration:
     base_model_name: str | None = None
 
     def as_request(self) -> LoRARequest:
-        """For callers in Python, in their outputs."""
+        """The adapter as callers in Python find it in their outputs."""
         return LoRARequest(self.name, self.lora_int_id, self.path, self.base_model_name)
