@@ -118,6 +118,7 @@ OTHER_VALUES: dict[str, Any] = {
     "slo_itl": 0.05,
     "slo_attainment": 0.9,
     "distributed_timeout_seconds": 60,
+    "max_parallel_loading_workers": 2,
     "enable_expert_parallel": True,
     "expert_placement_strategy": "round_robin",
     "enable_eplb": True,

@@ -342,6 +342,9 @@ class EngineConfig:
         "Seconds that a rank waits in a step for another one that makes no progress; then the engine ends.",
         bounds=POSITIVE,
     )
+    max_parallel_loading_workers: int | None = option(
+        None, "Ranks of a machine that read weights at the same time; none: all of them.", bounds=POSITIVE
+    )
     node_rank: int = option(
         0, "Number of this machine. 0 has the engine; the others run quire serve --headless.", flags=("-r",)
     )

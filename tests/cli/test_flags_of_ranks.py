@@ -51,22 +51,30 @@ SETTINGS: dict[str, dict[str, Any]] = {
         f"-tp 2 -ep --expert-placement-strategy {name}": {"expert_placement_strategy": name}
         for name in ("linear", "round_robin")
     },
+    "-tp 4 --max-parallel-loading-workers 2": {"max_parallel_loading_workers": 2},
     "--distributed-timeout-seconds 30": {"distributed_timeout_seconds": 30},
     "--cpu-distributed-timeout-seconds 30": {"distributed_timeout_seconds": 30},
 }
 # Flags that change nothing here, with a word of the notice.
 ACCEPTED = {
     "--enable-ep-weight-filter": "its own experts only",
-    "--enable-fault-tolerance": "always replaced",
+    "--enable-fault-tolerance": "a failed engine always replaced, without orders from outside",
+    '--fault-tolerance-config {"auto_recovery":true}': "a failed step is always computed again",
     **{
-        f"--all2all-backend {name}": "memory that they share"
-        for name in ("naive", "pplx", "deepep_high_throughput", "deepep_low_latency", "allgather_reducescatter")
+        f"--all2all-backend {name}": "memory that they share, and in no other way"
+        for name in (
+            *("naive", "pplx", "deepep_high_throughput", "deepep_low_latency", "allgather_reducescatter"),
+            *("mori", "nixl_ep", "flashinfer_nvlink_two_sided", "flashinfer_nvlink_one_sided"),
+        )
     },
-    "--dcp-comm-backend a2a": "memory that they share",
-    "--dcp-q-replicate": "memory that they share",
-    "--dcp-kv-cache-interleave-size 16": "whole blocks of 256 tokens",
+    **{
+        f"--dcp-comm-backend {name}": "partial results through memory that they share, and in no other way"
+        for name in ("ag_rs", "a2a")
+    },
+    "--dcp-q-replicate": "fewer bytes than the weights to compute them",
+    "--dcp-kv-cache-interleave-size 16": "because attention sums 256 positions at a time",
+    "--cp-kv-cache-interleave-size 1": "because attention sums 256 positions at a time",
     "--disable-custom-all-reduce": "in no other way",
-    "--max-parallel-loading-workers 2": "its own part",
 }
 # Flags that are refused, with a word of the reason.
 REFUSED = {
@@ -115,6 +123,13 @@ def test_without_effect(words: str, caplog: pytest.LogCaptureFixture) -> None:
     assert config == EngineConfig()
     assert [ACCEPTED[words] in record.getMessage() for record in caplog.records] == [True] * len(caplog.records)
     assert caplog.records
+
+
+def test_an_interleave_of_whole_blocks_is_what_there_is(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        config, _ = read("-tp", "2", "-dcp", "2", "--dcp-kv-cache-interleave-size", "256")
+    assert config.decode_context_parallel_size == 2
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("words", REFUSED)

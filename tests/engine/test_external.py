@@ -8,14 +8,20 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.config import EngineConfig
+from quire.distributed.layout import Grid
+from quire.engine import external
+from quire.engine.external import Companions, ExternalExecutor
 from quire.kernels import cpu
 from tests.engine.ranks import LIMITS
 
@@ -90,8 +96,8 @@ def test_every_rank_gets_the_answers_of_one_process(width: int, num_stages: int,
 
 
 def test_ranks_with_different_requests_end(tmp_path: Path) -> None:
-    """An error, and no hang. Before it they get the answers of one process."""
-    ended = together(tmp_path, 2, "differ", pipeline_parallel_size=2)
+    """An error, and no hang. Before it they get the answers of one process, also if they read weights in turns."""
+    ended = together(tmp_path, 2, "differ", pipeline_parallel_size=2, max_parallel_loading_workers=1)
     check_answers(tmp_path, 2)
     for code, text in ended:
         assert code == 1
@@ -103,6 +109,27 @@ def test_a_rank_that_is_killed_in_an_exchange(tmp_path: Path) -> None:
     (first, text), (second, _) = together(tmp_path, 2, "lost", pipeline_parallel_size=2)
     assert (first, second) == (1, -signal.SIGKILL)
     assert "rank 1 has failed" in text or "Rank 1 has ended" in text
+
+
+def test_ranks_read_weights_in_turns() -> None:
+    """A turn begins when the one before has ended on all ranks."""
+    config, grid, events = EngineConfig(max_parallel_loading_workers=2), Grid(width=3), list[tuple[str, int]]()
+    pairs = {rank: socket.socketpair() for rank in (1, 2)}
+    peers = {0: {rank: pair[0] for rank, pair in pairs.items()}, **{rank: {0: pair[1]} for rank, pair in pairs.items()}}
+
+    def load_on(rank: int) -> None:
+        worker: Any = SimpleNamespace(load=lambda settings: events.extend([("begins", rank), ("ends", rank)]))
+        settings: Any = None
+        ExternalExecutor(worker, Companions(rank, peers[rank]), external._loads(config, grid, rank)).load(settings)
+
+    with ThreadPoolExecutor(3) as threads:
+        for done in [threads.submit(load_on, rank) for rank in (2, 1, 0)]:
+            done.result()
+    assert sorted(events) == [(what, rank) for what in ("begins", "ends") for rank in range(3)]
+    assert events[4:] == [("begins", 2), ("ends", 2)]
+    for pair in pairs.values():
+        for each in pair:
+            each.close()
 
 
 @pytest.mark.slow

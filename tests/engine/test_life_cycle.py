@@ -15,7 +15,7 @@ import pytest
 from quire import demo
 from quire.config import EngineConfig
 from quire.engine import executor
-from quire.engine.bring_up import bring_up, least_facts
+from quire.engine.bring_up import _loads, bring_up, least_facts
 from quire.engine.executor import InlineExecutor, ThreadExecutor
 from quire.engine.start import StartedEngine, start_engine
 from quire.errors import ConfigError, EngineDeadError, WeightsError
@@ -235,6 +235,39 @@ def test_a_rank_that_is_late_at_the_start_is_named(monkeypatch: pytest.MonkeyPat
     assert [workers[0].told[-1][0], workers[2].told[-1][0]] == ["load", "load"], "the others are not to blame"
     facts_limit, load_limit = limits
     assert load_limit <= facts_limit <= 2.0, "the limit is of the whole start"
+
+
+class LoadingWorker(NotedWorker):
+    """Reads weights together with one other worker. `loading` has those that read, of all workers."""
+
+    def __init__(self, rank: int, loading: set[int], pairs: threading.Barrier) -> None:
+        super().__init__()
+        self.rank, self.loading, self.pairs = rank, loading, pairs
+        self.together: set[int] = set()
+
+    def load(self, settings: WorkerSettings) -> None:
+        self.loading.add(self.rank)
+        self.pairs.wait(20.0)
+        self.together = set(self.loading)
+        self.pairs.wait(20.0)
+        self.loading.remove(self.rank)
+        self.pairs.wait(20.0)
+
+
+def test_ranks_read_weights_in_turns() -> None:
+    """With --max-parallel-loading-workers 2, two of four read at once, and no more."""
+    loading, pairs = set[int](), threading.Barrier(2)
+    workers = [LoadingWorker(rank, loading, pairs) for rank in range(4)]
+    brought_up(workers, tensor_parallel_size=4, max_parallel_loading_workers=2)
+    assert [len(worker.together) for worker in workers] == [2] * 4
+    assert all(worker.told[-1][0] == "capture" for worker in workers)
+
+
+def test_each_machine_has_its_own_turns() -> None:
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "nnodes": 2}
+    first, second, third, fourth = _loads(EngineConfig.from_kwargs(**sizes, max_parallel_loading_workers=1))
+    assert first is second is not third is fourth
+    assert not _loads(EngineConfig.from_kwargs(**sizes))
 
 
 def test_one_rank_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,6 @@ from tests.covering import covering
 from tests.engine.harness import CHECKPOINT_FORMAT, EOS, Prompt, run, tokens_and_logprobs, two_layers
 from tests.engine.ranks import fail_at, started
 from tests.engine.test_sameness import asked_on, brief
-from tests.examples import IS_FULL
 from tests.gguf.writing import write_gguf
 from tests.models.tiny_models import SIZES
 from tests.quantization import checkpoints, fp8_checkpoints
@@ -120,44 +119,39 @@ def _quantized(form: Format) -> Callable[[Path], Path]:
     return write
 
 
-def _fp8_blocks(folder: Path) -> Path:
+def _llama(**sizes: Any) -> Any:
     import transformers
 
-    config = transformers.LlamaConfig(
-        vocab_size=5000,
-        hidden_size=384,
-        intermediate_size=640,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=128,
-        tie_word_embeddings=False,
-    )
+    common = {"vocab_size": 5000, "num_hidden_layers": 2, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    return transformers.LlamaConfig(**common | {"num_attention_heads": 8} | sizes)
+
+
+def _fp8_blocks(folder: Path) -> Path:
+    """Four and five blocks of outputs, for up to four ranks."""
+    sizes = {"num_attention_heads": 4, "num_hidden_layers": 1, "head_dim": 128}
+    config = _llama(hidden_size=512, intermediate_size=640, **sizes)
     fp8_checkpoints.write(folder, config, Fp8Form(scales="block"))
+    return folder
+
+
+def _awq(folder: Path) -> Path:
+    """An intermediate size of 7 groups, which 2 and 4 ranks do not divide."""
+    config = _llama(hidden_size=128, intermediate_size=7 * 64, head_dim=16)
+    checkpoints.write(folder, config, Format(method="awq", group_size=64, has_zeros=True))
     return folder
 
 
 def _wide_awq(folder: Path) -> Path:
     """Of an intermediate size of 231 groups, and 8 heads: vLLM refuses the one on 2 ranks, the other on 3."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=5000,
-        hidden_size=128,
-        intermediate_size=29_568,
-        num_hidden_layers=1,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=16,
-        tie_word_embeddings=False,
-    )
+    sizes = {"num_hidden_layers": 1, "num_key_value_heads": 8}
+    config = _llama(hidden_size=128, intermediate_size=29_568, head_dim=16, **sizes)
     checkpoints.write(folder, config, Format(method="awq", group_size=128, has_zeros=True))
     return folder
 
 
 CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "GPTQ with act-order": _quantized(CHECKPOINT_FORMAT),
-    "AWQ": _wide_awq,
+    "AWQ": _awq,
     "int8 of whole rows": _quantized(Format(method="int-quantized", bits=8)),
     "pack-quantized": _quantized(Format(method="pack-quantized", group_size=32, has_zeros=True)),
     "Q4_K": _gguf,
@@ -165,13 +159,41 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
-    """Groups, blocks and act-order are never cut: every rank has whole rows. Two ranks or three, in turn."""
-    folder, in_turn = CHECKPOINTS[name](tmp_path), 2 + [*CHECKPOINTS].index(name) % 2
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda name: CHECKPOINTS[name](tmp_path_factory.mktemp("checkpoint")))
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(folder_of: Callable[[str], Path]) -> Callable[[str, str], Answer]:
+    """By checkpoint and instruction set."""
+    return cache(lambda name, isa: of_ranks(1, folder_of(name)))
+
+
+@pytest.mark.parametrize(("isa", "name", "num_ranks"), covering(cpu.isas(), [*CHECKPOINTS], [2, 3, 4]))
+def test_quantized_checkpoints(
+    isa: str,
+    name: str,
+    num_ranks: int,
+    folder_of: Callable[[str], Path],
+    of_one_rank: Callable[[str, str], Answer],
+) -> None:
+    """Groups, blocks and act-order are never cut: every rank has whole rows."""
+    best = cpu.isa()
+    cpu.set_isa(isa)
+    try:
+        one = of_one_rank(name, isa)
+        assert len({tuple(tokens) for tokens, _ in one}) > 1
+        assert of_ranks(num_ranks, folder_of(name)) == one
+    finally:
+        cpu.set_isa(best)
+
+
+def test_sizes_that_ranks_do_not_divide(tmp_path: Path) -> None:
+    folder = _wide_awq(tmp_path)
     one = of_ranks(1, folder)
     assert len({tuple(tokens) for tokens, _ in one}) > 1
-    for num_ranks in (2, 3) if IS_FULL or name == "AWQ" else (in_turn,):
+    for num_ranks in (2, 3):
         assert of_ranks(num_ranks, folder) == one, num_ranks
 
 

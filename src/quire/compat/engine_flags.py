@@ -73,10 +73,6 @@ LOAD: tuple[Foreign, ...] = (
             safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
         """,
     ),
-    *accepted(
-        "each rank reads only its own part of the mapped files, and pages that ranks share are read once",
-        values="max_parallel_loading_workers",
-    ),
     *refused("loaders have no further settings", values="model_loader_extra_config"),
     *accepted("only safetensors, config and tokenizer files are downloaded", lists="ignore_patterns"),
     *accepted("progress is shown on terminals only", switches="use_tqdm_on_load", off=(True,)),
@@ -125,12 +121,19 @@ PARALLELISM: tuple[Foreign, ...] = (
         values="prefill_context_parallel_size",
     ),
     *accepted(
-        "ranks that divide a KV cache have whole blocks of 256 tokens in turn",
+        "ranks that divide a KV cache have whole blocks of 256 tokens in turn, because attention sums 256 positions at "
+        "a time",
         values="dcp_kv_cache_interleave_size cp_kv_cache_interleave_size",
+        off=(256,),
     ),
     *accepted(
-        "ranks that divide a KV cache exchange queries and partial results through memory that they share",
+        "ranks that divide a KV cache exchange queries and partial results through memory that they share, and in no "
+        "other way",
         values="dcp_comm_backend",
+    ),
+    *accepted(
+        "a rank reads the queries of its neighbours in memory that they share, which are fewer bytes than the weights "
+        "to compute them",
         switches="dcp_q_replicate",
     ),
     *refused(OWN_REPLICAS, _OWN_SERVERS, off=(0,), values="data_parallel_rank data_parallel_start_rank"),
@@ -173,7 +176,10 @@ PARALLELISM: tuple[Foreign, ...] = (
         "all rows of a step are computed together",
         values="ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold",
     ),
-    *accepted("ranks exchange the results of experts through memory that they share", values="all2all_backend"),
+    *accepted(
+        "ranks exchange the results of experts through memory that they share, and in no other way",
+        values="all2all_backend",
+    ),
     *accepted("a rank always reads its own experts only", switches="enable_ep_weight_filter"),
     *accepted(
         "ranks join what they have through memory that they share, and in no other way",
@@ -181,7 +187,11 @@ PARALLELISM: tuple[Foreign, ...] = (
     ),
     *accepted("no profiler is started with the processes", switches="ray_workers_use_nsight"),
     *refused(NO_CODE, off=("auto",), values="worker_cls worker_extension_cls"),
-    *accepted("a failed engine is always replaced", switches="enable_fault_tolerance", values="fault_tolerance_config"),
+    *accepted(
+        "a failed step is always computed again and a failed engine always replaced, without orders from outside",
+        switches="enable_fault_tolerance",
+        values="fault_tolerance_config",
+    ),
 )
 
 CACHE: tuple[Foreign, ...] = (

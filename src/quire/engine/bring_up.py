@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from threading import Semaphore
 
 from quire.config import EngineConfig
 from quire.engine.executor import InlineExecutor, LanesExecutor, PipelineExecutor, ThreadExecutor
@@ -13,6 +14,7 @@ from quire.logs import get_logger
 from quire.messages import WARM_UP, Progress
 from quire.model_config import ModelConfig
 from quire.planning.binding import bound_facts, is_bound
+from quire.planning.cut_stages import grid_of
 from quire.planning.memory_plan import (
     MemoryFacts,
     plan_kv_cache,
@@ -152,11 +154,21 @@ def warn_about_dropped_sizes(resolved: Resolved) -> None:
 
 def _executor_of_ranks(workers: Workers, config: EngineConfig, start_time: float | None) -> WorkerExecutor:
     """Threads: ranks compute side by side."""
+    limits, loads = (start_time, config.distributed_timeout_seconds), _loads(config)
     if config.pipeline_parallel_size > 1:
-        return PipelineExecutor(workers, start_time, config.distributed_timeout_seconds)
+        return PipelineExecutor(workers, *limits, loads=loads)
     if config.num_lanes > 1:
-        return LanesExecutor(workers, config.num_lanes, start_time, config.distributed_timeout_seconds)
-    return ThreadExecutor(workers, start_time, config.distributed_timeout_seconds)
+        return LanesExecutor(workers, config.num_lanes, *limits, loads=loads)
+    return ThreadExecutor(workers, *limits, loads=loads)
+
+
+def _loads(config: EngineConfig) -> list[Semaphore]:
+    """For each rank, the semaphore of its machine; none: all ranks read weights at once."""
+    if config.max_parallel_loading_workers is None:
+        return []
+    grid = grid_of(config)
+    of_machines = [Semaphore(config.max_parallel_loading_workers) for _ in range(grid.num_nodes)]
+    return [of_machines[grid.node(rank)] for rank in range(grid.size)]
 
 
 def _executor_of_one(workers: Workers, resolved: Resolved) -> WorkerExecutor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -108,16 +108,34 @@ class ThreadExecutor(InlineExecutor):
     Args:
         start_time: the time of the start of the engine, on the monotonic clock; None: now.
         timeout_seconds: the most seconds that a rank may wait for another one.
+        loads: for each rank, the semaphore that it holds while it reads weights; none: all ranks read at once.
     """
 
-    def __init__(self, workers: Workers, start_time: float | None = None, timeout_seconds: float = 600.0) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        start_time: float | None = None,
+        timeout_seconds: float = 600.0,
+        *,
+        loads: Sequence[AbstractContextManager[object]] = (),
+    ) -> None:
         super().__init__(workers)
+        self._loads = loads or [nullcontext()] * len(workers)
         self._timeout_seconds = timeout_seconds
         self._awaited: Sequence[Future[StepResult]] = ()  # the results of the step that is waited for
         self._given_up: set[int] = set()
         start_time = time.monotonic() if start_time is None else start_time
         self._ready_by = start_time + envs.ENGINE_READY_TIMEOUT_S.get()
         self._threads = [WorkerThread(f"quire-worker-{rank}") for rank in range(len(workers))]
+
+    def load(self, settings: WorkerSettings) -> None:
+        loads = dict(zip(map(id, self.workers), self._loads, strict=True))
+
+        def load(worker: Worker) -> None:
+            with loads[id(worker)]:
+                worker.load(settings)
+
+        self._tell(load, "reading its weights")
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         steps = [
@@ -195,8 +213,15 @@ class PipelineExecutor(ThreadExecutor):
     This is early enough, because a row waits for its own token before it is scheduled again.
     """
 
-    def __init__(self, workers: Workers, start_time: float | None = None, timeout_seconds: float = 600.0) -> None:
-        super().__init__(workers, start_time, timeout_seconds)
+    def __init__(
+        self,
+        workers: Workers,
+        start_time: float | None = None,
+        timeout_seconds: float = 600.0,
+        *,
+        loads: Sequence[AbstractContextManager[object]] = (),
+    ) -> None:
+        super().__init__(workers, start_time, timeout_seconds, loads=loads)
         self._untold: list[StepTokens] = []
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
@@ -211,9 +236,15 @@ class LanesExecutor(ThreadExecutor):
     """Executes on the workers of several lanes of equal size. Each worker gets the batch of its lane."""
 
     def __init__(
-        self, workers: Workers, num_lanes: int, start_time: float | None = None, timeout_seconds: float = 600.0
+        self,
+        workers: Workers,
+        num_lanes: int,
+        start_time: float | None = None,
+        timeout_seconds: float = 600.0,
+        *,
+        loads: Sequence[AbstractContextManager[object]] = (),
     ) -> None:
-        super().__init__(workers, start_time, timeout_seconds)
+        super().__init__(workers, start_time, timeout_seconds, loads=loads)
         self._width = len(workers) // num_lanes
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:

@@ -145,7 +145,14 @@ def start_external(config: EngineConfig, model_config: ModelConfig, progress: Pr
     companions = Companions(rank, met.peers)
     companions.watch(ranks.failing)
     worker = DeviceWorker(part_of_rank(model_config, config, rank), progress, ranks=ranks)
-    return ExternalExecutor(worker, companions)
+    return ExternalExecutor(worker, companions, _loads(config, grid, rank))
+
+
+def _loads(config: EngineConfig, grid: Grid, rank: int) -> list[bool]:
+    """See ExternalExecutor."""
+    at_once = config.max_parallel_loading_workers or grid.num_local
+    num_turns = -(-grid.num_local // at_once)
+    return [turn == rank % grid.num_local // at_once for turn in range(num_turns)]
 
 
 def placed(config: EngineConfig, *, is_server: bool) -> EngineConfig:
@@ -313,10 +320,14 @@ def _is_ours(peer: socket.socket) -> bool:
 
 
 class ExternalExecutor:
-    """The WorkerExecutor of one of the ranks: each method is called on all of them, in the same order."""
+    """The WorkerExecutor of one of the ranks: each method is called on all of them, in the same order.
 
-    def __init__(self, worker: FirstWorker, companions: Companions) -> None:
-        self.worker, self._companions = worker, companions
+    Args:
+        loads: for each turn of reading weights, whether this rank reads in it. All ranks have the same number of turns.
+    """
+
+    def __init__(self, worker: FirstWorker, companions: Companions, loads: Sequence[bool] = (True,)) -> None:
+        self.worker, self._companions, self._loads = worker, companions, loads
         self._thread = WorkerThread(f"quire-worker-{companions.rank}")
         self._untold: list[StepTokens] = []
 
@@ -325,7 +336,8 @@ class ExternalExecutor:
         return [answer.facts for answer in answers if answer.facts is not None]
 
     def load(self, settings: WorkerSettings) -> None:
-        self._everywhere(lambda: self.worker.load(settings))
+        for is_own in self._loads:
+            self._everywhere(lambda is_own=is_own: self.worker.load(settings) if is_own else None)
 
     def measure(self) -> list[Measured]:
         answers = self._everywhere(lambda: Answer(measured=self.worker.measure()))
