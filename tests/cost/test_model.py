@@ -76,6 +76,17 @@ def test_the_margin_is_what_recent_steps_have_needed(share_of_delays: float) -> 
     assert (cost.margin(0.99) > 1.5) == (share_of_delays > 0.01)
 
 
+@pytest.mark.parametrize("factors", [{}, {8: 1.0, 9: 1.5}, {8: 1.2, 9: 0.5}])
+def test_a_row_beside_a_prompt_has_the_correction_of_its_step(factors: dict[int, float]) -> None:
+    """The correction of another size says nothing about one more row."""
+    seconds, row_seconds = CostModel(ARITHMETIC, Fit(CONSTANTS, 0.05, factors)).beside_prompts(256)
+    factor = factors.get(8, 1.0)
+    alone, beside = ARITHMETIC.load([0], [256], 1), ARITHMETIC.load([50] * 32 + [0], [1] * 32 + [256], 33)
+    without, longer = (step_seconds(ARITHMETIC.demand(load), CONSTANTS) for load in (alone, beside))
+    assert seconds == pytest.approx(factor * without)
+    assert row_seconds == pytest.approx(factor * (longer - without) / 32, rel=0.2)
+
+
 def test_decodes_say_nothing_about_steps_with_prompts() -> None:
     """They are many, and prompts are fitted into the others."""
     cost, decode, mixed = cost_model(), ARITHMETIC.load([50], [1], 1), ARITHMETIC.load([50, 0], [1, 30], 1)

@@ -322,31 +322,43 @@ def test_a_request_in_the_place_of_another_drafts_from_its_first_step(num_others
             assert all(depths) == any(depths) == (num_tokens == 50)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize(("num_prompt_tokens", "most"), [(0, 56), (1000, 10), (320, 3), (99, 0)])
+@pytest.mark.parametrize(
+    ("drafter", "num_prompt_tokens", "count"),
+    [
+        ("text", 0, 8),
+        ("text", 1000, 8),
+        ("text", 320, 3),
+        ("text", 99, 0),
+        ("model", 0, 8),
+        ("model", 1000, 5),
+        ("model", 400, 1),
+        ("model", 380, 0),
+    ],
+)
 def test_drafts_beside_a_prompt_take_at_most_a_hundredth_of_the_step(
-    drafter: str, num_prompt_tokens: int, most: int
+    drafter: str, num_prompt_tokens: int, count: int
 ) -> None:
-    """A token of a prompt takes 1 ms, and so does a draft. A drafter in the worker takes its time too."""
+    """A token of a prompt takes 1 ms, and so does a draft. A drafter in the worker takes its time too. Eight requests
+    would draft one token each.
+    """
     time_of, requests = DRAFTERS[drafter], Stream(8, [], BFLOAT16).requests
-    adaptive = AdaptiveDepth(BFLOAT16, time_of, prompt_seconds=lambda count: 1e-3 * count)
+    adaptive = AdaptiveDepth(BFLOAT16, time_of, beside_prompts=lambda count: (1e-3 * count, 1e-3))
+
+    def seconds(depths: Sequence[int]) -> float:
+        return 1e-3 * sum(depths) + (0.0 if time_of is None else time_of.of_step(depths))
+
     for _ in range(20):
-        if not adaptive.begin_step(requests, 7, 56, num_prompt_tokens):
-            assert not adaptive.waits, "a step without drafts waits for no tokens"
-            assert most == 0 or time_of is not None
-            continue
-        depths = [adaptive.depth(requests[0], 7)]
-        for request in requests[1:]:
-            if depths[-1]:
-                adaptive.drafted(requests[len(depths) - 1], depths[-1])
-            depths.append(adaptive.depth(request, 7))
-        depths = [depth for depth in depths if depth]
-        drafting = 0.0 if time_of is None else time_of.of_step(depths)
+        depths: list[int] = []
+        if adaptive.begin_step(requests, 7, 56, num_prompt_tokens):
+            for request in requests:
+                if (depth := adaptive.depth(request, 7)) > 0:
+                    adaptive.drafted(request, depth)
+                    depths.append(depth)
+        assert sum(depths) == count
+        assert depths or not adaptive.waits, "a step without drafts waits for no tokens"
         if num_prompt_tokens:
-            assert 1e-3 * sum(depths) + drafting <= 1e-5 * num_prompt_tokens * (1 + 1e-9)
-        if time_of is None or not num_prompt_tokens:
-            assert sum(depths) >= 8 or most < 8
-            assert (sum(depths) > 0) == (most > 0)
+            assert seconds(depths) <= 1e-5 * num_prompt_tokens * (1 + 1e-9)
+            assert count == 8 or seconds([*depths, 1]) > 1e-5 * num_prompt_tokens, "there was room for another"
         adaptive._depths.clear()
 
 

@@ -15,7 +15,7 @@ from quire.cost.calibrate import Fit
 from quire.cost.model import CostModel
 from quire.cost.step_time import Constants
 from quire.messages import SetLimits
-from quire.scheduler.adaptive_depth import DrafterTime
+from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime
 from quire.scheduler.scheduler import LEAST_PROMPT_TOKENS
 from tests.cost.models import cost_model
 from tests.examples import examples
@@ -123,6 +123,38 @@ def test_what_a_drafter_in_the_worker_takes_is_left_to_it() -> None:
             drafting = drafter_time.of_step(list(map(len, batch.draft_token_ids))) if drafter_time else 0.0
             seconds.append(run.cost.predict(run.cost.arithmetic.load(*rows)).seconds * run.cost.margin(0.99) + drafting)
     assert 0.9 * TARGET < max(seconds) < 1.03 * TARGET
+
+
+@pytest.mark.parametrize("slo_itl", [0.0, TARGET, 1.3 * STEP_SECONDS])
+def test_drafts_are_counted_against_the_prompt_that_the_target_leaves(slo_itl: float) -> None:
+    """They may lengthen a step by a hundredth of its prompt, and not of what the prompt would be without a target. The
+    last target leaves no time for a prompt, so nobody waits for the drafts.
+    """
+    asked: list[int] = []
+
+    def beside_prompts(count: int) -> tuple[float, float]:
+        asked.append(count)
+        return count * TOKEN_SECONDS, TOKEN_SECONDS
+
+    adaptive = AdaptiveDepth(
+        lambda starts, most: [STEP_SECONDS + 1e-5 * count for count in range(most + 1)], beside_prompts=beside_prompts
+    )
+    run = Timed(slo_itl=slo_itl, proposer=Guesser(1.0, longest=7), adaptive=adaptive)
+    for index in range(4):
+        run.add(request(f"answer{index}", [index] * 20, max_tokens=400))
+    for _ in range(20):
+        run.step()
+    for name in ("long", "later"):
+        run.add(request(name, range(8000), max_tokens=1))
+    asked.clear()
+    for _ in range(6):
+        run.step()
+        of_prompts = sum(count for name, count in rows(run).items() if not name.startswith("answer"))
+        num_drafts = sum(map(len, run.batches[-1].draft_token_ids))
+        assert of_prompts == 0 or num_drafts <= of_prompts / 100
+        assert (asked.pop() if asked else 0) == pytest.approx(of_prompts, rel=0.03)
+        assert (of_prompts > 1000) == (slo_itl == 0), "the target cuts nothing"
+        assert num_drafts > 0
 
 
 def test_without_answers_nothing_is_cut() -> None:

@@ -22,7 +22,7 @@ from quire.cost.correct import (
     possible_spread,
 )
 from quire.cost.overhead import MAX_SECONDS, Overhead, OverheadCorrection
-from quire.cost.step_time import MIN_SPREAD, StepTime, step_time
+from quire.cost.step_time import MIN_SPREAD, StepTime, step_seconds, step_time
 
 
 class CostModel:
@@ -147,6 +147,21 @@ class CostModel:
             known += [last + step * rise for step in range(1, further - count + 1)]
             count = further
         return known
+
+    def beside_prompts(self, num_tokens: int) -> tuple[float, float]:
+        """The seconds of a step with this number of tokens of a prompt, and those of one more row that has logits.
+
+        A row takes its share of as many further rows, because a single one may or may not need another tile. Both
+        times have the correction of the first step: the corrections of two sizes follow different steps, and their
+        difference is no time of a row.
+        """
+        load = self.arithmetic.load([0], [num_tokens], 1)
+        twice = self.arithmetic.load([0, 0], [num_tokens, num_tokens], 1 + num_tokens)
+        factor = self._correction.factor(num_tokens)
+        seconds, longer = (
+            factor * step_seconds(self.arithmetic.demand(each), self.fit.constants) for each in (load, twice)
+        )
+        return seconds, max(longer - seconds, 0.0) / num_tokens
 
     def room_within(
         self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int], num_logits: int

@@ -144,8 +144,8 @@ class AdaptiveDepth:
         steps_in_flight: if there are several, they hide the time of the host. A step with drafts cannot hide it,
             because it waits for the tokens of the step before.
         reads_late: whether the drafter reads missing tokens of a request only when it drafts for this request.
-        prompt_seconds: predicts the time of a step with this number of tokens of a prompt; None: prompts set no limit
-            to drafts.
+        beside_prompts: predicts the time of a step with this number of tokens of a prompt, and the time of one more
+            row in it; None: prompts set no limit to drafts.
 
     Attributes:
         waits: whether the next step should wait for the tokens of the step before, so that it can have drafts.
@@ -159,10 +159,10 @@ class AdaptiveDepth:
         steps_in_flight: int = 1,
         *,
         reads_late: bool = True,
-        prompt_seconds: Callable[[int], float] | None = None,
+        beside_prompts: Callable[[int], tuple[float, float]] | None = None,
     ) -> None:
         self._step_seconds, self._draft_seconds = step_seconds, draft_seconds
-        self._prompt_seconds = prompt_seconds
+        self._beside_prompts = beside_prompts
         # Beside prompts: the seconds that drafts may still add to this step, and those of one more row.
         self._room, self._row_seconds = math.inf, 0.0
         self._reads_late = draft_seconds is not None and reads_late
@@ -365,10 +365,10 @@ class AdaptiveDepth:
     def _limit_beside(self, num_prompt_tokens: int) -> None:
         """Note what drafts may add to a step with these tokens of prompts."""
         self._room = math.inf
-        if self._prompt_seconds is None or not num_prompt_tokens:
+        if self._beside_prompts is None or not num_prompt_tokens:
             return
-        seconds, twice = (self._prompt_seconds(count) for count in (num_prompt_tokens, 2 * num_prompt_tokens))
-        self._room, self._row_seconds = PROMPT_SHARE * seconds, max(twice - seconds, 0.0) / num_prompt_tokens
+        seconds, self._row_seconds = self._beside_prompts(num_prompt_tokens)
+        self._room = PROMPT_SHARE * seconds
 
     @property
     def _has_room(self) -> bool:

@@ -121,7 +121,7 @@ def speculation_of(
             drafter,
             schedule.depth,
             reads_late=reads_late,
-            prompt_seconds=lambda count: cost.predict(cost.arithmetic.load([0], [count], 1)).seconds,
+            beside_prompts=cost.beside_prompts,
         )
     most_by_rows = config.num_speculative_tokens_per_batch_size
     proposer, most = proposer_of(config), config.num_speculative_tokens

@@ -255,17 +255,11 @@ class KVCacheManager:
             pages, and nothing has changed.
         """
         pool = self.pool
-        num_blocks, num_shared = self.num_blocks_for(num_tokens), len(prefix.pages) // self._width
-        first_blocks = [group.first_needed(prefix.num_tokens) // self.block_size for group in self._bounded]
-        end = self._end(first_blocks, num_blocks)
-        num_placed = (end - num_shared) * len(self._suffixes) + self._width - len(self._suffixes)
-        num_reserved = (num_blocks - end) * len(self._kept_columns)
-        shared = [page for page in prefix.pages if page != NO_PAGE]
-        num_left = pool.num_free_blocks - pool.num_free_among(shared) - num_placed - num_reserved
-        if num_left < (self._num_watermark_pages if keep_watermark else 0):
+        if not self.has_room(prefix, num_tokens, keep_watermark=keep_watermark):
             return None
         assert request.request_id not in self._tables, f"{request.request_id} is admitted twice"
-        pool.acquire(shared)
+        first_blocks, end, num_placed, num_reserved = self._needed(prefix, num_tokens)
+        pool.acquire([page for page in prefix.pages if page != NO_PAGE])
         table = BlockTable(list(prefix.pages), first_blocks=first_blocks)
         self._place(table, pool.allocate(num_placed), end)
         table.reserved = pool.allocate(num_reserved)
@@ -274,6 +268,26 @@ class KVCacheManager:
             self._forgotten.add(request.request_id)
         new = table.pages[len(prefix.pages) :][: len(prefix.copy_from)]
         return list(zip(prefix.copy_from, new, strict=True))
+
+    def has_room(self, prefix: Prefix, num_tokens: int, *, keep_watermark: bool) -> bool:
+        """Whether `admit` would find enough free pages for a request with these arguments."""
+        _, _, num_placed, num_reserved = self._needed(prefix, num_tokens)
+        num_shared = self.pool.num_free_among([page for page in prefix.pages if page != NO_PAGE])
+        num_left = self.pool.num_free_blocks - num_shared - num_placed - num_reserved
+        return num_left >= (self._num_watermark_pages if keep_watermark else 0)
+
+    def _needed(self, prefix: Prefix, num_tokens: int) -> tuple[list[int], int, int, int]:
+        """What a request of `num_tokens` tokens needs after a prefix.
+
+        Returns:
+            The first block of each group that does not keep all, the end of the blocks that get pages, the number of
+            new pages for them, and the number of pages that are reserved for later blocks.
+        """
+        num_blocks, num_shared = self.num_blocks_for(num_tokens), len(prefix.pages) // self._width
+        first_blocks = [group.first_needed(prefix.num_tokens) // self.block_size for group in self._bounded]
+        end = self._end(first_blocks, num_blocks)
+        num_placed = (end - num_shared) * len(self._suffixes) + self._width - len(self._suffixes)
+        return first_blocks, end, num_placed, (num_blocks - end) * len(self._kept_columns)
 
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Get slots for the first `num_tokens` tokens. Before that, blocks that no step will read are given back.

@@ -294,7 +294,7 @@ class Scheduler:
         is_shared, num_answers = self._is_shared(), len(step.rows)
         least = fitting = min(budget, LEAST_PROMPT_TOKENS)
         if num_answers and budget > 0 and (prompts or len(self._queue)):
-            step.room = self._room_beside(step.batch)
+            step.room = self._room_beside_batch(step.batch)
         if step.room is not None:
             fitting = step.room.fitting(prompts[0].num_computed_tokens if prompts else 0, budget)
             budget = max(fitting, least)
@@ -444,16 +444,20 @@ class Scheduler:
 
     # Scheduling
 
-    def _room_beside(self, batch: ScheduledBatch) -> StepRoom | None:
-        """The room for prompts beside the decodes, within the target for the time between tokens; None: no target."""
+    def _room_beside_batch(self, batch: ScheduledBatch) -> StepRoom | None:
+        """The room for prompts beside the decodes of a batch and their drafts: see `_room_beside`."""
+        seconds = 0.0 if self.speculation is None else self.speculation.drafter_seconds(batch.draft_token_ids)
+        rows = batch.num_computed_tokens, batch.num_scheduled_tokens
+        return self._room_beside(*rows, sum(batch.num_logits), seconds)
+
+    def _room_beside(
+        self, starts: Sequence[int], counts: Sequence[int], num_logits: int, drafter_seconds: float = 0.0
+    ) -> StepRoom | None:
+        """The room for prompts beside these rows, within the target for the time between tokens; None: no target."""
         limits = self.limits
         if not limits.slo_itl or self._room_within is None or not self._enable_chunked_prefill:
             return None
-        seconds = limits.slo_itl
-        if self.speculation is not None:
-            seconds -= self.speculation.drafter_seconds(batch.draft_token_ids)
-        rows = batch.num_computed_tokens, batch.num_scheduled_tokens
-        return self._room_within(seconds, limits.slo_attainment, *rows, sum(batch.num_logits))
+        return self._room_within(limits.slo_itl - drafter_seconds, limits.slo_attainment, starts, counts, num_logits)
 
     def _serve_oldest(self, step: _Step, prompts: list[Request], budget: int) -> None:
         """Serve only the oldest prompt, slowly, because decodes take all the time. Others wait until a request ends."""
@@ -552,16 +556,32 @@ class Scheduler:
         return min(limits.max_num_batched_tokens, max(limits.max_num_seqs, LEAST_LOGITS_ROWS)) - num_others
 
     def _num_prompt_tokens(self) -> int:
-        """The tokens of prompts in the next step, at most: of running requests, and of the next one to run."""
-        limits = self.limits
-        budget = left = limits.max_shared_prefill_tokens if self._is_shared() else limits.max_num_batched_tokens
-        for request in self._running:
-            if num_lacking(request) > request.num_forced_tokens + 1:
-                left -= self._chunk(num_lacking(request), left)
-        if left > 0 and len(self._running) < limits.max_num_seqs and (entry := self._queue.first_in_order()):
-            request = entry[1]
-            if request.num_tokens < self.kv.num_free_blocks * self.kv.block_size:
-                left -= self._chunk(request.num_tokens - self._cached_prefix(request).num_tokens, left)
+        """The tokens of prompts in the next step if it has no drafts: of running requests, and of the next one to run.
+
+        `schedule` asks the same questions, after it has chosen the drafts.
+        """
+        counts = [(request, self._num_schedulable(request)) for request in self._running]
+        prompts = [request for request, count in counts if count > request.num_forced_tokens + 1]
+        if not prompts and not len(self._queue):
+            return 0
+        answers = [(request, count) for request, count in counts if 0 < count <= request.num_forced_tokens + 1]
+        budget = self.limits.max_num_batched_tokens - sum(count for _, count in answers)
+        least, may_admit, room = min(budget, LEAST_PROMPT_TOKENS), True, None
+        if answers and budget > 0:
+            starts = [request.num_computed_tokens for request, _ in answers]
+            room = self._room_beside(starts, [count for _, count in answers], len(answers))
+        if room is not None:
+            fitting = room.fitting(prompts[0].num_computed_tokens if prompts else 0, budget)
+            may_admit, budget = fitting >= least or len(answers) == 1, max(fitting, least)
+        elif self._is_shared():
+            budget = min(budget, self.limits.max_shared_prefill_tokens)
+        left = budget
+        for request in prompts:
+            left -= self._chunk(num_lacking(request), left)
+        if left > 0 and may_admit and (candidate := self._candidate(self._queue.first_in_order)) is not None:
+            request, prefix = candidate
+            if self.kv.has_room(prefix, request.num_tokens, keep_watermark=bool(self._running)):
+                left -= self._chunk(request.num_tokens - prefix.num_tokens, left)
         return budget - left
 
     def _draft(self, request: Request, most: int) -> Sequence[int]:
