@@ -1,23 +1,23 @@
 """Errors of the engine's predictions: times of steps and requests that were not in the calibration, and memory.
 
-    python benchmarks/predict.py [MODEL...] [--formats none int8 int4 fp8] [--rounds 3] [--save HARDWARE]
-                                 [--record FOLDER]
+    python benchmarks/predict.py [MODEL...] [--formats none int8 int4 fp8] [--loads 'decode 8' mixed ...] [--rounds 3]
+                                 [--save HARDWARE] [--record FOLDER]
     python benchmarks/predict.py --rescore FILE...
 
 MODEL: a folder with a config.json, or the name of a shape below; the default is every shape. A model without weights
 gets random ones.
 
-Every round starts an engine for each model and format, calibrates it from nothing, and measures eight loads: single
-steps, and short runs of real requests. The rounds take turns over models and formats, so that the noise of the machine
-shows: `noise` compares the same step in one round and the next. Predictions of steps use only the calibration.
-Predictions of requests come from the engine after it has answered the same load once, so running steps have corrected
-the model. Then each load is run once, and loads with few prompt tokens several times; each comes after a pause of the
-engine. A cell is a load of one model in one format.
+Every round starts an engine for each model and format, calibrates it from nothing, and measures eight loads, or those
+of --loads: single steps, and short runs of real requests. The rounds take turns over models and formats, so that the
+noise of the machine shows: `noise` compares the same step in one round and the next. Predictions of steps use only the
+calibration. Predictions of requests come from the engine after it has answered the same load once, so running steps
+have corrected the model. Then each load is run once, and loads with few prompt tokens several times; each comes after a
+pause of the engine. A cell is a load of one model in one format.
 
 --save writes benchmarks/results/HARDWARE/predict_DATE.md and .json; the name has the model if there is one, and the
-formats if there are some. --record writes the steps into FOLDER/MODEL.json, for tests/cost/test_recorded.py. --rescore
-predicts recorded steps again without measuring, and writes the errors into their files. Use it after a change of the
-cost model that made errors smaller.
+formats and the loads if there are some. --record writes the steps into FOLDER/MODEL.json, for
+tests/cost/test_recorded.py. --rescore predicts recorded steps again without measuring, and writes the errors into their
+files. Use it after a change of the cost model that made errors smaller.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import argparse
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -130,8 +131,12 @@ LOADS = {
 QUANTITIES = ("step", "ttft", "itl", "throughput")
 
 
-def measure(model: Path, quantization: str | None) -> dict[str, Any]:
-    """One round of a model in one format, in this process: the calibration, steps, requests and memory."""
+def measure(model: Path, quantization: str | None, names: Sequence[str]) -> dict[str, Any]:
+    """One round of a model in one format, in this process: the calibration, steps, requests and memory.
+
+    Args:
+        names: the loads.
+    """
     from quire.config import EngineConfig
     from quire.engine.start import start_engine
     from quire.planning.memory_plan import plan_kv_cache, predict_memory
@@ -139,6 +144,7 @@ def measure(model: Path, quantization: str | None) -> dict[str, Any]:
     from quire.resolve import resolve
     from quire.worker.worker import DeviceWorker
 
+    loads = {name: LOADS[name] for name in names}
     load_format = "auto" if any(model.glob("*.safetensors")) else "dummy"
     config = EngineConfig(
         model=str(model), quantization=quantization, max_model_len=MAX_MODEL_LEN, load_format=load_format
@@ -158,7 +164,7 @@ def measure(model: Path, quantization: str | None) -> dict[str, Any]:
     core, resolved = engine.core, engine.resolved
     assert engine.calibration is not None
     assert core.cost is not None
-    for work in LOADS.values():
+    for work in loads.values():
         core.probe(work.rows)
     while engine.take_memory():  # of these pages
         pass
@@ -166,14 +172,14 @@ def measure(model: Path, quantization: str | None) -> dict[str, Any]:
         pass
     reached = ceilings(resolved, core.cost.arithmetic, facts)
     held_out = []
-    for work in LOADS.values():
+    for work in loads.values():
         probed = [core.probe(work.rows) for _ in range(1 + STEP_REPEATS)]
         held_out.append([packed(work.rows), [each[1] for each in probed[1:] if each is not None]])
     draw = random.Random(os.getpid())
 
-    requests: dict[str, dict[str, list[Any]]] = {name: {each: [] for each in QUANTITIES[1:]} for name in LOADS}
+    requests: dict[str, dict[str, list[Any]]] = {name: {each: [] for each in QUANTITIES[1:]} for name in loads}
     for turn in range(1 + RUNS):  # the first one corrects the predictions
-        for name, work in LOADS.items():
+        for name, work in loads.items():
             if turn > work.num_runs:
                 continue
             while engine.take_memory():  # as a server does that waits for a request
@@ -367,7 +373,7 @@ def cells(folder: Path, rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str,
     arithmetic = StepArithmetic(load_model_config(folder), *rounds[0]["form"])
     replays = [Replay(arithmetic, found) for found in rounds]
     result: dict[str, dict[str, Any]] = {}
-    for index, name in enumerate(LOADS):
+    for index, name in enumerate(rounds[0]["requests"]):
         steps = [(replay, *found["held_out"][index]) for replay, found in zip(replays, rounds, strict=True)]
         pairs = [(replay.seconds(rows), seconds) for replay, rows, measured in steps for seconds in measured]
         if not pairs:
@@ -457,11 +463,11 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measured_apart(model: Path, form: str) -> dict[str, Any]:
+def measured_apart(model: Path, form: str, loads: Sequence[str]) -> dict[str, Any]:
     """`measure` in its own process, which finds no calibration."""
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
-            [sys.executable, __file__, str(model), "--formats", form, "--here"],
+            [sys.executable, __file__, str(model), "--formats", form, "--loads", *loads, "--here"],
             env=os.environ | {"QUIRE_CACHE_DIR": cache},
             stdout=subprocess.PIPE,
             text=True,
@@ -475,6 +481,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"folders, or of {', '.join(SHAPES)}: the default")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", metavar="HARDWARE")
     parser.add_argument("--record", type=Path, metavar="FOLDER")
@@ -487,7 +494,7 @@ def main() -> None:
         return
     if given.here:
         (model,), (form,) = given.models, given.formats
-        print(json.dumps(measure(Path(model), None if form == "none" else form)))
+        print(json.dumps(measure(Path(model), None if form == "none" else form, given.loads)))
         return
     with tempfile.TemporaryDirectory() as place:
         measure_all(given, [model_folder(name, Path(place)) for name in given.models or SHAPES])
@@ -510,7 +517,7 @@ def measure_all(given: argparse.Namespace, folders: Sequence[Path]) -> None:
         for model, formats in rounds.items():
             for form, found in formats.items():
                 start, others = time.monotonic(), report.others_seconds()
-                found.append(measured_apart(model, form))
+                found.append(measured_apart(model, form, given.loads))
                 seconds = time.monotonic() - start
                 found[-1]["others"] = share = (report.others_seconds() - others) / seconds
                 where = f"round {number + 1}: {model.name} {form}"
@@ -541,7 +548,8 @@ def measure_all(given: argparse.Namespace, folders: Sequence[Path]) -> None:
     print(markdown(result))
     if given.save:
         some = [*(models if len(models) == 1 else []), *(given.formats if len(given.formats) < len(FORMATS) else [])]
-        what = "_".join(["predict", *some])
+        loads = given.loads if len(given.loads) < len(LOADS) else []
+        what = "_".join(["predict", *some, *(re.sub(r"\W+", "-", load) for load in loads)])
         report.save_published(Path(__file__).parent, what, given.save, result, markdown(result))
     if given.record:
         for model, formats in rounds.items():

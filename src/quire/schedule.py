@@ -98,6 +98,11 @@ class ExpertUse(msgspec.Struct, array_like=True):
     num_moved: int = 0  # experts that have got another place
 
 
+# Steps of at most this number of tokens are recorded on a CPU. Python takes about a quarter of a longer one of 28 small
+# layers: benchmarks/NOTES.md, 2026-11-28.
+MAX_RECORDED_TOKENS = 64
+
+
 @dataclass(slots=True)
 class StepResult:
     """The workers' answer, aligned with ScheduledBatch.request_ids."""

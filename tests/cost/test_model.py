@@ -15,12 +15,13 @@ from quire.cost.arithmetic import Load
 from quire.cost.calibrate import FEW_STEPS_SPREAD, Fit, MeasuredStep, fit
 from quire.cost.correct import HALF_COLD_SECONDS, SHORTEST_PAUSE, Correction
 from quire.cost.model import CostModel
-from quire.cost.step_time import MIN_SPREAD, Constants, prior, step_seconds
+from quire.cost.step_time import MIN_SPREAD, Constants, prior, reading_share, step_seconds
 from quire.cost.store import CalibrationFile
 from tests.cost.models import CONSTANTS, cost_model
 
 MAY_BE_LATE_BY = 20  # frontend/supervisor.py: a step that takes longer than this multiple of its prediction has hung
 ARITHMETIC = cost_model().arithmetic
+WITHOUT_HOST = replace(CONSTANTS, per_step=1e-6, per_logit_row=1e-7)
 
 
 def load_of(num_tokens: int) -> Load:
@@ -233,7 +234,7 @@ def test_what_binds_is_named(constants: Constants, bound: str) -> None:
 
 
 def test_a_step_that_fills_its_tiles_has_the_size_of_those_with_fewer_rows() -> None:
-    correction = Correction(0.03, {})
+    correction = Correction(0.03, {}, lambda num_tokens: 1.0)
     correction.add(24, 1.0, 2.0)
     correction.add(40, 1.0, 0.5)
     assert correction.factor(32) == correction.factor(17) > correction.factor(33) == correction.factor(64)
@@ -266,6 +267,41 @@ def test_sizes_that_are_not_run_stay_comparable_where_the_machine_changes(slowne
         cost.observe(verify, cost.predict(verify).seconds, slowness * true[verify])
     found = cost.predict(verify).seconds / cost.predict(decode).seconds
     assert found == pytest.approx(true[verify] / true[decode], rel=0.12)
+
+
+@pytest.mark.parametrize("slowness", [0.6, 1.65])
+def test_a_slower_memory_slows_no_prompt(slowness: float) -> None:
+    """Decodes read the weights, and prompts compute."""
+    cost, decode, prompt = cost_model(WITHOUT_HOST), load_of(1), load_of(256)
+    slower = replace(WITHOUT_HOST, per_weight_byte=slowness * WITHOUT_HOST.per_weight_byte)
+    for _ in range(5):
+        predicted = cost.predict(prompt).seconds
+        cost.observe(prompt, predicted, step_seconds(ARITHMETIC.demand(prompt), WITHOUT_HOST))
+    for _ in range(60):
+        cost.observe(decode, cost.predict(decode).seconds, step_seconds(ARITHMETIC.demand(decode), slower))
+    expected = step_seconds(ARITHMETIC.demand(prompt), slower)
+    assert cost.predict(prompt).seconds == pytest.approx(expected, rel=0.1)
+
+
+def test_how_much_of_a_step_is_reading() -> None:
+    """It is what a small change of the memory's speed does to the step."""
+    fast = WITHOUT_HOST
+    slower = replace(
+        fast,
+        per_weight_byte=1.001 * fast.per_weight_byte,
+        per_kv_byte=1.001 * fast.per_kv_byte,
+        per_rescanned_byte=1.001 * fast.per_rescanned_byte,
+    )
+    shares = []
+    for isa in ("", "amx"):
+        arithmetic = cost_model(isa=isa).arithmetic
+        for starts, counts in (([0], [1]), ([0], [20]), ([500] * 8, [1] * 8), ([0], [900])):
+            demand = arithmetic.demand(arithmetic.load(starts, counts, len(starts)))
+            shares.append(reading_share(demand, fast))
+            change = step_seconds(demand, slower) / step_seconds(demand, fast) - 1
+            assert shares[-1] == pytest.approx(1000 * change, rel=0.01)
+    assert max(shares) > 0.5
+    assert min(shares) < 0.1
 
 
 def test_the_first_step_of_a_size_says_little_about_sizes_that_are_known() -> None:

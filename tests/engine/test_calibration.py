@@ -129,6 +129,18 @@ def test_running_steps_with_equal_tiles_count_together() -> None:
     assert [step.demand for step in calibration._running] == [arithmetic.demand(loads[n]) for n in (32, 24, 33)]
 
 
+def test_the_first_running_step_of_a_size_counts_until_there_is_another() -> None:
+    """It may have taken memory. But without it, the second one would be predicted from other sizes alone."""
+    driver = CalibratedDriver()
+    driver.calibration()
+    load = driver.cost.arithmetic.load([0], [134], 1)
+    expected = driver.cost.predict(load).seconds
+    for slowness in (4.0, 2.0, 2.0):
+        driver.cost.observe(load, driver.cost.predict(load).seconds, slowness * expected)
+        found = step_seconds(driver.cost.arithmetic.demand(load), driver.cost.fit.constants)
+        assert found == pytest.approx(slowness * expected, rel=0.15)
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.004, 0.02, 1.0])
 def test_a_start_waits_no_longer_than_it_may(seconds: float) -> None:
     driver = CalibratedDriver()
@@ -152,7 +164,7 @@ def test_memory_is_taken_before_long_contexts_are_measured() -> None:
 
     driver = CalibratedDriver()
     calibration, done = driver.calibration()
-    engine = StartedEngine(driver.core, *([None] * 2), TakesMemory(), calibration, None)  # type: ignore[arg-type]
+    engine = StartedEngine(driver.core, *([None] * 2), TakesMemory(), calibration, None, None)  # type: ignore[arg-type]
     for _ in range(TakesMemory.pieces):
         assert engine.take_memory()
     assert not engine.take_memory()

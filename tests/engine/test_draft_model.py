@@ -23,6 +23,7 @@ from quire.request import Request
 from quire.sampling.batch_params import SamplingState
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
+from quire.schedule import MAX_RECORDED_TOKENS
 from quire.spec_decode.by_worker import DraftedByWorker
 from quire.worker import kv_cache
 from quire.worker.accelerator import Host
@@ -30,7 +31,6 @@ from quire.worker.draft_model import DraftModel
 from quire.worker.drafter import Drafted
 from quire.worker.input_batch import InputBatch, StagedStep, StepRows
 from quire.worker.model_runner import ModelRunner
-from quire.worker.recorded_steps import MAX_TOKENS as RECORDED_TOKENS
 from tests.covering import in_turn
 from tests.engine.harness import EOS, MOST_DRAFTS, Prompt, Schedule, build_core, demo_draft, run
 from tests.engine.test_drafts import (
@@ -200,7 +200,7 @@ def test_nothing_is_computed_twice_or_for_nobody() -> None:
 @pytest.mark.skipif(not cpu.available(), reason="the reference has no kernel calls")
 def test_the_first_token_waits_for_no_draft_model() -> None:
     """A prompt costs the kernel calls that it costs without drafts, also behind drafts of others."""
-    prompt = Prompt((7,) * 2 * RECORDED_TOKENS, SamplingParams(temperature=0.0, max_tokens=1))
+    prompt = Prompt((7,) * 2 * MAX_RECORDED_TOKENS, SamplingParams(temperature=0.0, max_tokens=1))
 
     def calls_of(schedule: Schedule) -> list[type]:
         core = build_core(schedule, "bfloat16")

@@ -17,9 +17,9 @@ from quire.kernels import cpu
 from quire.messages import AddRequest, SetLimits
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
-from quire.schedule import ScheduledBatch
+from quire.schedule import MAX_RECORDED_TOKENS, ScheduledBatch
 from quire.worker.model_runner import ModelRunner, PendingStep
-from quire.worker.recorded_steps import MAX_TOKENS, RecordedSteps
+from quire.worker.recorded_steps import RecordedSteps
 from tests.covering import in_turn
 from tests.engine.harness import EOS, Schedule, build_core, demo_model, run
 from tests.engine.test_sameness import PRECISIONS, prompts
@@ -257,10 +257,10 @@ def test_verifying_steps_are_repeated_from_recordings(precision: str, monkeypatc
             monkeypatch.setattr(RecordedSteps, "size_for", lambda self, step: None)
         found.append(steps_of(build_core(Schedule(proposer=guesser(0.7, longest=12)), precision), monkeypatch))
     (repeated, sizes, anew, captured), (run_logits, run_sizes, all_run, none_captured) = found
-    short = [size for size in sizes if size <= MAX_TOKENS]
+    short = [size for size in sizes if size <= MAX_RECORDED_TOKENS]
     assert sizes == run_sizes == all_run
     assert max(short) > 3, "nothing was verified"
-    assert sorted(anew) == sorted([*set(short), *(size for size in sizes if size > MAX_TOKENS)])
+    assert sorted(anew) == sorted([*set(short), *(size for size in sizes if size > MAX_RECORDED_TOKENS)])
     assert len(short) > len(set(short)), "nothing was repeated"
     assert (sorted(captured), none_captured) == (sorted(set(short)), [])
     assert all(torch.equal(a, b) for a, b in zip(repeated, run_logits, strict=True))

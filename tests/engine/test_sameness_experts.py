@@ -18,12 +18,12 @@ from quire.model_config import ModelConfig, load_model_config
 from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.sampling_params import SamplingParams
-from quire.schedule import NewRow, ScheduledBatch
+from quire.schedule import MAX_RECORDED_TOKENS, NewRow, ScheduledBatch
 from quire.worker import kv_cache
 from quire.worker.accelerator import Host
 from quire.worker.input_batch import InputBatch
 from quire.worker.model_runner import ModelRunner
-from quire.worker.recorded_steps import MAX_TOKENS, RecordedSteps
+from quire.worker.recorded_steps import RecordedSteps
 from tests.covering import covering
 from tests.engine.harness import Prompt, Schedule, core_over, dtype_of, run
 from tests.loading import load_model
@@ -143,7 +143,7 @@ def test_decode_steps_are_recorded(family: str) -> None:
     """With shared experts and their gate, biases for the choice, layers of other kinds, residual factors, clips."""
     config, model = loaded(family, "bfloat16")
     assert isinstance(model, Decoder)
-    groups, num_tokens = kv_groups(config), MAX_TOKENS + 2
+    groups, num_tokens = kv_groups(config), MAX_RECORDED_TOKENS + 2
     pages = pages_alone(groups, num_tokens, 16, num_tokens)
     cache = kv_cache.allocate(groups, len(pages), 16, torch.bfloat16, torch.device("cpu"))
     inputs = InputBatch(4, config.max_model_len, 16, config.vocab_size, num_tables(groups))

@@ -22,6 +22,7 @@ from quire.kernels import cpu
 from quire.kernels.recording import Arena, record
 from quire.model_config import load_model_config
 from quire.models.decoder import Decoder
+from quire.schedule import MAX_RECORDED_TOKENS
 from quire.worker import recorded_steps
 from quire.worker.input_batch import InputBatch, StepRows
 from quire.worker.recorded_steps import RecordedSteps
@@ -51,7 +52,8 @@ class RecordedRun(PagedRun):
 
     def __init__(self, model: Decoder, num_blocks: int = 64) -> None:
         super().__init__(model, torch.bfloat16, num_blocks=num_blocks)
-        self.recorded = RecordedSteps(model, InputBatch(1, 1, 8, model.config.vocab_size), self.caches)
+        inputs = InputBatch(1, 8 * num_blocks, 8, model.config.vocab_size)
+        self.recorded = RecordedSteps(model, inputs, self.caches)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         num_tokens, num_rows = batch.num_tokens, len(batch.seq_lens_S)
@@ -223,13 +225,10 @@ def test_other_caches_are_not_those_that_were_recorded(model: Decoder, num_recor
     assert len(num_recorded) == 2
 
 
-def test_longer_tables_are_recorded_anew(
-    model: Decoder, num_recorded: list[int | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorded_steps, "_MIN_TABLE_WIDTH", 1)
+def test_longer_contexts_need_no_other_recording(model: Decoder, num_recorded: list[int | None]) -> None:
     first, again = RecordedRun(model), PagedRun(model, torch.bfloat16)
     logits = [first.step({0: [token]})[0] for token in range(20)]  # blocks of 8: tables of 1, 2 and 3
-    assert len(num_recorded) == 3
+    assert len(num_recorded) == 1
     assert all(torch.equal(again.step({0: [token]})[0], logits[token]) for token in range(20))
 
 
@@ -290,8 +289,8 @@ def test_calls_of_other_threads_are_made_and_not_recorded() -> None:
 
 
 def test_up_to_so_many_tokens(model: Decoder, num_recorded: list[int | None]) -> None:
-    run = RecordedRun(model, num_blocks=recorded_steps.MAX_TOKENS + 1)
-    for num_rows in (recorded_steps.MAX_TOKENS + 1, recorded_steps.MAX_TOKENS):
+    run = RecordedRun(model, num_blocks=MAX_RECORDED_TOKENS + 1)
+    for num_rows in (MAX_RECORDED_TOKENS + 1, MAX_RECORDED_TOKENS):
         run.step({row: [row] for row in range(num_rows)})
     assert len(num_recorded) == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from quire.cost.step_time import MIN_SPREAD
@@ -13,10 +13,12 @@ from quire.cost.step_time import MIN_SPREAD
 NEWEST_WEIGHT = 1 / 16  # the weight of a step in the factor of its size
 PRIOR_STEPS = 4  # the calibration counts as 4 steps: the first step of a size has a weight of 1/4, the next one 1/5
 FORGOTTEN_SHARE = 1 / 256  # each step moves the factors of the other sizes by this share towards its own
-# What slows a machine down slows all its steps. So a factor moves others: by this share for each doubling between the
-# sizes, if the other size has had no step for FOLLOWING_STEPS steps or more, and by less if it has, because it knows
-# better. Otherwise steps with drafts are compared with times of steps without drafts from a faster or slower moment.
-# See "Why one request lost a sixth of the best fixed depth" in benchmarks/NOTES.md.
+# What slows a machine down slows all steps that need the same of it. So a factor moves others: by this share for each
+# doubling between the sizes, if the other size has had no step for FOLLOWING_STEPS steps or more, and by less if it
+# has, because it knows better. Otherwise steps with drafts are compared with times of steps without drafts from a
+# faster or slower moment. A slower memory slows decodes and not prompts, so sizes move each other less, the more the
+# shares of their times that go to reading differ. See "Why one request lost a sixth of the best fixed depth" and
+# "Prompts that decodes had slowed down" in benchmarks/NOTES.md.
 NEIGHBOUR_SHARE = 0.95
 FOLLOWING_STEPS = 8
 MAX_RATIO = 20.0  # a delayed step moves no factor further
@@ -63,13 +65,16 @@ class Correction:
     Args:
         factors: the factors of an earlier start, by size. They have no steps of this one, so they follow its first
             steps fast.
+        reading_share: gives the share of a step's time that goes to reading, for a number of tokens.
 
     Attributes:
         spread: nine of ten steps now lie within the ratio 1 + spread of their prediction.
         num_steps: steps that were added.
     """
 
-    def __init__(self, spread: float, factors: Mapping[int, float]) -> None:
+    def __init__(self, spread: float, factors: Mapping[int, float], reading_share: Callable[[int], float]) -> None:
+        self._reading_share = reading_share
+        self._following: dict[tuple[int, int], float] = {}
         self._sizes = {size: _Size(math.log(each)) for size, each in factors.items()}
         self._factors: dict[int, float] = {}  # size -> factor, for every size that was asked for
         self._variance = (math.log1p(spread) / SPREAD_QUANTILE) ** 2
@@ -98,7 +103,7 @@ class Correction:
         for other, each in self._sizes.items():
             if each is not own:
                 share = min((self.num_steps - each.last_step) / FOLLOWING_STEPS, 1.0)
-                share *= NEIGHBOUR_SHARE ** abs(other - size)
+                share *= self._following_share(size, other)
                 each.log += min(weight, each.weight) * share * error
                 # A scheduler may avoid sizes that it believes to be slow: this belief fades.
                 each.log += FORGOTTEN_SHARE * (own.log - each.log)
@@ -108,6 +113,13 @@ class Correction:
         self.num_steps += 1
         self._variance += NEWEST_WEIGHT * (error * error - self._variance)
         self.spread = math.expm1(SPREAD_QUANTILE * math.sqrt(self._variance))
+
+    def _following_share(self, size: int, other: int) -> float:
+        """The share of a change of `size` by which the other size follows."""
+        if (known := self._following.get((size, other))) is None:
+            likeness = 1 - abs(self._reading_share(1 << size) - self._reading_share(1 << other))
+            known = self._following[size, other] = likeness * NEIGHBOUR_SHARE ** abs(other - size)
+        return known
 
 
 class Pause:

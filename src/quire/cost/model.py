@@ -22,7 +22,7 @@ from quire.cost.correct import (
     possible_spread,
 )
 from quire.cost.overhead import MAX_SECONDS, Overhead, OverheadCorrection
-from quire.cost.step_time import MIN_SPREAD, StepTime, step_seconds, step_time
+from quire.cost.step_time import MIN_SPREAD, StepTime, reading_share, step_seconds, step_time
 
 
 class CostModel:
@@ -45,7 +45,7 @@ class CostModel:
         the costs that an earlier start has learnt.
         """
         self.fit = fit
-        self._correction, self._tail = Correction(fit.spread, fit.factors), Tail()
+        self._correction, self._tail = Correction(fit.spread, fit.factors, self._reading_share), Tail()
         if fit.cold:
             self._pause = Pause(fit.cold)
         if fit.overhead is not None:
@@ -174,6 +174,11 @@ class CostModel:
             num_logits: rows of logits of all rows together.
         """
         return StepRoom(self, self.arithmetic.load(starts, counts, num_logits), seconds / self.margin(attainment))
+
+    def _reading_share(self, num_tokens: int) -> float:
+        """See step_time.reading_share, for a prompt of this number of tokens."""
+        load = self.arithmetic.load([0], [num_tokens], 1)
+        return reading_share(self.arithmetic.demand(load), self.fit.constants)
 
 
 class StepRoom:

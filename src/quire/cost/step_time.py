@@ -94,6 +94,16 @@ def step_time(
     return StepTime(seconds, seconds / ratio, seconds * ratio, bound)
 
 
+def reading_share(demand: Demand, constants: Constants) -> float:
+    """The relative change of a step's time for a small relative change of the time of reading: from 0 to 1."""
+    host, linear_bytes, linear_ops, again, kv, attention = _parts(demand, constants)
+    linear = _overlapped(linear_bytes, linear_ops, constants.overlap)
+    shorter, longer = sorted((linear_bytes, linear_ops))
+    of_shorter = 0.0 if longer == 0 else 1 - 1 / (1 + (shorter / longer) ** constants.overlap)
+    of_bytes = 1 - of_shorter if linear_bytes == longer else of_shorter
+    return (of_bytes * linear + again + kv) / (host + linear + again + kv + attention)
+
+
 def knee_rows(row: Demand, constants: Constants) -> float:
     """The number of such rows from which on a step's products take longer than reading the weights."""
     products = (row.linear_flops + row.linear_int8_ops) * constants.per_operation

@@ -24,7 +24,7 @@ LEAST_REPEATS, MOST_REPEATS = 2, 3
 MAX_STEP_SECONDS = 0.5
 MAX_SECONDS = 10.0  # the most time for all of them, in both rounds
 MOST_DELAYED = 1.1  # a step that took more than this multiple of its time in the second round was held up in the first
-RUNNING_REPEATS = 2  # the running steps of a size that count like measured steps
+RUNNING_REPEATS = 2  # the running steps of a size, behind the first one, that count like measured steps
 WELL_PREDICTED = 1.1  # a running step within this ratio of its prediction needs no other constants
 KEPT_STEPS = 256  # running steps whose corrections are kept for later starts, together
 
@@ -38,7 +38,8 @@ class Calibration:
     begin anew, because they belong to the constants before.
 
     A server that gets requests at once has no time to measure. Then its first running steps count as measured ones: a
-    few of each size, by tokens and by the length of contexts.
+    few of each size, by tokens and by the length of contexts. The very first one may have taken memory, so it counts
+    only until there is another one.
 
     Args:
         guess: constants before anything is measured.
@@ -65,6 +66,7 @@ class Calibration:
         self._is_second_round = False  # its points are the `rows`
         self._was_held_up = False  # whether the second round has found a step that was held up in the first
         self._running: list[MeasuredStep] = []
+        self._first: dict[tuple[int, int], MeasuredStep] = {}  # the first running step of each size without others
         self._running_sizes: Counter[tuple[int, int]] = Counter()
         if self._points:
             cost.learn = self._learn
@@ -128,14 +130,20 @@ class Calibration:
         """A running step took `seconds`."""
         size = size_of_step(load.num_tokens), sum(load.kv_tokens).bit_length()
         self._running_sizes[size] += 1
-        if 1 < self._running_sizes[size] <= 1 + RUNNING_REPEATS:  # the first one takes memory
-            self._running.append(MeasuredStep(self._cost.arithmetic.demand(load), seconds))
-            ratio = seconds / self._cost.predict(load).seconds
-            if not 1 / WELL_PREDICTED <= ratio <= WELL_PREDICTED:  # a fit takes 1 to 3 ms
-                self._fit()
+        if self._running_sizes[size] > 1 + RUNNING_REPEATS:
+            return
+        step = MeasuredStep(self._cost.arithmetic.demand(load), seconds)
+        if self._running_sizes[size] == 1:
+            self._first[size] = step
+        else:
+            self._first.pop(size, None)
+            self._running.append(step)
+        ratio = seconds / self._cost.predict(load).seconds
+        if not 1 / WELL_PREDICTED <= ratio <= WELL_PREDICTED:  # a fit takes 1 to 3 ms
+            self._fit()
 
     def _fit(self) -> None:
-        self._cost.calibrate(fit(self.steps + self._running, self._guess))
+        self._cost.calibrate(fit([*self.steps, *self._running, *self._first.values()], self._guess))
 
     def _drop_point(self) -> None:
         self._points.popleft()

@@ -17,6 +17,7 @@ from quire.engine.core import EngineCore
 from quire.engine.rank_spawn import RankInterpreter
 from quire.engine.ranks import start_ranks
 from quire.engine.ready import check_targets, ready_message
+from quire.engine.rehearsal import Rehearsal
 from quire.engine.warm_up import produce_tokens
 from quire.formats.kv_format import kv_format
 from quire.formats.kv_groups import kv_groups, num_tables
@@ -52,6 +53,7 @@ class StartedEngine:
     model_config: ModelConfig
     executor: WorkerExecutor
     calibration: Calibration | None  # the steps that must still be measured; None: there are none
+    rehearsal: Rehearsal | None  # the steps that are computed ahead; None: there are none
     kept_costs: KeptCosts
 
     def take_memory(self) -> bool:
@@ -63,8 +65,10 @@ class StartedEngine:
         self.executor.check_alive()
 
     def calibrate(self) -> bool:
-        """Measure a step; False: there is nothing to measure now."""
-        return self.calibration is not None and self.calibration.step()
+        """Measure a step, or compute one ahead; False: there is nothing to do now."""
+        if self.calibration is not None and self.calibration.step():
+            return True
+        return self.rehearsal is not None and self.rehearsal.step()
 
     def keep_costs(self) -> None:
         """Store the corrections that running steps have given, for later starts."""
@@ -195,6 +199,9 @@ def _answering(
     if is_slower and has_clock:
         calibration = Calibration(core, cost, guess, _points(core, running, model_config), file.write)
         calibration.run(CALIBRATION_SHARE * (time.monotonic() - started))
+    rehearsal, limits = None, scheduler.limits
+    if has_clock and resolved.device.device == "cpu":
+        rehearsal = Rehearsal(core, cost, min(limits.max_num_batched_tokens, limits.max_model_len))
     if is_first:
         check_targets(schedule, cost, scheduler.limits)
     waited = max(min(lap.waited for lap in laps), measured.step.waited)
@@ -207,6 +214,7 @@ def _answering(
         model_config,
         running.executor,
         calibration,
+        rehearsal,
         KeptCosts(cost, file.write, calibration),
     )
 

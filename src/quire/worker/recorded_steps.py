@@ -1,6 +1,7 @@
 """Short steps on a CPU from recorded kernel calls: see kernels/recording.py.
 
-Dimensions: T tokens, S sequences, M blocks in the longest table, D hidden.
+Dimensions: T tokens, S sequences, C the most sequences, M blocks in the longest table, N block tables of a sequence,
+D hidden.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from quire.kernels import cpu
 from quire.kernels.recording import Arena, record
 from quire.logs import get_logger
 from quire.models.decoder import Decoder
+from quire.schedule import MAX_RECORDED_TOKENS
 from quire.worker.input_batch import InputBatch, Padding, StagedStep, StepRows
 
 logger = get_logger(__name__)
 
 Inputs = TypeVar("Inputs", ForwardBatch, StepTable)
 
-MAX_TOKENS = 64  # Python takes about a quarter of such a step of 28 small layers: benchmarks/NOTES.md, 2026-11-28
-_MIN_TABLE_WIDTH = 64
 # These fields of ForwardBatch need not be tensors. If one is no tensor, it must be the same object as in the recording.
 # All other fields are copied.
 _UNCOPIED_FIELDS = frozenset({"adapter_slots_T", "caches", "host", "hidden_TD"})
@@ -50,19 +50,25 @@ class RecordedSteps:
     A recording belongs to a number of tokens, to steps with or without adapters, and to the tokens of each lane. A step
     of T tokens is padded to T sequences; the sequences of the padding have no tokens. So one recording serves T decodes
     and every other step of T tokens.
+
+    Block tables of all recordings are in one memory, with room for the longest. So contexts may grow.
     """
 
     def __init__(self, model: Decoder, inputs: InputBatch, caches: list[LayerCache]) -> None:
         self._model, self._inputs, self._caches = model, inputs, caches
         self._arena = Arena()
         self._recordings: dict[_Size, _Recording] = {}
+        with torch.inference_mode(False):
+            self._tables_NCM = torch.zeros(
+                (inputs.num_tables, MAX_RECORDED_TOKENS, inputs.max_blocks), dtype=torch.int32
+            )
         self._is_possible = cpu.available()
         self.num_captured = 0
 
     def size_for(self, step: StepRows) -> Padding | None:
         """See CapturedSteps."""
         num_tokens = int(step.lens_S.sum())
-        if not self._is_possible or num_tokens > MAX_TOKENS:
+        if not self._is_possible or num_tokens > MAX_RECORDED_TOKENS:
             return None
         return Padding(num_tokens, num_tokens, step.adapter_slots_S is not None)
 
@@ -81,7 +87,7 @@ class RecordedSteps:
         return recording.result_TD
 
     def _record(self, batch: ForwardBatch) -> Tensor:
-        own = _with_own_inputs(batch)
+        own = _with_own_inputs(batch, self._tables_NCM)
         if own is None or not _copy_inputs(batch, own):
             return self._model.forward(batch)
         residual_TD = self._model.embed_step(batch)
@@ -104,20 +110,23 @@ def _size_of(batch: ForwardBatch) -> _Size:
     return batch.num_tokens, batch.adapter_slots_T is not None, () if batch.lanes is None else batch.lanes.counts
 
 
-def _with_own_inputs(batch: Inputs) -> Inputs | None:
-    """A copy of the batch with tensors at fixed addresses; None: the batch has a value that is no tensor."""
+def _with_own_inputs(batch: Inputs, tables: Tensor) -> Inputs | None:
+    """A copy of the batch with tensors at fixed addresses; None: the batch has a value that is no tensor.
+
+    Args:
+        tables: the memory of block tables: NCM for a ForwardBatch, CM for a StepTable.
+    """
     own: dict[str, Any] = {}
     for name, value in _inputs_of(batch):
         if name == "tables":
-            own[name] = tuple(_with_own_inputs(table) for table in value)
+            own[name] = tuple(_with_own_inputs(*each) for each in zip(value, tables, strict=True))
             if any(table is None for table in own[name]):
                 return None
+        elif name == "block_tables_SM":
+            own[name] = tables[: len(value)]
         elif isinstance(value, Tensor):
-            shape = list(value.shape)
-            if name == "block_tables_SM":
-                shape[1] = max(_MIN_TABLE_WIDTH, 1 << (shape[1] - 1).bit_length())
             with torch.inference_mode(False):
-                own[name] = torch.zeros(shape, dtype=value.dtype)
+                own[name] = torch.zeros(value.shape, dtype=value.dtype)
         elif name not in _UNCOPIED_FIELDS:
             logger.debug("steps are not recorded: %s.%s is no tensor", type(batch).__name__, name)
             return None
