@@ -5,6 +5,10 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
+#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2
+constexpr int64_t kMostRowsInOrder = 2;
+#endif
+
 int64_t rows_per_block(int64_t) { return 120; }
 
 void run(const GemmBlock& block) {
@@ -12,6 +16,11 @@ void run(const GemmBlock& block) {
     case DType::f32:
       return run_row_tiles<FloatTile<float>>(block);
     case DType::bf16:
+#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2
+      // 1.4 times as fast at 1 row and 1.2 times at 2, no faster from 3 on (Zen 4; benchmarks/NOTES.md)
+      if (follows_streams() && block.row_end - block.row_begin <= kMostRowsInOrder)
+        return run_row_tiles<Bf16TileInOrder>(block);
+#endif
       return run_row_tiles<Bf16Tile>(block);
     case DType::f16:
       return run_row_tiles<FloatTile<f16>>(block);

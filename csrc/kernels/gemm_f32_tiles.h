@@ -113,6 +113,42 @@ struct Bf16Tile {
   }
 };
 
+// The same sums for few rows, in the order of addresses, tile after tile, which the CPU's own prefetching follows.
+struct Bf16TileInOrder {
+  using Input = float;
+  using Weight = bf16;
+  static constexpr int64_t kStepK = kBf16KUnit;
+  static constexpr int64_t kFetches = kBf16TileElements * 2 / 64 * (kPanelWidth / kBf16TileColumns);
+  static constexpr bool kIsInOrder = true;
+
+  template <int kRows, class Fetch>
+  static void run(const float* a, int64_t a_stride, const bf16* b, int64_t steps, float* out, bool is_first,
+                  Fetch& prefetch) {
+    constexpr int kTiles = kPanelWidth / kBf16TileColumns, kVectors = kBf16TileColumns / F32::kWidth;
+    Fetch local = prefetch;
+    F32 sums[kTiles][kRows][kVectors];
+#pragma GCC unroll 4
+    for (int t = 0; t < kTiles; ++t) load_sums(out + t * kBf16TileColumns, is_first, sums[t]);
+    for (int64_t step = 0; step < steps; ++step, a += kBf16KUnit)
+#pragma GCC unroll 4
+      for (int t = 0; t < kTiles; ++t, b += kBf16TileElements)
+        for (int64_t pair = 0; pair < kBf16KUnit / 2; ++pair) {
+          local.fetch();
+          const bf16* const line = b + pair * kBf16TileColumns * 2;
+          F32 w[kVectors];
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) w[v] = load_even(line + v * F32::kWidth * 2);
+          multiply_add(a + pair * 2, a_stride, w, sums[t]);
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) w[v] = load_odd(line + v * F32::kWidth * 2);
+          multiply_add(a + pair * 2 + 1, a_stride, w, sums[t]);
+        }
+#pragma GCC unroll 4
+    for (int t = 0; t < kTiles; ++t) store_sums(out + t * kBf16TileColumns, sums[t]);
+    prefetch = local;
+  }
+};
+
 inline int64_t float_input_bytes(const GemmArgs& args) {
   return args.m * input_stride<float>(args.weight.k) * static_cast<int64_t>(sizeof(float));
 }
