@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -42,10 +43,18 @@ class EngineLaunch(msgspec.Struct):
     checkpoint: str = ""  # nodes.checkpoint of the model that an engine on another machine must find
 
 
+class Fork(msgspec.Struct, frozen=True):
+    """A further continuation of a prompt: what it has in place of the first one's."""
+
+    request_id: str
+    seed: int | None
+
+
 class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     """One prompt and one continuation, validated and resolved. The engine checks only its own limits.
 
-    `request_id` is unique: no other request of the engine ever has it.
+    `request_id` is unique: no other request of the engine ever has it. `forks` are only on the way to the engine
+    (`joined`), which takes them as messages of their own (`continuations`).
     """
 
     request_id: str
@@ -61,6 +70,25 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     wants_vector: bool = False  # the request gets a vector of the prompt instead of tokens; max_tokens is 1
     is_retry: bool = False  # an engine that has ended had accepted it, so the queue's limit does not count
     lane: int | None = None  # the lane that computes it; None: the lane with the least work
+    forks: list[Fork] = []
+
+    def continuations(self) -> Iterator[AddRequest]:
+        """The first continuation, then its forks. They share the prompt and the lists of the parameters."""
+        yield msgspec.structs.replace(self, forks=[])
+        for fork in self.forks:
+            params = copy.copy(self.sampling_params)
+            params.seed, params.prompt_logprobs = fork.seed, None
+            yield msgspec.structs.replace(
+                self, request_id=fork.request_id, sampling_params=params, fork_of=self.request_id, forks=[]
+            )
+
+
+def joined(messages: Sequence[AddRequest]) -> AddRequest:
+    """One message for several continuations of a prompt, so that what they share is sent once."""
+    first, *others = messages
+    return msgspec.structs.replace(
+        first, forks=[Fork(message.request_id, message.sampling_params.seed) for message in others]
+    )
 
 
 class Abort(msgspec.Struct, tag="abort"):

@@ -20,6 +20,7 @@ from quire.errors import ConfigError, EngineDeadError, VocabularyError
 from quire.frontend.client import ProcessClient
 from quire.frontend.engine_link import TcpLink, UnixLink
 from quire.messages import (
+    AddRequest,
     Command,
     EngineBeat,
     EngineFailed,
@@ -31,7 +32,9 @@ from quire.messages import (
     ServerAddress,
     UnixSockets,
     UseTokenizer,
+    joined,
 )
+from quire.sampling_params import SamplingParams
 
 TOKENIZER = UseTokenizer("a tokenizer.json", [2])
 
@@ -71,6 +74,40 @@ async def test_tables_for_constraints_are_made_before_it_is_ready(monkeypatch: p
             client.close()
     assert order == [TOKENIZER, "ready"]
     core.shutdown.assert_called_once()
+
+
+async def test_continuations_come_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine adds each of them."""
+    params = SamplingParams(n=3, seed=5, prompt_logprobs=1, temperature=0.5)
+    names = ("a", "a.1", "a.2")
+    asked = [
+        AddRequest(
+            name, [1, 2, 3], params.continuation(index), 9, [2], 1.5, 3, "salt", "digest", "a" if index else None
+        )
+        for index, name in enumerate(names)
+    ]
+    added: list[AddRequest] = []
+    core = Mock(adapters=None, add=added.append, predicted_seconds=0.0)
+    core.has_work.return_value = False
+    idle = {"take_memory": lambda: False, "calibrate": lambda: False, "keep_costs": lambda: None}
+    started = SimpleNamespace(core=core, ready_message=lambda: EngineReady(100, 10, 16, 4, 64), **idle)
+    monkeypatch.setattr(start, "start_engine", lambda *arguments, **options: started)
+    with tempfile.TemporaryDirectory() as folder:
+        sockets = UnixSockets(f"ipc://{folder}/input", f"ipc://{folder}/output")
+        client = ProcessClient(UnixLink(sockets))
+        engine = process.EngineProcess(EngineLaunch(EngineConfig(), "model", sockets))
+        thread = threading.Thread(target=engine.run)
+        thread.start()
+        try:
+            while not isinstance(await client.receive(), EngineReady):
+                pass
+            client.send(joined(asked))
+            client.send(Command("shutdown"))
+        finally:
+            thread.join(30)
+            engine.close()
+            client.close()
+    assert added == asked
 
 
 async def test_an_engine_finds_the_model_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 
+import msgspec
 import pytest
 
 from quire.errors import (
@@ -385,6 +386,40 @@ async def test_bad_words_are_spelled_off_the_loop(monkeypatch):
             stream.close()
     assert len(built) == 1
     assert built[0] is not threading.current_thread(), "the event loop stood still"
+
+
+async def test_continuations_share_one_message():
+    """What 128 of them have in common crosses the link once, also for the next engine."""
+
+    def num_bytes(messages) -> int:
+        return sum(len(msgspec.msgpack.encode(message)) for message in messages)
+
+    class Counting(EchoClient):
+        def __init__(self) -> None:
+            super().__init__(ANSWER)
+            self.frames: list = []
+
+        def send(self, message) -> None:
+            self.frames.append(message)
+            super().send(message)
+
+    fields = {"seed": 7, "logprobs": 2, "bad_words": ["the dog"], "stop_token_ids": [1, 2]}
+    async with Running(Counting()) as running:
+        frames, sent = running.client.frames, running.client.sent
+        stream = await running.engine.add_request("ab" * 500, params(n=128, **fields), "r")
+        requests = running.sent(AddRequest)
+        processed = running.engine.replicas[0].output_processor._requests["r"].processed
+        assert requests == processed.requests
+        assert num_bytes(frames) < 2 * num_bytes(requests[:1]) + 128 * 40
+        frames.clear()
+        sent.clear()
+        again = running.engine.replicas[0].output_processor.send_again()
+        for message in again:
+            running.client.send(message)
+        assert [request.request_id for request in sent] == [request.request_id for request in requests]
+        assert all(request.is_retry and request.prompt_token_ids == requests[0].prompt_token_ids for request in sent)
+        assert num_bytes(frames) < 2 * num_bytes(requests[:1]) + 128 * 40
+        stream.close()
 
 
 async def test_late_deltas_are_ignored():

@@ -25,7 +25,7 @@ from quire.messages import (
     RequestDelta,
     SetLimits,
 )
-from quire.sampling_params import RequestOutputKind, SamplingParams, SpelledWord, SpelledWords
+from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.schedule import TokenLogprobs
 from tests.frontend.links import Ends
 
@@ -59,32 +59,6 @@ class TinyEngine(threading.Thread):
                 logprobs = [TokenLogprobs([1, 2], [-0.5, -1.5], [1, 2])]
                 delta = RequestDelta(message.request_id, message.prompt_token_ids, logprobs, finish_reason="length")
                 link.send(msgspec.msgpack.encode(EngineOutputs([delta])))
-
-
-async def test_bad_words_are_encoded_once_for_all_continuations(ends: Ends):
-    client = ProcessClient(ends.front)
-    encoded = []
-
-    class Encoder:
-        def encode(self, message):
-            encoded.append(type(message))
-            return msgspec.msgpack.encode(message)
-
-    client._encoder = Encoder()
-    engine = TinyEngine(ends.new_link)
-    engine.start()
-    assert await client.receive() == READY
-    words = SpelledWords([SpelledWord({3: [1]}, [{4: [1, 2]}, {}])], b"\x10")
-    params = SamplingParams(n=3, max_tokens=4)
-    params.bad_words_spelled = words
-    sent = [AddRequest(f"a{index}", [5], params.continuation(index), 4) for index in range(3)]
-    for message in (*sent, Command("shutdown")):
-        client.send(message)
-    await asyncio.to_thread(engine.join, 10)
-    assert engine.received == [*sent, Command("shutdown")]
-    assert all(message.sampling_params.bad_words_spelled is words for message in sent), "messages are not changed"
-    assert encoded == [SpelledWords, AddRequest, AddRequest, AddRequest, Command]
-    client.close()
 
 
 async def test_a_message_of_another_engine_is_refused(ends: Ends):

@@ -393,6 +393,33 @@ def test_what_is_compiled_for_a_request_is_kept_until_it_ends(
     assert second.done() or second.result()
 
 
+def test_what_nobody_waits_for_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One grammar compiles while the clients of two others leave: one is in the thread's queue, one has no room."""
+    compiler = Grammars(4096)
+    compiler.use_tokenizer((demo.path("target") / "tokenizer.json").read_text(), [0])
+    gate, made = threading.Event(), []
+    compiled = matchers.compiled_matcher
+
+    def slow(tokenizer: Any, text: str) -> Any:
+        made.append(text)
+        assert gate.wait(10)
+        return compiled(tokenizer, text)
+
+    monkeypatch.setattr(matchers, "compiled_matcher", slow)
+    texts = [LLMatcher.grammar_from_regex(text) for text in ("a", "ab", "abc", "abcd")]
+    first, queued = compiler.prepare(texts[0]), compiler.prepare(texts[1])
+    with monkeypatch.context() as full:
+        full.setattr(matchers, "_MAX_BYTES", 1)
+        without_room, last = compiler.prepare(texts[2]), compiler.prepare(texts[3])
+        assert not without_room.done()
+    del queued, without_room
+    gate.set()
+    assert first.result()
+    assert not last.done() or last.result()  # it asks, and so begins
+    assert last.result()
+    assert made == [texts[0], texts[3]]
+
+
 def test_many_choices(llm: LLM) -> None:
     choices = [f"label {index} of many" for index in range(MAX_CHOICES)]
     params = SamplingParams(temperature=2.0, max_tokens=40, structured_outputs=Structured(choice=choices))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from weakref import WeakSet
+
 import pytest
 
 from quire.messages import AddRequest
@@ -43,6 +46,34 @@ def test_requests_without_room_are_not_deferred() -> None:
     driver.run(look)
     assert (1, 0) in waits
     assert all(deferred == 0 for _, deferred in waits)
+
+
+def test_the_grammar_of_a_request_that_has_left_is_let_go() -> None:
+    """Nobody compiles it then: see Grammars."""
+    preparations: WeakSet[Future[object]] = WeakSet()
+
+    class Preparer:
+        def use_tokenizer(self, *arguments: object) -> None: ...
+
+        def prepare_grammar(self, text: str) -> Future[object]:
+            preparation: Future[object] = Future()
+            preparations.add(preparation)
+            return preparation
+
+    driver = Driver()
+    driver.core._preparer = Preparer()
+    for name in ("stays", "leaves"):
+        driver.add(request(name, [1, 2, 3], grammar="g"))
+    driver.core.step()
+    assert len(preparations) == 2
+    driver.core.abort(name for name in ("leaves", "unknown"))
+    assert len(preparations) == 1
+    driver.core.step()
+    (stays,) = preparations
+    stays.set_result("compiled")
+    driver.run()
+    assert driver.deltas["stays"]
+    assert not driver.deltas["leaves"]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from quire.config import EngineConfig, ServerConfig
 from quire.entry.launch import open_model
 from quire.entry.serve import server_settings
 from quire.frontend.echo_client import EchoClient
+from quire.frontend.tokenizer import Tokenizer
 from quire.server.protocol.responses import Reasoning, ResponseObject, TextConfig
 from quire.server.response_store import ResponseStore, StoredResponse
 from tests.server.serving import ANSWER, MAX_MODEL_LEN, MODEL, TEXT, TOKENIZER, RunningServer
@@ -148,6 +150,22 @@ def test_logprobs_are_those_of_the_text(thoughts: str, text: str) -> None:
     assert ("".join(names), end) == (part["text"], "<|im_end|>")
     deltas = [event for event in streamed if event["type"] == "response.output_text.delta"]
     assert [position for event in deltas for position in event["logprobs"]] == part["logprobs"]
+
+
+@pytest.mark.parametrize("text", ["<think>a@b</think>ok", "<think>ab@</think>ok", "<think>ab</think>o@k", "o@k@"])
+def test_logprobs_beside_a_special_token_that_is_left_out(text: str) -> None:
+    """It has a logprob and no text. The tokens after it keep their places."""
+    answer = [1 if char == "@" else TOKENIZER.encode(char, add_special_tokens=False)[0] for char in text]
+    body = {"model": MODEL, "input": "Hi", "include": ["message.output_text.logprobs"]}
+    with RunningServer(answer=answer, reasoning_parser="qwen3") as server:
+        (*_, item) = server.http.post(PATH, json=body).json()["output"]
+        streamed = [event for _, event in server.named_events(PATH, **body)]
+    (part,) = item["content"]
+    (done,) = (event for event in streamed if event["type"] == "response.output_text.done")
+    assert done["logprobs"] == part["logprobs"]
+    names = [position["token"] for position in part["logprobs"]]
+    said = text.partition("</think>")[2] or text
+    assert names == [{"@": "<|im_start|>"}.get(char, char) for char in said] + ["<|im_end|>"]
 
 
 def test_a_streamed_answer_is_the_whole_one(client: openai.OpenAI) -> None:
@@ -504,3 +522,39 @@ def test_a_summary_of_the_reasoning_is_not_made(agent: RunningServer) -> None:
         assert (reasoning.summary, shown(answer)[0]) == ([], ("reasoning", "Hm."))
     error = error_of(agent.http.post(PATH, json={"input": "Hi", "reasoning": {"summary": "none"}}), 400)
     assert error["param"] == "reasoning.summary"
+
+
+THINK = ("<think>", "</think>")
+HARMONY = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|call|>", "<|return|>", "analysis", "assistant")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    ("parser", "tags", "text", "thoughts"),
+    [
+        ("qwen3", THINK, "<think>Hm. 1 < 2</think>\n\nYes <think>", ["Hm. 1 < 2"]),
+        ("qwen3", THINK, "<think>Hm. 1 < 2", ["Hm. 1 < 2<|im_end|>"]),
+        ("qwen3", THINK, "Yes <think>Hm.</think>", []),
+        ("deepseek_r1", THINK, "Hm.</think>Yes </think>", ["Hm."]),
+        ("deepseek_r1", THINK, "<think>Hm.</think>Yes", ["Hm."]),
+        (
+            "openai_gptoss",
+            HARMONY,
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis<|message|>So?<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>The analysis<|return|>",
+            ["Hm.", "So?"],
+        ),
+        ("qwen3", (), "<think>Hm.</think>Yes", []),  # the tags are texts, whose tokens are not counted
+    ],
+)
+def test_tokens_of_the_reasoning(parser: str, tags: tuple[str, ...], text: str, thoughts: list[str], is_streamed: bool):
+    """Those between the tags, if the tags are tokens."""
+    backend = copy.deepcopy(TOKENIZER.backend)
+    backend.add_tokens(list(tags))
+    tokenizer = Tokenizer(backend, special_tokens=TOKENIZER.special_tokens)
+    expected = sum(len(tokenizer.encode(thought, add_special_tokens=False)) for thought in thoughts)
+    with answering(text, None, parser, tokenizer=tokenizer) as server, server.openai() as client:
+        usage = asked(client, is_streamed, tools=[]).usage
+    assert usage is not None
+    assert usage.output_tokens_details.reasoning_tokens == expected
+    assert usage.output_tokens == len(tokenizer.encode(text, add_special_tokens=False)) + 1

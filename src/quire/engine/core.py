@@ -158,7 +158,10 @@ class EngineCore:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Free these requests now. There are no more deltas for them."""
-        self.scheduler.abort(request_ids)
+        left = list(request_ids)
+        self.scheduler.abort(left)
+        for request_id in left:
+            self._preparing.pop(request_id, None)  # a grammar that nobody holds is not compiled
 
     def set_limits(self, message: SetLimits) -> None:
         """Change limits from the next step on. Raises ValueError for an illegal limit; then nothing changes."""

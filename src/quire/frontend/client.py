@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from quire.errors import EngineDeadError
 from quire.frontend.engine_link import EngineLink, LinkEndedError
-from quire.messages import AddRequest, EngineInput, EngineMessage
-from quire.sampling_params import SpelledWords
+from quire.messages import EngineInput, EngineMessage
 
 LIFE_CHECK_SECONDS = 0.1
 
@@ -71,10 +69,9 @@ class ProcessClient:
         self._life_check: asyncio.TimerHandle | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
-        self._words: tuple[SpelledWords | None, Any] = None, None  # the last words that were sent, and their encoding
         self._death: str | None = None
         if first is not None:
-            self._link.send(self._encode(first))
+            self._link.send(self._encoder.encode(first))
 
     @property
     def is_alive(self) -> bool:
@@ -83,18 +80,7 @@ class ProcessClient:
     def send(self, message: EngineInput) -> None:
         if self._death is not None:
             raise EngineDeadError(self._death)
-        self._link.send(self._encode(message))
-
-    def _encode(self, message: EngineInput) -> bytes:
-        """Encode a message. Spellings of bad words may be long: continuations of a request share their encoding."""
-        words = message.sampling_params.bad_words_spelled if isinstance(message, AddRequest) else None
-        if isinstance(message, AddRequest) and words is not None:
-            if words is not self._words[0]:
-                self._words = words, msgspec.Raw(self._encoder.encode(words))
-            params = copy.copy(message.sampling_params)
-            params.bad_words_spelled = self._words[1]
-            message = msgspec.structs.replace(message, sampling_params=params)
-        return self._encoder.encode(message)
+        self._link.send(self._encoder.encode(message))
 
     async def receive(self) -> EngineMessage:
         if self._life_check is None:

@@ -129,7 +129,13 @@ class EchoClient:
     def send(self, message: EngineInput) -> None:
         if self._death is not None:
             raise EngineDeadError(self._death)
-        self.sent.append(message)
+        messages = list(message.continuations()) if isinstance(message, AddRequest) else [message]
+        self.sent += messages
+        for each in messages:
+            self._take(each)
+        self._wake.set()
+
+    def _take(self, message: EngineInput) -> None:
         match message:
             case AddRequest():
                 self._add(message)
@@ -145,7 +151,6 @@ class EchoClient:
                 self._loaded.remove(message.digest)
             case Command(name="shutdown"):
                 self._death = "The echo engine was shut down"
-        self._wake.set()
 
     def _load(self, message: LoadAdapter) -> None:
         digest = message.digest or self.adapters.get(message.path)

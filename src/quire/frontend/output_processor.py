@@ -19,7 +19,7 @@ from quire.frontend.timeline import Timelines
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tracing import RequestTracer
 from quire.logs import get_logger
-from quire.messages import AddRequest, RequestDelta
+from quire.messages import AddRequest, RequestDelta, joined
 from quire.outputs import FinishReason, RequestOutput, SpecDecodeMetrics
 
 logger = get_logger(__name__)
@@ -178,7 +178,7 @@ class OutputProcessor:
         Answers of the engine before are forgotten, except complete continuations. The new engine computes the same
         tokens again, and they do not count twice.
         """
-        return [message for request in self._requests.values() for message in self._again(request)]
+        return [joined(self._again(request)) for request in self._requests.values()]
 
     def _again(self, request: RequestState) -> list[AddRequest]:
         request.is_retry, request.sent_after = True, self._clock() - request.metrics.arrival_time

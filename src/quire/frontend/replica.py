@@ -43,6 +43,7 @@ from quire.messages import (
     ObservedOverhead,
     SetLimits,
     UnloadAdapter,
+    joined,
 )
 from quire.outputs import FinishReason
 from quire.sampling_params import RequestOutputKind
@@ -195,8 +196,7 @@ class Replica:
 
     def _send_request(self, processed: ProcessedRequest, messages: Sequence[AddRequest]) -> None:
         """Send all or the remaining continuations. Raises EngineDeadError."""
-        for message in messages:
-            self.client.send(message)
+        self.client.send(joined(messages))
         self.admission.on_sent(processed.request_id, len(processed.prompt_token_ids), len(messages))
 
     def abort(self, request_id: str) -> None:

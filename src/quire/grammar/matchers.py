@@ -8,11 +8,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,7 +90,7 @@ class RowGrammar:
 
 
 class Preparation:
-    """A grammar that is being compiled. It stays compiled as long as this object lives."""
+    """A grammar that is being compiled. It stays compiled as long as this object lives, and is not begun after that."""
 
     def __init__(self, grammars: Grammars, text: str) -> None:
         self._grammars, self.text = grammars, text
@@ -140,7 +140,7 @@ class Grammars:
         self._thread = _thread_with_stack()
         self._kept: Kept[_Compiled] = Kept(_MAX_BYTES, _num_bytes)
         self._alive: WeakValueDictionary[str, _Compiled] = WeakValueDictionary()  # grammars that others keep
-        self._waiting: deque[Preparation] = deque()
+        self._waiting: deque[ref[Preparation]] = deque()  # those whose request has left are dead
         self._begun: WeakSet[Preparation] = WeakSet()
         self.end_token_ids: frozenset[int] = frozenset()
         self._tokenizer: LLTokenizer | None = None
@@ -158,23 +158,40 @@ class Grammars:
     def prepare(self, text: str) -> Preparation:
         """Compile a grammar, unless it is kept."""
         preparation = Preparation(self, text)
-        self._waiting.append(preparation)
-        self.begin_next(self._waiting[0])
+        self._waiting.append(ref(preparation))
+        self.begin_next()
         return preparation
 
-    def begin_next(self, asking: Preparation) -> None:
-        """Begin waiting grammars, in order, if there is room. Only the first one asks: the others come after it."""
-        while self._waiting and asking is self._waiting[0] and self._has_room():
+    def begin_next(self, asking: Preparation | None = None) -> None:
+        """Begin waiting grammars, in order, if there is room.
+
+        Args:
+            asking: has an effect if it is the first one, because the others come after it; None: as if it were.
+        """
+        first = self._first()
+        if asking is not None and asking is not first:
+            return
+        while first is not None and self._has_room():
             self._waiting.popleft()
-            self._begun.add(asking)
-            asking.work = self._thread.submit(self._prepare, asking.text)
-            asking = self._waiting[0] if self._waiting else asking
+            self._begun.add(first)
+            first.work = self._thread.submit(self._prepare, first.text, ref(first))
+            first = self._first()
+
+    def _first(self) -> Preparation | None:
+        """The first one that somebody waits for."""
+        while self._waiting:
+            if (first := self._waiting[0]()) is not None:
+                return first
+            self._waiting.popleft()
+        return None
 
     def _has_room(self) -> bool:
         sizes = {each.text: each.num_bytes for each in self._begun}
         return sum(sizes.values()) < _MAX_BYTES
 
-    def _prepare(self, text: str) -> _Compiled:
+    def _prepare(self, text: str, asking: ref[Preparation]) -> _Compiled:
+        if asking() is None:
+            raise CancelledError
         compiled = self.compile(text)
         if compiled.num_tokens > _MAX_TOKENS + len(text):
             self.drop(text, compiled)

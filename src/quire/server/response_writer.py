@@ -38,6 +38,7 @@ from quire.server.protocol.responses import (
     OutputText,
     OutputTextDelta,
     OutputTextDone,
+    OutputTokensDetails,
     Reasoning,
     ReasoningItem,
     ReasoningText,
@@ -62,6 +63,7 @@ from quire.server.sse import named_event
 from quire.server.state import ServerState, new_request_id
 from quire.server.text.events import Content, Event, ToolArguments, ToolCallStart
 from quire.server.text.events import Reasoning as ReasoningPart
+from quire.server.text.reasoning_tokens import ReasoningTokens
 from quire.server.text.token_parser import TokenParser
 
 logger = get_logger(__name__)
@@ -110,7 +112,15 @@ class ResponseWriter:
         )
         self._parser = None if asked.new_parser is None else asked.new_parser()
         # With it each part of the answer has the logprobs of its own tokens.
-        self._token_parser = None if self._parser is None or not body.logprobs else TokenParser(self._parser)
+        self._token_parser: TokenParser | None = None
+        self._reasoning_tokens: ReasoningTokens | None = None
+        if self._parser is not None and state.tokenizer is not None:
+            if body.logprobs:
+                skips = asked.params.skip_special_tokens
+                self._token_parser = TokenParser(self._parser, state.tokenizer.special_token_ids if skips else ())
+            reasoning, (prompt,) = state.settings.server.reasoning_parser, asked.prompts
+            assert isinstance(prompt, str)
+            self._reasoning_tokens = ReasoningTokens.of(reasoning, prompt, state.tokenizer.token_to_id)
         self._open: OutputItem | None = None  # the last item, while it grows
         self._pieces: list[str] = []  # the pieces of its text
         self._part_logprobs: list[TokenLogprob] = []  # the logprobs of its text, if it is a message
@@ -184,9 +194,17 @@ class ResponseWriter:
             self._answer.usage.output_tokens += len(completion.token_ids)
             for part, positions in self._parts(completion):
                 data += self._part(part, self._written_logprobs(positions))
+            self._count_reasoning(completion.token_ids, self._answer.usage)
             if completion.finish_reason is not None:
                 data += self._ending(completion.finish_reason, self._answer.usage)
         return data
+
+    def _count_reasoning(self, token_ids: Sequence[int], usage: ResponseUsage) -> None:
+        if self._reasoning_tokens is None:
+            return
+        self._reasoning_tokens.add(token_ids)
+        if any(isinstance(item, ReasoningItem) for item in self._answer.output):  # else its tags are content
+            usage.output_tokens_details = OutputTokensDetails(self._reasoning_tokens.num_tokens)
 
     def _parts(self, completion: CompletionOutput) -> list[tuple[Event, Sequence[PositionLogprobs]]]:
         """The new parts of the answer. Text comes with the logprobs of its tokens, if they were asked for."""

@@ -13,7 +13,7 @@ from quire.server.text.reader import SPACE, Malformed, Reader, Steps, Tags, drop
 
 _HEADERS = Tags("<|start|>", "<|channel|>", "to=")
 _BODY = Tags("<|message|>")
-_ENDS = Tags("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+ENDS = Tags("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _MARKS = ("<|end|>", "<|call|>", "<|return|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([\w.:/-]+)")
@@ -84,7 +84,7 @@ def read_messages(reader: Reader, output: Output, *, has_tools: bool) -> Steps[N
 
 def _read_text(reader: Reader) -> Steps[None]:
     """Read a text, and the tag that ends it, if the tag does not begin the next message."""
-    tag = yield from reader.until(_ENDS)
+    tag = yield from reader.until(ENDS)
     reader.flush()
     if tag in _MARKS:
         reader.to(drop)

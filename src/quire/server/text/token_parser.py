@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from quire.outputs import CompletionOutput, PositionLogprobs
 from quire.server.text.events import Content, Event
@@ -15,10 +15,13 @@ class TokenParser:
 
     Tokens of tags, of reasoning and of calls have no place in the content. A token that the parser holds back, because
     a tag may begin there, belongs to the content that follows.
+
+    Args:
+        left_out: tokens that are no part of the answer's text.
     """
 
-    def __init__(self, parser: AnswerParser) -> None:
-        self._parser = parser
+    def __init__(self, parser: AnswerParser, left_out: Collection[int] = ()) -> None:
+        self._parser, self._left_out = parser, left_out
         self._text = ""  # text whose tokens have not been taken yet
         self._waiting: deque[PositionLogprobs] = deque()  # tokens whose text has not come: it may be held back
         self._held: list[PositionLogprobs] = []  # tokens since the last event
@@ -32,7 +35,8 @@ class TokenParser:
         is_end = completion.finish_reason is not None
         found: list[tuple[Event, Sequence[PositionLogprobs]]] = []
         while self._waiting:
-            token = next(iter(self._waiting[0].values())).decoded_token or ""
+            token_id, logprob = next(iter(self._waiting[0].items()))
+            token = "" if token_id in self._left_out else logprob.decoded_token or ""
             if not self._text.startswith(token):
                 if token.startswith(self._text) and not is_end:
                     break
