@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kLanes = F32::kWidth;
 constexpr int64_t kRowsPerChunk = 1024;          // rows that are added at a time: this bounds the scratch memory
-constexpr int64_t kMinMacs = 32 * 1024;          // multiply-adds worth a wake-up of another thread
+constexpr int64_t kMinMacs = 32 * 1024;          // fewer multiply-adds cost less than waking a thread
 constexpr int64_t kShrinkRows = 64;              // rows of x that stay in the L2 cache while the ranks of A pass by
 constexpr int64_t kShrinkRanks = 4;              // ranks of a unit: 8 KiB of A with k = 1024
 constexpr int kVectors = kLoraColumns / kLanes;  // vectors in a row of a panel
@@ -43,7 +43,7 @@ struct Group {
   int64_t slot, begin, end;
 };
 
-// Whether tiles multiply: A x, and B (A x) of enough rows.
+// Whether AMX tiles compute A x. They also compute B (A x), if there are enough rows.
 inline bool takes_tiles([[maybe_unused]] const LoraInput& input) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
   return input.table.dtype == DType::bf16 && input.dtype == DType::bf16 && input.token_ids == nullptr;
@@ -52,7 +52,7 @@ inline bool takes_tiles([[maybe_unused]] const LoraInput& input) {
 #endif
 }
 
-// The size of units. On tiles, few adapters with few rows get small units, so that each thread has some.
+// The size of units. On tiles, few adapters with few rows get small units, so that each thread has work.
 struct UnitSize {
   int64_t rows, ranks;
 };
@@ -65,8 +65,8 @@ inline UnitSize unit_size([[maybe_unused]] const LoraInput& input, [[maybe_unuse
   return {kShrinkRows, kShrinkRanks};
 }
 
-// The places of a part's A x in a row of sums: one for each rank. For tiles they are pairs of bfloat16 (lora_amx.h), in
-// whole steps.
+// The number of sums of a part's A x in a row: one for each rank. For tiles, a sum is a pair of bfloat16 (lora_amx.h),
+// and the number is rounded up to whole steps.
 inline int64_t num_sums([[maybe_unused]] const LoraInput& input, int64_t rank) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
   if (takes_tiles(input)) return round_up(rank, kTileRanks);
@@ -93,7 +93,7 @@ inline void for_units(const LoraInput& input, const Group* groups, int64_t num_g
 
 LoraPlan plan(const LoraInput& input) {
   const LoraTable& table = input.table;
-  // rows by slot, -1 first
+  // Rows are sorted by slot. Rows without an adapter (-1) come first.
   const int64_t num_slots = table.num_slots + 1;
   auto* memory = static_cast<int32_t*>(
       scratch(Scratch::lora_order, sizeof(int32_t) * (num_slots + input.rows) + sizeof(Group) * num_slots + 64));
@@ -141,7 +141,7 @@ inline __m512i load_pairs_n(const bf16* p, int64_t n) {
 }
 inline __m512bh as_pairs(__m512i x) { return reinterpret_cast<__m512bh>(x); }
 
-// Elements of a cache line in one instruction: two products in each lane.
+// One instruction multiplies the 32 elements of a cache line: two products in each lane.
 struct Pairs {
   using Vector = __m512i;
   static constexpr int64_t kStep = 32;
@@ -166,7 +166,7 @@ struct Floats {
 };
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-// A unit on tiles, see lora_amx.h. It fetches the A of the next unit, if that is another A.
+// Computes a unit on tiles: see lora_amx.h. Meanwhile it prefetches the A of the next unit, if that is another A.
 void shrink_on_tiles(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& following) {
   const LoraInput& input = plan.input;
   const int64_t k = input.table.k, ranks = unit.end - unit.begin, num_rows = unit.row_end - unit.row;
@@ -268,14 +268,14 @@ inline void shrink_tile(const X* const* x, const A* a, int64_t k, float scale, f
     for (int rank = 0; rank < kRanks; ++rank) to[row][first + rank] = scale * reduce_add(sums[row][rank]);
 }
 
-// A unit, which fetches the memory of the next unit meanwhile.
+// Computes a unit. Meanwhile it prefetches the A of the next unit.
 template <class Step, class X, class A>
 void shrink(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit& following) {
   const LoraInput& input = plan.input;
   const int64_t k = input.table.k;
   const auto scale = static_cast<float>(unit.delta->scale);
   const A* next = static_cast<const A*>(following.delta->a) + following.begin * k;
-  // One row waits for memory. Where the CPU fetches what is read in order, that is faster than prefetching.
+  // With one row, the time goes to reading memory. A CPU that follows streams is then faster without prefetches.
   const bool in_order = unit.row_end - unit.row == 1 && follows_streams();
   const int64_t most_ranks = in_order ? 1 : kShrinkRanks;
   const X* x[kShrinkTile];
@@ -310,7 +310,7 @@ inline void shrink_of(const LoraPlan& plan, const LoraUnit& unit, const LoraUnit
   shrink<Floats, X, A>(plan, unit, next);
 }
 
-// A x of unit vectors: rows of a transposed A.
+// Computes A x of unit vectors: it reads rows of a transposed A.
 template <class A>
 void look_up(const LoraPlan& plan, const LoraUnit& unit) {
   const auto scale = static_cast<float>(unit.delta->scale);
@@ -346,8 +346,8 @@ struct Factors {
   int64_t rank;
 };
 
-// done(row, column, sums[row] * columns of b, a vector) for kPanels panels of b. Meanwhile the panels of the next block
-// are fetched, because products ask for one block after the other.
+// Calls done(row, column, total) for kPanels panels of b. The total is a vector of sums[row] * b. Meanwhile the panels
+// of the next block are prefetched, because products ask for one block after the other.
 template <int kRows, int kPanels, class B, class Done>
 inline void expand_panels(const Factors<B>& f, const Done& done) {
   constexpr int kColumns = kPanels * kVectors;
@@ -409,7 +409,7 @@ constexpr auto expansions(std::integer_sequence<int, kRows...>) {
   return std::array{expand_rows<kRows + 1, B>...};
 }
 
-// What the adapter of a row adds to a part, and the row's A x for it. Without an addition the rank is 0.
+// The addition of a row's adapter to a part, and the row's A x for this part. The rank is 0 if nothing is added.
 struct PartOfRow {
   LoraDelta delta;
   const float* sums;
@@ -423,12 +423,12 @@ inline PartOfRow part_of_row(const LoraPlan& plan, int64_t row, int part) {
   return {deltas[part], sums};
 }
 
-// A block of rows that have one adapter or none. expand_part takes the fields of Expansion.
+// Computes the additions to a block of rows that have one adapter or none. expand_part takes the fields of Expansion.
 template <class B, class ExpandPart>
 void expand_rows_of_slot(const LoraPlan& plan, const LoraBlock& block, float* to, const ExpandPart& expand_part) {
   const LoraTable& table = plan.input.table;
   int64_t first = -block.column, end;  // first of the part's columns, counted from the block's first column
-  // In this order, the next part overwrites the columns of a part's last panel that are beyond the part.
+  // The last panel of a part may have columns beyond the part. The next part overwrites them, because it comes later.
   for (int part = 0; part < table.num_parts && first < block.num_columns; ++part, first = end) {
     end = first + table.columns[part];
     const int64_t begin = std::max<int64_t>(first, 0), count = std::min(end, block.num_columns) - begin;
@@ -458,8 +458,9 @@ inline void for_rows_of_slots(const LoraPlan& plan, const LoraBlock& block, int6
 }
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-// Tiles write all their rows. In this order, the next rows overwrite the rows behind the last row of an adapter. Where
-// tiles would write behind the block, vectors take the rows, with the same bits.
+// Tiles write all their rows, also the rows after the last row of an adapter. The next adapter overwrites these,
+// because it comes later. If tiles would write beyond the end of the block, vectors compute the rows. They give the
+// same bits.
 void expand_terms(const LoraPlan& plan, const LoraBlock& block, float* to) {
   const int64_t tile_rows = std::min(plan.input.rows, kTileRows);
   const WithoutSubnormals flushing;  // once for all rows, because vectors wait for a change
@@ -496,7 +497,7 @@ const float* expand(const LoraPlan& plan, const LoraBlock& block, float* to) {
   return to;
 }
 
-// number(row, column), a vector, rounded to out. Columns after the last are cut off.
+// Stores the vectors number(row, column), rounded to the type of `out`. Columns after the last one are left out.
 template <class Out, class Number>
 inline void store_rounded(const LoraBlock& block, Out* out, int64_t stride, const Number& number) {
   for (int64_t row = 0; row < block.num_rows; ++row, out += stride) {
@@ -517,7 +518,7 @@ inline ColumnOfPart part_of_column(const LoraTable& table, int64_t column) {
   return {part, column};
 }
 
-// Consecutive rows with one adapter, 64 columns, whose additions stay in registers.
+// Finishes 64 columns of consecutive rows with one adapter. Their additions stay in registers.
 template <int kRows, class T>
 void finish_rows(const Factors<T>& factors, const LoraFinish& finish) {
   for (int64_t first = 0; first < kLoraBlockColumns; first += kPanelsTogether * kLoraColumns) {
@@ -572,9 +573,7 @@ void finish(const LoraPlan& plan, const LoraBlock& block, const LoraFinish& whol
       const float* const added = expand(plan, rows, space.rows());
       store_rounded(rows, static_cast<Out*>(f.out.data), f.out.stride, [&](int64_t r, int64_t c) {
         const float* const sum = f.sums.data + r * f.sums.stride + c;
-        const int64_t left = block.num_columns - c;
-        return (left >= kLanes ? load(sum) : load_n(sum, static_cast<int>(left))) + load(f.bias + c) +
-               load(added + r * kLoraPitch + c);
+        return load_part(sum, block.num_columns - c) + load(f.bias + c) + load(added + r * kLoraPitch + c);
       });
     }
   });

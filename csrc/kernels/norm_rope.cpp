@@ -81,9 +81,7 @@ void layer_norm_row(const NormArgs& a, int64_t row) {
     mean = sum_of_row(a.dim, next, [](F32 sum, F32 x) { return sum + x; }) / static_cast<float>(a.dim);
   });
   const F32 means = broadcast(mean);
-  const auto centred = [&](int64_t i, int64_t left) {
-    return (left >= kLanes ? load(x + i) : load_n(x + i, static_cast<int>(left), mean)) - means;
-  };
+  const auto centred = [&](int64_t i, int64_t left) { return load_part(x + i, left, mean) - means; };
   const F32 scales = broadcast(inverse_rms(a.dim, a.eps, centred));
   const W *weight = static_cast<const W*>(a.weight), *bias = static_cast<const W*>(a.bias);
   T* out = static_cast<T*>(a.out.data) + row * a.out.stride;
