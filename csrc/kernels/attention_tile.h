@@ -25,7 +25,6 @@ constexpr int kLanes = F32::kWidth;
 constexpr int kSplit = kAttentionRange;
 constexpr int kStep = 32;
 constexpr int kTile = 16;                      // positions with keys that are multiplied at a time
-constexpr int kMaxHeadDim = 576;               // the most elements of a key and of a value
 constexpr int kMostRows = kMostAttentionRows;  // the largest kMaxRows of all paths
 constexpr int kMaxRowTiles = kMostRows / kLanes;
 static_assert(kSplit % kStep == 0 && kStep % kTile == 0 && kMostRows % kLanes == 0);

@@ -146,7 +146,7 @@ inline void for_heads(const RopeCacheArgs& a, T* heads, int64_t stride, int64_t 
 template <class T, class W, class C>
 void encode_head(const RopeCacheArgs& a, const T* head, const W* weight, float inverse_rms, const float* cos_sin, C* to,
                  float* scales, int64_t row) {
-  alignas(64) float rotated[kMaxRopeHeadDim + kLanes];
+  alignas(64) float rotated[kMaxHeadDim + kLanes];
   store(rotated + a.head_dim / kLanes * kLanes, zero());  // encode_row reads whole vectors
   rotate_head(a, head, weight, inverse_rms, cos_sin,
               [&](int64_t i, F32 x, int64_t left) { store_part(rotated + i, x, left); });
