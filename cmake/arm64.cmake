@@ -10,6 +10,7 @@ foreach(variable IN LISTS variables)
 endforeach()
 
 set(QUIRE_ISA_LADDER scalar neon neon_dotprod neon_i8mm)
+set(QUIRE_STEPS ${QUIRE_ISA_LADDER})
 set(QUIRE_FLAGS_neon "")
 set(QUIRE_FLAGS_neon_dotprod -march=armv8.2-a+dotprod)
 set(QUIRE_FLAGS_neon_i8mm -march=armv8.2-a+dotprod+i8mm+bf16)

@@ -6,10 +6,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "checks.h"
 #include "quire/isa.h"
 #include "quire/thread_pool.h"
 
@@ -31,14 +31,12 @@ void set_isa(const std::string& name) {
     const auto isa = static_cast<quire::Isa>(i);
     if (name == quire::isa_name(isa) && quire::set_active_isa(isa)) return;
   }
-  throw nb::value_error(("instruction set \"" + name + "\" is unknown, or this CPU does not have it").c_str());
+  quire::refuse("instruction set \"", name, "\" is unknown, or this CPU does not have it");
 }
 
 void set_num_threads(int n) {
   constexpr int kMost = 4096;
-  if (n < 1 || n > kMost)
-    throw std::invalid_argument("the number of kernel threads is " + std::to_string(n) + ", expected 1 to " +
-                                std::to_string(kMost));
+  if (n < 1 || n > kMost) quire::refuse("the number of kernel threads is ", n, ", expected 1 to ", kMost);
   quire::set_num_threads(n);
 }
 

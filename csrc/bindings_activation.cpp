@@ -1,7 +1,4 @@
 // Python name of the gated activations.
-#include <stdexcept>
-#include <string>
-
 #include "bindings.h"
 #include "checks.h"
 #include "quire/kernels/activation.h"
@@ -13,9 +10,7 @@ void run(const ActivationArgs& args) {
   if (args.factors != nullptr) check_indices({"order"}, args.order, args.rows, args.num_factors);
   if (args.begins == nullptr) return activation_kernels().gated(args);
   const int64_t begin = args.begins[0], end = args.begins[args.num_begins - 1];
-  if (begin < 0 || begin > end || end > args.rows)
-    throw std::invalid_argument("rows " + std::to_string(begin) + " to " + std::to_string(end) + " of " +
-                                std::to_string(args.rows));
+  if (begin < 0 || begin > end || end > args.rows) refuse("rows ", begin, " to ", end, " of ", args.rows);
   const auto item = static_cast<int64_t>(size_of(args.dtype));
   ActivationArgs own = args;
   own.x.data = static_cast<const char*>(args.x.data) + begin * args.x.stride * item;
@@ -34,7 +29,7 @@ void bind_activation(nanobind::module_& m) {
       [](GatedActivation* self, int activation, TensorView x, TensorView factors, TensorView order, TensorView out,
          TensorView begins) {
         new (self) GatedActivation({.dtype = x.dtype(),
-                                    .activation = static_cast<Activation>(activation),
+                                    .activation = enum_of("activation", activation, Activation::clamped_swiglu),
                                     .x = x.rows<const void>(),
                                     .out = out.rows<void>(),
                                     .rows = out.size(0),

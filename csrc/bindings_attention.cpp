@@ -1,7 +1,6 @@
 // Python names of paged attention.
 #include <algorithm>
 #include <exception>
-#include <stdexcept>
 
 #include "bindings.h"
 #include "checks.h"
@@ -13,11 +12,6 @@ namespace quire {
 namespace {
 
 constexpr int64_t kMaxSeqLen = (1 << 24) - 1;
-
-template <class... Parts>
-[[noreturn]] void refuse(const Parts&... parts) {
-  throw std::invalid_argument((text_of(parts) + ...));
-}
 
 // Checks that q has the query tokens of every sequence, that the tables have all positions, and that the cache has all
 // blocks that the sequences see. If several ranks share the cache, it has only a part of these blocks.

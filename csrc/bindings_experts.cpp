@@ -1,7 +1,4 @@
 // Python names of the kernels of mixture-of-experts layers.
-#include <stdexcept>
-#include <string>
-
 #include "bindings.h"
 #include "checks.h"
 #include "quire/kernels/experts.h"
@@ -12,9 +9,7 @@ namespace quire {
 namespace {
 
 void check_size(const char* name, int64_t size, int64_t expected) {
-  if (size != expected)
-    throw std::invalid_argument(name + (" has the size " + std::to_string(size)) + ", expected " +
-                                std::to_string(expected));
+  if (size != expected) refuse(name, " has the size ", size, ", expected ", expected);
 }
 
 void check_rows(const char* name, const TensorView& tensor, int64_t rows, int64_t columns) {
@@ -27,9 +22,8 @@ void check_rule(const RoutingRule& rule) {
                           rule.num_active_groups >= 1 && rule.num_active_groups <= rule.num_groups;
   if (!has_groups || rule.num_active < 1 ||
       rule.num_active > rule.num_experts / rule.num_groups * rule.num_active_groups)
-    throw std::invalid_argument(std::to_string(rule.num_active) + " of " + std::to_string(rule.num_experts) +
-                                " experts in " + std::to_string(rule.num_groups) +
-                                " groups, expected groups of equal size, and experts in the active ones");
+    refuse(rule.num_active, " of ", rule.num_experts, " experts in ", rule.num_groups,
+           " groups, expected groups of equal size, and experts in the active ones");
 }
 
 void run(const RouteArgs& args) {
@@ -45,12 +39,9 @@ void check_begins(const ExpertProductArgs& args) {
   check_indices({"begins"}, begins, count, args.num_pairs + 1);
   for (int64_t e = 0; e + 1 < count; ++e)
     if (begins[e] > begins[e + 1])
-      throw std::invalid_argument("begins[" + std::to_string(e + 1) + "] is " + std::to_string(begins[e + 1]) +
-                                  ", expected " + std::to_string(begins[e]) + " or more, like the number before it");
+      refuse("begins[", e + 1, "] is ", begins[e + 1], ", expected ", begins[e], " or more, like the number before it");
   if (begins[0] != 0 || begins[count - 1] != args.num_pairs)
-    throw std::invalid_argument("begins go from " + std::to_string(begins[0]) + " to " +
-                                std::to_string(begins[count - 1]) + ", expected 0 to " +
-                                std::to_string(args.num_pairs));
+    refuse("begins go from ", begins[0], " to ", begins[count - 1], ", expected 0 to ", args.num_pairs);
 }
 
 void run(const ExpertProductArgs& args) {
@@ -73,10 +64,10 @@ void bind_routing(nb::module_& m) {
          int64_t num_active_groups, int group_score, bool normalizes, float scale, float jitter) {
         new (self) RoutingRule{.num_experts = num_experts,
                                .num_active = num_active,
-                               .scoring = static_cast<Scoring>(scoring),
+                               .scoring = enum_of("scoring", scoring, Scoring::sparsemixer),
                                .num_groups = num_groups,
                                .num_active_groups = num_active_groups,
-                               .group_score = static_cast<GroupScore>(group_score),
+                               .group_score = enum_of("group_score", group_score, GroupScore::top2),
                                .normalizes = normalizes,
                                .scale = scale,
                                .jitter = jitter};
@@ -117,7 +108,7 @@ void bind_products(nb::module_& m) {
   bind_struct<ExpertStack>(
       m, "ExpertStack",
       [](ExpertStack* self, const PackedWeight& first, int64_t num_experts) {
-        if (num_experts < 1) throw std::invalid_argument("a stack of " + std::to_string(num_experts) + " experts");
+        if (num_experts < 1) refuse("a stack of ", num_experts, " experts");
         new (self) ExpertStack{.first = first, .num_experts = num_experts};
       },
       "first"_a, "num_experts"_a);
@@ -127,11 +118,9 @@ void bind_products(nb::module_& m) {
          int64_t num_slots, bool of_tokens, TensorView bias, TensorView out, int64_t first_place) {
         const int64_t num_pairs = order.size(0), num_places = begins.size(0) - 1;
         if (num_slots < 1 || num_pairs % num_slots)
-          throw std::invalid_argument(std::to_string(num_pairs) + " pairs with " + std::to_string(num_slots) +
-                                      " slots of a token, expected a multiple of 1 or more");
+          refuse(num_pairs, " pairs with ", num_slots, " slots of a token, expected a multiple of 1 or more");
         if (first_place < 0 || first_place + stack.num_experts > num_places)
-          throw std::invalid_argument("experts from place " + std::to_string(first_place) + ", expected " +
-                                      std::to_string(stack.num_experts) + " of " + std::to_string(num_places));
+          refuse("experts from place ", first_place, ", expected ", stack.num_experts, " of ", num_places);
         check_rows("x", x, of_tokens ? num_pairs / num_slots : num_pairs, stack.first.k);
         check_rows("out", out, num_pairs, stack.first.n);
         if (bias.is_given()) check_rows("bias", bias, stack.num_experts, stack.first.n);

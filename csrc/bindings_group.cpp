@@ -56,14 +56,15 @@ void bind_group(nb::module_& m) {
           "timeout_seconds"_a)
       .def_ro_static("first_part", &SharedGroup::kFirstPart, "Where the memory of the first group begins")
       .def_static("num_bytes", &SharedGroup::num_bytes, "size"_a, "slot_bytes"_a)
-      .def("abort", &SharedGroup::abort, "number"_a, "Makes all ranks leave what they wait for, now and later")
-      .def("begin_step", &SharedGroup::begin_step, "Before the turns of a step")
-      .def("end_step", &SharedGroup::end_step, "Behind the turns of a step")
-      .def("void_step", &SharedGroup::void_step, "Before leave_step, by a rank of several groups")
+      .def("abort", &SharedGroup::abort, "number"_a, "Ends the waiting of all ranks, now and later")
+      .def("begin_step", &SharedGroup::begin_step, "Called before the turns of a step")
+      .def("end_step", &SharedGroup::end_step, "Called after the turns of a step")
+      .def("void_step", &SharedGroup::void_step, "Called before leave_step, by a rank of several groups")
       .def("leave_step", &SharedGroup::leave_step, nb::call_guard<nb::gil_scoped_release>(),
-           "In place of end_step. Waits until no rank is in the step any more")
+           "Called in place of end_step. Waits until no rank is in the step any more")
       .def_prop_ro("aborted", &SharedGroup::aborted, "The number of the rank that has failed; -1: none")
-      .def_prop_ro("waited_seconds", &SharedGroup::waited_seconds, "For other ranks, in all turns");
+      .def_prop_ro("waited_seconds", &SharedGroup::waited_seconds,
+                   "The seconds that the rank has waited for others, in all turns");
   nb::class_<Whereabouts>(m, "Whereabouts")
       .def(
           "__init__",
@@ -74,7 +75,7 @@ void bind_group(nb::module_& m) {
           "fd"_a, "number"_a)
       .def("begin_step", &Whereabouts::begin_step)
       .def("end_step", &Whereabouts::end_step)
-      .def("wait_for", &Whereabouts::await, "number"_a, "-1: nobody")
+      .def("wait_for", &Whereabouts::await, "number"_a, "Notes the rank that this one waits for; -1: none")
       .def(
           "of",
           [](const Whereabouts& self, int number) {

@@ -8,6 +8,7 @@
 #include <new>
 
 #include "bindings.h"
+#include "checks.h"
 #include "quire/huge_pages.h"
 #include "quire/kernels/limits.h"
 #include "quire/thread_pool.h"
@@ -54,7 +55,8 @@ double operations_per_second(const Run& run) {
 
 double peak_flops(int dtype, int64_t rounds) {
   const LimitKernels& kernels = limit_kernels();
-  return operations_per_second([&] { return kernels.multiply(static_cast<DType>(dtype), rounds); });
+  const DType type = enum_of("dtype", dtype, DType::f16);
+  return operations_per_second([&] { return kernels.multiply(type, rounds); });
 }
 
 double peak_int8_ops(int bits, int64_t rounds) {

@@ -1,7 +1,6 @@
 // Python names of the additions of adapters.
 #include <nanobind/stl/vector.h>
 
-#include <stdexcept>
 #include <vector>
 
 #include "bindings.h"
@@ -29,13 +28,16 @@ void bind_lora(nb::module_& m) {
       m, "LoraTable",
       [](LoraTable* self, TensorView deltas, int dtype, int64_t k, const std::vector<int64_t>& columns) {
         if (columns.empty() || columns.size() > kLoraParts)
-          throw std::invalid_argument("a layer of " + std::to_string(columns.size()) + " parts, expected 1 to " +
-                                      std::to_string(kLoraParts));
+          refuse("a layer of ", columns.size(), " parts, expected 1 to ", kLoraParts);
+        const int64_t num_slots = deltas.size(0), num_parts = static_cast<int64_t>(columns.size());
+        if (deltas.bytes() != num_slots * num_parts * static_cast<int64_t>(sizeof(LoraDelta)))
+          refuse("deltas have ", deltas.bytes(), " bytes, expected ", sizeof(LoraDelta), " for each of ", num_slots,
+                 " slots and ", num_parts, " parts");
         new (self) LoraTable{.deltas = deltas.data<const LoraDelta>(),
-                             .num_slots = deltas.size(0),
+                             .num_slots = num_slots,
                              .k = k,
-                             .dtype = static_cast<DType>(dtype),
-                             .num_parts = static_cast<int>(columns.size()),
+                             .dtype = enum_of("dtype", dtype, DType::f16),
+                             .num_parts = static_cast<int>(num_parts),
                              .columns = {}};
         std::copy(columns.begin(), columns.end(), self->columns);
       },

@@ -29,6 +29,20 @@ std::string text_of(const Part& part) {
   }
 }
 
+// Throws ValueError with these parts as its text.
+template <class... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+  throw std::invalid_argument((text_of(parts) + ...));
+}
+
+// The enumerator with a number that Python gives. Throws ValueError if `last` has a lower number.
+template <class Enum>
+Enum enum_of(const char* name, int64_t number, Enum last) {
+  if (number < 0 || number > static_cast<int64_t>(last))
+    refuse(name, " is ", number, ", expected 0 to ", static_cast<int64_t>(last));
+  return static_cast<Enum>(number);
+}
+
 // The name of the numbers in an error: a tensor, or one row of it.
 struct NumbersOf {
   const char* tensor;

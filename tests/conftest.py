@@ -21,18 +21,18 @@ from quire.planning import devices
 from tests import one_parser  # noqa: F401 (what it does)
 from tests.examples import IS_FULL, examples
 
-# Torch's threads wait for each other by spinning: with several, on a machine that does other things too, the many small
-# operations of these tests take ten times as long. The engine sets its own number, and the kernels have their own pool.
+# Torch's threads spin while they wait for each other. With several threads on a busy machine, the many small operations
+# of these tests take ten times as long. The engine sets its own number, and the kernels have their own pool.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Files that engines keep for later starts go to a folder of this run. Its first process makes it and removes it: the
-# processes that run tests end at different times.
+# Files that engines keep for later starts go to a folder of this run. The first process makes and removes this folder,
+# because the processes that run tests end at different times.
 if "QUIRE_CACHE_DIR" not in os.environ:
     os.environ["QUIRE_CACHE_DIR"] = tempfile.mkdtemp(prefix="quire-tests-")
     atexit.register(shutil.rmtree, os.environ["QUIRE_CACHE_DIR"], ignore_errors=True)
 # Without a GPU, Triton kernels are interpreted.
 if not devices.has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
-# Threads of the kernels fight for the cores too, where several processes run tests. Tests that depend on threads set
+# If several processes run tests, threads of the kernels would fight for the cores too. Tests that depend on threads set
 # their number.
 if "PYTEST_XDIST_WORKER" in os.environ:
     with pytest.MonkeyPatch.context() as patch:
@@ -42,7 +42,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Slow cases are not made where they are left out: they are a third of all. Of slow functions the first one is."""
+    """Leave slow cases out before they are made, because they are a third of all cases.
+
+    If all cases of a function are slow, its first case is made.
+    """
     if metafunc.config.option.markexpr != "not slow":
         return
     parametrize, is_slow = metafunc.parametrize, metafunc.definition.get_closest_marker("slow") is not None
@@ -60,13 +63,13 @@ def has_slow(value: object) -> bool:
     return isinstance(value, ParameterSet) and any(mark.name == "slow" for mark in value.marks)
 
 
-gc.disable()  # while tests are collected, which makes no garbage
+gc.disable()  # until all tests are collected: collecting them makes no garbage
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays. A collection of garbage, which every capture of graphs asks for, need not look at it.
+    """Freeze the objects that exist now, so that garbage collections skip them, and remember their number.
 
-    Nor need it be counted, which every capture asks for too.
+    Every capture of graphs collects garbage and asks for this number.
     """
     gc.enable()
     gc.freeze()
@@ -81,7 +84,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """The same for objects that a file of tests has imported and keeps for its next tests."""
+    """After each file of tests, freeze the objects that its imports have made, because they stay."""
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
         gc.freeze()

@@ -6,12 +6,12 @@
 #include "quire/round_up.h"
 #include "quire/simd.h"
 #include "quire/thread_pool.h"
+#include "rows.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int64_t kLanes = F32::kWidth;
-constexpr int64_t kElementsPerTask = 16384;  // with fewer elements, waking other threads costs more than it saves
 
 struct Silu {
   static F32 of(F32 x) { return x / (broadcast(1.0f) + exp(zero() - x)); }

@@ -187,6 +187,7 @@ class Bf16Path {
     for (int e = 0; e < value_dim; e += 2 * kLanes) {
       const F32 low = load(values + e) * scale, high = load(values + e + kLanes) * scale;
       store_part(out + e, {_mm512_permutex2var_ps(low.v, first, high.v)}, value_dim - e);
+      if (e + kLanes >= value_dim) break;
       store_part(out + e + kLanes, {_mm512_permutex2var_ps(low.v, second, high.v)}, value_dim - e - kLanes);
     }
   }

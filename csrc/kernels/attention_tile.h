@@ -16,6 +16,7 @@
 #include "quire/round_up.h"
 #include "quire/scratch.h"
 #include "quire/simd.h"
+#include "transpose16.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -24,7 +25,6 @@ constexpr int kLanes = F32::kWidth;
 constexpr int kSplit = kAttentionRange;
 constexpr int kStep = 32;
 constexpr int kTile = 16;                      // positions with keys that are multiplied at a time
-constexpr int kMaxHeadDim = 576;               // the most elements of a key and of a value
 constexpr int kMostRows = kMostAttentionRows;  // the largest kMaxRows of all paths
 constexpr int kMaxRowTiles = kMostRows / kLanes;
 static_assert(kSplit % kStep == 0 && kStep % kTile == 0 && kMostRows % kLanes == 0);
@@ -33,16 +33,6 @@ struct Range {
   int begin, end;  // multiples of kStep
   int size() const { return end - begin; }
 };
-
-// Stores the first `left` lanes. `left` may be 0 or larger than the number of lanes.
-template <class T>
-inline void store_part(T* p, F32 x, int left) {
-  if (left >= kLanes) {
-    store(p, x);
-  } else if (left > 0) {
-    store_n(p, x, left);
-  }
-}
 
 // Keys or values of consecutive positions, in the form of the cache.
 template <class C>
@@ -143,35 +133,6 @@ class Prefetcher {
 struct LaneRange {
   int first, count;
 };
-
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-// Transposes 16 x 16 elements of 32 bits in place.
-[[gnu::always_inline]] inline void transpose16(__m512i (&x)[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    x[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    x[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    x[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    x[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 4; ++i) {
-    x[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    x[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    x[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-    x[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-  }
-}
-#endif
 
 // Writes dst[lane * stride + i] = src[i * kLanes + lane] for kTile values of i.
 inline void transpose_lanes(const float* src, float* dst, int stride) {

@@ -23,16 +23,6 @@ inline void for_vectors(int64_t columns, const Fn& fn) {
   if (i < columns) fn(i, static_cast<int>(columns - i));
 }
 
-template <class T>
-inline F32 load_some(const T* p, int count, float fill = 0) {
-  return count == kLanes ? load(p) : load_n(p, count, fill);
-}
-
-template <class T>
-inline void store_some(T* p, F32 x, int count) {
-  count == kLanes ? store(p, x) : store_n(p, x, count);
-}
-
 inline float exp_of(float x) { return reduce_max(exp(broadcast(x))); }
 
 // The memory for one row: scores and choice [num_experts], best [num_active], is_active of groups [num_groups].
@@ -51,27 +41,27 @@ struct RowMemory {
 
 inline bool is_finite(const float* x, int64_t count) {
   F32 check = zero();
-  for_vectors(count, [&](int64_t i, int n) { check = fma(load_some(x + i, n), zero(), check); });
+  for_vectors(count, [&](int64_t i, int n) { check = fma(load_part(x + i, n), zero(), check); });
   return !has_nan(check);
 }
 
 inline void softmax(const float* x, int64_t count, float* out) {
   F32 largest = broadcast(-kInfinity), sums = zero();
-  for_vectors(count, [&](int64_t i, int n) { largest = max(largest, load_some(x + i, n, -kInfinity)); });
+  for_vectors(count, [&](int64_t i, int n) { largest = max(largest, load_part(x + i, n, -kInfinity)); });
   const F32 most = broadcast(reduce_max(largest));
   for_vectors(count, [&](int64_t i, int n) {
-    const F32 y = exp(load_some(x + i, n, -kInfinity) - most);
-    store_some(out + i, y, n);
+    const F32 y = exp(load_part(x + i, n, -kInfinity) - most);
+    store_part(out + i, y, n);
     sums = sums + y;
   });
   const F32 sum = broadcast(reduce_add(sums));
-  for_vectors(count, [&](int64_t i, int n) { store_some(out + i, load_some(out + i, n) / sum, n); });
+  for_vectors(count, [&](int64_t i, int n) { store_part(out + i, load_part(out + i, n) / sum, n); });
 }
 
 inline void sigmoid(const float* x, int64_t count, float* out) {
   const F32 one = broadcast(1);
   for_vectors(count,
-              [&](int64_t i, int n) { store_some(out + i, one / (one + exp(zero() - load_some(x + i, n))), n); });
+              [&](int64_t i, int n) { store_part(out + i, one / (one + exp(zero() - load_part(x + i, n))), n); });
 }
 
 // Marks the best groups. Of equal groups, the one with the lower number comes first.
@@ -201,13 +191,13 @@ void combine_rows(const CombineArgs& args, const int32_t* places, int64_t begin,
       F32 sum = zero();
       for (int64_t s = 0; s < args.num_slots; ++s) {
         const T* const y = static_cast<const T*>(args.y.data) + place[s] * args.y.stride;
-        sum = fma(broadcast(weights[s]), load_some(y + i, n), sum);
+        sum = fma(broadcast(weights[s]), load_part(y + i, n), sum);
       }
       if (args.shared.data != nullptr) {
-        const F32 x = load_some(shared + i, n);
+        const F32 x = load_part(shared + i, n);
         sum = has_gate ? fma(gate, x, sum) : sum + x;
       }
-      store_some(out + i, sum, n);
+      store_part(out + i, sum, n);
     });
   }
 }

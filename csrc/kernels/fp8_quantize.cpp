@@ -23,10 +23,9 @@ inline uint8_t code_of(float value) {
 template <class T>
 void quantize(const T* weight, int64_t count, uint8_t* codes, float* scale) {
   constexpr int W = F32::kWidth;
-  const auto lanes_at = [&](int64_t i) { return static_cast<int>(std::min<int64_t>(count - i, W)); };
   F32 largest = zero(), check = zero();
   for (int64_t i = 0; i < count; i += W) {
-    const F32 w = load_n(weight + i, lanes_at(i));
+    const F32 w = load_part(weight + i, count - i);
     largest = max(largest, max(w, zero() - w));
     check = fma(w, zero(), check);
   }
@@ -35,12 +34,11 @@ void quantize(const T* weight, int64_t count, uint8_t* codes, float* scale) {
   const bool is_usable = *scale > 0;  // not zero, not NaN
   const F32 divisor = broadcast(is_usable ? *scale : 1), limit = broadcast(is_usable ? kLargestCode : 0);
   for (int64_t i = 0; i < count; i += W) {
-    const int n = lanes_at(i);
     float lanes[W];
-    store(lanes, max(min(load_n(weight + i, n) / divisor, limit), zero() - limit));
+    store(lanes, max(min(load_part(weight + i, count - i) / divisor, limit), zero() - limit));
     uint8_t rounded[W];
     for (int lane = 0; lane < W; ++lane) rounded[lane] = code_of(lanes[lane]);
-    std::memcpy(codes + i, rounded, n);
+    std::memcpy(codes + i, rounded, std::min<int64_t>(count - i, W));
   }
 }
 

@@ -163,11 +163,7 @@ inline void encode_row(const float* x, int dim, int8_t* out, float* scales, int6
   for (int i = 0; i < dim; i += F32::kWidth) {
     // This order of operands turns NaN into a number.
     const F32 y = min(max(round(load(x + i) * inverse), broadcast(-127.0f)), broadcast(127.0f));
-    if (i + F32::kWidth <= dim) {
-      store(out + i, y);
-    } else {
-      store_n(out + i, y, dim - i);
-    }
+    store_part(out + i, y, dim - i);
   }
 }
 

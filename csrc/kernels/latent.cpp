@@ -34,7 +34,7 @@ inline void rotate(const LatentCacheArgs& a, const float* x, const float* cos_si
 
 template <class T, class C>
 void rope_and_cache_token(const LatentCacheArgs& a, int64_t token) {
-  alignas(64) float x[kMaxLatentRow + kLanes], row[kMaxLatentRow + kLanes];
+  alignas(64) float x[kMaxHeadDim + kLanes], row[kMaxHeadDim + kLanes];
   const float* cos_sin = a.cos_sin + a.positions[token] * a.rotary_dim;
   for (int64_t h = 0; h < a.num_heads; ++h) {
     load_row(static_cast<const T*>(a.q.data) + token * a.q.token_stride + h * a.q.head_stride, a.rotary_dim, x);

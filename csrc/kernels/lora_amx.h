@@ -1,14 +1,14 @@
 // Additions of bfloat16 on AMX tiles. A and B are read as they are packed for all instruction sets.
 //
-// A x: for few rows of x, A is the first operand of a tile's product. A row of x is a column of the second operand:
-// pairs of k below each other, as they are in memory. For more rows, x is the first operand, and each step of A is
-// transposed once for all of them. Both give the same bits, because the arithmetic of TDPBF16PS is exactly defined and
-// does not tell its operands apart. It sums the first numbers of pairs and the second numbers of pairs, each in
-// ascending order and with one rounding for a product and its addition. Then it adds both sums, and adds the result to
-// the tile. Subnormal numbers are zeros (Intel SDM, volume 2, TDPBF16PS).
+// A x: for few rows of x, A is the first operand of a tile's product. A row of x is a column of the second operand: its
+// pairs of k are below each other, as they are in memory. For more rows, x is the first operand, and each step of A is
+// transposed once for all rows. Both ways give the same bits, because the arithmetic of TDPBF16PS is exactly defined
+// and treats both operands alike. It sums the first numbers of all pairs, and it sums the second numbers of all pairs.
+// Each of these sums is in ascending order, with one rounding for a product and its addition. Then it adds both sums,
+// and adds the result to the tile. Subnormal numbers count as zeros (Intel SDM, volume 2, TDPBF16PS).
 //
-// B (A x): scale * A x is kept in two terms of bfloat16, which are a pair. Both multiply the same number of B, so a
-// step of a tile has 16 ranks. Tiles multiply many rows, vectors with the same arithmetic multiply few.
+// B (A x): scale * A x is kept as two terms of bfloat16, which form a pair. Both terms multiply the same number of B,
+// so a step of a tile has 16 ranks. Tiles compute many rows. Vectors with the same arithmetic compute few rows.
 #pragma once
 
 #include <algorithm>
@@ -18,15 +18,16 @@
 #include "amx_tiles.h"
 #include "quire/dtype.h"
 #include "quire/kernels/lora.h"
+#include "transpose16.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int64_t kTileRanks = 16;
 constexpr int64_t kStepK = 32;         // elements of k in a step of A x
-constexpr int64_t kRowsOfColumns = 4;  // rows of x up to which A is the first operand: a row is a column of the second
+constexpr int64_t kRowsOfColumns = 4;  // with more rows of x, x is the first operand
 
-// Another configuration of the tiles. At its end it restores the earlier configuration.
+// Sets another configuration of the tiles. Its destructor restores the earlier configuration.
 class TilesAs {
  public:
   explicit TilesAs(const TileConfig& wanted) {
@@ -49,7 +50,7 @@ class TilesAs {
   bool changes_;
 };
 
-// Rows of 32 numbers each, zeros behind the first `count` rows and `num_k` numbers of a row.
+// Copies `count` rows of `num_k` numbers to a tile of 16 rows of 32 numbers. The rest of the tile becomes zeros.
 template <class Row>
 inline void copy_rows(const Row& row, int64_t count, int64_t num_k, void* to) {
   const __mmask32 mask = num_k >= kStepK ? ~__mmask32{0} : (__mmask32{1} << num_k) - 1;
@@ -58,43 +59,18 @@ inline void copy_rows(const Row& row, int64_t count, int64_t num_k, void* to) {
                        i < count ? _mm512_maskz_loadu_epi16(mask, row(i)) : _mm512_setzero_si512());
 }
 
-// Pairs of 16 ranks: [rank][pair] to [pair][rank], 32 k of each. Ranks from `count` on are zeros.
+// Transposes the 16 pairs of k of 16 ranks: [rank][pair] becomes [pair][rank]. Ranks from `count` on are zeros.
 inline void transpose_pairs(const bf16* a, int64_t k, int64_t count, int64_t num_k, void* to) {
   const __mmask32 mask = num_k >= kStepK ? ~__mmask32{0} : (__mmask32{1} << num_k) - 1;
-  __m512i r[16], t[16];
+  __m512i x[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) r[i] = i < count ? _mm512_maskz_loadu_epi16(mask, a + i * k) : _mm512_setzero_si512();
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  // r[4 * b + j] has pair 4 * l + j of ranks 4 * b to 4 * b + 3 in its quarter l
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    t[j] = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88);      // quarters 0 and 2 of ranks 0 to 7
-    t[4 + j] = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd);  // 1 and 3
-    t[8 + j] = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
-    t[12 + j] = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
-  }
-  char* const out = static_cast<char*>(to);
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    _mm512_store_si512(out + j * kRowBytes, _mm512_shuffle_i32x4(t[j], t[8 + j], 0x88));
-    _mm512_store_si512(out + (4 + j) * kRowBytes, _mm512_shuffle_i32x4(t[4 + j], t[12 + j], 0x88));
-    _mm512_store_si512(out + (8 + j) * kRowBytes, _mm512_shuffle_i32x4(t[j], t[8 + j], 0xdd));
-    _mm512_store_si512(out + (12 + j) * kRowBytes, _mm512_shuffle_i32x4(t[4 + j], t[12 + j], 0xdd));
-  }
+  for (int i = 0; i < 16; ++i) x[i] = i < count ? _mm512_maskz_loadu_epi16(mask, a + i * k) : _mm512_setzero_si512();
+  transpose16(x);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) _mm512_store_si512(static_cast<char*>(to) + i * kRowBytes, x[i]);
 }
 
-// Tiles of A x in which ranks are rows: A is read as it is, and a row of x is a column of pairs.
+// The configuration for tiles of A x whose rows are ranks: A is read as it is, and a row of x is a column of pairs.
 inline TileConfig config_for_columns(int64_t ranks) {
   TileConfig config;
   for (int tile = 0; tile < 8; ++tile) {
@@ -105,7 +81,7 @@ inline TileConfig config_for_columns(int64_t ranks) {
   return config;
 }
 
-// sums[row][rank] of at most kRowsOfColumns rows.
+// Computes sums[row][rank] for at most kRowsOfColumns rows.
 template <int kRows>
 inline void shrink_columns(const bf16* const* x, const bf16* a, int64_t k, int64_t ranks, float* sums,
                            const char* next) {
@@ -161,7 +137,7 @@ struct TiledRows {
   bool follow_each_other() const { return order[count - 1] - order[0] == count - 1; }
 };
 
-// sums[row][rank] of at most 64 rows: ranks are columns. Each step of A is transposed once for all rows.
+// Computes sums[row][rank] for at most 64 rows: ranks are columns. Each step of A is transposed once for all rows.
 template <int kTiles>
 inline void shrink_rows(const TiledRows& rows, const bf16* a, int64_t k, int64_t ranks, float* sums, const char* next) {
   _tile_zero(0);
@@ -216,7 +192,7 @@ inline void shrink_rows(const TiledRows& rows, const bf16* a, int64_t k, int64_t
   if constexpr (kTiles > 3) _tile_stored(3, sums + 3 * kTileSums, kRowBytes);
 }
 
-// Each number in two terms: its bfloat16, and the bfloat16 of the rest. The error is at most 2^-17 of the number.
+// Splits each number into two terms: its bfloat16, and the bfloat16 of the rest. The error is at most 2^-17 of it.
 // Infinity and NaN have no rest.
 inline __m512i two_terms(__m512 x) {
   constexpr int kInfiniteOrNan = 0x99;  // classes of VFPCLASSPS
@@ -228,7 +204,7 @@ inline __m512i two_terms(__m512 x) {
   return _mm512_or_si512(first, _mm512_slli_epi32(rest, 16));
 }
 
-// scale * A x of consecutive rows with one adapter, in two terms, and a part's panels of its B. Behind the last rank
+// scale * A x of consecutive rows with one adapter, in two terms, and a part's panels of its B. After the last rank
 // there are zeros up to the next multiple of 16.
 struct TermExpansion {
   const float* terms;  // the pairs, in the memory of sums
@@ -243,7 +219,7 @@ struct TermExpansion {
   int64_t ahead() const { return rank * kLoraBlockColumns; }  // the next block of B, to be fetched
 };
 
-// A step of a panel of B with each number twice, zeros from `ranks` on.
+// Copies a step of a panel of B, with each number twice. Ranks from `ranks` on become zeros.
 inline void copy_twice(const bf16* b, int64_t ranks, int64_t ahead, char* to) {
   const __m512i columns = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5,
                                            4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
@@ -256,7 +232,7 @@ inline void copy_twice(const bf16* b, int64_t ranks, int64_t ahead, char* to) {
     _mm512_store_si512(to + rank * kRowBytes, _mm512_setzero_si512());
 }
 
-// 16 or 32 columns of up to kTiles x 16 rows. Rows are written up to the tiles' end.
+// Computes 16 or 32 columns of up to kTiles x 16 rows. All rows of the tiles are written.
 template <int kTiles, int kPanels>
 inline void expand_tiles(const TermExpansion& e, int64_t panel) {
   alignas(64) char b[kPanels][kTileRows * kRowBytes];
@@ -298,7 +274,7 @@ void expand_on_tiles(const TermExpansion& e) {
   if (panel < e.panels) expand_tiles<kTiles, 1>(e, panel);
 }
 
-// While it lives, vectors take subnormal numbers for zeros too.
+// While it lives, subnormal numbers count as zeros in vectors too.
 class WithoutSubnormals {
  public:
   WithoutSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | kFlushToZero | kDenormalsAreZeros); }
@@ -310,7 +286,7 @@ class WithoutSubnormals {
   const unsigned before_;
 };
 
-// The same for one or two rows in vectors. It needs WithoutSubnormals.
+// Computes the same as expand_tiles for one or two rows, in vectors. It needs WithoutSubnormals.
 template <int kRows, int kPanels>
 inline void expand_vectors(const TermExpansion& e, int64_t panel) {
   const __m512i upper_halves = _mm512_set_epi16(15, 0, 14, 0, 13, 0, 12, 0, 11, 0, 10, 0, 9, 0, 8, 0, 7, 0, 6, 0, 5, 0,

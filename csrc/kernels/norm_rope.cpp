@@ -81,9 +81,7 @@ void layer_norm_row(const NormArgs& a, int64_t row) {
     mean = sum_of_row(a.dim, next, [](F32 sum, F32 x) { return sum + x; }) / static_cast<float>(a.dim);
   });
   const F32 means = broadcast(mean);
-  const auto centred = [&](int64_t i, int64_t left) {
-    return (left >= kLanes ? load(x + i) : load_n(x + i, static_cast<int>(left), mean)) - means;
-  };
+  const auto centred = [&](int64_t i, int64_t left) { return load_part(x + i, left, mean) - means; };
   const F32 scales = broadcast(inverse_rms(a.dim, a.eps, centred));
   const W *weight = static_cast<const W*>(a.weight), *bias = static_cast<const W*>(a.bias);
   T* out = static_cast<T*>(a.out.data) + row * a.out.stride;
@@ -148,7 +146,7 @@ inline void for_heads(const RopeCacheArgs& a, T* heads, int64_t stride, int64_t 
 template <class T, class W, class C>
 void encode_head(const RopeCacheArgs& a, const T* head, const W* weight, float inverse_rms, const float* cos_sin, C* to,
                  float* scales, int64_t row) {
-  alignas(64) float rotated[kMaxRopeHeadDim + kLanes];
+  alignas(64) float rotated[kMaxHeadDim + kLanes];
   store(rotated + a.head_dim / kLanes * kLanes, zero());  // encode_row reads whole vectors
   rotate_head(a, head, weight, inverse_rms, cos_sin,
               [&](int64_t i, F32 x, int64_t left) { store_part(rotated + i, x, left); });

@@ -10,10 +10,9 @@ namespace {
 template <class T>
 void quantize(const T* weight, int64_t count, int bits, uint8_t* codes, float* scale) {
   constexpr int W = F32::kWidth;
-  const auto lanes_at = [&](int64_t i) { return static_cast<int>(std::min<int64_t>(count - i, W)); };
   F32 highest = zero(), lowest = zero();
   for (int64_t i = 0; i < count; i += W) {
-    const F32 w = load_n(weight + i, lanes_at(i));
+    const F32 w = load_part(weight + i, count - i);
     highest = max(highest, w);
     lowest = min(lowest, w);
   }
@@ -26,10 +25,10 @@ void quantize(const T* weight, int64_t count, int bits, uint8_t* codes, float* s
   *scale = step;
   const F32 middle = broadcast(zero_code), limit = broadcast(2 * zero_code - 1);
   for (int64_t i = 0; i < count; i += W) {
-    const int n = lanes_at(i);
+    const int64_t n = std::min<int64_t>(count - i, W);
     float lanes[W];
-    store(lanes, min(max(round(load_n(weight + i, n) * broadcast(inverse)) + middle, zero()), limit));
-    for (int lane = 0; lane < n; ++lane) codes[i + lane] = static_cast<uint8_t>(lanes[lane]);
+    store(lanes, min(max(round(load_part(weight + i, count - i) * broadcast(inverse)) + middle, zero()), limit));
+    for (int64_t lane = 0; lane < n; ++lane) codes[i + lane] = static_cast<uint8_t>(lanes[lane]);
   }
 }
 

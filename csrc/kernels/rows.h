@@ -1,11 +1,11 @@
-// Rows of elements: vectors at the ends of rows, and tasks of whole rows.
+// Tasks of whole rows of elements.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "quire/isa.h"
 #include "quire/round_up.h"
-#include "quire/simd.h"
 #include "quire/thread_pool.h"
 
 namespace quire::QUIRE_ISA {
@@ -27,21 +27,6 @@ void for_rows(int64_t rows, int64_t elements_per_row, const Fn& row) {
     const int64_t end = std::min(rows, (task + 1) * rows_per_task);
     for (int64_t i = task * rows_per_task; i < end; ++i) row(i);
   });
-}
-
-// Loads a vector. Only its first `left` elements exist, and the others become zeros. `left` is at least 1, and may
-// exceed the number of elements.
-template <class T>
-inline F32 load_part(const T* p, int64_t left) {
-  return left >= F32::kWidth ? load(p) : load_n(p, static_cast<int>(left));
-}
-template <class T>
-inline void store_part(T* p, F32 x, int64_t left) {
-  if (left >= F32::kWidth) {
-    store(p, x);
-  } else {
-    store_n(p, x, static_cast<int>(left));
-  }
 }
 
 }  // namespace

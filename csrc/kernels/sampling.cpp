@@ -78,7 +78,7 @@ class Row {
     for_ranges([&](int64_t range, int64_t begin, int64_t end) {
       const F32 top = broadcast(max_);
       F32 sum = zero();
-      for (int64_t i = begin; i < end; i += kLanes) sum = sum + exp(load_part(logits_ + i, end - i) - top);
+      for (int64_t i = begin; i < end; i += kLanes) sum = sum + exp(load_logits(logits_ + i, end - i) - top);
       sums_[range] = reduce_add(sum);
     });
     return std::log(std::accumulate(sums_.begin(), sums_.end(), 0.0));
@@ -89,7 +89,7 @@ class Row {
     for_ranges([&](int64_t range, int64_t begin, int64_t end) {
       uint64_t count = 0;
       for (int64_t i = begin; i < end; i += kLanes) {
-        count += static_cast<uint64_t>(__builtin_popcount(mask_less(broadcast(x), load_part(logits_ + i, end - i))));
+        count += static_cast<uint64_t>(__builtin_popcount(mask_less(broadcast(x), load_logits(logits_ + i, end - i))));
       }
       counts_[range] = count;
     });
@@ -122,7 +122,7 @@ class Row {
     F32 top = broadcast(-kInfinity);
     bool any_nan = false;
     for (int64_t i = begin; i < end; i += kLanes) {
-      const F32 x = load_part(logits_ + i, end - i);
+      const F32 x = load_logits(logits_ + i, end - i);
       any_nan |= QUIRE_ISA::has_nan(x);
       top = QUIRE_ISA::max(x, top);
     }
@@ -153,7 +153,7 @@ class Row {
         if (block_max_[b / kBlock] < floor) continue;
         const int64_t block_end = std::min(b + kBlock, end);
         for (int64_t i = b; i < block_end; i += kLanes) {
-          sum.add_above(units, load_part(logits_ + i, block_end - i), limit);
+          sum.add_above(units, load_logits(logits_ + i, block_end - i), limit);
         }
       }
       above_[range] = sum.total();
@@ -248,7 +248,7 @@ class Row {
       const int64_t end = std::min(b + kBlock, size_);
       for (int64_t i = b; i < end; i += kLanes) {
         const auto lanes = static_cast<int>(std::min(kLanes, end - i));
-        uint32_t mask = ~mask_less(load_part(logits_ + i, lanes), limit) & ((uint32_t{1} << lanes) - 1);
+        uint32_t mask = ~mask_less(load_logits(logits_ + i, lanes), limit) & ((uint32_t{1} << lanes) - 1);
         for (; mask != 0; mask &= mask - 1) {
           const auto id = static_cast<int32_t>(i + __builtin_ctz(mask));
           candidates_.push_back({order_key(logits_[id]), id});

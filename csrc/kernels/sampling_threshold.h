@@ -25,9 +25,7 @@ constexpr uint32_t kAllLanes = (uint32_t{1} << kLanes) - 1;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kUnits = 0x1p44f;  // units of the largest probability; 2^19 such numbers still fit in 63 bits
 
-inline F32 load_part(const float* p, int64_t left) {
-  return left >= kLanes ? load(p) : load_n(p, static_cast<int>(left), -kInfinity);
-}
+inline F32 load_logits(const float* p, int64_t left) { return load_part(p, left, -kInfinity); }
 
 inline float next_up(float x) { return std::nextafter(x, kInfinity); }
 inline float next_down(float x) { return std::nextafter(x, -kInfinity); }
@@ -126,14 +124,14 @@ struct Ones {
 template <class Weight>
 inline uint64_t weight_above(const Weight& weight, const float* values, int64_t n, float limit) {
   typename Weight::Sum sum;
-  for (int64_t i = 0; i < n; i += kLanes) sum.add_above(weight, load_part(values + i, n - i), broadcast(limit));
+  for (int64_t i = 0; i < n; i += kLanes) sum.add_above(weight, load_logits(values + i, n - i), broadcast(limit));
   return sum.total();
 }
 
 inline uint64_t count_equal(const float* values, int64_t n, float x) {
   uint64_t different = 0;
   for (int64_t i = 0; i < n; i += kLanes) {
-    const F32 y = load_part(values + i, n - i);
+    const F32 y = load_logits(values + i, n - i);
     different += static_cast<uint64_t>(__builtin_popcount(mask_less(y, broadcast(x)) | mask_less(broadcast(x), y)));
   }
   return static_cast<uint64_t>(round_up(n, kLanes)) - different;
@@ -156,11 +154,11 @@ inline float* split(const Weight& weight, const float* values, int64_t n, Interv
     float kept[kChunk + kLanes];
     float* kept_end = kept;
     for (int64_t i = 0; i < std::min(n, kChunk); i += kLanes) {
-      const F32 x = load_part(values + i, n - i);
+      const F32 x = load_logits(values + i, n - i);
       kept_end += store_compressed(kept_end, x, ~mask_less(x, low) & kAllLanes);
     }
     for (const float* p = kept; p < kept_end; p += kLanes) {
-      const F32 x = load_part(p, kept_end - p);
+      const F32 x = load_logits(p, kept_end - p);
       const uint32_t higher = mask_less(high, x);
       if (higher != 0) above.add_above(weight, x, high);
       inside += store_compressed(inside, x, ~(higher | mask_less(x, low)) & kAllLanes);
@@ -186,7 +184,7 @@ inline Interval estimate(const Weight& weight, const float* values, int64_t n, I
   }
   if (size < 16) return bounds;
   std::sort(sample, sample + size);
-  for (int64_t i = 0; i < size; i += kLanes) store(weights + i, weight(load_part(sample + i, size - i)));
+  for (int64_t i = 0; i < size; i += kLanes) store(weights + i, weight(load_logits(sample + i, size - i)));
   const double target = static_cast<double>(below) / static_cast<double>(step);
   double sum = 0, squares = 0;
   Interval guess = bounds;
@@ -244,7 +242,7 @@ inline Threshold find_threshold(const Weight& weight, std::vector<float>& values
   if (!has_outside && bounds.low >= bounds.high) return {bounds.high, above};
   std::sort(values.begin(), values.begin() + n, std::greater<>());
   float weights[kSorted + kLanes];
-  for (int64_t i = 0; i < n; i += kLanes) store(weights + i, weight(load_part(values.data() + i, n - i)));
+  for (int64_t i = 0; i < n; i += kLanes) store(weights + i, weight(load_logits(values.data() + i, n - i)));
   for (int64_t i = 0;;) {
     const float value = values[i];
     uint64_t at_value = 0;

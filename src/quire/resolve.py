@@ -114,53 +114,18 @@ class _Form:
     max_model_len: int
 
 
-@dataclass(frozen=True)
-class _StepLimits:
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_shared_prefill_tokens: int
-    max_num_queued_reqs: int | None
-
-
 def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is_server: bool) -> Resolved:
     """Every setting except the settings of memory. Raises ConfigError when a value does not fit the model."""
     settling = _Settling(config, model, device)
     form = settling.form()
-    limits = settling.step_limits(form, is_server)
-    is_async, memory_share = settling.async_scheduling(form)
-    device_settings = settling.execution(form, limits, memory_share)
+    scheduler = settling.scheduler(form, is_server)
+    execution = settling.execution(form, scheduler)
     settling.speculation()
     model_settings = settling.model_settings(form)
     lora = lora_settings(config, model, model_settings, settling.record)
     _put_rest(settling.record, config)
-    return Resolved(
-        model_settings,
-        device_settings,
-        SchedulerSettings(
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_shared_prefill_tokens=limits.max_shared_prefill_tokens,
-            max_num_queued_reqs=limits.max_num_queued_reqs,
-            slo_ttft=config.slo_ttft,
-            slo_itl=config.slo_itl,
-            slo_attainment=config.slo_attainment,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-            enable_chunked_prefill=config.enable_chunked_prefill,
-            scheduling_policy=cast(SchedulingPolicy, config.scheduling_policy),  # one of its choices
-            async_scheduling=is_async,
-            enable_prefix_caching=config.enable_prefix_caching,
-            watermark=config.watermark,
-            kv_cache_metrics=config.kv_cache_metrics,
-            kv_cache_metrics_sample=config.kv_cache_metrics_sample,
-            speculation=config.speculative_config,
-            pipeline_parallel_size=config.pipeline_parallel_size,
-            data_parallel_size=config.data_parallel_size,
-            enable_expert_parallel=config.enable_expert_parallel,
-        ),
-        settling.record,
-        drafter=drafter_settings(config.speculative_config, model, model_settings),
-        lora=lora,
-    )
+    drafter = drafter_settings(config.speculative_config, model, model_settings)
+    return Resolved(model_settings, execution, scheduler, settling.record, drafter=drafter, lora=lora)
 
 
 class _Settling:
@@ -230,8 +195,8 @@ class _Settling:
             why += f", divided by {config.num_ranks} ranks"
         return self._put_or("num_threads", config.num_threads, device.num_cores, "device", why)
 
-    def step_limits(self, form: _Form, is_server: bool) -> _StepLimits:
-        """The sizes of steps, and of the queue."""
+    def scheduler(self, form: _Form, is_server: bool) -> SchedulerSettings:
+        """The sizes of steps and of the queue, and whether steps are scheduled ahead."""
         config, max_model_len = self._config, form.max_model_len
         sizes = _step_sizes(config, self._model, self._device, form, is_server)
         max_num_seqs = self._put_or("max_num_seqs", config.max_num_seqs, *sizes.max_num_seqs())
@@ -247,36 +212,50 @@ class _Settling:
         )
         why, most_queued = "bounded in the server, unbounded offline", 1024 if is_server else None
         queued = self._put_or("max_num_queued_reqs", config.max_num_queued_reqs, most_queued, "default", why)
-        return _StepLimits(max_num_seqs, budget, shared, queued)
-
-    def async_scheduling(self, form: _Form) -> tuple[bool, float | None]:
-        """Whether steps are scheduled ahead, and the share of a GPU's memory; None: on a CPU."""
-        config = self._config
-        if form.device != "cuda":
+        is_async, why = form.device == "cuda", "the GPU computes a step while the next one is scheduled"
+        if not is_async:
             why = "on CPU the kernels use every core, so there is nothing to hide behind"
             if config.pipeline_parallel_size > 1:
                 why = "as many batches as stages are in flight"
-            is_async = self._put_or("async_scheduling", config.async_scheduling, False, "default", why)
-            return is_async, config.gpu_memory_utilization
-        why = "the GPU computes a step while the next one is scheduled"
-        is_async = self._put_or("async_scheduling", config.async_scheduling, True, "default", why)
-        why = "of all memory: weights, work, graphs and KV cache together; vLLM's default"
-        name, given = "gpu_memory_utilization", config.gpu_memory_utilization
-        share = self._put_or(name, given, GPU_MEMORY_UTILIZATION, "default", why)
-        self.record.put("enforce_eager", *enforce_eager(config, self._model))
-        return is_async, share
+        return SchedulerSettings(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_shared_prefill_tokens=shared,
+            max_num_queued_reqs=queued,
+            slo_ttft=config.slo_ttft,
+            slo_itl=config.slo_itl,
+            slo_attainment=config.slo_attainment,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            scheduling_policy=cast(SchedulingPolicy, config.scheduling_policy),  # one of its choices
+            async_scheduling=self._put_or("async_scheduling", config.async_scheduling, is_async, "default", why),
+            enable_prefix_caching=config.enable_prefix_caching,
+            watermark=config.watermark,
+            kv_cache_metrics=config.kv_cache_metrics,
+            kv_cache_metrics_sample=config.kv_cache_metrics_sample,
+            speculation=config.speculative_config,
+            pipeline_parallel_size=config.pipeline_parallel_size,
+            data_parallel_size=config.data_parallel_size,
+            enable_expert_parallel=config.enable_expert_parallel,
+        )
 
-    def execution(self, form: _Form, limits: _StepLimits, memory_share: float | None) -> DeviceSettings:
-        """The kernels, and CUDA graphs."""
+    def execution(self, form: _Form, scheduler: SchedulerSettings) -> DeviceSettings:
+        """The kernels, and on a GPU the share of its memory and CUDA graphs."""
         config, model, put = self._config, self._model, self.record.put
+        memory_share = config.gpu_memory_utilization
+        if form.device == "cuda":
+            why = "of all memory: weights, work, graphs and KV cache together; vLLM's default"
+            share = GPU_MEMORY_UTILIZATION
+            memory_share = self._put_or("gpu_memory_utilization", memory_share, share, "default", why)
+            put("enforce_eager", *enforce_eager(config, model))
         is_deterministic = put("deterministic", *deterministic(config, model, form.device))
         backend = attention_backend(config, model, form.device, form.dtype, is_deterministic)
         put("attention_backend", *backend)
         mode, largest = config.cudagraph_mode, config.max_cudagraph_capture_size
         if form.device == "cuda":
             mode = put("cudagraph_mode", *cudagraph_mode(config, enforce_eager(config, model), backend))
-            most_tokens = limits.max_num_batched_tokens
-            largest = put_graph_sizes(self.record, config, mode, limits.max_num_seqs, most_tokens)
+            limits = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+            largest = put_graph_sizes(self.record, config, mode, *limits)
         return DeviceSettings(
             device=form.device,
             isa=form.isa,

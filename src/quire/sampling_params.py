@@ -404,6 +404,32 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
             value = getattr(self, name)
             if not any(type(value) is type(item) and value == item for item in neutral):
                 raise UnsupportedFieldError(f"{name} is not supported yet", fix=f"Remove {name}", param=name)
+        self._verify_types_and_ranges(vocab_size)
+        if self.thinking_token_budget not in (None, -1) and not self.thinking_token_ids:
+            raise InvalidRequestError(
+                "thinking_token_budget needs the token that ends the reasoning",
+                fix="Use POST /v1/chat/completions of a server with a reasoning parser, or set thinking_token_ids",
+                param="thinking_token_budget",
+            )
+        self._verify_constraints()
+        self._verify_logit_bias(vocab_size)
+        self._verify_bad_words_token_ids(vocab_size)
+        self._verify_logprobs(vocab_size, max_logprobs)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                "min_tokens is greater than max_tokens",
+                value=self.min_tokens,
+                expected=f"at most {self.max_tokens}",
+                fix="Lower min_tokens or raise max_tokens",
+                param="min_tokens",
+            )
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError(
+                "stop needs text, but detokenize is false", fix="Use stop_token_ids or detokenize", param="stop"
+            )
+
+    def _verify_types_and_ranges(self, vocab_size: int | None) -> None:
+        """Check each field by itself."""
         for name, (low, high) in INT_RANGES.items():
             if (value := getattr(self, name)) is not None or name not in _NULLABLE:
                 check_int(name, value, low, high)
@@ -421,12 +447,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
                 check_token_ids(name, ids, limit, vocab_size)
         if self.thinking_token_ids is not None:
             check_token_ids("thinking_token_ids", self.thinking_token_ids, MAX_THINKING_TOKEN_IDS, vocab_size)
-        if self.thinking_token_budget not in (None, -1) and not self.thinking_token_ids:
-            raise InvalidRequestError(
-                "thinking_token_budget needs the token that ends the reasoning",
-                fix="Use POST /v1/chat/completions of a server with a reasoning parser, or set thinking_token_ids",
-                param="thinking_token_budget",
-            )
+
+    def _verify_constraints(self) -> None:
         if self.structured_outputs is not None:
             check_type(
                 "structured_outputs", self.structured_outputs, StructuredOutputsParams, "StructuredOutputsParams"
@@ -440,21 +462,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
                 "allowed_token_ids is empty: no token could be sampled",
                 fix="Name at least one token",
                 param="allowed_token_ids",
-            )
-        self._verify_logit_bias(vocab_size)
-        self._verify_bad_words_token_ids(vocab_size)
-        self._verify_logprobs(vocab_size, max_logprobs)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(
-                "min_tokens is greater than max_tokens",
-                value=self.min_tokens,
-                expected=f"at most {self.max_tokens}",
-                fix="Lower min_tokens or raise max_tokens",
-                param="min_tokens",
-            )
-        if self.stop and not self.detokenize:
-            raise InvalidRequestError(
-                "stop needs text, but detokenize is false", fix="Use stop_token_ids or detokenize", param="stop"
             )
 
     def _verify_logit_bias(self, vocab_size: int | None) -> None:

@@ -39,6 +39,7 @@ from quire.worker.accelerator import Device, Host
 from quire.worker.captured_steps import CapturedSteps
 from quire.worker.cuda_graphs import StepGraphs, in_order
 from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.draft_draws import DraftDraws
 from quire.worker.draft_model import DraftModel
 from quire.worker.drafter import Drafter
 from quire.worker.head_drafter import HeadDrafter, TargetStreams
@@ -252,11 +253,10 @@ def _drafter(
         sizes = in_order([Padding(size, size) for size in schedule.graph_sizes])
         captured = graphs = StepGraphs(model, cache.drafter_layers, inputs, schedule.accelerator, sizes)
         graphs.capture()
-    common = (cache, inputs, device, captured)
-    how = {"max_tokens": schedule.chunk, "is_greedy": schedule.drafts_greedily}
+    given = (cache, inputs, DraftDraws(inputs, device, is_greedy=schedule.drafts_greedily), captured)
     if isinstance(model, Head) and streams is not None:
-        return HeadDrafter(model, streams, *common, **how, num_kept=MOST_DRAFTS + 1)
-    return DraftModel(model, *common, **how, max_drafts=MOST_DRAFTS)
+        return HeadDrafter(model, streams, *given, max_tokens=schedule.chunk, num_kept=MOST_DRAFTS + 1)
+    return DraftModel(model, *given, max_tokens=schedule.chunk, max_drafts=MOST_DRAFTS)
 
 
 def tokens_and_logprobs(core: EngineCore) -> dict[str, tuple[list[int], list[Any]]]:

@@ -198,6 +198,21 @@ def test_a_tensor_of_a_dtype_that_no_kernel_has_is_refused() -> None:
         cpu._C.Norm(**fields | {"x": torch.ones(E)})
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "value", "message"),
+    [
+        ("GatedActivation", "activation", 4, "activation is 4, expected 0 to 3"),
+        ("RoutingRule", "scoring", -1, "scoring is -1, expected 0 to 3"),
+        ("RoutingRule", "group_score", 2, "group_score is 2, expected 0 to 1"),
+        ("LoraTable", "dtype", 3, "dtype is 3, expected 0 to 2"),
+        ("LoraTable", "columns", [V, V], "deltas have 64 bytes, expected 32 for each of 2 slots and 2 parts"),
+    ],
+)
+def test_numbers_that_no_kernel_knows_are_refused(name: str, field: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        getattr(cpu._C, name)(**FIELDS[name]() | {field: value})
+
+
 def test_strides_are_those_of_the_tensor() -> None:
     """The same numbers in any layout, every stride different from the others."""
     x, residual = torch.randn(T, E), torch.randn(T, E)

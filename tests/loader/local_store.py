@@ -24,13 +24,13 @@ class Store(LocalServer):
     """Objects by key, in the bucket `models`.
 
     Attributes:
-        faults: by key.
-        reads: (key, Range header) of every object that was asked for.
-        signed: of `reads`, those by a signed URL.
-        signed_fault: of all of them.
-        modified: when all of them were written.
-        knows_ranges: else every answer is the whole object.
-        num_connections: that were made.
+        faults: the fault of each object, by key.
+        reads: (key, Range header) of every request for an object.
+        signed: the reads by a signed URL.
+        signed_fault: the fault of all signed reads; None: there is none.
+        modified: the time at which all objects were written.
+        knows_ranges: whether parts of objects can be read. If not, every answer is the whole object.
+        num_connections: the number of connections that were made.
     """
 
     def __init__(self, objects: Mapping[str, bytes], pems: tuple[Path, Path] | None = None) -> None:
@@ -47,7 +47,7 @@ class Store(LocalServer):
         self.is_waiting, self.is_left = threading.Event(), threading.Event()  # an answer waits; answers end
 
     def environment(self, cache: Path) -> dict[str, str]:
-        """What tells a reader of this store."""
+        """The environment variables by which a reader finds this store."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "an-access-key",
@@ -126,45 +126,47 @@ class StoreHandler(BaseHTTPRequestHandler):
             del headers["ETag"]
         if not self.server.knows_ranges:
             self.respond(200, data, ETag=etag)
-        elif fault == "503":
-            self.respond(503, b"<Error><Code>SlowDown</Code></Error>")
-        elif fault == "403":
-            self.respond(403, b"<Error><Code>AccessDenied</Code></Error>")
-        elif fault == "200":
-            self.respond(200, piece, **headers)
-        elif fault == "redirect":
-            self.respond(307, Location=f"{self.server.url}/models/elsewhere")
-        elif fault == "range":
-            self.respond(206, piece, **headers | {"Content_Range": f"bytes {begin + 1}-{end}/{len(data)}"})
-        elif fault == "slow":
-            self.respond(206, piece[:1], length=len(piece), **headers)
-            self.server.is_waiting.set()
-            self.server.is_left.wait(10)
-            self.close_connection = True
-        elif fault == "together":
-            connection, self.wfile = self.wfile, io.BytesIO()
-            self.respond(206, piece, **headers)
-            connection.write(self.wfile.getvalue())
-            self.wfile = connection
-        elif fault == "last":
-            self.respond(206, piece, **headers | {"Connection": "close"})
-        elif fault == "changed" or self.headers.get("If-Match") not in (None, etag):
-            self.respond(412, b"<Error><Code>PreconditionFailed</Code></Error>")
-        elif fault == "cut":
-            self.respond(206, piece[: len(piece) // 2], length=len(piece), **headers)
-            self.close_connection = True
-        elif fault == "short":
-            self.respond(206, piece[:-1], **headers)
-        elif fault == "damaged":
-            self.respond(206, bytes([piece[0] ^ number + 1]) + piece[1:], **headers)
-        elif fault == "another":
-            self.respond(206, piece, **headers | {"ETag": '"another"'})
-        elif fault == "endless":
-            self.send_response(206)
-            for name, value in {**headers, "Content_Length": str(1 << 60)}.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.end_headers()
-            while True:  # until the client closes the connection
-                self.wfile.write(bytes(1 << 16))
-        else:
-            self.respond(206, piece, **headers)
+            return
+        match fault:
+            case "503":
+                self.respond(503, b"<Error><Code>SlowDown</Code></Error>")
+            case "403":
+                self.respond(403, b"<Error><Code>AccessDenied</Code></Error>")
+            case "200":
+                self.respond(200, piece, **headers)
+            case "redirect":
+                self.respond(307, Location=f"{self.server.url}/models/elsewhere")
+            case "range":
+                self.respond(206, piece, **headers | {"Content_Range": f"bytes {begin + 1}-{end}/{len(data)}"})
+            case "slow":
+                self.respond(206, piece[:1], length=len(piece), **headers)
+                self.server.is_waiting.set()
+                self.server.is_left.wait(10)
+                self.close_connection = True
+            case "together":
+                connection, self.wfile = self.wfile, io.BytesIO()
+                self.respond(206, piece, **headers)
+                connection.write(self.wfile.getvalue())
+                self.wfile = connection
+            case "last":
+                self.respond(206, piece, **headers | {"Connection": "close"})
+            case _ if fault == "changed" or self.headers.get("If-Match") not in (None, etag):
+                self.respond(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+            case "cut":
+                self.respond(206, piece[: len(piece) // 2], length=len(piece), **headers)
+                self.close_connection = True
+            case "short":
+                self.respond(206, piece[:-1], **headers)
+            case "damaged":
+                self.respond(206, bytes([piece[0] ^ number + 1]) + piece[1:], **headers)
+            case "another":
+                self.respond(206, piece, **headers | {"ETag": '"another"'})
+            case "endless":
+                self.send_response(206)
+                for name, value in {**headers, "Content_Length": str(1 << 60)}.items():
+                    self.send_header(name.replace("_", "-"), value)
+                self.end_headers()
+                while True:  # until the client closes the connection
+                    self.wfile.write(bytes(1 << 16))
+            case _:
+                self.respond(206, piece, **headers)

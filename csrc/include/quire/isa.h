@@ -77,94 +77,36 @@ inline const Kernels& select_variant(const Kernels* const (&variants)[kNumIsas])
 #define QUIRE_LEVEL_NEON_I8MM 100
 #endif
 
-// clang-format off
-#ifdef QUIRE_HAVE_avx2
-#define QUIRE_DECLARE_avx2(type, table) namespace avx2 { extern const type table; }
-#define QUIRE_VARIANT_avx2(table) &avx2::table
-#else
-#define QUIRE_DECLARE_avx2(type, table)
-#define QUIRE_VARIANT_avx2(table) nullptr
-#endif
-#ifdef QUIRE_HAVE_avx_vnni
-#define QUIRE_DECLARE_avx_vnni(type, table) namespace avx_vnni { extern const type table; }
-#define QUIRE_VARIANT_avx_vnni(table) &avx_vnni::table
-#else
-#define QUIRE_DECLARE_avx_vnni(type, table)
-#define QUIRE_VARIANT_avx_vnni(table) nullptr
-#endif
-#ifdef QUIRE_HAVE_avx512
-#define QUIRE_DECLARE_avx512(type, table) namespace avx512 { extern const type table; }
-#define QUIRE_VARIANT_avx512(table) &avx512::table
-#else
-#define QUIRE_DECLARE_avx512(type, table)
-#define QUIRE_VARIANT_avx512(table) nullptr
-#endif
-#ifdef QUIRE_HAVE_avx512_vnni
-#define QUIRE_DECLARE_avx512_vnni(type, table) namespace avx512_vnni { extern const type table; }
-#define QUIRE_VARIANT_avx512_vnni(table) &avx512_vnni::table
-#else
-#define QUIRE_DECLARE_avx512_vnni(type, table)
-#define QUIRE_VARIANT_avx512_vnni(table) nullptr
-#endif
-#ifdef QUIRE_HAVE_avx512_bf16
-#define QUIRE_DECLARE_avx512_bf16(type, table) namespace avx512_bf16 { extern const type table; }
-#define QUIRE_VARIANT_avx512_bf16(table) &avx512_bf16::table
-#else
-#define QUIRE_DECLARE_avx512_bf16(type, table)
-#define QUIRE_VARIANT_avx512_bf16(table) nullptr
-#endif
-#ifdef QUIRE_HAVE_amx
-#define QUIRE_DECLARE_amx(type, table) namespace amx { extern const type table; }
-#define QUIRE_VARIANT_amx(table) &amx::table
-#else
-#define QUIRE_DECLARE_amx(type, table)
-#define QUIRE_VARIANT_amx(table) nullptr
-#endif
-#ifdef QUIRE_HAVE_neon
-#define QUIRE_DECLARE_neon(type, table) namespace neon { extern const type table; }
-#define QUIRE_VARIANT_neon(table) &neon::table
-#else
-#define QUIRE_DECLARE_neon(type, table)
-#define QUIRE_VARIANT_neon(table) nullptr
-#endif
-#ifdef QUIRE_HAVE_neon_dotprod
-#define QUIRE_DECLARE_neon_dotprod(type, table) namespace neon_dotprod { extern const type table; }
-#define QUIRE_VARIANT_neon_dotprod(table) &neon_dotprod::table
-#else
-#define QUIRE_DECLARE_neon_dotprod(type, table)
-#define QUIRE_VARIANT_neon_dotprod(table) nullptr
-#endif
-#ifdef QUIRE_HAVE_neon_i8mm
-#define QUIRE_DECLARE_neon_i8mm(type, table) namespace neon_i8mm { extern const type table; }
-#define QUIRE_VARIANT_neon_i8mm(table) &neon_i8mm::table
-#else
-#define QUIRE_DECLARE_neon_i8mm(type, table)
-#define QUIRE_VARIANT_neon_i8mm(table) nullptr
-#endif
-// Applies a macro to all steps above scalar, in the order of the ladder.
+// The steps above scalar, in the order of the ladder: step(name, arguments of `step`).
 #if defined(__aarch64__)
-#define QUIRE_DECLARE_VARIANTS(type, table) \
-  QUIRE_DECLARE_neon(type, table) QUIRE_DECLARE_neon_dotprod(type, table) QUIRE_DECLARE_neon_i8mm(type, table)
-#define QUIRE_VARIANTS(table) QUIRE_VARIANT_neon(table), QUIRE_VARIANT_neon_dotprod(table), QUIRE_VARIANT_neon_i8mm(table)
+#define QUIRE_STEPS(step, ...) step(neon, __VA_ARGS__) step(neon_dotprod, __VA_ARGS__) step(neon_i8mm, __VA_ARGS__)
 #else
-#define QUIRE_DECLARE_VARIANTS(type, table) \
-  QUIRE_DECLARE_avx2(type, table) QUIRE_DECLARE_avx_vnni(type, table) QUIRE_DECLARE_avx512(type, table) \
-  QUIRE_DECLARE_avx512_vnni(type, table) QUIRE_DECLARE_avx512_bf16(type, table) QUIRE_DECLARE_amx(type, table)
-#define QUIRE_VARIANTS(table) \
-  QUIRE_VARIANT_avx2(table), QUIRE_VARIANT_avx_vnni(table), QUIRE_VARIANT_avx512(table), \
-  QUIRE_VARIANT_avx512_vnni(table), QUIRE_VARIANT_avx512_bf16(table), QUIRE_VARIANT_amx(table)
+#define QUIRE_STEPS(step, ...)                                                                                 \
+  step(avx2, __VA_ARGS__) step(avx_vnni, __VA_ARGS__) step(avx512, __VA_ARGS__) step(avx512_vnni, __VA_ARGS__) \
+      step(avx512_bf16, __VA_ARGS__) step(amx, __VA_ARGS__)
 #endif
-// clang-format on
+// CMakeLists.txt defines QUIRE_HAVE_<step> as 1 if the family is compiled for the step, else as 0.
+#define QUIRE_DECLARE_TABLE_0(step, type, table)
+#define QUIRE_DECLARE_TABLE_1(step, type, table) \
+  namespace step {                               \
+  extern const type table;                       \
+  }
+#define QUIRE_AND_TABLE_0(step, table) , nullptr
+#define QUIRE_AND_TABLE_1(step, table) , &step::table
+#define QUIRE_CONCATENATE(x, y) x##y
+#define QUIRE_CHOOSE(macro, have) QUIRE_CONCATENATE(macro, have)
+#define QUIRE_DECLARE_TABLE(step, type, table) QUIRE_CHOOSE(QUIRE_DECLARE_TABLE_, QUIRE_HAVE_##step)(step, type, table)
+#define QUIRE_AND_TABLE(step, table) QUIRE_CHOOSE(QUIRE_AND_TABLE_, QUIRE_HAVE_##step)(step, table)
 
 // Defines `const type& function()` once: in the translation unit of the scalar variant, which every build has.
 #if defined(QUIRE_ISA_LEVEL) && QUIRE_ISA_LEVEL == QUIRE_LEVEL_SCALAR
-#define QUIRE_DEFINE_DISPATCH(type, function, table)                                           \
-  namespace quire {                                                                            \
-  QUIRE_DECLARE_VARIANTS(type, table)                                                          \
-  const type& function() {                                                                     \
-    static constexpr const type* variants[kNumIsas] = {&scalar::table, QUIRE_VARIANTS(table)}; \
-    return select_variant(variants);                                                           \
-  }                                                                                            \
+#define QUIRE_DEFINE_DISPATCH(type, function, table)                                                        \
+  namespace quire {                                                                                         \
+  QUIRE_STEPS(QUIRE_DECLARE_TABLE, type, table)                                                             \
+  const type& function() {                                                                                  \
+    static constexpr const type* variants[kNumIsas] = {&scalar::table QUIRE_STEPS(QUIRE_AND_TABLE, table)}; \
+    return select_variant(variants);                                                                        \
+  }                                                                                                         \
   }
 #else
 #define QUIRE_DEFINE_DISPATCH(type, function, table)

@@ -383,6 +383,21 @@ inline void store_n(T* p, F32 a, int n) {
 
 #endif
 
+// load_part / store_part move kWidth elements, or fewer at the end of a row. `left` is the number of elements from p to
+// the end of the row. It is at least 1.
+template <class T>
+inline F32 load_part(const T* p, int64_t left, float fill = 0) {
+  return left >= F32::kWidth ? load(p) : load_n(p, static_cast<int>(left), fill);
+}
+template <class T>
+inline void store_part(T* p, F32 a, int64_t left) {
+  if (left >= F32::kWidth) {
+    store(p, a);
+  } else {
+    store_n(p, a, static_cast<int>(left));
+  }
+}
+
 // y, or 0 if x < limit. exp and exp2 use it to return 0 in place of subnormal numbers, which cost over 100 cycles on
 // many CPUs.
 inline F32 zero_below(F32 x, float limit, F32 y) {

@@ -69,6 +69,7 @@ class Attention:
         cos_sin_LR: Tensor | None,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        *,
         sinks: Sinks | None = None,
         temperature: float = 0.0,
         temperature_floor: float = 1.0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import replace
 
 from quire.hf_config.fields import Fields
 from quire.layer_spec import RopeConfig
@@ -55,34 +55,36 @@ def _parse_one(given: Fields, fields: Fields, head_dim: int) -> RopeConfig:
     original = where.integer("original_max_position_embeddings", default=max_position)
     may_derive = kind in ("yarn", "longrope")
     factor = given.number("factor", max_position / original if may_derive else None, *_FACTORS)
-    more: dict[str, Any] = {}
+    rope = RopeConfig(rotary_dim, theta, kind, factor, max_position, original)
     if kind == "llama3":
-        more = {
-            "low_freq_factor": given.number("low_freq_factor", None, *_FACTORS),
-            "high_freq_factor": given.number("high_freq_factor", None, *_FACTORS),
-        }
-    elif kind == "yarn":
-        more = {
-            "beta_fast": given.number("beta_fast", 32.0, *_FACTORS),
-            "beta_slow": given.number("beta_slow", 1.0, *_FACTORS),
-            "truncate": given.flag("truncate", True),
-            "attention_factor": given.number("attention_factor", _yarn_attention_factor(given, factor), *_FACTORS),
-        }
-    elif kind == "longrope":
-        # LongRoPE, arXiv 2402.13753, as in transformers' modeling_rope_utils
-        scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
-        more = {
-            "short_factor": given.numbers("short_factor", rotary_dim // 2, *_FACTORS),
-            "long_factor": given.numbers("long_factor", rotary_dim // 2, *_FACTORS),
-            "attention_factor": given.number("attention_factor", scale, *_FACTORS),
-        }
-        if given.has("short_mscale"):  # Phi-3.5-MoE's own factors
-            more["attention_factor"] = given.number("short_mscale", None, *_FACTORS)
-            if given.number("long_mscale", None) != more["attention_factor"]:
-                raise given.illegal(
-                    "long_mscale", f"short_mscale = {more['attention_factor']:g}, as in the published models"
-                )
-    return RopeConfig(rotary_dim, theta, kind, factor, max_position, original, **more)
+        return replace(
+            rope,
+            low_freq_factor=given.number("low_freq_factor", None, *_FACTORS),
+            high_freq_factor=given.number("high_freq_factor", None, *_FACTORS),
+        )
+    if kind == "yarn":
+        return replace(
+            rope,
+            beta_fast=given.number("beta_fast", 32.0, *_FACTORS),
+            beta_slow=given.number("beta_slow", 1.0, *_FACTORS),
+            truncate=given.flag("truncate", True),
+            attention_factor=given.number("attention_factor", _yarn_attention_factor(given, factor), *_FACTORS),
+        )
+    return _longrope(rope, given) if kind == "longrope" else rope
+
+
+def _longrope(rope: RopeConfig, given: Fields) -> RopeConfig:
+    """LongRoPE (arXiv 2402.13753), as in transformers' modeling_rope_utils."""
+    scale = 1.0
+    if rope.factor > 1.0:
+        scale = math.sqrt(1 + math.log(rope.factor) / math.log(max(rope.original_max_position, 2)))
+    short, long = (given.numbers(f"{kind}_factor", rope.rotary_dim // 2, *_FACTORS) for kind in ("short", "long"))
+    attention_factor = given.number("attention_factor", scale, *_FACTORS)
+    if given.has("short_mscale"):  # Phi-3.5-MoE's own factors
+        attention_factor = given.number("short_mscale", None, *_FACTORS)
+        if given.number("long_mscale", None) != attention_factor:
+            raise given.illegal("long_mscale", f"short_mscale = {attention_factor:g}, as in the published models")
+    return replace(rope, short_factor=short, long_factor=long, attention_factor=attention_factor)
 
 
 def _yarn_attention_factor(given: Fields, factor: float) -> float:

@@ -42,7 +42,7 @@ SCORING_CODES: dict[str, int] = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen"
 GROUP_SCORE_CODES: dict[str, int] = {"max": 0, "top2": 1}
 # enum class GroupNumbers of csrc/include/quire/kernels/grouped_layout.h
 GROUP_NUMBERS_CODES: dict[str | None, int] = {None: 0, "float32": 1, "float16": 2, "int8": 3, "uint8": 4, "e8m0": 5}
-# kMaxHeadDim of csrc/kernels/attention_tile.h. Larger heads run on plain torch.
+# kMaxHeadDim of csrc/include/quire/kernels/kv_cache.h. Larger heads run on plain torch.
 MAX_HEAD_DIM = 576
 _PEAK_ROUNDS = 20_000  # rounds of multiply-adds in one measurement; they take less than a millisecond
 

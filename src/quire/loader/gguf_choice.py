@@ -6,6 +6,7 @@ import glob
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from quire import logs
 from quire.errors import ConfigError, WeightsError
@@ -23,6 +24,15 @@ _TYPE_IN_NAME = re.compile(rf"(?:^|[-._/])({_TYPE})(?=$|[-._/])", re.IGNORECASE)
 _NAME_AND_TYPE = re.compile(rf"(?P<model>.+):(?P<type>{_TYPE})", re.IGNORECASE)
 _MAX_PARTS = 1000
 _NO_MODELS = "*mmproj*"  # the vision parts of models, which are in the same folder
+
+
+class _Hub(NamedTuple):
+    """How files of the hub are read: see `resolve_model`."""
+
+    revision: str | None
+    download_dir: str | None
+    token: str | None
+    progress: Progress | None
 
 
 def find_gguf(
@@ -45,6 +55,7 @@ def find_gguf(
 
     Raises ConfigError with the possible names if no model or more than one model fits.
     """
+    hub = _Hub(revision, download_dir, token, progress)
     if is_stored(model) and model is not None and model.lower().endswith(".gguf"):
         if gguf_file is not None:
             raise ConfigError(
@@ -52,19 +63,7 @@ def find_gguf(
             )
         model, _, gguf_file = model.rpartition("/")
     if gguf_file is not None:
-        path = local_path(gguf_file, "gguf_file")
-        if model is None or (path.is_file() and not is_stored(model)):
-            return _checked(path, "gguf_file")
-        folder = local_folder(model)
-        if folder is None and not weights and (header := _header(model, gguf_file, revision, download_dir, token)):
-            return _checked(header, "gguf_file")
-        if folder is None:
-            folder = download_files(model, revision, download_dir, token, progress, _with_parts(gguf_file))
-        path = folder / gguf_file
-        if not path.is_file():
-            names = _files_in(folder) or _gguf_only(list_files(model, revision, token))
-            raise _no_such_file(f"{model} has no file {gguf_file}", names, "gguf_file")
-        return _checked(path, "gguf_file")
+        return _named_file(model, gguf_file, hub, weights=weights)
     if not model:
         return None
     path = local_path(model)
@@ -74,22 +73,41 @@ def find_gguf(
         is_folder_of_files = not (path / "config.json").exists() and bool(_files_in(path))
         return _choose(path, None, model, _files_in(path)) if is_folder_of_files else None
     named = _NAME_AND_TYPE.fullmatch(model)
-    if named is None:
-        return None
-    folder = local_folder(named["model"])
+    return None if named is None else _file_of_type(named["model"], named["type"], hub, weights=weights)
+
+
+def _named_file(model: str | None, gguf_file: str, hub: _Hub, *, weights: bool) -> Path:
+    """A file by its path, or by its name in the folder or repository of the model."""
+    path = local_path(gguf_file, "gguf_file")
+    if model is None or (path.is_file() and not is_stored(model)):
+        return _checked(path, "gguf_file")
+    folder = local_folder(model)
+    if folder is None and not weights and (header := _header(model, gguf_file, hub)):
+        return _checked(header, "gguf_file")
+    if folder is None:
+        folder = download_files(model, *hub, _with_parts(gguf_file))
+    path = folder / gguf_file
+    if not path.is_file():
+        names = _files_in(folder) or _gguf_only(list_files(model, hub.revision, hub.token))
+        raise _no_such_file(f"{model} has no file {gguf_file}", names, "gguf_file")
+    return _checked(path, "gguf_file")
+
+
+def _file_of_type(model: str, wanted: str, hub: _Hub, *, weights: bool) -> Path:
+    """The only file of a type in the folder or repository of the model."""
+    folder = local_folder(model)
     if folder is not None:
-        return _choose(folder, named["type"], named["model"], _files_in(folder))
-    source = (revision, download_dir, token, progress)
-    if there := list_files(named["model"], revision, token):
-        name = _chosen(named["type"], named["model"], _gguf_only(name for name in there if name.count("/") <= 1))
-        if not weights and (header := _header(named["model"], name, revision, download_dir, token)):
+        return _choose(folder, wanted, model, _files_in(folder))
+    if there := list_files(model, hub.revision, hub.token):
+        name = _chosen(wanted, model, _gguf_only(name for name in there if name.count("/") <= 1))
+        if not weights and (header := _header(model, name, hub)):
             return _checked(header, "model")
-        return _checked(download_files(named["model"], *source, _with_parts(name)) / name, "model")
-    folder = download_files(named["model"], *source, _patterns(named["type"]), [_NO_MODELS])  # they are in the cache
-    return _choose(folder, named["type"], named["model"], _files_in(folder))
+        return _checked(download_files(model, *hub, _with_parts(name)) / name, "model")
+    folder = download_files(model, *hub, _patterns(wanted), [_NO_MODELS])  # they are in the cache
+    return _choose(folder, wanted, model, _files_in(folder))
 
 
-def _header(repo: str, name: str, revision: str | None, download_dir: str | None, token: str | None) -> Path | None:
+def _header(repo: str, name: str, hub: _Hub) -> Path | None:
     """A file with the header of a file on the hub, or the file itself if it is in the cache; None: download it."""
     part = SPLIT_NAME.fullmatch(name)
     count = 1 if part is None else int(part["count"])
@@ -98,10 +116,10 @@ def _header(repo: str, name: str, revision: str | None, download_dir: str | None
     names = [name] if part is None else [_part_name(name, part, number) for number in range(1, count + 1)]
     if is_stored(repo):
         return mirror(repo, [glob.escape(each) for each in names], with_holes=True) / names[0]
-    if all(cached_file(repo, each, revision, download_dir) for each in names):
-        return cached_file(repo, names[0], revision, download_dir)
+    if all(cached_file(repo, each, hub.revision, hub.download_dir) for each in names):
+        return cached_file(repo, names[0], hub.revision, hub.download_dir)
     try:
-        return fetch_headers(repo, names, revision, token) / Path(names[0]).name
+        return fetch_headers(repo, names, hub.revision, hub.token) / Path(names[0]).name
     except WeightsError:
         raise
     except Exception as error:  # errors of the HTTP client too; the library's versions have different ones

@@ -247,47 +247,54 @@ def download_files(
             ignore_patterns=list(ignored),
             tqdm_class=download.bar_class() if download else None,
         )
-    except errors.GatedRepoError as error:
-        raise ConfigError(
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise _download_error(error, name, revision, download_dir) from error
+    if download is not None:
+        download.finish(Path(folder))
+    return Path(folder)
+
+
+def _download_error(error: Exception, name: str, revision: str | None, download_dir: str | None) -> ConfigError:
+    """What a user can do about an error of the hub's library."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return ConfigError(
             "The model is gated: its owner asks for an agreement first",
             value=name,
             fix=f"Accept the terms at https://huggingface.co/{name}, then set HF_TOKEN or run `hf auth login`",
             param="model",
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise ConfigError(
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ConfigError(
             f"{name} has no such revision", value=revision, expected="a branch, tag or commit", param="revision"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
         near = _nearest_folder(name) or _near_in_cache(name, download_dir)
-        raise ConfigError(
+        return ConfigError(
             "No folder and no model on the hub has this name",
             value=name,
             expected=_EXPECTED,
             fix=_demo_fix(name)
             or (f"Did you mean {near}?" if near else "If the model is private, set HF_TOKEN or run `hf auth login`"),
             param="model",
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError):
         near = _near_in_cache(name, download_dir)
         advice = f"Download it where there is a network: `hf download {name}`, and copy the cache or the folder here"
-        raise ConfigError(
+        return ConfigError(
             "The model is not completely in the cache and the hub cannot be reached",
             value=name,
             expected=f"a network connection (HF_HUB_OFFLINE unset), or {_EXPECTED}",
             fix=_demo_fix(name) or (f"{advice}. Or did you mean {near}?" if near else advice),
             param="model",
-        ) from error
-    except (errors.HfHubHTTPError, OSError) as error:
-        details = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"Downloading {name} failed ({type(error).__name__}: {details})",
-            fix="Start again: the download continues where it stopped",
-            param="model",
-        ) from error
-    if download is not None:
-        download.finish(Path(folder))
-    return Path(folder)
+        )
+    details = str(error).partition("\n")[0]
+    return ConfigError(
+        f"Downloading {name} failed ({type(error).__name__}: {details})",
+        fix="Start again: the download continues where it stopped",
+        param="model",
+    )
 
 
 class _Download:

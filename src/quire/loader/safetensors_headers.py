@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -98,6 +99,24 @@ def read_open_header(file: BinaryIO, path: Path) -> list[TensorEntry]:
     if hasattr(os, "posix_fadvise"):  # so that Linux does not read the tensors after the header ahead
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
     size = os.fstat(file.fileno()).st_size
+    raw = _read_raw(file, path, size)
+    header = _parse_json(path, raw)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise WeightsError(f"{path.name}: __metadata__ is not an object", value=metadata, fix=_AGAIN)
+    if len(header) > MAX_ENTRIES:
+        raise WeightsError(
+            f"{path.name} declares too many tensors", value=len(header), expected=f"at most {MAX_ENTRIES}", fix=_AGAIN
+        )
+    data_start = 8 + len(raw)
+    entries = [_parse_entry(path, name, fields, data_start) for name, fields in header.items()]
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    _check_places(entries, path, data_start, size)
+    return entries
+
+
+def _read_raw(file: BinaryIO, path: Path, size: int) -> bytes:
+    """The bytes of the header, after its length. The file has `size` bytes."""
     start = file.read(8)
     if start.startswith(b"version "):
         raise WeightsError(
@@ -120,18 +139,11 @@ def read_open_header(file: BinaryIO, path: Path) -> list[TensorEntry]:
             expected=f"at least {8 + header_bytes} bytes",
             fix=_AGAIN,
         )
-    raw = file.read(header_bytes)
-    header = _parse_json(path, raw)
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
-        raise WeightsError(f"{path.name}: __metadata__ is not an object", value=metadata, fix=_AGAIN)
-    if len(header) > MAX_ENTRIES:
-        raise WeightsError(
-            f"{path.name} declares too many tensors", value=len(header), expected=f"at most {MAX_ENTRIES}", fix=_AGAIN
-        )
-    data_start = 8 + header_bytes
-    entries = [_parse_entry(path, name, fields, data_start) for name, fields in header.items()]
-    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    return file.read(header_bytes)
+
+
+def _check_places(entries: Sequence[TensorEntry], path: Path, data_start: int, size: int) -> None:
+    """Raise WeightsError unless these sorted entries fill the file from `data_start` to its end."""
     position = data_start
     for entry in entries:
         if entry.begin != position:
@@ -157,7 +169,6 @@ def read_open_header(file: BinaryIO, path: Path) -> list[TensorEntry]:
             expected=f"{position} bytes",
             fix=_AGAIN,
         )
-    return entries
 
 
 def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:

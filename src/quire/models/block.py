@@ -260,8 +260,16 @@ class LayerBuilder:
             eps = self.config.rms_norm_eps
             head_norms = [RMSNorm.without_weights(spec.head_dim, eps, self.form.dtype, self.form.device)] * 2
         q_norm, k_norm = head_norms or (None, None)
-        temperature = (spec.temperature, spec.temperature_floor)
-        attention = Attention(self.cache, backend, table, q_norm, k_norm, sinks, *temperature)
+        attention = Attention(
+            self.cache,
+            backend,
+            table,
+            q_norm,
+            k_norm,
+            sinks=sinks,
+            temperature=spec.temperature,
+            temperature_floor=spec.temperature_floor,
+        )
         return SelfAttention(spec, attention, qkv, output, self.wide_norms(spec, wide_norms))
 
     def latent(self, spec: Latent) -> LatentAttention:
@@ -322,11 +330,20 @@ class LayerBuilder:
             join = partial(group.gather, widths=[len(columns) for columns in placement.columns])
         elif group is not None and (share := spec.expert.down.share) is not None:
             down, join = JoinedStack(stack, share, group), partial(group.gather, widths=share.widths(0))
-        shared = None if spec.shared is None else self.mlp(spec.shared, keeps_part=True)
-        shared_gate = None if spec.shared_gate is None else self.gate(spec.shared_gate)
-        parts = (gate_up, down, shared, shared_gate)
-        self.mixtures.append(MoE(spec, router, choice_bias, *parts, self.form.device, join, dispatch))
-        return self.mixtures[-1]
+        mixture = MoE(
+            spec,
+            router,
+            choice_bias,
+            gate_up=gate_up,
+            down=down,
+            shared=None if spec.shared is None else self.mlp(spec.shared, keeps_part=True),
+            shared_gate=None if spec.shared_gate is None else self.gate(spec.shared_gate),
+            device=self.form.device,
+            join=join,
+            dispatch=dispatch,
+        )
+        self.mixtures.append(mixture)
+        return mixture
 
 
 def _in_place(norm: RMSNorm, x_TN: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ class LatentAttention:
         layer: int,
         backend: AttentionBackend,
         rotation: LatentRotation,
+        *,
         reader: Projection,
         row_norm: RMSNorm,
         up: UpProjection,

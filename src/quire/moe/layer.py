@@ -77,6 +77,7 @@ class MoE:
         spec: Experts,
         router: Linear,
         choice_bias: ChoiceBias | None,
+        *,
         gate_up: ExpertStack | SplitStack,
         down: ExpertStack | SplitStack | JoinedStack | ExchangedStack,
         shared: Callable[[Tensor, ForwardBatch], Tensor] | None,

@@ -18,7 +18,7 @@ from quire.formats.weight_format import PANEL_WIDTH
 from quire.layer_spec import Attention, Dense, Experts, FeedForward, Full, Latent, LinearShape, Placement, Share
 from quire.model_config import ModelConfig
 
-MOST_HEAD_DIM = 576  # kMaxHeadDim of csrc/kernels/attention_tile.h
+MOST_HEAD_DIM = 576  # kMaxHeadDim of csrc/include/quire/kernels/kv_cache.h
 MOST_DEGREES = 64  # ranks per copy that are looked at where the legal numbers are listed
 
 

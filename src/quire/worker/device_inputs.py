@@ -58,7 +58,7 @@ class DeviceInputBatch(InputBatch):
         )
         num_bytes += 4 + ALIGNMENT * (_NUM_ARRAYS + num_tables)
         staging = Staging(accelerator, num_bytes, steps_in_flight + 1)
-        super().__init__(max_num_rows, max_model_len, block_size, vocab_size, num_tables, adapters, staging)
+        super().__init__(max_num_rows, max_model_len, block_size, vocab_size, num_tables, adapters, arrays=staging)
         device = accelerator.device
         self._block_tables_NCM = torch.zeros(self.block_tables_NCM.shape, dtype=torch.int32, device=device)
         self._newest_C = torch.zeros(max_num_rows, dtype=torch.int64, device=device)

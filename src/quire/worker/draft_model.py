@@ -16,10 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.distributed.group import Group
 from quire.models.registry import CausalLM
 from quire.schedule import ScheduledBatch
-from quire.worker.accelerator import Device
 from quire.worker.captured_steps import CapturedSteps
 from quire.worker.draft_draws import DraftDraws
 from quire.worker.drafter import ANY_TOKEN, Drafted
@@ -37,8 +35,6 @@ class DraftModel:
         captured: captured forward passes of the draft model; None: every pass is run.
         max_tokens: the most tokens that the draft model reads in one step.
         max_drafts: the most drafts of one row.
-        is_greedy: whether it drafts its likeliest token even if the request samples.
-        group: the ranks that share the target.
     """
 
     def __init__(
@@ -46,15 +42,13 @@ class DraftModel:
         model: CausalLM,
         cache: PagedCache,
         inputs: InputBatch,
-        device: Device,
+        draws: DraftDraws,
         captured: CapturedSteps | None = None,
         *,
         max_tokens: int,
         max_drafts: int,
-        is_greedy: bool,
-        group: Group | None = None,
     ) -> None:
-        self._inputs, self._draws = inputs, DraftDraws(inputs, device, is_greedy=is_greedy, group=group)
+        self._inputs, self._draws = inputs, draws
         self.forward_pass = ForwardPass(model, cache.drafter_layers, inputs, captured)
         self._table = cache.drafter_layers[0].table
         self._max_tokens = max_tokens

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from quire.distributed.group import Group
 from quire.life_cycle import WorkerSettings
 from quire.models.decoder import Decoder
@@ -11,6 +9,7 @@ from quire.models.head import Head
 from quire.models.registry import CausalLM
 from quire.worker.accelerator import Device
 from quire.worker.captured_steps import CapturedSteps
+from quire.worker.draft_draws import DraftDraws
 from quire.worker.draft_model import DraftModel
 from quire.worker.drafter import Drafter
 from quire.worker.head_drafter import HeadDrafter, TargetStreams
@@ -47,11 +46,8 @@ def drafter_of(
     """
     drafter = settings.drafter
     assert drafter is not None
-    how: dict[str, Any] = {
-        "max_tokens": settings.max_num_batched_tokens,
-        "is_greedy": drafter.is_greedy,
-        "group": group,
-    }
+    draws = DraftDraws(inputs, device, is_greedy=drafter.is_greedy, group=group)
+    given, max_tokens = (cache, inputs, draws, captured), settings.max_num_batched_tokens
     if isinstance(model, Head) and streams is not None:
-        return HeadDrafter(model, streams, cache, inputs, device, captured, num_kept=drafter.positions_kept, **how)
-    return DraftModel(model, cache, inputs, device, captured, max_drafts=drafter.max_drafts, **how)
+        return HeadDrafter(model, streams, *given, max_tokens=max_tokens, num_kept=drafter.positions_kept)
+    return DraftModel(model, *given, max_tokens=max_tokens, max_drafts=drafter.max_drafts)

@@ -22,12 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.distributed.group import Group
 from quire.kernels import gpu
 from quire.models.decoder import Decoder
 from quire.models.head import Head
 from quire.schedule import ScheduledBatch
-from quire.worker.accelerator import Device
 from quire.worker.captured_steps import CapturedSteps
 from quire.worker.draft_draws import DraftDraws
 from quire.worker.drafter import ANY_TOKEN, Drafted
@@ -66,8 +64,6 @@ class HeadDrafter:
         captured: captured forward passes of the head; None: every pass is run.
         max_tokens: the most tokens that the head reads in one pass.
         num_kept: the most hidden states that are kept for a row: at least those of the newest token and all drafts.
-        is_greedy: whether it drafts its likeliest token even if the request samples.
-        group: the ranks that share the target.
     """
 
     def __init__(
@@ -76,16 +72,13 @@ class HeadDrafter:
         streams: TargetStreams,
         cache: PagedCache,
         inputs: InputBatch,
-        device: Device,
+        draws: DraftDraws,
         captured: CapturedSteps | None = None,
         *,
         max_tokens: int,
         num_kept: int,
-        is_greedy: bool,
-        group: Group | None = None,
     ) -> None:
-        self._head, self._streams, self._inputs = head, streams, inputs
-        self._draws = DraftDraws(inputs, device, is_greedy=is_greedy, group=group)
+        self._head, self._streams, self._inputs, self._draws = head, streams, inputs, draws
         self.forward_pass = ForwardPass(head, cache.drafter_layers, inputs, captured)
         self._max_tokens, self._max_length = max_tokens, head.config.max_model_len
         self._num_kept = num_kept

@@ -102,9 +102,19 @@ class OnHost:
             assert group is not None, "one rank has nothing to exchange"
             balancer = ExpertBalancer(watched, group, form.balancing)
         experts = ExpertCounter(watched, balancer) if form.expert_metrics and watched else None
-        mode, ranks = form.logprobs_mode, self._ranks
-        is_sharded = form.enable_batch_sharded_sampling
-        return ModelRunner(model, cache, inputs, mode, device, recorded, drafts, experts, ranks, balancer, is_sharded)
+        return ModelRunner(
+            model,
+            cache,
+            inputs,
+            form.logprobs_mode,
+            device,
+            recorded,
+            drafts,
+            experts=experts,
+            ranks=self._ranks,
+            balancer=balancer,
+            shards_sampling=form.enable_batch_sharded_sampling,
+        )
 
 
 def page_share(num_owners: int, ranks: Ranks | None) -> PageShare:

@@ -157,6 +157,7 @@ class InputBatch:
         vocab_size: int,
         num_tables: int = 1,
         adapters: Mapping[str, int] = MappingProxyType({}),
+        *,
         arrays: StepArrays | None = None,
         pages: PageShare = ALL_PAGES,
         has_grammars: bool = True,

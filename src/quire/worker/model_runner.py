@@ -127,6 +127,7 @@ class ModelRunner:
         device: Device,
         captured: CapturedSteps | None = None,
         drafter: Drafter | None = None,
+        *,
         experts: ExpertCounter | None = None,
         ranks: Ranks | None = None,
         balancer: ExpertBalancer | None = None,

@@ -8,6 +8,10 @@
 
 namespace quire {
 
+// The most elements of a row of keys or values. It holds for attention and for writes to the cache, so both run or
+// neither.
+inline constexpr int kMaxHeadDim = 576;
+
 // B blocks, G KV heads, P block_size, E head_dim.
 struct KvCache {
   CacheType type;

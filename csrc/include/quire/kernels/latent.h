@@ -23,8 +23,6 @@ struct LatentCacheArgs {
   StridedHeads<void> out;  // [T, H, R] the rotated parts of q
   int64_t num_tokens, num_heads, rank;
 };
-inline constexpr int kMaxLatentRow = 576;  // equal to kMaxHeadDim of attention, so that both run or neither
-
 struct LatentKernels {
   void (*rope_and_cache)(const LatentCacheArgs&);
 };

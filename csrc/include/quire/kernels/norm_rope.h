@@ -47,8 +47,6 @@ struct RopeCacheArgs {
   HeadRotation rotation;
   int64_t num_tokens, num_q_heads, head_dim;
 };
-inline constexpr int kMaxRopeHeadDim = 576;  // equal to kMaxHeadDim of attention, so that both run or neither
-
 struct NormRopeKernels {
   void (*norm)(const NormArgs&);
   void (*rope_and_cache)(const RopeCacheArgs&);
