@@ -8,11 +8,12 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -174,8 +175,7 @@ def test_answers_of_a_model_are_those_of_one_engine(num_ranks: int) -> None:
         assert texts(server, 4, body) == {expected}
         if num_ranks == 1:
             return
-        (rank,) = (child for child in server.engines[0].children() if child.name() != "nursery")
-        rank.kill()
+        rank_of(server.engines[0]).kill()
         server.wait_for(lambda: "the engine is ready again" in server.log, "the next engine", START_SECONDS)
         assert sorted(values(server, "quire_engine_restarts_total", reason="crash").values()) == [0, 1]
         assert texts(server, 4, body) == {expected}
@@ -189,7 +189,7 @@ def test_a_rank_is_killed_under_load() -> None:
         (expected,) = texts(server, 1, body)
         futures = [pool.submit(post, server, "/v1/completions", body) for _ in range(3)]
         server.wait_for(lambda: values(server, "vllm:num_requests_running") == {"0": 3}, "all to run")
-        (rank,) = (child for child in server.engines[0].children() if child.name() != "nursery")
+        rank = rank_of(server.engines[0])
         killed = time.monotonic()
         rank.kill()
         server.wait_for(lambda: server.get("/health").status_code == 503, "bad health")
@@ -197,6 +197,73 @@ def test_a_rank_is_killed_under_load() -> None:
         assert {future.result().json()["choices"][0]["text"] for future in futures} == {expected}
         assert server.get("/health").status_code == 200
         assert re.search(rf"Rank 1 of 2 \(process {rank.pid} on .*\) was killed by SIGKILL", server.log)
+
+
+def rank_of(engine: psutil.Process) -> psutil.Process:
+    """The other rank of an engine of two."""
+    (rank,) = (child for child in engine.children() if child.name() != "nursery")
+    return rank
+
+
+@pytest.mark.slow
+def test_ranks_of_two_replicas_are_killed_under_load() -> None:
+    """Of one replica: the other one goes on and takes its requests. Of both: bad health, until one is ready again.
+
+    A request is computed again only once, because it may be the reason why engines end.
+    """
+    body = WHOLE | {"max_tokens": 300}
+    with Serve(*TWO, "-tp", "2") as server, ThreadPoolExecutor(8) as pool:
+        (expected,) = texts(server, 1, body)
+
+        def running() -> dict[str, float]:
+            return values(server, "vllm:num_requests_running")
+
+        def asked(count: int) -> list[Future[httpx.Response]]:
+            futures = [pool.submit(post, server, "/v1/completions", body) for _ in range(count)]
+            server.wait_for(lambda: sum(running().values()) == count, "all to run")
+            assert all(running().values()), "one of them has nothing to do"
+            return futures
+
+        def check_answers(futures: list[Future[httpx.Response]]) -> None:
+            answers = [future.result() for future in futures]
+            assert [answer.status_code for answer in answers] == [200] * len(answers), [each.text for each in answers]
+            assert {answer.json()["choices"][0]["text"] for answer in answers} == {expected}
+
+        def check_told(rank: int, killed: float) -> None:
+            """The log names the rank, its process, its host and the signal."""
+            what = rf"Rank 1 of 2 \(process {rank} on .+\) was killed by SIGKILL"
+            server.wait_for(lambda: re.search(what, server.log) is not None, "the reason")
+            assert time.monotonic() - killed < 2 + LATE_SECONDS
+
+        futures = asked(6)
+        first, second = server.engines
+        lost, kept = rank_of(first), rank_of(second)
+        killed = time.monotonic()
+        lost.kill()
+        check_told(lost.pid, killed)
+        assert server.get("/health").status_code == 200, "the other one serves"
+        check_answers(futures)
+        server.wait_for(lambda: "the engine is ready again" in server.log, "the next engine", START_SECONDS)
+        assert sorted(values(server, "quire_engine_restarts_total", reason="crash").values()) == [0, 1]
+        assert (second.is_running(), kept.is_running()) == (True, True), "the other replica has started again too"
+        assert not first.is_running()
+
+        futures = asked(4)
+        ranks = [rank_of(engine) for engine in server.engines]
+        killed = time.monotonic()
+        for rank in ranks:
+            rank.kill()
+        server.wait_for(lambda: server.get("/health").status_code == 503, "bad health")
+        assert time.monotonic() - killed < 2 + LATE_SECONDS
+        found = [future.result() for future in futures]
+        answers = [answer.json()["choices"][0]["text"] for answer in found if answer.status_code == 200]
+        assert answers == [expected] * len(answers)
+        assert len(answers) >= 2, "those of the replica that was lost last have lost only one"
+        codes = {answer.json()["error"]["code"] for answer in found if answer.status_code != 200}
+        assert codes <= {"engine_restarted"}, "others have lost two"
+        server.wait_for(lambda: server.get("/health").status_code == 200, "good health", START_SECONDS)
+        restarts = values(server, "quire_engine_restarts_total", reason="crash")
+        assert sorted(restarts.values()) == [1, 2]
 
 
 def test_more_than_there_are_cores() -> None:

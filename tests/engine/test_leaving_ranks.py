@@ -47,22 +47,33 @@ rank_process.main()
 
 
 class Noted:
-    """The times at which steps of ranks failed, by rank."""
+    """The steps of the other ranks: the times at which they failed, by rank, and whether they have ended.
+
+    Nothing is noted once the engine is shut down: its end also ends steps, and such a rank has not left by itself.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times: dict[int, list[float]] = {}
+        self.steps: list[Future[StepResult]] = []
+        self.is_over = False
         all_ranks = executor._AllRanks
 
         def noting(steps: list[Future[StepResult]], *arguments: Any) -> Any:
             for rank, step in enumerate(steps):
-                step.add_done_callback(lambda step, rank=rank: self._note(rank, step))  # type: ignore[misc]
+                if rank != FAULTY:
+                    self.steps.append(step)
+                    step.add_done_callback(lambda step, rank=rank: self._note(rank, step))  # type: ignore[misc]
             return all_ranks(steps, *arguments)
 
         monkeypatch.setattr(executor, "_AllRanks", noting)
 
     def _note(self, rank: int, step: Future[StepResult]) -> None:
-        if step.exception() is not None and rank != FAULTY:
+        if step.exception() is not None and not self.is_over:
             self.times.setdefault(rank, []).append(time.monotonic())
+
+    def have_left(self, ranks: set[int]) -> bool:
+        """Whether these ranks have left a step, and none of them is in a step."""
+        return self.times.keys() == ranks and all(step.done() for step in self.steps)
 
 
 def seconds_until_all_have_left(
@@ -81,9 +92,10 @@ def seconds_until_all_have_left(
             with pytest.raises(EngineDeadError, match=rf"Rank {FAULTY} of {width * num_stages}"):
                 run(engine.core, two)
         others = set(range(width * num_stages)) - {FAULTY}
-        assert wait_for(lambda: noted.times.keys() == others), noted.times
+        assert wait_for(lambda: noted.have_left(others)), noted.times
         assert not engine.executor._given_up, "they were left behind"  # type: ignore[attr-defined]
     finally:
+        noted.is_over = True
         engine.core.shutdown()
     return max(max(times) for times in noted.times.values()) - float(file.read_text())
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -268,6 +269,33 @@ def test_each_machine_has_its_own_turns() -> None:
     first, second, third, fourth = _loads(EngineConfig.from_kwargs(**sizes, max_parallel_loading_workers=1))
     assert first is second is not third is fourth
     assert not _loads(EngineConfig.from_kwargs(**sizes))
+
+
+def test_a_rank_that_waits_for_its_turn_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the one that reads weights is named."""
+    workers, begun = [LateWorker(1), LateWorker(2)], threading.Event()
+
+    @contextmanager
+    def second() -> Iterator[None]:
+        """Its turn comes when the first one has ended."""
+        assert workers[0].is_given_up.wait(60.0)
+        yield
+
+    def load(settings: WorkerSettings) -> None:
+        begun.set()
+        assert workers[0].is_given_up.wait(60.0)
+
+    def wait(pending: Sequence[Future[Any]], seconds: float) -> Any:
+        assert begun.wait(60.0)
+        return real_wait(pending, 0.0)
+
+    monkeypatch.setattr(workers[0], "load", load)
+    real_wait = executor.wait
+    monkeypatch.setattr(executor, "wait", wait)
+    running, settings = ThreadExecutor(workers, loads=[nullcontext(), second()]), cast(WorkerSettings, None)
+    with pytest.raises(EngineDeadError, match=r"^A worker with 1 blocks did not end reading its weights in time"):
+        running.load(settings)
+    running.shutdown()
 
 
 def test_one_rank_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ import json
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +31,12 @@ from quire.models.decoder import Decoder
 from quire.models.form import ModelForm
 from quire.models.registry import build_model
 from quire.planning.cut_stages import part_of_rank
+from tests.gguf.writing import write_gguf
 from tests.loader.local_store import Store
 from tests.loading import load_model
+from tests.quantization import checkpoints, fp8_checkpoints
+from tests.quantization.checkpoints import Format
+from tests.quantization.fp8_checkpoints import Fp8Form
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
@@ -141,6 +147,89 @@ def test_a_rank_reads_its_share_of_the_file(name: str, tmp_path: Path) -> None:
         assert read <= MOST * share
         total += read
     assert total <= MOST * path.stat().st_size
+
+
+STORED: dict[str, Format | Fp8Form] = {
+    "AWQ": Format(method="awq", group_size=128, has_zeros=True),
+    "GPTQ with act-order": Format(method="gptq", group_size=128, has_zeros=True, has_order=True),
+    "int8 of whole rows": Format(method="int-quantized", bits=8),
+    "pack-quantized": Format(method="pack-quantized", group_size=128, has_zeros=True),
+    "FP8 blocks": Fp8Form(scales="block"),
+}
+ALIKE = ("GPTQ with act-order", "int8 of whole rows", "pack-quantized")  # in slow tests, beside AWQ and FP8 blocks
+
+
+def write_stored(folder: Path, name: str) -> Path:
+    """A checkpoint in a stored format, with the sizes of DENSE -> its file."""
+    import transformers
+
+    sizes = DENSE | {"num_hidden_layers": 1, "intermediate_size": 2048}
+    config = transformers.Qwen3Config(**{key: value for key, value in sizes.items() if key != "architectures"})
+    if name == "Q4_K":
+        (folder / "plain").mkdir()
+        write(folder / "plain", sizes, is_stacked=False)
+        write_gguf(folder / "m.gguf", folder / "plain", "Q4_K")
+        return folder / "m.gguf"
+    form = STORED[name]
+    (fp8_checkpoints if isinstance(form, Fp8Form) else checkpoints).write(folder, config, form)  # type: ignore[arg-type]
+    return folder / "model.safetensors"
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no page can be dropped")
+@pytest.mark.parametrize("name", ["FP8 blocks", *(pytest.param(name, marks=pytest.mark.slow) for name in ALIKE[1:])])
+def test_a_rank_reads_its_share_of_stored_rows(name: str, tmp_path: Path) -> None:
+    """A row of outputs is a row of the file. In AWQ and GPTQ it is a column, and a rank reads whole tensors."""
+    path, config = write_stored(tmp_path, name), EngineConfig.from_kwargs(**TP)
+    share = path.stat().st_size / 2
+    for rank in range(2):
+        for _ in range(MOST_TRIES):
+            drop(path)
+            if num_bytes_in_memory(path):
+                pytest.skip("the files of this folder are always in memory")
+            load_rank(tmp_path, config, rank)
+            read = num_bytes_in_memory(path)
+            print(f"{name}, rank {rank}: {read / share:.3f} of its share")
+            if read <= MOST * share:
+                break
+        assert 0.9 * share < read <= MOST * share
+
+
+def read_bytes() -> int:
+    """The bytes that this process has had read from disks so far."""
+    words = (line.split() for line in Path("/proc/self/io").read_text().splitlines())
+    return next(int(number) for name, number in words if name == "read_bytes:")
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count what a process reads")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("dense", "whole experts in one tensor", "AWQ", "FP8 blocks", "Q4_K"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("experts", *ALIKE)),
+    ],
+)
+def test_ranks_of_a_node_read_each_byte_once(name: str, tmp_path: Path) -> None:
+    """Three of them that load at the same time. No rank drops pages that another one needs later."""
+    form, sizes = MODELS.get(name, (DENSE, TP))
+    if name in MODELS:
+        path = write(tmp_path, form, is_stacked="one tensor" in name, numbers=torch.zeros)
+    else:
+        path = write_stored(tmp_path, name)
+    config = EngineConfig.from_kwargs(**sizes | {"tensor_parallel_size": 3})
+    folder = path if path.suffix == ".gguf" else tmp_path
+    for _ in range(MOST_TRIES):
+        drop(path)
+        if num_bytes_in_memory(path):
+            pytest.skip("the files of this folder are always in memory")
+        before = read_bytes()
+        with ThreadPoolExecutor(3) as ranks:
+            list(ranks.map(partial(load_rank, folder, config), range(3)))
+        read, size = read_bytes() - before, path.stat().st_size
+        print(f"{name}: {read / size:.3f} of the file")
+        assert read > 0.9 * size, "it was not read from the file"
+        if read <= MOST * size:
+            break
+    assert read <= MOST * size
 
 
 @pytest.mark.parametrize("name", ["dense", "fused", "one tensor of all experts", "whole experts in one tensor"])

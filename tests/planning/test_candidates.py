@@ -129,6 +129,25 @@ def test_70b_of_the_guides(
     assert row.num_sequences in range(sequences, sequences + 2)
 
 
+@pytest.mark.parametrize(("max_num_seqs", "tokens"), [(None, 22_416), (256, 27_232)])
+def test_what_70b_leaves_on_two_a100(max_num_seqs: int | None, tokens: int, tmp_path: Path) -> None:
+    """Each term by hand: "140 GB on 2 x A100 80 GB" leaves 27k tokens with 256 requests, and 22k with the default."""
+    folder = write_config(tmp_path, "Llama-3-70B")
+    found = candidates_of(folder, "a100-80x2", gpu_memory_utilization=0.9, max_num_seqs=max_num_seqs)
+    (row,) = [row for row in rows_of(found, kv="auto", degree=2) if not row.fit.form.flags]
+    hidden, inner, vocabulary, layers, kv_elements = 8192, 28_672, 128_256, 80, 8 * 128
+    rows, step_tokens = max_num_seqs or 1024, 8192
+    norms = 2 * hidden * (2 * layers + 1)  # on both
+    weights = (2 * 70_553_706_496 - norms) // 2 + norms
+    # The residual stream, its norm, half of gate and up, and the whole input of down; then logits, and their copy.
+    work = 2 * step_tokens * (2 * hidden + inner + inner) + 2 * 4 * rows * vocabulary
+    left = int(0.9 * GPUS["a100-80"].memory_bytes) - weights - work
+    kv_bytes_per_token = 2 * layers * 2 * kv_elements // 2  # half of the heads
+    assert (row.fit.memory.weight_bytes, row.fit.memory.work_bytes) == (weights, work)
+    assert row.fit.num_tokens == left // (16 * kv_bytes_per_token) * 16 == tokens
+    assert tokens in range(22_000, 30_000)
+
+
 def test_a_small_model_has_replicas_and_a_large_one_is_shared(tmp_path: Path) -> None:
     """TP 2 and two replicas in numbers: replicas serve more, and TP 2 answers one request faster."""
     found = candidates_of(write_config(tmp_path, "Llama-3.1-8B"), "h100x2")

@@ -121,6 +121,7 @@ class ThreadExecutor(InlineExecutor):
     ) -> None:
         super().__init__(workers)
         self._loads = loads or [nullcontext()] * len(workers)
+        self._queuing: set[int] = set()  # the ranks that have to wait until others have read their weights
         self._timeout_seconds = timeout_seconds
         self._awaited: Sequence[Future[StepResult]] = ()  # the results of the step that is waited for
         self._given_up: set[int] = set()
@@ -129,10 +130,13 @@ class ThreadExecutor(InlineExecutor):
         self._threads = [WorkerThread(f"quire-worker-{rank}") for rank in range(len(workers))]
 
     def load(self, settings: WorkerSettings) -> None:
-        loads = dict(zip(map(id, self.workers), self._loads, strict=True))
+        ranks = {id(worker): rank for rank, worker in enumerate(self.workers)}
+        self._queuing = set(ranks.values())
 
         def load(worker: Worker) -> None:
-            with loads[id(worker)]:
+            rank = ranks[id(worker)]
+            with self._loads[rank]:
+                self._queuing.discard(rank)
                 worker.load(settings)
 
         self._tell(load, "reading its weights")
@@ -203,7 +207,8 @@ class ThreadExecutor(InlineExecutor):
         self._given_up = {rank for rank, each in enumerate(pending) if each in late}
         self._let_go()
         limit = envs.ENGINE_READY_TIMEOUT_S
-        names = ", ".join(self.workers[rank].describe() for rank in sorted(self._given_up))
+        to_blame = self._given_up - self._queuing or self._given_up
+        names = ", ".join(self.workers[rank].describe() for rank in sorted(to_blame))
         raise EngineDeadError(f"{names} did not end {phase} in time: a start may take {limit.get()} s ({limit.name})")
 
 
