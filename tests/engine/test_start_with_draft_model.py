@@ -21,7 +21,7 @@ from quire.engine.bring_up import bring_up
 from quire.engine.core import EngineCore
 from quire.engine.start import start_engine
 from quire.entry.launch import find_model, open_model
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QuireError
 from quire.formats.kv_format import kv_format
 from quire.forward_batch import ForwardBatch
 from quire.frontend.tokenizer import Tokenizer, check_same_vocabulary
@@ -224,6 +224,30 @@ def test_the_draft_model_is_found() -> None:
     assert parts.drafter_folder == demo.path("draft")
     assert find_model(config_with(), None, weights=False)[2].drafter == DRAFT
     assert open_model(EngineConfig(), ignore).drafter_folder is None
+
+
+def test_the_revision_is_of_the_draft_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def resolve_model(name: str, revision: str | None, *source: Any, weights: bool) -> Path:
+        asked.append((name, revision))
+        return demo.path("draft" if name == "small/draft" else "target")
+
+    monkeypatch.setattr("quire.entry.launch.resolve_model", resolve_model)
+    monkeypatch.setattr("quire.entry.launch.find_gguf", lambda *source, weights: None)
+    speculation = SpeculativeConfig(method="draft_model", model="small/draft", revision="v2")
+    config = EngineConfig(model="large/target", revision="v1", speculative_config=speculation)
+    assert find_model(config, None, weights=False)[2].drafter == DRAFT
+    assert asked == [("large/target", "v1"), ("small/draft", "v2")]
+
+
+def test_a_draft_model_with_a_mistyped_name_ends_the_start_with_a_near_one(tmp_path: Path) -> None:
+    shutil.copytree(demo.path("draft"), tmp_path / "small-draft")
+    speculation = SpeculativeConfig(method="draft_model", model=str(tmp_path / "smal-draft"))
+    with pytest.raises(QuireError) as caught:
+        open_model(EngineConfig(speculative_config=speculation), ignore)
+    assert "No such folder" in str(caught.value)
+    assert f"Did you mean {tmp_path / 'small-draft'}?" in str(caught.value)
 
 
 def test_another_vocabulary_is_refused_and_other_padding_is_not(tmp_path: Path) -> None:

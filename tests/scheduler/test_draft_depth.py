@@ -552,6 +552,27 @@ def test_what_reading_costs_is_learned() -> None:
     assert drafter.of_step([1, 1, 1, 1]) == pytest.approx(2.9e-3, rel=0.05)
 
 
+def test_what_a_drafter_really_takes_is_paid() -> None:
+    """Every third of its steps is recorded and takes 30 ms longer, which no prediction tells."""
+    drafter, num_trials = DrafterTime(2.5e-3), 0
+    stream, adaptive = Stream(1, [0.0] * MOST, INT4), AdaptiveDepth(INT4, drafter, reads_late=False)
+    seconds = 0.0
+    stream.extra_seconds = lambda: seconds
+    inner = stream.adaptive(adaptive)
+
+    def choose() -> Sequence[int]:
+        nonlocal num_trials, seconds
+        depths, seconds = inner(), 0.0
+        if any(depths):
+            num_trials += 1
+            seconds = drafter.of_step(depths) + adaptive.reading_seconds + (30e-3 if num_trials % 3 == 0 else 0.0)
+            adaptive.settle_drafter(seconds, depths)
+        return depths
+
+    assert stream.run(4000, choose, adaptive.settle) > 0.985 * fixed_rate(1, (1, [0.0], INT4, None), 0)
+    assert num_trials > 5
+
+
 def test_what_is_read_of_a_prompt_counts_as_a_cost() -> None:
     """Eight new requests, each with some tokens that the drafter has not read."""
     drafter = DrafterTime(1.6e-3)

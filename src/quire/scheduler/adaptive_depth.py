@@ -170,6 +170,7 @@ class AdaptiveDepth:
         self.waits = self._is_reading = False
         self._num_missed = 0  # tokens that the drafter reads in this step
         self.reading_seconds = 0.0
+        self._charged_reading = 0.0  # what the credit paid, or will pay, for the tokens read in the last step
         # The gain of tokens per second if all drafts are found, and the share of drafts that is found.
         self._gain, self._found_share = 0.0, 1.0
         # In this step: drafts that were asked for, drafts that were found, and requests for which some were found.
@@ -251,6 +252,7 @@ class AdaptiveDepth:
         self._is_reading |= read_seconds > 0 or not drafting.is_read
         self._num_missed += (request.num_tokens - drafting.num_read) * (read_seconds > 0)
         self.reading_seconds += read_seconds
+        self._charged_reading += read_seconds
         self._depths.append(num_drafts)
         drafting.is_trial = not drafting.depth
         if drafting.is_trial:
@@ -291,7 +293,9 @@ class AdaptiveDepth:
         drafting = self._requests[request.request_id]
         drafting.num_read, drafting.is_read = drafting.num_read - num_unread, False
         self._num_missed -= num_unread
-        self._credit += self._read_seconds(request, drafting)
+        unread_seconds = self._read_seconds(request, drafting)
+        self._credit += unread_seconds
+        self._charged_reading -= unread_seconds
 
     def stop(self, request: Request) -> None:
         """End the drafts of a request."""
@@ -301,13 +305,17 @@ class AdaptiveDepth:
         self._due.discard(request.request_id)
 
     def settle_drafter(self, seconds: float, depths: Sequence[int]) -> None:
-        """Learn how long the worker's drafter took for a step with these numbers of drafts, one for each row."""
+        """Learn how long the worker's drafter took for a step with these numbers of drafts, one for each row.
+
+        The credit pays this time in place of the predicted one: a pass that is recorded takes several times as long.
+        """
         if self._draft_seconds is not None:
+            self._credit -= seconds - self._draft_seconds.of_step(depths) - self._charged_reading
             if not self._is_reading:
                 self._draft_seconds.observe(seconds, depths)
             elif self._num_missed >= READ_TOKENS:
                 self._draft_seconds.observe_reading(seconds, depths, self._num_missed)
-        self._is_reading, self._num_missed = False, 0
+        self._is_reading, self._num_missed, self._charged_reading = False, 0, 0.0
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
