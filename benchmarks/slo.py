@@ -1,8 +1,10 @@
 """Long prompts beside a stream of answers: the time between tokens and the throughput, by budget and by target.
 
-It runs `quire serve` with MODEL or the demo model. Users get answers without a pause, and a long prompt comes every few
-seconds. Rounds go through fixed budgets of 2,048 and 8,192 tokens and the target --itl in turns, on one server.
-`POST /v1/config` sets them. A round ends when all its requests have ended.
+It runs `quire serve` with MODEL or the demo model, and leaves it alone for 20 seconds: an idle server measures its
+steps and computes steps of all recorded sizes. Then a round that is not counted teaches it its margin. Users get
+answers without a pause, and a long prompt comes every few seconds. Rounds go through fixed budgets of 2,048 and 8,192
+tokens and the target --itl in turns, on one server. `POST /v1/config` sets them. A round ends when all its requests
+have ended.
 
     python benchmarks/slo.py [MODEL] [--itl 50ms] [--users 4] [--long 6] [--long-input 3000] [--rounds 3]
         [--save HARDWARE] [-- further flags of quire serve]
@@ -34,6 +36,7 @@ from quire.option import parse_duration
 
 BUDGETS = (2048, 8192)
 TARGET = "target"
+SETTLING_SECONDS = 20.0
 
 
 @dataclass
@@ -99,7 +102,7 @@ async def run(url: str, arguments: argparse.Namespace) -> dict[str, list[dict[st
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in (*map(str, BUDGETS), TARGET)}
     async with httpx.AsyncClient(base_url=url, timeout=600) as http:
         bench = Bench(http, arguments)
-        await bench.round(TARGET)  # warms up: it touches the memory pages and records steps
+        await bench.round(TARGET)
         for _ in range(arguments.rounds):
             for name, found in rounds.items():
                 found.append(await bench.round(name))
@@ -164,6 +167,7 @@ def main() -> None:
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until_ready(url, server)
+        time.sleep(SETTLING_SECONDS)
         rounds = asyncio.run(run(url, arguments))
     finally:
         server.send_signal(signal.SIGTERM)
