@@ -10,7 +10,8 @@ form are alive at the same time and take turns, and all but one are stopped. The
 PROMPTSxINPUTxOUTPUT: so many prompts of random tokens, each with so many greedy tokens. Tokens per second count
 prompts and answers. A ratio is the median of the ratios of the rounds.
 
-To hold all engines to AVX2, set QUIRE_ISA=avx2 and ONEDNN_MAX_CPU_ISA=AVX2, and compile llama.cpp for it.
+To hold engines to AVX2, set QUIRE_ISA=avx2 and ONEDNN_MAX_CPU_ISA=AVX2, and compile llama.cpp for it. Whether the other
+engine obeys is another question (benchmarks/NOTES.md: OpenVINO does not).
 
 --on-enter waits for a line of the standard input before each round of a case, so that a machine can be shared: other
 work runs in between. --save writes benchmarks/results/HARDWARE/compare_peers_WHAT_DATE.

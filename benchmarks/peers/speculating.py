@@ -40,6 +40,8 @@ def openvino(arguments: argparse.Namespace) -> Generate:
     scheduling = genai.SchedulerConfig()
     scheduling.cache_size, scheduling.max_num_seqs, scheduling.enable_prefix_caching = 3, arguments.requests, False
     options: dict[str, Any] = {"scheduler_config": scheduling}
+    if arguments.precision:
+        options["INFERENCE_PRECISION_HINT"] = arguments.precision
     if arguments.draft:
         options["draft_model"] = genai.draft_model(arguments.draft, "CPU")
     if arguments.lookup:
@@ -176,7 +178,9 @@ def main() -> None:
             drafter.add_argument("--lookup", action="store_true", help="take drafts from the text")
             engine.add_argument("--drafts", type=int, default=4, help="the most drafts of a request in a step")
         engine.add_argument("--requests", type=int, default=8, help="the most requests at once")
-        if start is not openvino:
+        if start is openvino:
+            engine.add_argument("--precision", help="of the arithmetic, such as f32; default: what OpenVINO chooses")
+        else:
             engine.add_argument("--context", type=int, default=1024, help="the most tokens of a request")
         engine.set_defaults(start=start)
     arguments = parser.parse_args()
