@@ -8,6 +8,9 @@ causal attention in the model's dtype, whichever is longer, at the bandwidth and
 case. With --against a second line has the other build's time divided by this build's time.
 
     python benchmarks/kernels/attention_kv.py --cases 1x1@1024,1x1@8192,16x1@1024 --threads 2
+    python benchmarks/kernels/attention_kv.py --isa avx2 --save HARDWARE
+
+--save writes benchmarks/results/HARDWARE/attention_kv_DATE.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import json
 import statistics
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +30,7 @@ from quire.formats.kv_format import KV_FORMATS
 from quire.forward_batch import LayerCache
 from quire.kernels import cpu, kv_codes, ops
 from quire.kernels.layer_rules import AttentionRule
+from quire.measure import report
 
 NAMES = ("fp8_e4m3", "fp8_e5m2", "int8")
 
@@ -102,20 +107,40 @@ def bench_case(case: str, args: argparse.Namespace, builds: dict[str, Any]) -> d
     return row
 
 
+def markdown(result: dict[str, Any]) -> str:
+    """The result file for people."""
+    names = (result["dtype"], *NAMES)
+    lines = report.heading("Attention over KV caches in codes of 8 bits", result)
+    lines.append(f"- Instruction set {result['isa']}, {result['threads']} threads, {result['heads']}.")
+    lines += ["- A cell: time of a call, share of the limit, time with a KV cache in the model's dtype over it.", ""]
+    lines += report.table_head(" | ".join(["case", "GB/s", *names]))
+    for row in result["rows"]:
+        cells = [
+            f"{row[name]['us']:.0f} us, {row[name]['share_of_limit']:.0%}, {row[name]['speedup']:.2f}" for name in names
+        ]
+        lines.append(f"| {row['case']} | {row['bandwidth_gb_s']:.1f} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="1x1@1024,1x1@8192,16x1@1024,4x1@8192,1x512@4096")
     add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="per case and cache")
+    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     args = parser.parse_args()
     builds = chosen_builds(args)
     heads = f"{args.heads} heads, {args.kv_heads} KV heads of {args.head_dim}, blocks of {args.block_size}"
     print(f"isa {cpu.isa()}, {cpu.get_num_threads()} threads, {args.dtype}, {heads}")
     rows = [bench_case(case, args, builds) for case in args.cases.split(",")]
+    result = {"isa": cpu.isa(), "threads": args.threads, "dtype": args.dtype, "heads": heads, "rows": rows}
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"isa": cpu.isa(), "threads": args.threads, "heads": heads, "rows": rows}, file, indent=1)
+            json.dump(result, file, indent=1)
+    if args.save:
+        result = report.environment("python", "benchmarks/kernels/attention_kv.py") | result
+        report.save_published(Path(__file__).parents[1], "attention_kv", args.save, result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from typing import Any
 
 from llama_cpp_server import LlamaCppServer
 
-CONTEXT = 1024  # the most tokens of a request
 LOOKUP_TOKENS = 3  # tokens of the pattern that is searched, as in Quire
 Generate = Callable[[list[list[int]], int], Any]
 
@@ -41,6 +40,8 @@ def openvino(arguments: argparse.Namespace) -> Generate:
     scheduling = genai.SchedulerConfig()
     scheduling.cache_size, scheduling.max_num_seqs, scheduling.enable_prefix_caching = 3, arguments.requests, False
     options: dict[str, Any] = {"scheduler_config": scheduling}
+    if arguments.precision:
+        options["INFERENCE_PRECISION_HINT"] = arguments.precision
     if arguments.draft:
         options["draft_model"] = genai.draft_model(arguments.draft, "CPU")
     if arguments.lookup:
@@ -73,7 +74,7 @@ def llama_server(arguments: argparse.Namespace) -> Generate:
     if arguments.lookup:
         options += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(LOOKUP_TOKENS)]
         options += ["--spec-ngram-simple-size-m", str(arguments.drafts)]
-    sizes = (arguments.requests, CONTEXT, arguments.threads)
+    sizes = (arguments.requests, arguments.context, arguments.threads)
     server = LlamaCppServer(arguments.binary, arguments.model, *sizes, *options)
     threads = ThreadPoolExecutor(arguments.requests)
 
@@ -94,7 +95,7 @@ def llama_library(arguments: argparse.Namespace) -> Generate:
     model_params = llama_cpp.llama_model_default_params()
     model = llama_cpp.llama_model_load_from_file(arguments.model.encode(), model_params)
     params = llama_cpp.llama_context_default_params()
-    params.n_ctx, params.n_seq_max = CONTEXT * arguments.requests, arguments.requests
+    params.n_ctx, params.n_seq_max = arguments.context * arguments.requests, arguments.requests
     params.n_threads = params.n_threads_batch = arguments.threads
     context = llama_cpp.llama_init_from_model(model, params)
     vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
@@ -146,7 +147,7 @@ def vllm(arguments: argparse.Namespace) -> Generate:
         drafter = {"method": "ngram", "prompt_lookup_max": LOOKUP_TOKENS, "prompt_lookup_min": LOOKUP_TOKENS}
     engine = LLM(
         arguments.model,
-        max_model_len=CONTEXT,
+        max_model_len=arguments.context,
         max_num_seqs=arguments.requests,
         enable_prefix_caching=False,
         enforce_eager=bool(drafter),
@@ -177,6 +178,10 @@ def main() -> None:
             drafter.add_argument("--lookup", action="store_true", help="take drafts from the text")
             engine.add_argument("--drafts", type=int, default=4, help="the most drafts of a request in a step")
         engine.add_argument("--requests", type=int, default=8, help="the most requests at once")
+        if start is openvino:
+            engine.add_argument("--precision", help="of the arithmetic, such as f32; default: what OpenVINO chooses")
+        else:
+            engine.add_argument("--context", type=int, default=1024, help="the most tokens of a request")
         engine.set_defaults(start=start)
     arguments = parser.parse_args()
     generate = arguments.start(arguments)

@@ -8,6 +8,7 @@ namespace {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
 
 struct AmxRows {
+  using Number = bf16;
   static int64_t num_tiles(int64_t rows) { return ceil_div(rows, kGroupRows); }
   static int64_t first_row(int64_t tile, int64_t rows) { return std::min(tile * kGroupRows, rows); }
   static int64_t num_fetches(int64_t rows) {
@@ -15,8 +16,8 @@ struct AmxRows {
     return 2 * (rows / kGroupRows) + (rest == 0 ? 0 : rest <= kTileRows ? 1 : 2);
   }
 
-  static void run(const GemmBlock& block, int64_t row, int64_t rows, int64_t step, const bf16* weights, int64_t steps,
-                  float* sums, bool is_first, Unpacking& unpacking) {
+  static void run(const GemmBlock& block, int64_t row, int64_t rows, int64_t step, const Number* weights, int64_t steps,
+                  float* sums, bool is_first, Unpacking<Number>& unpacking) {
     written_for_tiles();
     const int64_t num_steps = num_k_steps(block.args->weight.k), first = block.row_begin + row;
     const int64_t step_rows = rows > kTileRows ? kGroupRows : tile_rows(block.args->m);

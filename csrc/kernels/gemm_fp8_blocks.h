@@ -1,5 +1,5 @@
-// Shared parts of the matrix product kernels for FP8 weights: codes to bfloat16, the loop over panels, blocks of K and
-// tiles of rows, and the scaling of finished sums. The layout is in quire/kernels/gemm_fp8.h.
+// Shared parts of the matrix product kernels for FP8 weights: codes to numbers of 16 bits, the loop over panels, blocks
+// of K and tiles of rows, and the scaling of finished sums. The layout is in quire/kernels/gemm_fp8.h.
 #pragma once
 
 #include <array>
@@ -15,14 +15,24 @@ constexpr int64_t kStepCodes = kBf16KUnit * kPanelWidth;
 constexpr int64_t kStepLines = kStepCodes / kFp8LineCodes;
 constexpr int64_t kPaddedSums = 32;  // rows: tiles write whole tiles
 
+// Unpacked numbers are codes times 2^-kUnitExponent. On AVX2 codes become halves for few rows, which this makes simple,
+// and bfloat16 for many; equal numbers give rows with equal bits.
+constexpr int kUnitExponent = QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2 ? 8 : 0;
+
+// Upper bytes of the numbers of this unit.
+constexpr std::array<uint8_t, 16> of_unit(std::array<uint8_t, 16> upper) {
+  for (uint8_t& byte : upper) byte -= byte == 0 ? 0 : kUnitExponent / 2;  // its lowest bit is 2 exponents
+  return upper;
+}
+
 // The upper and the lower byte of a code's bfloat16, by lookups in 16 bytes. With an exponent above 0 the upper byte
 // depends only on the exponent, and the lower byte is the code shifted by 4. Exponent 0 means mantissa * 2^-9, a normal
 // bfloat16: codes 1 to 7 have entries 9 to 15 of two further tables. Other codes miss these tables, because their index
 // saturates above 127, and the lookup gives zero.
-constexpr std::array<uint8_t, 16> kUpperOfExponent = {0,    0x3c, 0x3d, 0x3d, 0x3e, 0x3e, 0x3f, 0x3f,
-                                                      0x40, 0x40, 0x41, 0x41, 0x42, 0x42, 0x43, 0x43};
-constexpr std::array<uint8_t, 16> kUpperOfSubnormal = {0, 0,    0,    0,    0,    0,    0,    0,
-                                                       0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c};
+constexpr std::array<uint8_t, 16> kUpperOfExponent =
+    of_unit({0, 0x3c, 0x3d, 0x3d, 0x3e, 0x3e, 0x3f, 0x3f, 0x40, 0x40, 0x41, 0x41, 0x42, 0x42, 0x43, 0x43});
+constexpr std::array<uint8_t, 16> kUpperOfSubnormal =
+    of_unit({0, 0, 0, 0, 0, 0, 0, 0, 0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c});
 constexpr std::array<uint8_t, 16> kLowerOfSubnormal = {0, 0,    0,    0,    0,    0,    0,    0,  // to be xor-ed with
                                                        0, 0x10, 0xa0, 0xf0, 0x40, 0x70, 0x20, 0x10};  // code << 4
 constexpr uint8_t kFirstSubnormal = 0x78;  // added with saturation to a code without sign: index of the tables above
@@ -111,6 +121,55 @@ inline void unpack_line(const uint8_t* from, bf16* to) {
 
 #endif
 
+inline void unpack_lines(const uint8_t* codes, int64_t num_lines, bf16* to, int64_t prefetch_distance) {
+  for (const uint8_t* const end = codes + num_lines * kFp8LineCodes; codes < end;
+       codes += kFp8LineCodes, to += kFp8LineCodes) {
+    __builtin_prefetch(codes + prefetch_distance, 0, 2);
+    unpack_line(codes, to);
+  }
+}
+
+#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2
+
+// For few rows codes become halves, in less than half of the instructions. The magnitude of a code, moved to the place
+// of a half's, is the code's times 2^-8, also where it is subnormal. Each 32 codes, of 8 columns and 4 k, become [8]
+// for k = 0, 2, 1, 3. So the product converts 8 columns of a k from memory, which costs as much as a
+// shift. fp8_place is the place of one of the 4 k.
+constexpr int64_t fp8_place(int64_t k) { return k % 2 * 16 + k / 2 * 8; }
+
+// Writes the NaN among the codes of some lines, whose halves are not NaN.
+__attribute__((noinline)) void write_nans(const uint8_t* codes, int64_t count, f16* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    if ((codes[i] & 0x7f) != 0x7f) continue;
+    const int64_t column = i / 16 % 2 * 4 + i % 8 / 2, k = i / 8 % 2 * 2 + i % 2;
+    to[i / 32 * 32 + fp8_place(k) + column].bits = 0x7e00;
+  }
+}
+
+inline void unpack_lines(const uint8_t* codes, int64_t num_lines, f16* to, int64_t prefetch_distance) {
+  const __m256i bits = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
+  const int64_t num_codes = num_lines * kFp8LineCodes;
+  __m256i greatest = _mm256_setzero_si256();
+  for (int64_t line = 0; line < num_codes; line += kFp8LineCodes) {
+    __builtin_prefetch(codes + line + prefetch_distance, 0, 2);
+#pragma GCC unroll 2
+    for (int64_t i = line; i < line + kFp8LineCodes; i += 32) {
+      const __m256i pairs =
+          _mm256_permute4x64_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i)), 0xd8);
+      greatest = _mm256_max_epu8(greatest, _mm256_add_epi8(pairs, pairs));
+      const __m256i even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(pairs, 8), 1), bits);
+      const __m256i odd = _mm256_and_si256(_mm256_srai_epi16(pairs, 1), bits);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), even);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i + 16), odd);
+    }
+  }
+  const __m256i is_nan = _mm256_cmpeq_epi8(greatest, _mm256_set1_epi8(static_cast<char>(0xfe)));
+  if (_mm256_movemask_epi8(is_nan) != 0) [[unlikely]]
+    write_nans(codes, num_codes, to);
+}
+
+#endif
+
 // Sums [rows][64] of one group and the totals of the groups before it, which the first group does not read.
 struct Fp8Sums {
   const float* sums;
@@ -122,7 +181,9 @@ struct Fp8Sums {
   // The totals with the sums of this group, scaled.
   F32 total(int64_t row, int64_t column) const {
     const int64_t at = row * kPanelWidth + column;
-    return fma(load(sums + at), load(scales + column), is_first_group ? zero() : load(totals + at));
+    F32 scale = load(scales + column);
+    if constexpr (kUnitExponent != 0) scale = scale * broadcast(1 << kUnitExponent);
+    return fma(load(sums + at), scale, is_first_group ? zero() : load(totals + at));
   }
 };
 
@@ -187,11 +248,12 @@ class Fp8Blocks {
 };
 
 // Unpacks a block a few lines at a time while another block is multiplied. fetch() is called at even intervals.
+template <class Number>
 class Unpacking {
  public:
   static constexpr bool kIsSpread = false;  // the parts of the columns without a call are faster: 1.03 to 1.08 (Zen 3)
 
-  Unpacking(const uint8_t* from, int64_t num_lines, bf16* to, int64_t num_calls)
+  Unpacking(const uint8_t* from, int64_t num_lines, Number* to, int64_t num_calls)
       : from_(from), to_(to), lines_left_(num_lines), lines_per_call_(ceil_div(num_lines, num_calls)) {}
 
   void fetch() {
@@ -213,35 +275,35 @@ class Unpacking {
   void unpack(int64_t max_lines) {
     const int64_t lines = std::min(max_lines, lines_left_);
     lines_left_ -= lines;
-    for (const uint8_t* const end = from_ + lines * kFp8LineCodes; from_ < end;
-         from_ += kFp8LineCodes, to_ += kFp8LineCodes) {
-      __builtin_prefetch(from_ + kDistance, 0, 2);
-      unpack_line(from_, to_);
-    }
+    unpack_lines(from_, lines, to_, kDistance);
+    from_ += lines * kFp8LineCodes;
+    to_ += lines * kFp8LineCodes;
   }
 
   const uint8_t* from_;
-  bf16* to_;
+  Number* to_;
   int64_t lines_left_, lines_per_call_;
 };
 
+// Rows::Number                what codes are unpacked to
 // Rows::num_tiles(rows), Rows::first_row(tile, rows)  how rows are cut into tiles
 // Rows::num_fetches(rows)     calls of unpacking.fetch() per step over all tiles
 // Rows::run(block, row, rows, step, weights, steps, sums, is_first, unpacking)
 //                             sums[rows][64] = (is_first ? 0 : sums) + x[row ...][step ...] * weights[steps][...]
 template <class Rows>
 inline void run_fp8(const GemmBlock& block, Fp8Blocking blocking) {
+  using Number = typename Rows::Number;
   const GemmArgs& args = *block.args;
   const Fp8Layout layout(args.weight.k, args.weight.fp8_group_size);
   const int64_t num_rows = block.row_end - block.row_begin, num_tiles = Rows::num_tiles(num_rows);
   const int64_t panel_sums = (num_rows + kPaddedSums) * kPanelWidth;
   Fp8Blocks current(block, layout, blocking);
   const int64_t all_panel_sums = panel_sums * current.max_panels(), max_codes = current.max_lines() * kFp8LineCodes;
-  float* const all_sums =
-      static_cast<float*>(scratch(Scratch::gemm_tiles, 2 * sizeof(float) * all_panel_sums + 2 * 2 * max_codes));
+  float* const all_sums = static_cast<float*>(
+      scratch(Scratch::gemm_tiles, 2 * sizeof(float) * all_panel_sums + 2 * sizeof(Number) * max_codes));
   float* const all_totals = all_sums + all_panel_sums;
-  bf16* weights = reinterpret_cast<bf16*>(all_totals + all_panel_sums);
-  bf16* next_weights = weights + max_codes;
+  Number* weights = reinterpret_cast<Number*>(all_totals + all_panel_sums);
+  Number* next_weights = weights + max_codes;
   alignas(64) float bias[kPanelWidth];
   const auto scales_of = [&](const Fp8Blocks& b) {
     return reinterpret_cast<const float*>(static_cast<const char*>(args.weight.data) + b.panel * layout.panel_bytes);
@@ -250,12 +312,13 @@ inline void run_fp8(const GemmBlock& block, Fp8Blocking blocking) {
     return reinterpret_cast<const uint8_t*>(scales_of(b) + layout.num_groups * kPanelWidth) + b.begin * kStepCodes;
   };
 
-  Unpacking(codes_of(current), current.num_lines(), weights, 1).finish();
+  Unpacking<Number>(codes_of(current), current.num_lines(), weights, 1).finish();
   for (bool has_next = true; has_next; std::swap(weights, next_weights)) {
     Fp8Blocks next = current;
     has_next = next.advance();
     const int64_t begin = current.begin, end = current.end, num_calls = (end - begin) * Rows::num_fetches(num_rows);
-    Unpacking unpacking(has_next ? codes_of(next) : nullptr, has_next ? next.num_lines() : 0, next_weights, num_calls);
+    Unpacking<Number> unpacking(has_next ? codes_of(next) : nullptr, has_next ? next.num_lines() : 0, next_weights,
+                                num_calls);
     const float* const scales = scales_of(current);
     if (end == layout.num_steps) load_bias(args, current.panel, bias);
     for (int64_t tile = 0; tile < num_tiles; ++tile) {

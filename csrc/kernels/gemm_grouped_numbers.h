@@ -85,7 +85,8 @@ inline void decode_groups(const GroupedForm& form, const GroupedLayout& layout, 
   decode_numbers(form.offsets, numbers + layout.scale_bytes, layout.group_bytes, end - begin, to->offsets);
 }
 
-// A vector of integer sums with the lanes of F32.
+// A vector of integer sums with the lanes of F32. load_factor_pairs gives a pair of 16 bits in each lane, as
+// multiply_pairs takes it: a factor from `low` and one from `high`.
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
 using I32 = __m512i;
 inline I32 load_i32(const void* p) { return _mm512_loadu_si512(p); }
@@ -97,8 +98,10 @@ inline I32 broadcast_i32(int32_t x) { return _mm512_set1_epi32(x); }
 inline I32 add(I32 x, I32 y) { return _mm512_add_epi32(x, y); }
 inline I32 subtract(I32 x, int32_t y) { return _mm512_sub_epi32(x, broadcast_i32(y)); }
 inline I32 multiply(I32 x, I32 y) { return _mm512_mullo_epi32(x, y); }
-inline I32 join_pairs(I32 low, I32 high) {
-  return _mm512_or_si512(_mm512_and_si512(low, _mm512_set1_epi32(0xffff)), _mm512_slli_epi32(high, 16));
+inline I32 load_factor_pairs(const int8_t* low, const int8_t* high) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(low)),
+                y = _mm_loadu_si128(reinterpret_cast<const __m128i*>(high));
+  return _mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(x, y), _mm_unpacklo_epi8(x, y)));
 }
 inline I32 multiply_pairs(I32 x, I32 y) { return _mm512_madd_epi16(x, y); }
 inline F32 to_float(I32 x) { return {_mm512_cvtepi32_ps(x)}; }
@@ -113,8 +116,10 @@ inline I32 broadcast_i32(int32_t x) { return _mm256_set1_epi32(x); }
 inline I32 add(I32 x, I32 y) { return _mm256_add_epi32(x, y); }
 inline I32 subtract(I32 x, int32_t y) { return _mm256_sub_epi32(x, broadcast_i32(y)); }
 inline I32 multiply(I32 x, I32 y) { return _mm256_mullo_epi32(x, y); }
-inline I32 join_pairs(I32 low, I32 high) {
-  return _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi32(0xffff)), _mm256_slli_epi32(high, 16));
+inline I32 load_factor_pairs(const int8_t* low, const int8_t* high) {
+  const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(low)),
+                y = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(high));
+  return _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x, y));
 }
 inline I32 multiply_pairs(I32 x, I32 y) { return _mm256_madd_epi16(x, y); }
 inline F32 to_float(I32 x) { return {_mm256_cvtepi32_ps(x)}; }
@@ -131,7 +136,9 @@ inline I32 broadcast_i32(int32_t x) { return I32{x, x, x, x}; }
 inline I32 add(I32 x, I32 y) { return x + y; }
 inline I32 subtract(I32 x, int32_t y) { return x - y; }
 inline I32 multiply(I32 x, I32 y) { return x * y; }
-inline I32 join_pairs(I32 low, I32 high) { return (low & 0xffff) | (high << 16); }
+inline I32 load_factor_pairs(const int8_t* low, const int8_t* high) {
+  return (load_factors(low) & 0xffff) | (load_factors(high) << 16);
+}
 inline I32 multiply_pairs(I32 x, I32 y) { return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16); }
 inline F32 to_float(I32 x) { return {__builtin_convertvector(x, Vector4f)}; }
 #endif
@@ -195,9 +202,9 @@ struct MinimumPairs {
 
   MinimumPairs(const FactorNumbers& numbers, int64_t num_groups, int64_t column) : count(ceil_div(num_groups, 2)) {
     const int8_t* from = numbers.factors + kPanelWidth + column;
+    static constexpr int8_t kNone[kPanelWidth] = {};
     for (int64_t g = 0; g < num_groups; g += 2, from += 2 * numbers.group_bytes)
-      factors[g / 2] =
-          join_pairs(load_factors(from), g + 1 < num_groups ? load_factors(from + numbers.group_bytes) : zero_i32());
+      factors[g / 2] = load_factor_pairs(from, g + 1 < num_groups ? from + numbers.group_bytes : kNone);
   }
 
   // The integer sum of the minima; `sums` belong to a row, see QuantizedRows.

@@ -380,8 +380,8 @@ void add_supers(const SuperRun& run, int64_t chunk, int32_t* supers, Prefetch pr
         I32 factors[kVectors];
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
-          factors[v] = load_factors(factors_of_group + v * kLanes);
-          if constexpr (kHasWords) factors[v] = join_pairs(factors[v], factors[v]);
+          const int8_t* const from = factors_of_group + v * kLanes;
+          factors[v] = kHasWords ? load_factor_pairs(from, from) : load_factors(from);
         }
         for (const int64_t group_end = quad + run.group_quads; quad < group_end;) {
           const int64_t count = std::min(chunk, group_end - quad);

@@ -92,6 +92,21 @@ def test_every_code_is_exact(isa: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(restored_NK, codes_NK.float()[rows_N], atol=0, rtol=0, equal_nan=True)
 
 
+def test_a_nan_stays_in_its_column(isa: str) -> None:
+    """NaN codes of both signs in every second column, one in each, at places of all kinds."""
+    N, K = 130, 96
+    _, weight = make(32, N, K, 1, torch.float32)
+    codes_NK = weight.codes_NK.view(torch.uint8).clone()
+    columns = torch.arange(0, N, 2)
+    codes_NK[columns, columns * 7 // 2 % K] = torch.where(columns % 4 == 0, 0x7F, 0xFF).to(torch.uint8)
+    with_nan = pack_fp8(Fp8Weight(codes_NK.view(torch.float8_e4m3fn), weight.scales_NG, 32))
+    for T in (1, 2, 5, 20):
+        x_TK = torch.randn(T, K)
+        actual_TN = fp8_linear(x_TK, with_nan)
+        assert actual_TN.isnan().all(0).nonzero().flatten().tolist() == columns.tolist()
+        assert torch.equal(actual_TN[:, 1::2], fp8_linear(x_TK, pack_fp8(weight))[:, 1::2])
+
+
 @pytest.mark.parametrize(
     ("isa", "shape", "group_size", "dtype"),
     covering(cpu.isas(), SHAPES_NK, GROUP_SIZES, DTYPES),
