@@ -81,8 +81,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Open standard streams that were closed (`>&-`), as in some daemons. A socket would take the number of one, and get
-    what others write there.
+    """Open standard streams that were closed (`>&-`), as in some daemons. Otherwise a socket would take the number of
+    one, and get what others write there.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
