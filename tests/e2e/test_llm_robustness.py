@@ -72,7 +72,7 @@ def test_arguments_of_other_types_are_refused_in_words(llm: LLM) -> None:
         llm.generate([np.array([1, 2])], GREEDY)  # type: ignore[list-item]
     with pytest.raises(InvalidRequestError, match="sampling_params is a generator"):
         llm.generate(["a", "b"], (GREEDY for _ in range(2)))  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="not a list"):
+    with pytest.raises(InvalidRequestError, match="messages contains a value of type generator"):
         llm.chat((chat for _ in range(2)), GREEDY)  # type: ignore[arg-type]
     assert llm.beam_search([], BeamSearchParams(beam_width=2, max_tokens=2)) == llm.generate([], GREEDY) == []
     _check_answers(llm)
