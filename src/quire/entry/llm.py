@@ -249,7 +249,7 @@ class LLM:
             raise InvalidRequestError(
                 "Illegal concurrency_limit", value=concurrency_limit, expected="1 or more", param="concurrency_limit"
             )
-        width = concurrency_limit or len(searches)
+        width = concurrency_limit or len(searches) or 1
         for begin in range(0, len(searches), width):
             self._search(searches[begin : begin + width], inputs, lora_request)
         results = [search.result() for search in searches]
