@@ -205,6 +205,18 @@ def test_echo_with_logprobs(server):
     assert choice["prompt_logprobs"] is None
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_offsets_behind_a_special_token(skips):
+    """If it is left out of the text, it takes no place there."""
+    answer = [*ANSWER[:2], TOKENIZER.token_to_id("<|im_start|>"), *ANSWER[2:4]]
+    with RunningServer(answer=answer) as server:
+        choice = server.complete(logprobs=0, max_tokens=5, skip_special_tokens=skips).json()["choices"][0]
+    tokens = ["" if skips and token == "<|im_start|>" else token for token in choice["logprobs"]["tokens"]]
+    assert "".join(tokens) == choice["text"]
+    lengths = [len(token) for token in tokens[:-1]]
+    assert choice["logprobs"]["text_offset"] == [sum(lengths[:index]) for index in range(5)]
+
+
 def test_echo_of_token_ids(server):
     assert server.complete(prompt=HELLO, echo=True, max_tokens=1).json()["choices"][0]["text"].startswith("hello")
 

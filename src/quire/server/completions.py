@@ -129,6 +129,7 @@ class _CompletionWriter:
             self._logprobs = LogprobWriter(
                 state.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids), max_top=max_top
             )
+        self._left_out = state.left_out(asked.params)
         # By prompt, for choices that begin later.
         self._prompt_logprobs: dict[int, Sequence[PositionLogprobs | None]] = {}
         self._written: dict[int, PromptLogprobs] = {}
@@ -232,7 +233,7 @@ class _CompletionWriter:
                 parts.append(part)
             offset += len(prompt)
         if self._logprobs is not None and logprobs is not None:
-            part, offset = self._logprobs.completion(token_ids, logprobs, offset)
+            part, offset = self._logprobs.completion(token_ids, logprobs, offset, self._left_out)
             parts.append(part)
         self._offsets[index] = offset
         choice = kind(
