@@ -133,11 +133,12 @@ class Worker(Protocol):
         """Give this rank up. The other ranks stop waiting for it."""
         ...
 
-    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+    def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> AdapterLoad:
         """Begin to read an adapter, while steps go on.
 
         Args:
             digest: the digest that its content must have. Other content raises AdapterChangedError. None: any content.
+            is_awaited: requests wait for it, so that it is read faster than is good for steps.
         """
         ...
 
@@ -221,6 +222,6 @@ class WorkerExecutor(Executor, Protocol):
         """
         ...
 
-    def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]: ...
+    def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> Polled[AdapterFacts]: ...
 
     def drop_adapter(self, digest: str) -> None: ...

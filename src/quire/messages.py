@@ -131,6 +131,7 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter", omit_defaults=True):
     operation: int  # chosen by the sender, returned with the answer
     path: str
     digest: str | None = None  # the content that it must have; with other content, its requests end with an error
+    is_awaited: bool = False  # a request waits for the answer
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):

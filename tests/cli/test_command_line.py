@@ -120,6 +120,18 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.parametrize("closed", [">&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams(closed: str) -> None:
+    """As in some daemons. No file that is opened later takes their numbers, and what is written is lost."""
+    code = (
+        "import os, sys, quire.cli.main as main; code = main.main(['explain', '--vllm', 'vllm serve m']); print(code); "
+        "sys.exit(code or min(os.dup(0), 3) - 3)"
+    )
+    shell = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_command_that_does_not_exist() -> None:
     result = _run("-m", "quire", "preload", "-i", "x")
     assert result.returncode == 2

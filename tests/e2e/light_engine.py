@@ -90,7 +90,7 @@ class LightWorker:
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return False
 
-    def load_adapter(self, path: str, digest: str | None) -> Loaded:
+    def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> Loaded:
         """Any folder with weights is an adapter, whose content is their bytes."""
         future = Loaded()
         try:

@@ -7,9 +7,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, BeamSearchParams, SamplingParams
 from quire.entry.interrupt import interrupts_between_steps
 from quire.errors import InvalidRequestError, QuireError
 from quire.schedule import Pending, RowsFailedError, ScheduledBatch, StepResult
@@ -61,6 +62,19 @@ def _at_third_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, event: Any) -> _Ru
 def test_a_refused_prompt_starts_nothing(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
         llm.generate([PROMPTS[0], [1, 2, 99_999]], GREEDY)
+    _check_answers(llm)
+
+
+def test_arguments_of_other_types_are_refused_in_words(llm: LLM) -> None:
+    """No error of Python's comes out of the middle of Quire."""
+    chat = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(InvalidRequestError, match="Prompt 0 has the wrong type, ndarray"):
+        llm.generate([np.array([1, 2])], GREEDY)  # type: ignore[list-item]
+    with pytest.raises(InvalidRequestError, match="sampling_params is a generator"):
+        llm.generate(["a", "b"], (GREEDY for _ in range(2)))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="messages contains a value of type generator"):
+        llm.chat((chat for _ in range(2)), GREEDY)  # type: ignore[arg-type]
+    assert llm.beam_search([], BeamSearchParams(beam_width=2, max_tokens=2)) == llm.generate([], GREEDY) == []
     _check_answers(llm)
 
 

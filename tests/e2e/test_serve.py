@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -21,7 +22,7 @@ import pytest
 from quire import demo
 from quire.demo.data import FALLBACK
 from tests.e2e import reference
-from tests.e2e.serving import LIGHT, SMALL, START_SECONDS, Serve, quire
+from tests.e2e.serving import LIGHT, SMALL, START_SECONDS, Program, Serve, quire
 
 MODEL = "quire-demo"
 ADAPTER = "tools"
@@ -368,3 +369,15 @@ def test_the_operators_max_new_tokens_is_a_cap() -> None:
             assert answer.usage is not None
             assert answer.usage.completion_tokens == 5
             assert answer.metrics["time_to_first_token_ms"] > 0  # type: ignore[attr-defined]
+
+
+def test_collections_of_a_server_look_at_little() -> None:
+    """All streams wait for a full collection of garbage. It passes what the start has loaded."""
+    _, code, engine = LIGHT.arguments
+    count = "print('objects', len(gc.get_objects()), gc.get_freeze_count(), file=sys.stderr)"
+    code = code.replace("sys.exit(main())", f"import gc; code = main(); {count}; sys.exit(code)")
+    with Serve(*SMALL, program=Program(("-c", code, engine), LIGHT.popen)) as server:
+        assert server.stop() == 0, server.log
+    found = re.search(r"objects (\d+) (\d+)", server.log)
+    assert found is not None, server.log
+    assert int(found[1]) < int(found[2]) / 10

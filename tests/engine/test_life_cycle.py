@@ -87,7 +87,7 @@ class NotedWorker:
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return False
 
-    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+    def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> AdapterLoad:
         self._note("load_adapter", (path, digest))
         return NotedLoad(self)
 
@@ -318,7 +318,7 @@ def test_an_adapter_is_read_when_all_ranks_have_read_it() -> None:
     """It is added and dropped behind the steps that were submitted before."""
     workers = [NotedWorker(), NotedWorker()]
     executor = ThreadExecutor(workers)
-    load = executor.load_adapter("/a", "digest")
+    load = executor.load_adapter("/a", "digest", True)
     facts = AdapterFacts("digest", 8, 100, 7)
     workers[0].adapter.set_result(facts)
     assert not load.done()
@@ -330,7 +330,7 @@ def test_an_adapter_is_read_when_all_ranks_have_read_it() -> None:
     executor.shutdown()
     assert [step for step, _ in workers[1].told] == ["load_adapter", "add", "execute", "drop_adapter"]
     assert len(workers[1].threads - {threading.get_ident()}) == 1
-    assert InlineExecutor(workers[:1]).load_adapter("/b", None).result() == facts
+    assert InlineExecutor(workers[:1]).load_adapter("/b", None, False).result() == facts
     assert workers[0].told[-1] == ("add", None)
 
 

@@ -143,7 +143,7 @@ def test_ranks_that_read_different_files(adapters: list[Path], monkeypatch: pyte
     engine = started(2, **LORA)
     second = engine.executor.workers[1]  # type: ignore[attr-defined]
     read = second.load_adapter
-    monkeypatch.setattr(second, "load_adapter", lambda path, digest: read(str(adapters[1]), digest))
+    monkeypatch.setattr(second, "load_adapter", lambda path, *others: read(str(adapters[1]), *others))
     state = load(engine.core, adapters[0])
     assert state.error is not None
     assert "changed while the ranks read them" in state.error

@@ -60,6 +60,15 @@ async def test_one_replica_reads_and_all_know() -> None:
         assert engine.value("quire_lora_loads", 0, result="ok") == 1
 
 
+async def test_what_a_request_waits_for_is_said() -> None:
+    """So that it is read without rests."""
+    async with two() as engine:
+        await engine.engine.adapters.ensure(LoRARequest("sql", 1, "/sql"))
+        await engine.engine.adapters.load("fin", "/fin")
+        loads = [message for message in told(engine, 0) if isinstance(message, LoadAdapter) and message.digest is None]
+        assert [(load.path, load.is_awaited) for load in loads] == [("/sql", True), ("/fin", False)]
+
+
 async def test_unloading_spares_who_runs() -> None:
     async with two(step_seconds=0.001) as engine:
         adapters = engine.engine.adapters

@@ -51,9 +51,11 @@ class Shelf:
         self.failures: dict[str, QuireError | Exception] = {}  # by path
         self.in_memory: set[str] = set()
         self.readings: list[Reading] = []
+        self.awaited: list[bool] = []  # of each load
         self.num_loads = self.most_readings = 0
 
-    def load_adapter(self, path: str, digest: str | None) -> Reading:
+    def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> Reading:
+        self.awaited.append(is_awaited)
         self.readings.append(Reading(self, path, digest, self.num_looks))
         self.most_readings = max(self.most_readings, len(self.readings))
         self.check_room()

@@ -204,27 +204,30 @@ def test_a_process_of_low_priority_loads(tmp_path: Path, niceness: int) -> None:
 
 
 def test_new_adapters_rest_beside_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the pieces of its file. No token waits for it, as tokens wait for an adapter that is read again."""
+    """Between the pieces of its file. If a request waits for it, it does not rest."""
     monkeypatch.setattr(adapter_module, "ADAPTER_READ_BYTES", 1)
     folder = write_random_adapter(tmp_path, BASE, modules=["q_proj"])
     rests: list[float] = []
     loader = AdapterLoader(open_file, read, rests.append)
 
-    def num_rests(digest: str | None) -> int:
+    def num_rests(digest: str | None, is_awaited: bool = False) -> int:
         before = len(rests)
-        loader.load(folder, digest).result()
+        loader.load(folder, digest, is_awaited).result()
         return len(rests) - before
 
     digest = digest_of(folder)
     assert num_rests(None) == 0, "no step is computed"
     with loader.beside_step():
         assert num_rests(None) == 2 * len(BASE.layers), "one for each tensor"
-        assert num_rests(digest) == 0
+        assert num_rests(digest, is_awaited=True) == num_rests(None, is_awaited=True) == 0
     assert num_rests(None) == 0
     assert min(rests) > 0
 
 
-def test_nobody_rests_before_an_adapter_that_requests_wait_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_known", [True, False])
+def test_nobody_rests_before_an_adapter_that_requests_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
     """It is called while a new adapter rests, which could last for minutes here, and then rests no more."""
     monkeypatch.setattr(adapter_module, "ADAPTER_READ_BYTES", 1)
     monkeypatch.setattr(loader_module, "_RESTS", 1e9)
@@ -235,7 +238,8 @@ def test_nobody_rests_before_an_adapter_that_requests_wait_for(tmp_path: Path, m
         new = loader.load(folders[0])
         with pytest.raises(TimeoutError):
             new.result(0.2)
-        again = loader.load(folders[1], digest_of(folders[1]))
+        digest = digest_of(folders[1]) if is_known else None
+        again = loader.load(folders[1], digest, is_awaited=True)
         again.result(60)
         assert new.done()
 

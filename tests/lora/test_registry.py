@@ -69,6 +69,17 @@ def test_a_load_that_fails_drops_nothing() -> None:
     assert shelf.in_memory == {E, digest_of("f"), digest_of("g")}, "the one used the longest time ago makes room"
 
 
+def test_what_requests_wait_for() -> None:
+    """Adapters of waiting requests, and new ones that a request names."""
+    shelf = Shelf(4, {f"/{name}": name for name in "abde"})
+    registry, requests = AdapterRegistry(shelf, 4), Requests(wanted=[D])
+    registry.load(LoadAdapter(0, "/d", D))
+    registry.load(LoadAdapter(1, "/a"))
+    registry.load(LoadAdapter(2, "/b", is_awaited=True))
+    registry.step(requests)
+    assert shelf.awaited == [False, True, True]  # /a, /d, /b
+
+
 def test_loads_and_requests_that_exchange_adapters_all_the_time_take_turns() -> None:
     contents = {f"/{name}": name for name in "defghijk"}
     shelf = Shelf(2, contents)

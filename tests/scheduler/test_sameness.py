@@ -209,6 +209,19 @@ def test_forks_share_a_prompt_that_was_computed_anew(option: str, depth: int) ->
     assert with_logprobs == (["parent"] if option == "prompt_logprobs" else [])
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("option", ["prompt_logprobs", "skip_reading_prefix_cache"])
+def test_forks_find_a_prompt_whose_first_continuation_has_ended(depth: int, option: str) -> None:
+    """With one token it ends before the others begin. They compute the end of the prompt that fills no block."""
+    params = SamplingParams(n=9, seed=7, max_tokens=1, **{option: True})
+    driver = Driver(depth=depth)
+    messages = [
+        AddRequest(f"r{i}", prompt(23), params.continuation(i), 1, fork_of="r0" if i else None) for i in range(9)
+    ]
+    driver.run_all(*messages)
+    assert sum(batch.num_tokens for batch in driver.batches) <= 23 + 8 * (23 % SIZE + SIZE)
+
+
 @pytest.mark.parametrize("chunk", [1, SIZE, 64])
 def test_prompt_logprobs_come_whole_with_the_first_token(chunk: int) -> None:
     """Accumulated over chunks and over a preemption at any step; the prefix cache is not read for them."""

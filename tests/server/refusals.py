@@ -15,6 +15,7 @@ REASONS = {
     "twice as many tokens": "two numbers are compared",
     "token budget would be smaller": "a number is compared with another one, or with that of now",
     "is below the fastest step": "a duration as text is compared with one",
+    "form is given do not work with beam search": "what several fields say together about calls",
     "too many continuations": "the length of a list is multiplied",
     "not among the tools": "a name in one place has to be in another one",
     "nested too deeply": "depth: each level would have to be written",

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from quire.frontend.echo_client import EchoClient
-from quire.messages import AddRequest
+from quire.messages import AddRequest, LoadAdapter
 from tests.server.serving import ANSWER, MAX_MODEL_LEN, MODEL, RunningServer
 
 KEY = "secret"
@@ -169,6 +169,8 @@ def test_unknown_models_are_looked_for_in_a_folder(root: Path) -> None:
         for thread in threads:
             thread.join()
         assert [answer.json()["model"] for answer in answers] == ["sql"] * 4
+        (load,) = (message for message in client.sent if isinstance(message, LoadAdapter))
+        assert load.is_awaited, "a request waits: it is read without rests"
         for name in (
             "missing",
             "linked",

@@ -68,10 +68,28 @@ def test_errors(server: RunningServer, line: dict[str, Any], status: int | None,
     assert (entry["response"] is None) == (status is None)
 
 
-@pytest.mark.parametrize("line", [b"", b"{", b"[]", b"{}", b'"\xff"', b"\xff", b'{"custom_id": 1}', b"[" * 100_000])
+DEEP = b'{"custom_id": "a", "body": {"a": ' + b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"{", b"[]", b"{}", b'"\xff"', b"\xff", b'{"custom_id": 1}', b"[" * 100_000, DEEP]
+)
 def test_lines_that_are_none(server: RunningServer, line: bytes) -> None:
     entry = answered(server, line)
     assert (entry["custom_id"], entry["response"], entry["error"]["code"]) == (None, None, "invalid_line")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"custom_id": "é", "method": "POST", "url": "/v1/completions", "body": "x"},
+        {"custom_id": "é", "method": "POST", "url": "/v1/completions"},
+        {"custom_id": "é", "method": 5, "url": "/v1/completions", "body": {}},
+    ],
+)
+def test_a_malformed_line_keeps_its_name(server: RunningServer, line: dict[str, Any]) -> None:
+    entry = answered(server, json.dumps(line).encode())
+    assert (entry["custom_id"], entry["error"]["code"]) == ("é", "invalid_line")
 
 
 def test_a_busy_server_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -468,6 +468,8 @@ REFUSED_WITH_BEAMS = {
     "bad_words": ["x"],
     "min_tokens": 1,
     "return_metrics": True,
+    "structured_outputs": {"choice": ["a"]},
+    "response_format": {"type": "json_object"},
 }
 
 
@@ -481,6 +483,7 @@ def test_what_beam_search_cannot_do(server):
     too_many = error_of(server.chat(use_beam_search=True, n=2, logprobs=True, top_logprobs=5), 400)
     assert "at most 4" in too_many["message"]
     neutral = {"top_p": 1, "top_k": -1, "presence_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "stop": []}
+    neutral |= {"response_format": {"type": "text"}, "structured_outputs": None}
     assert server.chat(use_beam_search=True, max_tokens=2, **neutral).status_code == 200
 
 

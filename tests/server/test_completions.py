@@ -7,6 +7,7 @@ import time
 import pytest
 
 from quire.frontend.echo_client import EchoClient
+from quire.frontend.logprobs import LogprobDecoder
 from quire.messages import Abort, ObservedOverhead
 from quire.outputs import Logprob
 from quire.server.logprobs import LogprobWriter
@@ -203,6 +204,41 @@ def test_echo_with_logprobs(server):
     for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
         assert choice["text"][offset : offset + len(token)] == token
     assert choice["prompt_logprobs"] is None
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_offsets_behind_a_special_token(skips):
+    """If it is left out of the text, it takes no place there."""
+    answer = [*ANSWER[:2], TOKENIZER.token_to_id("<|im_start|>"), *ANSWER[2:4]]
+    with RunningServer(answer=answer) as server:
+        choice = server.complete(logprobs=0, max_tokens=5, skip_special_tokens=skips).json()["choices"][0]
+    tokens = ["" if skips and token == "<|im_start|>" else token for token in choice["logprobs"]["tokens"]]
+    assert "".join(tokens) == choice["text"]
+    lengths = [len(token) for token in tokens[:-1]]
+    assert choice["logprobs"]["text_offset"] == [sum(lengths[:index]) for index in range(5)]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_logprobs_of_an_echoed_prompt_are_made_once(server, monkeypatch, is_streamed):
+    """Whatever n is: they are seconds of work for a long prompt."""
+    made, position = [], LogprobDecoder.position
+
+    def noted(decoder, entry):
+        made.append(entry)
+        return position(decoder, entry)
+
+    monkeypatch.setattr(LogprobDecoder, "position", noted)
+    fields = {"prompt": "Good day " * 20, "echo": True, "logprobs": 1, "max_tokens": 2, "n": 9}
+    if is_streamed:
+        texts = [
+            chunk["choices"][0]["text"] for chunk in server.events("/v1/completions", **fields) if chunk["choices"]
+        ]
+        assert sum(text.startswith(fields["prompt"]) for text in texts) == 9
+    else:
+        choices = server.complete(**fields).json()["choices"]
+        assert [choice["logprobs"] for choice in choices] == [choices[0]["logprobs"]] * 9
+        assert "".join(choices[0]["logprobs"]["tokens"]) == choices[0]["text"]
+    assert len(made) == len(TOKENIZER.encode(fields["prompt"])) - 1 + 9 * 2
 
 
 def test_echo_of_token_ids(server):

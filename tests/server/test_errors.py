@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
@@ -54,6 +55,17 @@ def test_model_cards_by_name(server):
 def test_content_type(server, content_type):
     response = server.http.post(CHAT, content=b"{}", headers={"content-type": content_type})
     assert error_of(response, 415)["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br, identity"])
+def test_a_compressed_body(server, encoding):
+    """The error does not call it malformed JSON."""
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    body = b'{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}'
+    error = error_of(server.http.post(CHAT, content=gzip.compress(body), headers=headers), 415)
+    assert error["code"] == "unsupported_media_type"
+    assert "content-encoding" in error["message"]
+    assert server.http.post(CHAT, content=body, headers=headers | {"content-encoding": "Identity"}).status_code == 200
 
 
 def test_content_type_with_parameters(server):

@@ -216,6 +216,7 @@ for _ in range(80):
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 CALL = {"function": {"name": "a", "arguments": "{"}}
 OTHER = {"tools": [{"type": "function", "function": {"name": "a"}}], "tool_choice": {"function": {"name": "b"}}}
+FORCED = {"tools": [{"type": "function", "function": {"name": "a"}}], "tool_choice": "required"}
 # A body that the document allows and that is refused, for each reason.
 UNSAYABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "maximum context length|tokens can hold": (TEXT, {"prompt": [1] * (LIMITS.max_model_len + 1)}),
@@ -224,6 +225,7 @@ UNSAYABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "is not JSON": (CHAT, {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [CALL]}, *MESSAGES]}),
     "min_tokens is greater": (TEXT, {"prompt": "Hi", "min_tokens": 5, "max_tokens": 2}),
     "twice as many tokens": (TEXT, {"prompt": "Hi", "use_beam_search": True, "logprobs": 3}),
+    "form is given do not work with beam search": (CHAT, {"messages": MESSAGES, "use_beam_search": True, **FORCED}),
     "too many continuations": (TEXT, {"prompt": ["Hi"] * 1000, "n": 2}),
     "not among the tools": (CHAT, {"messages": MESSAGES, **OTHER}),
     "nested too deeply": (CHAT, {"messages": MESSAGES, "documents": [{"a": DEEP}]}),

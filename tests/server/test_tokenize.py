@@ -74,6 +74,17 @@ def test_without_a_tokenizer():
         assert "without a tokenizer" in error_of(post(server, "/detokenize", tokens=[1]), 400)["message"]
 
 
+@pytest.mark.parametrize(("side", "shown"), [("left", " b c d"), ("right", "a b c")])
+def test_a_prompt_that_is_cut_is_echoed_as_the_model_gets_it(server, side, shown):
+    cut = {"truncate_prompt_tokens": 3, "truncation_side": side}
+    (choice,) = server.complete(prompt="a b c d", echo=True, logprobs=0, max_tokens=1, **cut).json()["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "".join(logprobs["tokens"])
+    assert "".join(logprobs["tokens"][:3]) == shown
+    places = zip(logprobs["text_offset"], logprobs["tokens"], strict=True)
+    assert all(choice["text"][offset:].startswith(token) for offset, token in places)
+
+
 def test_truncation(server):
     prompt = TOKENIZER.encode(TEXT * 20, add_special_tokens=False)
     for fields, expected in (

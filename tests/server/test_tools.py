@@ -380,6 +380,15 @@ def test_the_flags_name_every_format():
     assert {*REASONING_PARSERS} - {"openai_gptoss"} == REASONING_FORMATS.keys()
 
 
+@pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {"tools": STRICT}])
+def test_calls_whose_form_is_given_are_refused_with_beam_search(agent, fields):
+    """Beam search follows no grammar: the calls would not have the form."""
+    fields = {"tools": TOOLS, "max_tokens": 1, **fields}
+    error = error_of(agent.chat(use_beam_search=True, **fields), 400)
+    assert (error["code"], error["param"]) == ("unsupported_field", "tools")
+    assert agent.chat(use_beam_search=True, **{**fields, "tools": TOOLS, "tool_choice": "auto"}).status_code == 200
+
+
 def test_a_thinking_budget_needs_tags_that_are_tokens(agent):
     error = error_of(agent.chat(thinking_token_budget=5), 400)
     assert (error["code"], error["param"]) == ("unsupported_field", "thinking_token_budget")

@@ -53,6 +53,7 @@ def build_parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Returns the exit code: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
+    _open_closed_streams()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # scripts start background processes in this way
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -77,6 +78,18 @@ def main(argv: list[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
         _say_error(refusal)
         return 1
+
+
+def _open_closed_streams() -> None:
+    """Open standard streams that were closed (`>&-`), as in some daemons. Otherwise a socket would take the number of
+    one, and get what others write there.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115 (until the end)
 
 
 def _interrupted() -> int:

@@ -65,8 +65,8 @@ class InlineExecutor:
         for worker in self.workers:
             worker.check_alive()
 
-    def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]:
-        return _AllLoads([worker.load_adapter(path, digest) for worker in self.workers], self._run_on)
+    def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> Polled[AdapterFacts]:
+        return _AllLoads([worker.load_adapter(path, digest, is_awaited) for worker in self.workers], self._run_on)
 
     def drop_adapter(self, digest: str) -> None:
         for rank, worker in enumerate(self.workers):

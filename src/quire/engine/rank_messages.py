@@ -106,6 +106,7 @@ class LoadAdapter(msgspec.Struct, tag=True):
 
     path: str
     digest: str | None
+    is_awaited: bool
 
 
 class AddAdapter(msgspec.Struct, tag=True):

@@ -103,7 +103,7 @@ def _read_adapters(worker: DeviceWorker, loads: _Loads, connection: Connection) 
             message = decode_to_rank(connection.recv_bytes(MOST_MESSAGE_BYTES))
             assert isinstance(message, LoadAdapter)
             try:
-                load = worker.load_adapter(message.path, message.digest)
+                load = worker.load_adapter(message.path, message.digest, message.is_awaited)
                 answer: Answer | Failed = Answer(adapter=load.result())
                 loads.append((number, load))
             except Exception as error:

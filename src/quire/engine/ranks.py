@@ -195,7 +195,7 @@ class OtherRank(ABC):
         self._failing.fail_for(self._rank)
 
     @abstractmethod
-    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+    def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> AdapterLoad:
         """See Worker."""
 
     def facts(self, wants_gpu: bool) -> DeviceFacts:
@@ -280,9 +280,9 @@ class RankProcess(OtherRank):
         self._watching = threading.Thread(target=_watch, args=watch, name=f"rank {self._rank} watch", daemon=True)
         self._watching.start()
 
-    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+    def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> AdapterLoad:
         """See Worker. Results come in the order of the loads. Only the oldest load may be asked whether it is done."""
-        self.say(self.adapters, LoadAdapter(path, digest))
+        self.say(self.adapters, LoadAdapter(path, digest, is_awaited))
         load = _LoadOfRank(self, self._num_loads)
         self._num_loads += 1
         return load
@@ -394,7 +394,7 @@ class RemoteRank(OtherRank):
         super().__init__(rank, grid, failing, connection)
         self._home, self._starting = home, starting
 
-    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+    def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> AdapterLoad:
         raise AssertionError("resolve refuses adapters with stages, and another machine has other stages")
 
     def give_up(self) -> None:

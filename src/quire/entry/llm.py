@@ -242,14 +242,14 @@ class LLM:
         limits = replace(self._inputs.limits, max_logprobs=-1)  # the width decides, not the limit of a request
         inputs = InputProcessor(self._tokenizer, limits, eos_token_ids=self._inputs.eos_token_ids)
         searches = []
-        for prompt in split_prompts(prompts):
+        for prompt in _with_token_ids(prompts, None):
             processed = inputs.process("beam", prompt, SamplingParams(max_tokens=params.max_tokens))
             searches.append(BeamSearch(processed.prompt_token_ids, params, self._inputs.eos_token_ids))
         if concurrency_limit is not None and concurrency_limit < 1:
             raise InvalidRequestError(
                 "Illegal concurrency_limit", value=concurrency_limit, expected="1 or more", param="concurrency_limit"
             )
-        width = concurrency_limit or len(searches)
+        width = concurrency_limit or len(searches) or 1
         for begin in range(0, len(searches), width):
             self._search(searches[begin : begin + width], inputs, lora_request)
         results = [search.result() for search in searches]
@@ -295,7 +295,8 @@ class LLM:
                 param="chat_template_content_format",
             )
         renderer = self._renderer_for(tokenizer, self._chat_template if template is None else template, content_format)
-        is_one = not messages or isinstance(messages, (str, Mapping)) or isinstance(messages[0], Mapping)
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
+        is_one = not is_list or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one else messages
         texts: list[Any] = []
         texts += renderer.render([Render(plain(each, "messages"), **options) for each in conversations])
@@ -398,7 +399,8 @@ def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
 
 def _final_only(params: SamplingParams) -> SamplingParams:
     """A copy of `params` that builds no output before the end, because offline callers see only the end."""
+    if not isinstance(params, SamplingParams):
+        return params  # the input processor refuses it
     own = copy.copy(params)
-    if isinstance(own, SamplingParams):  # if not, the input processor refuses it
-        own.output_kind = RequestOutputKind.FINAL_ONLY
+    own.output_kind = RequestOutputKind.FINAL_ONLY
     return own

@@ -68,7 +68,7 @@ class OfflineRunner:
         self._loads[operation] = None
         try:
             with self._all_or_nothing(()) as check_interrupt:
-                self._core.adapters.load(LoadAdapter(operation, path))
+                self._core.adapters.load(LoadAdapter(operation, path, is_awaited=True))
                 while (state := self._loads[operation]) is None:
                     self._step()
                     check_interrupt()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
@@ -342,6 +343,8 @@ class ServingProcess:
         finally:
             ticker.cancel()
             self._engine.on_progress = None  # the log and /readyz report a start after a failure
+        gc.collect()
+        gc.freeze()  # else every full collection looks at all modules, and all streams wait for tens of milliseconds
         self._display.finish()
         tokenizer = self._parts.tokenizer
         has_chat = tokenizer is not None and bool(tokenizer.chat_templates)

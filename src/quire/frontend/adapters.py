@@ -28,7 +28,7 @@ class AdapterHolder(Protocol):
 
     is_ready: bool
 
-    async def read_adapter(self, path: str) -> AdapterFacts: ...
+    async def read_adapter(self, path: str, *, is_awaited: bool = False) -> AdapterFacts: ...
 
     def register_adapter(self, path: str, digest: str) -> None: ...
 
@@ -99,6 +99,7 @@ class Adapters:
         base_model_name: str | None = None,
         load_inplace: bool = False,
         reuses: bool = False,
+        is_awaited: bool = False,
         lora_int_id: int | None = None,
     ) -> Registration:
         """Read an adapter, and then give it this name. Running requests finish on the version before.
@@ -107,6 +108,7 @@ class Adapters:
             path: absolute, of its folder.
             load_inplace: the name may have been given before.
             reuses: if the name has this path already, its adapter is the answer.
+            is_awaited: a request waits for it.
 
         Raises InvalidRequestError for the name, AdapterError for the files, NotReadyError, EngineDeadError.
         """
@@ -125,7 +127,7 @@ class Adapters:
             reader = next((replica for replica in self._replicas if replica.is_ready), None)
             if reader is None:
                 raise NotReadyError("No engine is ready to read the adapter", fix="Retry in a few seconds")
-            digest = (await reader.read_adapter(path)).digest
+            digest = (await reader.read_adapter(path, is_awaited=is_awaited)).digest
             for replica in self._replicas:
                 if replica is not reader:
                     replica.register_adapter(path, digest)
@@ -144,6 +146,7 @@ class Adapters:
             base_model_name=request.base_model_name,
             load_inplace=request.load_inplace,
             reuses=True,
+            is_awaited=True,
             lora_int_id=request.lora_int_id,
         )
 

@@ -207,7 +207,9 @@ class InputProcessor:
             )
         text, ids, prompt_salt = self._read(prompt, add_special_tokens)
         if truncation is not None:
-            ids = self._truncate(ids, truncation, params, clamp_max_tokens)
+            whole, ids = ids, self._truncate(ids, truncation, params, clamp_max_tokens)
+            if len(ids) < len(whole) and text is not None and self.tokenizer is not None:
+                text = self.tokenizer.decode(ids, skip_special_tokens=False)  # what the model gets
         salt = check_cache_salt(cache_salt) if cache_salt is not None else prompt_salt
         max_tokens = self._resolve_max_tokens(len(ids), params, clamp_max_tokens)
         own = self._resolve_params(params, grammar)

@@ -100,7 +100,13 @@ def plain_token_ids(ids: Any) -> list[int]:
 
 
 def _is_token_id(item: Any) -> bool:
-    return hasattr(item, "__index__") and not isinstance(item, bool)
+    if isinstance(item, int):
+        return not isinstance(item, bool)
+    try:
+        operator.index(item)
+    except TypeError:  # an array of several numbers has __index__ too
+        return False
+    return True
 
 
 def check_cache_salt(salt: Any) -> str | None:

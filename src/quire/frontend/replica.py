@@ -234,13 +234,17 @@ class Replica:
         self.output_processor.targets = targets
         self.output_processor.metrics.on_targets(targets)
 
-    async def read_adapter(self, path: str) -> AdapterFacts:
-        """Let the engine read an adapter and keep it. Raises AdapterError, EngineDeadError."""
+    async def read_adapter(self, path: str, *, is_awaited: bool = False) -> AdapterFacts:
+        """Let the engine read an adapter and keep it. Raises AdapterError, EngineDeadError.
+
+        Args:
+            is_awaited: a request waits for it.
+        """
         operation = next(self._operations)
         reading: asyncio.Future[AdapterFacts] = asyncio.get_running_loop().create_future()
         self._reading[operation] = reading
         try:
-            self.client.send(LoadAdapter(operation, path))
+            self.client.send(LoadAdapter(operation, path, is_awaited=is_awaited))
             return await reading
         except asyncio.CancelledError:
             if reading.done() and not reading.cancelled() and reading.exception() is None:

@@ -41,13 +41,13 @@ class AdapterLoader(Generic[T]):
     Content that was read before is proved by the stamps of its files, if they are the same and were settled then.
     Otherwise its digest proves it.
 
-    An adapter that is read for the first time takes a small part of a core while steps are computed, as long as no
-    adapter is to be read again: requests wait for that one.
+    An adapter for which no request waits takes a small part of a core while steps are computed, as long as no request
+    waits for another one.
 
     Args:
         open_file: the adapter in a folder; raises AdapterError.
         pack: reads an adapter into the form that steps use. It runs in the thread too.
-        rest: waits for some seconds; None: until an adapter is to be read again.
+        rest: waits for some seconds; None: until requests wait for an adapter.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class AdapterLoader(Generic[T]):
     ) -> None:
         self._open, self._pack = open_file, pack
         self._is_beside_step = False
-        self._num_awaited = 0  # adapters that are to be read again
+        self._num_awaited = 0  # adapters that requests wait for
         self._lock, self._has_awaited = threading.Lock(), threading.Event()
         self._rest = rest or self._has_awaited.wait
         self._proofs: OrderedDict[Path, _Proof] = OrderedDict()  # by folder, the one used last at the end
@@ -74,12 +74,13 @@ class AdapterLoader(Generic[T]):
         finally:
             self._is_beside_step = False
 
-    def load(self, folder: Path, digest: str | None = None) -> Future[T]:
+    def load(self, folder: Path, digest: str | None = None, is_awaited: bool = False) -> Future[T]:
         """Read an adapter. `done()` of the answer does not wait, `result()` waits and raises the error.
 
         Args:
             digest: the content of an adapter that was read before. If it has another content now, or cannot be read,
                 the error is AdapterChangedError.
+            is_awaited: requests wait for it.
         """
         loaded: Future[T] = Future()
 
@@ -92,13 +93,13 @@ class AdapterLoader(Generic[T]):
             finally:
                 self._await(-num_awaited)
 
-        num_awaited = int(digest is not None)
+        num_awaited = int(is_awaited)
         self._await(num_awaited)
         self._tasks.put(task)
         return loaded
 
     def _await(self, change: int) -> None:
-        """The number of adapters that are to be read again changes."""
+        """The number of adapters that requests wait for changes."""
         with self._lock:
             self._num_awaited += change
             if self._num_awaited:
@@ -111,8 +112,7 @@ class AdapterLoader(Generic[T]):
         rest = self._rests()
         try:
             with self._open(folder) as file:
-                if digest is None:
-                    file.between_pieces = rest
+                file.between_pieces = rest
                 if proof is not None and (proof.digest, proof.stamps) == (digest, file.stamps):
                     file.digest = proof.digest
                 packed = self._pack(file)

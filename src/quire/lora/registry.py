@@ -27,7 +27,7 @@ _MOST_READS = 4
 class AdapterMemory(Protocol):
     """The workers, as far as adapters are concerned: see life_cycle.Worker."""
 
-    def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]: ...
+    def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> Polled[AdapterFacts]: ...
 
     def drop_adapter(self, digest: str) -> None: ...
 
@@ -187,15 +187,17 @@ class AdapterRegistry:
             self._drop(unneeded)
         if is_operation:
             operation = self._operations.popleft()
-            self._start(operation.path, operation=operation.operation)
+            self._start(operation.path, operation)
         elif digest is not None:
             self._start(self._adapters[digest].path, digest=digest)
         return True
 
-    def _start(self, path: str, operation: int | None = None, digest: str | None = None) -> None:
+    def _start(self, path: str, operation: LoadAdapter | None = None, digest: str | None = None) -> None:
         self._is_turn_of_operations = operation is None
-        loading = self._memory.load_adapter(path, digest)
-        self._reads.append(_Read(loading, path, self._clock(), operation, digest))
+        is_awaited = operation is None or operation.is_awaited
+        loading = self._memory.load_adapter(path, digest, is_awaited)
+        number = None if operation is None else operation.operation
+        self._reads.append(_Read(loading, path, self._clock(), number, digest))
 
     def _missing(self, requests: AdapterRequests) -> str | None:
         """The most urgent adapter that has a right to be in memory, is not there, and is not being read."""

@@ -704,9 +704,13 @@ class Scheduler:
         return parent if is_shared else None
 
     def _cached_prefix(self, request: Request) -> Prefix:
-        """The prefix of a request in the prefix cache. It is empty if the request must not read the cache."""
+        """The prefix of a request in the prefix cache. It is empty if the request must not read the cache.
+
+        A fork may read it: the first continuation, which may have ended, has computed the prompt anew.
+        """
         params = request.sampling_params
-        is_read = params.prompt_logprobs is None and not params.skip_reading_prefix_cache
+        is_skipped = params.skip_reading_prefix_cache and request.fork_of is None
+        is_read = params.prompt_logprobs is None and not is_skipped
         return self.kv.find_cached_prefix(request) if is_read else NO_PREFIX
 
     def _admit(self, step: _Step, request: Request, prefix: Prefix) -> bool:

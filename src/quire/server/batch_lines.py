@@ -43,6 +43,13 @@ class BatchEntry(msgspec.Struct):
     error: BatchError | None = None
 
 
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class _Named(msgspec.Struct):
+    custom_id: str
+
+
 class _Refusal(msgspec.Struct):
     error: BatchError
 
@@ -56,9 +63,9 @@ async def answer_line(app: ASGIApp, line_id: str, line: bytes) -> BatchEntry:
     """The entry of one line; a malformed line has an entry too. A line is sent again if the server is too busy."""
     try:
         asked = msgspec.json.decode(line, type=BatchLine)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         message = f'The line is not {{"custom_id", "method", "url", "body"}}: {error}'
-        return BatchEntry(line_id, None, error=BatchError("invalid_line", message))
+        return BatchEntry(line_id, _custom_id(line), error=BatchError("invalid_line", message))
     if (wrong := _wrong(asked)) is not None:
         return BatchEntry(line_id, asked.custom_id, error=BatchError("invalid_line", wrong))
     body = msgspec.json.encode(asked.body)
@@ -72,6 +79,14 @@ async def answer_line(app: ASGIApp, line_id: str, line: bytes) -> BatchEntry:
     if response.status_code != 200:
         entry.error = msgspec.json.decode(response.body, type=_Refusal).error
     return entry
+
+
+def _custom_id(line: bytes) -> str | None:
+    """The name that its author gave a malformed line; None: it has none that can be read."""
+    try:
+        return msgspec.json.decode(line, type=_Named).custom_id
+    except _UNREADABLE:
+        return None
 
 
 def _wrong(asked: BatchLine) -> str | None:

@@ -35,6 +35,12 @@ async def run(state: ServerState, body: GenerationRequest, asked: Generation) ->
             fix="Remove prompt_logprobs, or remove echo if you ask for logprobs",
             param="prompt_logprobs",
         )
+    if asked.params.structured_outputs is not None:
+        raise UnsupportedFieldError(
+            "Calls whose form is given do not work with beam search",
+            fix='Set tool_choice to "auto", and strict to false, or remove use_beam_search',
+            param=body.constraint_name,
+        )
     num_logprobs = asked.params.logprobs
     if num_logprobs is not None and not 0 <= num_logprobs <= 2 * asked.params.n:
         raise InvalidRequestError(

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
@@ -129,9 +130,11 @@ class _CompletionWriter:
             self._logprobs = LogprobWriter(
                 state.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids), max_top=max_top
             )
+        self._left_out = state.left_out(asked.params)
         # By prompt, for choices that begin later.
         self._prompt_logprobs: dict[int, Sequence[PositionLogprobs | None]] = {}
         self._written: dict[int, PromptLogprobs] = {}
+        self._echoed: dict[int, CompletionLogprobs] = {}
         self._offsets: dict[int, int] = {}  # characters written so far, for each choice that has begun
 
     def response(self, outputs: Sequence[RequestOutput], headers: dict[str, str]) -> Response:
@@ -228,11 +231,12 @@ class _CompletionWriter:
             prompt = self._prompt_text(output)
             text = prompt + text
             if self._logprobs is not None and (positions := self._prompt_logprobs.get(prompt_index)) is not None:
-                part, _ = self._logprobs.completion(output.prompt_token_ids, positions, offset)
-                parts.append(part)
+                if prompt_index not in self._echoed:
+                    self._echoed[prompt_index], _ = self._logprobs.completion(output.prompt_token_ids, positions, 0)
+                parts.append(self._echoed[prompt_index])
             offset += len(prompt)
         if self._logprobs is not None and logprobs is not None:
-            part, offset = self._logprobs.completion(token_ids, logprobs, offset)
+            part, offset = self._logprobs.completion(token_ids, logprobs, offset, self._left_out)
             parts.append(part)
         self._offsets[index] = offset
         choice = kind(
@@ -272,12 +276,11 @@ class _CompletionWriter:
 
 
 def _joined(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs | None:
-    if not parts:
-        return None
-    first, *others = parts
-    for part in others:
-        first.text_offset += part.text_offset
-        first.token_logprobs += part.token_logprobs
-        first.tokens += part.tokens
-        first.top_logprobs += part.top_logprobs
-    return first
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return CompletionLogprobs(
+        text_offset=list(chain.from_iterable(part.text_offset for part in parts)),
+        token_logprobs=list(chain.from_iterable(part.token_logprobs for part in parts)),
+        tokens=list(chain.from_iterable(part.tokens for part in parts)),
+        top_logprobs=list(chain.from_iterable(part.top_logprobs for part in parts)),
+    )

@@ -303,6 +303,7 @@ NOT_WITH_BEAMS: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (1,),
     "top_p": (1,),
     "top_k": (0, -1),
+    "structured_outputs": (),
 }
 
 
@@ -316,14 +317,16 @@ def _check_beam_search(body: GenerationRequest) -> None:
                 param="length_penalty",
             )
         return
-    for name, neutral in NOT_WITH_BEAMS.items():
-        value = getattr(body, name)
-        if value is not None and value not in neutral:
-            raise UnsupportedFieldError(
-                f"{name} does not work with beam search, which keeps the most probable sequences",
-                fix=f"Remove {name} or use_beam_search",
-                param=name,
-            )
+    values = {name: getattr(body, name) for name in NOT_WITH_BEAMS}
+    refused = [name for name, value in values.items() if value is not None and value not in NOT_WITH_BEAMS[name]]
+    if body.response_format is not None and body.response_format.type != "text":
+        refused.append("response_format")
+    for name in refused:
+        raise UnsupportedFieldError(
+            f"{name} does not work with beam search, which keeps the most probable sequences",
+            fix=f"Remove {name} or use_beam_search",
+            param=name,
+        )
 
 
 def ignored_headers(names: Sequence[str]) -> dict[str, str]:

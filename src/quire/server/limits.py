@@ -50,7 +50,7 @@ async def read_json(request: Request, limits: Limits, decode: Callable[[bytes], 
     """The decoded body. Sets `body_time`.
 
     Raises:
-        HttpError: 415 not JSON by its content type, 413 too large, 408 too slow.
+        HttpError: 415 not JSON by its content type, or compressed, 413 too large, 408 too slow.
         InvalidRequestError: nested too deeply, and the errors of `decode`.
         ClientDisconnect: the client left.
     """
@@ -58,6 +58,14 @@ async def read_json(request: Request, limits: Limits, decode: Callable[[bytes], 
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise HttpError(
             415, "unsupported_media_type", "The content type is not JSON", expected="content-type: application/json"
+        )
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise HttpError(
+            415,
+            "unsupported_media_type",
+            "The body is compressed, and this server does not unpack bodies",
+            fix="Send it as it is, without content-encoding",
         )
     try:
         async with asyncio.timeout(limits.body_timeout_seconds):

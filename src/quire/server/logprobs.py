@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import cast
 
@@ -53,13 +53,18 @@ class LogprobWriter:
         return ChatLogprobs(content=content)
 
     def completion(
-        self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None], offset: int
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[PositionLogprobs | None],
+        offset: int,
+        left_out: Collection[int] = (),
     ) -> tuple[CompletionLogprobs, int]:
         """For choice.logprobs.
 
         Args:
             token_ids: the chosen tokens, one per position; a position of None (the prompt's first) has no logprobs.
             offset: characters of the choice's text before the first of them.
+            left_out: tokens that are no part of the text.
         Returns:
             the logprobs, and the offset after the last token.
         """
@@ -70,7 +75,8 @@ class LogprobWriter:
             result.tokens.append(self._name(token_id, chosen))
             result.token_logprobs.append(None if position is None else _finite(chosen.logprob))
             result.top_logprobs.append(None if position is None else self._top_by_name(token_id, position))
-            offset += len(chosen.decoded_token or "")
+            if token_id not in left_out:
+                offset += len(chosen.decoded_token or "")
         return result, offset
 
     def _top_by_name(self, token_id: int, position: PositionLogprobs) -> dict[str, float]:

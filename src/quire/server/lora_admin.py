@@ -65,7 +65,7 @@ async def resolve(state: ServerState, name: str | None) -> None:
     state.engine.check_running()
     try:
         path = allowed_folder(name, [folder])
-        await state.engine.adapters.load(name, str(path))
+        await state.engine.adapters.load(name, str(path), is_awaited=True)
     except AdapterNotFoundError:
         return  # the error is that the model is not served
     except InvalidRequestError:

@@ -354,10 +354,11 @@ _FORMAT_HAS_SCHEMA = _rule(
 
 
 def _generation_rules(bounds: SchemaBounds) -> Iterable[Schema]:
+    any_text: Schema = {"anyOf": [_NULL, {"properties": {"type": {"const": "text"}}}]}
     yield _rule(
         "response_format and structured_outputs exclude each other",
         {"structured_outputs": _NULL},
-        {"response_format": {"anyOf": [_NULL, {"properties": {"type": {"const": "text"}}}]}},
+        {"response_format": any_text},
     )
     yield _rule("stream_options needs stream", {"stream_options": _NULL}, {"stream": _TRUE})
     yield _rule(
@@ -371,7 +372,7 @@ def _generation_rules(bounds: SchemaBounds) -> Iterable[Schema]:
     yield _rule(
         "Fields that beam search does not follow, and its own without it",
         {"use_beam_search": _NOT_TRUE, "length_penalty": {"enum": [None, 1]}},
-        {"use_beam_search": _TRUE, "prompt_logprobs": _NULL, **neutral},
+        {"use_beam_search": _TRUE, "prompt_logprobs": _NULL, "response_format": any_text, **neutral},
     )
 
 

@@ -116,8 +116,7 @@ class ResponseWriter:
         self._reasoning_tokens: ReasoningTokens | None = None
         if self._parser is not None and state.tokenizer is not None:
             if body.logprobs:
-                skips = asked.params.skip_special_tokens
-                self._token_parser = TokenParser(self._parser, state.tokenizer.special_token_ids if skips else ())
+                self._token_parser = TokenParser(self._parser, state.left_out(asked.params))
             reasoning, (prompt,) = state.settings.server.reasoning_parser, asked.prompts
             assert isinstance(prompt, str)
             self._reasoning_tokens = ReasoningTokens.of(reasoning, prompt, state.tokenizer.token_to_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
@@ -25,6 +25,7 @@ from quire.frontend.render_pool import RenderPool
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tokenizer_files import chat_template_text
 from quire.metrics.prometheus import PrometheusMetrics
+from quire.sampling_params import SamplingParams
 from quire.server.limits import Limits
 from quire.server.recent import RecentRequests
 from quire.server.response_store import ResponseStore
@@ -136,6 +137,10 @@ class ServerState:
     def model_name(self) -> str:
         """The name answers report."""
         return self.settings.served_model_names[0]
+
+    def left_out(self, params: SamplingParams) -> Collection[int]:
+        """Tokens that are no part of the text of an answer with these parameters."""
+        return self.tokenizer.special_token_ids if params.skip_special_tokens and self.tokenizer is not None else ()
 
     def template_kwargs(self, asked: Mapping[str, Any] | None) -> dict[str, Any]:
         """Variables of the chat template for a request."""

@@ -41,9 +41,9 @@ class WorkerAdapters:
         """The slots of the adapters in memory, by digest."""
         return self._slots.slots
 
-    def load(self, path: str, digest: str | None) -> LoadingAdapter:
+    def load(self, path: str, digest: str | None, is_awaited: bool) -> LoadingAdapter:
         """See life_cycle.Worker."""
-        return LoadingAdapter(self._loader.load(Path(path), digest), self._slots)
+        return LoadingAdapter(self._loader.load(Path(path), digest, is_awaited), self._slots)
 
     def beside_step(self) -> AbstractContextManager[None]:
         """The block computes a step on the CPU."""

@@ -234,9 +234,9 @@ class DeviceWorker:
     def prepare_grammar(self, text: str) -> Polled[object]:
         return self.runner.input_batch.grammars.prepare(text)
 
-    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+    def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> AdapterLoad:
         assert self.adapters is not None
-        return self.adapters.load(path, digest)
+        return self.adapters.load(path, digest, is_awaited)
 
     def drop_adapter(self, digest: str) -> None:
         assert self.adapters is not None

@@ -24,8 +24,9 @@ class ReasoningTokens:
     ) -> None:
         self._openings, self._closings = openings, closings
         self._is_open, self._is_first_only = is_open, is_first_only
-        self._longest = max(map(len, openings), default=0)
-        self._last: tuple[int, ...] = ()
+        self._marks = closings.union(*openings)
+        self._longest = max(map(len, openings))
+        self._last: tuple[int, ...] = ()  # the last tokens that may be in a tag
         self.num_tokens = 0
 
     @classmethod
@@ -56,13 +57,27 @@ class ReasoningTokens:
 
     def add(self, token_ids: Sequence[int]) -> None:
         """More tokens of the answer."""
-        for token_id in token_ids:
-            self._last = (*self._last, token_id)[-self._longest :]
-            if token_id in self._closings and self._is_open:
-                self._is_open = False
-                if self._is_first_only:
-                    self._openings = ()
-            elif any(self._last[-len(opening) :] == opening for opening in self._openings):
-                self._is_open = True
-            elif self._is_open:
-                self.num_tokens += 1
+        begin = 0
+        for index in [index for index, token_id in enumerate(token_ids) if token_id in self._marks]:
+            self._add_text(index - begin)
+            self._add_mark(token_ids[index])
+            begin = index + 1
+        self._add_text(len(token_ids) - begin)
+
+    def _add_text(self, num_tokens: int) -> None:
+        """Tokens that are in no tag."""
+        if num_tokens:
+            self._last = ()
+            self.num_tokens += num_tokens * self._is_open
+
+    def _add_mark(self, token_id: int) -> None:
+        """A token that may be in a tag."""
+        self._last = (*self._last, token_id)[-self._longest :]
+        if token_id in self._closings and self._is_open:
+            self._is_open = False
+            if self._is_first_only:
+                self._openings = ()
+        elif any(self._last[-len(opening) :] == opening for opening in self._openings):
+            self._is_open = True
+        elif self._is_open:
+            self.num_tokens += 1
