@@ -6,13 +6,14 @@ import pytest
 
 import quire.demo
 from quire.config import EngineConfig
+from quire.cost.step_time import Constants
 from quire.engine.rehearsal import MAX_STEP_SECONDS, Rehearsal
 from quire.engine.start import start_engine
 from quire.kernels import cpu
 from quire.messages import AddRequest
 from quire.sampling_params import SamplingParams
 from quire.schedule import MAX_RECORDED_TOKENS, ScheduledBatch
-from tests.cost.models import CONSTANTS, cost_model
+from tests.cost.models import cost_model
 from tests.scheduler.driver import Driver, request
 
 
@@ -48,7 +49,7 @@ def test_requests_come_first() -> None:
 
 
 def test_nobody_waits_for_a_long_step() -> None:
-    cost = cost_model(CONSTANTS.__class__(1e-3, 0.0, 4e-11, 1e-9, 5e-11, 4e-12, 4e-11, 2.0))
+    cost = cost_model(Constants(1e-3, 0.0, 4e-11, 1e-9, 5e-11, 4e-12, 4e-11, 2.0))
     driver = Driver(num_blocks=64, block_size=4, cost=cost)
     rehearsal = Rehearsal(driver.core, cost, 64)
     while rehearsal.step():
