@@ -62,9 +62,8 @@ from quire.measure.statistics import mean_interval
 from quire.messages import AddRequest, SetLimits
 from quire.model_config import load_model_config
 from quire.sampling_params import SamplingParams
-from quire.schedule import Pending, ScheduledBatch, StepResult
+from quire.schedule import MAX_RECORDED_TOKENS, Pending, ScheduledBatch, StepResult
 from quire.speculative_config import SpeculativeConfig
-from quire.worker.recorded_steps import MAX_TOKENS as RECORDED_TOKENS
 
 SMALL = (Shape(1024, 7, 1024, 3), Shape(512, 3, 512, 2))  # for --small, which tries the script
 TEXT_TOKENS, EDITS = 160, 1 / 32  # the length of a prompt of copy-edit, and the share of its tokens that are edited
@@ -135,7 +134,7 @@ class Engine:
         self._steps: Steps = []
         while started.calibrate():  # as a server does while no request waits
             pass
-        for num_tokens in range(1, 1 + RECORDED_TOKENS):
+        for num_tokens in range(1, 1 + MAX_RECORDED_TOKENS):
             verify_step(self.core, 1, num_tokens, TEXT_TOKENS)
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
