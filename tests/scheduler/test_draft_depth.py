@@ -241,6 +241,25 @@ def test_what_drafts_have_gained_is_not_lost_where_they_do_not_pay(drafter: str,
     assert found > 0.98 * fixed_rate(64, case, 0)
 
 
+@pytest.mark.parametrize("costs", [INT4, VECTORS, BFLOAT16])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_what_one_request_has_saved_is_not_spent_at_once_by_others(drafter: str, costs: StepSeconds) -> None:
+    """The drafts of nobody hold. A long answer leaves time for trials, and eight short ones come, each with a prompt
+    that the drafter would have to read.
+    """
+    time_of = DRAFTERS[drafter]
+    alone, adaptive = Stream(1, [0.0] * MOST, costs, time_of), AdaptiveDepth(costs, time_of)
+    alone.run(3000, alone.adaptive(adaptive), adaptive.settle)
+    adaptive.forget(alone.requests[0].request_id)
+    together = Stream(8, [0.0] * MOST, costs, time_of)
+    together.extra_seconds = lambda: adaptive.reading_seconds
+    for request in together.requests:
+        request.prompt_token_ids = [0] * 40
+        adaptive.admit(request, 0)
+    found = together.run(64, together.adaptive(adaptive), adaptive.settle)
+    assert found > 0.97 * fixed_rate(64, (8, [0.0] * MOST, costs, None), 0)
+
+
 @pytest.mark.parametrize(("share", "is_on"), [(0.69, False), (0.9, True)])
 def test_a_small_gain_is_no_reason_to_draft_for_more_requests(share: float, is_on: bool) -> None:
     """Drafts of one request pay. With eight requests, one draft each would gain 2 % or 14 %."""

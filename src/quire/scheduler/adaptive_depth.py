@@ -35,10 +35,13 @@ MEMORY, MEMORY_OF_ALL = 32, 256
 PRIOR_WEIGHT, PRIOR_WEIGHT_OF_ALL = 8, 16
 TRIAL_SHARE = 1 / 128  # the share of the time of steps that is added to the credit
 READING_SHARE = 1 / 72  # at most, if a drafter in the worker needs it to read missing tokens
-MOST_SAVED, MOST_OWED = 16, 4  # bounds of the credit, in steps; it may be saved for one trial that takes longer
+MOST_SAVED, MOST_OWED = 8, 4  # bounds of the credit, in steps; it may be saved for one trial that takes longer
 # Drafts that gain time add credit up to this, in steps. More would be lost if more requests come and drafts do not pay.
 MOST_EARNED = 0.5
 FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start, in steps; or in trials, where these take less
+# What is kept of the credit, in steps, when the number of requests changes. What others have saved would be spent at
+# once on trials of new requests, which would lose much of a short answer's time.
+MOST_KEPT = 1
 MOST_TRIALS = 8  # trials of a step: a drafter reads its weights for several at once
 DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by a standard deviation
 SEARCH_STEPS = 16  # steps between two searches for a request that may try, if none may
@@ -418,6 +421,8 @@ class AdaptiveDepth:
             self._look_steps = FIRST_COST_STEPS if is_new else min(2 * self._look_steps, COST_STEPS)
             self._looked_at = len(requests), most
             self._look([request.num_computed_tokens for request in requests], most_each, most)
+        if 0 < self._chosen_for != len(requests):
+            self._credit = min(self._credit, MOST_KEPT * self._seconds[0])
         known = [self._drafting(request) for request in requests]
         prior = self._of_all.rates_of_all(most_each)
         depths, chances_of = self._best(requests, known, prior, 0.0)
