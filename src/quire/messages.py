@@ -53,8 +53,8 @@ class Fork(msgspec.Struct, frozen=True):
 class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     """One prompt and one continuation, validated and resolved. The engine checks only its own limits.
 
-    `request_id` is unique: no other request of the engine ever has it. `forks` are only on the way to the engine
-    (`joined`), which takes them as messages of their own (`continuations`).
+    `request_id` is unique: no other request of the engine ever has it. Further continuations of the prompt come with it
+    as `forks` (`joined`), and are messages of their own in the engine (`continuations`).
     """
 
     request_id: str

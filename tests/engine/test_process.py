@@ -77,7 +77,7 @@ async def test_tables_for_constraints_are_made_before_it_is_ready(monkeypatch: p
 
 
 async def test_continuations_come_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine adds each of them."""
+    """The engine gets each of them."""
     params = SamplingParams(n=3, seed=5, prompt_logprobs=1, temperature=0.5)
     names = ("a", "a.1", "a.2")
     asked = [
@@ -87,7 +87,7 @@ async def test_continuations_come_in_one_message(monkeypatch: pytest.MonkeyPatch
         for index, name in enumerate(names)
     ]
     added: list[AddRequest] = []
-    core = Mock(adapters=None, add=added.append, predicted_seconds=0.0)
+    core = Mock(adapters=None, add=lambda message: added.extend(message.continuations()), predicted_seconds=0.0)
     core.has_work.return_value = False
     idle = {"take_memory": lambda: False, "calibrate": lambda: False, "keep_costs": lambda: None}
     started = SimpleNamespace(core=core, ready_message=lambda: EngineReady(100, 10, 16, 4, 64), **idle)

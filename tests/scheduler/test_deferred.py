@@ -7,7 +7,7 @@ from weakref import WeakSet
 
 import pytest
 
-from quire.messages import AddRequest
+from quire.messages import AddRequest, joined
 from quire.sampling_params import SamplingParams
 from tests.scheduler.driver import Compilation, Driver, request
 
@@ -29,6 +29,21 @@ def test_continuations_wait_for_their_prompt_not_for_room() -> None:
     assert waits[:2] == [(2, 2), (2, 2)], "the others wait while the first one computes the prompt"
     assert waits[-1] == (0, 0)
     assert [driver.deltas[name][0].num_cached_tokens for name in ("parent", "fork1", "fork2")] == [0, 18, 18]
+
+
+def test_continuations_may_come_in_one_message() -> None:
+    params = SamplingParams(n=3, seed=7, max_tokens=4, temperature=1.0, logprobs=1, prompt_logprobs=1)
+    messages = [
+        AddRequest(name, list(range(1, 20)), params.continuation(i), 4, fork_of="parent" if i else None)
+        for i, name in enumerate(("parent", "fork1", "fork2"))
+    ]
+    together, apart = Driver(), Driver()
+    apart.run_all(*messages)
+    for message in messages:
+        together.messages[message.request_id], together.deltas[message.request_id] = message, []
+    together.core.add(joined(messages))
+    together.run()
+    assert together.deltas == apart.deltas
 
 
 def test_requests_without_room_are_not_deferred() -> None:

@@ -73,6 +73,12 @@ def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
         ("/detokenize", {"tokens": [5] * 5_000}, Tokenizer, "decode"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 500, "logprobs": 20}, LogprobWriter, "completion"),
         (
+            COMPLETIONS,
+            {"prompt": "a", "max_tokens": 60, "logprobs": 1, "logprob_token_ids": [*range(100)], "ignore_eos": True},
+            LogprobWriter,
+            "completion",
+        ),
+        (
             CHAT,
             {"messages": MESSAGES, "max_tokens": 500, "ignore_eos": True, "logprobs": True, "top_logprobs": 20},
             LogprobWriter,

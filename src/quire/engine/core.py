@@ -99,11 +99,15 @@ class EngineCore:
         self._last_end_time = 0.0  # the time at which the last step ended; 0: there was none
 
     def add(self, message: AddRequest, is_ready: Callable[[], bool] | None = None) -> None:
-        """Queue a request. If the request is refused, the next step returns its error.
+        """Queue the continuations of a request. If one is refused, the next step returns its error.
 
         Args:
             is_ready: see Scheduler.add.
         """
+        for continuation in message.continuations():
+            self._add(continuation, is_ready)
+
+    def _add(self, message: AddRequest, is_ready: Callable[[], bool] | None) -> None:
         grammar = message.sampling_params.grammar
         if grammar is not None:
             assert self._preparer is not None and is_ready is None, "nobody compiles grammars"

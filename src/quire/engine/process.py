@@ -196,13 +196,8 @@ class EngineProcess:
 
     def _receive(self, core: EngineCore) -> None:
         """Take in all messages that have come."""
-
-        def add(message: AddRequest) -> None:
-            for each in message.continuations():
-                core.add(each)
-
         handlers: dict[type, Callable[..., None]] = {
-            AddRequest: add,
+            AddRequest: core.add,
             Abort: lambda message: core.abort(message.request_ids),
             SetLimits: core.set_limits,
             ObservedOverhead: core.note_overhead,

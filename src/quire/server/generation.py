@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 from quire.errors import InvalidRequestError, NotReadyError, UnsupportedFieldError
@@ -25,7 +26,8 @@ from quire.server.text.parser import AnswerParser
 
 T = TypeVar("T")
 
-INLINE_LOGPROB_POSITIONS = 128  # about 2 ms of formatting with 20 logprobs each
+INLINE_LOGPROBS = 2560  # about 2 ms of formatting
+PROMPT_LOGPROBS = 20  # of a position of a prompt, which has no more by default
 
 
 @dataclass(frozen=True)
@@ -122,12 +124,11 @@ def check_fan_out(state: ServerState, *generations: Generation) -> None:
 
 
 async def write(make: Callable[[], T], outputs: Sequence[RequestOutput]) -> T:
-    """The result of `make` for the outputs. If logprobs of many positions must be written, it runs in a thread."""
-    num_positions = sum(
-        len(output.prompt_logprobs or ()) + sum(len(completion.logprobs or ()) for completion in output.outputs)
-        for output in outputs
-    )
-    return make() if num_positions <= INLINE_LOGPROB_POSITIONS else await asyncio.to_thread(make)
+    """The result of `make` for the outputs. If many logprobs must be written, it runs in a thread."""
+    completions = chain.from_iterable(output.outputs for output in outputs)
+    num_logprobs = sum(len(position) for completion in completions for position in completion.logprobs or ())
+    num_logprobs += sum(PROMPT_LOGPROBS * len(output.prompt_logprobs or ()) for output in outputs)
+    return make() if num_logprobs <= INLINE_LOGPROBS else await asyncio.to_thread(make)
 
 
 async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

@@ -75,13 +75,13 @@ class RenderedChat(msgspec.Struct, kw_only=True):
     token_ids: list[int]
 
 
-class TopLogprob(msgspec.Struct, kw_only=True):
+class TopLogprob(msgspec.Struct, kw_only=True, gc=False):
     token: str
     logprob: float
     bytes: list[int] | None
 
 
-class TokenLogprob(TopLogprob, kw_only=True):
+class TokenLogprob(TopLogprob, kw_only=True, gc=False):
     top_logprobs: list[TopLogprob]
 
 
