@@ -5,6 +5,7 @@ The number of KV blocks comes later: memory is known only after the weights are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, cast
 
@@ -420,15 +421,7 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
     )
     kinds = {"pipeline_parallel_size": "Pipeline parallelism", "tensor_parallel_size": "Tensor parallelism"}
     kind = kinds.get(name, "Sharing experts by --enable-expert-parallel and --data-parallel-size")
-    for is_refused, what, fix in refused:
-        if is_refused:
-            raise ConfigError(
-                f"{kind} does not go together with {what} in this version",
-                value=getattr(config, name),
-                expected=f"{name} 1",
-                fix=f"{fix}, or leave --{name.replace('_', '-')} out",
-                param=name,
-            )
+    _refuse(config, name, f"{kind} does not go together with {{}} in this version", refused)
 
 
 def _check_context(config: EngineConfig, model: ModelConfig) -> None:
@@ -446,14 +439,20 @@ def _check_context(config: EngineConfig, model: ModelConfig) -> None:
             "Leave --attention-backend out",
         ),
     )
+    name = "decode_context_parallel_size"
+    _refuse(config, name, "Ranks do not divide the KV cache together with {}, in this version", refused)
+
+
+def _refuse(config: EngineConfig, name: str, message: str, refused: Sequence[tuple[bool, str, str]]) -> None:
+    """Raise ConfigError for the first pair of (what, fix) that is refused beside the option `name`."""
     for is_refused, what, fix in refused:
         if is_refused:
             raise ConfigError(
-                f"Ranks do not divide the KV cache together with {what}, in this version",
-                value=config.decode_context_parallel_size,
-                expected="decode_context_parallel_size 1",
-                fix=f"{fix}, or leave --decode-context-parallel-size out",
-                param="decode_context_parallel_size",
+                message.format(what),
+                value=getattr(config, name),
+                expected=f"{name} 1",
+                fix=f"{fix}, or leave --{name.replace('_', '-')} out",
+                param=name,
             )
 
 
