@@ -337,7 +337,7 @@ class ExternalExecutor:
 
     def load(self, settings: WorkerSettings) -> None:
         for is_own in self._loads:
-            self._everywhere(lambda is_own=is_own: self.worker.load(settings) if is_own else None)
+            self._everywhere(partial(self.worker.load, settings) if is_own else Answer)
 
     def measure(self) -> list[Measured]:
         answers = self._everywhere(lambda: Answer(measured=self.worker.measure()))
