@@ -23,6 +23,7 @@ from tests.engine import heads
 from tests.engine.harness import Prompt, Schedule, build_core, core_over, demo_draft, run
 from tests.engine.test_drafts import KINDS, MOST, VOCAB_SIZE, Answer, answers
 from tests.engine.test_sameness import BLOCK_SIZE, prompts
+from tests.examples import IS_FULL
 from tests.guesser import Guesser
 
 TOKEN_IDS = prompts()[4].token_ids
@@ -36,16 +37,16 @@ SEARCHES = {
 
 
 @cache
-def expected(precision: str, kv: str, is_mimo: bool) -> dict[str, Answer]:
+def expected(precision: str, kv: str, is_mimo: bool, is_whole: bool) -> dict[str, Answer]:
     """Without drafts."""
-    return answers(core_of(schedule_of(kv_cache_dtype=kv), precision, is_mimo), list(KINDS))
+    return answers(core_of(schedule_of(is_whole, kv_cache_dtype=kv), precision, is_mimo), list(KINDS))
 
 
 @cache
 def mimo(precision: str) -> heads.Pair:
     """With a layer that drafts the token which follows the last one most often in the answers."""
     following: dict[int, Counter[int]] = {}
-    for tokens, *_ in expected("bfloat16", "auto", False).values():
+    for tokens, *_ in expected("bfloat16", "auto", is_mimo=False, is_whole=True).values():
         for token, after in pairwise(tokens):
             following.setdefault(token, Counter())[after] += 1
     usual = {token: counter.most_common(1)[0][0] for token, counter in following.items()}
@@ -60,8 +61,8 @@ def core_of(schedule: Schedule, precision: str, is_mimo: bool) -> EngineCore:
     return core_over(pair.config, pair.model, schedule, precision)
 
 
-def schedule_of(**fields: Any) -> Schedule:
-    return Schedule(max_num_seqs=len(KINDS), max_model_len=MODEL_LEN, is_whole=True, **fields)
+def schedule_of(is_whole: bool, **fields: Any) -> Schedule:
+    return Schedule(max_num_seqs=len(KINDS), max_model_len=MODEL_LEN, is_whole=is_whole, **fields)
 
 
 def knowing(right: float) -> Callable[[dict[str, Answer], str], dict[str, Any]]:
@@ -97,6 +98,7 @@ DRAFTERS: dict[str, Callable[[dict[str, Answer], str], dict[str, Any]]] = {
 }
 
 
+WITH_MODEL = [*DRAFTERS][-3:]  # their drafts hold for the whole demo model; the scheduler's own do for any
 REST = ([None, -1, 0, 1], [17, 2048], [1, 2])
 
 
@@ -104,8 +106,10 @@ REST = ([None, -1, 0, 1], [17, 2048], [1, 2])
     ("drafter", "formats", "warm", "chunk", "depth"),
     [
         # Proposers without a model are the scheduler's, which knows no formats.
-        *covering([*DRAFTERS][:-3], FORMATS, *REST, apart=[(0, 1), (0, 2), (1, 2)]),
-        *covering([*DRAFTERS][-3:], FORMATS, *REST, apart=[(1, 2), (1, 3), (1, 4)]),
+        *covering(
+            [name for name in DRAFTERS if name not in WITH_MODEL], FORMATS, *REST, apart=[(0, 1), (0, 2), (1, 2)]
+        ),
+        *covering(WITH_MODEL, FORMATS, *REST, apart=[(1, 2), (1, 3), (1, 4)]),
     ],
 )
 def test_drafters(drafter: str, formats: tuple[str, str], warm: int | None, chunk: int, depth: int) -> None:
@@ -117,9 +121,11 @@ def test_drafters(drafter: str, formats: tuple[str, str], warm: int | None, chun
     """
     precision, kv = formats
     is_mimo = drafter == "mtp"
-    wanted = expected(precision, kv, is_mimo)
+    is_whole = IS_FULL or drafter in WITH_MODEL
+    wanted = expected(precision, kv, is_mimo, is_whole)
     core = core_of(
         schedule_of(
+            is_whole,
             kv_cache_dtype=kv,
             prefix_caching=warm is not None,
             chunk=chunk,
