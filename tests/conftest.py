@@ -8,6 +8,7 @@ import importlib
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -34,7 +35,8 @@ if not devices.has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
 # If several processes run tests, threads of the kernels would fight for the cores too. Tests that depend on threads set
 # their number.
-if "PYTEST_XDIST_WORKER" in os.environ:
+IS_ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
+if IS_ONE_OF_SEVERAL:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_NUM_THREADS", "1")
         importlib.import_module("quire.kernels.cpu")  # reads it once
@@ -78,8 +80,16 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Another test may have configured logging, which takes our tree away from pytest's handler."""
+    """Undo what an engine in this process sets for good.
+
+    Logging takes our tree away from pytest's handler. And an engine sets the number of threads of torch and of the
+    kernels, which would fight for the cores in later tests.
+    """
     logging.getLogger("quire").propagate = True
+    if (torch := sys.modules.get("torch")) is not None and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+    if IS_ONE_OF_SEVERAL and (cpu := sys.modules["quire.kernels.cpu"]).get_num_threads() > 1:
+        cpu.set_num_threads(1)
 
 
 @pytest.hookimpl(trylast=True)
