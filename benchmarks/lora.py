@@ -165,7 +165,7 @@ def main() -> None:
                     places = [Path(scratch) / f"{rank}-{seed}" for seed in range(most)]
                     paths[rank] = [write_adapter(place, model, rank, seed) for seed, place in enumerate(places)]
             load, (plain, adapted) = engines[-1].executor.load_adapter, (each.core for each in engines)
-            digests = {rank: [load(str(path), None, True).result().digest for path in paths[rank]] for rank in paths}
+            digests = {rank: [load(str(path), None, False).result().digest for path in paths[rank]] for rank in paths}
             found: dict[str, list[tuple[float, float]]] = {case.name: [] for case in cases}
             for number in range(arguments.rounds + 1):
                 for case in cases if number % 2 else reversed(cases):

@@ -38,7 +38,7 @@ class ReasoningTokens:
         """
         if name is None:
             return None
-        openings: Sequence[tuple[str, ...]]
+        openings: list[tuple[str, ...]]
         if name == HARMONY_REASONING:
             openings, closings, is_open = [harmony.REASONING_TOKENS[1:]], harmony.ENDS.names, False
         else:
