@@ -370,7 +370,7 @@ class ExternalExecutor:
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return self.worker.use_idle_time(num_blocks_ever_used)
 
-    def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]:
+    def load_adapter(self, path: str, digest: str | None, is_awaited: bool) -> Polled[AdapterFacts]:
         raise AssertionError("a config with adapters is refused")
 
     def drop_adapter(self, digest: str) -> None:
