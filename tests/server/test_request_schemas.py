@@ -235,6 +235,19 @@ UNSAYABLE: dict[str, tuple[str, dict[str, Any]]] = {
 ELSEWHERE = {"has no tokens", "token budget would be smaller", "is below the fastest step", "chat template"}
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("name", [None, "a"])
+def test_a_chosen_tool_has_a_name(server: RunningServer, path: str, name: str | None) -> None:
+    body = {
+        "messages": MESSAGES,
+        "tools": [{"name": "a", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "tool", "name": name},
+        **({"max_tokens": 1} if path == "/v1/messages" else {}),
+    }
+    assert accepts(schema_of(path), body) == (name is not None)
+    assert server.http.post(path, json=body).status_code == (200 if name else 400)
+
+
 @pytest.mark.parametrize("reason", UNSAYABLE)
 def test_what_no_schema_says(server: RunningServer, reason: str) -> None:
     path, body = UNSAYABLE[reason]

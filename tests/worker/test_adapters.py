@@ -40,7 +40,7 @@ def test_planned_bytes_are_those_of_the_largest_adapters(tmp_path: Path) -> None
     modules = ("_proj", "embed_tokens", "lm_head")
     folder = write_random_adapter(tmp_path / "largest", model.config, SETTINGS.max_rank, modules=modules)
     adapters = WorkerAdapters(model, SETTINGS)
-    load = adapters.load(str(folder), None)
+    load = adapters.load(str(folder), None, is_awaited=False)
     facts = load.result()
     assert dict(adapters.slots) == {}, "steps have it when it was added"
     load.add()
@@ -71,18 +71,18 @@ def test_no_memory_is_not_taken_for_a_bad_file(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr("quire.kernels.lora.mmap.mmap", refused)
         with pytest.raises(MemoryError):
-            adapters.load(str(folder), None).result()
-    adapters.load(str(folder), None).result()
+            adapters.load(str(folder), None, is_awaited=False).result()
+    adapters.load(str(folder), None, is_awaited=False).result()
 
 
 def test_an_adapter_that_is_refused_takes_no_slot(tmp_path: Path) -> None:
     adapters = WorkerAdapters(demo_model(), replace(SETTINGS, max_rank=1))
     with pytest.raises(AdapterError, match="rank"):
-        adapters.load(str(quire.demo.path("lora")), None).result()
+        adapters.load(str(quire.demo.path("lora")), None, is_awaited=False).result()
     with pytest.raises(AdapterError, match=r"no adapter_config\.json"):
-        adapters.load(str(tmp_path), None).result()
+        adapters.load(str(tmp_path), None, is_awaited=False).result()
     with pytest.raises(AdapterChangedError):
-        adapters.load(str(quire.demo.path("lora")), "another content").result()
+        adapters.load(str(quire.demo.path("lora")), "another content", is_awaited=False).result()
     assert dict(adapters.slots) == {}
 
 
@@ -108,12 +108,12 @@ def test_a_load_beside_steps_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder = write_random_adapter(tmp_path, worker.model.config, 8)
     rests: list[float] = []
     monkeypatch.setattr(worker.adapters._loader, "_rest", rests.append)
-    worker.adapters.load(str(folder), None).result()
+    worker.adapters.load(str(folder), None, is_awaited=False).result()
     assert not rests
     submit = worker.runner.submit
 
     def load_meanwhile(batch: ScheduledBatch) -> PendingStep:
-        worker.adapters.load(str(folder), None).result()
+        worker.adapters.load(str(folder), None, is_awaited=False).result()
         return submit(batch)
 
     monkeypatch.setattr(worker.runner, "submit", load_meanwhile)

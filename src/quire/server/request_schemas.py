@@ -146,6 +146,7 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
     constraint["properties"] |= {name: {"anyOf": [field, _NULL]} for name, field in _constraint_fields().items()}
     constraint["allOf"] = _CONSTRAINT_RULES
     components["ResponseFormat"]["allOf"] = [_FORMAT_HAS_SCHEMA]
+    components["ToolWish"]["allOf"] = [_TOOL_HAS_NAME]
 
 
 def config_body(limits: Mapping[str, LiveLimit]) -> Schema:
@@ -350,6 +351,9 @@ _FORMAT_HAS_SCHEMA = _rule(
     "type json_schema needs json_schema",
     {"type": {"enum": ["text", "json_object", "structural_tag"]}},
     {"json_schema": {"type": "object"}},
+)
+_TOOL_HAS_NAME = _rule(
+    "type tool needs name", {"type": {"enum": ["auto", "any", "none"]}}, {"name": {"type": "string"}}
 )
 
 
