@@ -87,7 +87,7 @@ def joined(messages: Sequence[AddRequest]) -> AddRequest:
     """One message for several continuations of a prompt, so that what they share is sent once."""
     first, *others = messages
     return msgspec.structs.replace(
-        first, forks=[Fork(message.request_id, message.sampling_params.seed) for message in others]
+        first, fork_of=None, forks=[Fork(message.request_id, message.sampling_params.seed) for message in others]
     )
 
 

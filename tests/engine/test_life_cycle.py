@@ -298,6 +298,32 @@ def test_a_rank_that_waits_for_its_turn_is_not_late(monkeypatch: pytest.MonkeyPa
     running.shutdown()
 
 
+def test_no_rank_reads_weights_after_one_has_failed() -> None:
+    """It takes its turn, because others wait for it, but the start ends with the error."""
+    workers = [NotedWorker(failing="load", error=WeightsError("a broken file")), NotedWorker()]
+    has_failed = threading.Event()
+
+    @contextmanager
+    def second() -> Iterator[None]:
+        """Its turn comes when the first one has ended."""
+        assert has_failed.wait(60.0)
+        yield
+
+    @contextmanager
+    def first() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            has_failed.set()
+
+    running = ThreadExecutor(workers, loads=[first(), second()])
+    with pytest.raises(WeightsError, match="a broken file"):
+        running.load(cast(WorkerSettings, None))
+    running.shutdown()
+    assert workers[0].told
+    assert not workers[1].told
+
+
 def test_one_rank_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it."""
     monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", "0")

@@ -495,6 +495,18 @@ def test_what_is_read_of_a_request_follows_its_blocks() -> None:
     assert drafter(1) == pytest.approx(2.5e-3)
 
 
+def test_a_drafter_that_raises_while_it_reads_says_nothing_of_later_steps() -> None:
+    drafter = DrafterTime(2.5e-3)
+    adaptive = AdaptiveDepth(BFLOAT16, drafter)
+    read = Request("a", [0] * 50, SamplingParams(), 99, frozenset(), output_token_ids=[0])
+    adaptive.admit(read, 0)
+    for seconds in (None, 5e-3, 5e-3):
+        assert adaptive.begin_step([read], MOST, MOST)
+        adaptive.drafted(read, adaptive.depth(read, MOST))
+        adaptive.settle_drafter(seconds, [1])
+    assert drafter(1) > 2.5e-3, "only later steps were measured, and they read nothing"
+
+
 def test_a_drafter_does_not_read_a_long_prompt_for_a_short_answer() -> None:
     drafter = DRAFTERS["model"]
     for length, max_tokens, is_drafted in ((2000, 4, False), (2000, 400, True), (8000, 40, False), (8000, 4000, True)):

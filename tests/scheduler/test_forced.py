@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire.messages import AddRequest
+from quire.scheduler.adaptive_depth import AdaptiveDepth
 from tests.guesser import Guesser
 from tests.scheduler.driver import Driver, continuation, request
 from tests.scheduler.test_sameness import mixed, prompt
@@ -58,6 +59,29 @@ def test_forced_tokens_and_drafts(right: float, waits: bool, depth: int) -> None
     driver.run_all(*asked())
     assert guesser.num_right + guesser.num_wrong > 100
     assert sum(len(each) for batch in driver.batches for _, _, each in batch.forced_tokens) > 100
+
+
+def test_more_forced_tokens_than_a_step_has_leave_none_to_prompts() -> None:
+    """Drafts are then limited by no prompt. The drafter asks only for prompts that the step has."""
+    asked_for: list[int] = []
+
+    def beside_prompts(count: int) -> tuple[float, float]:
+        asked_for.append(count)
+        return 1e-3 * count, 1e-3
+
+    adaptive = AdaptiveDepth(
+        lambda starts, most: [20e-3 + 1e-4 * count for count in range(most + 1)], beside_prompts=beside_prompts
+    )
+    driver = Driver(
+        forces=lambda token_id: token_id % 16 != 0,
+        proposer=Guesser(1.0),
+        adaptive=adaptive,
+        max_num_batched_tokens=9,
+        num_blocks=256,
+    )
+    driver.run_all(*asked())
+    assert asked_for
+    assert min(asked_for) > 0
 
 
 def num_steps(message: AddRequest, **arguments: Any) -> int:

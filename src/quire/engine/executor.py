@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -120,6 +121,7 @@ class ThreadExecutor(InlineExecutor):
         loads: Sequence[AbstractContextManager[object]] = (),
     ) -> None:
         super().__init__(workers)
+        self._takes_turns = bool(loads)
         self._loads = loads or [nullcontext()] * len(workers)
         self._queuing: set[int] = set()  # the ranks that have to wait until others have read their weights
         self._timeout_seconds = timeout_seconds
@@ -132,12 +134,19 @@ class ThreadExecutor(InlineExecutor):
     def load(self, settings: WorkerSettings) -> None:
         ranks = {id(worker): rank for rank, worker in enumerate(self.workers)}
         self._queuing = set(ranks.values())
+        has_failed = threading.Event()
 
         def load(worker: Worker) -> None:
             rank = ranks[id(worker)]
             with self._loads[rank]:
                 self._queuing.discard(rank)
-                worker.load(settings)
+                if self._takes_turns and has_failed.is_set():  # the start ends with the error of another rank
+                    return
+                try:
+                    worker.load(settings)
+                except BaseException:
+                    has_failed.set()
+                    raise
 
         self._tell(load, "reading its weights")
 

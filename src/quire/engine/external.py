@@ -336,7 +336,7 @@ class ExternalExecutor:
         return [answer.facts for answer in answers if answer.facts is not None]
 
     def load(self, settings: WorkerSettings) -> None:
-        for is_own in self._loads:
+        for is_own in self._loads:  # in the turns of others this rank has nothing to do
             self._everywhere(partial(self.worker.load, settings) if is_own else Answer)
 
     def measure(self) -> list[Measured]:

@@ -15,7 +15,8 @@ from quire.schedule import MAX_RECORDED_TOKENS
 
 logger = get_logger(__name__)
 
-# A request that comes during a step waits for its end. In longer steps a recording takes a small part of the time.
+# A request that comes during a step waits for its end, which may come twice as late as predicted, because the step is
+# recorded. In longer steps a recording takes a small part of the time.
 MAX_STEP_SECONDS = 0.2
 
 

@@ -200,7 +200,9 @@ def _answering(
         calibration = Calibration(core, cost, guess, _points(core, running, model_config), file.write)
         calibration.run(CALIBRATION_SHARE * (time.monotonic() - started))
     rehearsal, limits = None, scheduler.limits
-    if has_clock and resolved.device.device == "cpu":
+    # Other models are not recorded. With lanes, there is a recording for each split of the tokens: too many.
+    is_recorded = model_config.is_native and resolved.model.model_impl != "transformers" and schedule.num_lanes == 1
+    if has_clock and resolved.device.device == "cpu" and is_recorded:
         rehearsal = Rehearsal(core, cost, min(limits.max_num_batched_tokens, limits.max_model_len))
     if is_first:
         check_targets(schedule, cost, scheduler.limits)

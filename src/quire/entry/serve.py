@@ -337,6 +337,7 @@ class ServingProcess:
             self._listener.refresh_tls()
 
     async def _show_start(self) -> None:
+        gc.collect()  # before requests come, so that the collection after the start finds little
         ticker = asyncio.create_task(self._tick(), name="start display")
         try:
             ready = await self._engine.wait_ready(ready_seconds())

@@ -307,17 +307,19 @@ class AdaptiveDepth:
         self._num_news += 1
         self._due.discard(request.request_id)
 
-    def settle_drafter(self, seconds: float, depths: Sequence[int]) -> None:
+    def settle_drafter(self, seconds: float | None, depths: Sequence[int]) -> None:
         """Learn how long the worker's drafter took for a step with these numbers of drafts, one for each row.
 
         The credit pays this time in place of the predicted one: a pass that is recorded takes several times as long.
+        None: the drafter raised, so its time is unknown.
         """
-        if self._draft_seconds is not None:
-            self._credit -= seconds - self._draft_seconds.of_step(depths) - self._charged_reading
+        if self._draft_seconds is not None and seconds is not None:
             if not self._is_reading:
                 self._draft_seconds.observe(seconds, depths)
             elif self._num_missed >= READ_TOKENS:
                 self._draft_seconds.observe_reading(seconds, depths, self._num_missed)
+            # `_account` subtracts what is predicted now, also after this observation.
+            self._credit -= seconds - self._draft_seconds.of_step(depths) - self._charged_reading
         self._is_reading, self._num_missed, self._charged_reading = False, 0, 0.0
 
     def forget(self, request_id: str) -> None:

@@ -291,18 +291,13 @@ class Scheduler:
                 num_drafts_left -= len(drafts)
                 budget -= self._add_row(step, request, min(count, budget) + len(drafts), drafts)
 
-        is_shared, num_answers = self._is_shared(), len(step.rows)
-        least = fitting = min(budget, LEAST_PROMPT_TOKENS)
+        num_answers = len(step.rows)
         if num_answers and budget > 0 and (prompts or len(self._queue)):
             step.room = self._room_beside_batch(step.batch)
-        if step.room is not None:
-            fitting = step.room.fitting(prompts[0].num_computed_tokens if prompts else 0, budget)
-            budget = max(fitting, least)
-        elif is_shared:
-            budget = min(budget, self.limits.max_shared_prefill_tokens)
-        if fitting < least and num_answers > 1:
+        budget, has_time = self._left_for_prompts(prompts, num_answers, budget, step.room)
+        if not has_time:
             self._serve_oldest(step, prompts, budget)
-        elif is_shared:
+        elif self._is_shared():
             self._share(step, prompts, budget)
         else:
             self._serve_in_order(step, prompts, budget)
@@ -393,8 +388,9 @@ class Scheduler:
                 if has_drafts:
                     delta.drafts = num_logits - 1, max(num_sampled - 1, 0)
                 deltas.append(delta)
-        if result.draft_seconds and not result.draft_error and self.speculation is not None:
-            self.speculation.settle_drafter(result.draft_seconds, batch.draft_token_ids)
+        if self.speculation is not None and (result.draft_seconds or result.draft_error):
+            seconds = None if result.draft_error else result.draft_seconds
+            self.speculation.settle_drafter(seconds, batch.draft_token_ids)
         self._drop_stopped()
         return deltas
 
@@ -458,6 +454,25 @@ class Scheduler:
         if not limits.slo_itl or self._room_within is None or not self._enable_chunked_prefill:
             return None
         return self._room_within(limits.slo_itl - drafter_seconds, limits.slo_attainment, starts, counts, num_logits)
+
+    def _left_for_prompts(
+        self, prompts: Sequence[Request], num_answers: int, budget: int, room: StepRoom | None
+    ) -> tuple[int, bool]:
+        """What a step leaves for prompts.
+
+        Args:
+            prompts: the running requests with prompts.
+            budget: the tokens that the other rows leave.
+            room: what a target for the time between tokens leaves; None: there is no target.
+
+        Returns:
+            The tokens, and whether there is time for more than the oldest prompt.
+        """
+        if room is None:
+            return min(budget, self.limits.max_shared_prefill_tokens) if self._is_shared() else budget, True
+        least = min(budget, LEAST_PROMPT_TOKENS)
+        fitting = room.fitting(prompts[0].num_computed_tokens if prompts else 0, budget)
+        return max(fitting, least), fitting >= least or num_answers == 1
 
     def _serve_oldest(self, step: _Step, prompts: list[Request], budget: int) -> None:
         """Serve only the oldest prompt, slowly, because decodes take all the time. Others wait until a request ends."""
@@ -565,20 +580,17 @@ class Scheduler:
         if not prompts and not len(self._queue):
             return 0
         answers = [(request, count) for request, count in counts if 0 < count <= request.num_forced_tokens + 1]
-        budget = self.limits.max_num_batched_tokens - sum(count for _, count in answers)
-        least, may_admit, room = min(budget, LEAST_PROMPT_TOKENS), True, None
-        if answers and budget > 0:
+        # A grammar may have forced more tokens of answers than fit. They are computed in several steps.
+        left = max(self.limits.max_num_batched_tokens - sum(count for _, count in answers), 0)
+        room = None
+        if answers and left > 0:
             starts = [request.num_computed_tokens for request, _ in answers]
             room = self._room_beside(starts, [count for _, count in answers], len(answers))
-        if room is not None:
-            fitting = room.fitting(prompts[0].num_computed_tokens if prompts else 0, budget)
-            may_admit, budget = fitting >= least or len(answers) == 1, max(fitting, least)
-        elif self._is_shared():
-            budget = min(budget, self.limits.max_shared_prefill_tokens)
+        budget, has_time = self._left_for_prompts(prompts, len(answers), left, room)
         left = budget
-        for request in prompts:
+        for request in prompts if has_time else prompts[:1]:
             left -= self._chunk(num_lacking(request), left)
-        if left > 0 and may_admit and (candidate := self._candidate(self._queue.first_in_order)) is not None:
+        if left > 0 and has_time and (candidate := self._candidate(self._queue.first_in_order)) is not None:
             request, prefix = candidate
             if self.kv.has_room(prefix, request.num_tokens, keep_watermark=bool(self._running)):
                 left -= self._chunk(request.num_tokens - prefix.num_tokens, left)

@@ -147,12 +147,12 @@ class Speculation:
         seconds = 0.0 if self._adaptive is None else self._adaptive.reading_seconds
         return seconds + self.drafter_time.of_step([len(row) for row in drafts])
 
-    def settle_drafter(self, seconds: float, drafts: Sequence[Sequence[int]]) -> None:
-        """Note how long the worker's drafter took for the drafts of a step."""
+    def settle_drafter(self, seconds: float | None, drafts: Sequence[Sequence[int]]) -> None:
+        """Note how long the worker's drafter took for the drafts of a step; None: it raised, so its time is unknown."""
         depths = [len(row) for row in drafts]
         if self._adaptive is not None:
             self._adaptive.settle_drafter(seconds, depths)
-        elif self.drafter_time is not None:
+        elif self.drafter_time is not None and seconds is not None:
             self.drafter_time.observe(seconds, depths)
 
     def fail(self, request: Request, why: str) -> None:
