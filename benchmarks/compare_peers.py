@@ -7,14 +7,16 @@
 A form has a name and the quantization with which Quire loads MODEL (`none`: as it is stored). `--peer FORM NAME
 COMMAND` adds an engine to a form; the command speaks the protocol of benchmarks/peers/speculating.py. The engines of a
 form are alive at the same time and take turns, and all but one are stopped. The forms follow each other. A case is
-PROMPTSxINPUTxOUTPUT: so many prompts of random tokens, each with so many greedy tokens. Tokens per second count
-prompts and answers. A ratio is the median of the ratios of the rounds.
+PROMPTSxINPUTxOUTPUT: so many prompts of random tokens, each with so many greedy tokens. The first round of each case is
+not counted, because an engine may prepare things at the first prompts of a size. Tokens per second count prompts and
+answers. A ratio is the median of the ratios of the rounds.
 
 To hold engines to AVX2, set QUIRE_ISA=avx2 and ONEDNN_MAX_CPU_ISA=AVX2, and compile llama.cpp for it. Whether the other
 engine obeys is another question (benchmarks/NOTES.md: OpenVINO does not).
 
 --on-enter waits for a line of the standard input before each round of a case, so that a machine can be shared: other
-work runs in between. --save writes benchmarks/results/HARDWARE/compare_peers_WHAT_DATE.
+work runs in between. Round 0 is the one that is not counted. --save writes
+benchmarks/results/HARDWARE/compare_peers_WHAT_DATE.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class Ours:
 
 
 def run_form(name: str, quantization: str | None, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Every case with every engine of a form, in turns; engines that start one after the other end at the end."""
+    """Every case with every engine of a form, in turns. The engines live from the first case to the last one."""
     cases = arguments.cases
     most, longest = max(case[0] for case in cases), max(case[1] + case[2] for case in cases)
     engines: dict[str, Ours | Peer] = {OURS: Ours(arguments.model, quantization, most, longest)}
@@ -73,9 +75,9 @@ def run_form(name: str, quantization: str | None, arguments: argparse.Namespace)
     found = []
     for requests, input_length, output_length in cases:
         rounds: list[dict[str, float]] = []
-        for number in range(arguments.rounds):
+        for number in range(arguments.rounds + 1):
             if arguments.on_enter:
-                print(f"{name} {requests}x{input_length}x{output_length}, round {number + 1}", flush=True)
+                print(f"{name} {requests}x{input_length}x{output_length}, round {number}", flush=True)
                 sys.stdin.readline()
             prompts = [[generator.randrange(10, 4000) for _ in range(input_length)] for _ in range(requests)]
             seconds = {"bandwidth": cpu.read_bandwidth(READ_BYTES, repeats=2)}
@@ -86,7 +88,8 @@ def run_form(name: str, quantization: str | None, arguments: argparse.Namespace)
                     seconds[engine] = worker.ask(question, "seconds")
                 else:
                     seconds[engine] = worker.seconds(prompts, output_length)
-            rounds.append(seconds)
+            if number > 0:
+                rounds.append(seconds)
             if arguments.on_enter:
                 print("done", flush=True)
         found.append({"case": [requests, input_length, output_length], "rounds": rounds})
@@ -121,7 +124,11 @@ def markdown(result: dict[str, Any]) -> str:
     """The result file for people."""
     limits = ", ".join(f"{name}={value}" for name, value in result["limits"].items()) or "none"
     lines = report.heading("A dense model beside other engines", result)
-    lines.append(f"- Engines in turns, {result['rounds']} rounds, all others stopped; limits: {limits}.")
+    lines.append(
+        f"- Engines in turns, {result['rounds']} rounds after one that is not counted, all others stopped; limits: "
+        f"{limits}."
+    )
+    lines.append("- Tokens per second count the tokens of prompts and answers. Their times are medians over rounds.")
     lines.append("- A ratio is the median over rounds, with the least and the greatest in brackets.")
     for form in result["forms"]:
         lines += form_table(form)

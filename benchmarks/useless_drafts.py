@@ -16,6 +16,7 @@ benchmarks/results/HARDWARE/NAME_DATE.md and .json.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from itertools import count
@@ -68,6 +69,9 @@ def summary(runs: list[list[dict[str, Any]]], length: int) -> dict[str, Any]:
 
     Args:
         length: the steps of a turn.
+
+    Returns:
+        "deciding" and "plain" are not a number (nan) if every step had drafts while they were on.
     """
     pairs = []
     for steps in runs:
@@ -80,9 +84,12 @@ def summary(runs: list[list[dict[str, Any]]], length: int) -> dict[str, Any]:
     plain = [step for step in on if not step["drafts"]]
     usual = statistics.median(step["seconds"] for step in off)
     drafting = sum(step["seconds"] - usual for step in on if step["drafts"])
-    deciding = statistics.mean(step["schedule_seconds"] for step in plain) - statistics.mean(
-        step["schedule_seconds"] for step in off
-    )
+    deciding = plain_seconds = math.nan
+    if plain:
+        plain_seconds = statistics.median(step["seconds"] for step in plain)
+        deciding = statistics.mean(step["schedule_seconds"] for step in plain) - statistics.mean(
+            step["schedule_seconds"] for step in off
+        )
     return {
         "pairs": pairs,
         "steps": len(on),
@@ -90,7 +97,7 @@ def summary(runs: list[list[dict[str, Any]]], length: int) -> dict[str, Any]:
         "drafts": sum(step["drafts"] for step in on),
         "drafting": drafting / (usual * len(on)),
         "deciding": deciding / usual,
-        "plain": statistics.median(step["seconds"] for step in plain) / usual,
+        "plain": plain_seconds / usual,
     }
 
 
@@ -104,7 +111,7 @@ def markdown(result: dict[str, Any]) -> str:
         "- pairs: time of a turn with drafts over the turn beside it, mean (95% interval) and median of the pairs. "
         "drafting: what the steps with drafts take longer, over the time of all steps. deciding: the further time of "
         "the scheduler in steps without drafts, likewise. plain: a step without drafts while they are on, over one "
-        "while they are off (medians).",
+        "while they are off (medians). nan: every step had drafts.",
         "",
         *report.table_head(
             "weights | requests | step, ms | steps | drafts | drafting | deciding | plain | pairs | median pair"

@@ -15,13 +15,14 @@ constexpr int64_t kStepCodes = kBf16KUnit * kPanelWidth;
 constexpr int64_t kStepLines = kStepCodes / kFp8LineCodes;
 constexpr int64_t kPaddedSums = 32;  // rows: tiles write whole tiles
 
-// Unpacked numbers are codes times 2^-kUnitExponent. On AVX2 codes become halves for few rows, which this makes simple,
-// and bfloat16 for many; equal numbers give rows with equal bits.
+// Unpacked numbers are codes times 2^-kUnitExponent. On AVX2 few rows take halves, which are easily made of codes times
+// 2^-8. Many rows take bfloat16. Both have the same numbers, so the bits of a row do not depend on the number of rows.
 constexpr int kUnitExponent = QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2 ? 8 : 0;
 
-// Upper bytes of the numbers of this unit.
+// The upper bytes of numbers, divided by 2^kUnitExponent. An upper byte has all but the last bit of the exponent. So
+// subtracting 1 from an upper byte divides by 4.
 constexpr std::array<uint8_t, 16> of_unit(std::array<uint8_t, 16> upper) {
-  for (uint8_t& byte : upper) byte -= byte == 0 ? 0 : kUnitExponent / 2;  // its lowest bit is 2 exponents
+  for (uint8_t& byte : upper) byte -= byte == 0 ? 0 : kUnitExponent / 2;
   return upper;
 }
 

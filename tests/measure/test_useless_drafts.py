@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,18 @@ def test_what_drafts_cost_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found["drafting"] == pytest.approx(4.1 / 90)
         assert found["deciding"] == pytest.approx(0.01)
         assert found["plain"] == pytest.approx(1.01)
+
+
+def test_what_no_step_without_drafts_says_is_not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step has drafts while they are on, and takes 12 ms instead of 10."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    script = importlib.import_module("useless_drafts")
+    steps = [
+        {"is_on": is_on, "seconds": 12e-3 if is_on else 10e-3, "schedule_seconds": 0.05e-3, "drafts": int(is_on)}
+        for is_on in (True, True, False, False)
+    ]
+    found = script.summary([steps], 2)
+    assert math.isnan(found["plain"])
+    assert math.isnan(found["deciding"])
+    assert found["drafting"] == pytest.approx(0.2)
+    assert found["pairs"] == [pytest.approx(1.2)]

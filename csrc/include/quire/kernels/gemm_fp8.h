@@ -2,9 +2,10 @@
 // 0xff are NaN), one float scale per output column and group of elements along K:
 //   out = sum over groups of scale * (sum of x * code), plus bias
 // Codes are converted to bfloat16, which represents each of them exactly, one block at a time. They are multiplied like
-// weights in bfloat16 (see gemm.h), and sums of a group are scaled and added in float. So a product reads a byte per
-// weight, and on one instruction set its bits depend only on the row of x. A group is a multiple of 32; the last group
-// may be shorter.
+// weights in bfloat16 (see gemm.h), and sums of a group are scaled and added in float. On AVX2, codes become numbers
+// with the factor 2^-8, and scales get the factor 2^8: few rows take these numbers as halves (f16), many rows as
+// bfloat16, and both are exact. So a product reads a byte per weight, and on one instruction set its bits depend only
+// on the row of x. A group is a multiple of 32; the last group may be shorter.
 //
 // Packed layout: panels of 64 output columns. A panel has float scales [groups][64], then the codes in the order of the
 // bfloat16 tiles, except that the two rows of 32 codes of each 64-byte line alternate every 8 codes. So unpacking bytes
