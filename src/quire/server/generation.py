@@ -27,6 +27,7 @@ from quire.server.text.parser import AnswerParser
 T = TypeVar("T")
 
 INLINE_LOGPROBS = 2560  # about 2 ms of formatting
+PROMPT_LOGPROBS = 20  # of a position of a prompt, at most by default; to count them would decode them
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ async def write(make: Callable[[], T], outputs: Sequence[RequestOutput]) -> T:
     """The result of `make` for the outputs. If many logprobs must be written, it runs in a thread."""
     completions = chain.from_iterable(output.outputs for output in outputs)
     num_logprobs = sum(len(position) for completion in completions for position in completion.logprobs or ())
-    num_logprobs += sum(len(position or ()) for output in outputs for position in output.prompt_logprobs or ())
+    num_logprobs += sum(PROMPT_LOGPROBS * len(output.prompt_logprobs or ()) for output in outputs)
     return make() if num_logprobs <= INLINE_LOGPROBS else await asyncio.to_thread(make)
 
 
