@@ -32,7 +32,7 @@ def drafter_settings(
         return None
     if (drafter := model.drafter) is None:
         raise _error("There is no drafter of this kind", speculation.method)
-    if drafter.head is not None and (not model.is_native or form.model_impl == "transformers"):
+    if drafter.head is not None and not model.runs_natively(form.model_impl):
         raise _error("The hidden states of a model in transformers' code are not there for a head", model.architecture)
     max_model_len = min(speculation.max_model_len or drafter.max_model_len, drafter.max_model_len)
     _check(model, form.max_model_len)

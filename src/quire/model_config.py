@@ -105,6 +105,10 @@ class ModelConfig:
         """Whether it has the output projection; then it has the final norm too."""
         return self.stage is None or self.stage.is_last
 
+    def runs_natively(self, model_impl: str) -> bool:
+        """Whether our own code runs the model, and not transformers' modelling code."""
+        return self.is_native and model_impl != "transformers"
+
     def holds(self, name: str) -> bool:
         """Whether a tensor, by its name in the checkpoint, belongs to this stage and to this rank's experts."""
         if self.stage is None and not self._placements:

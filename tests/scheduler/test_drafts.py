@@ -81,16 +81,20 @@ def test_depths_that_follow_what_held_do_not_change_tokens(right: float) -> None
         assert num_right > 50
 
 
+def beside_prompts() -> AdaptiveDepth:
+    """A token of a prompt takes 1 ms, and so does a draft beside it."""
+    return AdaptiveDepth(
+        lambda starts, most: [20e-3 + 1e-4 * n for n in range(most + 1)],
+        beside_prompts=lambda count: (1e-3 * count, 1e-3),
+    )
+
+
 @pytest.mark.parametrize("limits", [{}, {"max_num_seqs": 1}, {"watermark": 0.8}], ids=str)
 def test_a_request_that_waits_for_its_first_token_waits_for_few_drafts(limits: dict[str, Any]) -> None:
     """The steps with its prompt have no drafts, neither the first of them nor the others. A request that cannot run
     yet changes nothing: there is no place for it, or there are too few free pages.
     """
-    adaptive = AdaptiveDepth(
-        lambda starts, most: [20e-3 + 1e-4 * n for n in range(most + 1)],
-        beside_prompts=lambda count: (1e-3 * count, 1e-3),
-    )
-    driver = Driver(proposer=Guesser(1.0), adaptive=adaptive, max_num_batched_tokens=20, **limits)
+    driver = Driver(proposer=Guesser(1.0), adaptive=beside_prompts(), max_num_batched_tokens=20, **limits)
     waits = bool(limits)
     driver.add(request("a", prompt(9), max_tokens=90))
     for _ in range(5):
@@ -108,12 +112,8 @@ def test_a_request_that_waits_for_its_first_token_waits_for_few_drafts(limits: d
 @pytest.mark.parametrize("limit", ["max_shared_prefill_tokens", "long_prefill_token_threshold"])
 def test_a_prompt_that_comes_in_small_pieces_leaves_no_room_for_drafts(limit: str) -> None:
     """Nine tokens of a prompt in a step leave no room for a draft. The whole of it would leave room for ten."""
-    adaptive = AdaptiveDepth(
-        lambda starts, most: [20e-3 + 1e-4 * n for n in range(most + 1)],
-        beside_prompts=lambda count: (1e-3 * count, 1e-3),
-    )
     limits = {"num_blocks": 400, "max_model_len": 1100, "max_num_batched_tokens": 1000, limit: 9}
-    driver = Driver(proposer=Guesser(1.0), adaptive=adaptive, **limits)
+    driver = Driver(proposer=Guesser(1.0), adaptive=beside_prompts(), **limits)
     driver.add(request("a", prompt(9), max_tokens=90))
     for _ in range(5):
         driver.step()

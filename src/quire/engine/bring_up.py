@@ -154,12 +154,11 @@ def warn_about_dropped_sizes(resolved: Resolved) -> None:
 
 def _executor_of_ranks(workers: Workers, config: EngineConfig, start_time: float | None) -> WorkerExecutor:
     """Threads: ranks compute side by side."""
-    limits, loads = (start_time, config.distributed_timeout_seconds), _loads(config)
     if config.pipeline_parallel_size > 1:
-        return PipelineExecutor(workers, *limits, loads=loads)
-    if config.num_lanes > 1:
-        return LanesExecutor(workers, config.num_lanes, *limits, loads=loads)
-    return ThreadExecutor(workers, *limits, loads=loads)
+        kind: type[ThreadExecutor] = PipelineExecutor
+    else:
+        kind = LanesExecutor if config.num_lanes > 1 else ThreadExecutor
+    return kind(workers, start_time, config.distributed_timeout_seconds, loads=_loads(config))
 
 
 def _loads(config: EngineConfig) -> list[Semaphore]:

@@ -227,46 +227,26 @@ class PipelineExecutor(ThreadExecutor):
     This is early enough, because a row waits for its own token before it is scheduled again.
     """
 
-    def __init__(
-        self,
-        workers: Workers,
-        start_time: float | None = None,
-        timeout_seconds: float = 600.0,
-        *,
-        loads: Sequence[AbstractContextManager[object]] = (),
-    ) -> None:
-        super().__init__(workers, start_time, timeout_seconds, loads=loads)
-        self._untold: list[StepTokens] = []
+    _untold: tuple[StepTokens, ...] = ()  # what the other ranks have not learnt yet
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        batch.tokens_before, self._untold = self._untold, []
+        batch.tokens_before, self._untold = list(self._untold), ()
         return _Noted(super().submit(batch), self._note)
 
     def _note(self, result: StepResult) -> None:
-        self._untold.append(StepTokens(result.step_id, result.token_ids))
+        self._untold += (StepTokens(result.step_id, result.token_ids),)
 
 
 class LanesExecutor(ThreadExecutor):
     """Executes on the workers of several lanes of equal size. Each worker gets the batch of its lane."""
 
-    def __init__(
-        self,
-        workers: Workers,
-        num_lanes: int,
-        start_time: float | None = None,
-        timeout_seconds: float = 600.0,
-        *,
-        loads: Sequence[AbstractContextManager[object]] = (),
-    ) -> None:
-        super().__init__(workers, start_time, timeout_seconds, loads=loads)
-        self._width = len(workers) // num_lanes
-
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        width = len(self.workers) // len(batch.lanes)
         steps = [
-            thread.submit(worker.execute, batch.lanes[rank // self._width])
+            thread.submit(worker.execute, batch.lanes[rank // width])
             for rank, (thread, worker) in enumerate(zip(self._threads, self.workers, strict=True))
         ]
-        return _AllRanks(steps, batch.step_id, self._await, self._width)
+        return _AllRanks(steps, batch.step_id, self._await, width)
 
 
 class _Noted:

@@ -201,7 +201,7 @@ def _answering(
         calibration.run(CALIBRATION_SHARE * (time.monotonic() - started))
     rehearsal, limits = None, scheduler.limits
     # Other models are not recorded. With lanes, there is a recording for each split of the tokens: too many.
-    is_recorded = model_config.is_native and resolved.model.model_impl != "transformers" and schedule.num_lanes == 1
+    is_recorded = model_config.runs_natively(resolved.model.model_impl) and schedule.num_lanes == 1
     if has_clock and resolved.device.device == "cpu" and is_recorded:
         rehearsal = Rehearsal(core, cost, min(limits.max_num_batched_tokens, limits.max_model_len))
     if is_first:

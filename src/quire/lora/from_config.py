@@ -23,7 +23,7 @@ def lora_settings(config: EngineConfig, model: ModelConfig, form: ModelSettings,
     """
     if not config.enable_lora:
         return None
-    if not model.is_native or form.model_impl == "transformers":
+    if not model.runs_natively(form.model_impl):
         raise ConfigError(
             "Adapters are not computed by transformers' modelling code, which runs this model",
             value=model.architecture,
