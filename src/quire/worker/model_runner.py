@@ -27,7 +27,7 @@ from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.sampling.following import SharedSampler
 from quire.sampling.logprobs import entries, scores
-from quire.sampling.sampler import LaunchedTokens, Sampler
+from quire.sampling.sampler import LaunchedTokens, SampledTokens, Sampler
 from quire.sampling.sharded import ShardedSampler
 from quire.sampling_params import SamplingParams
 from quire.schedule import UNDRAFTED, NewRow, ScheduledBatch, StepResult, StepTokens
@@ -372,34 +372,50 @@ class ModelRunner:
 
     def _take_in(self, result: StepResult, launched: _Launched, on_host: Iterator[Tensor]) -> None:
         if launched.tokens is not None and launched.expected is not None:
-            sampled, drafts, expected = launched.tokens.finish(on_host), launched.drafts, launched.expected
-            known = expected.known()
-            token_ids_R = np.array(sampled.token_ids)
-            for index, (position, token_id) in enumerate(zip(launched.sampling, sampled.token_ids, strict=True)):
-                if position in known:
-                    continue
-                if index in sampled.errors:
-                    if position not in result.errors and index in sampled.error_codes:
-                        result.error_codes[position] = sampled.error_codes[index]
-                    result.errors.setdefault(position, sampled.errors[index])
-                else:
-                    result.token_ids[position].append(token_id)
-            self.input_batch.learn_tokens(expected, token_ids_R if drafts is None else token_ids_R[drafts.plain_R])
-            for index, logprobs in sampled.logprobs.items():
-                result.logprobs.setdefault(launched.sampling[index], []).append(logprobs)
-            for index, (position, first, draft_token_ids) in enumerate(() if drafts is None else drafts.rows):
-                token_ids = result.token_ids[position] = self.verify(sampled, first, draft_token_ids)
-                self.input_batch.learn_verified(expected, index, token_ids)
-                if token_ids:
-                    result.errors.pop(position, None)
-                    result.error_codes.pop(position, None)
-                if position in result.logprobs:
-                    del result.logprobs[position][len(token_ids) :]
+            sampled, expected = launched.tokens.finish(on_host), launched.expected
+            self._take_sampled(result, launched, sampled, expected)
+            if launched.drafts is not None:
+                self._hold_drafts(result, launched.drafts, sampled, expected)
             if self.input_batch.sampling.grammars:
-                for position, row, occupant in expected.owners():
-                    has_tokens = bool(result.token_ids[position])
-                    if has_tokens and (forced := self.input_batch.take_forced(row, occupant)):
-                        result.forced[position] = forced
+                self._take_forced(result, expected)
         for piece in launched.pieces:
             numbers = (next(on_host) for _ in piece.numbers)
             result.prompt_logprobs.setdefault(piece.position, []).extend(entries(piece.next_token_ids, *numbers))
+
+    def _take_sampled(
+        self, result: StepResult, launched: _Launched, sampled: SampledTokens, expected: ExpectedTokens
+    ) -> None:
+        """Give each row what was sampled for it. A row with drafts also has tokens that do not hold."""
+        known, drafts = expected.known(), launched.drafts
+        for index, (position, token_id) in enumerate(zip(launched.sampling, sampled.token_ids, strict=True)):
+            if position in known:
+                continue
+            if index in sampled.errors:
+                if position not in result.errors and index in sampled.error_codes:
+                    result.error_codes[position] = sampled.error_codes[index]
+                result.errors.setdefault(position, sampled.errors[index])
+            else:
+                result.token_ids[position].append(token_id)
+        token_ids_R = np.array(sampled.token_ids)
+        self.input_batch.learn_tokens(expected, token_ids_R if drafts is None else token_ids_R[drafts.plain_R])
+        for index, logprobs in sampled.logprobs.items():
+            result.logprobs.setdefault(launched.sampling[index], []).append(logprobs)
+
+    def _hold_drafts(
+        self, result: StepResult, drafts: Drafts, sampled: SampledTokens, expected: ExpectedTokens
+    ) -> None:
+        """Leave to each row with drafts only the tokens that hold. An error after them is dropped with its token."""
+        for index, (position, first, draft_token_ids) in enumerate(drafts.rows):
+            token_ids = result.token_ids[position] = self.verify(sampled, first, draft_token_ids)
+            self.input_batch.learn_verified(expected, index, token_ids)
+            if token_ids:
+                result.errors.pop(position, None)
+                result.error_codes.pop(position, None)
+            if position in result.logprobs:
+                del result.logprobs[position][len(token_ids) :]
+
+    def _take_forced(self, result: StepResult, expected: ExpectedTokens) -> None:
+        """Take the tokens that grammars force after the new ones."""
+        for position, row, occupant in expected.owners():
+            if result.token_ids[position] and (forced := self.input_batch.take_forced(row, occupant)):
+                result.forced[position] = forced
