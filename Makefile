@@ -14,7 +14,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cpp' -o -nam
 MODEL ?=
 ARGS ?=
 
-.PHONY: run setup test test-full test-sanitize test-avx-vnni test-arm check format dashboards wheel docs release bench bench-gpu test-gpu clean
+.PHONY: run setup test test-full test-sanitize test-avx-vnni test-arm check format stub dashboards wheel docs release bench bench-gpu test-gpu clean
 
 run: setup  ## server on the bundled demo model (or MODEL=...), with the playground at /
 	$(BIN)/quire serve $(MODEL) $(ARGS)
@@ -89,6 +89,9 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $$(find csrc -name '*.cpp' -o -name '*.h')
+
+stub: $(VENV)/.installed-dev  ## what mypy knows of the extension, from the extension
+	$(BIN)/python -m nanobind.stubgen -q -D -m quire._C -o src/quire/_C.pyi
 
 dashboards: setup  ## Grafana's dashboard, Prometheus' rules and their pages, from the metric registry
 	$(BIN)/python -m quire.metrics.dashboards deploy

@@ -1,7 +1,4 @@
 // Python names of the matrix products and of the functions that pack their weights.
-#include <stdexcept>
-#include <string>
-
 #include "bindings.h"
 #include "checks.h"
 #include "quire/kernels/gemm_fp8.h"
@@ -36,11 +33,10 @@ void bind_form(nb::module_& m) {
   bind_struct<GroupedForm>(
       m, "GroupedForm",
       [](GroupedForm* self, int bits, int64_t group_size, int scales, int offsets, int64_t super_size) {
-        const GroupedForm form{bits, group_size, static_cast<GroupNumbers>(scales), static_cast<GroupNumbers>(offsets),
-                               super_size};
+        const GroupedForm form{bits, group_size, enum_of("scales", scales, GroupNumbers::e8m0),
+                               enum_of("offsets", offsets, GroupNumbers::e8m0), super_size};
         if (form.has_factors() && group_size * super_size > kMaxSuperElements)
-          throw std::invalid_argument("a super-group of " + std::to_string(group_size * super_size) +
-                                      " elements, at most " + std::to_string(kMaxSuperElements));
+          refuse("a super-group of ", group_size * super_size, " elements, at most ", kMaxSuperElements);
         new (self) GroupedForm(form);
       },
       "bits"_a, "group_size"_a, "scales"_a, "offsets"_a, "super_size"_a);
@@ -105,8 +101,8 @@ void bind_products(nb::module_& m) {
 void bind_packing(nb::module_& m) {
   m.def(
       "gemm_packed_bytes",
-      [](int dtype, int64_t n, int64_t k) { return gemm_packed_bytes(static_cast<DType>(dtype), n, k); }, nb::kw_only(),
-      "dtype"_a, "n"_a, "k"_a);
+      [](int dtype, int64_t n, int64_t k) { return gemm_packed_bytes(enum_of("dtype", dtype, DType::f16), n, k); },
+      nb::kw_only(), "dtype"_a, "n"_a, "k"_a);
   m.def(
       "gemm_pack",
       [](TensorView weight, TensorView packed) {

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from quire import _C
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class LayerCache:
     k_scales_BGP: Tensor | None = None
     v_scales_BGP: Tensor | None = None
     table: int = 0  # index in ForwardBatch.tables of the table with its blocks
-    compiled: Any = field(default=None, init=False, repr=False, compare=False)
+    compiled: _C.KvCache | None = field(default=None, init=False, repr=False, compare=False)
     """The CPU kernels' form of this cache. They make it at their first call."""
 
     @property

@@ -202,6 +202,8 @@ def test_a_tensor_of_a_dtype_that_no_kernel_has_is_refused() -> None:
     ("name", "field", "value", "message"),
     [
         ("GatedActivation", "activation", 4, "activation is 4, expected 0 to 3"),
+        ("GroupedForm", "scales", 6, "scales is 6, expected 0 to 5"),
+        ("GroupedForm", "offsets", -1, "offsets is -1, expected 0 to 5"),
         ("RoutingRule", "scoring", -1, "scoring is -1, expected 0 to 3"),
         ("RoutingRule", "group_score", 2, "group_score is 2, expected 0 to 1"),
         ("LoraTable", "dtype", 3, "dtype is 3, expected 0 to 2"),
@@ -211,6 +213,12 @@ def test_a_tensor_of_a_dtype_that_no_kernel_has_is_refused() -> None:
 def test_numbers_that_no_kernel_knows_are_refused(name: str, field: str, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         getattr(cpu._C, name)(**FIELDS[name]() | {field: value})
+
+
+@pytest.mark.parametrize("dtype", [-1, 3])
+def test_bytes_of_a_dtype_that_no_kernel_knows_are_refused(dtype: int) -> None:
+    with pytest.raises(ValueError, match=f"dtype is {dtype}, expected 0 to 2"):
+        cpu._C.gemm_packed_bytes(dtype=dtype, n=V, k=E)
 
 
 def test_strides_are_those_of_the_tensor() -> None:

@@ -27,11 +27,12 @@ from quire.kernels import extension
 from quire.kernels.grouped_weight import GroupedWeight
 
 if TYPE_CHECKING:
+    from quire import _C as _C  # _C.pyi has the fields of each struct; programs that compare builds exchange it
     from quire.kernels.layer_rules import AttentionRule, HeadRotation, LatentRotation
     from quire.kernels.lora import RowAdapters
     from quire.kernels.routing import Routing, RoutingRule
-
-_C: Any = extension.C  # None: Quire was installed without a compiler, so ops run on plain torch
+else:
+    _C = extension.C  # None: Quire was installed without a compiler, so ops run on plain torch
 
 # enum class DType of csrc/include/quire/dtype.h
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -78,13 +79,13 @@ class _RecordedExtension:
     """Replaces the extension while some threads record their kernel calls. Calls of other threads only run."""
 
     def __init__(self, recorded: Any) -> None:
-        self._recorded = recorded
+        self.recorded = recorded
         self.calls: dict[int, list[Callable[[], Any]]] = {}  # the key is the thread
 
     def __getattr__(self, name: str) -> Any:
-        member = getattr(self._recorded, name)
+        member = getattr(self.recorded, name)
         calls = self.calls.get(threading.get_ident())
-        if calls is None or not (isinstance(member, type) and issubclass(member, self._recorded.KernelCall)):
+        if calls is None or not (isinstance(member, type) and issubclass(member, self.recorded.KernelCall)):
             return member
 
         def make(**fields: Any) -> Any:
@@ -102,31 +103,31 @@ def recorded_calls() -> Iterator[list[Callable[[], Any]]]:
     The calls can be repeated on the same addresses. A call has its own copy of addresses, sizes and numbers, and
     nothing changes them. It does not keep tensors alive.
     """
-    global _C
     calls: list[Callable[[], Any]] = []
-    thread = threading.get_ident()
+    module, thread = globals(), threading.get_ident()
     with _recording:
-        if not isinstance(_C, _RecordedExtension):
-            _C = _RecordedExtension(_C)
-        assert thread not in _C.calls, "a thread makes one recording at a time"
-        _C.calls[thread] = calls
+        recorder = module["_C"]
+        if not isinstance(recorder, _RecordedExtension):
+            recorder = module["_C"] = _RecordedExtension(recorder)
+        assert thread not in recorder.calls, "a thread makes one recording at a time"
+        recorder.calls[thread] = calls
     try:
         yield calls
     finally:
         with _recording:
-            del _C.calls[thread]
-            if not _C.calls:
-                _C = _C._recorded
+            del recorder.calls[thread]
+            if not recorder.calls:
+                module["_C"] = recorder.recorded
 
 
 def isas() -> list[str]:
     """The names of the instruction sets that this CPU can run, the slowest first. Empty without the extension."""
-    return list(_C.isas()) if _available else []
+    return _C.isas() if _available else []
 
 
 def isa() -> str:
     """The name of the active instruction set; "none" without the extension."""
-    return str(_C.isa()) if _available else "none"
+    return _C.isa() if _available else "none"
 
 
 def set_isa(name: str) -> None:
@@ -138,7 +139,7 @@ def set_isa(name: str) -> None:
 
 def get_num_threads() -> int:
     """The number of threads of the kernels' pool. The calling thread counts too."""
-    return int(_C.num_threads()) if _available else torch.get_num_threads()
+    return _C.num_threads() if _available else torch.get_num_threads()
 
 
 def set_num_threads(n: int) -> None:
@@ -154,12 +155,12 @@ def set_num_threads(n: int) -> None:
 
 def default_num_threads() -> int:
     """The physical cores for this process: its affinity without hyper-thread siblings, limited by the cgroup quota."""
-    return int(_C.default_num_threads()) if _available else torch.get_num_threads()
+    return _C.default_num_threads() if _available else torch.get_num_threads()
 
 
 def gemm_packed_bytes(dtype: torch.dtype, N: int, K: int) -> int:
     """The bytes of N rows in the panel layout of csrc/include/quire/kernels/gemm.h."""
-    return int(_C.gemm_packed_bytes(dtype=DTYPE_CODES[dtype], n=N, k=K))
+    return _C.gemm_packed_bytes(dtype=DTYPE_CODES[dtype], n=N, k=K)
 
 
 def gemm_pack(weight_NK: Tensor, packed: Tensor) -> None:
@@ -168,8 +169,13 @@ def gemm_pack(weight_NK: Tensor, packed: Tensor) -> None:
 
 
 def packed_weight(
-    data: Tensor, N: int, K: int, form: Any = None, order_K: Tensor | None = None, fp8_group_size: int = 0
-) -> Any:
+    data: Tensor,
+    N: int,
+    K: int,
+    form: _C.GroupedForm | None = None,
+    order_K: Tensor | None = None,
+    fp8_group_size: int = 0,
+) -> _C.PackedWeight:
     """The struct of a weight in its panel layout, for `gemm` and `weight_rows`. The caller keeps the tensors alive.
 
     Args:
@@ -183,7 +189,9 @@ def packed_weight(
     return _C.PackedWeight(data=data, n=N, k=K, form=form, order=order_K, fp8_group_size=fp8_group_size)
 
 
-def gemm(x_MK: Tensor, weight: Any, bias_N: Tensor | None, out_MN: Tensor, adapters: RowAdapters | None = None) -> None:
+def gemm(
+    x_MK: Tensor, weight: _C.PackedWeight, bias_N: Tensor | None, out_MN: Tensor, adapters: RowAdapters | None = None
+) -> None:
     """Compute out = x @ weight.T + bias, plus the additions of adapters. `weight` is a result of `packed_weight`.
 
     Rows of x and out may be strided, and their last dimension is contiguous.
@@ -192,7 +200,7 @@ def gemm(x_MK: Tensor, weight: Any, bias_N: Tensor | None, out_MN: Tensor, adapt
     _C.Gemm(x=x_MK, weight=weight, bias=bias_N, out=out_MN, adapters=table, adapter_slots=slots_M).run()
 
 
-def gemm_heads(x_THK: Tensor, weight: Any, out_THN: Tensor) -> None:
+def gemm_heads(x_THK: Tensor, weight: _C.PackedWeight, out_THN: Tensor) -> None:
     """Compute out[:, h] = x[:, h] @ weight[h].T. The last dimension of x and out is contiguous.
 
     `weight` is the `packed_weight` of the first head. The weights of the other heads follow it in memory.
@@ -200,7 +208,7 @@ def gemm_heads(x_THK: Tensor, weight: Any, out_THN: Tensor) -> None:
     _C.HeadGemm(x=x_THK, weight=weight, out=out_THN).run()
 
 
-def weight_rows(weight: Any, rows_T: Tensor, out_TK: Tensor) -> None:
+def weight_rows(weight: _C.PackedWeight, rows_T: Tensor, out_TK: Tensor) -> None:
     """Copy rows of a `packed_weight` to `out`, dequantized if necessary. rows (int64) and out are contiguous.
 
     Raises IndexError for a row that the weight does not have.
@@ -208,8 +216,9 @@ def weight_rows(weight: Any, rows_T: Tensor, out_TK: Tensor) -> None:
     _C.WeightRows(weight=weight, rows=rows_T, out=out_TK).run()
 
 
-def grouped_form(grouped_format: GroupedFormat) -> Any:
-    """A weight format as struct GroupedForm of csrc/include/quire/kernels/grouped_layout.h."""
+def grouped_form(grouped_format: GroupedFormat) -> _C.GroupedForm:
+    """The format of a GroupedWeight as struct GroupedForm of csrc/include/quire/kernels/grouped_layout.h."""
+    assert grouped_format.group_size is not None
     return _C.GroupedForm(
         bits=grouped_format.bits,
         group_size=grouped_format.group_size,
@@ -219,7 +228,7 @@ def grouped_form(grouped_format: GroupedFormat) -> Any:
     )
 
 
-def routing_rule(rule: RoutingRule) -> Any:
+def routing_rule(rule: RoutingRule) -> _C.RoutingRule:
     """A routing rule as struct RoutingRule of csrc/include/quire/kernels/experts.h."""
     return _C.RoutingRule(
         num_experts=rule.num_experts,
@@ -250,14 +259,14 @@ def route(
     ).run()
 
 
-def expert_stack(first: Any, num_experts: int) -> Any:
+def expert_stack(first: _C.PackedWeight, num_experts: int) -> _C.ExpertStack:
     """The struct of experts' weights that follow each other in memory. `first` is the `packed_weight` of expert 0."""
     return _C.ExpertStack(first=first, num_experts=num_experts)
 
 
 def expert_linear(
     x: Tensor,
-    stack: Any,
+    stack: _C.ExpertStack,
     routing: Routing,
     of_tokens: bool,
     bias_EN: Tensor | None,
@@ -299,7 +308,7 @@ def fp8_quantize(weight_NK: Tensor, codes_NK: Tensor, scales_N: Tensor) -> None:
 
 def fp8_packed_bytes(N: int, K: int, group_size: int) -> int:
     """The bytes of N rows in the panel layout of csrc/include/quire/kernels/gemm_fp8.h."""
-    return int(_C.gemm_fp8_packed_bytes(n=N, k=K, group_size=group_size))
+    return _C.gemm_fp8_packed_bytes(n=N, k=K, group_size=group_size)
 
 
 def fp8_pack(codes_NK: Tensor, scales_NG: Tensor, group_size: int, packed: Tensor) -> None:
@@ -312,9 +321,9 @@ def grouped_quantize(weight_NK: Tensor, bits: int, group_size: int, codes_NK: Te
     _C.gemm_grouped_quantize(weight=weight_NK, bits=bits, group_size=group_size, codes=codes_NK, scales=scales_NG)
 
 
-def grouped_packed_bytes(N: int, K: int, form: Any) -> int:
+def grouped_packed_bytes(N: int, K: int, form: _C.GroupedForm) -> int:
     """The bytes of N rows in the panel layout of csrc/include/quire/kernels/grouped_layout.h. See `grouped_form`."""
-    return int(_C.gemm_grouped_packed_bytes(n=N, k=K, form=form))
+    return _C.gemm_grouped_packed_bytes(n=N, k=K, form=form)
 
 
 def grouped_pack(weight: GroupedWeight, packed: Tensor) -> None:
@@ -338,7 +347,7 @@ def read_bandwidth(num_bytes: int = 1 << 29, repeats: int = 3) -> float:
 
     It needs the extension.
     """
-    return float(_C.read_bandwidth(num_bytes, repeats))
+    return _C.read_bandwidth(num_bytes, repeats)
 
 
 def peak_flops(dtype: torch.dtype, repeats: int = 3) -> float:
@@ -347,7 +356,7 @@ def peak_flops(dtype: torch.dtype, repeats: int = 3) -> float:
     It uses the active instruction set. bfloat16 uses AMX tiles or vdpbf16ps if they are active, and other dtypes use
     float32. It needs the extension.
     """
-    return max(float(_C.peak_flops(DTYPE_CODES[dtype], _PEAK_ROUNDS)) for _ in range(repeats))
+    return max(_C.peak_flops(DTYPE_CODES[dtype], _PEAK_ROUNDS) for _ in range(repeats))
 
 
 def peak_int8_ops(bits: int = 8, repeats: int = 3) -> float:
@@ -357,11 +366,11 @@ def peak_int8_ops(bits: int = 8, repeats: int = 3) -> float:
         bits: the bits of a code, 2 to 6 or 8, which is multiplied by an 8-bit integer. Only AVX2, and AVX-512 without
             VNNI, are faster with fewer bits.
     """
-    return max(float(_C.peak_int8_ops(bits, _PEAK_ROUNDS)) for _ in range(repeats))
+    return max(_C.peak_int8_ops(bits, _PEAK_ROUNDS) for _ in range(repeats))
 
 
 def gather(
-    group: Any,
+    group: _C.SharedGroup,
     part: Tensor,
     widths: Sequence[int],
     out: Tensor | None,
@@ -380,7 +389,7 @@ def gather(
 
 
 def exchange(
-    group: Any, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], first_column: int, out_PC: Tensor
+    group: _C.SharedGroup, rows_PN: Tensor, begins: Tensor, firsts: Sequence[int], first_column: int, out_PC: Tensor
 ) -> None:
     """See distributed.group.Group.exchange. Raises GroupError or StepVoid."""
     _C.Exchange(group=group, firsts=firsts, begins=begins, own=rows_PN, first_column=first_column, out=out_PC).run()
@@ -418,12 +427,12 @@ def norm(
     ).run()
 
 
-def attention_rule(scale: float, sliding_window: int, soft_cap: float, chunk: int) -> Any:
+def attention_rule(scale: float, sliding_window: int, soft_cap: float, chunk: int) -> _C.AttentionRule:
     """See layer_rules.AttentionRule."""
     return _C.AttentionRule(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, chunk=chunk)
 
 
-def head_rotation(rotation: HeadRotation) -> Any:
+def head_rotation(rotation: HeadRotation) -> _C.HeadRotation:
     """The extension's struct of a HeadRotation. The caller keeps the tensors alive."""
     return _C.HeadRotation(
         cos_sin=rotation.cos_sin_PR,
@@ -436,12 +445,12 @@ def head_rotation(rotation: HeadRotation) -> Any:
     )
 
 
-def _kv_cache(cache: LayerCache) -> Any:
+def _kv_cache(cache: LayerCache) -> _C.KvCache:
     """The extension's struct of a cache. It is made only once, because a LayerCache never gets other tensors."""
-    if cache.compiled is None:
+    if (made := cache.compiled) is None:
         made = _C.KvCache(k=cache.k_BGPE, v=cache.v_BGPE, k_scales=cache.k_scales_BGP, v_scales=cache.v_scales_BGP)
         object.__setattr__(cache, "compiled", made)  # the dataclass is frozen
-    return cache.compiled
+    return made
 
 
 def rope_and_cache(
@@ -511,7 +520,7 @@ def paged_attention(
 
 
 def shared_attention(
-    group: Any,
+    group: _C.SharedGroup,
     q_THE: Tensor,
     cache: LayerCache,
     batch: ForwardBatch,
@@ -557,7 +566,7 @@ def gated_activation(
     _C.GatedActivation(activation=code, x=x_T2I, factors=factors_F, order=order_T, out=out_TI, begins=begins).run()
 
 
-def lora_table(words_SP4: Tensor, dtype: torch.dtype, K: int, columns: Sequence[int]) -> Any:
+def lora_table(words_SP4: Tensor, dtype: torch.dtype, K: int, columns: Sequence[int]) -> _C.LoraTable:
     """See lora.LoraTable. The caller keeps the tensor alive."""
     return _C.LoraTable(deltas=words_SP4, dtype=DTYPE_CODES[dtype], k=K, columns=list(columns))
 
@@ -568,7 +577,12 @@ def pack_factors(source: Tensor, factors_F6: Tensor, memory: Tensor) -> None:
 
 
 def add_lora(
-    table: Any, x_TK: Tensor | None, token_ids_T: Tensor | None, slots_T: Tensor, base_TN: Tensor, out_TN: Tensor
+    table: _C.LoraTable,
+    x_TK: Tensor | None,
+    token_ids_T: Tensor | None,
+    slots_T: Tensor,
+    base_TN: Tensor,
+    out_TN: Tensor,
 ) -> None:
     """See lora.add_lora. Exactly one of x and token_ids is given."""
     _C.AddLora(table=table, x=x_TK, token_ids=token_ids_T, slots=slots_T, base=base_TN, out=out_TN).run()

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,9 @@ from quire.kernels.lora import RowAdapters
 from quire.kernels.product import check_product, check_result_dtype, check_rows, check_weight, result_memory
 from quire.kernels.strides import contiguous_rows
 from quire.kernels.weight_memory import WEIGHTS, Memory
+
+if TYPE_CHECKING:
+    from quire import _C
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class PackedLinear:
     is_packed: bool
 
     @cached_property
-    def panels(self) -> Any:
+    def panels(self) -> _C.PackedWeight:
         """The weight as the kernels take it: see cpu.packed_weight."""
         return cpu.packed_weight(self.data, self.N, self.K)
 

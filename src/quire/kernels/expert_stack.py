@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from quire.kernels.dense import PackedLinear
 from quire.kernels.fp8 import PackedFp8
 from quire.kernels.grouped import PackedGrouped, pack_grouped, unpack_grouped
 from quire.kernels.weight_memory import WEIGHTS, Memory
+
+if TYPE_CHECKING:
+    from quire import _C
 
 Packed = PackedLinear | PackedFp8 | PackedGrouped
 
@@ -51,7 +54,7 @@ class PackedStack:
         return self.weight.data if isinstance(self.weight, PackedLinear) else self.weight.tensor
 
     @cached_property
-    def panels(self) -> Any:
+    def panels(self) -> _C.ExpertStack:
         """The stack as the CPU kernels take it: see cpu.expert_stack."""
         return cpu.expert_stack(replace(self.weight, N=self.N).panels, self.E)
 

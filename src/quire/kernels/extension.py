@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from quire import envs
 from quire.errors import ConfigError
 
-C: Any
 WHY_NOT: str | None = None  # the reason why there is no extension
 try:
-    from quire import _C as C  # type: ignore[attr-defined, no-redef, unused-ignore]
+    from quire import _C
 except ImportError as error:
-    C = None
+    _C = None  # type: ignore[assignment]
     WHY_NOT = "installed without a C++ compiler" if "cannot import name" in str(error) else str(error)
+C = _C  # None: there is no extension
 GroupError: type[Exception] = RuntimeError if C is None else C.GroupError  # see distributed.group
 RankLate: type[Exception] = RuntimeError if C is None else C.RankLate
 StepVoid: type[Exception] = RuntimeError if C is None else C.StepVoid
@@ -35,8 +34,8 @@ def how_to_build() -> str:
     return f"{compiler} `pip install --force-reinstall --no-deps --no-cache-dir --no-binary quire quire`"
 
 
-def require(who: str) -> Any:
-    """The extension, for functions without a wrapper. Raises ConfigError if it is not built.
+def require(who: str) -> None:
+    """Raises ConfigError if the extension is not built. It is for functions without a wrapper.
 
     Args:
         who: the beginning of the error's first sentence.
@@ -48,7 +47,6 @@ def require(who: str) -> Any:
             expected="the compiled extension",
             fix=how_to_build(),
         )
-    return C
 
 
 def wished_isa() -> str | None:
@@ -76,11 +74,11 @@ def read_bandwidth(num_threads: int) -> float | None:
     if not is_used():
         return None
     C.set_num_threads(num_threads)
-    return float(C.read_bandwidth(1 << 28, 8))
+    return C.read_bandwidth(1 << 28, 8)
 
 
 def chosen_isa() -> str:
     """The instruction set of an engine that would start now; "torch" if it has no kernels. Raises ConfigError."""
     if not is_used():
         return "torch"
-    return wished_isa() or str(C.isa())
+    return wished_isa() or C.isa()

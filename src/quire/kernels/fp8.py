@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from quire.kernels.product import check_product, check_result_dtype, check_rows,
 from quire.kernels.strides import contiguous_rows
 from quire.kernels.weight_memory import WEIGHTS, Memory
 
+if TYPE_CHECKING:
+    from quire import _C
+
 # With fewer rows, reading the weight takes longer than multiplying, so activations need not be FP8. The limit is above
 # the largest CUDA graph (256 rows), because padding must not change the arithmetic of a row.
 _FEWEST_QUANTIZED_ROWS = 257
@@ -41,7 +44,7 @@ class PackedFp8(PackedCodes[Fp8Weight]):
     group_size: int
 
     @cached_property
-    def panels(self) -> Any:
+    def panels(self) -> _C.PackedWeight:
         """`data` in the form of the CPU kernels."""
         assert self.data is not None
         return cpu.packed_weight(self.data, self.N, self.K, fp8_group_size=self.group_size)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from quire.kernels.product import check_product, check_rows, check_weight, resul
 from quire.kernels.strides import contiguous_rows
 from quire.kernels.weight_memory import WEIGHTS, Memory
 
+if TYPE_CHECKING:
+    from quire import _C
+
 
 @dataclass(frozen=True)
 class PackedGrouped(PackedCodes[GroupedWeight]):
@@ -40,7 +43,7 @@ class PackedGrouped(PackedCodes[GroupedWeight]):
     format: GroupedFormat
 
     @cached_property
-    def panels(self) -> Any:
+    def panels(self) -> _C.PackedWeight:
         """`data` in the form of the CPU kernels."""
         assert self.data is not None
         form = cpu.grouped_form(self.format)

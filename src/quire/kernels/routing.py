@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from quire.kernels import cpu
+
+if TYPE_CHECKING:
+    from quire import _C
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class RoutingRule:
             raise ValueError(f"the jitter is {self.jitter}, expected 0 or more")
 
     @cached_property
-    def compiled(self) -> Any:
+    def compiled(self) -> _C.RoutingRule:
         """The struct of the CPU kernels."""
         return cpu.routing_rule(self)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from quire.kernels import extension
 from quire.request import Request
+
+if TYPE_CHECKING:
+    from quire import _C
 
 
 class NgramProposer:
@@ -24,18 +27,18 @@ class NgramProposer:
 
     def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
         """Lengths in tokens: 1 <= min <= max. Raises ConfigError without the compiled extension."""
-        index = extension.require("Speculation by ngram").NgramIndex
-        self._make_index = partial(index, shortest=prompt_lookup_min, longest=prompt_lookup_max)
-        self._indexes: dict[str, Any] = {}
+        extension.require("Speculation by ngram")
+        self._make_index = partial(extension.C.NgramIndex, shortest=prompt_lookup_min, longest=prompt_lookup_max)
+        self._indexes: dict[str, _C.NgramIndex] = {}
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """See scheduler/proposer.py."""
         index = self._indexes.get(request.request_id)
         if index is None:
             index = self._indexes[request.request_id] = self._make_index()
-            return list(index.propose(request.token_ids(), most))
+            return index.propose(request.token_ids(), most)
         num_seen = index.num_tokens - len(request.prompt_token_ids)
-        return list(index.propose(request.output_token_ids[num_seen:], most))
+        return index.propose(request.output_token_ids[num_seen:], most)
 
     def forget(self, request_id: str) -> None:
         """See scheduler/proposer.py."""

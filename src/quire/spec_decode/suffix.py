@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from quire.kernels import extension
 from quire.request import Request
+
+if TYPE_CHECKING:
+    from quire import _C
 
 
 class SuffixProposer:
@@ -48,36 +52,33 @@ class SuffixProposer:
 
         Raises ConfigError without the compiled extension.
         """
-        self._compiled = extension.require("Speculation by suffix")
-        self._rule = {
-            "max_depth": max_tree_depth,
-            "max_spec_factor": max_spec_factor,
-            "min_token_prob": min_token_prob,
-        }
-        self._shared: Any = None
+        extension.require("Speculation by suffix")
+        self._shared: _C.SharedTexts | None = None
         if max_cached_requests > 0:
-            self._shared = self._compiled.SharedTexts(max_bytes=shared_bytes, max_requests=max_cached_requests)
-        self._indexes: dict[str, tuple[Request, Any]] = {}
+            self._shared = extension.C.SharedTexts(max_bytes=shared_bytes, max_requests=max_cached_requests)
+        self._make_index = partial(
+            extension.C.SuffixIndex,
+            max_depth=max_tree_depth,
+            max_spec_factor=max_spec_factor,
+            min_token_prob=min_token_prob,
+            shared=self._shared,
+        )
+        self._indexes: dict[str, tuple[Request, _C.SuffixIndex]] = {}
 
     @property
     def shared_bytes(self) -> int:
         """Memory that shared answers may take: at most the given bytes, and at least one page of 1,184 bytes."""
-        return 0 if self._shared is None else int(self._shared.num_bytes)
+        return 0 if self._shared is None else self._shared.num_bytes
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """See scheduler/proposer.py."""
         known = self._indexes.get(request.request_id)
         if known is None:
-            index = self._compiled.SuffixIndex(
-                shared=self._shared,
-                tenant=_tenant(request),
-                num_prompt=len(request.prompt_token_ids),
-                **self._rule,
-            )
+            index = self._make_index(tenant=_tenant(request), num_prompt=len(request.prompt_token_ids))
             self._indexes[request.request_id] = request, index
-            return list(index.propose(request.token_ids(), most))
+            return index.propose(request.token_ids(), most)
         index = known[1]
-        return list(index.propose(_not_seen(request, index), most))
+        return index.propose(_not_seen(request, index), most)
 
     def forget(self, request_id: str) -> None:
         """See scheduler/proposer.py. The rest of the answer is there for others from now on."""
@@ -86,7 +87,7 @@ class SuffixProposer:
             index.finish(_not_seen(request, index))
 
 
-def _not_seen(request: Request, index: Any) -> list[int]:
+def _not_seen(request: Request, index: _C.SuffixIndex) -> list[int]:
     return request.output_token_ids[index.num_tokens - len(request.prompt_token_ids) :]
 
 
