@@ -1,4 +1,5 @@
-"""Every parameter of a Triton function is read: an unread constant would only make more variants to compile."""
+"""Every parameter of a Triton function is read: an unread constant would only make more variants to compile. Kernels
+are launched with arguments by name: two strides in the wrong order would be read as each other."""
 
 from __future__ import annotations
 
@@ -6,7 +7,10 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 import quire.kernels
+from quire.kernels.triton.launch import row_strides, strides
 
 FOLDER = Path(quire.kernels.__file__).parent / "triton"
 
@@ -34,3 +38,36 @@ def test_kernels_read_all_their_parameters() -> None:
     files = sorted(FOLDER.glob("*.py"))
     assert len(files) > 10
     assert [f"{file.name}: {name}" for file in files for name in unread(file.read_text())] == []
+
+
+def by_position(source: str) -> list[str]:
+    """The launches that give arguments by position."""
+    return [
+        ast.unparse(call.func)
+        for call in ast.walk(ast.parse(source))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript) and call.args
+    ]
+
+
+def test_a_launch_by_position_is_found() -> None:
+    launches = "norm_kernel[(T,)](x_ptr=x)\njoin[grid](x, **strides('t', x=x))\ndraw_kernel[(R,)](*kept, R=R)"
+    assert by_position(launches) == ["join[grid]", "draw_kernel[R,]"]
+
+
+def test_kernels_are_launched_by_name() -> None:
+    files = sorted(FOLDER.glob("*.py"))
+    assert len([file for file in files if "_kernel[" in file.read_text()]) > 9
+    assert [f"{file.name}: {launch}" for file in files for launch in by_position(file.read_text())] == []
+
+
+def test_strides_have_the_names_of_their_tensor_and_dimension() -> None:
+    q_THE, out_PMN = torch.empty(3, 5, 7), torch.empty(2, 3, 11)
+    assert strides("th", q=q_THE, k=q_THE.transpose(0, 1)) == {
+        **{"q_stride_t": 35, "q_stride_h": 7},
+        **{"k_stride_t": 7, "k_stride_h": 35},
+    }
+    assert row_strides(out=out_PMN, x=q_THE[0], residual=None) == {
+        "out_stride": 11,
+        "x_stride": 7,
+        "residual_stride": 0,
+    }

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton import codes
-from quire.kernels.triton.launch import ceil_div, next_power_of_2
+from quire.kernels.triton.launch import ceil_div, next_power_of_2, row_strides
 
 _BLOCK = 1024
 
@@ -54,7 +54,12 @@ def gated_activation(
     """See ops.gated_activation. Numbers in `order` are not checked, because the host would wait for the device."""
     T, inner = out_TI.shape
     _gated_activation_kernel[(T, ceil_div(inner, _BLOCK))](
-        *(x_T2I, out_TI, factors_F, order_T, x_T2I.stride(0), out_TI.stride(0), inner),
+        x_ptr=x_T2I,
+        out_ptr=out_TI,
+        factors_ptr=factors_F,
+        order_ptr=order_T,
+        **row_strides(x=x_T2I, out=out_TI),
+        inner=inner,
         NAME=name,
         BLOCK=_BLOCK,
         num_warps=4,
@@ -82,7 +87,11 @@ def gated_activation_to_fp8(name: str, x_T2I: Tensor) -> tuple[Tensor, Tensor]:
     scales_T1 = torch.empty((T, 1), dtype=torch.float32, device=x_T2I.device)
     block = next_power_of_2(inner)
     _quantized_activation_kernel[(T,)](
-        *(x_T2I, codes_TI, scales_T1, x_T2I.stride(0), inner),
+        x_ptr=x_T2I,
+        codes_ptr=codes_TI,
+        scales_ptr=scales_T1,
+        **row_strides(x=x_T2I),
+        inner=inner,
         NAME=name,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),

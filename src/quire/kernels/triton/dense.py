@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import has_wgmma
+from quire.kernels.triton.launch import has_wgmma, row_strides
 from quire.kernels.triton.parts import ExpertRows, Launch, Tile, choose_tile, expert_rows, rows_of_tiles
 
 
@@ -100,23 +100,12 @@ def linear(
 
     With experts, weight and bias have the rows of all experts, and out has a row for each pair of token and expert.
     """
-    M, K = x_MK.shape
-    N = out_MN.shape[1]
+    M, N = x_MK.shape[0], out_MN.shape[1]
     tile = for_dense(choose_tile(rows_of_tiles(M, experts), N, x_MK.dtype, has_wgmma(x_MK.device)))
     launch = Launch(tile, x_MK, N, bias_N, out_MN, experts)
     _dense_kernel[launch.grid](
-        x_MK,
-        weight_NK,
-        launch.bias_N,
-        launch.out,
-        *launch.experts,
-        M,
-        N,
-        K,
-        launch.part_len,
-        x_MK.stride(0),
-        weight_NK.stride(0),
-        launch.out.stride(-2),
-        **launch.constants,
+        weight_ptr=weight_NK,
+        **row_strides(weight=weight_NK),
+        **launch.arguments,
     )
     launch.join()

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.routing import Routing, RoutingRule
-from quire.kernels.triton.launch import ceil_div, next_power_of_2
+from quire.kernels.triton.launch import ceil_div, next_power_of_2, row_strides
 
 _BLOCK_P = 1024
 _BLOCK_D = 1024
@@ -125,8 +125,14 @@ def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None, routing: 
     T, S = routing.experts_TS.shape
     if T > 0:
         _route_kernel[(T,)](
-            *(logits_TE, bias_E, routing.experts_TS, routing.weights_TS, logits_TE.stride(0)),
-            *(rule.num_experts, rule.scale, rule.jitter),
+            logits_ptr=logits_TE,
+            bias_ptr=bias_E,
+            experts_ptr=routing.experts_TS,
+            weights_ptr=routing.weights_TS,
+            **row_strides(logits=logits_TE),
+            E=rule.num_experts,
+            scale=rule.scale,
+            jitter=rule.jitter,
             S=S,
             SCORING=rule.scoring,
             GROUPS=rule.num_groups,
@@ -138,7 +144,12 @@ def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None, routing: 
             num_warps=1,
         )
     _sort_kernel[(rule.num_experts + 1,)](
-        *(routing.experts_TS, routing.order_P, routing.begins, T * S), BLOCK_P=_BLOCK_P, num_warps=4
+        experts_ptr=routing.experts_TS,
+        order_ptr=routing.order_P,
+        begins_ptr=routing.begins,
+        P=T * S,
+        BLOCK_P=_BLOCK_P,
+        num_warps=4,
     )
 
 
@@ -189,12 +200,18 @@ def combine(
     if T == 0:
         return
     places_P = torch.empty_like(routing.order_P)
-    _places_kernel[(ceil_div(T * S, _BLOCK_P),)](*(routing.order_P, places_P, T * S), BLOCK_P=_BLOCK_P, num_warps=4)
+    _places_kernel[(ceil_div(T * S, _BLOCK_P),)](
+        order_ptr=routing.order_P, places_ptr=places_P, P=T * S, BLOCK_P=_BLOCK_P, num_warps=4
+    )
     _combine_kernel[(T, ceil_div(D, _BLOCK_D))](
-        *(y_PD, places_P, routing.weights_TS, shared_TD, shared_gate_T1, out_TD, D, y_PD.stride(0)),
-        0 if shared_TD is None else shared_TD.stride(0),
-        0 if shared_gate_T1 is None else shared_gate_T1.stride(0),
-        out_TD.stride(0),
+        y_ptr=y_PD,
+        places_ptr=places_P,
+        weights_ptr=routing.weights_TS,
+        shared_ptr=shared_TD,
+        gate_ptr=shared_gate_T1,
+        out_ptr=out_TD,
+        D=D,
+        **row_strides(y=y_PD, shared=shared_TD, gate=shared_gate_T1, out=out_TD),
         S=S,
         BLOCK_D=_BLOCK_D,
         num_warps=4,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton import codes
-from quire.kernels.triton.launch import has_wgmma, next_power_of_2
+from quire.kernels.triton.launch import has_wgmma, next_power_of_2, row_strides
 from quire.kernels.triton.parts import ExpertRows, Launch, Tile, choose_tile, expert_rows, rows_of_tiles
 
 
@@ -123,31 +123,19 @@ def fp8_linear(
 
     With experts, weight and bias have the rows of all experts, and out has a row for each pair of token and expert.
     """
-    M, K = x_MK.shape
-    N = out_MN.shape[1]
+    M, N = x_MK.shape[0], out_MN.shape[1]
     is_grouped = scales_NG.shape[1] > 1
     tile = choose_tile(rows_of_tiles(M, experts), N, x_MK.dtype, has_wgmma(x_MK.device))
     tile = in_groups(tile, group_size) if is_grouped else tile
     launch = Launch(tile, x_MK, N, bias_N, out_MN, experts)
     _fp8_kernel[launch.grid](
-        x_MK,
-        codes_NK.view(torch.int8),
-        scales_NG,
-        launch.bias_N,
-        launch.out,
-        *launch.experts,
-        M,
-        N,
-        K,
-        group_size,
-        launch.part_len,
-        x_MK.stride(0),
-        codes_NK.stride(0),
-        scales_NG.stride(0),
-        launch.out.stride(-2),
+        codes_ptr=codes_NK.view(torch.int8),
+        scales_ptr=scales_NG,
+        group_size=group_size,
+        **row_strides(codes=codes_NK, scales=scales_NG),
         IS_GROUPED=is_grouped,
         enable_fp_fusion=False,  # sums of parts have equal bits in one program and in several
-        **launch.constants,
+        **launch.arguments,
     )
     launch.join()
 
@@ -168,6 +156,12 @@ def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     scales_M1 = torch.empty((M, 1), dtype=torch.float32, device=x_MK.device)
     block = next_power_of_2(K)
     _quantize_rows_kernel[(M,)](
-        *(x_MK, codes_MK, scales_M1, x_MK.stride(0), K), BLOCK_K=block, num_warps=min(max(block // 512, 1), 16)
+        x_ptr=x_MK,
+        codes_ptr=codes_MK,
+        scales_ptr=scales_M1,
+        **row_strides(x=x_MK),
+        K=K,
+        BLOCK_K=block,
+        num_warps=min(max(block // 512, 1), 16),
     )
     return codes_MK.view(torch.float8_e4m3fn), scales_M1

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.formats.weight_format import LORA_PANEL
 from quire.kernels.lora import LoraTable
-from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div
+from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, row_strides
 
 _BLOCK_T = 16  # rows of a block: the least that tensor cores multiply
 _BLOCK_R = 16
@@ -148,9 +148,14 @@ def add_lora(base_TN: Tensor, x: Tensor, slots_T: Tensor, table: LoraTable, out_
     like = torch.empty(0, dtype=table.dtype, device=x.device)
     sums_TPR = torch.empty((T, parts, table.max_rank), dtype=torch.float32, device=x.device)
     blocks, ordinals = ceil_div(T, _BLOCK_T), min(_BLOCK_T, T, len(table.deltas) + 1)
-    shared = {"PARTS": parts, "MAX_RANK": table.max_rank, "NONE": _NONE, "BLOCK_T": _BLOCK_T, "BLOCK_R": _BLOCK_R}
+    shared = {
+        **{"slots_ptr": slots_T, "table_ptr": table.words_SP4, "like_ptr": like, "sums_ptr": sums_TPR, "T": T},
+        **{"PARTS": parts, "MAX_RANK": table.max_rank, "NONE": _NONE, "BLOCK_T": _BLOCK_T, "BLOCK_R": _BLOCK_R},
+    }
     _shrink_kernel[(blocks, parts * ceil_div(table.max_rank, _BLOCK_R), ordinals)](
-        *(x, slots_T, table.words_SP4, like, sums_TPR, T, table.K, 0 if table.looks_up else x.stride(0)),
+        x_ptr=x,
+        K=table.K,
+        **row_strides(x=None if table.looks_up else x),
         **shared,
         LOOKS_UP=table.looks_up,
         BLOCK_K=_BLOCK_K,
@@ -160,8 +165,12 @@ def add_lora(base_TN: Tensor, x: Tensor, slots_T: Tensor, table: LoraTable, out_
     first_column = 0
     for part, columns in enumerate(table.columns):
         _expand_kernel[(blocks, ceil_div(columns, _BLOCK_N), ordinals)](
-            *(base_TN, slots_T, table.words_SP4, like, sums_TPR, out_TN, T, columns, first_column, part),
-            *(base_TN.stride(0), out_TN.stride(0)),
+            base_ptr=base_TN,
+            out_ptr=out_TN,
+            columns=columns,
+            first_column=first_column,
+            part=part,
+            **row_strides(base=base_TN, out=out_TN),
             **shared,
             PANEL=LORA_PANEL,
             BLOCK_N=_BLOCK_N,

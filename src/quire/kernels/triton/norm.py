@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton import codes
-from quire.kernels.triton.launch import next_power_of_2
+from quire.kernels.triton.launch import next_power_of_2, row_strides
 
 
 @triton.jit
@@ -96,18 +96,16 @@ def _launch(
     T, D = x_TD.shape
     block = next_power_of_2(D)
     _norm_kernel[(T,)](
-        x_TD,
-        residual_TD,
-        weight_D,
-        bias_D,
-        out_TD,
-        scales_T1,
-        x_TD.stride(0),
-        0 if residual_TD is None else residual_TD.stride(0),
-        out_TD.stride(0),
-        multiplier,
-        eps,
-        weight_offset,
+        x_ptr=x_TD,
+        residual_ptr=residual_TD,
+        weight_ptr=weight_D,
+        bias_ptr=bias_D,
+        out_ptr=out_TD,
+        scales_ptr=scales_T1,
+        **row_strides(x=x_TD, residual=residual_TD, out=out_TD),
+        multiplier=multiplier,
+        eps=eps,
+        weight_offset=weight_offset,
         D=D,
         BLOCK_D=block,
         HAS_RESIDUAL=residual_TD is not None,

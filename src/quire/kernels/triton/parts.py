@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, next_power_of_2
+from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, next_power_of_2, row_strides
 
 # A launch should have this number of programs: four for each multiprocessor of an H100, which hide each other's waits.
 _PROGRAMS_WANTED = 528
@@ -126,32 +126,38 @@ class Launch:
 
     Attributes:
         grid: the programs along M and N; if parts get programs of their own, also along the parts.
-        part_len: the elements of K in a part.
-        bias_N: the bias that the kernel adds; None: there is none, or it is added when the parts are joined.
-        out: the memory to which the kernel writes: out_MN, or float32 [parts, M, N].
-        experts: arguments of the kernel for experts.
-        constants: the constants of the kernel, and options of the compiler.
+        arguments: the arguments that all products have, by name, and options of the compiler. If parts get programs of
+            their own, the kernel writes to float32 [parts, M, N] and adds no bias: `join` does the rest.
     """
 
     def __init__(
         self, tile: Tile, x_MK: Tensor, N: int, bias_N: Tensor | None, out_MN: Tensor, experts: ExpertRows | None
     ) -> None:
         M, K = x_MK.shape
-        self.part_len = part_length(N, K)
-        parts = ceil_div(K, self.part_len)
+        part_len = part_length(N, K)
+        parts = ceil_div(K, part_len)
         splits = parts > 1 and experts is None and is_split(tile, M, N)
         num_tiles = ceil_div(M, tile.block_m) if experts is None else experts.num_tiles(tile.block_m)
         self.grid = num_tiles, ceil_div(N, tile.block_n), parts if splits else 1
-        self.experts: tuple[Tensor | None, Tensor | None, int, int] = (None, None, 0, 0)
-        if experts is not None:
-            self.experts = (experts.begins, experts.order_P, experts.num_experts, experts.num_slots)
-        self._own_bias_N, self._out_MN = bias_N, out_MN
-        self.bias_N = None if splits else bias_N
-        self.out = torch.empty((parts, M, N), dtype=torch.float32, device=x_MK.device) if splits else out_MN
-        self.constants: dict[str, Any] = {
+        self._bias_N, self._out_MN = bias_N, out_MN
+        self._partial_PMN = torch.empty((parts, M, N), dtype=torch.float32, device=x_MK.device) if splits else None
+        out = self._out_MN if self._partial_PMN is None else self._partial_PMN
+        self.arguments: dict[str, Any] = {
+            "x_ptr": x_MK,
+            "bias_ptr": None if splits else bias_N,
+            "out_ptr": out,
+            "begins_ptr": None if experts is None else experts.begins,
+            "order_ptr": None if experts is None else experts.order_P,
+            "num_experts": 0 if experts is None else experts.num_experts,
+            "num_slots": 0 if experts is None else experts.num_slots,
+            "M": M,
+            "N": N,
+            "K": K,
+            "part_len": part_len,
+            **row_strides(x=x_MK, out=out),
             "PARTS": parts,
             "IS_SPLIT": splits,
-            "HAS_BIAS": self.bias_N is not None,
+            "HAS_BIAS": bias_N is not None and not splits,
             "EVEN_K": K % tile.block_k == 0,
             "EXPERTS": 0 if experts is None else next_power_of_2(experts.num_experts),
             "OF_TOKENS": experts is not None and experts.of_tokens,
@@ -165,8 +171,8 @@ class Launch:
 
     def join(self) -> None:
         """Add the parts up after the kernel, if they had programs of their own."""
-        if self.out is not self._out_MN:
-            join_parts(self.out, self._own_bias_N, self._out_MN)
+        if self._partial_PMN is not None:
+            join_parts(self._partial_PMN, self._bias_N, self._out_MN)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -188,7 +194,12 @@ def join_parts(partial_PMN: Tensor, bias_N: Tensor | None, out_MN: Tensor) -> No
     """Compute out = sum over the parts in order + bias, rounded once."""
     P, M, N = partial_PMN.shape
     _join_kernel[(M, ceil_div(N, _JOINED))](
-        *(partial_PMN, bias_N, out_MN, M, N, out_MN.stride(0)),
+        partial_ptr=partial_PMN,
+        bias_ptr=bias_N,
+        out_ptr=out_MN,
+        M=M,
+        N=N,
+        **row_strides(out=out_MN),
         PARTS=P,
         HAS_BIAS=bias_N is not None,
         BLOCK_N=_JOINED,

@@ -14,7 +14,7 @@ from quire.forward_batch import LayerCache
 from quire.kernels.guards import check_strides
 from quire.kernels.layer_rules import HeadRotation
 from quire.kernels.triton import codes
-from quire.kernels.triton.launch import next_power_of_2
+from quire.kernels.triton.launch import next_power_of_2, strides
 
 
 @triton.jit
@@ -168,27 +168,26 @@ def rope_and_cache(
         k_cache_BGPE, v_cache_BGPE = k_cache_BGPE.view(torch.int8), v_cache_BGPE.view(torch.int8)
     # A program has one warp, because q changes in place: only within a warp do all loads come before the first store.
     _rope_and_cache_kernel[(T, H + G)](
-        q_THE,
-        k_TGE,
-        v_TGE,
-        positions_T,
-        cos_sin_PR,
-        slot_mapping_T,
-        k_cache_BGPE,
-        v_cache_BGPE,
-        rotation.q_norm_weight_E,
-        rotation.k_norm_weight_E,
-        cache.k_scales_BGP,
-        cache.v_scales_BGP,
-        *q_THE.stride()[:2],
-        *k_TGE.stride()[:2],
-        *v_TGE.stride()[:2],
-        *k_cache_BGPE.stride()[:2],
-        0 if cache.k_scales_BGP is None else cache.k_scales_BGP.stride(0),
-        rotation.norm_eps,
-        rotation.norm_weight_offset,
-        rotation.temperature,
-        rotation.temperature_floor,
+        q_ptr=q_THE,
+        k_ptr=k_TGE,
+        v_ptr=v_TGE,
+        positions_ptr=positions_T,
+        cos_sin_ptr=cos_sin_PR,
+        slots_ptr=slot_mapping_T,
+        k_cache_ptr=k_cache_BGPE,
+        v_cache_ptr=v_cache_BGPE,
+        q_weight_ptr=rotation.q_norm_weight_E,
+        k_weight_ptr=rotation.k_norm_weight_E,
+        k_scales_ptr=cache.k_scales_BGP,
+        v_scales_ptr=cache.v_scales_BGP,
+        **strides("th", q=q_THE),
+        **strides("tg", k=k_TGE, v=v_TGE),
+        **strides("bg", cache=k_cache_BGPE),
+        scales_stride_b=0 if cache.k_scales_BGP is None else cache.k_scales_BGP.stride(0),
+        eps=rotation.norm_eps,
+        weight_offset=rotation.norm_weight_offset,
+        temperature=rotation.temperature,
+        temperature_floor=rotation.temperature_floor,
         H=H,
         E=E,
         P=P,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.reference import SMALLEST_TEMPERATURE
-from quire.kernels.triton.launch import ceil_div, next_power_of_2
+from quire.kernels.triton.launch import ceil_div, next_power_of_2, row_strides
 
 SLICE = 4096
 _ROUNDS = tl.constexpr(8)  # 16^8 = 2^32 keys
@@ -34,11 +34,11 @@ def _key(x):
 
 
 @triton.jit
-def _highest_kernel(logits_ptr, highest_ptr, token_ptr, stride, V, SLICE: tl.constexpr):
+def _highest_kernel(logits_ptr, highest_ptr, token_ptr, logits_stride, V, SLICE: tl.constexpr):
     """Find the highest logit of each slice (NaN if the slice has a NaN), and the lowest token id that has it."""
     row = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
-    x = tl.load(logits_ptr + row * stride + tokens, mask=tokens < V, other=float("-inf"))
+    x = tl.load(logits_ptr + row * logits_stride + tokens, mask=tokens < V, other=float("-inf"))
     has_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
     highest = tl.max(tl.where(x != x, float("-inf"), x), axis=0)
     token = tl.min(tl.where((x == highest) & (tokens < V), tokens, V), axis=0)
@@ -83,12 +83,21 @@ def _wanted_units(total, top_p):
 
 @triton.jit
 def _keys_and_units(
-    logits_ptr, stride, V, row, slice_index, highest_ptr, temperature_ptr, min_p_ptr, k_threshold, SLICE: tl.constexpr
+    logits_ptr,
+    logits_stride,
+    V,
+    row,
+    slice_index,
+    highest_ptr,
+    temperature_ptr,
+    min_p_ptr,
+    k_threshold,
+    SLICE: tl.constexpr,
 ):
     """The keys and units of a slice. A token that min-p or top-k leaves out has 0 units."""
     tokens = slice_index * SLICE + tl.arange(0, SLICE)
     is_token = tokens < V
-    x = tl.load(logits_ptr + row.to(tl.int64) * stride + tokens, mask=is_token, other=float("-inf"))
+    x = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + tokens, mask=is_token, other=float("-inf"))
     highest = tl.load(highest_ptr + row)
     temperature = tl.load(temperature_ptr + row)
     min_p = tl.load(min_p_ptr + row)
@@ -124,7 +133,7 @@ def _add_masses(masses_ptr, key, weights, low, row, num_rows, ROUND: tl.constexp
 
 @triton.jit
 def _search_k_kernel(
-    logits_ptr, stride, V, top_k_ptr, k_masses_ptr, num_rows, ROUND: tl.constexpr, SLICE: tl.constexpr
+    logits_ptr, logits_stride, V, top_k_ptr, k_masses_ptr, num_rows, ROUND: tl.constexpr, SLICE: tl.constexpr
 ):
     row = tl.program_id(0)
     top_k = tl.load(top_k_ptr + row)
@@ -132,7 +141,7 @@ def _search_k_kernel(
         return
     tokens = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     is_token = tokens < V
-    key = _key(tl.load(logits_ptr + row.to(tl.int64) * stride + tokens, mask=is_token, other=float("-inf")))
+    key = _key(tl.load(logits_ptr + row.to(tl.int64) * logits_stride + tokens, mask=is_token, other=float("-inf")))
     low = _threshold(k_masses_ptr, row, top_k, num_rows, ROUND)
     _add_masses(k_masses_ptr, key, is_token.to(tl.int64), low, row, num_rows, ROUND)
 
@@ -140,7 +149,7 @@ def _search_k_kernel(
 @triton.jit
 def _total_kernel(
     logits_ptr,
-    stride,
+    logits_stride,
     V,
     highest_ptr,
     temperature_ptr,
@@ -155,7 +164,7 @@ def _total_kernel(
     row = tl.program_id(0)
     k_threshold = _k_threshold(k_masses_ptr, row, top_k_ptr, V, num_rows)
     _, units = _keys_and_units(
-        logits_ptr, stride, V, row, tl.program_id(1), highest_ptr, temperature_ptr, min_p_ptr, k_threshold, SLICE
+        logits_ptr, logits_stride, V, row, tl.program_id(1), highest_ptr, temperature_ptr, min_p_ptr, k_threshold, SLICE
     )
     tl.atomic_add(total_ptr + row, tl.sum(units, axis=0))
 
@@ -163,7 +172,7 @@ def _total_kernel(
 @triton.jit
 def _search_p_kernel(
     logits_ptr,
-    stride,
+    logits_stride,
     V,
     highest_ptr,
     temperature_ptr,
@@ -183,7 +192,7 @@ def _search_p_kernel(
         return
     k_threshold = _k_threshold(k_masses_ptr, row, top_k_ptr, V, num_rows)
     key, units = _keys_and_units(
-        logits_ptr, stride, V, row, tl.program_id(1), highest_ptr, temperature_ptr, min_p_ptr, k_threshold, SLICE
+        logits_ptr, logits_stride, V, row, tl.program_id(1), highest_ptr, temperature_ptr, min_p_ptr, k_threshold, SLICE
     )
     wanted = _wanted_units(tl.load(total_ptr + row), top_p)
     low = _threshold(p_masses_ptr, row, wanted, num_rows, ROUND)
@@ -206,7 +215,7 @@ def _p_threshold(p_masses_ptr, row, top_p, total, num_rows):
 @triton.jit
 def _weigh_slices_kernel(
     logits_ptr,
-    stride,
+    logits_stride,
     V,
     highest_ptr,
     temperature_ptr,
@@ -226,7 +235,7 @@ def _weigh_slices_kernel(
     row, slice_index = tl.program_id(0), tl.program_id(1)
     k_threshold = _k_threshold(k_masses_ptr, row, top_k_ptr, V, num_rows)
     key, units = _keys_and_units(
-        logits_ptr, stride, V, row, slice_index, highest_ptr, temperature_ptr, min_p_ptr, k_threshold, SLICE
+        logits_ptr, logits_stride, V, row, slice_index, highest_ptr, temperature_ptr, min_p_ptr, k_threshold, SLICE
     )
     threshold = _p_threshold(p_masses_ptr, row, tl.load(top_p_ptr + row), tl.load(total_ptr + row), num_rows)
     is_tie = (key == threshold) & (units > 0)
@@ -249,7 +258,7 @@ def _share(uniform, total):
 @triton.jit
 def _draw_kernel(
     logits_ptr,
-    stride,
+    logits_stride,
     V,
     highest_ptr,
     temperature_ptr,
@@ -298,7 +307,7 @@ def _draw_kernel(
 
     k_threshold = _k_threshold(k_masses_ptr, row, top_k_ptr, V, num_rows)
     key, units = _keys_and_units(
-        logits_ptr, stride, V, row, chosen, highest_ptr, temperature_ptr, min_p_ptr, k_threshold, SLICE
+        logits_ptr, logits_stride, V, row, chosen, highest_ptr, temperature_ptr, min_p_ptr, k_threshold, SLICE
     )
     threshold = _p_threshold(p_masses_ptr, row, top_p, total, num_rows)
     is_tie = (key == threshold) & (units > 0)
@@ -309,7 +318,7 @@ def _draw_kernel(
 
 
 @triton.jit
-def _forbid_kernel(logits_ptr, masks_ptr, rows_ptr, stride, V, SLICE: tl.constexpr):
+def _forbid_kernel(logits_ptr, masks_ptr, rows_ptr, logits_stride, V, SLICE: tl.constexpr):
     """Write -inf where the bit of a token is 0. Other logits are not touched."""
     mask = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + mask).to(tl.int64)
@@ -317,14 +326,21 @@ def _forbid_kernel(logits_ptr, masks_ptr, rows_ptr, stride, V, SLICE: tl.constex
     is_token = tokens < V
     words = tl.load(masks_ptr + mask * tl.cdiv(V, 32) + tokens // 32, mask=is_token, other=-1)
     is_forbidden = is_token & ((words >> (tokens % 32)) & 1 == 0)
-    tl.store(logits_ptr + row * stride + tokens, float("-inf"), mask=is_forbidden)
+    tl.store(logits_ptr + row * logits_stride + tokens, float("-inf"), mask=is_forbidden)
 
 
 def forbid_tokens(logits_RV: Tensor, masks_MW: Tensor, rows_M: Tensor, slice_size: int = SLICE) -> None:
     """See ops.forbid_tokens. Row numbers are not checked, because the host would have to wait for the device."""
     V = logits_RV.shape[1]
     grid = (len(rows_M), ceil_div(V, slice_size))
-    _forbid_kernel[grid](logits_RV, masks_MW, rows_M, logits_RV.stride(0), V, SLICE=slice_size)
+    _forbid_kernel[grid](
+        logits_ptr=logits_RV,
+        masks_ptr=masks_MW,
+        rows_ptr=rows_M,
+        **row_strides(logits=logits_RV),
+        V=V,
+        SLICE=slice_size,
+    )
 
 
 def _highest(logits_RV: Tensor, tokens_R: Tensor, slice_size: int) -> Tensor:
@@ -333,8 +349,11 @@ def _highest(logits_RV: Tensor, tokens_R: Tensor, slice_size: int) -> Tensor:
     highest_RB = torch.empty((R, B), dtype=torch.float32, device=device)
     tokens_RB = torch.empty((R, B), dtype=torch.int32, device=device)
     highest_R = torch.empty(R, dtype=torch.float32, device=device)
-    _highest_kernel[(R, B)](logits_RV, highest_RB, tokens_RB, logits_RV.stride(0), V, SLICE=slice_size)
-    _join_highest_kernel[(R,)](highest_RB, tokens_RB, highest_R, tokens_R, B, BLOCK_B=next_power_of_2(B))
+    of_slices = {"highest_ptr": highest_RB, "token_ptr": tokens_RB}
+    _highest_kernel[(R, B)](logits_ptr=logits_RV, **row_strides(logits=logits_RV), V=V, **of_slices, SLICE=slice_size)
+    _join_highest_kernel[(R,)](
+        **of_slices, row_highest_ptr=highest_R, row_token_ptr=tokens_R, num_slices=B, BLOCK_B=next_power_of_2(B)
+    )
     return highest_R
 
 
@@ -360,26 +379,30 @@ def sample(
     highest_R = _highest(logits_RV, greedy_R, slice_size)
     k_masses, p_masses = torch.zeros((2, _ROUNDS.value, R, _PIVOTS.value), dtype=torch.int64, device=device)
     total_R = torch.zeros(R, dtype=torch.int64, device=device)
-    of_slices = torch.empty((3, R, B), dtype=torch.int64, device=device)
-    logits = (logits_RV, logits_RV.stride(0), V)
-    kept_by_k = (*logits, highest_R, temperature_R, min_p_R, top_k_R, k_masses)
+    above_RB, ties_RB, tie_units_RB = torch.empty((3, R, B), dtype=torch.int64, device=device)
+    by_k = {
+        **{"logits_ptr": logits_RV, "V": V, "top_k_ptr": top_k_R, "k_masses_ptr": k_masses, "num_rows": R},
+        **row_strides(logits=logits_RV),
+        "SLICE": slice_size,
+    }
+    of_units = {"highest_ptr": highest_R, "temperature_ptr": temperature_R, "min_p_ptr": min_p_R, "total_ptr": total_R}
+    kept_by_k = {**by_k, **of_units}
+    kept = {**kept_by_k, "top_p_ptr": top_p_R, "p_masses_ptr": p_masses}
+    of_slices = {"above_ptr": above_RB, "ties_ptr": ties_RB, "tie_units_ptr": tie_units_RB}
     grid = (R, B)
     for i in range(_ROUNDS.value):
-        _search_k_kernel[grid](*logits, top_k_R, k_masses, R, ROUND=i, SLICE=slice_size)
-    _total_kernel[grid](*kept_by_k, total_R, R, SLICE=slice_size)
-    kept = (*kept_by_k, top_p_R, total_R, p_masses)
+        _search_k_kernel[grid](**by_k, ROUND=i)
+    _total_kernel[grid](**kept_by_k)
     for i in range(_ROUNDS.value):
-        _search_p_kernel[grid](*kept, R, ROUND=i, SLICE=slice_size)
-    _weigh_slices_kernel[grid](*kept, *of_slices, R, SLICE=slice_size)
+        _search_p_kernel[grid](**kept, ROUND=i)
+    _weigh_slices_kernel[grid](**kept, **of_slices)
     _draw_kernel[(R,)](
-        *kept,
-        *of_slices,
-        uniform_R,
-        greedy_R,
-        token_ids_R,
-        R,
-        B,
-        SMALLEST_TEMPERATURE,
-        SLICE=slice_size,
+        **kept,
+        **of_slices,
+        uniform_ptr=uniform_R,
+        greedy_ptr=greedy_R,
+        token_ptr=token_ids_R,
+        num_slices=B,
+        smallest_temperature=SMALLEST_TEMPERATURE,
         BLOCK_B=next_power_of_2(B),
     )
