@@ -43,7 +43,7 @@ from torch import Tensor
 import quire.demo
 from quire import LLM, SamplingParams
 from quire.kernels import cpu
-from quire.layer_spec import distinct_experts
+from quire.layer_spec.feed_forward import distinct_experts
 from quire.measure import report
 from quire.model_config import ModelConfig, load_model_config
 

@@ -11,7 +11,7 @@ import pytest
 
 from quire.formats.kv_format import KV_FORMATS
 from quire.formats.kv_groups import KvGroup, kv_groups, num_tables, page_bytes, pages_alone, pages_for, table_of_layer
-from quire.layer_spec import KvSpec
+from quire.layer_spec.kv_spec import KvSpec
 from quire.model_config import ModelConfig, load_model_config
 from quire.planning.memory_plan import KvPages
 from quire.request import Request

@@ -6,7 +6,7 @@ from quire import envs
 from quire.config import ATTENTION_BACKENDS, EngineConfig
 from quire.errors import ConfigError
 from quire.formats.kv_format import kv_format
-from quire.layer_spec import Full
+from quire.layer_spec.attention import Full
 from quire.model_config import ModelConfig
 from quire.planning.flashinfer_facts import flashinfer_version, why_not_flashinfer
 from quire.planning.graph_sizes import graph_sizes

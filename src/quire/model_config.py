@@ -26,19 +26,13 @@ from quire.hf_config.json_file import read_object
 from quire.hf_config.layer_format import QuantizedCheckpoint
 from quire.hf_config.quantization import OUTPUT, SEPARATE_FILES, parse_description
 from quire.hf_config.translate import merge, translate
-from quire.layer_spec import (
-    Cut,
-    DraftHead,
-    Experts,
-    KvSpec,
-    LayerSpec,
-    LinearShape,
-    NormShape,
-    Placement,
-    RopeConfig,
-    Share,
-    Stage,
-)
+from quire.layer_spec.cuts import Cut, Placement, Share, Stage
+from quire.layer_spec.draft_head import DraftHead
+from quire.layer_spec.feed_forward import Experts
+from quire.layer_spec.kv_spec import KvSpec
+from quire.layer_spec.layer import LayerSpec
+from quire.layer_spec.rope_config import RopeConfig
+from quire.layer_spec.shapes import LinearShape, NormShape
 
 __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeConfig", "load_model_config"]
 

@@ -9,7 +9,8 @@ from quire.cost.arithmetic import StepArithmetic
 from quire.cost.calibrate import Fit
 from quire.cost.model import CostModel
 from quire.cost.step_time import Constants
-from quire.layer_spec import Attention, Chunked, Full, KvKind, State, Window
+from quire.layer_spec.attention import Attention, Chunked, Full, State, Window
+from quire.layer_spec.kv_spec import KvKind
 from quire.model_config import ModelConfig, load_model_config
 
 BOUND = 24  # tokens of a window or a chunk

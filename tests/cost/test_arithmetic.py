@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quire.cost.arithmetic import LayerKind, StepArithmetic
 from quire.formats.kv_format import kv_format
-from quire.layer_spec import Full
+from quire.layer_spec.attention import Full
 from tests.cost.models import BOUND, model_with
 
 ROWS = st.lists(st.tuples(st.integers(0, 100), st.integers(1, 60) | st.just(1)), min_size=1, max_size=6)

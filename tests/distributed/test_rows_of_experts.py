@@ -24,7 +24,7 @@ from quire.forward_batch import LaneRows
 from quire.kernels import cpu, extension
 from quire.kernels.experts import combine, route
 from quire.kernels.routing import Routing, RoutingRule
-from quire.layer_spec import Placement
+from quire.layer_spec.cuts import Placement
 from quire.moe.dispatch import Dispatch
 from quire.moe.stack import ExchangedStack
 

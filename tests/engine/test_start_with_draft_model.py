@@ -25,7 +25,8 @@ from quire.errors import ConfigError, QuireError
 from quire.formats.kv_format import kv_format
 from quire.forward_batch import ForwardBatch
 from quire.frontend.tokenizer import Tokenizer, check_same_vocabulary
-from quire.layer_spec import Full, LayerSpec, Window
+from quire.layer_spec.attention import Full, Window
+from quire.layer_spec.layer import LayerSpec
 from quire.life_cycle import Worker, WorkerSettings
 from quire.messages import Progress
 from quire.model_config import ModelConfig, load_model_config

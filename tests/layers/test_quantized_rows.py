@@ -10,7 +10,7 @@ from torch import Tensor
 import quire.demo
 from quire.kernels import cpu, fp8, gpu
 from quire.kernels.fp8 import Fp8Rows
-from quire.layer_spec import LinearShape
+from quire.layer_spec.shapes import LinearShape
 from quire.layers.activation import gated_activation
 from quire.layers.linear import Linear, SplitLinear
 from quire.layers.norm import RMSNorm

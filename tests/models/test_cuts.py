@@ -12,7 +12,9 @@ from quire.formats.stored_linear import StoredLinear, held_form, row_unit
 from quire.formats.weight_format import GGUF, PANEL_WIDTH
 from quire.gguf.types import TYPES
 from quire.hf_config.layer_format import LayerFormat
-from quire.layer_spec import Dense, Full, LinearShape
+from quire.layer_spec.attention import Full
+from quire.layer_spec.feed_forward import Dense
+from quire.layer_spec.shapes import LinearShape
 from quire.model_config import ModelConfig, load_model_config
 from quire.planning.cut_model import ModelCut
 

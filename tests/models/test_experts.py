@@ -18,7 +18,8 @@ from quire.errors import AdapterError, ModelConfigError, WeightsError
 from quire.formats.stored_linear import StoredLinear
 from quire.formats.weight_format import ON_LOAD
 from quire.kernels import cpu
-from quire.layer_spec import Cut, LinearShape
+from quire.layer_spec.cuts import Cut
+from quire.layer_spec.shapes import LinearShape
 from quire.layers.weight_slot import StackedSlots
 from quire.loader.safetensors import Checkpoint
 from quire.model_config import load_model_config

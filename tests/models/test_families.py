@@ -23,7 +23,7 @@ from quire.families import FAMILIES
 from quire.formats.weight_format import ON_LOAD, Fp8Format
 from quire.hf_config.translate import OPTIONAL_FIELDS
 from quire.kernels import cpu, gpu, reference
-from quire.layer_spec import Latent
+from quire.layer_spec.attention import Latent
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.form import ModelForm
 from quire.models.registry import CausalLM, build_model

@@ -12,24 +12,12 @@ import pytest
 import quire.demo
 from quire.cost.arithmetic import StepArithmetic
 from quire.formats.kv_format import KV_FORMATS
-from quire.layer_spec import (
-    Chunked,
-    Dense,
-    Experts,
-    Full,
-    HeadMatrices,
-    KvSpec,
-    Latent,
-    LayerSpec,
-    LinearShape,
-    Norms,
-    NormShape,
-    RopeConfig,
-    Router,
-    State,
-    Window,
-    distinct_experts,
-)
+from quire.layer_spec.attention import Chunked, Full, Latent, State, Window
+from quire.layer_spec.feed_forward import Dense, Experts, Router, distinct_experts
+from quire.layer_spec.kv_spec import KvSpec
+from quire.layer_spec.layer import LayerSpec, Norms
+from quire.layer_spec.rope_config import RopeConfig
+from quire.layer_spec.shapes import HeadMatrices, LinearShape, NormShape
 from quire.model_config import ModelConfig, load_model_config
 
 BF16, INT8 = KV_FORMATS["bfloat16"], KV_FORMATS["int8"]

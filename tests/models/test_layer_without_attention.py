@@ -18,7 +18,7 @@ from quire import LLM, SamplingParams
 from quire.families import FAMILIES
 from quire.formats.kv_format import KV_FORMATS
 from quire.hf_config.family import Family, LayerFacts, decoder_layer
-from quire.layer_spec import LayerSpec
+from quire.layer_spec.layer import LayerSpec
 from quire.model_config import load_model_config
 from tests.models.tiny_models import SIZES, hf_logits
 

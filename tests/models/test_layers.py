@@ -13,7 +13,8 @@ from quire.errors import ModelConfigError
 from quire.hf_config.fields import Fields
 from quire.hf_config.rope import parse_rope
 from quire.kernels import cpu
-from quire.layer_spec import LinearShape, RopeConfig
+from quire.layer_spec.rope_config import RopeConfig
+from quire.layer_spec.shapes import LinearShape
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import cos_sin_table, frequencies

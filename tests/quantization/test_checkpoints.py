@@ -26,7 +26,7 @@ from quire.formats.stored_linear import stored_from
 from quire.hf_config.fields import Fields
 from quire.hf_config.quantization import parse_description
 from quire.kernels import cpu, reference
-from quire.layer_spec import LinearShape
+from quire.layer_spec.shapes import LinearShape
 from quire.layers.linear import Linear, make_linear
 from quire.model_config import load_model_config
 from tests.covering import in_turn

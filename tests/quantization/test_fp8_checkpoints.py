@@ -25,7 +25,7 @@ from quire.hf_config.fields import Fields
 from quire.hf_config.quantization import parse_description
 from quire.kernels import cpu
 from quire.kernels.fp8 import fp8_rows
-from quire.layer_spec import LinearShape
+from quire.layer_spec.shapes import LinearShape
 from quire.layers.linear import make_linear
 from quire.model_config import load_model_config
 from tests.covering import in_turn

@@ -13,7 +13,7 @@ from quire.formats.weight_format import GGUF
 from quire.gguf.types import TYPES, TensorType
 from quire.hf_config.gguf_types import GgufWeights
 from quire.kernels import reference
-from quire.layer_spec import LinearShape
+from quire.layer_spec.shapes import LinearShape
 from quire.layers.linear import Linear
 from quire.quantization import gguf_blocks
 from quire.quantization.gguf import GgufBlocks

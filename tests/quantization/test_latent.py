@@ -13,7 +13,7 @@ import transformers
 
 from quire.formats.stored_linear import TAKEN_APART
 from quire.kernels import cpu
-from quire.layer_spec import Latent
+from quire.layer_spec.attention import Latent
 from quire.model_config import load_model_config
 from tests.loading import load_model
 from tests.models.tiny_models import QUANTIZED_ACTIVATIONS_TOLERANCE

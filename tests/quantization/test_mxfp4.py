@@ -13,7 +13,7 @@ from quire.formats.weight_format import MXFP4
 from quire.hf_config.fields import Fields
 from quire.hf_config.quantization import parse_description
 from quire.kernels.grouped import grouped_rows
-from quire.layer_spec import LinearShape
+from quire.layer_spec.shapes import LinearShape
 from quire.layers.linear import Linear
 from quire.quantization.select import select_scheme
 

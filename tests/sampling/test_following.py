@@ -10,7 +10,7 @@ import torch
 from quire.distributed.layout import shares
 from quire.distributed.shared_memory import SharedMemoryGroup
 from quire.kernels import cpu
-from quire.layer_spec import Share
+from quire.layer_spec.cuts import Share
 from quire.sampling.batch_params import SamplingState
 from quire.sampling.following import FEWEST_OF_PARTS, SharedSampler
 from quire.sampling.sampler import SampledTokens, Sampler

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from quire.formats.kv_groups import KvGroup, pages_for
-from quire.layer_spec import KvKind, KvSpec
+from quire.layer_spec.kv_spec import KvKind, KvSpec
 from quire.messages import SetLimits
 from quire.schedule import RowsFailedError, ScheduledBatch
 from tests.examples import examples

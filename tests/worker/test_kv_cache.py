@@ -7,7 +7,7 @@ import torch
 
 from quire.formats.kv_format import KV_FORMATS
 from quire.formats.kv_groups import KvGroup, page_bytes
-from quire.layer_spec import KvSpec
+from quire.layer_spec.kv_spec import KvSpec
 from quire.worker.kv_cache import allocate
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from quire.attention.backend import AttentionBackend
 from quire.forward_batch import ForwardBatch
 from quire.kernels.layer_rules import HeadRotation
 from quire.kernels.ops import rope_and_cache
-from quire.layer_spec import Share
+from quire.layer_spec.cuts import Share
 from quire.layers.norm import RMSNorm
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 

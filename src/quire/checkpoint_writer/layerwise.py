@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.checkpoint_writer.awq import Inputs
 from quire.formats.kv_groups import KvGroup, kv_groups
 from quire.forward_batch import ForwardBatch
-from quire.layer_spec import LinearShape
+from quire.layer_spec.shapes import LinearShape
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.model_config import ModelConfig

@@ -23,7 +23,7 @@ from quire.errors import ConfigError
 from quire.frontend.tokenizer import Tokenizer
 from quire.hf_config.quantization import OUTPUT
 from quire.kernels import cpu
-from quire.layer_spec import Latent
+from quire.layer_spec.attention import Latent
 from quire.loader.safetensors import Checkpoint, open_checkpoint
 from quire.messages import Progress
 from quire.model_config import DTYPE_BYTES, ModelConfig

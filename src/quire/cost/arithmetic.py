@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 from quire.formats.kv_format import kv_format
 from quire.formats.weight_format import Fp8Format, GroupedFormat
-from quire.layer_spec import KvKind, KvSpec, LinearShape, distinct_experts
+from quire.layer_spec.feed_forward import distinct_experts
+from quire.layer_spec.kv_spec import KvKind, KvSpec
+from quire.layer_spec.shapes import LinearShape
 from quire.model_config import ModelConfig
 
 

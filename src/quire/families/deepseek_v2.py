@@ -10,7 +10,7 @@ from quire.hf_config.feed_forward import SIGMOID_OF_GGUF, ExpertsForm, group_rou
 from quire.hf_config.fields import Fields
 from quire.hf_config.gguf_metadata import GgufMetadata
 from quire.hf_config.latent import DEFAULTS, GGUF_NAMES, latent_attention, latent_of_gguf, yarn_of_gguf
-from quire.layer_spec import LayerSpec
+from quire.layer_spec.layer import LayerSpec
 
 
 def has_experts(fields: Fields, layer: int) -> bool:

@@ -11,7 +11,7 @@ from quire.hf_config.feed_forward import group_routing, group_routing_of_gguf
 from quire.hf_config.fields import Fields
 from quire.hf_config.gguf_metadata import GgufMetadata
 from quire.hf_config.latent import DEFAULTS, latent_attention, latent_of_gguf
-from quire.layer_spec import LayerSpec
+from quire.layer_spec.layer import LayerSpec
 
 
 def _routing(fields: Fields) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from quire.hf_config.family import Family, GgufForm, LayerFacts, decoder_layer
 from quire.hf_config.feed_forward import ExpertsForm, group_routing, group_routing_of_gguf
 from quire.hf_config.fields import Fields
 from quire.hf_config.gguf_metadata import GgufMetadata
-from quire.layer_spec import Full, LayerSpec, QkNorm
+from quire.layer_spec.attention import Full, QkNorm
+from quire.layer_spec.layer import LayerSpec
 
 
 def _has_experts(fields: Fields, layer: int) -> bool:

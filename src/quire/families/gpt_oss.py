@@ -9,7 +9,8 @@ from quire.hf_config.family import Family, GgufForm, LayerFacts, by_layer_types,
 from quire.hf_config.feed_forward import ExpertsForm
 from quire.hf_config.fields import Fields
 from quire.hf_config.gguf_metadata import GgufMetadata
-from quire.layer_spec import Full, LayerSpec
+from quire.layer_spec.attention import Full
+from quire.layer_spec.layer import LayerSpec
 
 _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # the parameters of the kernels
 

@@ -10,7 +10,9 @@ from quire.families.smollm3 import has_rope
 from quire.hf_config.family import Family, LayerFacts, decoder_layer
 from quire.hf_config.feed_forward import ExpertsForm, gated_mlp
 from quire.hf_config.fields import Fields
-from quire.layer_spec import Chunked, FeedForward, Full, LayerSpec
+from quire.layer_spec.attention import Chunked, Full
+from quire.layer_spec.feed_forward import FeedForward
+from quire.layer_spec.layer import LayerSpec
 
 
 def _has_experts(fields: Fields, layer: int) -> bool:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from quire.families.qwen2_moe import routing
 from quire.hf_config.family import Family, GgufForm, LayerFacts, decoder_layer
 from quire.hf_config.feed_forward import ExpertsForm
-from quire.layer_spec import Full, LayerSpec
+from quire.layer_spec.attention import Full
+from quire.layer_spec.layer import LayerSpec
 
 _SMALLEST_CLIP = 1e-6
 

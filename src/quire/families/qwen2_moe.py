@@ -9,7 +9,8 @@ from quire.families import qwen2
 from quire.hf_config.family import Family, GgufForm, LayerFacts, by_layer_types, decoder_layer
 from quire.hf_config.feed_forward import ExpertsForm
 from quire.hf_config.fields import Fields
-from quire.layer_spec import Full, LayerSpec
+from quire.layer_spec.attention import Full
+from quire.layer_spec.layer import LayerSpec
 
 
 def has_experts(fields: Fields, layer: int) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from quire.formats.kv_format import KvFormat
-from quire.layer_spec import KvSpec
+from quire.layer_spec.kv_spec import KvSpec
 from quire.model_config import ModelConfig
 
 MAX_PADDING = 0.04  # a group's layers may leave this share of its pages unused in the last table

@@ -15,7 +15,7 @@ from quire.formats.weight_format import GGUF, K_UNIT, MXFP4, Fp8Format, GroupedF
 from quire.gguf.types import FLOAT_TYPES, TensorType
 from quire.hf_config.gguf_types import GgufWeights
 from quire.hf_config.layer_format import LayerFormat, QuantizedCheckpoint
-from quire.layer_spec import LinearShape
+from quire.layer_spec.shapes import LinearShape
 
 TAKEN_APART = "taken apart into matrices of heads in the model's dtype"
 

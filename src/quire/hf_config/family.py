@@ -9,18 +9,12 @@ from typing import Any, NamedTuple
 from quire.hf_config.feed_forward import ExpertsForm, gated_mlp
 from quire.hf_config.fields import Fields
 from quire.hf_config.gguf_metadata import GgufMetadata
-from quire.layer_spec import (
-    Cut,
-    FeedForward,
-    Full,
-    LayerSpec,
-    LinearShape,
-    Norms,
-    NormShape,
-    QkNorm,
-    RopeConfig,
-    Window,
-)
+from quire.layer_spec.attention import Full, QkNorm, Window
+from quire.layer_spec.cuts import Cut
+from quire.layer_spec.feed_forward import FeedForward
+from quire.layer_spec.layer import LayerSpec, Norms
+from quire.layer_spec.rope_config import RopeConfig
+from quire.layer_spec.shapes import LinearShape, NormShape
 
 LayerRule = Callable[[Fields, int], bool]  # (file with defaults, layer) -> whether the rule holds for this layer
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from quire.hf_config.fields import Fields
 from quire.hf_config.gguf_metadata import GgufMetadata
-from quire.layer_spec import Cut, Dense, Experts, LinearShape, Router, Scoring, StackedForm
+from quire.layer_spec.cuts import Cut
+from quire.layer_spec.feed_forward import Dense, Experts, Router, Scoring
+from quire.layer_spec.shapes import LinearShape, StackedForm
 
 _MAX_EXPERTS = 4096
 SIGMOID_OF_GGUF = 2  # llama.cpp's number of the scoring function

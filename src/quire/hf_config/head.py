@@ -13,7 +13,10 @@ from quire.errors import ModelConfigError
 from quire.hf_config.family import Family, LayerFacts, decoder_layer
 from quire.hf_config.fields import Fields
 from quire.hf_config.translate import merge, translate
-from quire.layer_spec import DraftHead, Full, LayerSpec, LinearShape, Norms, NormShape
+from quire.layer_spec.attention import Full
+from quire.layer_spec.draft_head import DraftHead
+from quire.layer_spec.layer import LayerSpec, Norms
+from quire.layer_spec.shapes import LinearShape, NormShape
 
 _LAYER = "model.layers.0."
 MTP_PREFIX = "model.mtp_layers."

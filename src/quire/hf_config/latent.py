@@ -8,7 +8,9 @@ from typing import Any
 from quire.hf_config.family import LayerFacts
 from quire.hf_config.fields import Fields
 from quire.hf_config.gguf_metadata import GgufMetadata
-from quire.layer_spec import Cut, HeadMatrices, Latent, LinearShape, NormShape
+from quire.layer_spec.attention import Latent
+from quire.layer_spec.cuts import Cut
+from quire.layer_spec.shapes import HeadMatrices, LinearShape, NormShape
 
 # Fields of config.json with their defaults in DeepSeek's config classes.
 DEFAULTS: dict[str, Any] = {

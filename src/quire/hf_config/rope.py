@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from quire.hf_config.fields import Fields
-from quire.layer_spec import RopeConfig
+from quire.layer_spec.rope_config import RopeConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _PHI3_LONGROPE = ("su", "yarn")  # the first Phi-3 files have these names for it

@@ -12,7 +12,8 @@ from quire.hf_config.fields import Fields
 from quire.hf_config.quantization import parse_quantization
 from quire.hf_config.refusal import refusal
 from quire.hf_config.rope import max_model_len, parse_rope
-from quire.layer_spec import NormShape, RopeConfig
+from quire.layer_spec.rope_config import RopeConfig
+from quire.layer_spec.shapes import NormShape
 
 # Fields that change the arithmetic of some families only, with the value that changes nothing.
 OPTIONAL_FIELDS: Mapping[str, Any] = {

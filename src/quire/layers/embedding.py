@@ -15,7 +15,7 @@ from quire.formats.stored_linear import StoredLinear
 from quire.kernels import cpu, gpu
 from quire.kernels.lora import LoraTable, add_lora
 from quire.kernels.pages import copied
-from quire.layer_spec import LinearShape
+from quire.layer_spec.shapes import LinearShape
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import Extent, WeightSlot, WeightSlots
 from quire.quantization.select import select_scheme

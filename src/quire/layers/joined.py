@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.distributed.group import Group
 from quire.kernels.fp8 import Rows
-from quire.layer_spec import Share
+from quire.layer_spec.cuts import Share
 from quire.layers.embedding import Lookup
 from quire.layers.linear import Projection
 from quire.layers.norm import RMSNorm

@@ -19,7 +19,7 @@ from quire.kernels import cpu, gpu
 from quire.kernels.fp8 import PackedFp8, Rows, quantizes_activations
 from quire.kernels.lora import LoraTable, RowAdapters
 from quire.kernels.weight_memory import WEIGHTS, Memory
-from quire.layer_spec import LinearShape
+from quire.layer_spec.shapes import LinearShape
 from quire.layers.rope import halves_from_pairs
 from quire.layers.weight_slot import Extent, WeightSlot, WeightSlots
 from quire.quantization.scheme import CheckedTensor, LinearLayer, QuantScheme, ShardedTensor

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.kernels.fp8 import Rows, rms_norm_to_fp8
 from quire.kernels.ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from quire.layer_spec import NormShape
+from quire.layer_spec.shapes import NormShape
 from quire.layers.linear import Projection
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from quire.layer_spec import RopeConfig
+from quire.layer_spec.rope_config import RopeConfig
 
 
 def halves_from_pairs(weight: Tensor, num_heads: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.formats.stored_linear import StoredLinear
 from quire.kernels.head_linear import PackedHeads, head_linear, pack_heads
-from quire.layer_spec import LinearShape
+from quire.layer_spec.shapes import LinearShape
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import WeightSlots
 from quire.quantization.select import select_scheme

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.gguf.file import GgufFile, TensorInfo, open_gguf
 from quire.gguf.types import FLOAT_TYPES
 from quire.hf_config.gguf_types import GgufWeights
-from quire.layer_spec import Full, Latent
+from quire.layer_spec.attention import Full, Latent
 from quire.layers.rope import halves_from_pairs
 from quire.layers.weight_slot import Extent, ExtentOf
 from quire.loader.extents import all_of

@@ -18,19 +18,12 @@ from quire.attention.layer import Attention, Sinks
 from quire.forward_batch import ForwardBatch
 from quire.kernels.fp8 import Rows
 from quire.kernels.layer_rules import LatentRotation
-from quire.layer_spec import (
-    Chunked,
-    Dense,
-    Experts,
-    Full,
-    Latent,
-    LayerSpec,
-    LinearShape,
-    NormShape,
-    RopeConfig,
-    Share,
-    Window,
-)
+from quire.layer_spec.attention import Chunked, Full, Latent, Window
+from quire.layer_spec.cuts import Share
+from quire.layer_spec.feed_forward import Dense, Experts
+from quire.layer_spec.layer import LayerSpec
+from quire.layer_spec.rope_config import RopeConfig
+from quire.layer_spec.shapes import LinearShape, NormShape
 from quire.layers.activation import gated_activation
 from quire.layers.joined import JoinedLinear, JoinedNorm
 from quire.layers.linear import Linear, Projection, make_linear

@@ -19,7 +19,7 @@ from quire.formats.kv_groups import kv_groups, table_of_layer
 from quire.forward_batch import ForwardBatch, HostStep, LaneRows, LayerCache
 from quire.hf_config.quantization import OUTPUT
 from quire.kernels.fp8 import Rows
-from quire.layer_spec import RopeConfig
+from quire.layer_spec.rope_config import RopeConfig
 from quire.layers.embedding import Embedding, Lookup, OutputProjection, PackedEmbedding
 from quire.layers.joined import JoinedLookup
 from quire.layers.linear import Linear

@@ -16,7 +16,7 @@ from quire.forward_batch import ForwardBatch
 from quire.kernels.fp8 import Rows
 from quire.kernels.layer_rules import LatentRotation
 from quire.kernels.ops import latent_rope_and_cache
-from quire.layer_spec import Latent
+from quire.layer_spec.attention import Latent
 from quire.layers.joined import JoinedLinear
 from quire.layers.linear import Projection
 from quire.layers.norm import RMSNorm

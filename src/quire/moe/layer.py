@@ -18,7 +18,7 @@ from quire.kernels import ops
 from quire.kernels.experts import combine, route
 from quire.kernels.fp8 import Rows
 from quire.kernels.routing import RoutingRule
-from quire.layer_spec import Experts
+from quire.layer_spec.feed_forward import Experts
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import WeightSlot
 from quire.moe.dispatch import Dispatch

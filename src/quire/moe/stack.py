@@ -20,7 +20,7 @@ from quire.formats.stored_linear import StoredLinear, row_unit
 from quire.kernels.expert_stack import PackedStack, StackBuilder
 from quire.kernels.experts import expert_linear
 from quire.kernels.routing import Routing
-from quire.layer_spec import Placement, Share
+from quire.layer_spec.cuts import Placement, Share
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import StackedSlots, WeightSlot
 from quire.quantization.select import select_scheme

@@ -15,7 +15,10 @@ from quire.distributed.layout import head_shares, place_experts, shares
 from quire.errors import ConfigError, ModelConfigError
 from quire.formats.stored_linear import row_unit
 from quire.formats.weight_format import PANEL_WIDTH
-from quire.layer_spec import Attention, Dense, Experts, FeedForward, Full, Latent, LinearShape, Placement, Share
+from quire.layer_spec.attention import Attention, Full, Latent
+from quire.layer_spec.cuts import Placement, Share
+from quire.layer_spec.feed_forward import Dense, Experts, FeedForward
+from quire.layer_spec.shapes import LinearShape
 from quire.model_config import ModelConfig
 
 MOST_HEAD_DIM = 576  # kMaxHeadDim of csrc/include/quire/kernels/kv_cache.h

@@ -17,7 +17,8 @@ from quire.distributed.layout import Grid
 from quire.errors import ConfigError
 from quire.formats.kv_groups import kv_groups
 from quire.formats.weight_format import DTYPE_BYTES, ON_LOAD
-from quire.layer_spec import LinearShape, Stage
+from quire.layer_spec.cuts import Stage
+from quire.layer_spec.shapes import LinearShape
 from quire.model_config import ModelConfig
 from quire.planning.cut_model import ExpertCut, ModelCut, check_degree, check_division
 

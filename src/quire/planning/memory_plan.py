@@ -14,7 +14,9 @@ from quire.errors import MemoryPlanError
 from quire.formats.kv_format import KvFormat, kv_format
 from quire.formats.kv_groups import KvGroup, kv_groups, longest_request, page_bytes, pages_for
 from quire.formats.weight_format import packs_floats
-from quire.layer_spec import Dense, Experts, Full, Latent, LayerSpec
+from quire.layer_spec.attention import Full, Latent
+from quire.layer_spec.feed_forward import Dense, Experts
+from quire.layer_spec.layer import LayerSpec
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source
 from quire.resolve import GIB, DeviceFacts, shown_bytes

@@ -13,7 +13,7 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.cost.step_time import StepTime
 from quire.formats.kv_format import kv_format
-from quire.layer_spec import distinct_experts
+from quire.layer_spec.feed_forward import distinct_experts
 from quire.model_config import ModelConfig, WeightBytes
 from quire.planning.estimate import Estimate, table
 from quire.planning.fits import Fit, WeightsForm, fit_of, possible_forms, weight_bytes

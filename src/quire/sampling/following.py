@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.distributed.group import AgreedError, Group
-from quire.layer_spec import Share
+from quire.layer_spec.cuts import Share
 from quire.sampling.batch_params import SamplingState
 from quire.sampling.grammars import GrammarMasks
 from quire.sampling.sampler import NOT_NUMBERS, LaunchedTokens, Sampler

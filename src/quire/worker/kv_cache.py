@@ -21,7 +21,7 @@ from quire.formats.kv_groups import DrafterLayers, KvGroup, kv_groups, page_byte
 from quire.forward_batch import LayerCache
 from quire.kernels import gpu
 from quire.kernels.weight_memory import map_huge_pages
-from quire.layer_spec import KvSpec
+from quire.layer_spec.kv_spec import KvSpec
 from quire.model_config import ModelConfig
 from quire.settings import DrafterSettings, ModelSettings
 

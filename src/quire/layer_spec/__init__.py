@@ -1,0 +1,1 @@
+"""The specs of a model's layers: their parts, shapes, content of the cache, and how ranks share them. No torch."""
