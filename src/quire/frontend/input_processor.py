@@ -183,23 +183,7 @@ class InputProcessor:
             InvalidRequestError: a field is illegal. ContextLengthError: prompt and output do not fit the context.
         """
         params = self.default_params() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(
-                f"sampling_params is a {type(params).__name__}", expected="SamplingParams", param="sampling_params"
-            )
-        params.verify(self.limits.vocab_size, self.limits.max_logprobs)
-        if params.bad_words_spelled is not None:  # `verify` accepts the field, because it is made here for the engine
-            raise InvalidRequestError(
-                "bad_words_spelled is computed from bad_words and cannot be given",
-                fix="Use bad_words",
-                param="bad_words_spelled",
-            )
-        if params.grammar is not None:
-            raise InvalidRequestError(
-                "grammar is computed from structured_outputs and cannot be given",
-                fix="Use structured_outputs",
-                param="grammar",
-            )
+        self._check_params(params)
         _check_request_id(request_id)
         if type(priority) is not int or abs(priority) > MAX_PRIORITY:
             raise InvalidRequestError(
@@ -235,6 +219,19 @@ class InputProcessor:
         ]
         tokenizer = self.use_tokenizer() if own.grammar is not None and grammar is None else None
         return ProcessedRequest(request_id, text, ids, own, requests, tokenizer, trace_headers=trace_headers)
+
+    def _check_params(self, params: object) -> None:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params is a {type(params).__name__}", expected="SamplingParams", param="sampling_params"
+            )
+        params.verify(self.limits.vocab_size, self.limits.max_logprobs)
+        # `verify` accepts these fields, because they are made here for the engine.
+        for computed, source in (("bad_words_spelled", "bad_words"), ("grammar", "structured_outputs")):
+            if getattr(params, computed) is not None:
+                raise InvalidRequestError(
+                    f"{computed} is computed from {source} and cannot be given", fix=f"Use {source}", param=computed
+                )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. A text that cannot fit the context is refused before tokenization."""

@@ -56,6 +56,16 @@ from quire.server.state import (
 
 logger = get_logger(__name__)
 
+# The endpoints that generate. Requests to them pass the queue of the door.
+GENERATION = {
+    "/v1/chat/completions": chat_completions,
+    "/v1/completions": completions,
+    "/v1/chat/completions/batch": chat_batch.batch,
+    "/invocations": invocations.invocations,
+    "/v1/messages": messages.messages,
+    "/v1/responses": responses.create,
+}
+
 
 def create_app(
     engine: AsyncEngine, tokenizer: Tokenizer | None, settings: AppSettings, metrics: PrometheusMetrics | None = None
@@ -72,18 +82,43 @@ def create_app(
     """
     check_api_keys(settings.api_keys)
     state = ServerState(engine, tokenizer, settings, metrics)
-    generation = {
-        "/v1/chat/completions": chat_completions,
-        "/v1/completions": completions,
-        "/v1/chat/completions/batch": chat_batch.batch,
-        "/invocations": invocations.invocations,
-        "/v1/messages": messages.messages,
-        "/v1/responses": responses.create,
-    }
+    routes = _routes(state)
+    middleware = [
+        Middleware(RequestContext, state=state),
+        *cors_middleware(settings.server),
+        Middleware(
+            AccessControl,
+            api_keys=settings.api_keys,
+            allowed_hosts=settings.allowed_hosts,
+            keyless_paths=["/metrics"] if settings.server.prometheus_public else [],
+        ),
+        Middleware(Door, state=state, queued_paths={*GENERATION, *openapi.ALIASES}),
+    ]
+    if metrics is not None:
+        middleware.insert(0, Middleware(CountRequests, metrics=metrics.http, routes=routes))
+    if root_path := settings.server.root_path:
+        middleware.insert(0, Middleware(StripPrefix, prefix=root_path))
+    app = Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={
+            QuireError: on_quire_error,
+            HTTPException: on_http_exception,
+            ClientDisconnect: _on_disconnect,
+        },
+        lifespan=_lifespan(state),
+    )
+    app.router.redirect_slashes = False
+    app.state.quire = state
+    return app
+
+
+def _routes(state: ServerState) -> list[Route]:
+    settings = state.settings
     routes = [
         *page.routes(settings.server.root_path),
-        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generation.items()),
-        *(Route(alias, generation[path], methods=["POST"]) for alias, path in openapi.ALIASES.items()),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in GENERATION.items()),
+        *(Route(alias, GENERATION[path], methods=["POST"]) for alias, path in openapi.ALIASES.items()),
         Route("/v1/chat/completions/render", render_chat, methods=["POST"]),
         Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
         Route("/v1/responses/input_tokens", responses.count_tokens, methods=["POST"]),
@@ -111,34 +146,7 @@ def create_app(
         routes += development.routes()
     if settings.server.enable_tokenizer_info_endpoint:
         routes.append(Route("/tokenizer_info", tokenization.tokenizer_info, methods=["GET"]))
-    middleware = [
-        Middleware(RequestContext, state=state),
-        *cors_middleware(settings.server),
-        Middleware(
-            AccessControl,
-            api_keys=settings.api_keys,
-            allowed_hosts=settings.allowed_hosts,
-            keyless_paths=["/metrics"] if settings.server.prometheus_public else [],
-        ),
-        Middleware(Door, state=state, queued_paths={*generation, *openapi.ALIASES}),
-    ]
-    if metrics is not None:
-        middleware.insert(0, Middleware(CountRequests, metrics=metrics.http, routes=routes))
-    if root_path := settings.server.root_path:
-        middleware.insert(0, Middleware(StripPrefix, prefix=root_path))
-    app = Starlette(
-        routes=routes,
-        middleware=middleware,
-        exception_handlers={
-            QuireError: on_quire_error,
-            HTTPException: on_http_exception,
-            ClientDisconnect: _on_disconnect,
-        },
-        lifespan=_lifespan(state),
-    )
-    app.router.redirect_slashes = False
-    app.state.quire = state
-    return app
+    return routes
 
 
 class StripPrefix:
