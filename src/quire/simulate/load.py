@@ -138,19 +138,25 @@ class Client:
             if core.last_record is not None:
                 self.totals.add(core.last_record)
                 door.on_step(core.last_record)
-            num_ended = 0
-            for delta in deltas:
-                sent = in_flight[delta.request_id]
-                if _note(sent, delta, clock.now):
-                    door.on_first_token(delta.request_id, sent.outcome.ttft)
-                if delta.finish_reason is not None:
-                    sent.outcome.success = not sent.outcome.error
-                    num_ended += sent.outcome.success
-                    del in_flight[delta.request_id]
-                    door.on_left(delta.request_id)
-                    on_done()
-            door.on_answers(num_ended)
+            self._take_in(deltas, in_flight, on_done)
         return Run(outcomes, clock.now - start, client_cpu_seconds=0.0)
+
+    def _take_in(
+        self, deltas: Sequence[RequestDelta], in_flight: dict[str, _Sent], on_done: Callable[[], object]
+    ) -> None:
+        """Give the results of a step to their requests. Requests that have ended leave `in_flight`."""
+        num_ended = 0
+        for delta in deltas:
+            sent = in_flight[delta.request_id]
+            if _note(sent, delta, self.clock.now):
+                self.door.on_first_token(delta.request_id, sent.outcome.ttft)
+            if delta.finish_reason is not None:
+                sent.outcome.success = not sent.outcome.error
+                num_ended += sent.outcome.success
+                del in_flight[delta.request_id]
+                self.door.on_left(delta.request_id)
+                on_done()
+        self.door.on_answers(num_ended)
 
 
 def _note(sent: _Sent, delta: RequestDelta, now: float) -> bool:
