@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from quire.forward_batch import ForwardBatch, LayerCache
 from quire.kernels import cpu, extension
 from quire.kernels.layer_rules import AttentionRule
 
-if TYPE_CHECKING:
-    from quire import _C
-
 SLOT_BYTES = 1 << 20  # the bytes of a rank in one turn; larger results take several turns
 # The time that a waiting rank spins before it sleeps: if it has a core of its own, and if others need the core.
 SPIN_MICROSECONDS, SHORT_SPIN_MICROSECONDS = 200, 5
@@ -41,8 +38,7 @@ def make_memory(grid: Grid) -> int:
 
     Raises ConfigError if the compiled kernels are not in use, and OSError.
     """
-    extension.require("A model that ranks share")
-    group = extension.C.SharedGroup
+    group = extension.require("A model that ranks share").SharedGroup
     num_bytes = group.first_part + sum(
         group.num_bytes(size=len(members), slot_bytes=SLOT_BYTES) for members in grid.groups()
     )
@@ -159,14 +155,14 @@ class SharedMemoryGroup:
         number: the number of this rank among all ranks.
     """
 
-    def __init__(self, shared: _C.SharedGroup, members: tuple[int, ...], number: int) -> None:
+    def __init__(self, shared: Any, members: tuple[int, ...], number: int) -> None:
         self.rank, self.size = members.index(number), len(members)
         self._shared = shared
         self._rows = torch.empty(0)  # the memory of the results of gather_rows
 
     @property
     def waited_seconds(self) -> float:
-        return self._shared.waited_seconds
+        return float(self._shared.waited_seconds)
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         return self.gather_to(None, part, widths)
@@ -238,7 +234,7 @@ class SharedMemoryGroup:
     @property
     def failed_rank(self) -> int | None:
         """The number of the rank that failed first; None: no rank has failed."""
-        rank = self._shared.aborted
+        rank = int(self._shared.aborted)
         return None if rank < 0 else rank
 
 

@@ -104,7 +104,7 @@ def recorded_calls() -> Iterator[list[Callable[[], Any]]]:
     nothing changes them. It does not keep tensors alive.
     """
     calls: list[Callable[[], Any]] = []
-    module, thread = globals(), threading.get_ident()
+    module, thread = globals(), threading.get_ident()  # to mypy, _C is a module, which nothing replaces
     with _recording:
         recorder = module["_C"]
         if not isinstance(recorder, _RecordedExtension):
@@ -208,12 +208,11 @@ def gemm_heads(x_THK: Tensor, weight: _C.PackedWeight, out_THN: Tensor) -> None:
     _C.HeadGemm(x=x_THK, weight=weight, out=out_THN).run()
 
 
-def weight_rows(weight: _C.PackedWeight, rows_T: Tensor, out_TK: Tensor) -> None:
-    """Copy rows of a `packed_weight` to `out`, dequantized if necessary. rows (int64) and out are contiguous.
-
-    Raises IndexError for a row that the weight does not have.
-    """
-    _C.WeightRows(weight=weight, rows=rows_T, out=out_TK).run()
+def weight_rows(weight: _C.PackedWeight, rows_T: Tensor, K: int, dtype: torch.dtype) -> Tensor:
+    """Rows [T, K] of a `packed_weight`, dequantized if necessary. Raises IndexError for a row that it does not have."""
+    out_TK = torch.empty((len(rows_T), K), dtype=dtype)
+    _C.WeightRows(weight=weight, rows=rows_T.contiguous(), out=out_TK).run()
+    return out_TK
 
 
 def grouped_form(grouped_format: GroupedFormat) -> _C.GroupedForm:

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +24,6 @@ from quire.kernels.lora import RowAdapters
 from quire.kernels.product import check_product, check_result_dtype, check_rows, check_weight, result_memory
 from quire.kernels.strides import contiguous_rows
 from quire.kernels.weight_memory import WEIGHTS, Memory
-
-if TYPE_CHECKING:
-    from quire import _C
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ class PackedLinear:
     is_packed: bool
 
     @cached_property
-    def panels(self) -> _C.PackedWeight:
+    def panels(self) -> cpu._C.PackedWeight:
         """The weight as the kernels take it: see cpu.packed_weight."""
         return cpu.packed_weight(self.data, self.N, self.K)
 
@@ -156,6 +152,4 @@ def packed_rows(packed: PackedLinear, rows_T: Tensor) -> Tensor:
     if not packed.is_packed:
         reference.check_rows(rows_T, packed.N)
         return F.embedding(rows_T, packed.data)
-    out_TK = torch.empty((len(rows_T), packed.K), dtype=packed.dtype)
-    cpu.weight_rows(packed.panels, rows_T.contiguous(), out_TK)
-    return out_TK
+    return cpu.weight_rows(packed.panels, rows_T, packed.K, packed.dtype)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from quire.kernels.dense import PackedLinear
 from quire.kernels.fp8 import PackedFp8
 from quire.kernels.grouped import PackedGrouped, pack_grouped, unpack_grouped
 from quire.kernels.weight_memory import WEIGHTS, Memory
-
-if TYPE_CHECKING:
-    from quire import _C
 
 Packed = PackedLinear | PackedFp8 | PackedGrouped
 
@@ -54,7 +51,7 @@ class PackedStack:
         return self.weight.data if isinstance(self.weight, PackedLinear) else self.weight.tensor
 
     @cached_property
-    def panels(self) -> _C.ExpertStack:
+    def panels(self) -> cpu._C.ExpertStack:
         """The stack as the CPU kernels take it: see cpu.expert_stack."""
         return cpu.expert_stack(replace(self.weight, N=self.N).panels, self.E)
 

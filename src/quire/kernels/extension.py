@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from quire import envs
 from quire.errors import ConfigError
@@ -34,8 +35,8 @@ def how_to_build() -> str:
     return f"{compiler} `pip install --force-reinstall --no-deps --no-cache-dir --no-binary quire quire`"
 
 
-def require(who: str) -> None:
-    """Raises ConfigError if the extension is not built. It is for functions without a wrapper.
+def require(who: str) -> Any:
+    """The extension, for functions without a wrapper. Raises ConfigError if it is not built.
 
     Args:
         who: the beginning of the error's first sentence.
@@ -47,6 +48,7 @@ def require(who: str) -> None:
             expected="the compiled extension",
             fix=how_to_build(),
         )
+    return C
 
 
 def wished_isa() -> str | None:

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,9 +28,6 @@ from quire.kernels.product import check_product, check_result_dtype, check_rows,
 from quire.kernels.strides import contiguous_rows
 from quire.kernels.weight_memory import WEIGHTS, Memory
 
-if TYPE_CHECKING:
-    from quire import _C
-
 # With fewer rows, reading the weight takes longer than multiplying, so activations need not be FP8. The limit is above
 # the largest CUDA graph (256 rows), because padding must not change the arithmetic of a row.
 _FEWEST_QUANTIZED_ROWS = 257
@@ -44,7 +40,7 @@ class PackedFp8(PackedCodes[Fp8Weight]):
     group_size: int
 
     @cached_property
-    def panels(self) -> _C.PackedWeight:
+    def panels(self) -> cpu._C.PackedWeight:
         """`data` in the form of the CPU kernels."""
         assert self.data is not None
         return cpu.packed_weight(self.data, self.N, self.K, fp8_group_size=self.group_size)
@@ -254,6 +250,4 @@ def fp8_rows(packed: PackedFp8, rows_T: Tensor, dtype: torch.dtype) -> Tensor:
         assert packed.weight is not None
         reference.check_rows(rows_T, packed.N)
         return reference.dequantize_fp8(packed.weight.rows(rows_T)).to(dtype)
-    out_TK = torch.empty((len(rows_T), packed.K), dtype=dtype)
-    cpu.weight_rows(packed.panels, rows_T.contiguous(), out_TK)
-    return out_TK
+    return cpu.weight_rows(packed.panels, rows_T, packed.K, dtype)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from quire.kernels.product import check_product, check_rows, check_weight, resul
 from quire.kernels.strides import contiguous_rows
 from quire.kernels.weight_memory import WEIGHTS, Memory
 
-if TYPE_CHECKING:
-    from quire import _C
-
 
 @dataclass(frozen=True)
 class PackedGrouped(PackedCodes[GroupedWeight]):
@@ -43,7 +40,7 @@ class PackedGrouped(PackedCodes[GroupedWeight]):
     format: GroupedFormat
 
     @cached_property
-    def panels(self) -> _C.PackedWeight:
+    def panels(self) -> cpu._C.PackedWeight:
         """`data` in the form of the CPU kernels."""
         assert self.data is not None
         form = cpu.grouped_form(self.format)
@@ -185,9 +182,7 @@ def grouped_rows(packed: PackedGrouped, rows_T: Tensor, dtype: torch.dtype) -> T
     """
     check_rows(rows_T, packed.tensor, dtype)
     if packed.data is not None and cpu.available() and packed.data.device.type == "cpu":
-        out_TK = torch.empty((len(rows_T), packed.K), dtype=dtype)
-        cpu.weight_rows(packed.panels, rows_T.contiguous(), out_TK)
-        return out_TK
+        return cpu.weight_rows(packed.panels, rows_T, packed.K, dtype)
     reference.check_rows(rows_T, packed.N)
     return reference.dequantize_grouped(_unpacked_rows(packed, rows_T)).to(dtype)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,9 +18,6 @@ from quire.kernels import cpu, gpu, reference
 from quire.kernels.dense import packs
 from quire.kernels.guards import check_dtype, check_filled, check_last_stride, check_places, check_shape
 from quire.kernels.weight_memory import WEIGHTS
-
-if TYPE_CHECKING:
-    from quire import _C
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class PackedHeads:
     is_packed: bool
 
     @cached_property
-    def panels(self) -> _C.PackedWeight:
+    def panels(self) -> cpu._C.PackedWeight:
         """The first matrix as the kernels take it: see cpu.gemm_heads."""
         return cpu.packed_weight(self.data, self.N, self.K)
 

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quire.kernels import cpu
 from quire.kernels.guards import check_contiguous, check_dtype, check_filled
-
-if TYPE_CHECKING:
-    from quire import _C
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class AttentionRule:
             raise ValueError(f"{numbers}: expected a scale above 0, and neither of the others below 0")
 
     @cached_property
-    def compiled(self) -> _C.AttentionRule:
+    def compiled(self) -> cpu._C.AttentionRule:
         """The form of the CPU kernels."""
         return cpu.attention_rule(self.scale, self.sliding_window, self.soft_cap, self.chunk)
 
@@ -105,6 +101,6 @@ class HeadRotation:
     temperature_floor: float = 1.0
 
     @cached_property
-    def compiled(self) -> _C.HeadRotation:
+    def compiled(self) -> cpu._C.HeadRotation:
         """The form of the CPU kernels."""
         return cpu.head_rotation(self)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,9 +22,6 @@ from torch import Tensor
 from quire.formats.weight_format import LORA_PANEL
 from quire.kernels import cpu, gpu, reference
 from quire.kernels.guards import check_contiguous, check_dtype, check_last_stride, check_places, check_shape
-
-if TYPE_CHECKING:
-    from quire import _C
 
 MOST_PARTS = 4  # kLoraParts
 _ALIGNMENT = 64  # bytes of a factor
@@ -225,7 +221,7 @@ class LoraTable:
         self.words_SP4 = torch.zeros((num_slots, len(columns), 4), dtype=torch.int64, device=device)
 
     @cached_property
-    def compiled(self) -> _C.LoraTable:
+    def compiled(self) -> cpu._C.LoraTable:
         """The table in the form of the CPU kernels."""
         return cpu.lora_table(self.words_SP4, self.dtype, self.K, self.columns)
 

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from quire.kernels import cpu
-
-if TYPE_CHECKING:
-    from quire import _C
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ class RoutingRule:
             raise ValueError(f"the jitter is {self.jitter}, expected 0 or more")
 
     @cached_property
-    def compiled(self) -> _C.RoutingRule:
+    def compiled(self) -> cpu._C.RoutingRule:
         """The struct of the CPU kernels."""
         return cpu.routing_rule(self)
 
