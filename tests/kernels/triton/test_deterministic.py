@@ -137,7 +137,7 @@ def test_attention_does_not_depend_on_the_batch_nor_on_the_cut(
     """Ranges of 64 keys: a prompt of 150 tokens at once, in pieces, beside others, and some of it as decodes."""
     window, soft_cap = form
     monkeypatch.setattr(attention, "_SHORTEST_RANGE", 64)
-    monkeypatch.setattr(attention, "_PROGRAMS_WANTED", 3)  # up to two sequences are split
+    monkeypatch.setattr(attention, "PROGRAMS_WANTED", 3)  # up to two sequences are split
     length, H, G, E, P = 150, 2, 1, 32, 16
     q_THE, cache, tables_SM, _, _ = make(H, G, E, P, [(length, length), (1, 100), (1, 40)], torch.float16)
     if codes is not None:

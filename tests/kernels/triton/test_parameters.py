@@ -62,12 +62,8 @@ def test_kernels_are_launched_by_name() -> None:
 
 def test_strides_have_the_names_of_their_tensor_and_dimension() -> None:
     q_THE, out_PMN = torch.empty(3, 5, 7), torch.empty(2, 3, 11)
-    assert strides("th", q=q_THE, k=q_THE.transpose(0, 1)) == {
-        **{"q_stride_t": 35, "q_stride_h": 7},
-        **{"k_stride_t": 7, "k_stride_h": 35},
-    }
-    assert row_strides(out=out_PMN, x=q_THE[0], residual=None) == {
-        "out_stride": 11,
-        "x_stride": 7,
-        "residual_stride": 0,
-    }
+    of_heads = strides("th", q=q_THE, k=q_THE.transpose(0, 1))
+    assert of_heads == {"q_stride_t": 35, "q_stride_h": 7, "k_stride_t": 7, "k_stride_h": 35}
+    of_rows = row_strides(out=out_PMN, x=q_THE[0], residual=None)
+    assert of_rows == {"out_stride": 11, "x_stride": 7, "residual_stride": 0}
+    assert strides("b", scales=None) == {"scales_stride_b": 0}

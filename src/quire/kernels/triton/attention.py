@@ -34,7 +34,7 @@ from quire.kernels.triton import codes
 from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma, next_power_of_2, row_strides, strides
 
 # A launch should have at least this number of programs: two for each of the 132 multiprocessors of an H100.
-_PROGRAMS_WANTED = 264
+PROGRAMS_WANTED = 264
 _MAX_REGISTERS = 224  # the most registers of a thread with which two programs of 128 threads fit
 # For the deterministic form: the fewest keys of a range, and the most ranges of a sequence.
 _SHORTEST_RANGE, _MOST_RANGES = 1024, 32
@@ -433,12 +433,18 @@ def choose_shape(
         most = _MAX_REGISTERS if is_wide and has_small_tiles else None  # else the compiler takes 128 and spills
         return AttentionShape(block_m // 2 if has_small_tiles else block_m, tile, 1, 8, 2, max_registers=most)
     block_m = max(16, next_power_of_2(group))
-    segments = min(32, next_power_of_2(max(1, _PROGRAMS_WANTED // (num_seqs * num_kv_heads))))
+    segments = min(32, next_power_of_2(max(1, PROGRAMS_WANTED // (num_seqs * num_kv_heads))))
     segments = segments if num_tokens <= num_seqs else 1
     if is_float32:
         return AttentionShape(block_m, 16, segments, 8, 1, max_registers=_MAX_REGISTERS)
     num_stages = 2 if has_codes and not is_wide else 3
     return AttentionShape(block_m, 64 >> (is_wide + has_codes), segments, 4, num_stages, max_registers=_MAX_REGISTERS)
+
+
+def range_of(max_keys: int) -> int:
+    """The keys of a range, if the block tables have room for `max_keys` keys."""
+    shortest: int = next_power_of_2(ceil_div(max_keys, _MOST_RANGES))
+    return max(_SHORTEST_RANGE, shortest)
 
 
 def choose_fixed_shape(
@@ -463,8 +469,8 @@ def choose_fixed_shape(
         is_float32: whether q is float32.
     """
     is_wide = head_dim > 128
-    range_len = max(_SHORTEST_RANGE, next_power_of_2(ceil_div(max_keys, _MOST_RANGES)))
-    is_split = num_tokens <= num_seqs and num_seqs * num_kv_heads < _PROGRAMS_WANTED
+    range_len = range_of(max_keys)
+    is_split = num_tokens <= num_seqs and num_seqs * num_kv_heads < PROGRAMS_WANTED
     segments = ceil_div(max_keys, range_len) if is_split else 1
     if is_float32:
         return AttentionShape(
@@ -480,6 +486,54 @@ def choose_fixed_shape(
         num_stages=2,
         range_len=range_len,
     )
+
+
+class Segments:
+    """Memory for the results of segments, and the kernel that joins them. A single segment writes to `out` itself.
+
+    Attributes:
+        arguments: of the kernel that computes the segments, by name.
+    """
+
+    def __init__(self, out_THE: Tensor, count: int) -> None:
+        self._out_THE, self._count = out_THE, count
+        self.arguments: dict[str, Tensor | None] = {"out_ptr": out_THE, "max_ptr": None, "sum_ptr": None}
+        if count > 1:
+            T, H, E = out_THE.shape
+            stats_THK = torch.empty((2, T, H, count), dtype=torch.float32, device=out_THE.device)
+            partial = torch.empty((T, H, count, E), dtype=torch.float32, device=out_THE.device)
+            self.arguments = {"out_ptr": partial, "max_ptr": stats_THK[0], "sum_ptr": stats_THK[1]}
+
+    def join(self, sinks_H: Tensor | None, *, in_order: bool) -> None:
+        """Write the result.
+
+        Args:
+            in_order: whether segments are joined one after the other, as a single program joins ranges.
+        """
+        if self._count == 1:
+            return
+        T, H, E = self._out_THE.shape
+        kernel = _join_ranges_kernel if in_order else _join_segments_kernel
+        kernel[(T, H)](
+            partial_ptr=self.arguments["out_ptr"],
+            max_ptr=self.arguments["max_ptr"],
+            sum_ptr=self.arguments["sum_ptr"],
+            sinks_ptr=sinks_H,
+            out_ptr=self._out_THE,
+            **strides("th", out=self._out_THE),
+            H=H,
+            E=E,
+            BLOCK_E=block_of(E),
+            SEGMENTS=self._count,
+            num_warps=4,
+            enable_fp_fusion=not in_order,  # one program or this kernel joins ranges with equal bits
+        )
+
+
+def block_of(head_dim: int) -> int:
+    """The dimensions of a tile. Tensor cores multiply at least 16."""
+    size: int = next_power_of_2(head_dim)
+    return max(16, size)
 
 
 def paged_attention(
@@ -513,14 +567,7 @@ def paged_attention(
     if group > shape.block_m:
         raise ValueError(f"a KV head has {group} query heads, expected at most {shape.block_m}, the rows of a tile")
     block_q = shape.block_m // group
-    if shape.segments > 1:
-        stats_THK = torch.empty((2, T, H, shape.segments), dtype=torch.float32, device=q_THE.device)
-        maxima_THK, sums_THK = stats_THK
-        partial = torch.empty((T, H, shape.segments, E), dtype=torch.float32, device=q_THE.device)
-    else:
-        maxima_THK = sums_THK = None
-        partial = out_THE
-    block_e = max(16, next_power_of_2(E))  # tensor cores multiply at least 16 elements
+    segments = Segments(out_THE, shape.segments)
     _attention_kernel[(T // block_q + S, G, shape.segments)](
         q_ptr=q_THE,
         k_cache_ptr=k_cache_BGPE,
@@ -528,23 +575,21 @@ def paged_attention(
         block_tables_ptr=block_tables_SM,
         seq_lens_ptr=seq_lens_S,
         cu_seqlens_ptr=cu_seqlens_q_S1,
-        out_ptr=partial,
-        max_ptr=maxima_THK,
-        sum_ptr=sums_THK,
+        **segments.arguments,
         k_scales_ptr=cache.k_scales_BGP,
         v_scales_ptr=cache.v_scales_BGP,
-        sinks_ptr=sinks_H if shape.segments == 1 else None,  # with segments, the second kernel joins the sinks
+        sinks_ptr=sinks_H if shape.segments == 1 else None,  # else the second kernel joins them
         num_seqs=S,
         scale=rule.scale,
         soft_cap=rule.soft_cap,
         **strides("th", q=q_THE, out=out_THE),
         **strides("bg", cache=k_cache_BGPE),
-        scales_stride_b=0 if cache.k_scales_BGP is None else cache.k_scales_BGP.stride(0),
+        **strides("b", scales=cache.k_scales_BGP),
         **row_strides(table=block_tables_SM),
         GROUP=group,
         E=E,
         P=P,
-        BLOCK_E=block_e,
+        BLOCK_E=block_of(E),
         BLOCK_M=shape.block_m,
         BLOCK_Q=block_q,
         TILE=shape.tile,
@@ -558,21 +603,6 @@ def paged_attention(
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         maxnreg=shape.max_registers,
-        enable_fp_fusion=shape.range_len == 0,  # one program or a separate kernel joins ranges with equal bits
+        enable_fp_fusion=shape.range_len == 0,
     )
-    if shape.segments > 1:
-        join = _join_ranges_kernel if shape.range_len else _join_segments_kernel
-        join[(T, H)](
-            partial_ptr=partial,
-            max_ptr=maxima_THK,
-            sum_ptr=sums_THK,
-            sinks_ptr=sinks_H,
-            out_ptr=out_THE,
-            **strides("th", out=out_THE),
-            H=H,
-            E=E,
-            BLOCK_E=block_e,
-            SEGMENTS=shape.segments,
-            num_warps=4,
-            enable_fp_fusion=shape.range_len == 0,
-        )
+    segments.join(sinks_H, in_order=shape.range_len > 0)

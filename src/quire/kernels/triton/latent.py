@@ -26,8 +26,6 @@ from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, next_power_of_
 from quire.kernels.triton.rope_cache import _store
 
 _BLOCK_M = 16  # rows of a program; with more rows, two outputs of 512 elements would not fit into registers
-_PROGRAMS_WANTED = 264  # as in attention.py
-_SHORTEST_RANGE, _MOST_RANGES = 1024, 32
 
 
 @triton.jit
@@ -210,8 +208,8 @@ def blocks(H: int, V: int, R: int, dtype: torch.dtype) -> dict[str, int]:
     heads = min(H, _BLOCK_M)
     return {
         "HEADS": heads,
-        "BLOCK_V": max(16, next_power_of_2(V)),
-        "BLOCK_R": max(16, next_power_of_2(R)),
+        "BLOCK_V": attention.block_of(V),
+        "BLOCK_R": attention.block_of(R),
         "BLOCK_M": _BLOCK_M,
         "BLOCK_Q": _BLOCK_M // heads,
         "TILE": 16 if dtype == torch.float32 else 32,
@@ -244,65 +242,44 @@ def latent_attention(
     Raises ValueError for a rule with a window, chunks or a cap.
     """
     T, H, L = q_THL.shape
-    V, S, P, device = out_THV.shape[2], seq_lens_S.shape[0], cache.k_BGPE.shape[2], q_THL.device
+    V, S, P = out_THV.shape[2], seq_lens_S.shape[0], cache.k_BGPE.shape[2]
     if rule.sliding_window or rule.soft_cap or rule.chunk:
         raise ValueError(f"the rule is {rule}, expected no window, chunk or cap for latent rows")
     rows, name = cache.k_BGPE, codes.NAMES.get(cache.k_BGPE.dtype, "none")
     if name != "none":
         rows = rows.view(torch.int8)
     max_keys = block_tables_SM.shape[1] * P
-    range_len = range_len or max(_SHORTEST_RANGE, next_power_of_2(ceil_div(max_keys, _MOST_RANGES)))
+    range_len = range_len or attention.range_of(max_keys)
     tiles = blocks(H, V, L - V, q_THL.dtype)
     head_blocks = ceil_div(H, tiles["HEADS"])
-    is_split = T <= S and S * head_blocks < _PROGRAMS_WANTED
-    segments = ceil_div(max_keys, range_len) if is_split else 1
-    maxima_THK = sums_THK = None
-    partial = out_THV
-    if segments > 1:
-        maxima_THK, sums_THK = torch.empty((2, T, H, segments), dtype=torch.float32, device=device)
-        partial = torch.empty((T, H, segments, V), dtype=torch.float32, device=device)
-    _latent_attention_kernel[(T // tiles["BLOCK_Q"] + S, head_blocks, segments)](
+    is_split = T <= S and S * head_blocks < attention.PROGRAMS_WANTED
+    num_segments = ceil_div(max_keys, range_len) if is_split else 1
+    segments = attention.Segments(out_THV, num_segments)
+    _latent_attention_kernel[(T // tiles["BLOCK_Q"] + S, head_blocks, num_segments)](
         q_ptr=q_THL,
         cache_ptr=rows,
         scales_ptr=cache.k_scales_BGP,
         block_tables_ptr=block_tables_SM,
         seq_lens_ptr=seq_lens_S,
         cu_seqlens_ptr=cu_seqlens_q_S1,
-        out_ptr=partial,
-        max_ptr=maxima_THK,
-        sum_ptr=sums_THK,
+        **segments.arguments,
         num_seqs=S,
         scale=rule.scale,
         **strides("th", q=q_THL, out=out_THV),
-        **strides("b", cache=rows),
-        scales_stride_b=0 if cache.k_scales_BGP is None else cache.k_scales_BGP.stride(0),
+        **strides("b", cache=rows, scales=cache.k_scales_BGP),
         **row_strides(table=block_tables_SM),
         H=H,
         V=V,
         R=L - V,
         P=P,
-        SEGMENTS=segments,
+        SEGMENTS=num_segments,
         RANGE=range_len,
         CODES=name,
         UPCAST=IS_INTERPRETED,
         **tiles,
         **options(q_THL.dtype),
     )
-    if segments > 1:
-        attention._join_ranges_kernel[(T, H)](
-            partial_ptr=partial,
-            max_ptr=maxima_THK,
-            sum_ptr=sums_THK,
-            sinks_ptr=None,
-            out_ptr=out_THV,
-            **strides("th", out=out_THV),
-            H=H,
-            E=V,
-            BLOCK_E=tiles["BLOCK_V"],
-            SEGMENTS=segments,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    segments.join(None, in_order=True)
 
 
 @triton.jit
@@ -394,8 +371,7 @@ def latent_rope_and_cache(
         out_ptr=out_THR,
         **strides("th", q=q_THR, out=out_THR),
         **row_strides(rows=rows_TL),
-        **strides("b", cache=rows_BGPE),
-        scales_stride_b=0 if cache.k_scales_BGP is None else cache.k_scales_BGP.stride(0),
+        **strides("b", cache=rows_BGPE, scales=cache.k_scales_BGP),
         H=H,
         V=L - R,
         R=R,

@@ -22,16 +22,20 @@ ceil_div = triton.cdiv
 
 def row_strides(**tensors: Tensor | None) -> dict[str, int]:
     """The arguments `NAME_stride` of a kernel: the elements from one row of each tensor to the next; None: 0."""
-    return {f"{name}_stride": 0 if tensor is None else tensor.stride(-2) for name, tensor in tensors.items()}
+    return {f"{name}_stride": 0 if x is None else x.stride(-2) for name, x in tensors.items()}
 
 
-def strides(dims: str, **tensors: Tensor) -> dict[str, int]:
-    """The arguments `NAME_stride_DIM` of a kernel, for the first dimensions of each tensor.
+def strides(dims: str, **tensors: Tensor | None) -> dict[str, int]:
+    """The arguments `NAME_stride_DIM` of a kernel, for the first dimensions of each tensor; None: 0.
 
     Args:
         dims: a letter for each dimension: with "th", the tensor q gives q_stride_t and q_stride_h.
     """
-    return {f"{name}_stride_{dim}": x.stride(at) for name, x in tensors.items() for at, dim in enumerate(dims)}
+    return {
+        f"{name}_stride_{dim}": 0 if x is None else x.stride(at)
+        for name, x in tensors.items()
+        for at, dim in enumerate(dims)
+    }
 
 
 @cache

@@ -183,7 +183,7 @@ def rope_and_cache(
         **strides("th", q=q_THE),
         **strides("tg", k=k_TGE, v=v_TGE),
         **strides("bg", cache=k_cache_BGPE),
-        scales_stride_b=0 if cache.k_scales_BGP is None else cache.k_scales_BGP.stride(0),
+        **strides("b", scales=cache.k_scales_BGP),
         eps=rotation.norm_eps,
         weight_offset=rotation.norm_weight_offset,
         temperature=rotation.temperature,
