@@ -100,8 +100,7 @@ class Continuation:
         return len(self.token_ids)
 
     def message(self, first: AddRequest) -> AddRequest:
-        """The message for a further engine, which goes on after the tokens that are here. `first`: the first message.
-        """
+        """The message for a further engine, which goes on after the tokens here. `first`: the first message."""
         self.num_preemptions = 0
         return msgspec.structs.replace(first, output_token_ids=self.token_ids.tolist(), is_retry=True)
 
