@@ -121,7 +121,7 @@ class PeerLostError(EngineDeadError):
 
 
 class EngineRestartedError(EngineDeadError):
-    """The engine ended during a request that cannot be retried. A new engine will serve other requests soon."""
+    """Several engines ended during a request, which may be the reason. A new engine will serve other requests soon."""
 
     code = "engine_restarted"
 

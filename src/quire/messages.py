@@ -48,6 +48,7 @@ class Fork(msgspec.Struct, frozen=True):
 
     request_id: str
     seed: int | None
+    output_token_ids: list[int] = []
 
 
 class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
@@ -55,6 +56,9 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
 
     `request_id` is unique: no other request of the engine ever has it. Further continuations of the prompt come with it
     as `forks` (`joined`), and are messages of their own in the engine (`continuations`).
+
+    A request that another engine had begun comes with the tokens that this engine gave. It goes on after them as a
+    preempted request does.
     """
 
     request_id: str
@@ -68,6 +72,7 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     adapter: str | None = None  # AdapterFacts.digest of a loaded adapter
     fork_of: str | None = None
     wants_vector: bool = False  # the request gets a vector of the prompt instead of tokens; max_tokens is 1
+    output_token_ids: list[int] = []  # known output tokens; they count for max_tokens and are not sent back
     is_retry: bool = False  # an engine that has ended had accepted it, so the queue's limit does not count
     lane: int | None = None  # the lane that computes it; None: the lane with the least work
     forks: list[Fork] = []
@@ -79,16 +84,20 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
             params = copy.copy(self.sampling_params)
             params.seed, params.prompt_logprobs = fork.seed, None
             yield msgspec.structs.replace(
-                self, request_id=fork.request_id, sampling_params=params, fork_of=self.request_id, forks=[]
+                self,
+                request_id=fork.request_id,
+                sampling_params=params,
+                output_token_ids=fork.output_token_ids,
+                fork_of=self.request_id,
+                forks=[],
             )
 
 
 def joined(messages: Sequence[AddRequest]) -> AddRequest:
     """One message for several continuations of a prompt, so that what they share is sent once."""
     first, *others = messages
-    return msgspec.structs.replace(
-        first, fork_of=None, forks=[Fork(message.request_id, message.sampling_params.seed) for message in others]
-    )
+    forks = [Fork(each.request_id, each.sampling_params.seed, each.output_token_ids) for each in others]
+    return msgspec.structs.replace(first, fork_of=None, forks=forks)
 
 
 class Abort(msgspec.Struct, tag="abort"):

@@ -47,11 +47,6 @@ class SpecDecodeMetrics:
             self.per_step_drafted.append(num_drafted)
             self.per_step_accepted.append(num_accepted)
 
-    def clear(self) -> None:
-        """Forget the steps, because they are computed again."""
-        for counts in (self.by_draft_length, self.per_step_drafted, self.per_step_accepted):
-            counts.clear()
-
     def to_dict(self) -> dict[str, Any]:
         """vLLM's `metrics.speculative_decoding`."""
         histogram = [0] * (self.num_spec_tokens + 1)

@@ -43,7 +43,7 @@ class Request:
     lane: int | None = None  # the lane that computes it; None: the lane with the least work
     prepared: object = None  # lives as long as the request: the grammar that was compiled for it
     status: RequestStatus = RequestStatus.WAITING
-    output_token_ids: list[int] = field(default_factory=list)
+    output_token_ids: list[int] = field(default_factory=list)  # not empty at the start: another engine gave them
     num_computed_tokens: int = 0  # submitted batches included
     num_settled_tokens: int = 0  # without submitted batches that have no result yet
     num_in_flight_tokens: int = 0

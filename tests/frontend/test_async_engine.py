@@ -38,6 +38,7 @@ from quire.messages import (
     ObservedOverhead,
     RequestDelta,
     SetLimits,
+    joined,
 )
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from tests.text.small_tokenizers import build
@@ -408,14 +409,13 @@ async def test_continuations_share_one_message():
         frames, sent = running.client.frames, running.client.sent
         stream = await running.engine.add_request("ab" * 500, params(n=128, **fields), "r")
         requests = running.sent(AddRequest)
-        processed = running.engine.replicas[0].output_processor._requests["r"].processed
-        assert requests == processed.requests
+        outputs = running.engine.replicas[0].output_processor
+        (state,) = outputs.requests
+        assert requests == state.processed.requests
         assert num_bytes(frames) < 2 * num_bytes(requests[:1]) + 128 * 40
         frames.clear()
         sent.clear()
-        again = running.engine.replicas[0].output_processor.send_again()
-        for message in again:
-            running.client.send(message)
+        running.client.send(joined(outputs.send_again(state)))
         assert [request.request_id for request in sent] == [request.request_id for request in requests]
         assert all(request.is_retry and request.prompt_token_ids == requests[0].prompt_token_ids for request in sent)
         assert num_bytes(frames) < 2 * num_bytes(requests[:1]) + 128 * 40

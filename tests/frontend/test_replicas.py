@@ -40,6 +40,7 @@ class Launcher:
         self._options = {"answer": ANSWER, "engine_index": index} | options
         self.clients: list[EchoClient] = []
         self.next_is_ready = True
+        self.next_is_paused = False
         self.failing_launches = 0
 
     def launch(self) -> EchoClient:
@@ -47,7 +48,8 @@ class Launcher:
             self.failing_launches -= 1
             raise OSError(12, "Cannot allocate memory")
         self.clients.append(EchoClient(**self._options, is_ready=self.next_is_ready))
-        return self.clients[-1]
+        self.client.is_paused = self.next_is_paused
+        return self.client
 
     def kill(self) -> None:
         return None
@@ -141,15 +143,12 @@ async def test_one_is_killed_and_the_requests_of_the_other_are_untouched() -> No
     async with Two(step_seconds=0.001) as two:
         long = {"max_tokens": NUM_LONG, "min_tokens": NUM_LONG}
         (lost, kept) = await two.add("lost", "kept", **long)
-        await anext(lost)
+        first_of_lost = await anext(lost)
         first_piece = await anext(kept)
         two.pause()
         (saved, other) = await two.add("saved", "other")
         two.launchers[0].next_is_ready = False
         two.launchers[0].client.die("killed")
-        with pytest.raises(EngineRestartedError):
-            await text_of(lost)
-
         await until(lambda: len(two.launchers[0].clients) == 2)
         assert two.engine.is_healthy, "one replica serves"
         assert not two.engine.is_restarting
@@ -157,11 +156,12 @@ async def test_one_is_killed_and_the_requests_of_the_other_are_untouched() -> No
         assert not two.replicas[0].is_ready
         assert two.replicas[0].num_unfinished == 0
         go_on(two.launchers[1].client)
+        assert first_of_lost.outputs[0].text + await text_of(lost) == "the quick fox" * (NUM_LONG // len(ANSWER))
         assert await text_of(other) == "the quick fox"
         assert await text_of(saved) == "the quick fox", "it need not wait for the next engine"
         (new,) = await two.add("new")
         assert await text_of(new) == "the quick fox"
-        assert two.launchers[1].request_ids == ["kept", "other", "saved", "new"], "each of them once"
+        assert two.launchers[1].request_ids == ["kept", "other", "lost", "saved", "new"], "each of them once"
 
         two.launchers[0].client.make_ready()
         await until(lambda: two.replicas[0].is_ready)
@@ -174,7 +174,7 @@ async def test_one_is_killed_and_the_requests_of_the_other_are_untouched() -> No
         assert whole.count("the quick fox") == NUM_LONG // len(ANSWER)
         assert len(two.launchers[1].clients) == 1
         assert [two.value("quire_engine_restarts", index, reason="crash") for index in (0, 1)] == [1, 0]
-        assert [two.value("quire_requests_retried", index) for index in (0, 1)] == [0, 1]
+        assert [two.value("quire_requests_retried", index) for index in (0, 1)] == [0, 2]
         assert [two.value("vllm:num_requests_running", index) for index in (0, 1)] == [0, 0]
 
 
@@ -204,17 +204,30 @@ async def test_all_wait_for_whoever_is_ready_first() -> None:
         assert [two.value("vllm:request_success", 1, finished_reason=reason) for reason in ("stop", "abort")] == [4, 2]
 
 
-async def test_a_request_is_moved_once() -> None:
-    """It may be the reason why engines die."""
+async def test_a_request_that_kills_both_ends_alone() -> None:
     async with Two() as two:
         two.pause()
-        (poison,) = await two.add("poison")
-        two.launchers[0].client.die("killed")
-        await until(lambda: two.replicas[1].num_unfinished == 1)
-        two.launchers[1].client.die("killed too")
-        with pytest.raises(EngineRestartedError):
+        (poison, other) = await two.add("poison", "other")
+        for launcher in two.launchers:
+            launcher.next_is_paused = True
+
+        async def kill(number: int) -> None:
+            """Kill the engine that has the request, which is one of the first `number` engines of its replica."""
+            await until(lambda: any("poison" in each.request_ids and each.client.is_alive for each in two.launchers))
+            (launcher,) = (each for each in two.launchers if "poison" in each.request_ids and each.client.is_alive)
+            assert len(launcher.clients) <= number
+            launcher.client.die("killed")
+
+        for number in (1, 1, 2):
+            await kill(number)
+        with pytest.raises(EngineRestartedError, match="may be the reason"):
             await text_of(poison)
+        for launcher in two.launchers:
+            launcher.next_is_paused = False
+            go_on(launcher.client)
+        assert await text_of(other) == "the quick fox"
         assert two.engine.num_unfinished == 0
+        assert sum(two.value("quire_requests_lost", index, reason="retried") for index in (0, 1)) == 1
 
 
 async def test_the_rank_of_a_request() -> None:

@@ -17,9 +17,11 @@ from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.live_limits import move_limits
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.replica import Replica
+from quire.frontend.request_state import MOST_LOSSES
 from quire.frontend.stats import FinishedRequest, NoMetrics
 from quire.frontend.supervisor import RecoveryLimits, RestartPolicy, Watch
 from quire.messages import Abort, AddRequest, EngineBeat, EngineFailed, EngineProgress, EngineReady, SetLimits
+from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from tests.frontend.test_async_engine import ANSWER, TOKENIZER
 
@@ -167,9 +169,10 @@ class Recovering:
     """`async with Recovering() as running`: an engine, ready, with a starter of further EchoClients."""
 
     def __init__(self, *, limits: RecoveryLimits = PATIENT, is_ready: bool = True, **options: Any) -> None:
-        self.options = {"answer": ANSWER} | options
+        self.options: dict[str, Any] = {"answer": ANSWER} | options
         self.clients: list[EchoClient] = []
         self.next_is_ready = True
+        self.next_is_paused = False
         self.failing_launches = 0
         self.num_kills = 0
         self.metrics = Recorder()
@@ -184,6 +187,7 @@ class Recovering:
             self.failing_launches -= 1
             raise OSError(12, "Cannot allocate memory")
         client = EchoClient(**self.options, is_ready=self.next_is_ready)
+        client.is_paused = self.next_is_paused
         self.clients.append(client)
         return client
 
@@ -231,44 +235,77 @@ def sent(client: EchoClient, kind: type) -> list[Any]:
     return [message for message in client.sent if isinstance(message, kind)]
 
 
-async def test_what_was_not_streamed_is_sent_again_and_the_rest_ends() -> None:
+async def test_every_request_goes_on() -> None:
+    """Streams after the tokens that were given, and requests that had none from the beginning."""
     async with Recovering() as running:
         running.client.step_seconds = 0.002
-        streaming = await running.engine.add_request(
-            "ab", SamplingParams(max_tokens=1000, output_kind=RequestOutputKind.DELTA, min_tokens=1000), "streaming"
-        )
-        await anext(streaming)
+        long = {"max_tokens": 300, "min_tokens": 300}
+        expected = await running.read("undisturbed", **long)
+        streaming = asyncio.ensure_future(running.read("streaming", **long))
+        await until(lambda: running.metrics.counts["tokens"] >= 310)
         running.client.is_paused = True
         waiting = [asyncio.ensure_future(running.read(f"waiting-{index}")) for index in range(3)]
-        await running.wait_until_sent(4)
+        await running.wait_until_sent(5)
         running.client.die("killed")
-        with pytest.raises(EngineRestartedError, match="Send it again") as caught:
-            async for _ in streaming:
-                pass
-        assert (caught.value.status, caught.value.code) == (503, "engine_restarted")
         assert await asyncio.gather(*waiting) == ["the quick fox"] * 3
+        assert await streaming == expected
         first, second = (sent(client, AddRequest) for client in running.clients)
         assert [message.request_id for message in second] == [message.request_id for message in first[1:]]
         assert [message.sampling_params for message in second] == [message.sampling_params for message in first[1:]]
         assert all(message.is_retry for message in second)
+        known = [len(message.output_token_ids) for message in second]
+        assert 10 <= known[0] < 300
+        assert known[1:] == [0] * 3
+        assert all(message.prompt_token_ids == first[0].prompt_token_ids for message in second)
         assert running.num_kills == 1, "what is left of an engine is ended before the next one starts"
         counts = running.metrics.counts
-        assert (counts["restart crash"], counts["retry"], counts["unsaved streaming"]) == (1, 3, 1)
-        assert (counts["error"], counts["stop"]) == (1, 3)
+        assert (counts["restart crash"], counts["retry"], counts["error"]) == (1, 4, 0)
+        assert counts["tokens"] == 2 * 300 + 3 * (len(ANSWER) + 1), "no token is given or counted twice"
+        assert counts["first tokens"] == 5
         assert await running.read("later") == "the quick fox"
 
 
-async def test_an_answer_that_is_given_whole_is_computed_again_and_counted_once() -> None:
+@pytest.mark.parametrize("kind", RequestOutputKind)
+async def test_an_answer_in_any_form_goes_on(kind: RequestOutputKind) -> None:
+    """Also its logprobs and its several continuations; what was given whole is counted once."""
+    fields = {"n": 2, "logprobs": 1, "prompt_logprobs": 1, "max_tokens": 200, "min_tokens": 200}
+    params = SamplingParams(output_kind=kind, **fields)
+
+    async def outputs(running: Recovering, request_id: str) -> list[RequestOutput]:
+        return [output async for output in running.engine.generate("ab", params, request_id)]
+
+    def joined(outputs: list[RequestOutput]) -> dict[int, tuple[str, list[int], int, float | None]]:
+        parts: dict[int, CompletionOutput] = {}
+        for output in outputs:
+            for part in output.outputs:
+                earlier = parts.get(part.index)
+                if kind is RequestOutputKind.DELTA and earlier is not None:
+                    earlier.text += part.text
+                    earlier.token_ids += part.token_ids
+                    earlier.logprobs = [*(earlier.logprobs or []), *(part.logprobs or [])]
+                    earlier.cumulative_logprob = part.cumulative_logprob
+                else:
+                    parts[part.index] = part
+        return {
+            index: (part.text, part.token_ids, len(part.logprobs or ()), part.cumulative_logprob)
+            for index, part in parts.items()
+        }
+
     async with Recovering() as running:
-        running.client.step_seconds = 0.002
-        kind = RequestOutputKind.FINAL_ONLY
-        whole = asyncio.ensure_future(running.read("whole", kind, n=2, logprobs=1))
-        await until(lambda: running.metrics.counts["tokens"] >= 6)
+        running.client.step_seconds = 0.001
+        expected = await outputs(running, "undisturbed")
+        disturbed = asyncio.ensure_future(outputs(running, "disturbed"))
+        await until(lambda: running.metrics.counts["tokens"] >= 2 * 230)
         running.client.die("killed")
-        assert await whole == "the quick fox | the quick fox"
-        num_tokens = len(ANSWER) + 1
-        assert running.metrics.counts["tokens"] == 2 * num_tokens
-        assert running.metrics.counts["first tokens"] == 2
+        found = await disturbed
+        whole = joined(found)
+        assert whole == joined(expected)
+        assert [len(token_ids) for _, token_ids, _, _ in whole.values()] == [200, 200]
+        assert [output.prompt_logprobs is not None for output in found[:1]] == [True]
+        assert {output.num_cached_tokens for output in found} == {0}
+        assert running.metrics.counts["tokens"] == 4 * 200
+        assert running.metrics.counts["first tokens"] == 4
+        assert [len(message.output_token_ids) > 0 for message in sent(running.client, AddRequest)] == [True, True]
 
 
 async def test_a_continuation_that_was_complete_is_not_computed_again() -> None:
@@ -287,21 +324,75 @@ async def test_a_continuation_that_was_complete_is_not_computed_again() -> None:
         assert running.metrics.counts["stop"] == 2
 
 
-async def test_a_request_is_retried_once() -> None:
-    async with Recovering() as running:
+async def test_a_request_that_kills_engines_ends_alone() -> None:
+    """It kills the engine that computes its fifth token. So it has got tokens when it kills the first engine."""
+    async with Recovering(step_seconds=0.001) as running:
+        poison = asyncio.ensure_future(running.read("poison", max_tokens=400, min_tokens=400))
+        others = [
+            asyncio.ensure_future(running.read(f"other-{index}", max_tokens=200, min_tokens=200)) for index in range(3)
+        ]
+
+        async def kill() -> None:
+            while True:
+                rows = running.client._running.values()
+                if running.client.is_alive and any(
+                    row.request.request_id.startswith("poison") and row.num_output >= 5 for row in rows
+                ):
+                    running.client.is_paused = True
+                    running.client.die("killed")
+                await asyncio.sleep(0)
+
+        killing = asyncio.ensure_future(kill())
+        with pytest.raises(EngineRestartedError, match="may be the reason") as caught:
+            await poison
+        killing.cancel()
+        assert (caught.value.status, caught.value.code) == (503, "engine_restarted")
+        assert {len(text) for text in await asyncio.gather(*others)} == {
+            len(await running.read("x", max_tokens=200, min_tokens=200))
+        }
+        assert 3 <= len(running.clients) <= 4
+        assert running.metrics.counts["unsaved retried"] == 1
+        assert running.metrics.counts["error"] == 1
+
+
+async def test_suspects_are_sent_one_after_the_other() -> None:
+    async with Recovering(limits=replace(PATIENT, max_failures=20)) as running:
         running.client.is_paused = True
-        reading = asyncio.ensure_future(running.read("poison"))
+        reading = [asyncio.ensure_future(running.read(f"r{index}")) for index in range(4)]
+        await running.wait_until_sent(4)
+        leaving = await running.engine.add_request("ab", SamplingParams(max_tokens=9), "leaves")
+        await running.wait_until_sent(5)
+        for number in (2, 3):
+            running.next_is_paused = True
+            running.client.die("killed")
+            await running.wait_for_client(number)
         await running.wait_until_sent(1)
-        running.next_is_ready = False
+        assert running.engine.num_unfinished == 5
+        leaving.close()
+        assert len(sent(running.client, AddRequest)) == 1, "the others wait until the first one has a token"
         running.client.die("killed")
-        await until(lambda: len(running.clients) == 2)
-        running.client.is_paused = True
-        running.client.make_ready()
-        await running.wait_for_client(2)
-        running.client.die("killed again")
+        await running.wait_for_client(4)
+        with pytest.raises(EngineRestartedError):
+            await reading[0]
+        await running.wait_until_sent(1)
+        running.next_is_paused = running.client.is_paused = False
+        running.client._wake.set()
+        assert await asyncio.gather(*reading[1:]) == ["the quick fox"] * 3
+        assert [message.request_id[:2] for message in sent(running.client, AddRequest)] == ["r1", "r2", "r3"]
+        assert running.metrics.counts["unsaved retried"] == 1
+
+
+async def test_a_request_outlives_few_engines_even_if_it_gets_tokens() -> None:
+    async with Recovering(limits=replace(PATIENT, max_failures=20), step_seconds=0.001) as running:
+        reading = asyncio.ensure_future(running.read("long", max_tokens=2000, min_tokens=2000))
+        for number in range(1, MOST_LOSSES + 1):
+            await running.wait_for_client(number)
+            before = running.metrics.counts["tokens"]
+            await until(lambda before=before: running.metrics.counts["tokens"] > before)  # type: ignore[misc]
+            assert not reading.done()
+            running.client.die("killed")
         with pytest.raises(EngineRestartedError):
             await reading
-        assert running.metrics.counts["unsaved retried"] == 1
 
 
 async def test_failed_starts_do_not_use_up_the_retry() -> None:

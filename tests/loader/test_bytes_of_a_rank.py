@@ -24,7 +24,9 @@ import torch
 
 from quire.config import EngineConfig
 from quire.kernels import cpu
+from quire.layers.weight_slot import Extent
 from quire.loader.hub import resolve_model
+from quire.loader.safetensors import open_checkpoint
 from quire.loader.safetensors_writer import write_tensors
 from quire.model_config import load_model_config
 from quire.models.decoder import Decoder
@@ -178,7 +180,7 @@ def write_stored(folder: Path, name: str) -> Path:
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no page can be dropped")
 @pytest.mark.parametrize("name", ["FP8 blocks", *(pytest.param(name, marks=pytest.mark.slow) for name in ALIKE[1:])])
 def test_a_rank_reads_its_share_of_stored_rows(name: str, tmp_path: Path) -> None:
-    """A row of outputs is a row of the file. In AWQ and GPTQ it is a column, and a rank reads whole tensors."""
+    """A row of outputs is a row of the file. In AWQ and GPTQ it is a column: see the next test."""
     path, config = write_stored(tmp_path, name), EngineConfig.from_kwargs(**TP)
     share = path.stat().st_size / 2
     for rank in range(2):
@@ -192,6 +194,58 @@ def test_a_rank_reads_its_share_of_stored_rows(name: str, tmp_path: Path) -> Non
             if read <= MOST * share:
                 break
         assert 0.9 * share < read <= MOST * share
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no page can be dropped")
+@pytest.mark.parametrize(("form", "N", "num_ranks", "most"), [
+    ("GPTQ", 16384, 2, MOST), ("GPTQ", 16384, 4, 1.3), ("AWQ", 65536, 2, 1.3), ("AWQ", 65536, 4, 1.55),
+    ("AWQ", 16384, 2, 2.05),
+])  # fmt: skip
+def test_a_rank_reads_its_columns(form: str, N: int, num_ranks: int, most: float, tmp_path: Path) -> None:
+    """A rank reads the pages with its part of each row: one page of 4 KiB more than the part has.
+
+    In the last case parts have 4 KiB, and a rank reads the whole tensor.
+    """
+    K = 256  # a word has 8 weights: in GPTQ of a column, in AWQ of a row
+    num_rows, num_columns = (K // 8, N) if form == "GPTQ" else (K, N // 8)
+    words = torch.arange(num_rows * num_columns, dtype=torch.int32).view(num_rows, num_columns)
+    write_tensors(tmp_path / "model.safetensors", {"before": torch.zeros(3), "w": words, "z": torch.zeros(5)})
+    path, per_rank = tmp_path / "model.safetensors", num_columns // num_ranks
+    share, checkpoint = words.nbytes / num_ranks, open_checkpoint(tmp_path)
+    for rank in range(num_ranks):
+        columns = range(rank * per_rank, (rank + 1) * per_rank)
+        extents = {"w": Extent(num_rows, (range(num_rows),), num_columns, (columns,))}
+        for _ in range(MOST_TRIES):
+            drop(path)
+            if num_bytes_in_memory(path):
+                pytest.skip("the files of this folder are always in memory")
+            own = slice(columns.start, columns.stop)
+            found = {
+                name: tensor[:, own].clone() for name, tensor in checkpoint.tensors(None, extents.get) if name == "w"
+            }
+            read = num_bytes_in_memory(path)
+            print(f"{form}, rank {rank} of {num_ranks}: {read / share:.3f} of its share")
+            assert read >= share
+            if read <= most * share:
+                break
+        assert torch.equal(found["w"], words[:, own])
+        assert read <= most * share
+
+
+@pytest.mark.parametrize("name", ["AWQ", "GPTQ with act-order"])
+def test_the_columns_of_a_rank(name: str, tmp_path: Path) -> None:
+    """Ranks name the columns that they read: together all, and each column once."""
+    write_stored(tmp_path, name)
+    checkpoint = open_checkpoint(tmp_path)
+    models = [load_rank(tmp_path, EngineConfig.from_kwargs(**TP), rank) for rank in range(2)]
+    num_cut = 0
+    for tensor_name, tensor in checkpoint.headers():
+        extents = [model.extent(tensor_name) for model in models]
+        if tensor_name.endswith((".qweight", ".qzeros", ".scales")):
+            found = [column for extent in extents if extent is not None for each in extent.columns for column in each]
+            assert found == list(range(tensor.shape[1])), tensor_name
+            num_cut += 1
+    assert num_cut >= 21
 
 
 def read_bytes() -> int:

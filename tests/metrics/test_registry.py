@@ -124,7 +124,7 @@ def test_labels(metrics):
         ("quire_slo_requests", "met", ["true", "false"]),
         ("quire_slo_target_seconds", "target", ["ttft", "itl"]),
         ("quire_engine_restarts", "reason", ["crash", "silent", "stuck", "start"]),
-        ("quire_requests_lost", "reason", ["streaming", "retried", "gave_up"]),
+        ("quire_requests_lost", "reason", ["retried", "gave_up"]),
     ],
 )
 def test_every_label_value_is_there_from_the_start(metrics, name, label, values):

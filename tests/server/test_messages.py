@@ -9,6 +9,8 @@ import pytest
 
 from quire.frontend.echo_client import EchoClient
 from quire.messages import AddRequest
+from quire.server.text.reader import Tags
+from quire.server.text.reasoning import REASONING_FORMATS, ReasoningFormat
 from tests.server.serving import ANSWER, MAX_MODEL_LEN, MODEL, TEXT, TOKENIZER, RunningServer
 from tests.server.test_errors import MESSAGES, error_of
 from tests.server.test_tools import ANSWER as ANSWER_WITH_CALLS
@@ -197,6 +199,28 @@ def test_fields_that_ask_for_nothing(server: RunningServer) -> None:
     assert response.status_code == 200
     ignored = {"metadata", "service_tier", "thinking.budget_tokens"}
     assert set(response.headers["x-quire-ignored-fields"].split(", ")) == ignored
+
+
+def test_a_budget_of_thinking(agent: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches the engine if the end of the reasoning is a token. `disabled` has none."""
+
+    def ignored(**thinking: object) -> bool:
+        body = {"messages": MESSAGES, "max_tokens": 1, "thinking": thinking}
+        response = agent.http.post(PATH, json=body)
+        assert response.status_code == 200, response.text
+        return "thinking.budget_tokens" in response.headers.get("x-quire-ignored-fields", "")
+
+    assert ignored(type="enabled", budget_tokens=5), "the demo model has no such tokens"
+    assert agent.last_request().sampling_params.thinking_token_budget is None
+    monkeypatch.setitem(REASONING_FORMATS, "qwen3", ReasoningFormat(Tags(">"), Tags("a")))
+    assert not ignored(type="enabled", budget_tokens=5)
+    params = agent.last_request().sampling_params
+    assert (params.thinking_token_budget, len(params.thinking_token_ids or ())) == (5, 1)
+    assert ignored(type="disabled", budget_tokens=5)
+    assert agent.last_request().sampling_params.thinking_token_budget is None
+    for wrong in (0, -1, 2**31):
+        body = {"messages": MESSAGES, "max_tokens": 1, "thinking": {"type": "enabled", "budget_tokens": wrong}}
+        assert error_of(agent.http.post(PATH, json=body), 400)["param"] == "thinking.budget_tokens"
 
 
 @pytest.fixture(scope="module")

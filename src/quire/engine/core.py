@@ -125,6 +125,7 @@ class EngineCore:
             fork_of=message.fork_of,
             wants_vector=message.wants_vector,
             lane=message.lane,
+            output_token_ids=list(message.output_token_ids),
         )
         try:
             if message.adapter is not None and self.adapters is not None and message.adapter not in self.adapters:

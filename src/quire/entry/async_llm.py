@@ -79,7 +79,7 @@ class AsyncLLM:
             InvalidRequestError: the request is refused.
             AdapterError: the adapter of lora_request cannot be read.
             EngineDeadError: the engine has ended.
-            EngineRestartedError: the engine has ended after a part of the answer was handed on, and starts again.
+            EngineRestartedError: several engines have ended while they computed the prompt; the next one starts.
         """
         add_special_tokens = wants_special_tokens(tokenization_kwargs)
         await self.wait_ready()

@@ -33,8 +33,8 @@ class AsyncEngine:
     """Takes requests and gives streams of outputs, over one or more engines of the same model and settings.
 
     The first start ends when all replicas are ready. If one cannot start, all end. After it, requests are taken while
-    any replica is ready. If an engine fails, its replica starts the next one. Other replicas take the requests that
-    have no output yet. A replica that gives up leaves its work to the others; without any replica the server ends.
+    any replica is ready. If an engine fails, its replica starts the next one, and other replicas go on with its
+    requests. A replica that gives up leaves its work to the others; without any replica the server ends.
 
     Args:
         replicas: one or more replicas, by their index. AsyncEngine owns them.
@@ -356,7 +356,7 @@ class AsyncEngine:
             self._settled.clear()
 
     def _move_requests(self) -> None:
-        """Move requests without output from replicas that have no engine to replicas that have one."""
+        """Move the requests of replicas that have no engine to replicas that have one."""
         if not any(replica.is_ready and replica.client.is_alive for replica in self.replicas):
             return  # the others are dead as well, and it is not noticed yet
         for replica in self.replicas:

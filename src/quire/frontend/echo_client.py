@@ -177,7 +177,7 @@ class EchoClient:
         if error is not None:
             self._refuse(request.request_id, error)
             return
-        self._waiting.append(_Row(request))
+        self._waiting.append(_Row(request, len(request.output_token_ids)))
         self._admit()
 
     def _admit(self) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
-
 from quire import errors
 from quire.config import EngineConfig, max_draft
 from quire.errors import QuireError
@@ -19,7 +17,7 @@ from quire.frontend.timeline import Timelines
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tracing import RequestTracer
 from quire.logs import get_logger
-from quire.messages import AddRequest, RequestDelta, joined
+from quire.messages import AddRequest, RequestDelta
 from quire.outputs import FinishReason, RequestOutput, SpecDecodeMetrics
 
 logger = get_logger(__name__)
@@ -46,7 +44,8 @@ class ProcessedOutputs:
     outputs: list[RequestOutput] = field(default_factory=list)
     abort_ids: list[str] = field(default_factory=list)
     errors: dict[str, QuireError] = field(default_factory=dict)  # by request_id; the last output has the error too
-    first_tokens: list[tuple[str, float]] = field(default_factory=list)  # request_id, seconds since its arrival
+    # Of requests with their first token from this engine: request_id, and seconds since the engine got the request.
+    first_tokens: list[tuple[str, float]] = field(default_factory=list)
     num_ended: int = 0  # continuations
 
 
@@ -132,39 +131,38 @@ class OutputProcessor:
         return engine_ids
 
     def lose_engine(self) -> list[str]:
-        """The engine is gone. End and return the requests that cannot be retried.
-
-        These are requests with output that was handed on, and requests that were sent a second time already.
-        """
-        unsaved = [name for name, request in self._requests.items() if request.was_handed_on or request.is_retry]
-        for name in unsaved:
-            was_handed_on = self._requests[name].was_handed_on
-            self.metrics.on_unsaved("streaming" if was_handed_on else "retried")
+        """The engine is gone. End and return the requests that may be the reason: see RequestState.lose_engine."""
+        unsaved = [name for name, request in self._requests.items() if not request.lose_engine()]
+        for _ in unsaved:
+            self.metrics.on_unsaved("retried")
         self.abort(unsaved, "error")
         return unsaved
 
     def release(self) -> list[RequestState]:
-        """Forget and return the requests that another engine may compute: see lose_engine for the others."""
-        free = [request for request in self._requests.values() if not (request.was_handed_on or request.is_retry)]
-        for request in free:
+        """Forget and return all requests, because other engines go on with them."""
+        released = self.requests
+        for request in released:
             del self._requests[request.request_id]
             running = [child for child in request.continuations if self._continuations.pop(child.request_id, None)]
             self.metrics.on_moved(-len(running))
-        return free
+        return released
 
-    def take_over(self, request: RequestState) -> list[AddRequest]:
-        """Follow a request that was released. Returns the messages for the engine. Its id must not be in use."""
+    def take_over(self, request: RequestState) -> None:
+        """Follow a request that was released. Its id must not be in use."""
         self._requests[request.request_id] = request
-        messages = self._again(request)
         running = {child.request_id: child for child in request.continuations if child.finish_reason is None}
         self._continuations |= running
         self.metrics.on_moved(len(running))
-        return messages
 
-    def adapters(self) -> set[tuple[str, str]]:
-        """Paths and digests of the adapters of unfinished requests."""
-        found = (request.processed.adapter for request in self._requests.values())
-        return {(adapter.path, adapter.digest) for adapter in found if adapter is not None}
+    @property
+    def requests(self) -> list[RequestState]:
+        """The requests without their last output, in the order in which they came here."""
+        return list(self._requests.values())
+
+    def send_again(self, request: RequestState) -> list[AddRequest]:
+        """The messages for a further engine about a request. It goes on after the tokens that are known here."""
+        self.metrics.on_retry()
+        return request.messages_again(self._clock())
 
     def add_adapter_names(self, running: set[str], waiting: set[str]) -> None:
         """Add the names of the adapters of unfinished requests: of requests with a token, and of requests without."""
@@ -172,31 +170,15 @@ class OutputProcessor:
             if (adapter := request.processed.adapter) is not None:
                 (waiting if request.metrics.first_token_time is None else running).add(adapter.name)
 
-    def send_again(self) -> list[AddRequest]:
-        """The messages for a new engine about the remaining requests.
-
-        Answers of the engine before are forgotten, except complete continuations. The new engine computes the same
-        tokens again, and they do not count twice.
-        """
-        return [joined(self._again(request)) for request in self._requests.values()]
-
-    def _again(self, request: RequestState) -> list[AddRequest]:
-        request.is_retry, request.sent_after = True, self._clock() - request.metrics.arrival_time
-        self.metrics.on_retry()
-        messages = []
-        for child, message in zip(request.continuations, request.processed.requests, strict=True):
-            if child.finish_reason is None:
-                child.start_again(message, self._tokenizer)
-                messages.append(msgspec.structs.replace(message, is_retry=True))
-        return messages
-
     def _update(self, child: Continuation, delta: RequestDelta, now: float, result: ProcessedOutputs) -> None:
         request = child.request
         request.take_facts(child, delta)
-        is_first = request.metrics.first_token_time is None
-        self._count_tokens(child, len(delta.token_ids), now)
-        if is_first and request.metrics.first_token_time is not None:
-            result.first_tokens.append((request.request_id, now - request.metrics.arrival_time))
+        if delta.token_ids:
+            self._count_tokens(child, len(delta.token_ids), now)
+            if not request.has_advanced:
+                request.has_advanced = True
+                seconds = now - request.metrics.arrival_time - request.sent_after
+                result.first_tokens.append((request.request_id, seconds))
         child.take_tokens(delta)
         if child.finish_reason is not None:
             if delta.finish_reason is None:
@@ -208,10 +190,6 @@ class OutputProcessor:
             result.outputs.append(output)
 
     def _count_tokens(self, child: Continuation, num_tokens: int, now: float) -> None:
-        child.num_received += num_tokens
-        num_tokens = child.num_received - child.num_counted
-        if num_tokens <= 0:  # they are computed again after an engine failure
-            return
         child.num_counted += num_tokens
         metrics = child.request.metrics
         child.timeline.chunks.add(now - metrics.arrival_time, num_tokens)

@@ -93,6 +93,8 @@ class Replica:
         self._reading: dict[int, asyncio.Future[AdapterFacts]] = {}  # the key is the operation
         self._operations = itertools.count()
         self._task: asyncio.Task[None] | None = None
+        self._suspect: str | None = None  # the suspect that the engine computes: see RequestState.lose_engine
+        self._held: deque[RequestState] = deque()  # the suspects that wait for it
 
     def start(self, on_change: Callable[[], None], on_progress: Callable[[], None]) -> None:
         """Begin to receive. It needs a running event loop and is called once.
@@ -167,25 +169,35 @@ class Replica:
         stream = RequestStream(processed.request_id, is_delta=is_delta, on_leave=self._on_leave, on_written=on_written)
         self._streams[processed.request_id] = stream
         with suppress(EngineDeadError):  # `receive` reports it too, and the next engine gets the request
-            self._send_request(processed, processed.requests)
+            self._send_request(processed.request_id, processed.requests)
         return stream
 
     def release(self) -> list[tuple[RequestState, RequestStream]]:
-        """Forget and return the requests whose answers have not begun. Another replica will take them over."""
+        """Forget and return all requests. Other replicas will go on with them."""
         return [(request, self._streams.pop(request.request_id)) for request in self.output_processor.release()]
 
     def take_over(self, request: RequestState, stream: RequestStream) -> None:
-        """Compute a request that another replica has released. It was accepted, so the queue's limit does not count."""
+        """Go on with a request that another replica has released."""
         self._end_idle_time()
-        messages = self.output_processor.take_over(request)
+        self.output_processor.take_over(request)
         stream.move(self._on_leave)
         self._streams[request.request_id] = stream
+        self._resume(request)
+
+    def _resume(self, request: RequestState) -> None:
+        """Let the engine go on with a request of another engine. A suspect waits for the suspect before it."""
+        if request.is_suspect:
+            if self._suspect is not None:
+                self._held.append(request)
+                return
+            self._suspect = request.request_id
+        messages = self.output_processor.send_again(request)
         adapter = request.processed.adapter
         is_old = adapter is not None and (adapter.path, adapter.digest) not in self._adapters
         with suppress(EngineDeadError):
             if adapter is not None and is_old:
                 self.client.send(_known(adapter.path, adapter.digest))
-            self._send_request(request.processed, messages)
+            self._send_request(request.request_id, messages)
             if adapter is not None and is_old:  # only this request names it
                 self.client.send(UnloadAdapter(adapter.digest, adapter.path))
 
@@ -194,10 +206,18 @@ class Replica:
         if self.num_unfinished == 0:
             self._supervisor.watch.on_step(self._clock())
 
-    def _send_request(self, processed: ProcessedRequest, messages: Sequence[AddRequest]) -> None:
+    def _send_request(self, request_id: str, messages: Sequence[AddRequest]) -> None:
         """Send all or the remaining continuations. Raises EngineDeadError."""
         self.client.send(joined(messages))
-        self.admission.on_sent(processed.request_id, len(processed.prompt_token_ids), len(messages))
+        num_tokens = len(messages[0].prompt_token_ids) + sum(len(message.output_token_ids) for message in messages)
+        self.admission.on_sent(request_id, num_tokens, len(messages))
+
+    def _clear(self, request_id: str) -> None:
+        """Note that a request has a token of this engine, or has ended. The next suspect may come."""
+        if request_id == self._suspect:
+            self._suspect = None
+            if self._held:
+                self._resume(self._held.popleft())
 
     def abort(self, request_id: str) -> None:
         """End a request. Its stream ends without a further output. An unknown id is ignored."""
@@ -207,8 +227,10 @@ class Replica:
 
     def _on_leave(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
+        self._held = deque(request for request in self._held if request.request_id != request_id)
         self.admission.on_left(request_id)
         self._send_abort(self.output_processor.abort([request_id]))
+        self._clear(request_id)
 
     def _send_abort(self, engine_ids: list[str]) -> None:
         if engine_ids:
@@ -317,43 +339,49 @@ class Replica:
                 self._on_change()
 
     def _restore(self, ready: EngineReady, before: EngineReady) -> None:
-        """Give a new engine the state of the last one: moved limits, adapters, and the requests that can be retried."""
+        """Give a new engine the state of the last one: moved limits, adapters and requests."""
         moved = self._moved_limits
         ready.resolved |= {name: before.resolved[name] for name in moved if name in before.resolved}
         ready.max_num_seqs = moved.get("max_num_seqs", ready.max_num_seqs)
         ready.max_num_batched_tokens = moved.get("max_num_batched_tokens", ready.max_num_batched_tokens)
         if moved:
             self.client.send(SetLimits(**moved))
-        old = self.output_processor.adapters() - set(self._adapters)
-        for path, digest in [*self._adapters, *old]:
+        for path, digest in self._adapters:
             self.client.send(_known(path, digest))
-        for message in self.output_processor.send_again():
-            self.client.send(message)
-        for path, digest in old:  # only requests that are sent again name them
-            self.client.send(UnloadAdapter(digest, path))
-        logger.info("the engine is ready again; %d requests are sent to it again", self.num_unfinished)
+        for request in self.output_processor.requests:
+            self._resume(request)
+        logger.info("the engine is ready again; %d requests go on", self.num_unfinished)
 
     def on_lost(self, reason: FailureReason, why: str) -> None:
         """For the supervisor: the engine is gone with its results, and the next one starts.
 
-        Requests without output that was handed on go to other replicas or wait for it, but only once. The others end
-        now.
+        Requests go on at other replicas or wait for it. Those that may be the reason of the failure end now.
         """
         was_ready, self.is_ready, self.failure = self.is_ready, False, why
         self._lose_readings(EngineRestartedError("The engine failed while it read the adapter", fix="Load it again"))
         self.progress = EngineProgress("restart", 0.0, "the engine has failed", engine_index=self.index)
         if was_ready:
-            self.admission.on_idle()
-            for request_id in self.output_processor.lose_engine():
-                self._streams.pop(request_id).fail(
-                    EngineRestartedError("The engine failed, and this request could not be saved", fix="Send it again")
-                )
+            self._lose_engine()
         self.output_processor.metrics.on_restart(reason)
         self._on_change()
 
+    def _lose_engine(self) -> None:
+        self.admission.on_idle()
+        self._suspect = None
+        self._held.clear()
+        for request_id in self.output_processor.lose_engine():
+            self._streams.pop(request_id).fail(
+                EngineRestartedError(
+                    "Several engines failed while they computed this request, and it may be the reason",
+                    fix="See the server's log before you send it again",
+                )
+            )
+
     def on_gone(self, error: QuireError) -> None:
         """For the supervisor: no engine is left. Streams that others cannot take end with an error."""
-        self.is_ready = False
+        if self.is_ready:
+            self.is_ready = False
+            self._lose_engine()
         self._on_change()  # other replicas take what they can
         for _ in self._streams:
             self.output_processor.metrics.on_unsaved("gave_up")
@@ -369,6 +397,7 @@ class Replica:
         result = self.output_processor.process(message.deltas)
         for request_id, seconds in result.first_tokens:
             self.admission.on_first_token(request_id, seconds)
+            self._clear(request_id)
         self.admission.on_answers(result.num_ended)
         streams = self._streams
         for output in result.outputs:
@@ -377,6 +406,7 @@ class Replica:
                 if output.finished:
                     del streams[output.request_id]
                     self.admission.on_left(output.request_id)
+                    self._clear(output.request_id)
                 stream.put(output)
                 if output.error is not None:
                     stream.fail(self._completed(result.errors[output.request_id]))

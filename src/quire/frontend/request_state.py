@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import cast
+
+import msgspec
 
 from quire.frontend.input_processor import ProcessedRequest
 from quire.frontend.logprobs import LogprobDecoder, PromptLogprobs
@@ -20,6 +23,10 @@ from quire.outputs import (
     SpecDecodeMetrics,
 )
 from quire.sampling_params import RequestOutputKind
+
+# A request that loses this many engines ends with the last one. It may be the reason why they fail, and a replica that
+# has failed RecoveryLimits.max_failures times is not started again.
+MOST_LOSSES = 5
 
 
 class Continuation:
@@ -40,8 +47,6 @@ class Continuation:
         "num_counted",
         "num_late",
         "num_preemptions",
-        "num_received",
-        "num_tokens",
         "num_unsent_tokens",
         "pipeline",
         "queued_seconds",
@@ -67,11 +72,6 @@ class Continuation:
         self.last_token_time: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.start_again(message, tokenizer)
-
-    def start_again(self, message: AddRequest, tokenizer: Tokenizer | None) -> None:
-        """Forget all output, because it will be computed again. None of it was handed on. Times are kept."""
-        params = self.request.processed.sampling_params
         self.pipeline: TextPipeline | None = None
         if params.detokenize and tokenizer is not None:
             detokenizer = tokenizer.new_detokenizer(
@@ -90,12 +90,19 @@ class Continuation:
         self.logprob_decoder = LogprobDecoder(tokenizer) if has_logprobs else None
         self.cumulative_logprob: float | None = 0.0 if has_logprobs else None
         self.text = ""  # all text so far if cumulative, else the text that was not handed on yet
-        self.token_ids: list[int] = []
-        self.logprobs: list[PositionLogprobs] = []
-        self.num_tokens = self.num_unsent_tokens = self.num_received = 0
-        self.num_preemptions = 0  # how often this engine preempted the request
-        if (drafts := self.request.metrics.spec_decode) is not None:
-            drafts.clear()
+        self.token_ids = array("i")  # all so far: an engine that goes on with the request must know them
+        self.logprobs: list[PositionLogprobs] = []  # all if cumulative, else those that were not handed on yet
+        self.num_unsent_tokens = 0
+        self.num_preemptions = 0  # how often the present engine preempted the request
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def message(self, first: AddRequest) -> AddRequest:
+        """The message for a further engine, which goes on after the tokens here. `first`: the first message."""
+        self.num_preemptions = 0
+        return msgspec.structs.replace(first, output_token_ids=self.token_ids.tolist(), is_retry=True)
 
     def take_tokens(self, delta: RequestDelta) -> None:
         """Add a delta's tokens, up to the one that completes a stop string, their text and their logprobs."""
@@ -105,8 +112,7 @@ class Continuation:
         if self.pipeline is not None:
             num_used = self._take_text(self.pipeline, token_ids)
             token_ids = token_ids[:num_used]
-        self.token_ids += token_ids
-        self.num_tokens += len(token_ids)
+        self.token_ids.extend(token_ids)
         self.num_unsent_tokens += len(token_ids)
         if self.logprob_decoder is not None and delta.logprobs is not None:
             for entry in delta.logprobs[: len(token_ids)]:
@@ -135,10 +141,11 @@ class Continuation:
 
     def output(self) -> CompletionOutput:
         """The output to hand on: everything so far, or only the new part."""
+        num_unsent, self.num_unsent_tokens = self.num_unsent_tokens, 0
         result = CompletionOutput(
             self.index,
             self.text,
-            self.token_ids.copy() if self.is_cumulative else self.token_ids,
+            (self.token_ids if self.is_cumulative else self.token_ids[len(self.token_ids) - num_unsent :]).tolist(),
             self.cumulative_logprob,
             None if self.logprob_decoder is None else self.logprobs.copy() if self.is_cumulative else self.logprobs,
             self.finish_reason,
@@ -146,9 +153,8 @@ class Continuation:
             self.request.lora_request,
             spec_decode_metrics=self.request.metrics.spec_decode,
         )
-        self.num_unsent_tokens = 0
         if not self.is_cumulative:
-            self.text, self.token_ids, self.logprobs = "", [], []
+            self.text, self.logprobs = "", []
         return result
 
     def close_timeline(self, now: float) -> None:
@@ -187,18 +193,20 @@ class RequestState:
 
     __slots__ = (
         "continuations",
-        "is_retry",
+        "has_advanced",
+        "is_sent",
+        "is_suspect",
         "kind",
         "lora_request",
         "metrics",
         "num_cached_tokens",
+        "num_losses",
         "num_running",
         "processed",
         "prompt_logprobs",
         "sent_after",
         "timeline",
         "tokenizer",
-        "was_handed_on",
     )
 
     def __init__(
@@ -216,8 +224,10 @@ class RequestState:
         self.timeline = timelines.open(
             processed.request_id, self.metrics, len(processed.prompt_token_ids), len(processed.requests), now
         )
-        self.was_handed_on = False  # whether some output was handed on
-        self.is_retry = False  # whether its present engine is its second engine
+        self.is_sent = True  # False: it waits for its next engine
+        self.has_advanced = False  # whether its present engine has given a token of it
+        self.num_losses = 0  # engines that failed while they had it
+        self.is_suspect = False  # may be the reason why they failed
         self.sent_after = 0.0  # seconds from the arrival until its present engine got it
         self.num_cached_tokens = 0
         self.prompt_logprobs: PromptLogprobs | None = None
@@ -229,6 +239,25 @@ class RequestState:
     @property
     def request_id(self) -> str:
         return self.processed.request_id
+
+    def lose_engine(self) -> bool:
+        """Note that the engine has failed. Returns whether a further engine may go on with the request.
+
+        A request that has lost several engines, and got no token from the last one, is a suspect: no other suspect is
+        computed before it has its next token. If this costs one more engine, the request ends.
+        """
+        if not self.is_sent:
+            return True
+        self.is_sent = False
+        self.num_losses += 1
+        was_suspect, self.is_suspect = self.is_suspect, self.num_losses > 1 and not self.has_advanced
+        return self.num_losses < MOST_LOSSES and not (was_suspect and self.is_suspect)
+
+    def messages_again(self, now: float) -> list[AddRequest]:
+        """The messages for a further engine, about the continuations that have not ended."""
+        self.is_sent, self.has_advanced, self.sent_after = True, False, now - self.metrics.arrival_time
+        both = zip(self.continuations, self.processed.requests, strict=True)
+        return [child.message(first) for child, first in both if child.finish_reason is None]
 
     @property
     def longest_num_output_tokens(self) -> int:
@@ -272,7 +301,6 @@ class RequestState:
 
     def _output(self, continuations: list[Continuation], error: str | None = None) -> RequestOutput:
         processed = self.processed
-        self.was_handed_on = True
         return RequestOutput(
             processed.request_id,
             processed.prompt,

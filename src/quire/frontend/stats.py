@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 RejectionReason = Literal["queue_full", "ttft_target"]
 # The reasons to replace an engine: it ended or reported a failure, sent no beat, did not end a step, or did not start.
 FailureReason = Literal["crash", "silent", "stuck", "start"]
-# The reasons why a request ends with its engine: some output was sent, it was the second engine, or no other started.
-UnsavedReason = Literal["streaming", "retried", "gave_up"]
+# The reasons why a request ends with its engine: it has cost several engines, or no other one started.
+UnsavedReason = Literal["retried", "gave_up"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class EngineMetrics(Protocol):
         ...
 
     def on_retry(self) -> None:
-        """A request of a failed engine is sent to the next one."""
+        """A request of a failed engine is sent to another one."""
         ...
 
     def on_unsaved(self, reason: UnsavedReason) -> None:

@@ -151,12 +151,18 @@ class Linear:
             self._loader(tensor, index)(part)
 
     def _extent(self, tensor: ShardedTensor, name: str, shapes: tuple[tuple[int, ...], ...]) -> Extent | None:
-        """The part of a tensor that `_load_share` reads; None: it reads parts of rows, or all of the tensor."""
+        """The part of a tensor that `_load_share` reads; None: it reads all of the tensor."""
         assert self._share is not None
         own: list[range] = []
+        columns: list[range] = []
         for index in (index for index, (shard, _) in enumerate(self.shards) if shard == name):
             first, num_rows = self._share.own_rows(index).start, self._share.tensor_rows[index]
             forms = list(zip(tensor.shapes(index), shapes, strict=True))
+            (part, *_), (whole, *others) = tensor.shapes(index), shapes
+            if not others and len(whole) == 2 and part[0] == whole[0] and part[1] != whole[1]:
+                begin = first * whole[1] // num_rows  # words of outputs lie side by side
+                columns.append(range(begin, begin + part[1]))
+                continue
             if (
                 any(part[1:] != whole[1:] or part == whole for part, whole in forms)
                 or len({w[0] for _, w in forms}) > 1
@@ -165,7 +171,11 @@ class Linear:
             ((size, *_), (whole_size, *_)) = forms[0]
             begin = first * whole_size // num_rows
             own.append(range(begin, begin + size))
-        return Extent(shapes[0][0], tuple(own))
+        if not columns:
+            return Extent(shapes[0][0], tuple(own))
+        num_rows, num_columns = shapes[0]
+        columns.sort(key=lambda each: each.start)
+        return None if own else Extent(num_rows, (range(num_rows),), num_columns, tuple(columns))
 
     def _finish_if_complete(self) -> None:
         bias = self._bias_tensor

@@ -11,30 +11,55 @@ from torch import Tensor
 
 from quire.quantization.scheme import FLOATS
 
+LARGEST_SHARE = 0.75  # of a row, with the cost of its pieces; above it the row is read whole
+
 
 @dataclass(frozen=True)
 class Extent:
-    """The part of a tensor that a rank reads.
+    """The part of a tensor that a rank reads: some columns of some rows.
 
     Attributes:
         num_rows: the tensor is cut into this number of parts of equal size, one after the other.
         own: the numbers of the parts that are read.
+        num_columns: each row is cut into this number of parts of equal size.
+        columns: the numbers of the parts of each row that are read.
     """
 
     num_rows: int
     own: tuple[range, ...]
+    num_columns: int = 1
+    columns: tuple[range, ...] = (range(1),)
 
-    def byte_ranges(self, begin: int, end: int) -> list[range]:
+    def byte_ranges(self, begin: int, end: int, grain: int) -> list[range]:
         """The byte ranges of the read parts, in order, if the tensor is at `begin` to `end` of a file. Neighbouring
         ranges are joined.
+
+        Args:
+            grain: reading a piece costs as much as reading this many bytes more. Rows are read whole if their pieces
+                would save less than a quarter.
         """
         row_bytes, found = (end - begin) // self.num_rows, list[range]()
+        pieces = [_scaled(columns, row_bytes, self.num_columns) for columns in self.columns]
+        is_whole = sum(len(piece) + grain for piece in pieces) > LARGEST_SHARE * row_bytes
         for rows in sorted(self.own, key=lambda each: each.start):
-            first, last = begin + rows.start * row_bytes, begin + rows.stop * row_bytes
-            if found and found[-1].stop >= first:
-                first = found.pop().start
-            found.append(range(first, last))
+            if is_whole:
+                _join(found, range(begin + rows.start * row_bytes, begin + rows.stop * row_bytes))
+                continue
+            for start in range(begin + rows.start * row_bytes, begin + rows.stop * row_bytes, row_bytes):
+                for piece in pieces:
+                    _join(found, range(start + piece.start, start + piece.stop))
         return [each for each in found if each]
+
+
+def _scaled(columns: range, row_bytes: int, num_columns: int) -> range:
+    return range(columns.start * row_bytes // num_columns, columns.stop * row_bytes // num_columns)
+
+
+def _join(found: list[range], part: range) -> None:
+    """Append a part, or join it with the last one."""
+    if found and found[-1].stop >= part.start:
+        part = range(found.pop().start, part.stop)
+    found.append(part)
 
 
 @dataclass(slots=True)

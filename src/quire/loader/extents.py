@@ -13,8 +13,8 @@ def all_of(name: str) -> Extent | None:
     return None
 
 
-def ranges_read(entry: TensorEntry, extent: Extent | None) -> list[range]:
-    """The places in the file of the read parts of a tensor, in order."""
+def ranges_read(entry: TensorEntry, extent: Extent | None, grain: int) -> list[range]:
+    """The places in the file of the read parts of a tensor, in order. `grain`: see Extent.byte_ranges."""
     if extent is None or entry.end - entry.begin < LEAST_CUT_BYTES:
         return [range(entry.begin, entry.end)] if entry.end > entry.begin else []
-    return extent.byte_ranges(entry.begin, entry.end)
+    return extent.byte_ranges(entry.begin, entry.end, grain)

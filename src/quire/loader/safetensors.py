@@ -102,7 +102,7 @@ def map_tensors(
                 f"{path.name} changed while it was being loaded", fix="Start again when the download is complete"
             )
         mapped = map_file(file)
-    parts = [ranges_read(entry, extent_of(entry.name)) for entry in wanted]
+    parts = [ranges_read(entry, extent_of(entry.name), mmap.PAGESIZE) for entry in wanted]
     advice = _PageAdvice(mapped, parts)
     for entry, ranges in zip(wanted, parts, strict=True):
         advice.move(entry.begin, sum(map(len, ranges)))

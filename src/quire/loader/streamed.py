@@ -15,6 +15,7 @@ from quire.loader.extents import all_of, ranges_read
 from quire.loader.object_store import NUM_READERS, Bytes, StoredObject, fill_ahead, piece_bytes
 from quire.loader.safetensors_headers import TensorEntry
 
+REQUEST_BYTES = 1 << 20  # a request for a piece of a tensor is worth this many bytes
 HEAP_BYTES = 1 << 20  # the largest tensor in the heap: the heap would keep the memory of larger ones
 REUSE = 1.25  # the share of the bytes in memory that is memory used again
 # A tensor may get the memory of an earlier tensor of its size. At most this many times the bytes that are read ahead
@@ -67,7 +68,7 @@ def _parts(
     whole: list[_Found] = []
     for entry in entries:
         tensor = memory.take(entry.end - entry.begin)
-        for part in ranges_read(entry, extent_of(entry.name)):
+        for part in ranges_read(entry, extent_of(entry.name), REQUEST_BYTES):
             if part.start != end and (buffers or whole):
                 yield begin, buffers, whole
                 buffers, whole = [], []

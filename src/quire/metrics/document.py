@@ -47,7 +47,7 @@ its dashboards and alerts work. vLLM does not have the metrics that begin with `
 - Histograms of continuations and requests hold only those that ended by themselves (`stop`, `length`). The times to
   first token and between tokens hold all, as they come. `vllm:request_success_total` counts aborts and errors.
 - `vllm:prompt_tokens_total` and `vllm:generation_tokens_total` are the sums of `usage` over all answers. Tokens count
-  also if the client left or the engine failed. Tokens that are computed again after a failure count once.
+  also if the client left or the engine failed. They count once, also if another engine goes on with the request.
 - The metrics `vllm:kv_block_*` are there only with `--kv-cache-metrics`. They follow a share of the blocks:
   `--kv-cache-metrics-sample`.
 - The metrics `quire_expert_*` and `quire_distinct_experts` are there only with `--expert-metrics`, for a model with

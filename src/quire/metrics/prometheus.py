@@ -407,7 +407,7 @@ class EngineSeries:
         self._clear_utilization()
 
     def on_retry(self) -> None:
-        """A request is sent to the engine that replaces the failed one."""
+        """A request of a failed engine is sent to another one."""
         self._count("quire_requests_retried")
 
     def on_unsaved(self, reason: str) -> None:

@@ -187,16 +187,16 @@ METRICS: tuple[Metric, ...] = (
         "quire_requests_retried",
         "counter",
         "requests",
-        "Requests sent to a new engine after a failure. No part of their answers had been streamed.",
+        "Requests sent to another engine after a failure. They go on after the tokens that they had.",
     ),
     Metric(
         "quire_requests_lost",
         "counter",
         "requests",
-        "Requests that ended with an error because their engine failed. The reason against a retry: streaming, a part "
-        "of the answer was sent; retried, it was the second failure; gave_up, no engine was started again.",
+        "Requests that ended with an error because their engine failed. The reason against a further retry: retried, "
+        "they may be the cause of several failures; gave_up, no engine was started again.",
         label="reason",
-        values=("streaming", "retried", "gave_up"),
+        values=("retried", "gave_up"),
     ),
     Metric(
         "vllm:estimated_flops_per_gpu",

@@ -111,7 +111,7 @@ ALERTS: tuple[Alert, ...] = (
         ((_LONG.increase("quire_engine_restarts"), "> 0"),),
         0,
         "An engine failed and was replaced within the last 15 minutes.",
-        "The log has the reason. Requests without output were sent again; quire_requests_lost_total counts the others.",
+        "The log has the reason. Requests go on at another engine; quire_requests_lost_total counts those that cannot.",
     ),
     Alert(
         "QuireRequestsLost",

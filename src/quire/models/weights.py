@@ -156,7 +156,7 @@ class WeightTable:
         own: list[range] = []
         for begin, stack in zip(begins, stacks, strict=True):
             extent, is_whole = stack.like.extent, stack.is_transposed or stack.rows.step != 1
-            if extent is None or is_whole:
+            if extent is None or is_whole or extent.num_columns > 1:
                 return Extent(first.num_experts, tuple(range(expert, expert + 1) for expert in first.places))
             for start in (expert * num_rows + begin for expert in stack.places):
                 own += [range(start + rows.start, start + rows.stop) for rows in extent.own]

@@ -82,6 +82,13 @@ def check_request(request: Request, limits: SchedulerLimits, longest_request: in
         raise InvalidRequestError(
             "max_tokens is too small", value=request.max_tokens, expected="at least 1", param="max_tokens"
         )
+    if len(request.output_token_ids) >= request.max_tokens:
+        raise InvalidRequestError(
+            "The request has all its tokens already",
+            value=len(request.output_token_ids),
+            expected=f"fewer than max_tokens, {request.max_tokens}",
+            param="output_token_ids",
+        )
     if num_prompt + request.max_tokens > limits.max_model_len:
         raise ContextLengthError(
             f"The prompt has {num_prompt} tokens and up to {request.max_tokens} more are wanted",

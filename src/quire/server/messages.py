@@ -52,7 +52,12 @@ from quire.server.sse import named_event
 from quire.server.state import ServerState, state_of
 from quire.server.text.events import Content, Event, Reasoning, ToolArguments, ToolCallStart
 
-_NAMES = {"stop": "stop_sequences", "response_format": "output_config", "structured_outputs": "output_config"}
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config",
+    "structured_outputs": "output_config",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
 
 _decoder = BodyDecoder(MessagesRequest, REFUSED_IN_MESSAGES)
 _count_decoder = BodyDecoder(CountTokensRequest, REFUSED_IN_MESSAGES)
@@ -77,8 +82,10 @@ async def count_tokens(request: Request) -> Response:
 
 def _decode(data: bytes) -> tuple[ChatRequest, list[str]]:
     body, ignored = _decoder.decode(data)
-    if body.thinking is not None and body.thinking.budget_tokens is not None:
+    budget = None if body.thinking is None else body.thinking.budget_tokens
+    if budget is not None and body.thinking is not None and body.thinking.type == "disabled":
         ignored.append("thinking.budget_tokens")
+        budget = None
     response_format = None
     if body.output_config is not None and (form := body.output_config.format) is not None:
         json_schema = JsonSchemaFormat(name="", schema=form.schema)
@@ -93,6 +100,7 @@ def _decode(data: bytes) -> tuple[ChatRequest, list[str]]:
         top_k=body.top_k,
         cache_salt=body.cache_salt,
         response_format=response_format,
+        thinking_token_budget=budget,
     )
     return asked, ignored
 
@@ -160,6 +168,10 @@ def _tool_choice(wish: ToolWish) -> str | dict[str, Any]:
 async def _prepare(
     state: ServerState, body: ChatRequest, ignored: list[str], request_id: str
 ) -> tuple[Generation, Writer]:
+    if body.thinking_token_budget is not None and not chat.bounds_reasoning(state):
+        # Clients of this API send a budget to every model that thinks.
+        body = msgspec.structs.replace(body, thinking_token_budget=None)
+        ignored.append("thinking.budget_tokens")
     asked = await chat.generation_of(state, body, ignored, request_id, "msg")
     # max_tokens is required, so clients ask for more than fits: the answer says if it ended at the context.
     return replace(asked, max_tokens_is_default=True), _MessagesWriter(state, asked)

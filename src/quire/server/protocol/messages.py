@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from quire.sampling_params import MAX_TOKENS
 from quire.server.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 from quire.server.protocol.common import ErrorBody
 
@@ -58,7 +59,7 @@ class ToolWish(msgspec.Struct):
 
 class ThinkingWish(msgspec.Struct):
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] | None = None
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
