@@ -356,11 +356,11 @@ def _results(pending: Sequence[Pending[T]]) -> list[T]:
 def _weight(error: Exception) -> int:
     """The rank of an error; the error with the lowest number is raised.
 
-    0: the engine is dead. 1: the same, because of another rank. 2: the error is meant for the user. 3: any other error.
-    4: another rank has left the step.
+    0: the engine is dead. 1: the error is meant for the user. 2: the engine is dead because of another rank. 3: any other
+    error. 4: another rank has left the step.
     """
     if isinstance(error, EngineDeadError):
-        return int(isinstance(error, PeerLostError))
+        return 2 if isinstance(error, PeerLostError) else 0
     if isinstance(error, (QuireError, RowsFailedError)):
-        return 2
+        return 1
     return 4 if isinstance(error, StepVoid) else 3

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from quire.distributed.device_group import on_devices
 from quire.distributed.group import AgreedError, GroupError, RankLate, Ranks, StepVoid
 from quire.errors import EngineDeadError, MemoryPlanError, PeerLostError
 from quire.kernels import cpu, extension, gpu, gpu_facts
@@ -110,6 +111,10 @@ class DeviceWorker:
         torch.set_num_threads(device.num_threads)
         if device.deterministic and is_on_gpu:
             gpu.be_deterministic()
+        accelerator = self._accelerator() if is_on_gpu else None
+        if accelerator is not None and self._ranks is not None:
+            with self._as_rank("connecting its GPU"):
+                self._ranks = on_devices(self._ranks, accelerator.connect)
         config = replace(self._model_config, max_model_len=form.max_model_len)
         share = 1.0 if settings.drafter is None else LOADED_BEFORE_DRAFTER
         with self._as_rank("reading weights"):
@@ -122,7 +127,7 @@ class DeviceWorker:
             self.adapters = WorkerAdapters(model, settings.lora)
         with self._as_rank("reading the drafter's weights"):
             self.drafter = self._load_drafter(model, settings)
-        self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost(self._ranks)
+        self.place = OnHost(self._ranks) if accelerator is None else OnGpu(accelerator, self._ranks)
         name = form.quantization or form.dtype
         name = name if is_on_gpu or not cpu.available() else f"packed {name}"
         self._progress("load", 1.0, f"{shown_bytes(model.weight_bytes())} of {name}")
@@ -182,7 +187,9 @@ class DeviceWorker:
                 self.runner.balancer.begin_step()
             pending = self.submit(batch)
         self._ranks.end_step()
-        result = pending.result()
+        with self._as_rank("a step"):
+            result = pending.result()
+            self._ranks.check()
         result.ranks = ((time.perf_counter() - start, self._ranks.waited_seconds - waited),)
         return result
 
@@ -286,9 +293,10 @@ def _lost(ranks: Ranks | None, phase: str, error: Exception) -> EngineDeadError:
 def _may_leave(ranks: Ranks, error: Exception) -> bool:
     """Whether this rank may leave a step after an error.
 
-    It must not leave if a rank of another stage may wait for it, because such a rank does not leave the step with it.
+    It must not leave if a rank of another stage or another GPU may wait for it, because such a rank does not leave the
+    step with it.
     """
-    if isinstance(error, EngineDeadError):
+    if isinstance(error, EngineDeadError) or ranks.is_committed:
         return False
     is_of_all_stages = isinstance(error, RowsFailedError) and error.__cause__ is None
     return ranks.grid.num_stages == 1 or is_of_all_stages or isinstance(error, (AgreedError, StepVoid))
