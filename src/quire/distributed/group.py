@@ -119,7 +119,7 @@ class Group(Protocol):
 
     @property
     def is_committed(self) -> bool:
-        """Whether this rank has launched work in this step that needs the other ranks. Then it cannot leave the step."""
+        """Whether this rank has launched work of this step that needs other ranks. Then it cannot leave the step."""
         ...
 
     def agree(self) -> None:

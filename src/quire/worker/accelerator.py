@@ -134,7 +134,7 @@ class Accelerator(Device, Protocol):
         ...
 
     def connect(self, store: dist.Store, rank: int, size: int, limit: timedelta) -> Any:
-        """Connect a rank to the other ranks of its group, which call this too. The result is a backend of torch.distributed.
+        """Connect a rank to the other ranks of its group, which call this too. Returns a backend of torch.distributed.
 
         Args:
             store: the place where the ranks find each other.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -26,7 +27,7 @@ from quire.models.registry import CausalLM
 from quire.moe.dispatch import Dispatch
 from quire.planning import devices
 from quire.resolve import DeviceFacts, shown_bytes
-from quire.schedule import Polled, RowsFailedError, ScheduledBatch, StepResult
+from quire.schedule import Pending, Polled, RowsFailedError, ScheduledBatch, StepResult
 from quire.worker import kv_cache
 from quire.worker.accelerator import Accelerator, Cuda
 from quire.worker.adapters import WorkerAdapters
@@ -86,6 +87,7 @@ class DeviceWorker:
     ) -> None:
         self._model_config, self._progress, self._accelerator = model_config, progress, accelerator
         self._ranks = ranks
+        self._behind: deque[_StepOfRank] = deque()  # see follow
         # Each of these is set by one step of the worker's life.
         self.settings: WorkerSettings
         self.place: Place
@@ -173,25 +175,35 @@ class DeviceWorker:
         if rates := self.settings.synthetic_acceptance_rates:
             self.runner.verify = HoldAtRandom(rates).verify
 
-    def submit(self, batch: ScheduledBatch) -> PendingStep:
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        ranks = self._ranks
+        if ranks is None:
+            return self._launch(batch)
+        start, waited = time.perf_counter(), ranks.waited_seconds
+        ranks.begin_step()
+        with self._as_rank("a step", in_step=True):
+            if self.runner.balancer is not None:
+                self.runner.balancer.begin_step()
+            pending = self._launch(batch)
+        ranks.end_step()
+        return _StepOfRank(pending, ranks, start, ranks.waited_seconds - waited)
+
+    def _launch(self, batch: ScheduledBatch) -> PendingStep:
         with nullcontext() if self.adapters is None else self.adapters.beside_step():
             return self.runner.submit(batch)
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        if self._ranks is None:
-            return self.submit(batch).result()
-        start, waited = time.perf_counter(), self._ranks.waited_seconds
-        self._ranks.begin_step()
-        with self._as_rank("a step", in_step=True):
-            if self.runner.balancer is not None:
-                self.runner.balancer.begin_step()
-            pending = self.submit(batch)
-        self._ranks.end_step()
-        with self._as_rank("a step"):
-            result = pending.result()
-            self._ranks.check()
-        result.ranks = ((time.perf_counter() - start, self._ranks.waited_seconds - waited),)
-        return result
+        return self.submit(batch).result()
+
+    def follow(self, batch: ScheduledBatch) -> StepResult:
+        """Like `execute`, for a rank that does not sample: nobody waits for its results, so its device may run behind.
+
+        It does not run further behind than the device of a rank that samples.
+        """
+        self._behind.append(step := self.submit(batch))
+        while len(self._behind) > (self.settings.steps_in_flight if self.runner.device.runs_ahead else 1) - 1:
+            self._behind.popleft().result()
+        return StepResult(batch.step_id, [], ranks=step.ranks())
 
     def close(self) -> None:
         if self._ranks is not None:
@@ -269,6 +281,42 @@ class DeviceWorker:
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         """Touch memory of the KV cache that will be needed soon: see Prefault."""
         return self._prefault.step(num_blocks_ever_used)
+
+
+class _StepOfRank:
+    """A launched step of several ranks.
+
+    Args:
+        start: the time at which it began, on the clock of time.perf_counter.
+        waited: the seconds that its launch has waited for other ranks.
+    """
+
+    def __init__(self, pending: PendingStep, ranks: Ranks, start: float, waited: float) -> None:
+        self._pending, self._ranks, self._start, self._waited = pending, ranks, start, waited
+
+    def ranks(self) -> tuple[tuple[float, float], ...]:
+        """See StepResult.ranks, until now."""
+        return ((time.perf_counter() - self._start, self._waited),)
+
+    def result(self) -> StepResult:
+        try:
+            result = self._pending.result()
+            self._ranks.check()
+        except Exception as error:
+            self._say(error)
+            raise
+        result.ranks = self.ranks()
+        return result
+
+    def _say(self, error: Exception) -> None:
+        """Tell the other ranks about a device that has failed. Raises EngineDeadError if another rank has failed."""
+        try:
+            self._ranks.check()  # it explains all other errors
+        except GroupError as lost:
+            self._ranks.fail()
+            raise _lost(self._ranks, "a step", lost) from error
+        if isinstance(error, EngineDeadError):
+            self._ranks.fail()
 
 
 def _sharing(ranks: Ranks | None, num_kv_owners: int) -> Sharing:
