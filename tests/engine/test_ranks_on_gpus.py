@@ -180,17 +180,17 @@ def test_hosts_run_ahead_of_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.core.shutdown()
     for rank in (0, 1):
         own = "".join(call[1] for call in calls if call.endswith(str(rank)))
-        assert own.count("l") == own.count("f") and "llflflf" in own, own
+        assert own.count("l") == own.count("f")
+        assert "llflflf" in own, own
 
 
 def test_a_rank_that_does_not_sample_waits_for_the_step_before_only() -> None:
-    """As a process of its own does it: see DeviceWorker.follow."""
+    """This is how the process of a rank executes a step."""
     engine = started(2, two_layers())
     second = engine.executor.workers[1]
     assert isinstance(second, DeviceWorker)
     try:
-        second.submit, launched = _noting(second.submit)  # type: ignore[method-assign]
-        second.execute = second.follow  # type: ignore[method-assign]
+        second._launch_as, launched = _noting(second._launch_as)  # type: ignore[method-assign]
         engine.executor._runs_ahead = False  # type: ignore[attr-defined]
         assert answers(engine.core) == expected("bfloat16")
         assert [step._pending.is_done for step in launched] == [True] * (len(launched) - 1) + [False]

@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,7 +31,8 @@ LOOK_SECONDS = 0.25  # seconds between two looks for a rank that has failed
 # The transport has a time limit too, with which it ends the process. Ours comes first and names the late rank.
 TIMES_OF_LIMIT = 2
 
-Connect = Callable[[dist.Store, int, int, timedelta], Any]  # see Accelerator.connect
+Connect = Callable[[Any, int, int, timedelta], Any]  # see Accelerator.connect
+_distributed: Any = torch.distributed  # without types in some versions of torch
 
 
 def on_devices(ranks: Ranks, connect: Connect) -> Ranks:
@@ -51,13 +52,13 @@ def on_devices(ranks: Ranks, connect: Connect) -> Ranks:
 
 
 @contextmanager
-def _meeting_point(host: SharedMemoryGroup) -> Iterator[dist.Store]:
+def _meeting_point(host: SharedMemoryGroup) -> Iterator[Any]:
     """A store for the addresses of the ranks. It has no name and no port, so nothing is left when a rank is killed."""
     memory = os.memfd_create("quire-meeting", os.MFD_CLOEXEC) if host.rank == 0 else -1
     try:
         own = torch.tensor([[os.getpid(), memory][: 2 if host.rank == 0 else 0]], dtype=torch.int64)
         pid, descriptor = host.gather(own, [2] + [0] * (host.size - 1))[0].tolist()
-        yield dist.FileStore(f"/proc/{pid}/fd/{descriptor}", host.size)
+        yield _distributed.FileStore(f"/proc/{pid}/fd/{descriptor}", host.size)
         host.meet()  # all ranks have connected, so the memory is not needed any more
     finally:
         if memory >= 0:

@@ -80,7 +80,8 @@ def _answer(worker: DeviceWorker, loads: _Loads, message: ToRank) -> Answer:
         case Capture():
             worker.capture()
         case Execute(batch):
-            return Answer(result=worker.execute(batch)) if worker.samples else Answer(ranks=worker.follow(batch).ranks)
+            result = worker.execute(batch)
+            return Answer(result=result) if worker.samples else Answer(ranks=result.ranks)
         case AddAdapter(number):
             while loads[0][0] < number:  # another rank could not read this adapter, so it is dropped
                 loads.popleft()

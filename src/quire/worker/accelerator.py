@@ -13,12 +13,14 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from quire.errors import EngineDeadError
 
-_cuda: Any = torch.cuda  # without types in some versions of torch
+# Without types in some versions of torch.
+_cuda: Any = torch.cuda
+_distributed: Any = torch.distributed
 
 
 def device_failed(error: BaseException) -> EngineDeadError:
@@ -133,11 +135,11 @@ class Accelerator(Device, Protocol):
         """The most bytes that the allocator of this process has held since `release`."""
         ...
 
-    def connect(self, store: dist.Store, rank: int, size: int, limit: timedelta) -> Any:
+    def connect(self, store: Any, rank: int, size: int, limit: timedelta) -> Any:
         """Connect a rank to the other ranks of its group, which call this too. Returns a backend of torch.distributed.
 
         Args:
-            store: the place where the ranks find each other.
+            store: a store of torch.distributed, where the ranks find each other.
             limit: the time after which the backend may end the process, because another rank has not come.
         """
         ...
@@ -210,12 +212,12 @@ class Cuda:
         _cuda.reset_peak_memory_stats(self.device)
         return int(_cuda.memory_reserved(self.device))
 
-    def connect(self, store: dist.Store, rank: int, size: int, limit: timedelta) -> dist.ProcessGroupNCCL:
+    def connect(self, store: Any, rank: int, size: int, limit: timedelta) -> Any:
         # Ranks of one machine talk over its own interface. Tensors go over NVLink, PCIe or shared memory.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        options = dist.ProcessGroupNCCL.Options()
+        options = _distributed.ProcessGroupNCCL.Options()
         options._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        return _distributed.ProcessGroupNCCL(store, rank, size, options)
 
     def synchronize(self) -> None:
         try:

@@ -87,7 +87,7 @@ class DeviceWorker:
     ) -> None:
         self._model_config, self._progress, self._accelerator = model_config, progress, accelerator
         self._ranks = ranks
-        self._behind: deque[_StepOfRank] = deque()  # see follow
+        self._behind: deque[_StepOfRank] = deque()  # see execute
         # Each of these is set by one step of the worker's life.
         self.settings: WorkerSettings
         self.place: Place
@@ -176,9 +176,9 @@ class DeviceWorker:
             self.runner.verify = HoldAtRandom(rates).verify
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        ranks = self._ranks
-        if ranks is None:
-            return self._launch(batch)
+        return self._launch(batch) if self._ranks is None else self._launch_as(self._ranks, batch)
+
+    def _launch_as(self, ranks: Ranks, batch: ScheduledBatch) -> _StepOfRank:
         start, waited = time.perf_counter(), ranks.waited_seconds
         ranks.begin_step()
         with self._as_rank("a step", in_step=True):
@@ -193,15 +193,14 @@ class DeviceWorker:
             return self.runner.submit(batch)
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        return self.submit(batch).result()
+        """See Worker. If this rank does not sample, nobody waits for its results, so its device may compute behind it.
 
-    def follow(self, batch: ScheduledBatch) -> StepResult:
-        """Like `execute`, for a rank that does not sample: nobody waits for its results, so its device may run behind.
-
-        It does not run further behind than the device of a rank that samples.
+        Then it waits for an earlier step: at most as many steps are in flight as on a rank that samples.
         """
-        self._behind.append(step := self.submit(batch))
-        while len(self._behind) > (self.settings.steps_in_flight if self.runner.device.runs_ahead else 1) - 1:
+        if self._ranks is None or self.samples or not self.runner.device.runs_ahead:
+            return self.submit(batch).result()
+        self._behind.append(step := self._launch_as(self._ranks, batch))
+        while len(self._behind) >= self.settings.steps_in_flight:
             self._behind.popleft().result()
         return StepResult(batch.step_id, [], ranks=step.ranks())
 
