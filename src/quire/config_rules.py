@@ -88,12 +88,13 @@ def _check_gpu_ids(config: EngineConfig) -> None:
         raise ConfigError(
             "--device-ids names GPUs, but --device cpu uses none", fix="Leave one of them out", param="device_ids"
         )
-    if names and (len(names) < config.num_replicas or len(set(names)) < len(names)):
+    num_needed, what = config.num_replicas * config.num_local_ranks, "rank" if config.num_ranks > 1 else "replica"
+    if names and (len(names) < num_needed or len(set(names)) < len(names)):
         raise ConfigError(
-            "--device-ids names a GPU twice, or fewer GPUs than there are replicas",
+            f"--device-ids names a GPU twice, or fewer GPUs than there are {what}s",
             value=",".join(names),
-            expected=f"{config.num_replicas} different ones, or more",
-            fix="Name one for each replica, or leave it out",
+            expected=f"{num_needed} different ones, or more",
+            fix=f"Name one for each {what}, or leave it out",
             param="device_ids",
         )
 

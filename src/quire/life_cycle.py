@@ -117,6 +117,10 @@ class Worker(Protocol):
         """Compute a step and wait for it. The first rank's result has the tokens."""
         ...
 
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        """Like `execute`, but launch the step only. The device decides whether it is computed when this returns."""
+        ...
+
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         """Do a little of the work that must be done at some time; False: there is none now."""
         ...
@@ -164,10 +168,6 @@ class FirstWorker(Worker, Protocol):
         Args:
             pending: ranks that have not ended their step.
         """
-        ...
-
-    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        """Launch a step, if there are no other ranks. The device decides whether it is computed when this returns."""
         ...
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:

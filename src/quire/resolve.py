@@ -61,6 +61,7 @@ class GpuFacts:
     capability: int  # 90 is sm_90
     total_memory_bytes: int
     free_memory_bytes: int
+    num_visible: int = 1  # the GPUs that this process may use, with this one
 
     @property
     def isa(self) -> str:
@@ -147,9 +148,12 @@ class _Settling:
         config, model, put = self._config, self._model, self.record.put
         device = put("device", *_device(config, self._device))
         if config.num_ranks > 1:
-            _check_ranks(config, model, device)
-            why = "processes of this machine, with its cores divided; "
-            why += "tokens and logprobs are as with one rank, to the bit"
+            gpu = self._device.gpu if device == "cuda" else None
+            _check_ranks(config, model, gpu)
+            why = "processes of this machine, each with a GPU; only columns are exchanged, and nothing is added up"
+            if gpu is None:
+                why = "processes of this machine, with its cores divided; "
+                why += "tokens and logprobs are as with one rank, to the bit"
             for name in ("tensor_parallel_size", "pipeline_parallel_size"):
                 put(name, getattr(config, name), config.sources[name], why)
         if config.enable_expert_parallel:
@@ -168,7 +172,7 @@ class _Settling:
         put("kv_cache_dtype", config.kv_cache_dtype, config.sources["kv_cache_dtype"], _kv_detail(config, dtype, model))
         block_size, num_threads = self._block_size(), self._num_threads()
         if (num_kv_owners := config.decode_context_parallel_size) > 1:
-            _check_context(config, model)
+            _check_context(config, model, device)
             why = f"each rank has one of {num_kv_owners} blocks; tokens and logprobs are as without it, to the bit"
             source = config.sources["decode_context_parallel_size"]
             put("decode_context_parallel_size", num_kv_owners, source, why)
@@ -290,7 +294,9 @@ class _Settling:
             logprobs_mode=config.logprobs_mode,
             expert_metrics=config.expert_metrics,
             balancing=config.balancing,
-            enable_batch_sharded_sampling=self.record.put("enable_batch_sharded_sampling", *_shards_sampling(config)),
+            enable_batch_sharded_sampling=self.record.put(
+                "enable_batch_sharded_sampling", *_shards_sampling(config, form.device)
+            ),
             decode_context_parallel_size=form.num_kv_owners,
         )
 
@@ -321,7 +327,7 @@ def resolve_server(config: ServerConfig, chat_template: str = "") -> ServerSetti
     return ServerSettings(**settled, sources=config.sources, settings=record)
 
 
-def _shards_sampling(config: EngineConfig) -> tuple[bool, Source, str]:
+def _shards_sampling(config: EngineConfig, device: str) -> tuple[bool, Source, str]:
     """Whether each rank samples some rows, with the source and the reason."""
     source = config.sources["enable_batch_sharded_sampling"]
     if not config.enable_batch_sharded_sampling:
@@ -330,6 +336,8 @@ def _shards_sampling(config: EngineConfig) -> tuple[bool, Source, str]:
         return False, "formula", "the first rank samples all rows: ranks of torchrun draw seeds of their own"
     if config.tensor_parallel_size == 1:
         return False, "formula", "there is one rank in a stage"
+    if device == "cuda":
+        return False, "formula", "the first rank samples all rows: its GPU has their logits, and nothing waits for them"
     return True, source, "the first rank samples rows with a grammar and computes logprobs of prompts"
 
 
@@ -401,15 +409,24 @@ def _device(config: EngineConfig, device: DeviceFacts) -> Choice[str]:
     return config.device, config.sources["device"], f"{detail}; {NEVER_RUN}" if config.device == "cuda" else detail
 
 
-def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
-    """Raise ConfigError for settings that ranks of one model do not support in this version."""
+def _check_ranks(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None) -> None:
+    """Raise ConfigError for settings that ranks of one model do not support in this version.
+
+    Args:
+        gpu: the GPU that the first rank would use; None: ranks compute on the CPU.
+    """
     backend = config.distributed_executor_backend
     has_stages = config.pipeline_parallel_size > 1
     name = "pipeline_parallel_size" if has_stages else "tensor_parallel_size"
     if config.num_lanes > 1:
         name = "data_parallel_size"
     refused = (
-        (device != "cpu", "a GPU", "Use --device cpu"),
+        (gpu is not None and (has_stages or config.num_lanes > 1), "a GPU", "Use --device cpu"),
+        (
+            gpu is not None and config.enable_expert_parallel,
+            "a GPU and --enable-expert-parallel",
+            "Leave --enable-expert-parallel out: then each GPU has a part of every expert",
+        ),
         (backend == "uni", "--distributed-executor-backend uni, which is one process", "Leave it out, or give mp"),
         (config.model_impl == "transformers", "transformers' modelling code", "Leave --model-impl out"),
         (has_stages and config.enable_lora, "adapters", "Leave --enable-lora out"),
@@ -422,12 +439,21 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
     kinds = {"pipeline_parallel_size": "Pipeline parallelism", "tensor_parallel_size": "Tensor parallelism"}
     kind = kinds.get(name, "Sharing experts by --enable-expert-parallel and --data-parallel-size")
     _refuse(config, name, f"{kind} does not go together with {{}} in this version", refused)
+    if gpu is not None and gpu.num_visible < config.num_local_ranks:
+        raise ConfigError(
+            f"There are {config.num_local_ranks} ranks, and each needs a GPU of its own",
+            value=gpu.num_visible,
+            expected=f"{config.num_local_ranks} GPUs",
+            fix="Lower --tensor-parallel-size, or use --device cpu",
+            param=name,
+        )
 
 
-def _check_context(config: EngineConfig, model: ModelConfig) -> None:
+def _check_context(config: EngineConfig, model: ModelConfig, device: str) -> None:
     """Raise ConfigError for settings that a divided KV cache does not support in this version."""
     backend = envs.ATTENTION_BACKEND.get() if config.attention_backend == "auto" else config.attention_backend
     refused = (
+        (device != "cpu", "a GPU", "Use --device cpu"),
         (
             model.drafter is not None,
             "a model that drafts, whose keys and values every rank holds",

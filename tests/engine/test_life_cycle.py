@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -40,6 +40,7 @@ WITH_GPU = replace(FACTS, gpu=GpuFacts("H100", 90, 80 * GIB, 79 * GIB), no_gpu="
 PROMPTS = [
     Prompt((5 + i, 7, 9, 11 + i), SamplingParams(temperature=0.5 * (i % 2), seed=i, max_tokens=6)) for i in range(5)
 ]
+SETTINGS = WorkerSettings.of(resolve(EngineConfig(), MODEL, FACTS, is_server=True))
 _ONE_POOL = threading.Lock()  # the CPU kernels of a process compute for one caller at a time
 
 
@@ -292,7 +293,7 @@ def test_a_rank_that_waits_for_its_turn_is_not_late(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(workers[0], "load", load)
     real_wait = executor.wait
     monkeypatch.setattr(executor, "wait", wait)
-    running, settings = ThreadExecutor(workers, loads=[nullcontext(), second()]), cast(WorkerSettings, None)
+    running, settings = ThreadExecutor(workers, loads=[nullcontext(), second()]), SETTINGS
     with pytest.raises(EngineDeadError, match=r"^A worker with 1 blocks did not end reading its weights in time"):
         running.load(settings)
     running.shutdown()
@@ -318,7 +319,7 @@ def test_no_rank_reads_weights_after_one_has_failed() -> None:
 
     running = ThreadExecutor(workers, loads=[first(), second()])
     with pytest.raises(WeightsError, match="a broken file"):
-        running.load(cast(WorkerSettings, None))
+        running.load(SETTINGS)
     running.shutdown()
     assert workers[0].told
     assert not workers[1].told

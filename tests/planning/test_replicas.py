@@ -182,7 +182,7 @@ def test_gpus_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "has_gpu", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert devices.num_gpus() == 2
-    devices.take_gpu(1)
+    devices.take_gpus(1, 1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
 
 
@@ -194,16 +194,16 @@ def test_gpus_that_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     monkeypatch.setattr(devices, "has_gpu", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     check_machine(config)
-    devices.take_gpu(1, config.gpu_ids)
+    devices.take_gpus(1, 1, config.gpu_ids)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4"
     assert not caplog.records
     monkeypatch.setattr(devices, "num_gpus", lambda: 0)
-    devices.take_gpu(0, config.gpu_ids)
+    devices.take_gpus(0, 1, config.gpu_ids)
     assert "--device-ids names GPUs, and this machine has none" in caplog.text
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4"
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True)))
     with pytest.raises(ConfigError, match="This process uses a GPU already"):
-        devices.take_gpu(0, config.gpu_ids)
+        devices.take_gpus(0, 1, config.gpu_ids)
 
 
 @pytest.mark.parametrize("names", [("0",), ("0", "0"), ("0,0,1",)])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from quire.worker.input_batch import StagedStep
@@ -59,6 +62,33 @@ def _addresses(run: Callable[[], None]) -> list[int]:
     assert isinstance(run, partial)
     staged = next(argument for argument in run.args if isinstance(argument, StagedStep))
     return [value.data_ptr() for name in StagedStep.__slots__ if isinstance(value := getattr(staged, name), Tensor)]
+
+
+class FakeTransport:
+    """Gloo in the place of NCCL. As with NCCL, `abort` ends the operations that wait."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
+        self._is_aborted = threading.Event()
+
+    def _allgather_base(self, output: Tensor, own: Tensor) -> FakeWork:
+        return FakeWork(self._gloo._allgather_base(output, own), self._is_aborted)
+
+    def abort(self) -> None:
+        self._is_aborted.set()
+
+
+class FakeWork:
+    """An operation of a FakeTransport."""
+
+    def __init__(self, work: dist.Work, is_aborted: threading.Event) -> None:
+        self._work, self._is_aborted = work, is_aborted
+
+    def wait(self) -> None:
+        while not self._work.is_completed() and not self._is_aborted.is_set():
+            time.sleep(0)
+        if not self._is_aborted.is_set():
+            self._work.wait()
 
 
 class FakeAccelerator:
@@ -123,6 +153,9 @@ class FakeAccelerator:
 
     def reserved_peak(self) -> int:
         return self._peak_bytes
+
+    def connect(self, store: dist.Store, rank: int, size: int, limit: timedelta) -> FakeTransport:
+        return FakeTransport(store, rank, size)
 
     def release(self) -> int:
         return 0

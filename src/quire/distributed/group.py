@@ -117,6 +117,23 @@ class Group(Protocol):
         """
         ...
 
+    @property
+    def is_committed(self) -> bool:
+        """Whether this rank has launched work of this step that needs other ranks. Then it cannot leave the step."""
+        ...
+
+    def agree(self) -> None:
+        """Wait until all ranks can launch the collective operations of this step. Each of these operations does it too.
+
+        A captured step must do it before it is repeated. On a CPU there is nothing to do: operations are not launched
+        ahead. Raises the errors of `gather`.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise GroupError if a rank has failed. On a device, work that was launched may have no valid result then."""
+        ...
+
     def begin_step(self) -> None:
         """Begin a step, before its first collective operation. All ranks take the same steps in the same order."""
         ...
@@ -137,6 +154,10 @@ class Group(Protocol):
 
         A rank that has ended the step already does not learn of this. Raises GroupError.
         """
+        ...
+
+    def close(self) -> None:
+        """Leave the group for good."""
         ...
 
 
@@ -183,6 +204,7 @@ class Ranks:
         rank: the number of this rank among all ranks.
         failing: tells all ranks that one of them has failed.
         whereabouts: the progress of the ranks on this machine.
+        timeout_seconds: the longest wait for another rank.
         group: the ranks that share this rank's stage or lane; None: this rank has the stage or lane alone.
         everyone: the ranks of all lanes, which share experts; None: there are no lanes.
         before: the link that brings the input; None: this is the first stage.
@@ -193,6 +215,7 @@ class Ranks:
     grid: Grid
     failing: Failing
     whereabouts: Whereabouts
+    timeout_seconds: float
     group: Group | None = None
     before: Link | None = None
     behind: Link | None = None
@@ -211,6 +234,16 @@ class Ranks:
     def fail(self) -> None:
         """Tell all ranks that this rank cannot go on. Then the others cannot go on either."""
         self.failing.fail_for(self.rank)
+
+    @property
+    def is_committed(self) -> bool:
+        """See Group."""
+        return any(group.is_committed for group in self.groups)
+
+    def check(self) -> None:
+        """See Group."""
+        for group in self.groups:
+            group.check()
 
     def begin_step(self) -> None:
         """Begin a step, before anything else in it."""
@@ -240,7 +273,7 @@ class Ranks:
         return sum(each.waited_seconds for each in (*self.groups, self.before, self.behind) if each is not None)
 
     def close(self) -> None:
-        """Close the links to other ranks."""
-        for link in (self.before, self.behind):
-            if link is not None:
-                link.close()
+        """Leave the groups, and close the links to other ranks."""
+        for each in (*self.groups, self.before, self.behind):
+            if each is not None:
+                each.close()

@@ -98,6 +98,7 @@ def ranks_on(
             grid,
             failing=_Failing(list(found.values()), list(peers.values())),
             whereabouts=whereabouts,
+            timeout_seconds=timeout_seconds,
             group=found.get(grid.stage_members(rank)),
             before=link(grid.before(rank), rank),
             behind=link(rank, grid.behind(rank)),
@@ -215,6 +216,18 @@ class SharedMemoryGroup:
         cpu.shared_attention(self._shared, q_THE, cache, batch, rule, out_THV, sinks_H, members)
         return out_THV
 
+    is_committed = False
+
+    def meet(self) -> None:
+        """Wait until all ranks are here. Raises the errors of `gather`."""
+        self.gather(torch.zeros((1, 1), dtype=torch.uint8), [1] * self.size)
+
+    def agree(self) -> None:
+        """There is nothing to do: ranks meet in each operation."""
+
+    def check(self) -> None:
+        """There is nothing to check: an operation raises its error itself."""
+
     def begin_step(self) -> None:
         self._shared.begin_step()
 
@@ -226,6 +239,9 @@ class SharedMemoryGroup:
 
     def leave_step(self) -> None:
         self._shared.leave_step()
+
+    def close(self) -> None:
+        """There is nothing to close: the system frees the memory with its last owner."""
 
     def fail_for(self, rank: int) -> None:
         """Note that a rank (its number among all ranks) has failed. All ranks of all groups stop waiting."""

@@ -121,7 +121,7 @@ class ThreadExecutor(InlineExecutor):
         loads: Sequence[AbstractContextManager[object]] = (),
     ) -> None:
         super().__init__(workers)
-        self._takes_turns = bool(loads)
+        self._takes_turns, self._runs_ahead = bool(loads), False
         self._loads = loads or [nullcontext()] * len(workers)
         self._queuing: set[int] = set()  # the ranks that have to wait until others have read their weights
         self._timeout_seconds = timeout_seconds
@@ -132,6 +132,7 @@ class ThreadExecutor(InlineExecutor):
         self._threads = [WorkerThread(f"quire-worker-{rank}") for rank in range(len(workers))]
 
     def load(self, settings: WorkerSettings) -> None:
+        self._runs_ahead = settings.device.device == "cuda" and settings.steps_in_flight > 1
         ranks = {id(worker): rank for rank, worker in enumerate(self.workers)}
         self._queuing = set(ranks.values())
         has_failed = threading.Event()
@@ -151,10 +152,17 @@ class ThreadExecutor(InlineExecutor):
         self._tell(load, "reading its weights")
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        steps = [
-            thread.submit(worker.execute, batch) for thread, worker in zip(self._threads, self.workers, strict=True)
+        if self._runs_ahead:
+            return _Ahead(self, self._on_threads(lambda worker: worker.submit(batch)), batch.step_id)
+        steps = self._on_threads(lambda worker: worker.execute(batch))
+        return steps[0] if len(steps) == 1 else _AllRanks(steps, batch.step_id, self.await_all)
+
+    def take_in(self, launches: Sequence[Future[Pending[StepResult]]]) -> list[Future[StepResult]]:
+        """Take in the results of a step on all threads. Steps that were submitted meanwhile are launched before."""
+        return [
+            thread.submit(lambda launch: launch.result().result(), launch)
+            for thread, launch in zip(self._threads, launches, strict=True)
         ]
-        return steps[0] if len(steps) == 1 else _AllRanks(steps, batch.step_id, self._await)
 
     def late_ranks(self) -> str:
         pending = [rank for rank, step in enumerate(self._awaited) if not step.done()]
@@ -166,7 +174,7 @@ class ThreadExecutor(InlineExecutor):
             thread.shutdown(wait=rank not in self._given_up)
         super().shutdown()
 
-    def _await(self, steps: Sequence[Future[StepResult]]) -> None:
+    def await_all(self, steps: Sequence[Future[StepResult]]) -> None:
         """Wait until the step has ended on all ranks. Raises EngineDeadError if it does not end."""
         self._awaited = steps
         patience: _Patience | None = None
@@ -203,10 +211,13 @@ class ThreadExecutor(InlineExecutor):
         self._threads[rank].submit(task).add_done_callback(_log_failure)
 
     def _tell(self, step: Callable[[Worker], T], phase: str = "") -> list[T]:
-        pending = [thread.submit(step, worker) for thread, worker in zip(self._threads, self.workers, strict=True)]
+        pending = self._on_threads(step)
         if phase and len(pending) > 1:
             self._wait(pending, phase)
         return _results(pending)
+
+    def _on_threads(self, task: Callable[[Worker], T]) -> list[Future[T]]:
+        return [thread.submit(task, worker) for thread, worker in zip(self._threads, self.workers, strict=True)]
 
     def _wait(self, pending: Sequence[Future[T]], phase: str) -> None:
         """Wait until all are done. Raises EngineDeadError when the start takes too long."""
@@ -246,7 +257,22 @@ class LanesExecutor(ThreadExecutor):
             thread.submit(worker.execute, batch.lanes[rank // width])
             for rank, (thread, worker) in enumerate(zip(self._threads, self.workers, strict=True))
         ]
-        return _AllRanks(steps, batch.step_id, self._await, width)
+        return _AllRanks(steps, batch.step_id, self.await_all, width)
+
+
+class _Ahead:
+    """A step of several ranks whose devices compute behind their hosts.
+
+    Args:
+        launches: for each rank, the launched step.
+    """
+
+    def __init__(self, executor: ThreadExecutor, launches: Sequence[Future[Pending[StepResult]]], step_id: int) -> None:
+        self._executor, self._launches, self._step_id = executor, launches, step_id
+
+    def result(self) -> StepResult:
+        steps = self._executor.take_in(self._launches)
+        return _AllRanks(steps, self._step_id, self._executor.await_all).result()
 
 
 class _Noted:
@@ -356,11 +382,11 @@ def _results(pending: Sequence[Pending[T]]) -> list[T]:
 def _weight(error: Exception) -> int:
     """The rank of an error; the error with the lowest number is raised.
 
-    0: the engine is dead. 1: the same, because of another rank. 2: the error is meant for the user. 3: any other error.
-    4: another rank has left the step.
+    0: the engine is dead. 1: the error is meant for the user. 2: the engine is dead because of another rank. 3: any
+    other error. 4: another rank has left the step.
     """
     if isinstance(error, EngineDeadError):
-        return int(isinstance(error, PeerLostError))
+        return 2 if isinstance(error, PeerLostError) else 0
     if isinstance(error, (QuireError, RowsFailedError)):
-        return 2
+        return 1
     return 4 if isinstance(error, StepVoid) else 3

@@ -104,7 +104,8 @@ class EngineProcess:
         config, folder, drafter = self._launch.config, self._launch.model_folder, self._launch.drafter_folder
         # If Ray places the replicas, Ray has chosen their GPUs already.
         if config.device != "cpu" and (config.num_replicas > 1 or config.gpu_ids) and not config.has_ray_replicas:
-            devices.take_gpu(self._launch.engine_index, config.gpu_ids)
+            num_ranks = config.num_local_ranks
+            devices.take_gpus(self._launch.engine_index * num_ranks, num_ranks, config.gpu_ids)
         try:
             model_folder, drafter_folder = Path(folder), Path(drafter) if drafter else None
             if self._find_model is not None:

@@ -56,7 +56,7 @@ from quire.planning.binding import bind, cpus_of_processes
 from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.planning.replicas import has_own_cores
 from quire.resolve import DeviceFacts
-from quire.schedule import ScheduledBatch, StepResult
+from quire.schedule import Pending, ScheduledBatch, StepResult
 from quire.worker.worker import DeviceWorker
 
 LOOK_SECONDS = 0.25  # seconds between two checks of a process
@@ -128,13 +128,17 @@ def start_ranks(
                 timeout_seconds=config.distributed_timeout_seconds,
             )
             on_error.callback(ranks.close)
+            gpus = [] if config.device == "cpu" else devices.visible_gpus()
             model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
             for rank in grid.ranks_of(0)[1:]:
                 own_cpus = cpus[rank] if cpus else set[int]()
                 interpreter = interpreters.pop() if interpreters else RankInterpreter()
                 on_error.callback(interpreter.end)
                 own_links = links.get(rank, {})
-                launch = RankLaunch(config, model, drafter, rank, -1, memory, None, is_server, own_links, own_cpus)
+                own_gpu = gpus[rank : rank + 1]
+                launch = RankLaunch(
+                    config, model, drafter, rank, -1, memory, None, is_server, own_links, own_cpus, own_gpu
+                )
                 others.append(process := RankProcess(launch, grid, ranks.failing, interpreter))
                 on_error.callback(process.close)
         homes = {node: Home(home) for node, home in joined.homes.items()}
@@ -219,8 +223,16 @@ class OtherRank(ABC):
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """See Worker. The result has no tokens if the rank does not sample."""
-        answer = self.ask(Execute(batch))
-        return answer.result or StepResult(batch.step_id, [], ranks=answer.ranks)
+        return self.submit(batch).result()
+
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        self.say(self._connection, Execute(batch))
+        return _StepOfOther(self, batch.step_id)
+
+    def hear_step(self, step_id: int) -> StepResult:
+        """Wait for the result of the oldest step that was submitted."""
+        answer = self.hear(self._connection)
+        return answer.result or StepResult(step_id, [], ranks=answer.ranks)
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return self.ask(UseIdleTime(num_blocks_ever_used)).has_more
@@ -256,6 +268,16 @@ class OtherRank(ABC):
         except (EOFError, OSError) as error:
             self._failing.fail_for(self._rank)
             raise EngineDeadError(self._end()) from error
+
+
+class _StepOfOther:
+    """A step that another process computes."""
+
+    def __init__(self, rank: OtherRank, step_id: int) -> None:
+        self._rank, self._step_id = rank, step_id
+
+    def result(self) -> StepResult:
+        return self._rank.hear_step(self._step_id)
 
 
 class RankProcess(OtherRank):

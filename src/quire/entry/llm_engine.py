@@ -53,7 +53,7 @@ class LLMEngine:
             )
         self.config, start_time = config, time.monotonic()
         if config.gpu_ids:
-            devices.take_gpu(0, config.gpu_ids)
+            devices.take_gpus(0, config.num_local_ranks, config.gpu_ids)
         with (
             spawned_ranks(num_early_ranks(config)) as interpreters,
             shown_start(is_quiet=config.disable_log_stats) as progress,

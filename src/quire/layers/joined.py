@@ -31,7 +31,7 @@ class JoinedLinear:
 
     def __call__(self, x_TK: Rows, *, adapter_slots_T: Tensor | None = None) -> Tensor:
         """[T, K of this rank] -> [T, N]."""
-        assert isinstance(x_TK, Tensor), "ranks have no GPUs"
+        assert isinstance(x_TK, Tensor), "it quantizes no rows"
         part_TN = self._linear(self._group.gather(x_TK, self._inputs), adapter_slots_T=adapter_slots_T)
         return part_TN if self._keeps_part else self._group.gather(part_TN, self._outputs)
 
@@ -55,13 +55,13 @@ class JoinedNorm:
 class JoinedLookup(Lookup):
     """A Lookup of several ranks: each has the rows of some tokens, and all ranks get all rows that are asked for."""
 
-    def __init__(self, lookup: Lookup, share: Share, group: Group) -> None:
+    def __init__(self, lookup: Lookup, share: Share, group: Group, device: torch.device) -> None:
         self._lookup, self._own, self._group = lookup, share.own_rows(0), group
-        self._starts = torch.tensor([rows.start for rows in share.rows[0][1:]])
+        self._starts = torch.tensor([rows.start for rows in share.rows[0][1:]], device=device)
 
     def _rows(self, token_ids_T: Tensor) -> Tensor:
         own_TD = self._lookup(token_ids_T.clamp(self._own.start, self._own.stop - 1) - self._own.start)
         T, D = own_TD.shape
         all_TRD = self._group.gather(own_TD, [D] * self._group.size).view(T, self._group.size, D)
         ranks_T = torch.bucketize(token_ids_T, self._starts, right=True)
-        return all_TRD[torch.arange(T), ranks_T]
+        return all_TRD.gather(1, ranks_T.view(T, 1, 1).expand(T, 1, D))[:, 0]

@@ -29,7 +29,7 @@ from quire.layers.rope import cos_sin_table
 from quire.layers.weight_slot import Extent, StackedSlots, WeightSlot
 from quire.model_config import ModelConfig
 from quire.models.block import LayerBuilder, Sublayer, Weighted
-from quire.models.form import ALONE, ModelForm, Sharing
+from quire.models.form import ALONE, CPU, ModelForm, Sharing
 from quire.models.weights import WeightTable
 from quire.moe.layer import MoE
 
@@ -85,7 +85,7 @@ class Decoder:
             self._embed = self._make_embeddings()
             if sharing.group is not None:
                 assert config.vocab_share is not None, "a rank has a part of the model"
-                self._embed = JoinedLookup(self._embed, config.vocab_share, sharing.group)
+                self._embed = JoinedLookup(self._embed, config.vocab_share, sharing.group, form.device)
         self._layers = list(self._make_layers())
         if config.has_output:
             final_norm = make_norm(config.final_norm, config.rms_norm_eps, config.norm_offset, form.dtype)
@@ -344,7 +344,7 @@ class Decoder:
     def _room_for_logits(self, num_rows: int, owners_R: Tensor | None) -> Tensor | None:
         """Memory [R, V] in which the first rank computes its own logits in their place; None: it is not used here."""
         share, group = self.config.vocab_share, self._sharing.group
-        if group is None or share is None or owners_R is not None or group.rank != 0:
+        if group is None or share is None or owners_R is not None or group.rank != 0 or self.device != CPU:
             return None
         return self._output.memory(num_rows, sum(share.widths(0)))
 

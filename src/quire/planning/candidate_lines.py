@@ -40,12 +40,12 @@ class RankedPlan:
 
     @property
     def check_code(self) -> int:
-        """The exit code of --check. 0: the best row meets the demand and runs in this version; 1: it does not.
+        """The exit code of --check. 0: the best row meets the demand; 1: it does not.
 
         2: nothing fits.
         """
         best = self.candidates.best
-        return 2 if best is None else 0 if best.meets and best.is_runnable else 1
+        return 2 if best is None else 0 if best.meets else 1
 
     def as_dict(self) -> dict[str, Any]:
         """The object for JSON. Sizes are in bytes and tokens, and times in seconds.
@@ -120,16 +120,12 @@ class RankedPlan:
             yield f"{num_hidden} more rows, other formats of the KV cache among them: --json."
         if has_price:
             yield "per M: the price of a million tokens of answers, if there are always enough requests."
-        if any(not row.is_runnable for row in rows):
-            yield "* is planned: this version shares a copy among CPUs, and not yet among GPUs."
 
     def _best(self, best: Candidate) -> Iterator[str]:
         given = [word for flag, values in self.given.items() if flag not in best.flags for word in (flag, *values)]
         yield f"best      quire serve {shlex.join([self.model_name, *best.flags, *given])}"
         if not best.meets:
             yield "          it comes closest, and does not meet what is asked"
-        elif not best.is_runnable:
-            yield "          it is planned: this version does not run it"
         if best.fit.form.expected_loss:
             flags = " ".join((shlex.quote(self.model_name), *best.fit.form.flags))
             yield f"          not the original: measure it with `quire quality {flags} --text FILE`"
@@ -234,7 +230,7 @@ class RankedPlan:
 def _copies(row: Candidate) -> str:
     number = f"{row.copies} replicas" if row.copies > 1 else "one copy"
     devices = f"{row.degree} devices" if row.degree > 1 else "1 device"
-    return f"{number} on {devices}{' each' * (row.copies > 1)}{'' if row.is_runnable else '*'}"
+    return f"{number} on {devices}{' each' * (row.copies > 1)}"
 
 
 def _ranked(row: Candidate, has_price: bool) -> list[str]:
@@ -242,7 +238,7 @@ def _ranked(row: Candidate, has_price: bool) -> list[str]:
         row.hardware.name,
         row.fit.form.weights.name,
         row.fit.form.kv_cache_dtype,
-        f"{row.degree}{'' if row.is_runnable else '*'}",
+        str(row.degree),
         str(row.copies),
         f"{row.copies * row.num_requests:,}",
     ]
@@ -258,13 +254,13 @@ def _ranked(row: Candidate, has_price: bool) -> list[str]:
 def _other(row: Candidate, what: str, than: Candidate | None = None) -> str:
     """The numbers of another row. If there is a best row, its numbers stand beside them."""
     if than is None:
-        shared = f"TP {row.degree}, " * (not row.is_runnable)
+        shared = f"TP {row.degree}, " * (row.degree > 1)
         what = f"{what}: {shared}{' '.join(row.fit.form.flags) or 'the checkpoint as it is'}"
         what += f" --max-model-len {row.max_model_len}" * row.is_cut
     parts = [f"{row.copies * row.num_requests:,} requests at once"]
     if than is not None and than.requests_per_second:
         parts.insert(0, f"{row.requests_per_second / than.requests_per_second:.2g} x the requests/s")
-    return f"{what}: {', '.join(parts)}{' (planned)' * (not row.is_runnable)}"
+    return f"{what}: {', '.join(parts)}"
 
 
 def labelled(label: str, lines: list[str]) -> Iterator[str]:

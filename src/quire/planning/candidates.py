@@ -84,11 +84,6 @@ class Candidate:
         return 0 < self.max_model_len < self.fit.form.resolved.model.max_model_len
 
     @property
-    def is_runnable(self) -> bool:
-        """Whether this version can run it."""
-        return self.degree == 1
-
-    @property
     def num_sequences(self) -> int:
         """The number of requests of max_model_len tokens that all copies hold; 0: not a token fits."""
         if not self.max_model_len:
@@ -160,15 +155,15 @@ class Candidate:
     def rank(self) -> tuple[float, ...]:
         """The rank; the candidate with the smallest rank is the best.
 
-        These come first, in this order: meeting the demand, running in this version, a small loss of quality, holding a
-        full context, and a low price.
+        These come first, in this order: meeting the demand, a small loss of quality, holding a full context, and a low
+        price.
         """
         price = self.price_per_million()
         cost = price.value if price else -self.requests_per_second / self.hardware.count
         if not self.meets:
             missing = self.missing_bytes * self.degree
-            return (1, not self.fits, missing, not self.is_runnable, -self.requests_per_second)
-        return (0, not self.is_runnable, self.fit.form.expected_loss, self.is_cut, cost, self.degree)
+            return (1, not self.fits, missing, -self.requests_per_second)
+        return (0, self.fit.form.expected_loss, self.is_cut, cost, self.degree)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -177,7 +172,6 @@ class Candidate:
             "hardware": self.hardware.name,
             "tensor_parallel_size": self.degree,
             "copies": self.copies,
-            "is_runnable": self.is_runnable,
             **self.fit.as_dict(),
             "max_model_len": self.max_model_len,
             "num_sequences": self.num_sequences,

@@ -25,6 +25,7 @@ LEAST_CAPABILITY = 80  # the kernels need a GPU with bfloat16 in tensor cores
 _CGROUP = Path("/sys/fs/cgroup")
 _FAST_CPUS = Path("/sys/devices/cpu_core/cpus")  # Linux writes it for Intel's CPUs with two kinds of cores
 _GPU_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/kfd"))
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ASK_SECONDS = 60.0  # loading torch from a slow disk takes the longest
 _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a huge number for "no limit"
 
@@ -192,18 +193,23 @@ def num_gpus() -> int:
     """The number of NVIDIA GPUs that this process may see; 0: there are none, or the driver does not tell."""
     if not has_gpu():
         return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip()])
+    return len(visible_gpus())
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may see, as CUDA names them: numbers or UUIDs."""
+    if (visible := os.environ.get(_VISIBLE)) is not None:
+        return [word for name in visible.split(",") if (word := name.strip())]
     folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
+    return [str(number) for number in range(len(list(folder.iterdir())))] if folder.is_dir() else []
 
 
-def take_gpu(index: int, names: Sequence[str] = ()) -> None:
-    """Let this process see one GPU only. Call it before torch looks for GPUs.
+def take_gpus(first: int, count: int, names: Sequence[str] = ()) -> None:
+    """Let this process see some GPUs only. Call it before torch looks for GPUs.
 
     Args:
-        index: the index among `names`, or without them among the GPUs that the process may see.
+        first: the index of the first one among `names`, or without them among the GPUs that the process may see.
+        count: their number. If there are fewer, it sees those.
         names: numbers or UUIDs, as CUDA takes them.
 
     Raises ConfigError for names in a process that uses a GPU already.
@@ -218,9 +224,8 @@ def take_gpu(index: int, names: Sequence[str] = ()) -> None:
         )
     if names and not num_gpus():
         logger.warning("--device-ids names GPUs, and this machine has none")
-    visible = list(names) or [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     if num_gpus() > 0:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
+        os.environ[_VISIBLE] = ",".join((list(names) or visible_gpus())[first : first + count])
 
 
 def ask_gpu() -> GpuFacts | str:

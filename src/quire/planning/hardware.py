@@ -105,7 +105,7 @@ def listed(gpu: Gpu, count: int, here: DeviceFacts, price_per_hour: float | None
             expected="one of " + ", ".join(runnable_names()),
             param="hardware",
         )
-    facts = GpuFacts(gpu.cuda_name, gpu.capability, gpu.memory_bytes, gpu.memory_bytes)
+    facts = GpuFacts(gpu.cuda_name, gpu.capability, gpu.memory_bytes, gpu.memory_bytes, count)
     name = gpu.name if count == 1 else f"{gpu.name}x{count}"
     return Hardware(name, count, replace(here, gpu=facts), gpu, price_per_hour=price_per_hour, origin="data sheet")
 

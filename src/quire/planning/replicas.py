@@ -25,7 +25,12 @@ def check_machine(config: EngineConfig) -> None:
     if num_replicas > 1:
         _check_count(num_replicas, num_cores, "core")
         if config.device != "cpu" and (num_gpus := devices.num_gpus()):
-            _check_count(num_replicas, len(config.gpu_ids) or num_gpus, "GPU")
+            each = config.num_local_ranks
+            _check_count(
+                num_replicas,
+                (len(config.gpu_ids) or num_gpus) // each,
+                "GPU" if each == 1 else f"group of {each} GPU",
+            )
     num_processes = num_replicas * config.num_local_ranks
     if num_processes > 1 and not is_bound(config) and not has_own_cores(config, num_cores):
         logger.warning(
@@ -70,7 +75,7 @@ def _check_count(num_replicas: int, count: int, what: str) -> None:
             f"There are more replicas than {what}s, and each needs one of its own",
             value=num_replicas,
             expected=f"at most {count}",
-            fix=fix + (", or use --device cpu" if what == "GPU" else ""),
+            fix=fix + (", or use --device cpu" if "GPU" in what else ""),
             param="data_parallel_size",
         )
 

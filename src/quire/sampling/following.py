@@ -71,15 +71,16 @@ class SharedSampler(Sampler):
         if self.takes_parts(rows):
             return self._launch_greedy(logits_RV, rows)
         if not self._is_first:
-            told_R2 = self._tell(torch.empty((len(rows), 0), dtype=torch.int64))
-            chosen_R = torch.zeros(len(rows)).masked_fill_(told_R2[:, 1] != 0, torch.nan)
+            told_R2 = self._tell(logits_RV.new_empty((len(rows), 0), dtype=torch.int64))
+            chosen_R = torch.zeros_like(told_R2[:, 0], dtype=torch.float32).masked_fill_(told_R2[:, 1] != 0, torch.nan)
             return LaunchedTokens(told_R2[:, 0].contiguous(), chosen_R)
         try:
             launched = super().launch(logits_RV, rows, parameters, before, masks)
         except Exception as error:
             raise AgreedError(str(error)) from error
         has_error_R = ~launched.chosen_R.isfinite() | (launched.token_ids_R < 0)
-        has_error_R[list(launched.failed)] = True
+        if launched.failed:
+            has_error_R[list(launched.failed)] = True
         self._tell(torch.stack([launched.token_ids_R, has_error_R.long()], 1))
         return launched
 
@@ -100,7 +101,9 @@ class SharedSampler(Sampler):
         winners_R1 = told_RG2[:, :, 0].argmax(1, keepdim=True)  # NaN counts as the highest, and of equals the first
         chosen_R, token_ids_R = (told_RG2[:, :, i].gather(1, winners_R1)[:, 0] for i in (0, 1))
         is_nan_R = chosen_R.isnan()
-        reasons = dict.fromkeys(is_nan_R.nonzero()[:, 0].tolist(), NOT_NUMBERS)
+        # A GPU would have to be waited for.
+        failed = is_nan_R.nonzero()[:, 0].tolist() if logits_RV.device.type == "cpu" else ()
+        reasons = dict.fromkeys(failed, NOT_NUMBERS)
         return LaunchedTokens(token_ids_R.long().masked_fill(is_nan_R, -1), chosen_R.float(), reasons=reasons)
 
     def _tell(self, part: Tensor) -> Tensor:

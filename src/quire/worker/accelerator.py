@@ -6,16 +6,21 @@ with CPU tensors and delays the work that a GPU may delay.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.distributed
 from torch import Tensor
 
 from quire.errors import EngineDeadError
 
-_cuda: Any = torch.cuda  # without types in some versions of torch
+# Without types in some versions of torch.
+_cuda: Any = torch.cuda
+_distributed: Any = torch.distributed
 
 
 def device_failed(error: BaseException) -> EngineDeadError:
@@ -130,6 +135,15 @@ class Accelerator(Device, Protocol):
         """The most bytes that the allocator of this process has held since `release`."""
         ...
 
+    def connect(self, store: Any, rank: int, size: int, limit: timedelta) -> Any:
+        """Connect a rank to the other ranks of its group, which call this too. Returns a backend of torch.distributed.
+
+        Args:
+            store: a store of torch.distributed, where the ranks find each other.
+            limit: the time after which the backend may end the process, because another rank has not come.
+        """
+        ...
+
     def release(self) -> int:
         """Give back the allocator's unused memory. Returns the bytes that it still holds."""
         ...
@@ -197,6 +211,13 @@ class Cuda:
         _cuda.empty_cache()
         _cuda.reset_peak_memory_stats(self.device)
         return int(_cuda.memory_reserved(self.device))
+
+    def connect(self, store: Any, rank: int, size: int, limit: timedelta) -> Any:
+        # Ranks of one machine talk over its own interface. Tensors go over NVLink, PCIe or shared memory.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        options = _distributed.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return _distributed.ProcessGroupNCCL(store, rank, size, options)
 
     def synchronize(self) -> None:
         try:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.distributed.group import Group
 from quire.forward_batch import LayerCache
 from quire.life_cycle import WorkerSettings
 from quire.models.registry import CausalLM
@@ -80,6 +81,7 @@ class StepGraphs:
 
     Args:
         sizes: the sizes in the order in which they are captured.
+        group: the ranks that share the model; None: there is one rank.
     """
 
     def __init__(
@@ -89,7 +91,9 @@ class StepGraphs:
         inputs: DeviceInputBatch,
         accelerator: Accelerator,
         sizes: Sequence[Padding],
+        group: Group | None = None,
     ) -> None:
+        self._group = group
         self._model, self._caches, self._inputs, self._accelerator = model, caches, inputs, accelerator
         self._sizes = list(sizes)
         self._decodes = sorted({size.tokens for size in sizes if size.tokens == size.rows})
@@ -147,5 +151,7 @@ class StepGraphs:
             self._given_TD[: len(hidden_TD)].copy_(hidden_TD)
         assert captured.staged.token_ids_T.data_ptr() == staged.token_ids_T.data_ptr(), "the step lies elsewhere"
         self._model.prepare(staged.host, self._caches)
+        if self._group is not None:
+            self._group.agree()
         captured.graph.replay()
         return self._hidden_TD[: size.tokens]

@@ -54,7 +54,7 @@ class DraftDraws:
         if group is None:
             token_ids_R = self._chosen(logits_RV, step, staged, earlier)
         else:
-            own_R1 = torch.empty((len(logits_RV), 0), dtype=torch.int64)
+            own_R1 = logits_RV.new_empty((len(logits_RV), 0), dtype=torch.int64)
             if group.rank == 0:
                 own_R1 = self._chosen(logits_RV, step, staged, earlier)[:, None]
             token_ids_R = group.gather(own_R1, [1] + [0] * (group.size - 1))[:, 0]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from types import MappingProxyType
 
+from quire.distributed.group import Group, Ranks
 from quire.formats.kv_groups import kv_groups, num_tables
 from quire.forward_batch import LayerCache
 from quire.life_cycle import Measured, WorkerSettings
@@ -52,21 +53,21 @@ class OnGpu:
 
     kv_cache_knob = "--gpu-memory-utilization"
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, ranks: Ranks | None = None) -> None:
         self.memory_device = accelerator.device
-        self._accelerator = accelerator
+        self._accelerator, self._ranks = accelerator, ranks
 
     def measure(self, model: CausalLM, drafter: CausalLM | None, settings: WorkerSettings) -> Measured:
         """Measure the memory of the largest step and of all graphs."""
         gc.collect()  # loading may have left tensors in reference cycles
         cache = kv_cache.allocate_for(model.config, settings.model, 1, self.memory_device)
         max_model_len = settings.model.max_model_len
-        work = measure_work(model, cache, settings, self._accelerator, max_model_len)
+        work = measure_work(model, cache, settings, self._accelerator, max_model_len, self._ranks)
         drafter_bytes = 0
         if drafter is not None:
             form, drafter_bytes = settings.of_drafter(), drafter.weight_bytes()
             cache = kv_cache.allocate_for(drafter.config, form.model, 1, self.memory_device)
-            more = measure_work(drafter, cache, form, self._accelerator, max_model_len)
+            more = measure_work(drafter, cache, form, self._accelerator, max_model_len, self._ranks)
             step_bytes, graph_bytes = max(work.step_bytes, more.step_bytes), work.graph_bytes + more.graph_bytes
             work = replace(work, step_bytes=step_bytes, graph_bytes=graph_bytes)
         del cache
@@ -101,7 +102,7 @@ class OnGpu:
         def captured(model: CausalLM, caches: list[LayerCache], settings: WorkerSettings) -> StepGraphs | None:
             if not (sizes := paddings(settings)):
                 return None
-            graphs = StepGraphs(model, caches, inputs, self._accelerator, sizes)
+            graphs = StepGraphs(model, caches, inputs, self._accelerator, sizes, _group_of(self._ranks))
             graphs.capture(lambda done, total: progress(WARM_UP, (1 + done / total) / 3, f"graph {done} of {total}"))
             return graphs
 
@@ -109,8 +110,14 @@ class OnGpu:
         graphs, drafts = captured(model, cache.layers, settings), None
         if drafter is not None:
             own = captured(drafter, cache.drafter_layers, settings.of_drafter())
-            drafts = drafter_of(drafter, streams, cache, inputs, self._accelerator, own, settings)
-        return ModelRunner(model, cache, inputs, settings.model.logprobs_mode, self._accelerator, graphs, drafts)
+            group = _group_of(self._ranks)
+            drafts = drafter_of(drafter, streams, cache, inputs, self._accelerator, own, settings, group)
+        mode = settings.model.logprobs_mode
+        return ModelRunner(model, cache, inputs, mode, self._accelerator, graphs, drafts, ranks=self._ranks)
+
+
+def _group_of(ranks: Ranks | None) -> Group | None:
+    return None if ranks is None else ranks.group
 
 
 def make_inputs(
@@ -135,7 +142,12 @@ def make_inputs(
 
 
 def measure_work(
-    model: CausalLM, cache: PagedCache, settings: WorkerSettings, accelerator: Accelerator, max_model_len: int
+    model: CausalLM,
+    cache: PagedCache,
+    settings: WorkerSettings,
+    accelerator: Accelerator,
+    max_model_len: int,
+    ranks: Ranks | None = None,
 ) -> GpuWork:
     """Load all kernels, run the largest step twice, and capture the two largest graphs.
 
@@ -145,7 +157,7 @@ def measure_work(
     """
     before = accelerator.release()
     inputs = make_inputs(replace(settings, steps_in_flight=1), model.config, accelerator, max_model_len)
-    runner, tables = ModelRunner(model, cache, inputs, "raw_logprobs", accelerator), inputs.num_tables
+    runner, tables = ModelRunner(model, cache, inputs, "raw_logprobs", accelerator, ranks=ranks), inputs.num_tables
     for num_rows, length in product(_ROWS_OF_VARIANTS, _LENGTHS_OF_VARIANTS):
         for params in (GREEDY, RANDOM):
             if num_rows <= settings.max_num_seqs and length * num_rows <= settings.max_num_batched_tokens:

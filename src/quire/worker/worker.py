@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from quire.distributed.device_group import on_devices
 from quire.distributed.group import AgreedError, GroupError, RankLate, Ranks, StepVoid
 from quire.errors import EngineDeadError, MemoryPlanError, PeerLostError
 from quire.kernels import cpu, extension, gpu, gpu_facts
@@ -25,7 +27,7 @@ from quire.models.registry import CausalLM
 from quire.moe.dispatch import Dispatch
 from quire.planning import devices
 from quire.resolve import DeviceFacts, shown_bytes
-from quire.schedule import Polled, RowsFailedError, ScheduledBatch, StepResult
+from quire.schedule import Pending, Polled, RowsFailedError, ScheduledBatch, StepResult
 from quire.worker import kv_cache
 from quire.worker.accelerator import Accelerator, Cuda
 from quire.worker.adapters import WorkerAdapters
@@ -85,6 +87,7 @@ class DeviceWorker:
     ) -> None:
         self._model_config, self._progress, self._accelerator = model_config, progress, accelerator
         self._ranks = ranks
+        self._behind: deque[_StepOfRank] = deque()  # see execute
         # Each of these is set by one step of the worker's life.
         self.settings: WorkerSettings
         self.place: Place
@@ -110,6 +113,10 @@ class DeviceWorker:
         torch.set_num_threads(device.num_threads)
         if device.deterministic and is_on_gpu:
             gpu.be_deterministic()
+        accelerator = self._accelerator() if is_on_gpu else None
+        if accelerator is not None and self._ranks is not None:
+            with self._as_rank("connecting its GPU"):
+                self._ranks = on_devices(self._ranks, accelerator.connect)
         config = replace(self._model_config, max_model_len=form.max_model_len)
         share = 1.0 if settings.drafter is None else LOADED_BEFORE_DRAFTER
         with self._as_rank("reading weights"):
@@ -122,7 +129,7 @@ class DeviceWorker:
             self.adapters = WorkerAdapters(model, settings.lora)
         with self._as_rank("reading the drafter's weights"):
             self.drafter = self._load_drafter(model, settings)
-        self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost(self._ranks)
+        self.place = OnHost(self._ranks) if accelerator is None else OnGpu(accelerator, self._ranks)
         name = form.quantization or form.dtype
         name = name if is_on_gpu or not cpu.available() else f"packed {name}"
         self._progress("load", 1.0, f"{shown_bytes(model.weight_bytes())} of {name}")
@@ -168,23 +175,34 @@ class DeviceWorker:
         if rates := self.settings.synthetic_acceptance_rates:
             self.runner.verify = HoldAtRandom(rates).verify
 
-    def submit(self, batch: ScheduledBatch) -> PendingStep:
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        return self._launch(batch) if self._ranks is None else self._launch_as(self._ranks, batch)
+
+    def _launch_as(self, ranks: Ranks, batch: ScheduledBatch) -> _StepOfRank:
+        start, waited = time.perf_counter(), ranks.waited_seconds
+        ranks.begin_step()
+        with self._as_rank("a step", in_step=True):
+            if self.runner.balancer is not None:
+                self.runner.balancer.begin_step()
+            pending = self._launch(batch)
+        ranks.end_step()
+        return _StepOfRank(pending, ranks, start, ranks.waited_seconds - waited)
+
+    def _launch(self, batch: ScheduledBatch) -> PendingStep:
         with nullcontext() if self.adapters is None else self.adapters.beside_step():
             return self.runner.submit(batch)
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        if self._ranks is None:
+        """See Worker. If this rank does not sample, nobody waits for its results, so its device may compute behind it.
+
+        Then it waits for an earlier step: at most as many steps are in flight as on a rank that samples.
+        """
+        if self._ranks is None or self.samples or not self.runner.device.runs_ahead:
             return self.submit(batch).result()
-        start, waited = time.perf_counter(), self._ranks.waited_seconds
-        self._ranks.begin_step()
-        with self._as_rank("a step", in_step=True):
-            if self.runner.balancer is not None:
-                self.runner.balancer.begin_step()
-            pending = self.submit(batch)
-        self._ranks.end_step()
-        result = pending.result()
-        result.ranks = ((time.perf_counter() - start, self._ranks.waited_seconds - waited),)
-        return result
+        self._behind.append(step := self._launch_as(self._ranks, batch))
+        while len(self._behind) >= self.settings.steps_in_flight:
+            self._behind.popleft().result()
+        return StepResult(batch.step_id, [], ranks=step.ranks())
 
     def close(self) -> None:
         if self._ranks is not None:
@@ -264,6 +282,42 @@ class DeviceWorker:
         return self._prefault.step(num_blocks_ever_used)
 
 
+class _StepOfRank:
+    """A launched step of several ranks.
+
+    Args:
+        start: the time at which it began, on the clock of time.perf_counter.
+        waited: the seconds that its launch has waited for other ranks.
+    """
+
+    def __init__(self, pending: PendingStep, ranks: Ranks, start: float, waited: float) -> None:
+        self._pending, self._ranks, self._start, self._waited = pending, ranks, start, waited
+
+    def ranks(self) -> tuple[tuple[float, float], ...]:
+        """See StepResult.ranks, until now."""
+        return ((time.perf_counter() - self._start, self._waited),)
+
+    def result(self) -> StepResult:
+        try:
+            result = self._pending.result()
+            self._ranks.check()
+        except Exception as error:
+            self._say(error)
+            raise
+        result.ranks = self.ranks()
+        return result
+
+    def _say(self, error: Exception) -> None:
+        """Tell the other ranks about a device that has failed. Raises EngineDeadError if another rank has failed."""
+        try:
+            self._ranks.check()  # it explains all other errors
+        except GroupError as lost:
+            self._ranks.fail()
+            raise _lost(self._ranks, "a step", lost) from error
+        if isinstance(error, EngineDeadError):
+            self._ranks.fail()
+
+
 def _sharing(ranks: Ranks | None, num_kv_owners: int) -> Sharing:
     """The ranks with which this one shares the model."""
     if ranks is None:
@@ -286,9 +340,10 @@ def _lost(ranks: Ranks | None, phase: str, error: Exception) -> EngineDeadError:
 def _may_leave(ranks: Ranks, error: Exception) -> bool:
     """Whether this rank may leave a step after an error.
 
-    It must not leave if a rank of another stage may wait for it, because such a rank does not leave the step with it.
+    It must not leave if a rank of another stage or another GPU may wait for it, because such a rank does not leave the
+    step with it.
     """
-    if isinstance(error, EngineDeadError):
+    if isinstance(error, EngineDeadError) or ranks.is_committed:
         return False
     is_of_all_stages = isinstance(error, RowsFailedError) and error.__cause__ is None
     return ranks.grid.num_stages == 1 or is_of_all_stages or isinstance(error, (AgreedError, StepVoid))

@@ -1,0 +1,165 @@
+"""Ranks that exchange tensors between devices. Gloo stands in for NCCL, and CPU tensors for a GPU's."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from quire.distributed.device_group import DeviceGroup, on_devices
+from quire.distributed.group import GroupError, Ranks, StepVoid
+from quire.distributed.layout import Grid
+from quire.distributed.shared_memory import make_memory, ranks_on
+from quire.kernels import cpu
+from tests.distributed.test_shared_memory import part_of
+from tests.worker.fake_accelerator import FakeAccelerator
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
+
+LEAVES_WITHIN = 2.0  # seconds
+
+
+def together(ranks: list[Ranks], run: Callable[[Ranks], Any]) -> list[Any]:
+    """The result of each rank; an exception is its result."""
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        futures = [threads.submit(run, each) for each in ranks]
+        return [future.exception() or future.result() for future in futures]
+
+
+def ranks_of(size: int) -> list[Ranks]:
+    grid = Grid(width=size)
+    memory = make_memory(grid)
+    ranks = [ranks_on(memory, rank, grid, has_own_cores=False, timeout_seconds=60.0) for rank in range(size)]
+    os.close(memory)
+    return together(ranks, lambda each: on_devices(each, FakeAccelerator().connect))
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Ranks]]:
+    ranks = ranks_of(2)
+    yield ranks
+    for each in ranks:
+        each.close()
+
+
+def group_of(ranks: Ranks) -> DeviceGroup:
+    assert isinstance(ranks.group, DeviceGroup)
+    return ranks.group
+
+
+@pytest.mark.parametrize(
+    ("widths", "rows", "dtype"),
+    [
+        ((5, 7), 3, torch.bfloat16),
+        ((64, 64, 61), 33, torch.float32),
+        ((8, 8, 8, 8), 1, torch.bfloat16),
+        ((0, 3, 1, 0), 17, torch.int64),
+        ((2, 0), 1, torch.uint8),
+        ((0, 0), 4, torch.float32),
+        ((4, 4), 0, torch.float32),
+    ],
+)
+def test_columns_lie_side_by_side(widths: tuple[int, ...], rows: int, dtype: torch.dtype) -> None:
+    """Of all ranks, or for the first one only, which may give the memory for them."""
+    ranks = ranks_of(len(widths))
+
+    def run(ranks: Ranks) -> list[torch.Tensor]:
+        group, found = group_of(ranks), []
+        for turn in range(3):
+            wide = part_of(group.rank, turn, rows, widths[group.rank] + 4, dtype)
+            part, out = wide[:, : widths[group.rank]], torch.zeros((rows, sum(widths)), dtype=dtype)
+            if turn == 2:
+                out[:, : widths[0]] = part if group.rank == 0 else 0
+                found.append(group.gather_to_first(part, widths, out if group.rank == 0 else None))
+                assert group.rank != 0 or found[-1] is out
+            else:
+                found.append(group.gather_to_first(part, widths) if turn else group.gather(part, widths))
+        return found
+
+    for rank, found in enumerate(together(ranks, run)):
+        for turn, tensor in enumerate(found):
+            parts = [
+                part_of(each, turn, rows, widths[each] + 4, dtype)[:, : widths[each]] for each in range(len(widths))
+            ]
+            expected = torch.cat(parts, 1) if turn == 0 or rank == 0 else parts[rank][:, :0]
+            assert torch.equal(tensor, expected), f"turn {turn} of rank {rank}"
+    for each in ranks:
+        each.close()
+
+
+def test_nothing_is_left_of_the_meeting(pair: list[Ranks]) -> None:
+    assert not [name for name in map(_target, os.listdir("/proc/self/fd")) if "quire-meeting" in name]
+
+
+def _target(descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
+
+
+def test_a_rank_may_leave_a_step_in_which_nothing_was_launched(pair: list[Ranks]) -> None:
+    """The other rank learns it before it launches anything, and the next step works."""
+    part = torch.ones((2, 3))
+
+    def run(ranks: Ranks) -> torch.Tensor:
+        ranks.begin_step()
+        assert not ranks.is_committed
+        if ranks.rank == 0:
+            ranks.leave_step()
+        else:
+            with pytest.raises(StepVoid):
+                group_of(ranks).agree()
+            assert not ranks.is_committed
+            ranks.leave_step()
+        ranks.begin_step()
+        found = group_of(ranks).gather(part, (3, 3))
+        assert ranks.is_committed
+        ranks.end_step()
+        return found
+
+    assert all(torch.equal(found, torch.ones((2, 6))) for found in together(pair, run))
+
+
+def test_a_rank_that_fails_lets_the_others_go(pair: list[Ranks]) -> None:
+    """One waits inside an operation of the device, which knows nothing of the failure."""
+    part = torch.ones((2, 3))
+    waits = threading.Event()
+
+    def run(ranks: Ranks) -> float:
+        ranks.begin_step()
+        group_of(ranks).agree()
+        if ranks.rank == 0:
+            waits.wait()
+            time.sleep(0.1)
+            ranks.fail()
+            return 0.0
+        waits.set()
+        start = time.monotonic()
+        group_of(ranks).gather(part, (3, 3))  # it ends without a result, and without an error
+        with pytest.raises(GroupError, match="rank 0 has failed"):
+            ranks.check()
+        return time.monotonic() - start
+
+    found = together(pair, run)
+    assert not any(isinstance(each, Exception) for each in found), found
+    assert found[1] < LEAVES_WITHIN
+    group_of(pair[0]).gather(part, (3, 3))  # otherwise Gloo would wait for it at the end
+
+
+def test_the_transport_of_a_gpu() -> None:
+    """Its process ends by itself long after our own time limit, which names the late rank."""
+    if not dist.is_nccl_available():
+        pytest.skip("this torch is built without NCCL")
+    from quire.worker.accelerator import Cuda
+
+    connected = Cuda.connect(object.__new__(Cuda), dist.HashStore(), 0, 1, timedelta(seconds=3))
+    assert isinstance(connected, dist.ProcessGroupNCCL)
