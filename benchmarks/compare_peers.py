@@ -28,7 +28,6 @@ import random
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from peers.process import Peer
@@ -136,7 +135,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("--form", nargs=2, action="append", required=True, metavar=("NAME", "QUANTIZATION"))
     parser.add_argument("--peer", nargs=3, action="append", default=[], metavar=("FORM", "NAME", "COMMAND"))
@@ -146,7 +145,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--on-enter", action="store_true", help="wait for a line before each round of a case")
     parser.add_argument("--what", default="cpu", help="part of the name of result files")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     forms = {name: None if quantization == "none" else quantization for name, quantization in arguments.form}
     if unknown := {form for form, _, _ in arguments.peer} - forms.keys():
@@ -156,10 +154,7 @@ def main() -> None:
         "limits": {name: os.environ[name] for name in LIMITS if name in os.environ},
         "forms": [run_form(name, quantization, arguments) for name, quantization in forms.items()],
     }
-    print(markdown(result))
-    if arguments.save:
-        what = f"compare_peers_{arguments.what}"
-        report.save_published(Path(__file__).parent, what, arguments.save, result, markdown(result))
+    report.publish(__file__, arguments.save, f"compare_peers_{arguments.what}", result, markdown(result))
 
 
 if __name__ == "__main__":

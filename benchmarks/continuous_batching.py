@@ -13,12 +13,10 @@ benchmarks/results/HARDWARE/continuous_batching_DATE.md and .json.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,13 +97,12 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model", nargs="?", default=str(quire.demo.path("target")))
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--mean-output", type=float, default=48.0)
     parser.add_argument("--alone", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     environment = report.environment("python", "benchmarks/continuous_batching.py")
     llm = LLM(
@@ -143,9 +140,7 @@ def main() -> None:
         "alone": arguments.alone,
         "output_tokens_per_second": rounds,
     }
-    print(markdown(result))
-    if arguments.save:
-        report.save_published(Path(__file__).parent, "continuous_batching", arguments.save, result, markdown(result))
+    report.publish(__file__, arguments.save, "continuous_batching", result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ requests per second, at the rate at which it is greater. --save writes benchmark
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -316,13 +315,12 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("--constants", type=Path, default=RECORDED, metavar="FILE")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=tuple(WORKLOADS))
     parser.add_argument("--record", action="store_true", help="write the best settings into the file of constants")
     parser.add_argument("--real", metavar="MODEL", help="serve it")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     recording = json.loads(arguments.constants.read_text())
     found: dict[str, Any] = {}
@@ -344,12 +342,10 @@ def main() -> None:
         "real": Path(arguments.real).name if arguments.real else None,
         "found": found,
     }
-    print(markdown(result))
+    what = "defaults_real" if arguments.real else "defaults"
+    report.publish(__file__, arguments.save, what, result, markdown(result))
     if arguments.record:
         arguments.constants.write_text(json.dumps(recording, indent=1) + "\n")
-    if arguments.save:
-        what = "defaults_real" if arguments.real else "defaults"
-        report.save_published(Path(__file__).parent, what, arguments.save, result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ the median of the rounds' ratios. Ranks have one thread.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -90,11 +89,10 @@ def measure(core: EngineCore, name: str, num_tokens: int) -> tuple[float, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     args = parser.parse_args()
     rounds: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -130,10 +128,7 @@ def main() -> None:
         seconds, milliseconds = (one["prompt"], two["prompt"]), (1e3 * one["decode"], 1e3 * two["decode"])
         cells = [f"{value:.2f}" for value in (*seconds, *milliseconds)]
         lines.append(f"| {number} | {' | '.join(cells)} |")
-    print("\n".join(lines))
-    if args.save:
-        name = f"divided_kv_{args.model}"
-        report.save_published(Path(__file__).parent, name, args.save, result, "\n".join(lines) + "\n")
+    report.publish(__file__, args.save, f"divided_kv_{args.model}", result, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -332,7 +332,7 @@ def main() -> None:
     running.add_argument("--rounds", type=int, default=5)
     running.add_argument("--input", type=int, default=8)
     running.add_argument("--tokens", type=int, default=32)
-    running.add_argument("--save", metavar="HARDWARE", help="writes benchmarks/results/HARDWARE/experts_DATE")
+    report.add_save(running)
     arguments = parser.parse_args()
     if arguments.command == "write":
         write = write_gguf if arguments.model.suffix == ".gguf" else write_folder
@@ -343,9 +343,7 @@ def main() -> None:
         "model": arguments.model.name,
         **run(arguments),
     }
-    print(markdown(result))
-    if arguments.save:
-        report.save_published(Path(__file__).parent, "experts", arguments.save, result, markdown(result))
+    report.publish(__file__, arguments.save, "experts", result, markdown(result))
 
 
 if __name__ == "__main__":

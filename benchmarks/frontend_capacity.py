@@ -11,7 +11,6 @@ tokenization, text pipeline, JSON, metrics. The cases take turns, at least three
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -20,7 +19,6 @@ import socket
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -148,12 +146,11 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("--streams", type=int, default=64, help="connections at once")
     parser.add_argument("--max-tokens", type=int, default=256, help="tokens of a streamed answer")
     parser.add_argument("--seconds", type=float, default=8.0, help="length of each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each case, 3 or more")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -195,7 +192,7 @@ def main() -> None:
             "targets": TARGETS,
             "rounds": rounds,
         }
-        report.save_published(Path(__file__).parent, "frontend_capacity", arguments.save, result, markdown(result))
+        report.save_published(__file__, "frontend_capacity", arguments.save, result, markdown(result))
 
 
 if __name__ == "__main__":

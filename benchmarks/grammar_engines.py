@@ -16,7 +16,6 @@ benchmarks/results/HARDWARE/grammar_engines_DATE.md and .json.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -276,11 +275,10 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("suite", type=Path)
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(arguments.tokenizer))
     masks: dict[str, dict[str, dict[str, float]]] = {name: {} for name in SCHEMAS}
@@ -296,9 +294,7 @@ def main() -> None:
         "coverage": covered,
         "masks": masks,
     }
-    print(markdown(result))
-    if arguments.save:
-        report.save_published(Path(__file__).parent, "grammar_engines", arguments.save, result, markdown(result))
+    report.publish(__file__, arguments.save, "grammar_engines", result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ benchmarks/results/HARDWARE/jump_forward_MODEL_DATE.md and .json.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterator
@@ -164,13 +163,12 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model", nargs="?", help="none: the bundled demo model")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--drafters", nargs="+", default=["none", "ngram", "draft_model", "eagle3"])
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     environment = report.environment("python", "benchmarks/jump_forward.py")
     cases = []
@@ -183,9 +181,7 @@ def main() -> None:
             core.shutdown()
     name = "demo" if arguments.model is None else Path(arguments.model).name
     result = {**environment, "model": name, "cases": cases}
-    print(markdown(result))
-    if arguments.save:
-        report.save_published(Path(__file__).parent, f"jump_forward_{name}", arguments.save, result, markdown(result))
+    report.publish(__file__, arguments.save, f"jump_forward_{name}", result, markdown(result))
 
 
 if __name__ == "__main__":

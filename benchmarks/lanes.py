@@ -12,7 +12,6 @@ MODEL: a folder with a config.json; weights are random. --save writes benchmarks
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from pathlib import Path
@@ -42,13 +41,12 @@ def step_seconds(core: EngineCore, rows: list[int], context: int, steps: int, na
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model", type=Path)
     for flag, default in (("lanes", 4), ("width", 1), ("rows", 8), ("context", 64), ("rounds", 5), ("steps", 20)):
         parser.add_argument(f"--{flag}", type=int, default=default)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     args = parser.parse_args()
     environment = report.environment("python", "benchmarks/lanes.py")
     config = EngineConfig(
@@ -94,9 +92,7 @@ def main() -> None:
             f"| {name} | {1e3 * statistics.median(seconds):.2f} | {statistics.median(ratios):.2f} ({spread}) |"
         )
     text = "\n".join(lines) + "\n"
-    print(text)
-    if args.save:
-        report.save_published(Path(__file__).parent, "lanes", args.save, result, text)
+    report.publish(__file__, args.save, "lanes", result, text)
 
 
 if __name__ == "__main__":

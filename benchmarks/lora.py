@@ -127,7 +127,7 @@ def cases_of(arguments: argparse.Namespace) -> Iterator[Case]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--formats", nargs="+", default=["none", "int8", "int4"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16])
@@ -136,7 +136,6 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     environment = report.environment("python", "benchmarks/lora.py")
     cases = list(cases_of(arguments))
@@ -185,9 +184,7 @@ def main() -> None:
         "steps": arguments.steps,
         "formats": formats,
     }
-    print(markdown(result))
-    if arguments.save:
-        report.save_published(Path(__file__).parent, "lora", arguments.save, result, markdown(result))
+    report.publish(__file__, arguments.save, "lora", result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ benchmarks/peers/adapting.py. --save writes benchmarks/results/HARDWARE/lora_pee
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -101,7 +100,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("adapters", type=Path)
     parser.add_argument("--write", action="store_true", help="write the adapters and end")
@@ -111,7 +110,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"))
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     environment = report.environment("python", "benchmarks/lora_peers.py")
     names = [f"adapter-{index:02}" for index in range(arguments.requests)]
@@ -141,9 +139,7 @@ def main() -> None:
             engine.close()
     options = ("rank", "requests", "prompt_tokens", "tokens")
     result = {**environment, **{name: getattr(arguments, name) for name in options}, "rounds": rounds[1:]}
-    print(markdown(result))
-    if arguments.save:
-        report.save_published(Path(__file__).parent, "lora_peers", arguments.save, result, markdown(result))
+    report.publish(__file__, arguments.save, "lora_peers", result, markdown(result))
 
 
 if __name__ == "__main__":

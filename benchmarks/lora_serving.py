@@ -387,7 +387,7 @@ async def measured(arguments: argparse.Namespace, model: ModelConfig, scratch: P
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--quantization")
     parser.add_argument("--what", nargs="+", default=["swap", "hundreds"], choices=["swap", "hundreds"])
@@ -400,7 +400,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=128, help="of a round")
     parser.add_argument("--tokens", type=int, default=16, help="of each answer")
     parser.add_argument("--alone", type=int, default=12, help="requests that are repeated alone")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     result = report.environment("python", "benchmarks/lora_serving.py") | vars(arguments)
     parts = open_model(EngineConfig(model=arguments.model), lambda phase, fraction, detail: None)
@@ -408,9 +407,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         result |= asyncio.run(measured(arguments, load_model_config(parts.model_folder), Path(scratch)))
-    print(markdown(result))
-    if arguments.save:
-        report.save_published(Path(__file__).parent, "lora_serving", arguments.save, result, markdown(result))
+    report.publish(__file__, arguments.save, "lora_serving", result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,9 @@ libraries is read after the imports, before anything is loaded.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from quire.measure import report
@@ -69,10 +67,9 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("--kv-bytes", type=int, default=512 * MIB)
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     formats = {}
     for name in FORMATS:
@@ -82,9 +79,7 @@ def main() -> None:
             sys.exit(f"{name}: {done.stderr}")
         formats[name] = json.loads(done.stdout.splitlines()[-1])
     result = {**report.environment("python", "benchmarks/memory_peak.py"), "formats": formats}
-    print(markdown(result))
-    if arguments.save:
-        report.save_published(Path(__file__).parent, "memory_peak", arguments.save, result, markdown(result))
+    report.publish(__file__, arguments.save, "memory_peak", result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -75,13 +75,12 @@ def started(model: str, gbits: float, *, with_tls: bool) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model", help=f"URL of a folder with safetensors, or {' or '.join(object_server.SHAPES)}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--http", action="store_true", help="the endpoint of the URL is not encrypted")
     parser.add_argument("--tls", action="store_true", help="the server on this machine speaks https://")
     parser.add_argument("--gbits", type=float, default=0.0, help="of the network of the server on this machine")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     args = parser.parse_args()
     if args.model not in object_server.SHAPES:
         return compare(args, args.model, args.http)
@@ -109,11 +108,9 @@ def compare(args: argparse.Namespace, folder: str, is_plain: bool) -> int:
         *report.table_head("round | library, GB/s | Quire, GB/s"),
         *(f"| {at} | {each['library']:.2f} | {each['quire']:.2f} |" for at, each in enumerate(rounds, 1)),
     ]
-    print("\n".join(lines))
-    if args.save:
-        name = f"object_store_{Path(args.model).name}" + "-tls" * args.tls
-        name += f"-{args.gbits:g}gbits" if args.gbits else ""
-        report.save_published(Path(__file__).parent, name, args.save, result, "\n".join(lines) + "\n")
+    name = f"object_store_{Path(args.model).name}" + "-tls" * args.tls
+    name += f"-{args.gbits:g}gbits" if args.gbits else ""
+    report.publish(__file__, args.save, name, result, "\n".join(lines) + "\n")
     return 0 if statistics.median(ratios) >= 0.8 else 1
 
 

@@ -12,7 +12,6 @@ that end within the limits of --goodput. The claim: goodput at five times satura
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
@@ -20,7 +19,6 @@ import socket
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -104,11 +102,10 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=8.0, help="length of each round")
     parser.add_argument("--rounds", type=int, default=3, help="rounds at each rate, 3 or more")
     parser.add_argument("--goodput", nargs="+", default=["ttft:1000", "e2el:3000"], help="limits of a good request, ms")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2 or arguments.rounds < 3:
@@ -147,7 +144,7 @@ def main() -> None:
             "ratios": ratios,
             "rounds": rounds,
         }
-        report.save_published(Path(__file__).parent, "overload", arguments.save, result, markdown(result))
+        report.save_published(__file__, "overload", arguments.save, result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ a lower priority.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -28,7 +27,6 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -185,10 +183,9 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="length of each round")
     parser.add_argument("--rounds", type=int, default=3, help="rounds with each number of users")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     environment = report.environment("python", "benchmarks/overload_users.py")
     server, port = start_server()
@@ -220,7 +217,7 @@ def main() -> None:
             "ratios": ratios,
             "rounds": rounds,
         }
-        report.save_published(Path(__file__).parent, "overload_users", arguments.save, result, markdown(result))
+        report.save_published(__file__, "overload_users", arguments.save, result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ format. Rounds take turns over models. --save writes benchmarks/results/HARDWARE
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -67,16 +66,13 @@ def markdown(result: dict[str, object], found: dict[str, list[float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--save", metavar="HARDWARE")
     given = parser.parse_args()
     found = measure(given.rounds)
     result = {**report.environment("python", "-m", "benchmarks.plan_time"), "seconds": found}
     text = markdown(result, found)
-    print(text)
-    if given.save:
-        report.save_published(Path(__file__).parent, "plan_time", given.save, result, text)
+    report.publish(__file__, given.save, "plan_time", result, text)
 
 
 if __name__ == "__main__":

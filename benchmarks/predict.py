@@ -478,12 +478,11 @@ def measured_apart(model: Path, form: str, loads: Sequence[str]) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"folders, or of {', '.join(SHAPES)}: the default")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--save", metavar="HARDWARE")
     parser.add_argument("--record", type=Path, metavar="FOLDER")
     parser.add_argument("--rescore", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
@@ -545,12 +544,10 @@ def measure_all(given: argparse.Namespace, folders: Sequence[Path]) -> None:
         "microseconds": statistics.median(costs),
         "models": models,
     }
-    print(markdown(result))
-    if given.save:
-        some = [*(models if len(models) == 1 else []), *(given.formats if len(given.formats) < len(FORMATS) else [])]
-        loads = given.loads if len(given.loads) < len(LOADS) else []
-        what = "_".join(["predict", *some, *(re.sub(r"\W+", "-", load) for load in loads)])
-        report.save_published(Path(__file__).parent, what, given.save, result, markdown(result))
+    some = [*(models if len(models) == 1 else []), *(given.formats if len(given.formats) < len(FORMATS) else [])]
+    loads = given.loads if len(given.loads) < len(LOADS) else []
+    what = "_".join(["predict", *some, *(re.sub(r"\W+", "-", load) for load in loads)])
+    report.publish(__file__, given.save, what, result, markdown(result))
     if given.record:
         for model, formats in rounds.items():
             config = json.loads((model / "config.json").read_text())

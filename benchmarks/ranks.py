@@ -335,13 +335,12 @@ RUN = {"exchange": exchange, "decodes": decodes, "sampling": sampling, "replicas
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("what", choices=RUN)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--quantization")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     environment = report.environment("python", "benchmarks/ranks.py")
     result, table = RUN[arguments.what](arguments)
@@ -355,10 +354,8 @@ def main() -> None:
             *table,
         ]
     )
-    print(text)
-    if arguments.save:
-        name = f"ranks_{arguments.what}" + (f"_{arguments.quantization or 'bf16'}" if form else "")
-        report.save_published(Path(__file__).parent, name, arguments.save, result, text + "\n")
+    name = f"ranks_{arguments.what}" + (f"_{arguments.quantization or 'bf16'}" if form else "")
+    report.publish(__file__, arguments.save, name, result, text + "\n")
 
 
 if __name__ == "__main__":

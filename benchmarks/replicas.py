@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -118,13 +117,12 @@ def markdown(result: dict[str, Any]) -> str:
 
 def main() -> None:
     words, _, further = " ".join(sys.argv[1:]).partition(" -- ")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model", nargs="?")
     for name, default in (("replicas", 2), ("threads", 1), ("requests", 4), ("input", 128), ("answer", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--users", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--save", metavar="HARDWARE")
     given = parser.parse_args(words.split())
     environment = report.environment("python", "benchmarks/replicas.py")
     all_threads = str(given.replicas * given.threads)
@@ -142,9 +140,7 @@ def main() -> None:
         "flags": {name: " ".join(words) for name, words in flags.items()},
         "rounds": rounds,
     }
-    print(markdown(result))
-    if given.save:
-        report.save_published(Path(__file__).parent, "replicas", given.save, result, markdown(result))
+    report.publish(__file__, given.save, "replicas", result, markdown(result))
 
 
 if __name__ == "__main__":

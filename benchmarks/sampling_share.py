@@ -13,10 +13,8 @@ benchmarks/results/HARDWARE/sampling_share_DATE.md and .json, with the quantizat
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 from quire.config import EngineConfig
@@ -88,13 +86,12 @@ def _spread(ratios: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model", nargs="?", help="none: the bundled demo model, whose vocabulary is small")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--quantization")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     environment = report.environment("python", "benchmarks/sampling_share.py")
     config = EngineConfig(
@@ -120,10 +117,8 @@ def main() -> None:
         "vocab_size": model_config.vocab_size,
         "rounds": rounds,
     }
-    print(markdown(result))
-    if arguments.save:
-        what = "sampling_share" + (f"_{arguments.quantization}" if arguments.quantization else "")
-        report.save_published(Path(__file__).parent, what, arguments.save, result, markdown(result))
+    what = "sampling_share" + (f"_{arguments.quantization}" if arguments.quantization else "")
+    report.publish(__file__, arguments.save, what, result, markdown(result))
 
 
 if __name__ == "__main__":

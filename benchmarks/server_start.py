@@ -11,7 +11,6 @@ benchmarks/results/HARDWARE/server_start_DATE.md and .json.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import socket
@@ -82,10 +81,9 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     environment = report.environment("python", "benchmarks/server_start.py")
     with tempfile.TemporaryDirectory() as cache:
@@ -94,9 +92,7 @@ def main() -> None:
             {way: start(arguments.model, flags, cache) for way, flags in WAYS.items()} for _ in range(arguments.rounds)
         ]
     result = {**environment, "writing": writing, "rounds": rounds}
-    print(markdown(result))
-    if arguments.save:
-        report.save_published(Path(__file__).parent, "server_start", arguments.save, result, markdown(result))
+    report.publish(__file__, arguments.save, "server_start", result, markdown(result))
 
 
 if __name__ == "__main__":

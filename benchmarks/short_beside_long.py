@@ -177,12 +177,11 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("--users", type=int, default=2)
     parser.add_argument("--long", type=int, default=2, help="long requests of a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shared", type=int, nargs="+", default=[0, 64, 128])
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     environment = report.environment("python", "benchmarks/short_beside_long.py")
     with tempfile.TemporaryDirectory() as folder:
@@ -194,9 +193,7 @@ def main() -> None:
         "long": arguments.long,
         "rounds": {str(shared): found for shared, found in rounds.items()},
     }
-    print(markdown(result))
-    if arguments.save:
-        report.save_published(Path(__file__).parent, "short_beside_long", arguments.save, result, markdown(result))
+    report.publish(__file__, arguments.save, "short_beside_long", result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ benchmarks/results/HARDWARE/simulate_DATE.md and .json; the name has the workloa
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import re
 import signal
@@ -214,7 +213,7 @@ def markdown(result: dict[str, Any], cells: list[Cell]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="folder, hub id or GGUF file; none: the demo model")
     parser.add_argument("--seconds", type=float, default=60.0, help="length of each run")
     parser.add_argument(
@@ -223,7 +222,6 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="shares of saturation")
     parser.add_argument("--quantization", help="of the weights, as in quire serve")
     parser.add_argument("--load-format", help="as in quire serve: dummy for random weights")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     environment = report.environment("python", "benchmarks/simulate.py")
     settings: dict[str, Any] = {
@@ -262,12 +260,9 @@ def main() -> None:
             for cell in cells
         ],
     }
-    text = markdown(result, cells)
-    print(text)
-    if arguments.save:
-        some = arguments.workloads if arguments.workloads != list(WORKLOADS) else []
-        what = "_".join(["simulate", *(re.sub(r"\W", "-", name) for name in some)])
-        report.save_published(Path(__file__).parent, what, arguments.save, result, text)
+    some = arguments.workloads if arguments.workloads != list(WORKLOADS) else []
+    what = "_".join(["simulate", *(re.sub(r"\W", "-", name) for name in some)])
+    report.publish(__file__, arguments.save, what, result, markdown(result, cells))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -146,7 +145,7 @@ def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
 
 def main() -> None:
     words, _, further = " ".join(sys.argv[1:]).partition(" -- ")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model", nargs="?", help="none: the demo model")
     parser.add_argument("--itl", default="50ms", help="the target")
     parser.add_argument("--users", type=int, default=4, help="answers at once")
@@ -155,7 +154,6 @@ def main() -> None:
     parser.add_argument("--long-input", type=int, default=3000, help="tokens of a long prompt")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between two long prompts")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args(words.split())
     parse_duration(arguments.itl)
     environment = report.environment("python", "benchmarks/slo.py")
@@ -173,9 +171,7 @@ def main() -> None:
         server.send_signal(signal.SIGTERM)
         server.wait(60)
     result = {**environment, **vars(arguments), "server": " ".join(command), "rounds": rounds}
-    print(markdown(result))
-    if arguments.save:
-        report.save_published(Path(__file__).parent, "slo", arguments.save, result, markdown(result))
+    report.publish(__file__, arguments.save, "slo", result, markdown(result))
 
 
 if __name__ == "__main__":

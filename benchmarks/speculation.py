@@ -546,7 +546,7 @@ def wanted(result: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("folder", type=Path, help="where the models are, or are written")
     parser.add_argument("--workloads", nargs="+", default=["chat", "copy-edit"], choices=["chat", "copy-edit"])
     parser.add_argument("--shape", type=Path, metavar="MODEL", help="a folder with weights, in place of the workloads")
@@ -571,7 +571,6 @@ def main() -> None:
     )
     parser.add_argument("--small", action="store_true", help="write small models, to try the script")
     parser.add_argument("--peer", nargs=3, action="append", default=[], metavar=("NAME", "OFF", "ON"))
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     parser.add_argument("--name", default="speculation", help="of the result files")
     arguments = parser.parse_args()
     if arguments.tokens > TEXT_TOKENS:
@@ -612,7 +611,7 @@ def main() -> None:
     print(markdown(result))
     if arguments.save:
         numbers = json.loads(json.dumps(result), parse_constant=lambda constant: None)  # JSON has no nan
-        report.save_published(Path(__file__).parent, arguments.name, arguments.save, numbers, markdown(result))
+        report.save_published(__file__, arguments.name, arguments.save, numbers, markdown(result))
 
 
 if __name__ == "__main__":

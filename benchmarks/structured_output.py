@@ -240,7 +240,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--quantization")
     parser.add_argument("--requests", type=int, default=32)
@@ -249,7 +249,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peer", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"))
     parser.add_argument("--refusals", action="store_true", help="only say which schemas are refused")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     others = {name: Peer(command) for name, command in arguments.peer}
     try:
@@ -261,9 +260,7 @@ def main() -> None:
     what, page = "structured_output", markdown
     if arguments.refusals:
         what, page = "structured_output_refusals", refusals_markdown
-    print(page(result))
-    if arguments.save:
-        report.save_published(Path(__file__).parent, what, arguments.save, result, page(result))
+    report.publish(__file__, arguments.save, what, result, page(result))
 
 
 def environment(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("folder", type=Path, help="where the draft model is, or is written")
     parser.add_argument("model", type=Path)
     parser.add_argument("--formats", nargs="+", default=["int4"])
@@ -138,7 +138,6 @@ def main() -> None:
     parser.add_argument("--turn", type=int, default=12, help="steps of a turn")
     parser.add_argument("--seconds", type=float, default=20.0, help="of runs for each number of requests, at least")
     parser.add_argument("--drafts", type=int, default=7, help="most drafts of a request in a step")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     parser.add_argument("--name", default="useless_drafts", help="of the result files")
     arguments = parser.parse_args()
     environment = report.environment("python", "benchmarks/useless_drafts.py")
@@ -175,9 +174,7 @@ def main() -> None:
         "drafts": arguments.drafts,
         "cases": cases,
     }
-    print(markdown(result))
-    if arguments.save:
-        report.save_published(Path(__file__).parent, arguments.name, arguments.save, result, markdown(result))
+    report.publish(__file__, arguments.save, arguments.name, result, markdown(result))
 
 
 if __name__ == "__main__":

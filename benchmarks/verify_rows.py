@@ -12,10 +12,8 @@ benchmarks/results/HARDWARE/verify_rows_DATE.md and .json.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 from quire.config import EngineConfig
@@ -74,7 +72,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--formats", nargs="+", default=["none", "int8", "int4"])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
@@ -82,7 +80,6 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     if 1 not in arguments.tokens:
         parser.error("--tokens needs 1: the other steps are compared with it")
@@ -116,9 +113,7 @@ def main() -> None:
         "steps": arguments.steps,
         "formats": formats,
     }
-    print(markdown(result))
-    if arguments.save:
-        report.save_published(Path(__file__).parent, "verify_rows", arguments.save, result, markdown(result))
+    report.publish(__file__, arguments.save, "verify_rows", result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -193,14 +193,13 @@ def lines_of(result: dict[str, Any]) -> Iterator[str]:
 
 
 def main(run: Callable[[Task], dict[str, Any]] = in_a_process) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("--models", default="Llama-3.1-8B,Qwen3-0.6B", help=f"some of {', '.join(SHAPES)}")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     for name, number in zip(("requests", "prompt-tokens", "output-tokens"), WORKLOAD, strict=True):
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--transformers", type=json.loads, default={}, metavar="JSON", help="its settings")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.task:
@@ -234,8 +233,7 @@ def main(run: Callable[[Task], dict[str, Any]] = in_a_process) -> None:
         print("\n".join(lines), flush=True)
     if arguments.save:
         saved = {**environment, **({} if limit is None else asdict(limit)), "models": results}
-        folder = Path(__file__).parents[1]
-        report.save_published(folder, "gpu_against_transformers", arguments.save, saved, "\n".join(text) + "\n")
+        report.save_published(__file__, "gpu_against_transformers", arguments.save, saved, "\n".join(text) + "\n")
 
 
 def percents(result: dict[str, Any], limit: Machine) -> dict[str, float]:

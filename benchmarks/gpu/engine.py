@@ -14,7 +14,6 @@ marks at the beginning and the end of its work. `--device cpu --models tiny` tri
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -436,10 +435,9 @@ def lines_of(result: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("--models", default="Llama-3.1-8B,Qwen3-0.6B", help=f"some of {', '.join(SHAPES)}")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     limit = None
     if arguments.device == "cuda":
@@ -473,7 +471,7 @@ def main() -> None:
         if limit is not None:
             rates = {"copy_bytes_per_s": limit.read_bandwidth, "flop_per_s": limit.peak_flops}
         saved = {**environment, **rates, "models": [*plain, *deterministic]}
-        report.save_published(Path(__file__).parents[1], "gpu_engine", arguments.save, saved, "\n".join(text) + "\n")
+        report.save_published(__file__, "gpu_engine", arguments.save, saved, "\n".join(text) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,12 +12,10 @@ Products have M rows, K in-features, N out-features and G groups along K.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import machine
@@ -311,9 +309,8 @@ def result_of(case: Case, seconds: float, bandwidth: float, flops: float) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("--models", default="Llama-3.1-8B,Qwen3-0.6B", help="models that give the shapes")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     machine.require()
     limit = limits()
@@ -332,7 +329,7 @@ def main() -> None:
     if arguments.save:
         result = {**environment, "copy_bytes_per_s": bandwidth, "flop_per_s": flops, "cases": rows}
         text = markdown(environment, bandwidth, flops, rows)
-        report.save_published(Path(__file__).parents[1], "gpu_kernels", arguments.save, result, text)
+        report.save_published(__file__, "gpu_kernels", arguments.save, result, text)
 
 
 if __name__ == "__main__":

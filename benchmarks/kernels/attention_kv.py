@@ -20,7 +20,6 @@ import json
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,12 +122,11 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("--cases", default="1x1@1024,1x1@8192,16x1@1024,4x1@8192,1x512@4096")
     add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="per case and cache")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     args = parser.parse_args()
     builds = chosen_builds(args)
     heads = f"{args.heads} heads, {args.kv_heads} KV heads of {args.head_dim}, blocks of {args.block_size}"
@@ -140,7 +138,7 @@ def main() -> None:
             json.dump(result, file, indent=1)
     if args.save:
         result = report.environment("python", "benchmarks/kernels/attention_kv.py") | result
-        report.save_published(Path(__file__).parents[1], "attention_kv", args.save, result, markdown(result))
+        report.save_published(__file__, "attention_kv", args.save, result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ expert_products_against_COMMIT.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
@@ -30,7 +29,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -271,7 +269,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("--models", type=names_of(MODELS), default=",".join(PUBLISHED), help="of " + ", ".join(MODELS))
     parser.add_argument("--rows", default="1,8,32,512")
     known = ("none", *FORMATS)
@@ -285,7 +283,6 @@ def main() -> None:
     )
     parser.add_argument("--against", default="", help="file of another build of quire._C to take turns with")
     parser.add_argument("--commit", help="of the build of --against, for result files")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     args = parser.parse_args()
     if args.against and args.save and not args.commit:
         parser.error("--against with --save needs --commit")
@@ -326,7 +323,7 @@ def main() -> None:
             "readings": readings,
         }
         what = f"expert_products_against_{args.commit}" if args.commit else "expert_products"
-        report.save_published(Path(__file__).parents[1], what, args.save, result, markdown(result))
+        report.save_published(__file__, what, args.save, result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -307,7 +306,7 @@ def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("--shapes", default="1024x3072", help="KxN, separated by commas")
     parser.add_argument("--m", default="1,8,32,256")
     parser.add_argument("--dtype", type=names_of(DTYPES), default="bfloat16,float32", help="of " + ", ".join(DTYPES))
@@ -319,7 +318,6 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="only Quire")
     parser.add_argument("--against", default="", help="file of another build of quire._C to take turns with")
     parser.add_argument("--commit", help="of the build of --against, for result files")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     args = parser.parse_args()
     if args.against and args.save and not args.commit:
         parser.error("--against with --save needs --commit")
@@ -343,7 +341,7 @@ def main() -> None:
             )
     if args.save:
         what = f"gemm_against_{args.commit}" if args.commit else "gemm"
-        report.save_published(Path(__file__).parents[1], what, args.save, result, markdown(result))
+        report.save_published(__file__, what, args.save, result, markdown(result))
 
 
 if __name__ == "__main__":

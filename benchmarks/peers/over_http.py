@@ -10,7 +10,6 @@ second server's value in the same round. The result is the median of the ratios.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import signal
@@ -126,13 +125,12 @@ def markdown(result: dict[str, Any], rounds: Rounds) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.script_parser(__doc__)
     parser.add_argument("model", help="the model's folder; both servers and the client use this name")
     parser.add_argument("--server", action="append", required=True, metavar="NAME=COMMAND", help="two of them")
     parser.add_argument("--rates", nargs="+", default=["0.25", "1", "inf"], help="requests per second")
     parser.add_argument("--num-prompts", type=int, default=32, help="requests of a run")
     parser.add_argument("--rounds", type=int, default=3, help="3 or more")
-    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     if len(arguments.server) != 2 or arguments.rounds < 3:
         parser.error("two servers and at least three rounds are needed")
@@ -160,9 +158,7 @@ def main() -> None:
         "num_rounds": arguments.rounds,
         "rounds": rounds,
     }
-    print(text := markdown(result, rounds))
-    if arguments.save:
-        report.save_published(Path(__file__).parents[1], "compare_http", arguments.save, result, text)
+    report.publish(__file__, arguments.save, "compare_http", result, markdown(result, rounds))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ def scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleN
         monkeypatch.delitem(sys.modules, name, raising=False)
     found = SimpleNamespace(**{name: importlib.import_module(name) for name in SCRIPTS})
     save = report.save_published
-    monkeypatch.setattr(report, "save_published", lambda folder, *rest: save(tmp_path, *rest))
+    monkeypatch.setattr(
+        report, "save_published", lambda script, *rest: save(str(tmp_path / "benchmarks" / "gpu.py"), *rest)
+    )
     yield found
     for name in SCRIPTS:
         sys.modules.pop(name, None)
@@ -74,7 +76,7 @@ def run_main(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str, *
 
 def saved(folder: Path, what: str) -> tuple[dict[str, Any], str]:
     """The result for programs and the one for people."""
-    found = folder / "results" / "test-machine"
+    found = folder / "benchmarks" / "results" / "test-machine"
     (data,), (text,) = found.glob(f"{what}_*.json"), found.glob(f"{what}_*.md")
     return json.loads(data.read_text()), text.read_text()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -51,8 +52,32 @@ def others_seconds() -> float:
     return (user + nice + system) / os.sysconf("SC_CLK_TCK") - sum(own[:4])
 
 
-def save_published(folder: Path, what: str, hardware: str, result: dict[str, Any], markdown: str) -> None:
-    """Write results/HARDWARE/WHAT_DATE.json for programs, and the .md beside it for people, below `folder`."""
+def script_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The parser of a benchmark that can save its result. `doc` is the docstring of the script."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_save(parser)
+    return parser
+
+
+def add_save(parser: argparse.ArgumentParser) -> None:
+    """Add --save, which is None or the name of the machine for `save_published`."""
+    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
+
+
+def publish(script: str, hardware: str | None, what: str, result: dict[str, Any], markdown: str) -> None:
+    """Print a result for people, and save it if --save was given."""
+    print(markdown)
+    if hardware is not None:
+        save_published(script, what, hardware, result, markdown)
+
+
+def save_published(script: str, what: str, hardware: str, result: dict[str, Any], markdown: str) -> None:
+    """Write results/HARDWARE/WHAT_DATE.json for programs, and the .md beside it for people.
+
+    Args:
+        script: a file in the folder `benchmarks`, which has the folder of results, or in a folder below it.
+    """
+    folder = next(parent for parent in Path(script).resolve().parents if parent.name == "benchmarks")
     path = folder / "results" / hardware / f"{what}_{date.today().isoformat()}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_name(path.name + ".json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
