@@ -426,7 +426,8 @@ def test_drafts_in_flight_vanish_when_the_engine_restarts(tmp_path: Path, method
     """The engine is killed in a step that verifies drafts. Afterwards there are drafts again, and the same tokens."""
     settings = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
     settings |= {"model": str(demo.path("draft"))} if method == "draft_model" else {}
-    body = {"prompt": "What does len() do? It returns a number. " * 3, "max_tokens": 24, "temperature": 0}
+    text = "What does len() do? It returns the number of items of an object. " * 3
+    body = {"prompt": text, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
     def num_drafts() -> float:
         (samples,) = re.findall(

