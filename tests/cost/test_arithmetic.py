@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,7 +118,7 @@ def test_many_rows_go_over_weights_again_on_amx(
 ) -> None:
     """Prompts do so with the weights of the blocks, and decodes also with the weights of the output."""
     model = model_with("full")
-    plain, tiles = (StepArithmetic(model, "bfloat16", quantization, "auto", isa) for isa in ("avx512_bf16", "amx"))
+    plain, tiles = (StepArithmetic(model, "bfloat16", quantization, "auto", isa) for isa in ("", "amx"))
     prompt, decodes = tiles.load([0], [num_rows], 1), tiles.load([9] * num_rows, [1] * num_rows, num_rows)
     for load in (prompt, decodes):
         demand = tiles.demand(load)
@@ -127,3 +129,22 @@ def test_many_rows_go_over_weights_again_on_amx(
     assert tiles.demand(prompt).filling_ops == filling * blocks
     assert tiles.demand(decodes).rescanned_bytes == share * plain.weight_bytes(1)
     assert tiles.demand(decodes).filling_ops == filling * (blocks + output)
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx512_bf16", "neon_dotprod"])
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_more_than_six_rows_go_over_weights_again_in_vectors(isa: str, quantization: str | None) -> None:
+    """A tile of vector registers has six rows, in every format. None are filled up."""
+    model = model_with("full")
+    plain, vectors = (StepArithmetic(model, "bfloat16", quantization, "auto", each) for each in ("", isa))
+
+    def further(num_rows: int, num_logits: int) -> float:
+        load = plain.load([9] * num_rows, [1] * num_rows, num_logits)
+        demand, known = vectors.demand(load), plain.demand(load)
+        assert demand._replace(rescanned_bytes=0) == known
+        return demand.rescanned_bytes
+
+    weights, output = plain.weight_bytes(1), plain.output_bytes
+    assert [further(count, count) for count in (1, 6, 7, 32, 100)] == [0, 0, weights, weights, weights]
+    assert further(7, 1) == weights - output
+    assert [vectors.same_tiles(count) for count in (1, 5, 6, 7, 13)] == [6, 6, 6, sys.maxsize, sys.maxsize]

@@ -56,6 +56,28 @@ def test_it_follows_what_the_machine_does() -> None:
             assert cost.predict(load_of(num_tokens)).seconds == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize("slowness", [1.6, 0.6])
+def test_a_machine_that_becomes_slower_is_noticed_within_some_steps(slowness: float) -> None:
+    """Ten steps, where a sixteenth of each error would leave half of it, in noise of a twentieth."""
+    cost, load, rng = cost_model(), load_of(4), random.Random(0)
+    true = step_seconds(ARITHMETIC.demand(load), CONSTANTS)
+    for num_steps, now, near in ((200, 1.0, 0.03), (10, slowness, 0.08), (10, 1.0, 0.08)):
+        for _ in range(num_steps):
+            cost.observe(load, cost.predict(load).seconds, now * true * rng.lognormvariate(0, 0.05))
+        assert cost.predict(load).seconds == pytest.approx(now * true, rel=near)
+
+
+def test_sizes_that_take_turns_do_not_hurry_each_other() -> None:
+    """Their errors have opposite signs, which is no drift of the machine."""
+    cost, first, second = cost_model(), load_of(2), load_of(3)
+    true = {first: 1.3 * cost.predict(first).seconds, second: cost.predict(second).seconds / 1.3}
+    for _ in range(20):
+        for load, seconds in true.items():
+            cost.observe(load, cost.predict(load).seconds, seconds)
+    for load, seconds in true.items():
+        assert cost.predict(load).seconds == pytest.approx(seconds, rel=0.05)
+
+
 @pytest.mark.parametrize("share_of_delays", [0.0, 0.005, 0.03, 0.2])
 def test_the_margin_is_what_recent_steps_have_needed(share_of_delays: float) -> None:
     """Rare long delays, which no normal distribution has: 99 of 100 steps beside a prompt are within the margin."""

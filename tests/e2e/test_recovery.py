@@ -23,6 +23,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire import demo
 from tests.e2e import reference
 from tests.e2e.sabotaged_engine import LONG_PROMPT, LONG_SECONDS
 from tests.e2e.serving import SMALL, START_SECONDS, Program, Serve
@@ -417,3 +418,34 @@ def test_an_engine_that_never_served_is_not_started_again(tmp_path: Path) -> Non
         server.engine.send_signal(signal.SIGKILL)
         assert server.wait_exit() == 1
         assert "SIGKILL" in server.log
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_in_flight_vanish_when_the_engine_restarts(tmp_path: Path, method: str) -> None:
+    """The engine is killed in a step that verifies drafts. Afterwards there are drafts again, and the same tokens."""
+    settings = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
+    settings |= {"model": str(demo.path("draft"))} if method == "draft_model" else {}
+    text = "What does len() do? It returns the number of items of an object. " * 3
+    body = {"prompt": text, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+    def num_drafts() -> float:
+        (samples,) = re.findall(
+            r"^vllm:spec_decode_num_drafts_total(?:{.*})? (\S+)$", server.get("/metrics").text, re.M
+        )
+        return float(samples)
+
+    with SabotagedServe(tmp_path, "-sc", json.dumps(settings), engine="model", patience=60) as server:
+        (first,), known = server.text(body), num_drafts()
+        assert known > 0
+        with ThreadPoolExecutor() as pool:
+            began = Began(server, pool)
+            server.wait_for(lambda: num_drafts() > known, "drafts of the stream")
+            server.order("hang")
+            server.wait_until_acting()
+            server.engine.kill()
+            began.check_ended()
+        server.wait_healthy()
+        known = num_drafts()
+        assert server.text(body) == [first]
+        assert num_drafts() > known
+        assert server.stop() == 0

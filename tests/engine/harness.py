@@ -188,16 +188,18 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
         limits,
         kv,
         rope_switches_after=config.rope.switches_after(config.max_model_len),
-        speculation=_speculation(schedule),
+        speculation=_speculation(schedule, config.vocab_size),
     )
     return EngineCore(scheduler, executor, depth=schedule.depth)
 
 
-def _speculation(schedule: Schedule) -> Speculation | None:
+def _speculation(schedule: Schedule, vocab_size: int) -> Speculation | None:
     if schedule.proposer is None:
         return None
-    max_tokens = None if schedule.draft is None else schedule.draft[0].max_model_len
-    return Speculation(schedule.proposer, MOST_DRAFTS, max_tokens=max_tokens, waits=schedule.waits)
+    drafts = schedule.proposer, MOST_DRAFTS
+    if schedule.draft is None:
+        return Speculation(*drafts, waits=schedule.waits, vocab_size=vocab_size)
+    return Speculation(*drafts, waits=schedule.waits, max_tokens=schedule.draft[0].max_model_len)
 
 
 class _Worker(ModelRunner):

@@ -273,6 +273,30 @@ def test_a_drafter_that_fails_fails_nothing_else(what: str, monkeypatch: pytest.
     assert all(result.draft_seconds > 0 for result in results if result.draft_failures or result.draft_error)
 
 
+@pytest.mark.parametrize("token_id", [-1, -(2**40), VOCAB_SIZE, 2**70])
+def test_illegal_tokens_of_a_drafter_end_the_drafts_of_their_request(
+    token_id: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = build_core(Schedule(proposer=ByWorker(), draft=demo_draft()), "bfloat16")
+    notes, results, names = Notes(core), [], ["greedy", "random", "penalties"]
+    monkeypatch.setattr(core.executor, "submit", noting(core.executor.submit, results))
+    draft, num_calls = notes.drafter.draft, 0
+
+    def illegal(rows: Sequence[int], counts: Sequence[int]) -> Drafted:
+        nonlocal num_calls
+        drafted, num_calls = draft(rows, counts), num_calls + 1
+        if num_calls == 3:
+            drafted.token_ids[0][-1] = token_id
+        return drafted
+
+    monkeypatch.setattr(notes.drafter, "draft", illegal)
+    assert answers(core, names) == {name: expected(name) for name in names}
+    (why,) = [why for result in results for why in result.draft_failures.values()]
+    assert f"{token_id}" in why
+    assert "and the model has 4096 tokens" in why
+    assert num_calls > 6, "others draft on"
+
+
 def noting(submit: Any, results: list[Any]) -> Any:
     """submit, whose results are kept."""
 

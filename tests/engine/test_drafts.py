@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ from quire.forward_batch import ForwardBatch
 from quire.kernels import cpu
 from quire.messages import AddRequest, SetLimits
 from quire.models.decoder import Decoder
+from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.schedule import MAX_RECORDED_TOKENS, ScheduledBatch
 from quire.worker.model_runner import ModelRunner, PendingStep
@@ -275,3 +277,83 @@ def test_verifying_steps_are_graphs_that_are_captured(monkeypatch: pytest.Monkey
     assert not captured, "graphs are captured before the first step"
     assert max(steps) > 3, "nothing was verified"
     assert sum(graph.num_replays for graph in accelerator.graphs) == sum(size <= 40 for size in steps)
+
+
+class Faulty(Guesser):
+    """Is always right, but makes one fault for the request `random` after some drafts."""
+
+    def __init__(self, fault: Callable[[list[int]], list[int]]) -> None:
+        super().__init__(1.0, vocab_size=VOCAB_SIZE)
+        self.continuation_of = lambda name: expected(name)[0]
+        self.fault, self.num_asked = fault, 0
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        drafts = super().propose(request, most)
+        if request.request_id != "random":
+            return drafts
+        self.num_asked += 1
+        return self.fault(drafts) if self.num_asked == 3 else drafts
+
+
+def refuse(drafts: list[int]) -> list[int]:
+    raise ValueError("no drafts today")
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (lambda drafts: [-1], "The drafter chose [-1], and the model has 4096 tokens"),
+        (lambda drafts: [5, -(2**40)], "The drafter chose [5, -1099511627776], and"),
+        (lambda drafts: [VOCAB_SIZE], "The drafter chose [4096], and"),
+        (lambda drafts: [2**70, 5], "The drafter chose [1180591620717411303424, 5], and"),
+        (refuse, "The drafter failed (ValueError)"),
+    ],
+)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_fault_of_a_drafter_ends_the_drafts_of_one_request(
+    depth: int, fault: Callable[[list[int]], list[int]], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody ends, no token changes, and the fault is counted."""
+    proposer, names = Faulty(fault), ["greedy", "random", "penalties"]
+    core, num_failures = build_core(Schedule(proposer=proposer, depth=depth, waits=True), "bfloat16"), 0
+
+    def count(step: int) -> None:
+        nonlocal num_failures
+        num_failures += core.last_record.num_draft_failures if core.last_record is not None else 0
+
+    assert answers(core, names, count) == {name: expected(name) for name in names}
+    assert (num_failures, proposer.num_asked) == (1, 3)
+    assert f"Request random goes on without drafts: {why}" in caplog.text
+
+
+def test_a_request_that_is_aborted_while_its_drafts_are_verified() -> None:
+    """The others get their tokens, no block is lost, and the next request with this id gets its own tokens."""
+    proposer = guesser(1.0, longest=4)
+    core = build_core(Schedule(proposer=proposer, depth=2, waits=True), "bfloat16")
+    submit, batches, num_aborted = core.executor.submit, list[ScheduledBatch](), 0
+    tokens: dict[str, list[int]] = {name: [] for name in ("greedy", "random", "flat")}
+
+    def noted(batch: ScheduledBatch) -> Any:
+        batches.append(batch)
+        return submit(batch)
+
+    def add(name: str) -> None:
+        core.add(AddRequest(name, list(prompts()[4].token_ids), params()[name], MOST, stop_token_ids=[EOS]))
+
+    core.executor.submit = noted  # type: ignore[method-assign]
+    for name in tokens:
+        add(name)
+    while core.has_work():
+        for delta in core.step():
+            tokens[delta.request_id] += delta.token_ids
+        drafts = dict(zip(batches[-1].request_ids, batches[-1].draft_token_ids, strict=True))
+        if core._in_flight and drafts.get("flat") and num_aborted < 3:
+            num_aborted += 1
+            core.abort(["flat"])
+            tokens["flat"].clear()
+            add("flat")
+    assert num_aborted > 0
+    assert tokens == {name: expected(name)[0] for name in tokens}
+    assert proposer.forgotten.count("flat") == num_aborted + 1
+    core.scheduler.kv.check()
+    core.shutdown()

@@ -251,6 +251,17 @@ def test_a_draft_model_with_a_mistyped_name_ends_the_start_with_a_near_one(tmp_p
     assert f"Did you mean {tmp_path / 'small-draft'}?" in str(caught.value)
 
 
+def test_an_unknown_hub_id_of_a_draft_model_gives_near_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "models--small--draft-600").mkdir()
+    (tmp_path / "models--other--target").mkdir()
+    speculation = SpeculativeConfig(method="draft_model", model="small/draft-60")
+    with pytest.raises(QuireError) as caught:
+        open_model(EngineConfig(speculative_config=speculation, download_dir=str(tmp_path)), ignore)
+    assert "'small/draft-60'" in str(caught.value)
+    assert "did you mean small/draft-600?" in str(caught.value)
+
+
 def test_another_vocabulary_is_refused_and_other_padding_is_not(tmp_path: Path) -> None:
     folder = tmp_path / "draft"
     shutil.copytree(demo.path("draft"), folder)

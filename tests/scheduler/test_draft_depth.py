@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from random import Random
 
@@ -258,6 +259,44 @@ def test_what_one_request_has_saved_is_not_spent_at_once_by_others(drafter: str,
         adaptive.admit(request, 0)
     found = together.run(64, together.adaptive(adaptive), adaptive.settle)
     assert found > 0.97 * fixed_rate(64, (8, [0.0] * MOST, costs, None), 0)
+
+
+@pytest.mark.parametrize("costs", [INT4, BFLOAT16])
+def test_a_long_answer_saves_for_its_own_trial_while_others_come_and_go(costs: StepSeconds) -> None:
+    """A drafter would have to read its long prompt, for more than is kept when the number of requests changes. The
+    others' prompts are as long, and their answers short.
+    """
+    drafter = DrafterTime(1.7e-3)
+    stream, adaptive = Stream(2, [0.0] * MOST, costs, drafter), AdaptiveDepth(costs, drafter)
+    stream.extra_seconds = lambda: adaptive.reading_seconds
+    (old, guest), num_guests, off = stream.requests, 0, fixed_rate(1, (1, [0.0], costs, None), 0)
+    old.prompt_token_ids = [0] * 1000
+    choose = stream.adaptive(adaptive)
+
+    def run(num_turns: int) -> float:
+        """The mean tokens per second."""
+        nonlocal num_guests
+        rates = []
+        for turn in range(num_turns):
+            stream.requests = [old]
+            if turn % 2:
+                num_guests += 1
+                name = f"guest {num_guests}"
+                stream.requests.append(
+                    replace(guest, request_id=name, prompt_token_ids=[0] * 1000, output_token_ids=[0])
+                )
+                adaptive.admit(stream.requests[1], 0)
+            stream.seconds_of = costs([50] * len(stream.requests), MOST * len(stream.requests))
+            rates.append(stream.run(20, choose, adaptive.settle) / len(stream.requests))
+            if turn % 2:
+                adaptive.forget(stream.requests[1].request_id)
+        return sum(rates) / num_turns
+
+    adaptive.admit(old, 0)
+    assert run(200) > 0.9 * off
+    stream.rates = [0.9] * MOST
+    run(100)
+    assert run(20) > 1.3 * off
 
 
 @pytest.mark.parametrize(("share", "is_on"), [(0.69, False), (0.9, True)])

@@ -40,7 +40,7 @@ class Demand(NamedTuple):
     linear_int8_ops: float  # operations of products with weights in integers
     attention_flops: float
     num_logits: int
-    rescanned_bytes: float = 0.0  # the part of weight_bytes that products read several times (AMX)
+    rescanned_bytes: float = 0.0  # the part of weight_bytes that tiles of rows take turns over
     filling_ops: float = 0.0  # operations on rows that fill up tiles (AMX); no other number contains them
 
     @property
@@ -105,10 +105,33 @@ def _triangle(count: int) -> int:
     return count * (count + 1) // 2
 
 
-# Rows of a tile of the matrix units that CPU kernels use. For up to two tiles of rows, weights are read once. More rows
-# take turns over a panel of weights, while it is in the L2 cache (csrc/kernels/gemm_amx.cpp).
-_TILE_ROWS = {"amx": 16}
-_STREAMED_TILES = 2
+class _Tiles(NamedTuple):
+    """The rows that CPU kernels compute together.
+
+    For up to `num_streamed` tiles of rows, weights are read once, and the products hide behind the reading. More rows
+    take turns over a part of the weights while it is in a cache, and then less is hidden.
+
+    Attributes:
+        num_rows: rows of a tile.
+        is_filled: the last tile costs as much as a full one. Otherwise all tiles are about equally high.
+    """
+
+    num_rows: int
+    num_streamed: int
+    is_filled: bool
+
+    @property
+    def most_streamed(self) -> int:
+        """The most rows for which weights are read once."""
+        return self.num_streamed * self.num_rows
+
+
+_MATRIX_UNIT = _Tiles(16, 2, is_filled=True)  # csrc/kernels/gemm_amx.cpp
+_VECTORS = _Tiles(6, 1, is_filled=False)  # csrc/kernels/gemm_row_tiles.h, gemm_grouped_vnni.h: kMaxRows
+_UNKNOWN = _Tiles(sys.maxsize, 1, is_filled=False)  # one tile for all rows
+_TILES = {"amx": _MATRIX_UNIT} | dict.fromkeys(
+    ("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "neon", "neon_dotprod", "neon_i8mm"), _VECTORS
+)
 
 
 class StepArithmetic:
@@ -118,7 +141,7 @@ class StepArithmetic:
         dtype: the dtype of activations, a key of DTYPE_BYTES.
         quantization: the quantization of the weights, in the words of ModelConfig.weight_bytes.
         kv_cache_dtype: the setting with this name.
-        isa: the instruction set of the CPU's kernels; any other name has no tiles.
+        isa: the instruction set of the CPU's kernels; any other name has no tiles that are known.
 
     Attributes:
         num_layers: the layers of the model.
@@ -160,7 +183,7 @@ class StepArithmetic:
         self._int8_blocks = 2 * blocks[GroupedFormat]
         of_output = _num_held(model, [(output, 1)], quantization)
         self._int8_output = 2 * of_output[GroupedFormat]
-        self._tile_rows = _TILE_ROWS.get(isa, 0)
+        self._tiles = _TILES.get(isa, _UNKNOWN)
         # Codes become numbers on their way to the tiles, which takes as long for one tile of rows as for two.
         self._has_codes, self._output_has_codes = (
             counts[GroupedFormat] + counts[Fp8Format] > counts.total() / 2 for counts in (blocks, of_output)
@@ -214,31 +237,34 @@ class StepArithmetic:
         int8_ops = self._int8_blocks * tokens + self._int8_output * logits
         weights = self.weight_bytes(tokens) - (0 if logits else self.output_bytes)
         linear = self._blocks * tokens + self._output * logits - int8_ops
-        rescanned = filling = 0.0
-        if self._tile_rows:
-            blocks = self.always_read_bytes - self.output_bytes
-            rescanned = blocks * self._rescanned_share(tokens, has_codes=self._has_codes)
-            rescanned += self.output_bytes * self._rescanned_share(logits, has_codes=self._output_has_codes)
-            filling = self._blocks * self._filling_rows(tokens) + self._output * self._filling_rows(logits)
+        blocks = self.always_read_bytes - self.output_bytes
+        rescanned = blocks * self._rescanned_share(tokens, has_codes=self._has_codes)
+        rescanned += self.output_bytes * self._rescanned_share(logits, has_codes=self._output_has_codes)
+        filling = self._blocks * self._filling_rows(tokens) + self._output * self._filling_rows(logits)
         return Demand(weights, kv_bytes, written, linear, int8_ops, attention, logits, rescanned, filling)
 
     def same_tiles(self, num_tokens: int) -> int:
-        """The most tokens of a step that has as many tiles of rows as one of `num_tokens`; without tiles any step has.
+        """The most tokens of a step that costs no further tile than one of `num_tokens`; sys.maxsize: any number.
 
         More tokens than this can take much longer.
         """
-        return num_tokens + -num_tokens % self._tile_rows if self._tile_rows else sys.maxsize
+        if self._tiles.is_filled:
+            return num_tokens + -num_tokens % self._tiles.num_rows
+        return self._tiles.most_streamed if num_tokens <= self._tiles.most_streamed else sys.maxsize
 
     def _rescanned_share(self, num_rows: int, *, has_codes: bool) -> float:
-        """The share of a product's weights that count once more. Measured: see benchmarks/NOTES.md, 2026-11-28."""
-        num_tiles = -(-num_rows // self._tile_rows)
-        if num_tiles > _STREAMED_TILES:
+        """The share of a product's weights that count once more. Measured: see benchmarks/NOTES.md, 2026-11-28 and 29.
+
+        On a matrix unit, codes cost the same for one tile as for two, and floats do not.
+        """
+        if num_rows > self._tiles.most_streamed:
             return 1.0
-        return 0.5 if num_tiles == _STREAMED_TILES and not has_codes else 0.0
+        return 0.5 if num_rows > self._tiles.num_rows and not has_codes else 0.0
 
     def _filling_rows(self, num_rows: int) -> int:
         """Rows that pad the last tile. Few rows have none: reading the weights takes all of their time."""
-        return -num_rows % self._tile_rows if num_rows > _STREAMED_TILES * self._tile_rows else 0
+        is_padded = self._tiles.is_filled and num_rows > self._tiles.most_streamed
+        return -num_rows % self._tiles.num_rows if is_padded else 0
 
 
 def _num_held(

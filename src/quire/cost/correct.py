@@ -1,4 +1,9 @@
-"""Running steps correct the predictions slowly. Each size of step has a factor that follows measured / predicted."""
+"""Running steps correct the predictions. Each size of step has a factor that follows measured / predicted.
+
+It follows slowly, so that single steps move it little, and fast while most errors have the same sign. This is the
+adaptive response rate of Trigg and Leach (Operational Research Quarterly 18, 1967): the weight of a step is the mean
+error over the mean size of errors.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,9 @@ from dataclasses import dataclass
 
 from quire.cost.step_time import MIN_SPREAD
 
-NEWEST_WEIGHT = 1 / 16  # the weight of a step in the factor of its size
+NEWEST_WEIGHT = 1 / 16  # the least weight of a step in the factor of its size
+MOST_WEIGHT, SIGNAL_WEIGHT = 1 / 2, 1 / 4  # the most weight of a step; the weight of the newest error in both means
+LEAST_SCATTER = 0.05  # the least mean size of errors: a smaller mean error, even of one sign, is no reason to hurry
 PRIOR_STEPS = 4  # the calibration counts as 4 steps: the first step of a size has a weight of 1/4, the next one 1/5
 FORGOTTEN_SHARE = 1 / 256  # each step moves the factors of the other sizes by this share towards its own
 # What slows a machine down slows all steps that need the same of it. So a factor moves others: by this share for each
@@ -22,6 +29,7 @@ FORGOTTEN_SHARE = 1 / 256  # each step moves the factors of the other sizes by t
 NEIGHBOUR_SHARE = 0.95
 FOLLOWING_STEPS = 8
 MAX_RATIO = 20.0  # a delayed step moves no factor further
+MAX_LOG = 50.0  # of a factor in this start, so that times which are impossible lead to no overflow
 SPREAD_QUANTILE = 1.65  # nine of ten values lie within this number of standard deviations on both sides
 RECENT_STEPS = 512  # steps that say how often a prediction is exceeded, and by how much
 # A pause of this length costs half as much as an endless one: benchmarks/NOTES.md, 2026-11-28.
@@ -44,16 +52,30 @@ class _Size:
         log: logarithm of the factor.
         num_steps: the steps of this start.
         last_step: the number of the last one among all steps of this start.
+        error, scatter: the means of the logarithmic errors and of their sizes; newer errors count more.
     """
 
     log: float
     num_steps: int = 0
     last_step: int = -FOLLOWING_STEPS
+    error: float = 0.0
+    scatter: float = 0.0
 
     @property
     def weight(self) -> float:
-        """The weight of the next step in the factor."""
+        """The weight that the next step has in the factor if errors have both signs."""
         return max(1 / (self.num_steps + PRIOR_STEPS), NEWEST_WEIGHT)
+
+    @property
+    def signal(self) -> float:
+        """The weight that it has because errors have one sign."""
+        return min(abs(self.error) / max(self.scatter, LEAST_SCATTER), MOST_WEIGHT)
+
+    def add(self, error: float) -> None:
+        """Count the error of a step."""
+        self.error += SIGNAL_WEIGHT * (error - self.error)
+        self.scatter += SIGNAL_WEIGHT * (abs(error) - self.scatter)
+        self.num_steps += 1
 
 
 class Correction:
@@ -98,16 +120,17 @@ class Correction:
         size, error = size_of_step(num_tokens), _log_error(predicted, measured)
         if (own := self._sizes.get(size)) is None:
             own = self._sizes[size] = _Size(math.log(self.factor(num_tokens)))
-        weight = own.weight
-        own.log += weight * error
+        weight, signal = own.weight, own.signal
+        own.log = min(max(own.log + max(weight, signal) * error, -MAX_LOG), MAX_LOG)
         for other, each in self._sizes.items():
             if each is not own:
-                share = min((self.num_steps - each.last_step) / FOLLOWING_STEPS, 1.0)
-                share *= self._following_share(size, other)
-                each.log += min(weight, each.weight) * share * error
+                rested = min((self.num_steps - each.last_step) / FOLLOWING_STEPS, 1.0)
+                is_drift = own.last_step > each.last_step  # and not a difference of sizes that take turns
+                moved = max(min(weight, each.weight) * rested, signal * is_drift)
+                each.log += moved * self._following_share(size, other) * error
                 # A scheduler may avoid sizes that it believes to be slow: this belief fades.
                 each.log += FORGOTTEN_SHARE * (own.log - each.log)
-        own.num_steps += 1
+        own.add(error)
         own.last_step = self.num_steps
         self._factors.clear()
         self.num_steps += 1

@@ -5,7 +5,8 @@
 
 Weights are read while products are computed. `overlap` p says how far the shorter part hides behind the longer one
 (p = 1: not at all). This is the roofline (Williams et al. 2009) with a round knee. Keys and values that the processor's
-caches keep from step to step are read faster. Weights cost once more if many rows take turns over them (AMX).
+caches keep from step to step are read faster. Weights cost once more if more rows take turns over them than the kernels
+compute together.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ MOST_SAVED, MOST_OWED = 8, 4  # bounds of the credit, in steps; it may be saved 
 MOST_EARNED = 0.5
 FIRST_SAVED, FIRST_TRIALS = 3, 16  # the credit at the start, in steps; or in trials, where these take less
 # What is kept of the credit, in steps, when the number of requests changes. What others have saved would be spent at
-# once on trials of new requests, which would lose much of a short answer's time.
+# once on trials of new requests, which would lose much of a short answer's time. The rest is kept apart. A request may
+# spend as much of it on a trial as the request has added since its last trial.
 MOST_KEPT = 1
 MOST_TRIALS = 8  # trials of a step: a drafter reads its weights for several at once
 DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by a standard deviation
@@ -134,6 +135,7 @@ class _Drafting:
     is_read: bool = False  # whether the drafter has drafted with its present blocks
     is_trial: bool = False  # whether its last drafts were a trial
     is_over: bool = False  # whether it drafts no more
+    saves_since: int = 0  # the step of its last trial, or its first step
     wait: int = 1  # the steps between a trial that says nothing new and the next one
     next_trial: int = 0  # the first step in which it may try again
 
@@ -195,6 +197,7 @@ class AdaptiveDepth:
         self._credit, self._share = 0.0, TRIAL_SHARE  # see the module
         self._earned = 0.0  # the worth of the drafts that held since the last step began
         self._saved_for = 0.0  # seconds of a trial that somebody lacks
+        self._kept_apart = 0.0  # credit from before the number of requests changed
         self._log = RateLimited(logger)
 
     def begin_step(self, running: Sequence[Request], most_each: int, most: int, num_prompt_tokens: int = 0) -> bool:
@@ -259,6 +262,7 @@ class AdaptiveDepth:
         self._depths.append(num_drafts)
         drafting.is_trial = not drafting.depth
         if drafting.is_trial:
+            drafting.saves_since = self._step
             self._due.discard(request.request_id)
             self.waits = True  # the next step waits for the result of the trial
         else:
@@ -348,10 +352,10 @@ class AdaptiveDepth:
     def _trials(self, running: Sequence[Request]) -> set[str]:
         """The requests that may try a draft now. A request with tokens that the drafter must read first tries alone."""
         base = self._seconds[0] if self._seconds else 0.0
-        waiting = self._hidden_share * base
         if not base or not self._may_pay or self._step < self._next_search:
             return set()
-        if self._credit < waiting + self._more_seconds([1]):
+        waiting, saved = self._hidden_share * base, self._credit + self._kept_apart
+        if saved < waiting + self._more_seconds([1]):
             return set()
         due, self._next_search = list[tuple[float, str]](), self._step + SEARCH_STEPS
         for request in running:
@@ -366,14 +370,24 @@ class AdaptiveDepth:
             return set()
         due.sort()
         num_read = sum(seconds == 0.0 for seconds, _ in due)
-        due = due[: max(min(num_read, MOST_TRIALS), 1)]
-        self._saved_for = waiting + due[0][0] + self._more_seconds([1] * len(due))
-        if self._credit < self._saved_for:
-            num_steps = math.ceil((self._saved_for - self._credit) / (self._share * base))
-            self._next_search = self._step + min(num_steps, SEARCH_STEPS)
-            return set()
-        self._next_search = 0
-        return {request_id for _, request_id in due}
+        together = max(min(num_read, MOST_TRIALS), 1)
+        for tried in (due[:together], *([each] for each in due[together:])):
+            needed = waiting + tried[0][0] + self._more_seconds([1] * len(tried))
+            lacking = max(needed - self._credit, 0.0)
+            if lacking == 0 or lacking <= min(self._own_savings(tried), self._kept_apart):
+                self._credit, self._kept_apart = self._credit + lacking, self._kept_apart - lacking
+                self._saved_for, self._next_search = needed, 0
+                return {request_id for _, request_id in tried}
+            if tried[0] is due[0]:
+                self._saved_for = needed
+        num_steps = math.ceil((self._saved_for - self._credit) / (self._share * base))
+        self._next_search = self._step + min(num_steps, SEARCH_STEPS)
+        return set()
+
+    def _own_savings(self, due: Sequence[tuple[float, str]]) -> float:
+        """The credit that these requests have added since their last trials, if as many requests ran as now."""
+        num_steps = sum(self._step - self._requests[request_id].saves_since for _, request_id in due)
+        return num_steps / self._num_running * self._share * self._seconds[0]
 
     def _limit_beside(self, num_prompt_tokens: int) -> None:
         """Note what drafts may add to a step with these tokens of prompts."""
@@ -424,7 +438,8 @@ class AdaptiveDepth:
             self._looked_at = len(requests), most
             self._look([request.num_computed_tokens for request in requests], most_each, most)
         if 0 < self._chosen_for != len(requests):
-            self._credit = min(self._credit, MOST_KEPT * self._seconds[0])
+            apart = max(self._credit - MOST_KEPT * self._seconds[0], 0.0)
+            self._credit, self._kept_apart = self._credit - apart, self._kept_apart + apart
         known = [self._drafting(request) for request in requests]
         prior = self._of_all.rates_of_all(most_each)
         depths, chances_of = self._best(requests, known, prior, 0.0)
@@ -511,7 +526,7 @@ class AdaptiveDepth:
     def _drafting(self, request: Request) -> _Drafting:
         drafting = self._requests.get(request.request_id)
         if drafting is None:
-            drafting = self._requests[request.request_id] = _Drafting(self._depth_of_new)
+            drafting = self._requests[request.request_id] = _Drafting(self._depth_of_new, saves_since=self._step)
             if self._of_all.num_tried >= FEW_TRIED:
                 drafting.next_trial = self._step + FIRST_WAIT
         return drafting

@@ -95,6 +95,7 @@ def _of_lane(
             cost,
             schedule,
             None if resolved.drafter is None else resolved.drafter.form.max_model_len,
+            model_config.vocab_size,
         ),
         adapters=turns,
         room_within=cost.room_within,
@@ -105,12 +106,17 @@ def _of_lane(
 
 
 def speculation_of(
-    config: SpeculativeConfig, cost: CostModel, schedule: SchedulerSettings, max_tokens: int | None
+    config: SpeculativeConfig,
+    cost: CostModel,
+    schedule: SchedulerSettings,
+    max_tokens: int | None,
+    vocab_size: int,
 ) -> Speculation:
     """The drafter that was asked for.
 
     Args:
         max_tokens: see Speculation.
+        vocab_size: the number of tokens of the model.
     """
     drafter = DrafterTime(DRAFTER_SHARE * cost.with_drafts([0], 0)[0]) if config.method in BY_WORKER else None
     adaptive = None
@@ -126,7 +132,16 @@ def speculation_of(
     most_by_rows = config.num_speculative_tokens_per_batch_size
     proposer, most = proposer_of(config), config.num_speculative_tokens
     waits = schedule.pipeline_parallel_size == 1  # with several stages, each request waits by itself
-    return Speculation(proposer, most, most_by_rows, adaptive, max_tokens=max_tokens, waits=waits, drafter_time=drafter)
+    return Speculation(
+        proposer,
+        most,
+        most_by_rows,
+        adaptive,
+        max_tokens=max_tokens,
+        waits=waits,
+        drafter_time=drafter,
+        vocab_size=None if config.method in BY_WORKER else vocab_size,
+    )
 
 
 def proposer_of(config: SpeculativeConfig) -> Proposer:

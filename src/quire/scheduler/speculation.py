@@ -59,6 +59,8 @@ class Speculation:
         waits: whether a request that may draft waits for its newest token before its next step, unless `adaptive` says
             that this does not pay. If not, a request drafts only if its newest token happens to be known.
         drafter_time: the time of a drafter in the worker, the same object as in `adaptive`. None: drafts cost no time.
+        vocab_size: the number of tokens of the model. A request for which the proposer guesses others drafts no more.
+            None: the worker drafts.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class Speculation:
         max_tokens: int | None = None,
         waits: bool = False,
         drafter_time: DrafterTime | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.most = most
+        self._vocab_size = vocab_size
         self.drafter_time = drafter_time
         self._proposer, self._most_by_rows, self._adaptive = proposer, most_by_rows, adaptive
         self._max_tokens, self._waits, self._may_draft = max_tokens, waits, False
@@ -121,7 +125,15 @@ class Speculation:
             return ()
         if self._adaptive is not None and (depth := self._adaptive.depth(request, depth)) == 0:
             return ()
-        return self._proposer.propose(request, depth)[:depth]
+        try:
+            drafts = self._proposer.propose(request, depth)[:depth]
+        except Exception as error:  # any error only costs drafts: the request does not need them
+            self.fail(request, f"The drafter failed ({type(error).__name__})")
+            return ()
+        if drafts and self._vocab_size is not None and not 0 <= min(drafts) <= max(drafts) < self._vocab_size:
+            self.fail(request, f"The drafter chose {list(drafts)}, and the model has {self._vocab_size} tokens")
+            return ()
+        return drafts
 
     def take(self, request: Request, num_drafts: int) -> None:
         """Note how many of the proposed drafts the step verifies."""

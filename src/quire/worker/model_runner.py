@@ -290,6 +290,11 @@ class ModelRunner:
                 raise
             self.device.synchronize()  # raises if the error is a failure of the device
             drafted = _failed(counts, error)
+        vocab_size = self.model.config.vocab_size
+        for index, token_ids in enumerate(drafted.token_ids):
+            if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+                drafted.failures[index] = f"The drafter chose {token_ids}, and the model has {vocab_size} tokens"
+                drafted.token_ids[index] = [ANY_TOKEN] * len(token_ids)
         draft_token_ids = list(batch.draft_token_ids)
         for position, row, token_ids in zip(asked, rows, drafted.token_ids, strict=True):
             draft_token_ids[position] = token_ids
