@@ -6,20 +6,20 @@ from itertools import pairwise
 
 import pytest
 
-from quire.cost.collectives import LATENCY_SECONDS, AllReduces
+from quire.cost.collectives import LATENCY_SECONDS, Gathers
 from quire.cost.step_time import Constants
 from quire.planning.request_lengths import RequestLength, RequestLengths
 from quire.planning.service import Goals, Service
 from tests.cost.models import CONSTANTS, cost_model
 
-ALONE = AllReduces(1, 0, 0, 1.0)
+ALONE = Gathers(1, 0, 0, 1.0)
 LENGTHS = RequestLengths("test", [RequestLength(600, 200)])
 
 
 def service(
-    room: int = 64, sums: AllReduces = ALONE, spread: float = 0.25, lengths: RequestLengths = LENGTHS
+    room: int = 64, gathers: Gathers = ALONE, spread: float = 0.25, lengths: RequestLengths = LENGTHS
 ) -> Service:
-    return Service(cost_model(CONSTANTS, spread), sums, lengths, 2048, room)
+    return Service(cost_model(CONSTANTS, spread), gathers, lengths, 2048, room)
 
 
 def test_one_request_alone() -> None:
@@ -88,11 +88,11 @@ def test_the_knee_is_where_products_take_as_long_as_reads() -> None:
     assert served.knee == served.most or products == pytest.approx(reads, rel=1 / served.knee + 0.01)
 
 
-def test_sums_over_links_are_added() -> None:
-    sums = AllReduces(4, 10, 8192, 1e9)
-    assert sums.seconds(100) == pytest.approx(10 * (LATENCY_SECONDS + 1.5 * 100 * 8192 / 1e9))
+def test_exchanges_over_links_are_added() -> None:
+    gathers = Gathers(4, 10, 8192, 1e9)
+    assert gathers.seconds(100) == pytest.approx(10 * LATENCY_SECONDS + 0.75 * 100 * 8192 / 1e9)
     assert ALONE.seconds(100) == 0
-    more = service(sums=sums).at(1)
-    assert more.itl.value == pytest.approx(service().at(1).itl.value + sums.seconds(1))
-    slow = service(sums=AllReduces(4, 10, 8192, 1.0)).at(1)
+    more = service(gathers=gathers).at(1)
+    assert more.itl.value == pytest.approx(service().at(1).itl.value + gathers.seconds(1))
+    slow = service(gathers=Gathers(4, 10, 8192, 1.0)).at(1)
     assert slow.bound == "links"

@@ -10,9 +10,10 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.cost.arithmetic import StepArithmetic
-from quire.cost.collectives import AllReduces
+from quire.cost.collectives import Gathers
 from quire.errors import ConfigError, ModelConfigError
 from quire.formats.weight_format import packs_floats
+from quire.layer_spec.feed_forward import Experts
 from quire.model_config import DTYPE_BYTES, ModelConfig, WeightBytes
 from quire.planning.cut_model import ModelCut, check_degree
 from quire.planning.cut_stages import expert_cut
@@ -388,11 +389,11 @@ class Candidates:
         if row.missing_bytes:
             return row
         known = self._cost(hardware, form, degree)
-        layers, row_bytes = len(self._model.layers), self._model.hidden_size * DTYPE_BYTES[form.weights.dtype]
-        sums = AllReduces(degree, 2 * layers, row_bytes, hardware.link_bandwidth)
+        count, width = _exchanged(self._model)
+        gathers = Gathers(degree, count, width * DTYPE_BYTES[form.weights.dtype], hardware.link_bandwidth)
         steps = form.resolved.scheduler
         room = min(demand.lengths.that_fit(fit.pages, fit.num_blocks), steps.max_num_seqs)
-        service = Service(known.cost, sums, demand.lengths, steps.max_num_batched_tokens, room)
+        service = Service(known.cost, gathers, demand.lengths, steps.max_num_batched_tokens, room)
         return replace(row, num_requests=room, service=service, origin=known.origin)
 
     def _part(self, form: Form, degree: int) -> Part | None:
@@ -439,3 +440,17 @@ def _is_alike(one: Candidate, other: Candidate) -> bool:
         other.fit.form.kv_cache_dtype,
         other.degree,
     )
+
+
+def _exchanged(model: ModelConfig) -> tuple[int, int]:
+    """The exchanges of devices that share a model: their number in a step, and the elements of a token in all of them.
+
+    The inputs and the outputs of the last linear layer of every part of a layer are joined: see layers/joined.py.
+    """
+    count = width = 0
+    for part in (part for layer in model.layers for part, _ in layer.parts):
+        has_shared = isinstance(part, Experts) and part.shared is not None  # its inputs are joined by themselves
+        inputs = part.width if isinstance(part, Experts) else part.linears[-1].in_features
+        count += 3 if has_shared else 2
+        width += inputs + model.hidden_size
+    return count, width

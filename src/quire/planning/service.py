@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.cost.arithmetic import Load
-from quire.cost.collectives import AllReduces
+from quire.cost.collectives import Gathers
 from quire.cost.model import CostModel
 from quire.cost.step_time import Bound, StepTime, knee_rows
 from quire.planning.estimate import Estimate
@@ -74,13 +74,13 @@ class Service:
     """One copy of a model that serves a workload.
 
     Args:
-        sums: the times of sums over the devices that share the copy.
+        gathers: the exchanges of the devices that share the copy.
         step_tokens: most tokens of a step.
         room: requests that memory and settings let run.
     """
 
-    def __init__(self, cost: CostModel, sums: AllReduces, lengths: RequestLengths, step_tokens: int, room: int) -> None:
-        self._cost, self._sums, self._step_tokens = cost, sums, step_tokens
+    def __init__(self, cost: CostModel, gathers: Gathers, lengths: RequestLengths, step_tokens: int, room: int) -> None:
+        self._cost, self._gathers, self._step_tokens = cost, gathers, step_tokens
         self._prompt, self._output = max(round(lengths.mean_prompt), 1), lengths.mean_output
         context = round(lengths.resident_tokens())
         self._row = cost.arithmetic.load([max(context - 1, 0)], [1], 1)
@@ -161,9 +161,9 @@ class Service:
         load = _sum(count, self._row, whole, self._whole_prompt)
         if rest:
             load = self._cost.arithmetic.with_row(load, (self._prompt - rest) // 2, rest, 1)
-        step, sums = self._cost.predict(load), self._sums.seconds(load.num_tokens)
-        ratio, seconds = step.high / step.seconds, step.seconds + sums
-        return StepTime(seconds, seconds / ratio, seconds * ratio, "links" if sums > step.seconds else step.bound)
+        step, exchanges = self._cost.predict(load), self._gathers.seconds(load.num_tokens)
+        ratio, seconds = step.high / step.seconds, step.seconds + exchanges
+        return StepTime(seconds, seconds / ratio, seconds * ratio, "links" if exchanges > step.seconds else step.bound)
 
 
 def _sum(count: int, one: Load, more: int, other: Load) -> Load:
