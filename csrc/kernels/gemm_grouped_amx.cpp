@@ -70,6 +70,7 @@ struct AmxTile {
   static constexpr int64_t kMaxRows = 2 * kTileRows, kRowUnit = kTileRows;
   static constexpr bool kSigned = true, kAddsGroups = false;
   static bool reads_packed(int64_t, int64_t) { return false; }
+  static bool is_in_order(int64_t, Codes) { return true; }
   static int super_passes(int64_t) { return 1; }
 
   template <Codes kCodes, Offset kOffset, bool kSignedCodes>

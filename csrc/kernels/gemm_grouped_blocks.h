@@ -252,6 +252,8 @@ inline void add_supers_through_memory(int rows, const SuperRun& run, int32_t* su
 // Tile::kMaxRows   rows of the largest tile, a multiple of
 // Tile::kRowUnit   whole rows of sums that run() may write
 // Tile::reads_packed(rows, group_quads)  4-bit codes are taken as they are stored
+// Tile::is_in_order(rows, codes)  the only pass of few rows is faster with the CPU's own prefetching, if it follows
+//                  streams: it reads a block in the order of its addresses
 // Tile::kSigned    run<> can take unpacked codes with a sign
 // Tile::run<codes, signed>(rows, bits, codes, stride, weights, quads, sums, is_first, prefetch)
 //                  sums[rows][64] = (is_first ? 0 : sums) + codes[rows][quads] * weights[quads][64][4], and
@@ -316,7 +318,7 @@ inline void run_form(const GemmBlock& block) {
                               static_cast<int>(ceil_div(kQuadsPerFetch * stored_quad_bytes, int64_t{64})),
                               (end - begin) / kQuadsPerFetch,
                               num_passes,
-                              /*is_in_order=*/true,
+                              Tile::is_in_order(num_rows, kCodes),
                               reinterpret_cast<const char*>(weights)};
       if constexpr (!kFactors) {
         decode_groups(args.weight.form, layout, packed, first_group, ceil_div(end, group_quads), numbers);

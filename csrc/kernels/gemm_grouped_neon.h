@@ -297,6 +297,7 @@ struct DotTile {
   static constexpr bool kSigned = true, kAddsGroups = true;
   static bool adds_groups(int64_t) { return true; }
   static bool reads_packed(int64_t rows, int64_t) { return rows <= 2 * kMaxRows; }
+  static bool is_in_order(int64_t, Codes) { return true; }
   static int super_passes(int64_t) { return 1; }
 
   template <Codes kCodes, Offset kOffset>
