@@ -355,7 +355,8 @@ class EngineConfig:
     headless: bool = option(False, "Compute stages for machine 0, and serve nothing.")
     device_ids: tuple[str, ...] = option(
         (),
-        "GPUs of this machine, by number or UUID (2,3 or 2 3): replica N takes the Nth one; else CUDA_VISIBLE_DEVICES.",
+        "GPUs of this machine, by number or UUID (2,3 or 2 3): each rank of each replica takes the next one; else "
+        "CUDA_VISIBLE_DEVICES.",
         many=True,
     )
     numa_bind: bool = option(False, "Each rank computes on the cores of one NUMA node; ranks share the nodes evenly.")

@@ -35,6 +35,7 @@ from quire.worker.worker import DeviceWorker
 from tests.engine.harness import EOS, tokens_and_logprobs, two_layers
 from tests.engine.ranks import LIMITS, fail_at, ignore
 from tests.engine.test_sameness_ranks import Answer, answers, of_ranks
+from tests.engine.test_sameness_ranks_drafters import drafted, of_one, speculation
 from tests.worker.fake_accelerator import FakeAccelerator
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
@@ -62,7 +63,9 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "ModelForm", OnCpu)
 
 
-def started(num_ranks: int, folder: Path | None = None, **arguments: Any) -> StartedEngine:
+def started(
+    num_ranks: int, folder: Path | None = None, drafter_folder: Path | None = None, **arguments: Any
+) -> StartedEngine:
     sizes = {"tensor_parallel_size": num_ranks, "device": "cuda", "cudagraph_capture_sizes": (1, 2, 4)}
     config = EngineConfig.from_kwargs(**LIMITS | sizes | arguments)
 
@@ -77,7 +80,9 @@ def started(num_ranks: int, folder: Path | None = None, **arguments: Any) -> Sta
         ]
 
     folder = folder or quire.demo.path("target")
-    return start_engine(config, folder, is_server=True, progress=ignore, make_workers=make)
+    return start_engine(
+        config, folder, is_server=True, progress=ignore, make_workers=make, drafter_folder=drafter_folder
+    )
 
 
 def of_gpus(num_ranks: int, folder: Path | None = None, **arguments: Any) -> Answer:
@@ -112,6 +117,19 @@ FORMS: dict[str, dict[str, Any]] = {"bfloat16": {}, "int8": {"quantization": "in
 def test_tokens_are_those_of_one_rank(form: str, num_ranks: int, arguments: dict[str, Any]) -> None:
     """Whole steps and pieces of prompts, greedy rows beside random ones, logprobs of prompts and of answers."""
     assert of_gpus(num_ranks, two_layers(), **FORMS[form], **arguments) == expected(form)
+
+
+@pytest.mark.parametrize("more", [{}, {"draft_tensor_parallel_size": 1}])
+def test_a_draft_model(more: dict[str, Any]) -> None:
+    """Shared by the ranks, or each has all of it. The first rank draws, and the others get its tokens."""
+    folder = quire.demo.path("draft")
+    engine = started(2, drafter_folder=folder, **speculation("draft_model", folder, **more))
+    try:
+        tokens, num_drafts, num_held = drafted(engine)
+    finally:
+        engine.core.shutdown()
+    assert tokens == of_one()
+    assert num_drafts > num_held > 5
 
 
 @pytest.mark.parametrize(("number", "is_async"), [(1, True), (3, True), (3, False)])
