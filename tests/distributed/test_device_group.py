@@ -39,7 +39,7 @@ def ranks_of(size: int) -> list[Ranks]:
     memory = make_memory(grid)
     ranks = [ranks_on(memory, rank, grid, has_own_cores=False, timeout_seconds=60.0) for rank in range(size)]
     os.close(memory)
-    return together(ranks, lambda each: on_devices(each, FakeAccelerator().connect))
+    return together(ranks, lambda each: on_devices(each, FakeAccelerator()))
 
 
 @pytest.fixture
@@ -95,8 +95,20 @@ def test_columns_lie_side_by_side(widths: tuple[int, ...], rows: int, dtype: tor
         each.close()
 
 
-def test_nothing_is_left_of_the_meeting(pair: list[Ranks]) -> None:
-    assert not [name for name in map(_target, os.listdir("/proc/self/fd")) if "quire-meeting" in name]
+def test_the_file_of_a_meeting_stays() -> None:
+    """A store opens it whenever it is used, and its number must not name another file then."""
+    before = len(_meetings())
+    ranks = ranks_of(2)
+    threads = [thread for thread in threading.enumerate() if thread.name == "failed ranks"]
+    for each in ranks:
+        each.close()
+    assert len(_meetings()) == before + 1
+    assert len(threads) == 2
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def _meetings() -> list[str]:
+    return [name for name in map(_target, os.listdir("/proc/self/fd")) if "quire-meeting" in name]
 
 
 def _target(descriptor: str) -> str:

@@ -65,13 +65,16 @@ def _addresses(run: Callable[[], None]) -> list[int]:
 
 
 class FakeTransport:
-    """Gloo in the place of NCCL. As with NCCL, `abort` ends the operations that wait."""
+    """Gloo in the place of NCCL. As with NCCL, the first operation connects, and `abort` ends those that wait."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
+        self._place = (store, rank, size)
+        self._gloo: dist.ProcessGroupGloo | None = None
         self._is_aborted = threading.Event()
 
     def _allgather_base(self, output: Tensor, own: Tensor) -> FakeWork:
+        if self._gloo is None:
+            self._gloo = dist.ProcessGroupGloo(*self._place, timedelta(seconds=20))
         return FakeWork(self._gloo._allgather_base(output, own), self._is_aborted)
 
     def abort(self) -> None:

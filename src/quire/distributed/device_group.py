@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed
@@ -31,38 +30,37 @@ LOOK_SECONDS = 0.25  # seconds between two looks for a rank that has failed
 # The transport has a time limit too, with which it ends the process. Ours comes first and names the late rank.
 TIMES_OF_LIMIT = 2
 
-Connect = Callable[[Any, int, int, timedelta], Any]  # see Accelerator.connect
 _distributed: Any = torch.distributed  # without types in some versions of torch
 
 
-def on_devices(ranks: Ranks, connect: Connect) -> Ranks:
-    """The same ranks, whose stage exchanges tensors between devices. All ranks of the stage must call this.
+class Connecting(Protocol):
+    """The part of an Accelerator that a group needs."""
 
-    Args:
-        connect: see Accelerator.connect.
+    device: torch.device
+
+    def connect(self, store: Any, rank: int, size: int, limit: timedelta) -> Any:
+        """See Accelerator."""
+        ...
+
+
+def on_devices(ranks: Ranks, accelerator: Connecting) -> Ranks:
+    """The same ranks, whose stage exchanges tensors between devices. All ranks of the stage must call this.
 
     Raises GroupError.
     """
     host = ranks.group
     assert isinstance(host, SharedMemoryGroup), "resolve refuses GPUs for ranks of several machines"
-    with _meeting_point(host) as store:
-        limit = timedelta(seconds=TIMES_OF_LIMIT * ranks.timeout_seconds)
-        group = DeviceGroup(host, connect(store, host.rank, host.size, limit))
+    # The transport finds the other ranks in a file without a name, so nothing is left when a rank is killed. The file is
+    # never closed: a store opens it by its number whenever it is used, even while it is destroyed.
+    own = torch.empty((1, 0), dtype=torch.int64)
+    if host.rank == 0:
+        own = torch.tensor([[os.getpid(), os.memfd_create("quire-meeting", os.MFD_CLOEXEC)]])
+    pid, descriptor = host.gather(own, [2] + [0] * (host.size - 1))[0].tolist()
+    store = _distributed.FileStore(f"/proc/{pid}/fd/{descriptor}", host.size)
+    limit = timedelta(seconds=TIMES_OF_LIMIT * ranks.timeout_seconds)
+    group = DeviceGroup(host, accelerator.connect(store, host.rank, host.size, limit))
+    group.gather(torch.zeros((1, 1), device=accelerator.device), [1] * host.size)
     return replace(ranks, group=group)
-
-
-@contextmanager
-def _meeting_point(host: SharedMemoryGroup) -> Iterator[Any]:
-    """A store for the addresses of the ranks. It has no name and no port, so nothing is left when a rank is killed."""
-    memory = os.memfd_create("quire-meeting", os.MFD_CLOEXEC) if host.rank == 0 else -1
-    try:
-        own = torch.tensor([[os.getpid(), memory][: 2 if host.rank == 0 else 0]], dtype=torch.int64)
-        pid, descriptor = host.gather(own, [2] + [0] * (host.size - 1))[0].tolist()
-        yield _distributed.FileStore(f"/proc/{pid}/fd/{descriptor}", host.size)
-        host.meet()  # all ranks have connected, so the memory is not needed any more
-    finally:
-        if memory >= 0:
-            os.close(memory)
 
 
 class DeviceGroup:

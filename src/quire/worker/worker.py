@@ -116,7 +116,7 @@ class DeviceWorker:
         accelerator = self._accelerator() if is_on_gpu else None
         if accelerator is not None and self._ranks is not None:
             with self._as_rank("connecting its GPU"):
-                self._ranks = on_devices(self._ranks, accelerator.connect)
+                self._ranks = on_devices(self._ranks, accelerator)
         config = replace(self._model_config, max_model_len=form.max_model_len)
         share = 1.0 if settings.drafter is None else LOADED_BEFORE_DRAFTER
         with self._as_rank("reading weights"):
