@@ -128,6 +128,7 @@ class Speculation:
         try:
             drafts = self._proposer.propose(request, depth)[:depth]
         except Exception as error:  # any error only costs drafts: the request does not need them
+            logger.debug("drafting failed", exc_info=error)
             self.fail(request, f"The drafter failed ({type(error).__name__})")
             return ()
         if drafts and self._vocab_size is not None and not 0 <= min(drafts) <= max(drafts) < self._vocab_size:
