@@ -67,6 +67,18 @@ def test_a_machine_that_becomes_slower_is_noticed_within_some_steps(slowness: fl
         assert cost.predict(load).seconds == pytest.approx(now * true, rel=near)
 
 
+def test_a_size_that_does_not_run_follows_a_machine_that_becomes_slower() -> None:
+    """Both have run often. Then ten steps of one of them show that the machine is slower."""
+    cost, running, resting = cost_model(), load_of(4), load_of(2)
+    true = {load: step_seconds(ARITHMETIC.demand(load), CONSTANTS) for load in (running, resting)}
+    for _ in range(100):
+        for load, seconds in true.items():
+            cost.observe(load, cost.predict(load).seconds, seconds)
+    for _ in range(10):
+        cost.observe(running, cost.predict(running).seconds, 1.5 * true[running])
+    assert cost.predict(resting).seconds > 1.2 * true[resting]
+
+
 def test_sizes_that_take_turns_do_not_hurry_each_other() -> None:
     """Their errors have opposite signs, which is no drift of the machine."""
     cost, first, second = cost_model(), load_of(2), load_of(3)
