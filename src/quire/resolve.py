@@ -423,6 +423,11 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None)
     refused = (
         (gpu is not None and (has_stages or config.num_lanes > 1), "a GPU", "Use --device cpu"),
         (
+            gpu is not None and config.max_parallel_loading_workers is not None,
+            "a GPU and --max-parallel-loading-workers",
+            "Leave --max-parallel-loading-workers out: ranks connect their GPUs before they read",
+        ),
+        (
             gpu is not None and config.enable_expert_parallel,
             "a GPU and --enable-expert-parallel",
             "Leave --enable-expert-parallel out: then each GPU has a part of every expert",

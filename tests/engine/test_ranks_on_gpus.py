@@ -168,6 +168,7 @@ def test_an_error_behind_a_launch_ends_the_engine(monkeypatch: pytest.MonkeyPatc
     ("arguments", "why"),
     [
         ({"num_ranks": 4}, "There are 4 ranks, and each needs a GPU of its own. Got 3"),
+        ({"max_parallel_loading_workers": 1}, "a GPU and --max-parallel-loading-workers"),
         ({"pipeline_parallel_size": 2}, "Pipeline parallelism does not go together with a GPU"),
         ({"num_ranks": 4, "decode_context_parallel_size": 2}, "do not divide the KV cache together with a GPU"),
     ],
@@ -185,6 +186,14 @@ def test_hosts_run_ahead_of_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         for rank, worker in enumerate(engine.executor.workers):
             assert isinstance(worker, DeviceWorker)
+            for captured in worker.runner.forward_pass.captured._captured.values():
+                replay = captured.graph.replay
+
+                def agreed(ranks: Any = worker._ranks, replay: Any = replay) -> None:
+                    assert ranks.is_committed, "a graph is replayed before the hosts have agreed"
+                    replay()
+
+                monkeypatch.setattr(captured.graph, "replay", agreed)
             for name in ("_launch", "_finish"):
                 method = getattr(worker.runner, name)
 

@@ -152,6 +152,8 @@ def test_a_gpu_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ray.bundles == [{"CPU": 1, "GPU": 1}] * 2
     replicas.start(0, launch())
     assert ray.options[-1] == {"max_restarts": 0, "num_cpus": 1, "num_gpus": 1}
+    ray, _ = replicas_on(monkeypatch, {0: "a", 1: "b"}, 2, num_threads=1, tensor_parallel_size=2)
+    assert ray.bundles == [{"CPU": 2, "GPU": 2}] * 2
     ray, _ = replicas_on(monkeypatch, {0: "a", 1: "b"}, 2, num_threads=1, device="cpu")
     assert ray.bundles == [{"CPU": 1}] * 2
 

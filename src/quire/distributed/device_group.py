@@ -27,6 +27,7 @@ from quire.forward_batch import ForwardBatch, LayerCache
 from quire.kernels.layer_rules import AttentionRule
 
 LOOK_SECONDS = 0.25  # seconds between two looks for a rank that has failed
+CLOSE_SECONDS = 1.0  # the longest wait for the end of the transport
 # The transport has a time limit too, with which it ends the process. Ours comes first and names the late rank.
 TIMES_OF_LIMIT = 2
 
@@ -50,8 +51,8 @@ def on_devices(ranks: Ranks, accelerator: Connecting) -> Ranks:
     """
     host = ranks.group
     assert isinstance(host, SharedMemoryGroup), "resolve refuses GPUs for ranks of several machines"
-    # The transport finds the other ranks in a file without a name, so nothing is left when a rank is killed. The file is
-    # never closed: a store opens it by its number whenever it is used, even while it is destroyed.
+    # The transport finds the other ranks in a file without a name, so nothing is left when a rank is killed. The file
+    # is never closed: a store opens it by its number whenever it is used, even while it is destroyed.
     own = torch.empty((1, 0), dtype=torch.int64)
     if host.rank == 0:
         own = torch.tensor([[os.getpid(), os.memfd_create("quire-meeting", os.MFD_CLOEXEC)]])
@@ -59,7 +60,11 @@ def on_devices(ranks: Ranks, accelerator: Connecting) -> Ranks:
     store = _distributed.FileStore(f"/proc/{pid}/fd/{descriptor}", host.size)
     limit = timedelta(seconds=TIMES_OF_LIMIT * ranks.timeout_seconds)
     group = DeviceGroup(host, accelerator.connect(store, host.rank, host.size, limit))
-    group.gather(torch.zeros((1, 1), device=accelerator.device), [1] * host.size)
+    try:
+        group.gather(torch.zeros((1, 1), device=accelerator.device), [1] * host.size)
+    except BaseException:
+        group.close()
+        raise
     return replace(ranks, group=group)
 
 
@@ -147,11 +152,13 @@ class DeviceGroup:
 
     def close(self) -> None:
         self._is_closed.set()
-        self._watching.join()
+        self._watching.join(CLOSE_SECONDS)
 
     def _watch(self) -> None:
-        """Let the device go on when another rank has failed: it may wait for this rank for ever."""
-        while not self._is_closed.wait(LOOK_SECONDS):
-            if self._host.failed_rank is not None:
-                self._transport.abort()
-                return
+        """End the transport when another rank has failed, for which the device would wait for ever, or at the end.
+
+        NCCL ends what waits at once, but returns only when no graph holds its operations any more.
+        """
+        while not self._is_closed.wait(LOOK_SECONDS) and self._host.failed_rank is None:
+            pass
+        self._transport.abort()

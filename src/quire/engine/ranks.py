@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
@@ -128,7 +129,8 @@ def start_ranks(
                 timeout_seconds=config.distributed_timeout_seconds,
             )
             on_error.callback(ranks.close)
-            gpus = [] if config.device == "cpu" else devices.visible_gpus()
+            has_gpus = config.device != "cpu" and devices.has_gpu()
+            gpus = devices.visible_gpus() or [str(rank) for rank in range(grid.num_local)] if has_gpus else []
             model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
             for rank in grid.ranks_of(0)[1:]:
                 own_cpus = cpus[rank] if cpus else set[int]()
@@ -175,6 +177,8 @@ class OtherRank(ABC):
     def __init__(self, rank: int, grid: Grid, failing: Failing, connection: Connection) -> None:
         self._rank, self._failing, self._connection = rank, failing, connection
         self._name, self._report = rank_name(rank, grid), ""
+        self._num_unheard = 0  # steps whose answers are on their way
+        self._heard: deque[Answer | Failed] = deque()  # answers of steps that nobody has asked for yet
 
     @abstractmethod
     def _is_lost(self) -> bool:
@@ -227,11 +231,13 @@ class OtherRank(ABC):
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         self.say(self._connection, Execute(batch))
+        self._num_unheard += 1
         return _StepOfOther(self, batch.step_id)
 
     def hear_step(self, step_id: int) -> StepResult:
         """Wait for the result of the oldest step that was submitted."""
-        answer = self.hear(self._connection)
+        self._hear_steps(1)
+        answer = _checked(self._heard.popleft())
         return answer.result or StepResult(step_id, [], ranks=answer.ranks)
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
@@ -245,20 +251,29 @@ class OtherRank(ABC):
         self._connection.close()
 
     def ask(self, message: ToRank) -> Answer:
+        """Send an order and wait for its answer. The answers of steps in flight come before; `hear_step` gives them."""
         self.say(self._connection, message)
+        self._hear_steps(len(self._heard) + self._num_unheard)
         return self.hear(self._connection)
+
+    def _hear_steps(self, count: int) -> None:
+        """Have at least `count` answers of steps, or those of all steps in flight."""
+        while self._num_unheard and len(self._heard) < count:
+            self._heard.append(self._next(self._connection))
+            self._num_unheard -= 1
 
     def say(self, connection: Connection, message: ToRank) -> None:
         with self._is_there():
             connection.send_bytes(encode(message))
 
     def hear(self, connection: Connection) -> Answer:
+        return _checked(self._next(connection))
+
+    def _next(self, connection: Connection) -> Answer | Failed:
         with self._is_there():
             while isinstance(answer := decode_from_rank(connection.recv_bytes(MOST_MESSAGE_BYTES)), Report):
                 self._report = f", {answer.phase} {answer.share:.0%} {answer.detail}".rstrip()
             self._report = ""
-        if isinstance(answer, Failed):
-            raise answer.error()
         return answer
 
     @contextmanager
@@ -268,6 +283,13 @@ class OtherRank(ABC):
         except (EOFError, OSError) as error:
             self._failing.fail_for(self._rank)
             raise EngineDeadError(self._end()) from error
+
+
+def _checked(answer: Answer | Failed) -> Answer:
+    """The answer of a rank. Raises its error if it has failed."""
+    if isinstance(answer, Failed):
+        raise answer.error()
+    return answer
 
 
 class _StepOfOther:

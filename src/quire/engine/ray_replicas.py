@@ -48,7 +48,7 @@ class RayReplicas:
         cpus = config.num_local_ranks * threads or max(devices.num_cores() // self._bundle_size, 1)
         self._needs = {"CPU": cpus}  # the resources of a replica
         if config.device == "cuda" or (config.device == "auto" and devices.has_gpu()):
-            self._needs["GPU"] = 1
+            self._needs["GPU"] = config.num_local_ranks
         self._cluster = RayCluster(config, "data_parallel_backend")
         self.key, self.address = self._cluster.key.encode(), self._cluster.address
         try:

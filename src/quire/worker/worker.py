@@ -231,6 +231,11 @@ class DeviceWorker:
         except Exception as error:
             if ranks is None:
                 raise
+            try:
+                ranks.check()  # the failure of another rank explains all other errors
+            except GroupError as lost:
+                ranks.fail()
+                raise _lost(ranks, phase, lost) from error
             if not in_step or not _may_leave(ranks, error):
                 ranks.fail()
                 if not in_step or isinstance(error, EngineDeadError):
