@@ -88,13 +88,12 @@ def _check_gpu_ids(config: EngineConfig) -> None:
         raise ConfigError(
             "--device-ids names GPUs, but --device cpu uses none", fix="Leave one of them out", param="device_ids"
         )
-    num_needed, what = config.num_replicas * config.num_local_ranks, "rank" if config.num_ranks > 1 else "replica"
-    if names and (len(names) < num_needed or len(set(names)) < len(names)):
+    if names and (len(names) < config.num_replicas or len(set(names)) < len(names)):
         raise ConfigError(
-            f"--device-ids names a GPU twice, or fewer GPUs than there are {what}s",
+            "--device-ids names a GPU twice, or fewer GPUs than there are replicas",
             value=",".join(names),
-            expected=f"{num_needed} different ones, or more",
-            fix=f"Name one for each {what}, or leave it out",
+            expected=f"{config.num_replicas} different ones, or more",
+            fix="Name one for each replica, or leave it out",
             param="device_ids",
         )
 
