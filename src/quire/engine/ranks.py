@@ -129,8 +129,7 @@ def start_ranks(
                 timeout_seconds=config.distributed_timeout_seconds,
             )
             on_error.callback(ranks.close)
-            has_gpus = config.device != "cpu" and devices.has_gpu()
-            gpus = devices.visible_gpus() or [str(rank) for rank in range(grid.num_local)] if has_gpus else []
+            gpus = devices.visible_gpus() if config.device != "cpu" and devices.has_gpu() else []
             model, drafter = str(model_folder), None if drafter_folder is None else str(drafter_folder)
             for rank in grid.ranks_of(0)[1:]:
                 own_cpus = cpus[rank] if cpus else set[int]()
