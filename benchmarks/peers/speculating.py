@@ -3,7 +3,7 @@
     python speculating.py openvino MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8]
     python speculating.py llama-server BINARY MODEL.gguf [--draft MODEL.gguf | --lookup] [--drafts 4] [--requests 8]
     python speculating.py llama-cpp-python MODEL.gguf [--requests 8]
-    python speculating.py vllm MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8]
+    python speculating.py vllm MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8] [--ranks 2]
     python speculating.py quire MODEL [--quantization int8] [--requests 8]
 
 The script first writes {"ready": true}. Then it answers each line of the standard input with a line: the question is
@@ -152,6 +152,8 @@ def vllm(arguments: argparse.Namespace) -> Generate:
         max_model_len=arguments.context,
         max_num_seqs=arguments.requests,
         enable_prefix_caching=False,
+        tensor_parallel_size=arguments.ranks,
+        distributed_executor_backend="mp" if arguments.ranks > 1 else None,
         enforce_eager=bool(drafter),
         speculative_config=drafter | {"num_speculative_tokens": arguments.drafts} if drafter else None,
     )
@@ -208,6 +210,8 @@ def main() -> None:
             engine.add_argument("--precision", help="of the arithmetic, such as f32; default: what OpenVINO chooses")
         else:
             engine.add_argument("--context", type=int, default=1024, help="the most tokens of a request")
+        if start is vllm:
+            engine.add_argument("--ranks", type=int, default=1, help="processes that share the model")
         engine.set_defaults(start=start)
     arguments = parser.parse_args()
     generate = arguments.start(arguments)
