@@ -2,7 +2,7 @@
 
     python benchmarks/compare_peers.py MODEL --form bfloat16 none --form int8 int8
         --peer bfloat16 llama.cpp "python benchmarks/peers/speculating.py llama-cpp-python BF16.gguf --requests 32"
-        [--cases 1x8x32,8x8x32] [--rounds 3] [--what avx2] [--save HARDWARE]
+        [--cases 1x8x32,8x8x32] [--rounds 3] [--ranks 2] [--what avx2] [--save HARDWARE]
 
 A form has a name and the quantization with which Quire loads MODEL (`none`: as it is stored). `--peer FORM NAME
 COMMAND` adds an engine to a form; the command speaks the protocol of benchmarks/peers/speculating.py. The engines of a
@@ -10,6 +10,8 @@ form are alive at the same time and take turns, and all but one are stopped. The
 PROMPTSxINPUTxOUTPUT: so many prompts of random tokens, each with so many greedy tokens. The first round of each case is
 not counted, because an engine may prepare things at the first prompts of a size. Tokens per second count prompts and
 answers. A ratio is the median of the ratios of the rounds.
+
+--ranks N: Quire is N processes that share the model (-tp N), with a thread each; a peer gets its own options.
 
 To hold engines to AVX2, set QUIRE_ISA=avx2 and ONEDNN_MAX_CPU_ISA=AVX2, and compile llama.cpp for it. Whether the other
 engine obeys is another question (benchmarks/NOTES.md: OpenVINO does not).
@@ -45,11 +47,13 @@ READ_BYTES = 256 << 20
 class Ours:
     """Quire in this process."""
 
-    def __init__(self, model: str, quantization: str | None, num_requests: int, num_tokens: int) -> None:
+    def __init__(self, model: str, form: str | None, num_ranks: int, num_requests: int, num_tokens: int) -> None:
         self._llm = LLM(
             model,
+            tensor_parallel_size=num_ranks,
+            num_threads=1 if num_ranks > 1 else None,
             dtype="bfloat16",
-            quantization=quantization,
+            quantization=form,
             max_model_len=num_tokens,
             max_num_seqs=num_requests,
             enable_prefix_caching=False,
@@ -68,7 +72,7 @@ def run_form(name: str, quantization: str | None, arguments: argparse.Namespace)
     """Every case with every engine of a form, in turns. The engines live from the first case to the last one."""
     cases = arguments.cases
     most, longest = max(case[0] for case in cases), max(case[1] + case[2] for case in cases)
-    engines: dict[str, Ours | Peer] = {OURS: Ours(arguments.model, quantization, most, longest)}
+    engines: dict[str, Ours | Peer] = {OURS: Ours(arguments.model, quantization, arguments.ranks, most, longest)}
     engines |= {peer: Peer(command) for form, peer, command in arguments.peer if form == name}
     generator = random.Random(0)
     found = []
@@ -143,6 +147,7 @@ def main() -> None:
         "--cases", type=lambda text: [tuple(map(int, case.split("x"))) for case in text.split(",")], default=CASES
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1, help="processes of Quire that share the model")
     parser.add_argument("--on-enter", action="store_true", help="wait for a line before each round of a case")
     parser.add_argument("--what", default="cpu", help="part of the name of result files")
     arguments = parser.parse_args()

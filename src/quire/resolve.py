@@ -434,7 +434,6 @@ def _check_ranks(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None)
         ),
         (backend == "uni", "--distributed-executor-backend uni, which is one process", "Leave it out, or give mp"),
         (config.model_impl == "transformers", "transformers' modelling code", "Leave --model-impl out"),
-        (has_stages and config.enable_lora, "adapters", "Leave --enable-lora out"),
         (
             has_stages and model.drafter is not None,
             "a model that drafts",

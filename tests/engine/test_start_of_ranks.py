@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,8 @@ from quire.distributed.layout import Grid
 from quire.engine import external, process, ranks
 from quire.engine.nodes import Joined
 from quire.engine.process import EngineProcess
-from quire.engine.rank_messages import RankLaunch
-from quire.errors import EngineDeadError, PeerLostError
+from quire.engine.rank_messages import Failed, RankLaunch, encode
+from quire.errors import AdapterNotFoundError, EngineDeadError, PeerLostError
 from quire.kernels import cpu
 from quire.messages import EngineLaunch, UnixSockets
 from quire.worker.worker import DeviceWorker
@@ -77,8 +78,12 @@ def test_a_machine_that_is_lost_between_steps_is_named() -> None:
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
     home = ranks.Home(ours)
-    rank = ranks.RemoteRank(1, Grid(1, 2, 2), Told(), SimpleNamespace(close=lambda: None), home, None)  # type: ignore[arg-type]
+    orders, adapters = Pipe(), Pipe()
+    rank = ranks.RemoteRank(1, Grid(1, 2, 2), Told(), orders[0], adapters[0], home, None)  # type: ignore[arg-type]
     rank.check_alive()
+    adapters[1].send_bytes(encode(Failed.of(AdapterNotFoundError("There is no adapter here", fix="Copy it"))))
+    with pytest.raises(AdapterNotFoundError, match=r"There is no adapter here, on 127.0.0.1\. .*Copy it"):
+        rank.load_adapter("adapter", None, False).result()
     theirs.close()
     assert wait_for(rank._is_lost)
     with pytest.raises(EngineDeadError, match=r"Rank 1 of 2, in stage 0 of 2 \(on 127.0.0.1\) is lost"):

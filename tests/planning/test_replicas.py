@@ -172,10 +172,16 @@ def test_llm_is_one_replica() -> None:
 
 
 def test_taken_memory() -> None:
-    before = devices.taken_memory_bytes()
-    held = bytearray(b"x" * (64 * MIB))
-    assert devices.taken_memory_bytes() - before > 60 * MIB
-    del held
+    """The system may take idle memory of this process away at the same time, so one of several tries counts."""
+
+    def grown_bytes() -> int:
+        before = devices.taken_memory_bytes()
+        held = bytearray(b"x" * (64 * MIB))
+        grown = devices.taken_memory_bytes() - before
+        del held
+        return grown
+
+    assert any(60 * MIB < grown_bytes() < 80 * MIB for _ in range(10))
 
 
 def test_gpus_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,7 @@ class EchoClient:
                 raise EngineDeadError(self._death)
             if not self.is_paused and (self._running or self._refused):
                 await asyncio.sleep(self.step_seconds)
-                if self._running or self._refused:
+                if not self.is_paused and (self._running or self._refused):
                     return self._step()
             else:
                 self._wake.clear()

@@ -146,6 +146,8 @@ def empty_deltas(shapes: Sequence[DeltaShape], dtype: torch.dtype, memory: Delta
         for size in (shape.rank * shape.K, shape.rank * -(-shape.N // LORA_PANEL) * LORA_PANEL):
             places.append(end)
             end += -(-size // step) * step
+    if not shapes:
+        return []
     piece = memory.tensor(end, dtype)
     return [PackedDelta(shape, piece, *places[2 * i : 2 * i + 2]) for i, shape in enumerate(shapes)]
 
