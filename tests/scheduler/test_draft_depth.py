@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from quire.request import Request
 from quire.sampling_params import SamplingParams
+from quire.schedule import StepResult
 from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime, StepSeconds
 from quire.scheduler.draft_depth import Acceptance, best_depths, chances
 from quire.scheduler.speculation import Speculation
@@ -563,7 +564,7 @@ def test_requests_that_draft_no_more_are_not_waited_for() -> None:
         for request in stream.requests:
             num_drafts = len(speculation.propose(request, MOST))
             assert num_drafts <= 201 - request.num_tokens
-            speculation.settle(request, num_drafts, num_drafts)
+            speculation.settle(request, 0, num_drafts, StepResult(0, [[7] * (num_drafts + 1)]))
             request.output_token_ids.extend([0] * (1 + num_drafts))
     assert speculation.waits
     failing.output_token_ids.clear()

@@ -65,19 +65,9 @@ def bring_up(
     if executor is None and len(workers) > 1:
         executor = _executor_of_ranks(workers, config, start_time)
     found = [workers[0].facts(wants_gpu)] if executor is None else executor.facts(wants_gpu)
-    facts = least_facts(found)
-    if is_bound(config):
-        facts = bound_facts(facts, config, facts.num_cores)
-    facts = share_of_machine(facts, config)
-    facts = facts.shared_by(config.num_local_ranks, config.pipeline_parallel_size)
+    facts = _share_of_rank(config, least_facts(found))
     resolved = resolve(config, model_config, facts, is_server=is_server)
-    total_bytes, _ = facts.memory_of(resolved.device.device)
-    if free_memory_bytes is not None and resolved.device.device == "cpu":
-        total_bytes = min(total_bytes, free_memory_bytes // (config.num_local_replicas * config.tensor_parallel_size))
-    # Refused before minutes are spent on reading them.
-    planned_bytes = planned_weight_bytes(resolved, model_config)
-    if planned_bytes >= total_bytes:
-        raise weights_do_not_fit(resolved, planned_bytes, total_bytes, config.num_local_replicas)
+    _check_weights(config, model_config, resolved, facts, free_memory_bytes)
     executor = executor or _executor_of_one(workers, resolved)
     settings = WorkerSettings.of(resolved)
     progress("load", 0.0, "")
@@ -102,6 +92,30 @@ def bring_up(
     executor.allocate(CacheSize(num_blocks, num_bytes, planned.model.max_model_len))
     executor.capture()
     return RunningWorkers(executor, planned, facts, max(measured, key=lambda each: each.step.seconds))
+
+
+def _share_of_rank(config: EngineConfig, facts: DeviceFacts) -> DeviceFacts:
+    """The cores and the memory that a rank has, beside other replicas and ranks of its machine."""
+    if is_bound(config):
+        facts = bound_facts(facts, config, facts.num_cores)
+    facts = share_of_machine(facts, config)
+    return facts.shared_by(config.num_local_ranks, config.pipeline_parallel_size)
+
+
+def _check_weights(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    resolved: Resolved,
+    facts: DeviceFacts,
+    free_memory_bytes: int | None,
+) -> None:
+    """Raise MemoryPlanError for weights that cannot fit, before minutes are spent on reading them."""
+    total_bytes, _ = facts.memory_of(resolved.device.device)
+    if free_memory_bytes is not None and resolved.device.device == "cpu":
+        total_bytes = min(total_bytes, free_memory_bytes // (config.num_local_replicas * config.tensor_parallel_size))
+    planned_bytes = planned_weight_bytes(resolved, model_config)
+    if planned_bytes >= total_bytes:
+        raise weights_do_not_fit(resolved, planned_bytes, total_bytes, config.num_local_replicas)
 
 
 def least_facts(facts: Sequence[DeviceFacts]) -> DeviceFacts:

@@ -168,21 +168,6 @@ def pack_factors(source: Tensor, factors: Sequence[Sequence[int]], memory: Tenso
     pack(source, torch.tensor(factors, dtype=torch.int64), memory)
 
 
-def pack_delta(a_RK: Tensor, b_NR: Tensor, scale: float, *, looks_up: bool = False) -> PackedDelta:
-    """Copy A and B, which have one floating-point dtype, into that form. `looks_up`: of embeddings, K tokens."""
-    check_places(a=a_RK, b=b_NR)
-    R, N = len(a_RK), len(b_NR)
-    check_shape("b", b_NR, N, R)
-    check_dtype("a", a_RK, *cpu.DTYPE_CODES)
-    check_dtype("b", b_NR, a_RK.dtype)
-    if 0 in (*a_RK.shape, N):
-        raise ValueError(f"a is {list(a_RK.shape)} and b is {list(b_NR.shape)}, expected [R, K] and [N, R], none 0")
-    (delta,) = empty_deltas([DeltaShape(R, a_RK.shape[1], N, scale, looks_up)], a_RK.dtype, DeltaMemory())
-    for x, factor in ((a_RK, delta.a_from(0, a_RK.dtype)), (b_NR, delta.b_from(0, b_NR.dtype))):
-        pack_factors(x.contiguous().view(-1).view(torch.uint8), [factor], delta.memory)
-    return delta
-
-
 @dataclass(frozen=True, slots=True)
 class SlotRow:
     """The additions of an adapter to each part of a layer: its row of a table, and the deltas that it points to."""
