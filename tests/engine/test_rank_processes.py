@@ -86,6 +86,9 @@ def wait_for(condition: Any, seconds: float = 20.0) -> bool:
     return bool(condition())
 
 
+BRIEF_STEPS = 6  # of an answer with as many tokens
+
+
 SHARES = ["tensor_parallel_size", "pipeline_parallel_size"]
 
 
@@ -302,6 +305,53 @@ def test_a_rank_that_raises_where_others_wait_for_it(
     process = process_of(engine)
     engine.core.shutdown()
     assert process.returncode is not None
+
+
+# Its device fails behind its host: nobody waits for the answers of a rank that does not sample.
+BEHIND = """
+from quire.engine import rank_process
+from quire.errors import EngineDeadError
+from quire.schedule import StepResult
+from quire.worker.worker import DeviceWorker
+execute, steps = DeviceWorker.execute, []
+class Failing:
+    def __init__(self, ranks):
+        self.ranks = ranks
+    def is_computed(self):
+        return True
+    def result(self):
+        self.ranks.fail()
+        raise EngineDeadError("The GPU reports an error: it is gone")
+def fail_behind(worker, batch):
+    steps.append(batch.request_ids[0][:1] == "r")
+    is_last = sum(steps) == {number}
+    result = StepResult(batch.step_id, []) if is_last and {is_missed} else execute(worker, batch)
+    if is_last and steps[-1]:
+        worker._behind.append(Failing(worker._ranks))
+    return result
+DeviceWorker.execute = fail_behind
+rank_process.main()
+"""
+
+
+@pytest.mark.parametrize("is_missed", [True, False])
+def test_a_device_that_fails_behind_a_rank_is_told(is_missed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank says it without being asked: while the first rank waits for it in a step, or after the last step."""
+    number = 3 if is_missed else BRIEF_STEPS
+    monkeypatch.setattr(rank_spawn, "PROGRAM", ("-c", BEHIND.format(number=number, is_missed=is_missed)))
+    engine = in_processes(tensor_parallel_size=2, distributed_timeout_seconds=120)
+    short = Prompt((5, 7, 9), SamplingParams(temperature=0.0, max_tokens=BRIEF_STEPS, ignore_eos=True))
+    try:
+        with pytest.raises(EngineDeadError, match="The GPU reports an error: it is gone"):
+            _run_and_look(engine, [short])
+    finally:
+        engine.core.shutdown()
+
+
+def _run_and_look(engine: StartedEngine, prompts: list[Prompt]) -> None:
+    """As an engine process does, which looks at its ranks while there are no requests."""
+    run(engine.core, prompts)
+    wait_for(engine.check_alive)
 
 
 PARENT = """

@@ -18,6 +18,7 @@ import torch
 import quire.demo
 from quire.config import EngineConfig
 from quire.distributed.device_group import DeviceGroup
+from quire.distributed.group import GroupError
 from quire.distributed.shared_memory import make_memory, ranks_on
 from quire.engine.start import StartedEngine, start_engine
 from quire.errors import ConfigError, EngineDeadError
@@ -164,6 +165,24 @@ def test_an_error_behind_a_launch_ends_the_engine(monkeypatch: pytest.MonkeyPatc
         engine.core.shutdown()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_where_results_are_taken_in_ends_the_engine(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The devices have computed the step, so a rank that does not know its tokens cannot go on with the others."""
+    engine = started(2, two_layers())
+    try:
+        worker = engine.executor.workers[rank]
+        assert isinstance(worker, DeviceWorker)
+        fail_at(monkeypatch, worker.runner, "_take_in", 3, ValueError("no room for results"))
+        with pytest.raises(EngineDeadError, match=rf"Rank {rank} of 2 failed in a step: ValueError: no room for resul"):
+            answers(engine.core)
+        for each in engine.executor.workers:
+            assert isinstance(each, DeviceWorker)
+            assert each._ranks is not None
+            assert each._ranks.failing.failed_rank == rank
+    finally:
+        engine.core.shutdown()
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -223,6 +242,36 @@ def test_a_rank_that_does_not_sample_waits_for_the_step_before_only() -> None:
         assert [step._pending.is_done for step in launched] == [True] * (len(launched) - 1) + [False]
     finally:
         engine.core.shutdown()
+
+
+def test_a_rank_without_orders_hears_of_its_device() -> None:
+    """Of a failure in its last step, for which nobody waits. It waits for nothing itself."""
+    engine = started(2, two_layers())
+    first, second = engine.executor.workers
+    assert isinstance(first, DeviceWorker)
+    assert isinstance(second, DeviceWorker)
+    assert first._ranks is not None
+    try:
+        engine.executor._runs_ahead = False  # type: ignore[attr-defined]
+        answers(engine.core)
+        assert second.is_behind
+        download = second._behind[0]._pending.download
+        download.is_done, download.wait = lambda: False, _device_gone  # type: ignore[method-assign]
+        second.catch_up()
+        assert second.is_behind
+        first._ranks.check()
+        download.is_done = lambda: True  # type: ignore[method-assign]
+        with pytest.raises(EngineDeadError, match="The GPU is gone"):
+            second.catch_up()
+        assert not second.is_behind
+        with pytest.raises(GroupError, match="rank 1 has failed"):
+            first._ranks.check()
+    finally:
+        engine.core.shutdown()
+
+
+def _device_gone() -> Any:
+    raise EngineDeadError("The GPU is gone")
 
 
 def _noting(method: Any) -> tuple[Any, list[Any]]:

@@ -77,7 +77,7 @@ def test_a_machine_that_is_lost_between_steps_is_named() -> None:
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
     home = ranks.Home(ours)
-    rank = ranks.RemoteRank(1, Grid(1, 2, 2), Told(), SimpleNamespace(close=lambda: None), home, None)  # type: ignore[arg-type]
+    rank = ranks.RemoteRank(1, Grid(1, 2, 2), Told(), SimpleNamespace(close=lambda: None, poll=bool), home, None)  # type: ignore[arg-type]
     rank.check_alive()
     theirs.close()
     assert wait_for(rank._is_lost)

@@ -188,8 +188,19 @@ class OtherRank(ABC):
         """A text for people that says which rank has ended, where, and how."""
 
     def check_alive(self) -> None:
+        """See Worker. A rank whose device has failed between orders has said so."""
         if self._is_lost():
             raise EngineDeadError(self._end())
+        while self._has_said():
+            answer = self._next(self._connection)
+            _checked(answer)
+            assert self._num_unheard, "an answer without an order"
+            self._heard.append(answer)
+            self._num_unheard -= 1
+
+    def _has_said(self) -> bool:
+        with self._is_there():
+            return self._connection.poll()
 
     def describe(self) -> str:
         return f"{self._name} ({self._place()}{self._report})"
