@@ -30,8 +30,10 @@ from quire.model_config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.form import ModelForm
 from quire.planning.cut_stages import grid_of, part_of_rank
+from quire.planning.memory_plan import logits_bytes
 from quire.resolve import DeviceFacts, GpuFacts
 from quire.sampling_params import SamplingParams
+from quire.worker.live_buffers import LiveBuffers
 from quire.worker.worker import DeviceWorker
 from tests.engine.harness import EOS, tokens_and_logprobs, two_layers
 from tests.engine.ranks import LIMITS, fail_at, ignore
@@ -240,6 +242,30 @@ def test_a_rank_that_does_not_sample_waits_for_the_step_before_only() -> None:
         engine.executor._runs_ahead = False  # type: ignore[attr-defined]
         assert answers(engine.core) == expected("bfloat16")
         assert [step._pending.is_done for step in launched] == [True] * (len(launched) - 1) + [False]
+    finally:
+        engine.core.shutdown()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_memory_in_which_logits_are_joined_is_planned(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ranks with equal parts of the vocabulary, and of ranks with padding."""
+    monkeypatch.setattr(Decoder, "_room_for_logits", lambda *arguments: None)  # as on a GPU
+    num_rows, engine = 64, started(num_ranks, two_layers())
+
+    def peak(worker: Worker) -> int:
+        assert isinstance(worker, DeviceWorker)
+        assert isinstance(worker.model, Decoder)
+        hidden_RD = torch.zeros((num_rows, worker.model.config.hidden_size), dtype=torch.bfloat16)
+        with torch.inference_mode(), LiveBuffers() as buffers:
+            worker.model.compute_logits(hidden_RD)
+        return buffers.peak_bytes
+
+    try:
+        peaks = engine.executor._tell(peak)  # type: ignore[attr-defined]
+        for peak_bytes, worker in zip(peaks, engine.executor.workers, strict=True):
+            config = worker.model.config  # type: ignore[attr-defined]
+            row_bytes = 4 * num_rows * config.vocab_size
+            assert 2 * row_bytes < peak_bytes <= logits_bytes(config, num_rows, "cuda") < 4 * row_bytes
     finally:
         engine.core.shutdown()
 
