@@ -145,8 +145,8 @@ def obey(launch: RankLaunch) -> None:
         die_with_parent()
     if launch.cpus:
         bind(launch.cpus)
-    if launch.gpus:
-        devices.take_gpus(0, 1, launch.gpus)
+    if launch.gpu is not None:
+        devices.see_gpu(launch.gpu)
     worker = _worker(launch, lambda phase, share, detail: connection.send_bytes(encode(Report(phase, share, detail))))
     loads: _Loads = deque()
     if launch.adapters is not None:
