@@ -234,7 +234,7 @@ class Cuda:
 
 
 class _CudaDownload:
-    def __init__(self, copied: Event, on_host: list[Tensor], sources: Sequence[Tensor]) -> None:
+    def __init__(self, copied: Any, on_host: list[Tensor], sources: Sequence[Tensor]) -> None:
         self._copied, self._on_host = copied, on_host
         self._sources: Sequence[Tensor] = sources  # kept so that their memory is not used again before it is copied
 
