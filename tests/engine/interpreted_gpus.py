@@ -11,25 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from quire.kernels import cpu, gpu, gpu_facts
 from quire.loader import load
-from quire.models.form import ModelForm
 from quire.resolve import GpuFacts
 from quire.worker.worker import DeviceWorker
 from tests import triton_interpreter
+from tests.engine.queued_gpus import OnCpu
 from tests.worker.fake_accelerator import FakeAccelerator
 
 GIB = 1 << 30
 WHY_NOT = triton_interpreter.why_not()
-
-
-class OnCpu(ModelForm):
-    """Of a model whose tensors are on the CPU, although its device is a GPU."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named | {"device": torch.device("cpu"), "attention_backend": "auto"})
 
 
 class Kernels:

@@ -32,7 +32,8 @@ from quire.kernels import cpu
 from quire.messages import AddRequest, UseTokenizer
 from quire.sampling_params import SamplingParams
 from tests.e2e.serving import INTERPRETER
-from tests.engine.harness import EOS, Prompt, run
+from tests.engine import queued_gpus
+from tests.engine.harness import EOS, Prompt, run, two_layers
 from tests.engine.ranks import LIMITS, ignore, started
 from tests.engine.test_sameness import brief
 from tests.engine.test_sameness_ranks import answers
@@ -307,39 +308,16 @@ def test_a_rank_that_raises_where_others_wait_for_it(
     assert process.returncode is not None
 
 
-# Its device fails behind its host: nobody waits for the answers of a rank that does not sample.
-BEHIND = """
-from quire.engine import rank_process
-from quire.errors import EngineDeadError
-from quire.schedule import StepResult
-from quire.worker.worker import DeviceWorker
-execute, steps = DeviceWorker.execute, []
-class Failing:
-    def __init__(self, ranks):
-        self.ranks = ranks
-    def is_computed(self):
-        return True
-    def result(self):
-        self.ranks.fail()
-        raise EngineDeadError("The GPU reports an error: it is gone")
-def fail_behind(worker, batch):
-    steps.append(batch.request_ids[0][:1] == "r")
-    is_last = sum(steps) == {number}
-    result = StepResult(batch.step_id, []) if is_last and {is_missed} else execute(worker, batch)
-    if is_last and steps[-1]:
-        worker._behind.append(Failing(worker._ranks))
-    return result
-DeviceWorker.execute = fail_behind
-rank_process.main()
-"""
-
-
-@pytest.mark.parametrize("is_missed", [True, False])
-def test_a_device_that_fails_behind_a_rank_is_told(is_missed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank says it without being asked: while the first rank waits for it in a step, or after the last step."""
-    number = 3 if is_missed else BRIEF_STEPS
-    monkeypatch.setattr(rank_spawn, "PROGRAM", ("-c", BEHIND.format(number=number, is_missed=is_missed)))
-    engine = in_processes(tensor_parallel_size=2, distributed_timeout_seconds=120)
+@pytest.mark.parametrize(("where", "number"), [("before", 3), ("behind", 3), ("behind", BRIEF_STEPS)])
+def test_a_device_that_fails_behind_its_host_is_told(where: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the answers of a rank that does not sample, so the rank says it without being asked: while the
+    device of the first rank waits for its device, between steps, or after the last step.
+    """
+    program = ("-m", "tests.engine.queued_gpus", where, str(number))
+    monkeypatch.setattr(rank_spawn, "PROGRAM", program)
+    queued_gpus.use_them(monkeypatch.setattr)
+    limits = {"cudagraph_capture_sizes": (1, 2), "distributed_timeout_seconds": 120}
+    engine = in_processes(two_layers(), tensor_parallel_size=2, **LIMITS | limits | {"device": "cuda"})
     short = Prompt((5, 7, 9), SamplingParams(temperature=0.0, max_tokens=BRIEF_STEPS, ignore_eos=True))
     try:
         with pytest.raises(EngineDeadError, match="The GPU reports an error: it is gone"):

@@ -1,11 +1,13 @@
 """Ranks whose devices run behind their hosts: the tokens are those of one rank, and no step is lost.
 
-Each rank is a thread with an accelerator of its own, which computes with CPU tensors. Gloo stands in for NCCL.
+Each rank is a thread with an accelerator of its own, which computes with CPU tensors, on a thread of its own. Gloo
+stands in for NCCL.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -28,7 +30,6 @@ from quire.loader import load
 from quire.messages import AddRequest, Progress
 from quire.model_config import ModelConfig
 from quire.models.decoder import Decoder
-from quire.models.form import ModelForm
 from quire.planning.cut_stages import grid_of, part_of_rank
 from quire.planning.memory_plan import logits_bytes
 from quire.resolve import DeviceFacts, GpuFacts
@@ -36,10 +37,11 @@ from quire.sampling_params import SamplingParams
 from quire.worker.live_buffers import LiveBuffers
 from quire.worker.worker import DeviceWorker
 from tests.engine.harness import EOS, tokens_and_logprobs, two_layers
+from tests.engine.queued_gpus import OnCpu
 from tests.engine.ranks import LIMITS, fail_at, ignore
 from tests.engine.test_sameness_ranks import Answer, answers, of_ranks
 from tests.engine.test_sameness_ranks_drafters import drafted, of_one, speculation
-from tests.worker.fake_accelerator import FakeAccelerator
+from tests.worker.queued_accelerator import QueuedAccelerator, run_ahead
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="ranks need the compiled kernels")
 
@@ -59,11 +61,8 @@ class GpuRank(DeviceWorker):
 def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are on the CPU, with its kernels, although their device is a GPU."""
 
-    class OnCpu(ModelForm):
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, **named | {"device": torch.device("cpu"), "attention_backend": "auto"})
-
     monkeypatch.setattr(load, "ModelForm", OnCpu)
+    run_ahead(monkeypatch.setattr)
 
 
 def started(
@@ -79,7 +78,8 @@ def started(
         found = [ranks_on(memory, rank, grid, has_own_cores=False, timeout_seconds=limit) for rank in range(grid.size)]
         os.close(memory)
         return [
-            GpuRank(part_of_rank(model_config, config, ranks.rank), progress, FakeAccelerator, ranks) for ranks in found
+            GpuRank(part_of_rank(model_config, config, ranks.rank), progress, QueuedAccelerator, ranks)
+            for ranks in found
         ]
 
     folder = folder or quire.demo.path("target")
@@ -164,6 +164,59 @@ def test_an_error_behind_a_launch_ends_the_engine(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(EngineDeadError, match=r"Rank 1 of 2 failed in a step: ValueError: no room for logits"):
             tokens_and_logprobs(engine.core)
     finally:
+        engine.core.shutdown()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_device_that_fails_ends_the_engine(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device of the other rank waits for it in an exchange, and is let go. Both hosts had launched their step."""
+    engine = started(2, two_layers(), enforce_eager=True)
+    try:
+        worker = engine.executor.workers[rank]
+        assert isinstance(worker, DeviceWorker)
+        device = worker.runner.device
+        assert isinstance(device, QueuedAccelerator)
+        launches, launch = list[int](), worker.runner._launch
+
+        def fail_at_third(batch: Any) -> Any:
+            launches.append(len(launches))
+            if len(launches) == 3:
+                device.fail(ValueError("it is gone"))
+            return launch(batch)
+
+        monkeypatch.setattr(worker.runner, "_launch", fail_at_third)
+        with pytest.raises(EngineDeadError, match="The GPU reports an error: it is gone"):
+            answers(engine.core)
+        assert len(launches) >= 3
+    finally:
+        engine.core.shutdown()
+
+
+def test_a_host_launches_while_its_device_is_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both steps in flight are launched, and nothing of them is computed. The tokens are the same."""
+    engine = started(2, two_layers())
+    second = engine.executor.workers[1]
+    assert isinstance(second, DeviceWorker)
+    device, gate, held = second.runner.device, threading.Event(), list[bool]()
+    assert isinstance(device, QueuedAccelerator)
+    launch = second.runner._launch
+
+    def note(batch: Any) -> Any:
+        if len(held) == 4:
+            device.put(gate.wait)
+        pending = launch(batch)
+        held.append(not pending.download.is_done())
+        if len(held) == 6:
+            assert held[4:] == [True, True]
+            gate.set()
+        return pending
+
+    monkeypatch.setattr(second.runner, "_launch", note)
+    try:
+        assert answers(engine.core) == expected("bfloat16")
+        assert len(held) > 6
+    finally:
+        gate.set()
         engine.core.shutdown()
 
 

@@ -85,7 +85,12 @@ class FakeTransport:
     def _gather(self, output: Tensor, own: Tensor) -> None:
         if self._gloo is None:
             self._gloo = dist.ProcessGroupGloo(*self._place, timedelta(seconds=20))
-        self._gloo._allgather_base(output, own).wait()
+        work = self._gloo._allgather_base(output, own)
+        while not work.is_completed():
+            if self._is_aborted.is_set():
+                return
+            time.sleep(0)
+        work.wait()
 
     def abort(self) -> None:
         self._is_aborted.set()

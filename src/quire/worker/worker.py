@@ -246,7 +246,7 @@ class DeviceWorker:
             if ranks is None:
                 raise
             try:
-                ranks.check()  # the failure of another rank explains all other errors
+                _check_others(ranks)
             except GroupError as lost:
                 ranks.fail()
                 raise _lost(ranks, phase, lost) from error
@@ -334,7 +334,7 @@ class _StepOfRank:
     def _say(self, error: Exception) -> None:
         """Tell the other ranks about an error that ends all of them. Raises EngineDeadError for one of another kind."""
         try:
-            self._ranks.check()  # the failure of another rank explains all other errors
+            _check_others(self._ranks)
         except GroupError as lost:
             self._ranks.fail()
             raise _lost(self._ranks, "a step", lost) from error
@@ -353,6 +353,12 @@ def _sharing(ranks: Ranks | None, num_kv_owners: int) -> Sharing:
     if ranks.everyone is not None:
         dispatch = Dispatch(ranks.everyone, ranks.grid.lane(ranks.rank), ranks.grid.width)
     return Sharing(group=ranks.group, before=ranks.before, dispatch=dispatch, num_kv_owners=num_kv_owners)
+
+
+def _check_others(ranks: Ranks) -> None:
+    """Raise GroupError if another rank has failed, which explains all errors of this one."""
+    if ranks.failing.failed_rank != ranks.rank:
+        ranks.check()
 
 
 def _failed(ranks: Ranks, error: Exception) -> EngineDeadError:
